@@ -1,0 +1,81 @@
+"""Train language models in narrow number formats, know exactly what each format costs, and get the same bits again.
+
+Every public name lives in one module and is loaded from there on first use, so that ``import narrowgauge`` costs
+nothing and needs no PyTorch: the words (formats, chips, models, recipes) are plain values, and only the verbs that
+touch tensors (``prepare``, ``AdamW``, ``round_to``, …) bring it in.
+
+    >>> import narrowgauge as ng
+    >>> ng.FORMATS["bfloat16"].bits
+    16
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from narrowgauge.assembly import prepare as prepare
+    from narrowgauge.chips import CHIPS as CHIPS
+    from narrowgauge.chips import Chip as Chip
+    from narrowgauge.errors import ChipError as ChipError
+    from narrowgauge.errors import DataError as DataError
+    from narrowgauge.errors import FormatError as FormatError
+    from narrowgauge.errors import NarrowgaugeError as NarrowgaugeError
+    from narrowgauge.errors import RecipeError as RecipeError
+    from narrowgauge.errors import RecordError as RecordError
+    from narrowgauge.formats import FORMATS as FORMATS
+    from narrowgauge.formats import Format as Format
+    from narrowgauge.numerics.casting import round_to as round_to
+    from narrowgauge.numerics.summation import fingerprint as fingerprint
+    from narrowgauge.optim.auditing import audit as audit
+    from narrowgauge.optim.optimizer import AdamW as AdamW
+    from narrowgauge.optim.optimizer import Optimizer as Optimizer
+    from narrowgauge.recipes import COMPUTES as COMPUTES
+    from narrowgauge.recipes import STORAGES as STORAGES
+    from narrowgauge.recipes import Compute as Compute
+    from narrowgauge.recipes import Recipe as Recipe
+    from narrowgauge.recipes import Storage as Storage
+    from narrowgauge.recipes import parse as parse
+
+__version__ = "0.1.0"
+
+# Where each public name lives: its one documented import path is ``narrowgauge.NAME``.
+_HOMES = {
+    "prepare": "assembly",
+    "AdamW": "optim.optimizer",
+    "Optimizer": "optim.optimizer",
+    "audit": "optim.auditing",
+    "round_to": "numerics.casting",
+    "fingerprint": "numerics.summation",
+    "parse": "recipes",
+    "Recipe": "recipes",
+    "Compute": "recipes",
+    "Storage": "recipes",
+    "COMPUTES": "recipes",
+    "STORAGES": "recipes",
+    "Format": "formats",
+    "FORMATS": "formats",
+    "Chip": "chips",
+    "CHIPS": "chips",
+    "NarrowgaugeError": "errors",
+    "FormatError": "errors",
+    "RecipeError": "errors",
+    "ChipError": "errors",
+    "DataError": "errors",
+    "RecordError": "errors",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'narrowgauge' has no attribute {name!r}")
+    value = getattr(import_module(f"narrowgauge.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

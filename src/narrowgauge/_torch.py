@@ -1,0 +1,110 @@
+"""Every name of PyTorch we touch that it does not promise to keep, with the reason and the way out.
+
+| name | why | the way out |
+|---|---|---|
+| ``torch._inductor.aoti_compile_and_package`` | one fused loop from the definition, 3 us a call; ``torch.compile`` takes 20 | ``torch.compile``, slower on small tensors |
+| ``…aoti_load_package(…).loader.boxed_run`` | calls the package without 10 us of tree flattening | calling the package itself |
+| ``torch._inductor.config`` option names | keep every reduction in one loop; round as eager mode does on CUDA | eager kernels |
+| ``torch.backends.cpu.get_cpu_capability`` | the key of the kernel cache | the processor's name |
+
+A release that renames one of these fails here, with a plain ImportError or AttributeError, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+
+import torch
+from torch import Tensor
+
+# One loop whatever its length: each threshold makes Inductor write an intermediate to memory, and a fresh buffer of a
+# large tensor's size costs more in page faults than the whole step (measured: 4 to 10 times).
+_ONE_LOOP = {
+    "realize_reads_threshold": 1000,
+    "realize_acc_reads_threshold": 1000,
+    "realize_opcount_threshold": 100_000,
+    "cpp.max_horizontal_fusion_size": 128,
+}
+# On CUDA the defaults divide approximately and flush subnormals; the definition does neither.
+_AS_EAGER = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+}
+
+
+def compiler_missing() -> str:
+    """Why ahead-of-time compilation cannot work here, or an empty string."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) or shutil.which("clang++"):
+        return ""
+    return f"no C++ compiler ('{compiler}') is on PATH"
+
+
+def machine_key() -> str:
+    """What compiled code depends on beside its source: torch, processor, number of threads."""
+    import platform
+
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{torch.__version__} {platform.machine()} {capability} {torch.get_num_threads()} {cuda}"
+
+
+def compile_ahead(
+    function: Callable[..., Tensor], example: Sequence[Tensor], lengths: Sequence[int | None], path: Path
+) -> None:
+    """Compile ``function`` to a package at ``path`` that takes 1-D tensors of any length.
+
+    Args:
+        function: pure but for writing into its arguments.
+        example: arguments; those of dynamic length must be at least 2 long.
+        lengths: for each argument, which dynamic length it has (equal numbers, equal lengths), ``None`` for fixed.
+        path: where the package goes; written whole, then renamed.
+    """
+    device = example[0].device.type
+    dims = {k: torch.export.Dim(f"n{k}", min=2, max=1 << 40) for k in set(lengths) - {None}}
+    shapes = tuple(None if k is None else {0: dims[k]} for k in lengths)
+    options = _ONE_LOOP if device == "cpu" else _AS_EAGER
+    partial = path.with_name(f".{path.stem}-{os.getpid()}.pt2")
+    with _quiet():
+        program = torch.export.export(_Module(function), tuple(example), dynamic_shapes=(shapes,))
+        torch._inductor.aoti_compile_and_package(program, package_path=str(partial), inductor_configs=options)
+    os.replace(partial, path)
+
+
+def load_ahead(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+    """The function in a package: takes a list of tensors (and empties it), returns the list of results."""
+    with _quiet():
+        run: Callable[[list[Tensor]], list[Tensor]] = torch._inductor.aoti_load_package(str(path)).loader.boxed_run
+    return run
+
+
+class _Module(torch.nn.Module):
+    """What ``torch.export`` takes."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        return self.function(*arguments)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the compiler's own deprecation warnings and banners, which say nothing to a user of an optimizer."""
+    level = logging.getLogger("torch").level
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.getLogger("torch").setLevel(level)

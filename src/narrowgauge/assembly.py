@@ -1,0 +1,167 @@
+"""The one joint: a model and a recipe become a model and an optimizer that train.
+
+There is one legal order. Tails must be taken from the float32 weights *before* they are cut; the optimizer must see the
+parameters *after*; autocast and the casts around kept modules go on last. ``prepare`` is that order.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.rounding import round_to_bfloat16
+from narrowgauge.optim.optimizer import AdamW
+from narrowgauge.recipes import Recipe, parse
+
+
+def prepare(
+    model: nn.Module,
+    recipe: str | Path | Recipe = "bfloat16/word",
+    *,
+    lr: float | Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    max_grad_norm: float | None = 1.0,
+    seed: int = 0,
+    audit_every: int = 10,
+    compile: bool | None = None,
+) -> tuple[nn.Module, AdamW]:
+    """Make a float32 model and a recipe ready to train.
+
+    Law: the model computes with each weight's visible format, the optimizer keeps the rest: before the first step the
+    stored weights are the given float32 ones, cut once to the storage's code.
+
+    Args:
+        model: a float32 model on one device; it is changed in place. One already in bfloat16 is taken too, with tails of
+            zero: what was cut before cannot be recovered.
+        recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
+        lr, betas, eps: as in AdamW.
+        weight_decay: decoupled decay of matrices; parameters of one dimension are not decayed.
+        max_grad_norm: clip to this norm, and skip steps whose gradients are not finite; ``None`` does neither.
+        seed: seed of the stochastic rounding.
+        audit_every: audit every so many steps; 0 never.
+        compile: compile the optimizer's kernels; ``None`` decides by size.
+    Returns:
+        ``(model, optimizer)``: the same model, and a ``torch.optim.Optimizer`` for it.
+    Raises:
+        RecipeError: an unknown recipe, a ``keep`` pattern or override that matches nothing, or a model in another format.
+
+    Cost: a float32 copy of the weights while it runs.
+
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> model, optimizer = ng.prepare(torch.nn.Linear(16, 4), "bfloat16/word", lr=1e-3)
+        >>> model(torch.ones(1, 16, dtype=torch.bfloat16)).float().sum().backward()
+        >>> optimizer.step()
+        >>> model.weight.dtype
+        torch.bfloat16
+    """
+    policy = parse(recipe)
+    _check(model, policy)
+    values = _cut_parameters(model, policy)
+    optimizer = AdamW(
+        _groups(model, policy, weight_decay),
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        storage=policy.storage,
+        max_grad_norm=max_grad_norm,
+        seed=seed,
+        audit_every=audit_every,
+        compile=compile,
+    )
+    optimizer.adopt(values)
+    _widen_kept(model, policy)
+    if policy.compute.output != policy.storage.visible:
+        _autocast(model, policy)
+    return model, optimizer
+
+
+def _check(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse what could not be trained as asked, naming the first offender."""
+    names = [name for name, _ in model.named_parameters()]
+    if not names:
+        raise RecipeError(f"recipe '{recipe.name}' was given a {type(model).__name__} without parameters.")
+    known = (torch.float32, torch.bfloat16) if recipe.storage.visible == "bfloat16" else (torch.float32,)
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in known:
+            raise RecipeError(
+                f"recipe '{recipe.name}' takes a float32 model, and '{name}' of {type(model).__name__} is "
+                f"{str(parameter.dtype).removeprefix('torch.')}.",
+                "Call model.float() first.",
+            )
+    modules = [name for name, _ in model.named_modules() if name]
+    for pattern in recipe.keep:
+        single = Recipe(recipe.compute, recipe.storage, keep=(pattern,))
+        if not any(single.keeps(name) for name in [*names, *modules]):
+            raise RecipeError(f"keep pattern '{pattern}' matches no module of {type(model).__name__}.", _first(modules))
+    for override in recipe.overrides:
+        if not any(override.matches(name) for name in names):
+            raise RecipeError(
+                f"override pattern '{override.pattern}' matches no parameter of {type(model).__name__}.", _first(names)
+            )
+        if override.storage.visible != recipe.storage.visible:
+            raise RecipeError(
+                f"override '{override.pattern}' stores {override.storage.visible} in a model of "
+                f"{recipe.storage.visible}.",
+                "Name the modules in keep = [...] to leave them in float32.",
+            )
+
+
+def _first(names: list[str]) -> str:
+    return f"Its names are like '{names[0]}' and '{names[-1]}'." if names else ""
+
+
+def _cut_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
+    """Cut every parameter to its visible format; the float32 values of those that will be trained come back."""
+    values: dict[Tensor, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        storage = recipe.storage_of(name, parameter.ndim)
+        if parameter.requires_grad:
+            values[parameter] = parameter.data.float()
+        if storage.visible == "bfloat16" and parameter.dtype is torch.float32:
+            parameter.data = round_to_bfloat16(parameter.data)
+    return values
+
+
+def _groups(model: nn.Module, recipe: Recipe, weight_decay: float) -> list[dict[str, Any]]:
+    """Param groups by (storage, decayed or not), with names, for ``torch.optim``."""
+    groups: dict[tuple[str, bool], list[tuple[str, Tensor]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            # Vectors change row inside the optimizer, by the row of their group.
+            storage = recipe.storage_of(name, max(2, parameter.ndim))
+            groups.setdefault((storage.name, parameter.ndim >= 2), []).append((name, parameter))
+    return [
+        {"params": members, "storage": storage, "weight_decay": weight_decay if decayed else 0.0}
+        for (storage, decayed), members in groups.items()
+    ]
+
+
+def _widen_kept(model: nn.Module, recipe: Recipe) -> None:
+    """Casts around the outermost kept modules: float32 in, the model's own format out."""
+    if recipe.storage.visible == "float32":
+        return
+    done: list[str] = []
+    for name, module in model.named_modules():
+        if name and recipe.keeps(name) and not any(name.startswith(f"{outer}.") for outer in done):
+            done.append(name)
+            module.register_forward_pre_hook(lambda _, args: tuple(_cast(a, torch.float32) for a in args))
+            module.register_forward_hook(lambda _, __, result: _cast(result, torch.bfloat16))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _autocast(model: nn.Module, recipe: Recipe) -> None:
+    """Run the model's forward under autocast to the compute format, wherever it is called from."""
+    device = next(model.parameters()).device.type
+    scope = torch.autocast(device, getattr(torch, recipe.compute.output))
+    model.forward = scope(model.forward)

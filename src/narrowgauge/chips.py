@@ -1,0 +1,364 @@
+"""Chips: how much each holds, how fast it reads, how fast it multiplies in each format.
+
+Three figures bound a training step: the bytes a chip holds, the bytes per second its memory delivers, and the
+multiply-adds per second its matrix units reach in a given format. Vendors print the last one for dense and for
+"structured sparse" products, for one chip or a board of two, in one direction of a link or in both; here every peak is
+dense, per chip, and every link rate is one direction. Peaks are what the vendor prints, ``measured_tflops`` what
+someone's best large matmul reached, usually 50 to 85 % of it. Each row names its source and how good that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from narrowgauge.errors import ChipError, suggestion
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One accelerator.
+
+    Attributes:
+        name, vendor, architecture, form_factor: what it is.
+        memory_gb: memory as the vendor names it; such gigabytes are powers of two (see ``memory_bytes``).
+        memory_type: HBM or GDDR generation.
+        bandwidth_gb_per_second: of that memory, 10^9 bytes per second.
+        peak_tflops: dense multiply-adds, counted as two operations, in 10^12 per second, by format of the operands;
+            a format that is missing has no native product or no published figure.
+        link, link_gb_per_second: the link between chips and its rate, one direction, all peers together; None where
+            no figure is published, 0 where there is no link.
+        peer_gb_per_second: one direction, to a single peer.
+        host_link: to the CPU.
+        evidence: ``A``: vendor page as cited by a maintained table; ``B``: third-party page or arithmetic.
+        source: the pages the figures come from.
+        mxfp8_tflops: like ``peak_tflops`` for MXFP8, whose block scales the hardware itself applies; None without.
+        measured_tflops: best published large matmul, by format.
+        notes: what to beware of.
+    """
+
+    name: str
+    vendor: str
+    architecture: str
+    form_factor: str
+    memory_gb: int
+    memory_type: str
+    bandwidth_gb_per_second: float
+    peak_tflops: Mapping[str, float] = field(hash=False)
+    link: str
+    host_link: str
+    evidence: Literal["A", "B"]
+    source: str
+    link_gb_per_second: float | None = None
+    peer_gb_per_second: float | None = None
+    mxfp8_tflops: float | None = None
+    measured_tflops: Mapping[str, float] = field(default_factory=dict, hash=False)
+    notes: str = ""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory in bytes: memory chips come in powers of two, so the vendor's GB is 2^30 (drivers report 1–3 % less).
+
+        Example:
+            >>> get_chip("RTX-4090").memory_bytes // 2**30
+            24
+        """
+        return self.memory_gb << 30
+
+    @property
+    def bandwidth_bytes_per_second(self) -> float:
+        """Memory bandwidth in bytes per second."""
+        return self.bandwidth_gb_per_second * 1e9
+
+
+_ROWS = (
+    Chip(
+        "V100-SXM2-32GB", "NVIDIA", "Volta sm70", "SXM2",
+        memory_gb=32, memory_type="HBM2", bandwidth_gb_per_second=900,
+        peak_tflops={"float32": 15.7, "float16": 125},
+        link="NVLink2", link_gb_per_second=150, host_link="PCIe3 x16",
+        evidence="B",
+        notes="no bf16/TF32/fp8; fp16 tensor with fp32 accumulate; 16 GB variant exists",
+        source=(
+            "cli99/llm-analysis gpu_configs/v100-sxm-32gb.json (fp16 125; 900 GB/s; 150 GB/s); "
+            "huggingface.co/RajBhope/gpu-runtime-predictor gpu_catalog.json (fp32 15.7); NVLink2 300 GB/s bidir in "
+            "stas00/ml-engineering network/README.md"
+        ),
+    ),
+    Chip(
+        "A100-SXM4-40GB", "NVIDIA", "Ampere sm80", "SXM4",
+        memory_gb=40, memory_type="HBM2", bandwidth_gb_per_second=1555,
+        peak_tflops={"float32": 19.5, "tfloat32": 156, "float16": 312, "bfloat16": 312, "int8": 624},
+        measured_tflops={"bfloat16": 271.2},
+        link="NVLink3", link_gb_per_second=300, peer_gb_per_second=300, host_link="PCIe4 x16",
+        evidence="A",
+        notes="same compute as 80 GB; measured value is for A100 SXM (80 GB)",
+        source=(
+            "nvidia.com/en-us/data-center/a100 via stas00/ml-engineering compute/accelerator/README.md note 4; "
+            "bandwidth from cli99/llm-analysis a100-sxm-40gb.json"
+        ),
+    ),
+    Chip(
+        "A100-SXM4-80GB", "NVIDIA", "Ampere sm80", "SXM4",
+        memory_gb=80, memory_type="HBM2e", bandwidth_gb_per_second=2039,
+        peak_tflops={"float32": 19.5, "tfloat32": 156, "float16": 312, "bfloat16": 312, "int8": 624},
+        measured_tflops={"bfloat16": 271.2},
+        link="NVLink3", link_gb_per_second=300, peer_gb_per_second=300, host_link="PCIe4 x16",
+        evidence="A",
+        source=(
+            "nvidia.com/en-us/data-center/a100 via stas00/ml-engineering note 4; 2039 GB/s in cli99/llm-analysis "
+            "a100-sxm-80gb.json; pytorch/torchtitan torchtitan/tools/utils.py get_peak_flops (312e12)"
+        ),
+    ),
+    Chip(
+        "H100-SXM5-80GB", "NVIDIA", "Hopper sm90", "SXM5",
+        memory_gb=80, memory_type="HBM3", bandwidth_gb_per_second=3350,
+        peak_tflops={
+            "float32": 67, "tfloat32": 494.5, "float16": 989, "bfloat16": 989, "float8_e4m3fn": 1979,
+            "int8": 1979,
+        },
+        measured_tflops={"bfloat16": 794.5, "float8_e4m3fn": 1402.6},
+        link="NVLink4", link_gb_per_second=450, peer_gb_per_second=450, host_link="PCIe5 x16",
+        evidence="A",
+        notes="MXFP8 not in hardware (TE uses fp8 tensor or block scaling)",
+        source=(
+            "nvidia.com/en-us/data-center/h100 via stas00/ml-engineering note 12; torchtitan get_peak_flops "
+            "(989e12)"
+        ),
+    ),
+    Chip(
+        "H100-PCIe-80GB", "NVIDIA", "Hopper sm90", "PCIe",
+        memory_gb=80, memory_type="HBM2e", bandwidth_gb_per_second=2000,
+        peak_tflops={
+            "float32": 51, "tfloat32": 378, "float16": 756, "bfloat16": 756, "float8_e4m3fn": 1513,
+            "int8": 1513,
+        },
+        link="NVLink4 bridge (pairs)", link_gb_per_second=300, peer_gb_per_second=300, host_link="PCIe5 x16",
+        evidence="A",
+        notes=(
+            "NVLink only between bridged pairs; otherwise 63 GB/s PCIe5; memory type: ml-engineering table prints "
+            "HBM3 and 2.0 TB/s; the NVIDIA part is HBM2e (unverified)"
+        ),
+        source=(
+            "nvidia.com/en-us/data-center/h100 via stas00/ml-engineering note 12; torchtitan get_peak_flops "
+            "(756e12); bridge 300 GB/s cli99/llm-analysis h100-pcie-80gb.json"
+        ),
+    ),
+    Chip(
+        "H200-SXM-141GB", "NVIDIA", "Hopper sm90", "SXM5",
+        memory_gb=141, memory_type="HBM3e", bandwidth_gb_per_second=4800,
+        peak_tflops={
+            "float32": 67, "tfloat32": 494.5, "float16": 989, "bfloat16": 989, "float8_e4m3fn": 1979,
+            "int8": 1979,
+        },
+        measured_tflops={"bfloat16": 794.5, "float8_e4m3fn": 1453.4},
+        link="NVLink4", link_gb_per_second=450, peer_gb_per_second=450, host_link="PCIe5 x16",
+        evidence="A",
+        notes="pairwise copy measured 396 GB/s of 450; about 139 GiB usable",
+        source=(
+            "nvidia.com/en-us/data-center/h200 via stas00/ml-engineering note 16 and network/README.md; mlcommons "
+            "inference_results_v4.1 H200 system json (141 GB; 18x NVLink4 900 GB/s bidir)"
+        ),
+    ),
+    Chip(
+        "B200-SXM-180GB", "NVIDIA", "Blackwell sm100", "SXM6",
+        memory_gb=180, memory_type="HBM3e", bandwidth_gb_per_second=8000,
+        peak_tflops={
+            "float32": 80, "tfloat32": 1125, "float16": 2250, "bfloat16": 2250, "float8_e4m3fn": 4500,
+            "float4_e2m1fn": 9000, "int8": 4500,
+        },
+        mxfp8_tflops=4500, measured_tflops={"bfloat16": 1745, "float8_e4m3fn": 3432.5},
+        link="NVLink5", link_gb_per_second=900, peer_gb_per_second=900, host_link="PCIe5 x16",
+        evidence="A",
+        notes=(
+            "driver reports a 7680-bit bus so 7.67 TB/s and 178.35 GB total (pytorch/ao PR 4002); int8 as printed; "
+            "fp4 dense (NVFP4 quoted 10000 on some pages); host link: ml-engineering says PCIe5 at accelerator"
+        ),
+        source=(
+            "resources.nvidia.com DGX B200 datasheet via stas00/ml-engineering note 20; torchtitan get_peak_flops "
+            "(2.25e15); pytorch/ao PR 4002 for bandwidth"
+        ),
+    ),
+    Chip(
+        "GB200-NVL72-per-GPU", "NVIDIA", "Blackwell sm100", "superchip",
+        memory_gb=186, memory_type="HBM3e", bandwidth_gb_per_second=8000,
+        peak_tflops={
+            "float32": 80, "tfloat32": 1250, "float16": 2500, "bfloat16": 2500, "float8_e4m3fn": 5000,
+            "float4_e2m1fn": 10000, "int8": 5000,
+        },
+        mxfp8_tflops=5000, measured_tflops={"bfloat16": 1822, "float8_e4m3fn": 3615.6},
+        link="NVLink5 (72-GPU domain)", link_gb_per_second=900, peer_gb_per_second=900, host_link="NVLink-C2C",
+        evidence="A",
+        notes="per GPU; 4 GPUs per tray; 72-GPU NVLink domain",
+        source=(
+            "nvidia.com/en-us/data-center/gb200-nvl72 via stas00/ml-engineering note 23; 186 GB in mlcommons "
+            "inference_results_v6.1 GB200 json; torchtitan get_peak_flops (2.5e15)"
+        ),
+    ),
+    Chip(
+        "B300-SXM", "NVIDIA", "Blackwell Ultra sm103", "SXM6",
+        memory_gb=288, memory_type="HBM3e", bandwidth_gb_per_second=8000,
+        peak_tflops={
+            "float32": 80, "tfloat32": 1125, "float16": 2250, "bfloat16": 2250, "float8_e4m3fn": 4500,
+            "float4_e2m1fn": 12600,
+        },
+        mxfp8_tflops=4500, measured_tflops={"bfloat16": 1769, "float8_e4m3fn": 3353.3},
+        link="NVLink5", link_gb_per_second=900, peer_gb_per_second=900, host_link="PCIe5 x16",
+        evidence="A",
+        notes=(
+            "NVFP4 printed 15000; int8 printed 4500 in the source but Blackwell Ultra int8 is far lower: "
+            "unverified so left empty"
+        ),
+        source="resources.nvidia.com DGX B300 datasheet via stas00/ml-engineering note 21",
+    ),
+    Chip(
+        "MI300X", "AMD", "CDNA3 gfx942", "OAM",
+        memory_gb=192, memory_type="HBM3", bandwidth_gb_per_second=5300,
+        peak_tflops={
+            "float32": 163.4, "tfloat32": 653.7, "float16": 1300, "bfloat16": 1300, "float8_e4m3fnuz": 2610,
+            "int8": 2600,
+        },
+        measured_tflops={"bfloat16": 668.4},
+        link="xGMI full mesh", link_gb_per_second=448, peer_gb_per_second=64, host_link="PCIe5 x16",
+        evidence="A",
+        notes=(
+            "vendor exact figures 1307.4 / 2614.9 (unverified); FP8 is the FNUZ variant not OCP; 64 GB/s to any "
+            "one peer"
+        ),
+        source=(
+            "amd.com MI300X page via stas00/ml-engineering note 17; torchtitan get_peak_flops (1300e12); xGMI from "
+            "ml-engineering network/README.md"
+        ),
+    ),
+    Chip(
+        "MI355X", "AMD", "CDNA4 gfx950", "OAM",
+        memory_gb=288, memory_type="HBM3e", bandwidth_gb_per_second=8000,
+        peak_tflops={
+            "float32": 157.3, "float16": 2500, "bfloat16": 2500, "float8_e4m3fn": 5000, "float4_e2m1fn": 10100,
+            "int8": 5000,
+        },
+        mxfp8_tflops=5000, measured_tflops={"bfloat16": 1565},
+        link="xGMI full mesh", link_gb_per_second=535.5, peer_gb_per_second=76.5, host_link="PCIe5 x16",
+        evidence="A",
+        notes=(
+            "MXFP8 = OCP FP8 rate (inferred; AMD page lists fp8 5.0 PF dense, fp6/fp4 10.1 PF); TF32 not "
+            "published; beware 10.1 PF fp8 quoted elsewhere is with sparsity"
+        ),
+        source="amd.com MI355X page via stas00/ml-engineering note 22; torchtitan get_peak_flops (2500e12)",
+    ),
+    Chip(
+        "L4", "NVIDIA", "Ada sm89", "PCIe LP",
+        memory_gb=24, memory_type="GDDR6", bandwidth_gb_per_second=300,
+        peak_tflops={
+            "float32": 30.3, "tfloat32": 60, "float16": 121, "bfloat16": 121, "float8_e4m3fn": 242.5,
+            "int8": 242.5,
+        },
+        link="none", link_gb_per_second=0, peer_gb_per_second=0, host_link="PCIe4 x16",
+        evidence="B",
+        notes=(
+            "datasheet prints sparse 120/242/485; dense is half; 58 SM x 2040 MHz gives 30.3; 72 W: sustained "
+            "clocks far lower"
+        ),
+        source=(
+            "store.sourcecode.com L4 page (TF32 120 sparse; int8 485 sparse; 300 GB/s); fpsbench.com L4 (30.29 "
+            "fp32); fp16 sparse 242 as on the NVIDIA L4 page (unverified) = 4x fp32"
+        ),
+    ),
+    Chip(
+        "L40S", "NVIDIA", "Ada sm89", "PCIe",
+        memory_gb=48, memory_type="GDDR6", bandwidth_gb_per_second=864,
+        peak_tflops={
+            "float32": 91.6, "tfloat32": 183, "float16": 362, "bfloat16": 362, "float8_e4m3fn": 733,
+            "int8": 733,
+        },
+        link="none", link_gb_per_second=0, peer_gb_per_second=0, host_link="PCIe4 x16",
+        evidence="A",
+        source=(
+            "nvidia.com/en-us/data-center/l40s via stas00/ml-engineering note 6; torchtitan get_peak_flops "
+            "(362e12)"
+        ),
+    ),
+    Chip(
+        "RTX-4090", "NVIDIA", "Ada sm89", "PCIe",
+        memory_gb=24, memory_type="GDDR6X", bandwidth_gb_per_second=1008,
+        peak_tflops={
+            "float32": 82.6, "tfloat32": 82.6, "float16": 165.2, "bfloat16": 165.2, "float8_e4m3fn": 330.3,
+            "int8": 660.6,
+        },
+        link="none", link_gb_per_second=0, peer_gb_per_second=0, host_link="PCIe4 x16",
+        evidence="B",
+        notes=(
+            "tensor numbers with FP32 accumulate (training); FP16 accumulate doubles them (330.3 / 660.6); no "
+            "NVLink and no PCIe P2P"
+        ),
+        source="hmc-tech.com RTX 4090 page (FP16-32 165.2; FP8-32 330.3; BF16 165.2; TF32 82.58; 1.01 TB/s)",
+    ),
+    Chip(
+        "RTX-5090", "NVIDIA", "Blackwell sm120", "PCIe",
+        memory_gb=32, memory_type="GDDR7", bandwidth_gb_per_second=1792,
+        peak_tflops={
+            "float32": 104.8, "tfloat32": 104.8, "float16": 209.5, "bfloat16": 209.5, "float8_e4m3fn": 419,
+            "float4_e2m1fn": 1676, "int8": 838,
+        },
+        link="none", link_gb_per_second=0, peer_gb_per_second=0, host_link="PCIe5 x16",
+        evidence="B",
+        notes=(
+            "tensor numbers with FP32 accumulate; derived from printed sparse FP16-acc 838.4 / FP8 1676.8 / FP4 "
+            "3352; TE lists MXFP8 unsupported and NVFP4 partial on sm120; no tcgen05"
+        ),
+        source=(
+            "codesota.com RTX 5090 (fp16 dense 209.5; 1792 GB/s); spheron.network RTX 5090 (838.4/1676.8/3352 "
+            "sparse); nvidia.github.io/TransformerEngine/support_matrix.html"
+        ),
+    ),
+    Chip(
+        "TPU-v5e", "Google", "v5e", "chip",
+        memory_gb=16, memory_type="HBM2", bandwidth_gb_per_second=819,
+        peak_tflops={"bfloat16": 197, "int8": 393},
+        link="ICI 2D torus", link_gb_per_second=200, peer_gb_per_second=50, host_link="host",
+        evidence="A",
+        notes=(
+            "page also prints 800 GiB/s; ICI 400 GB/s bidirectional per chip over 4 ports; integer all-reduce "
+            "semantics not documented there"
+        ),
+        source="docs.cloud.google.com/tpu/docs/v5e",
+    ),
+    Chip(
+        "TPU-v5p", "Google", "v5p", "chip",
+        memory_gb=95, memory_type="HBM2e", bandwidth_gb_per_second=2765,
+        peak_tflops={"bfloat16": 459, "int8": 918},
+        link="ICI 3D torus", link_gb_per_second=300, peer_gb_per_second=50, host_link="host",
+        evidence="A",
+        notes=(
+            "4800 Gbps = 600 GB/s ICI per chip as printed; unidirectional figure assumes the printed number is "
+            "bidirectional (unverified)"
+        ),
+        source="cloud.google.com/tpu/docs/v5p ; int8 918 via stas00/ml-engineering",
+    ),
+)  # fmt: skip
+
+CHIPS: dict[str, Chip] = {row.name: row for row in _ROWS}
+
+
+def get_chip(name: str) -> Chip:
+    """The chip of that name, in any case; an unambiguous beginning is enough.
+
+    Raises:
+        ChipError: no chip has that name, or several begin so.
+    Example:
+        >>> get_chip("h200").memory_gb
+        141
+    """
+    key = name.strip().lower()
+    by_key = {known.lower(): chip for known, chip in CHIPS.items()}
+    found = [chip for known, chip in by_key.items() if key and known.startswith(key)]
+    if key in by_key:
+        return by_key[key]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(chip.name for chip in found)
+        raise ChipError(f"chip {name!r} was asked for, and {len(found)} names begin so: {names}.", "Name one of them.")
+    near = suggestion(key, by_key)
+    raise ChipError(f"no chip is named {name!r}.", f"{near} (narrowgauge show chips lists all.)".strip())

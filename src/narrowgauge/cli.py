@@ -1,0 +1,212 @@
+"""The command line: it parses, calls and prints, and decides nothing.
+
+Every flag of ``train`` is a field of ``TrainConfig``, so a flag, a key of a ``--config`` file and a key of ``run.toml``
+are the same thing; a flag overrules the file, and the file the default. Each mistake costs one line on standard error
+(what was asked, what was found, what to do) and exit status 2. PyTorch is loaded when a command needs it, never before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from narrowgauge import __version__, show
+from narrowgauge.errors import NarrowgaugeError
+
+
+class Door(click.Group):
+    """The one place where an error becomes a line and a status: 2 for a mistake, 130 for Ctrl-C."""
+
+    def main(
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: object, **extra: Any
+    ) -> NoReturn:
+        """Run one command and leave the process."""
+        extra["standalone_mode"] = False
+        try:
+            status = super().main(args, prog_name, **extra)
+        except NarrowgaugeError as error:
+            status = _complain(type(error).__name__, str(error), 2)
+        except click.Abort:
+            status = _complain("Interrupted", "the command was stopped.", 130)
+        except click.ClickException as error:
+            status = _complain("UsageError", _with_advice(error), 2)
+        sys.exit(status if isinstance(status, int) else 0)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that was named; without one, print the help."""
+        try:
+            return super().invoke(ctx)
+        # click would print an empty line before it passes the interruption on.
+        except KeyboardInterrupt as interruption:
+            raise click.Abort from interruption
+
+
+def _complain(kind: str, message: str, status: int) -> int:
+    click.echo(f"{kind}: {' '.join(message.split())}", err=True)
+    return status
+
+
+def _with_advice(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    advice = f" ({context.command_path} --help says more.)" if context is not None else ""
+    return f"{error.format_message()}{advice}"
+
+
+def _flags() -> list[click.Parameter]:
+    """A flag per setting of a training run; None until it is given, so that a file may say otherwise."""
+    # Not at the top: this module is of a layer that mostly needs torch, though the settings do not.
+    from narrowgauge.trainer.config import TrainConfig, kind_of
+
+    flags: list[click.Parameter] = []
+    for field in dataclasses.fields(TrainConfig):
+        name = field.name.replace("_", "-")
+        told = "" if field.default is None else f"  [default: {str(field.default).lower()}]"
+        switch = kind_of(field) is bool
+        flags.append(
+            click.Option(
+                [f"--{name}/--no-{name}" if switch else f"--{name}", field.name],
+                type=kind_of(field),
+                default=None,
+                help=field.metadata["help"] + told,
+                metavar=None if switch else {str: "TEXT", int: "N", float: "X"}[kind_of(field)],
+            )
+        )
+    return flags
+
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print a list of objects instead.")
+_run_folder = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+
+
+@click.group(cls=Door, invoke_without_command=True)
+@click.version_option(__version__, prog_name="narrowgauge", message="%(prog)s %(version)s")
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Train language models in narrow number formats, know what each costs, and get the same bits again."""
+    _help_without_command(context)
+
+
+@main.group("show", invoke_without_command=True)
+@click.pass_context
+def show_group(context: click.Context) -> None:
+    """Print the tables: formats, recipes, storages, chips, models, and one of them in full."""
+    _help_without_command(context)
+
+
+def _help_without_command(context: click.Context) -> None:
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def _add_table(name: str, help: str) -> None:
+    @show_group.command(name, help=help)
+    @_as_json
+    def show_table(as_json: bool) -> None:
+        if as_json:
+            show.write_json(show.rows(name))
+        else:
+            show.write(show.table(name))
+
+
+_add_table("formats", "Number formats: what each can hold.")
+_add_table("recipes", "Every recipe: bytes per parameter and what it loses.")
+_add_table("storages", "How weights and moments are kept between steps.")
+_add_table("chips", "Accelerators: memory, bandwidth, peak rates, links.")
+_add_table("models", "Preset models: shapes and parameter counts.")
+
+
+@show_group.command("format")
+@click.argument("name")
+@_as_json
+def show_format(name: str, as_json: bool) -> None:
+    """Every figure of the format NAME."""
+    if as_json:
+        show.write_json(show.detail_format(name))
+    else:
+        show.write(show.page_format(name))
+
+
+# A number may begin with a minus, which would otherwise be taken for an option.
+@show_group.command("value", context_settings={"ignore_unknown_options": True})
+@click.argument("value")
+@_as_json
+def show_value(value: str, as_json: bool) -> None:
+    """What VALUE (0.1, 1e-8, 0x1p-3, inf) becomes in every format."""
+    if as_json:
+        show.write_json(show.detail_value(value))
+    else:
+        show.write(show.page_value(value))
+
+
+@show_group.command("recipe")
+@click.argument("name")
+@_as_json
+def show_recipe(name: str, as_json: bool) -> None:
+    """What the recipe NAME (or a .toml file) stores and computes, in which formats, and what it loses."""
+    if as_json:
+        show.write_json(show.detail_recipe(name))
+    else:
+        show.write(show.page_recipe(name))
+
+
+@main.command("train", params=_flags())
+@click.option(
+    "--config", "file", metavar="FILE", type=click.Path(path_type=Path),
+    help="A TOML file of the same settings (batch_size = 8); flags overrule it.",
+)  # fmt: skip
+def train(file: Path | None, **flags: Any) -> None:
+    """Train a language model on text, and keep everything about it in a run folder."""
+    from narrowgauge.trainer.config import TrainConfig
+
+    asked = TrainConfig.from_toml(file) if file else TrainConfig()
+    given = {name: value for name, value in flags.items() if value is not None}
+    # Before torch is loaded, which takes seconds: a mistake is told at once.
+    config = dataclasses.replace(asked, **given).validated()
+    from narrowgauge.trainer import loop
+
+    click.echo(loop.train(config))
+
+
+@main.command("resume")
+@_run_folder
+@click.option("--stop-after", type=click.IntRange(min=1), metavar="N", help="Stop again after this step.")
+def resume(folder: Path, stop_after: int | None) -> None:
+    """Go on with the run in DIR, bit for bit as if it had never stopped."""
+    from narrowgauge.trainer import loop
+
+    click.echo(loop.resume(folder, stop_after))
+
+
+@main.command("export")
+@_run_folder
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--dtype", type=click.Choice(["visible", "float32"]), default="visible", show_default=True,
+    help="The weights as the model sees them, or the exact stored ones.",
+)  # fmt: skip
+def export(folder: Path, out: Path, dtype: str) -> None:
+    """Write the model of the run in DIR as a Hugging Face folder OUT."""
+    from narrowgauge.trainer import exporting
+
+    exporting.export(folder, out, dtype)
+    click.echo(out)
+
+
+@main.command("sample")
+@_run_folder
+@click.argument("text")
+@click.option("--tokens", type=click.IntRange(min=1), default=100, show_default=True, help="How many to write.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0 takes the likeliest token."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random choices.")
+def sample(folder: Path, text: str, tokens: int, temperature: float, seed: int) -> None:
+    """Let the model of the run in DIR go on from TEXT."""
+    from narrowgauge.trainer import exporting
+
+    click.echo(exporting.sample(folder, text, tokens, temperature, seed))

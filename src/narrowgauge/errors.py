@@ -1,0 +1,59 @@
+"""What can go wrong, as a tree, and what to do about each.
+
+    NarrowgaugeError           base; carries .advice
+    ├── FormatError            a value or shape does not suit a format or cast
+    ├── RecipeError            a recipe contradicts itself or the model
+    ├── ChipError              this machine cannot do what was asked
+    ├── DataError              the text, tokenizer or model folder given cannot be used
+    └── RecordError            a run folder is missing, broken or newer than this version
+
+Every message states what was asked, what was found and where; ``advice`` says what to do. The command line prints both
+on one line, without a traceback, and exits with status 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class NarrowgaugeError(Exception):
+    """The base of every error a user can cause; ``advice`` says what to do next."""
+
+    def __init__(self, message: str, advice: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.advice}".strip()
+
+
+class FormatError(NarrowgaugeError):
+    """A value or shape does not suit a number format or a cast."""
+
+
+class RecipeError(NarrowgaugeError):
+    """A recipe contradicts itself, the model or the optimizer it is given to."""
+
+
+class ChipError(NarrowgaugeError):
+    """This machine cannot do what was asked."""
+
+
+class DataError(NarrowgaugeError):
+    """The text, tokenizer or model folder that was named cannot be used."""
+
+
+class RecordError(NarrowgaugeError):
+    """A run folder or checkpoint is missing, damaged, in the way, or newer than this version."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """``"Did you mean 'compact'?"`` for the nearest known name, or nothing.
+
+    >>> suggestion("compat", ["compact", "word"])
+    "Did you mean 'compact'?"
+    """
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"Did you mean '{near[0]}'?" if near else ""

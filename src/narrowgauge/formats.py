@@ -1,0 +1,371 @@
+"""Number formats: what each can hold, worked out from five integers and one rule.
+
+A floating-point format is a sign, ``exponent_bits`` that choose a power of two and ``mantissa_bits`` that divide the
+way to the next one into equal steps. Its ``bias`` places the powers, and below the smallest of them the steps stop
+shrinking (subnormals). What is left is a convention: which codes mean infinity or NaN. Everything else here (the
+largest value, the smallest, epsilon, the value of a code, the code of a value) follows from those by exact integer
+arithmetic and is computed, never copied from a table. Integers are the same picture with equal steps everywhere.
+
+    sign  exponent  mantissa     value = ± 2^(exponent − bias) × 1.mantissa     exponent > 0
+     0      0111      100              ± 2^(1 − bias)          × 0.mantissa     exponent = 0
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from narrowgauge.errors import FormatError, suggestion
+
+Kind = Literal["float", "int", "scale"]
+Specials = Literal["ieee", "all_ones", "negative_zero", "none"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One number format.
+
+    Attributes:
+        name: PyTorch's full spelling.
+        bits: width of a code.
+        exponent_bits, mantissa_bits: widths of the two fields; an integer has only mantissa bits, without its sign.
+        bias: what is subtracted from the exponent field.
+        specials: which codes are not numbers. ``ieee``: the top exponent holds infinities and NaNs; ``all_ones``: only
+            the code of all ones (of each sign) is NaN; ``negative_zero``: only the code of −0 is NaN; ``none``: every
+            code is a number.
+        kind: ``float``, ``int`` or ``scale`` (powers of two only: no sign, no zero).
+        signed: whether negative values exist.
+        purpose: what it is for, in one line.
+        source: the document that defines it.
+    """
+
+    name: str
+    bits: int
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    specials: Specials
+    purpose: str
+    source: str
+    kind: Kind = "float"
+    signed: bool = True
+
+    @property
+    def infinities(self) -> bool:
+        """Whether infinities have codes."""
+        return self.specials == "ieee"
+
+    @property
+    def nans(self) -> bool:
+        """Whether NaN has a code."""
+        return self.specials != "none"
+
+    @property
+    def zero(self) -> bool:
+        """Whether zero has a code."""
+        return self.kind != "scale"
+
+    @property
+    def negative_zero(self) -> bool:
+        """Whether −0 and +0 have two codes."""
+        return self.kind == "float" and self.signed and self.specials != "negative_zero"
+
+    @property
+    def storage_bits(self) -> int:
+        """Bits one value takes in memory: the next power of two, which is how arrays are laid out."""
+        return 1 << (self.bits - 1).bit_length()
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal value (0 for integers)."""
+        if self.kind == "int":
+            return 0
+        return (1 if self.zero else 0) - self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest value: ``2**max_exponent <= max < 2**(max_exponent + 1)``."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
+    def finest_exponent(self) -> int:
+        """Exponent of the smallest distance between two neighbours."""
+        return 0 if self.kind == "int" else self.min_exponent - self.mantissa_bits
+
+    @property
+    def nearest_floor(self) -> int:
+        """Exponent of the smallest step that rounding to nearest counts in.
+
+        It is ``finest_exponent``, but for a scale one more: what lies between its two smallest powers goes up, as in
+        PyTorch and ml_dtypes.
+        """
+        return self.finest_exponent + (0 if self.zero else 1)
+
+    @property
+    def max(self) -> float:
+        """The largest finite value."""
+        return self._magnitude_value(self._limit(negative=False))
+
+    @property
+    def min(self) -> float:
+        """The least finite value: −max, the most negative integer, 0, or a scale's smallest power."""
+        return self._magnitude_value(0) if not self.signed else -self._magnitude_value(self._limit(negative=True))
+
+    @property
+    def smallest_normal(self) -> float | None:
+        """The smallest positive value with a full mantissa; None for integers."""
+        return None if self.kind == "int" else math.ldexp(1.0, self.min_exponent)
+
+    @property
+    def smallest_subnormal(self) -> float | None:
+        """The smallest positive value; None for integers and for formats without subnormals."""
+        return math.ldexp(1.0, self.finest_exponent) if self.kind == "float" else None
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next value above."""
+        return 1.0 if self.kind == "int" else math.ldexp(1.0, -self.mantissa_bits)
+
+    def spacing(self, value: float) -> float:
+        """The distance between neighbours in the power-of-two interval of ``value``.
+
+        Out of range, the spacing at the end of the range; of NaN, NaN.
+
+        Example:
+            >>> get_format("bfloat16").spacing(1000.0)
+            4.0
+        """
+        if math.isnan(value):
+            return math.nan
+        magnitude = min(abs(value), max(self.max, -self.min))
+        return math.ldexp(1.0, self._step_exponent(magnitude))
+
+    def decode(self, code: int) -> float:
+        """The value of a code, exactly.
+
+        Args:
+            code: the bits, read as an unsigned integer.
+        Returns:
+            The value; a float64 holds each of them.
+        Raises:
+            FormatError: the code has more bits than the format.
+        Example:
+            >>> get_format("float8_e4m3fn").decode(0x7E)
+            448.0
+        """
+        if not 0 <= code < 1 << self.bits:
+            raise FormatError(
+                f"code {code:#x} was asked of {self.name}, whose codes are 0 to {(1 << self.bits) - 1:#x}.",
+                "Give the bits as an unsigned integer.",
+            )
+        negative = self.signed and bool(code >> (self.bits - 1))
+        if self.kind == "int":
+            return float(code - (1 << self.bits) if negative else code)
+        magnitude = code & self._magnitude_mask
+        if self.specials == "negative_zero" and negative and magnitude == 0:
+            return math.nan
+        if magnitude > self._limit(negative):
+            value = math.inf if self.infinities and magnitude == self._limit(negative) + 1 else math.nan
+        else:
+            value = self._magnitude_value(magnitude)
+        return -value if negative else value
+
+    def encode(self, value: float, *, saturate: bool = False) -> int:
+        """The code nearest to a value, ties to the even mantissa.
+
+        What does not fit becomes infinity, else NaN, else the end of the range, whichever the format has first;
+        ``saturate`` always takes the end of the range. NaN becomes NaN, or zero where no code is NaN. A scale has
+        nothing at or below zero: such values do not fit, but a positive value below the smallest power becomes it (and
+        what lies between the two smallest goes up).
+
+        Args:
+            value: any float.
+            saturate: hold values outside the range, infinities too, at its end.
+        Returns:
+            The bits, as an unsigned integer.
+        Example:
+            >>> hex(get_format("bfloat16").encode(0.1))
+            '0x3dcd'
+        """
+        negative = math.copysign(1.0, value) < 0
+        if math.isnan(value):
+            return self._nan_code(negative)
+        # A scale has no zero, so zero lies outside it on the same side as the negative numbers.
+        limit = self._limit(negative or (value == 0 and not self.zero))
+        magnitude = limit + 1 if math.isinf(value) else self._nearest_magnitude(abs(value))
+        if magnitude > limit:
+            if not saturate and self.nans:
+                return self._join(negative, limit + 1) if self.infinities else self._nan_code(negative)
+            magnitude = max(limit, 0)
+        return self._join(negative, magnitude)
+
+    def describe(self) -> dict[str, object]:
+        """Every figure by name, as ``narrowgauge show format`` prints them."""
+        return {name: getattr(self, name) for name in _DESCRIBED}
+
+    @property
+    def _magnitude_mask(self) -> int:
+        return (1 << (self.bits - 1 if self.signed else self.bits)) - 1
+
+    def _limit(self, negative: bool) -> int:
+        """The largest magnitude on one side, counted in codes; −1 where that side is empty."""
+        if negative and not self.signed:
+            return 0 if self.zero else -1
+        if self.kind == "int":
+            return self._magnitude_mask + (1 if negative else 0)
+        if self.specials == "ieee":
+            return (((1 << self.exponent_bits) - 1) << self.mantissa_bits) - 1
+        return self._magnitude_mask - (1 if self.specials == "all_ones" else 0)
+
+    def _magnitude_value(self, magnitude: int) -> float:
+        if self.kind == "int":
+            return float(magnitude)
+        field, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
+        if self.zero and field == 0:
+            return math.ldexp(mantissa, self.finest_exponent)
+        hidden = 1 << self.mantissa_bits
+        return math.ldexp(hidden + mantissa, self.finest_exponent + field - (1 if self.zero else 0))
+
+    def _step_exponent(self, magnitude: float) -> int:
+        # frexp(0) is (0, 0): zero's neighbourhood has the finest step, like any value below the smallest normal.
+        exponent = math.frexp(magnitude)[1] - 1 if magnitude else self.min_exponent
+        return max(exponent - self.mantissa_bits, self.finest_exponent)
+
+    def _nearest_magnitude(self, magnitude: float) -> int:
+        step = max(self._step_exponent(magnitude), self.nearest_floor)
+        # Exact: a power of two, and the quotient lies below 2^54.  round() takes ties to even.
+        count = round(math.ldexp(magnitude, -step))
+        code = ((step - self.finest_exponent) << self.mantissa_bits) + count
+        return code if self.zero else max(code - 1, 0)
+
+    def _join(self, negative: bool, magnitude: int) -> int:
+        if not negative or not self.signed or (magnitude == 0 and not self.negative_zero):
+            return magnitude
+        return -magnitude % (1 << self.bits) if self.kind == "int" else magnitude | 1 << (self.bits - 1)
+
+    def _nan_code(self, negative: bool) -> int:
+        if self.specials == "none":
+            return 0
+        if self.specials == "negative_zero":
+            return 1 << (self.bits - 1)
+        quiet = 1 << self.mantissa_bits >> 1 if self.specials == "ieee" else 0
+        return self._join(negative, self._limit(negative=False) + 1 + quiet)
+
+
+_DESCRIBED = (
+    "name", "kind", "bits", "exponent_bits", "mantissa_bits", "bias", "storage_bits", "signed", "max", "min",
+    "smallest_normal", "smallest_subnormal", "epsilon", "max_exponent", "min_exponent", "infinities", "nans",
+    "negative_zero", "purpose", "source",
+)  # fmt: skip
+
+_IEEE = "IEEE 754-2019, section 3.4"
+_OCP8 = "OCP 8-bit Floating Point Specification v1.0; Micikevicius et al., arXiv 2209.05433"
+_FNUZ = "Noune et al., 8-bit Numerical Formats for Deep Neural Networks, arXiv 2206.02915"
+_MX = "OCP Microscaling Formats (MX) Specification v1.0"
+_INT = "Two's complement; ISO/IEC 9899:2024, section 6.2.6.2"
+_ML = "ml_dtypes documentation"
+
+_ROWS = (
+    Format("float64", 64, 11, 52, 1023, "ieee", "checking: oracles and long sums", _IEEE),
+    Format("float32", 32, 8, 23, 127, "ieee", "the baseline; master weights and accumulation", _IEEE),
+    Format("tfloat32", 19, 8, 10, 127, "ieee", "float32 matmuls on tensor cores", "NVIDIA A100 whitepaper, 2020"),
+    Format("float16", 16, 5, 10, 15, "ieee", "fine steps, short range: needs loss scaling", _IEEE),
+    Format(
+        "bfloat16", 16, 8, 7, 127, "ieee", "float32's range, 8 significant bits: weights and activations",
+        "Intel BFLOAT16 Hardware Numerics Definition, 2018; Kalamkar et al., arXiv 1905.12322",
+    ),
+    Format("float8_e4m3fn", 8, 4, 3, 7, "all_ones", "forward matmuls: weights and activations", _OCP8),
+    Format("float8_e5m2", 8, 5, 2, 15, "ieee", "backward matmuls: gradients, which need range", _OCP8),
+    Format("float8_e4m3fnuz", 8, 4, 3, 8, "negative_zero", "float8_e4m3 on AMD CDNA3", _FNUZ),
+    Format("float8_e5m2fnuz", 8, 5, 2, 16, "negative_zero", "float8_e5m2 on AMD CDNA3", _FNUZ),
+    Format("float8_e4m3b11fnuz", 8, 4, 3, 11, "negative_zero", "small values at unit scale", _ML),
+    Format("float8_e4m3", 8, 4, 3, 7, "ieee", "e4m3 with infinities, as IEEE 754 would have it", _ML),
+    Format("float8_e3m4", 8, 3, 4, 3, "ieee", "one more bit of precision, a short range", _ML),
+    Format("float8_e8m0fnu", 8, 8, 0, 127, "all_ones", "the scale of an MX block", _MX, kind="scale", signed=False),
+    Format("float6_e3m2fn", 6, 3, 2, 3, "none", "MXFP6 elements with range", _MX),
+    Format("float6_e2m3fn", 6, 2, 3, 1, "none", "MXFP6 elements with precision", _MX),
+    Format("float4_e2m1fn", 4, 2, 1, 1, "none", "MXFP4 and NVFP4 elements", _MX),
+    Format("int8", 8, 0, 7, 0, "none", "integer matmuls, codes with a scale", _INT, kind="int"),
+    Format("uint8", 8, 0, 8, 0, "none", "codes of values without sign", _INT, kind="int", signed=False),
+    Format("int4", 4, 0, 3, 0, "none", "weights with a scale per group", _INT, kind="int"),
+    Format("uint4", 4, 0, 4, 0, "none", "weights with a scale and an offset per group", _INT, kind="int", signed=False),
+)  # fmt: skip
+
+FORMATS: dict[str, Format] = {row.name: row for row in _ROWS}
+
+ALIASES: dict[str, str] = {
+    "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32", "single": "float32",
+    "tf32": "tfloat32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "bfloat": "bfloat16",
+    "fp8": "float8_e4m3fn", "float8": "float8_e4m3fn", "e4m3": "float8_e4m3fn", "e4m3fn": "float8_e4m3fn",
+    "e5m2": "float8_e5m2", "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz", "e3m4": "float8_e3m4",
+    "e4m3b11fnuz": "float8_e4m3b11fnuz", "e8m0": "float8_e8m0fnu", "e8m0fnu": "float8_e8m0fnu",
+    "e3m2": "float6_e3m2fn", "e2m3": "float6_e2m3fn", "float6_e3m2": "float6_e3m2fn", "float6_e2m3": "float6_e2m3fn",
+    "fp4": "float4_e2m1fn", "float4": "float4_e2m1fn", "e2m1": "float4_e2m1fn", "float4_e2m1": "float4_e2m1fn",
+}  # fmt: skip
+
+
+def get_format(name: str | Format) -> Format:
+    """The format of that name, alias or PyTorch spelling (``torch.bfloat16``); a Format passes through.
+
+    Raises:
+        FormatError: no format has that name.
+    Example:
+        >>> get_format("fp8").max
+        448.0
+    """
+    if isinstance(name, Format):
+        return name
+    key = name.strip().lower().removeprefix("torch.")
+    found = FORMATS.get(ALIASES.get(key, key))
+    if found is None:
+        near = suggestion(key, [*FORMATS, *ALIASES])
+        advice = f"{near} (narrowgauge show formats lists all.)".strip()
+        raise FormatError(f"no number format is named {name!r}.", advice)
+    return found
+
+
+def describe_value(x: float) -> list[dict[str, object]]:
+    """What a number becomes in every format.
+
+    Args:
+        x: any float.
+    Returns:
+        A row per format: ``name``, ``hex`` (the code), ``value``, ``relative_error`` (a ratio; None where x is zero or
+        either is not finite), ``spacing`` (distance between neighbours there), ``note``.
+    Example:
+        >>> rows = {row["name"]: row for row in describe_value(0.1)}
+        >>> rows["bfloat16"]["hex"], rows["bfloat16"]["value"]
+        ('0x3dcd', 0.10009765625)
+    """
+    return [_describe_value_in(row, x) for row in FORMATS.values()]
+
+
+def _describe_value_in(row: Format, x: float) -> dict[str, object]:
+    code = row.encode(x)
+    value = row.decode(code)
+    comparable = x != 0 and math.isfinite(x) and math.isfinite(value)
+    return {
+        "name": row.name,
+        "hex": f"{code:#0{(row.bits + 3) // 4 + 2}x}",
+        "value": value,
+        "relative_error": abs(value - x) / abs(x) if comparable else None,
+        "spacing": row.spacing(x),
+        "note": _note(row, x, value),
+    }
+
+
+def _note(row: Format, x: float, value: float) -> str:
+    if math.isnan(x):
+        return "" if row.nans else "no NaN: becomes 0"
+    if math.isnan(value):
+        return "out of range: becomes NaN, as the format has no infinity"
+    if math.isinf(value):
+        return "" if math.isinf(x) else "out of range: becomes infinite"
+    if math.isinf(x) or not row.min - row.spacing(row.min) / 2 <= x <= row.max + row.spacing(row.max) / 2:
+        return "out of range: held at its end"
+    if x != 0 and value == 0:
+        return "too small: becomes 0"
+    if row.kind == "float" and row.smallest_normal is not None and 0 < abs(value) < row.smallest_normal:
+        return "subnormal: fewer significant bits"
+    return ""

@@ -1,0 +1,118 @@
+"""The preset models: names, shapes and parameter counts.
+
+A preset says only the shape of a decoder; the weights are made from it by the Hugging Face class of its family, so
+nothing is downloaded. The small Llamas are ours, cut so that the name tells the size and every matrix suits narrow
+formats (widths are multiples of 32, heads of 32 or 64); the large ones have the published shapes. The number of
+parameters is a closed formula over the shape, so a planner needs no model and no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from narrowgauge.errors import RecipeError, suggestion
+
+
+@dataclass(frozen=True)
+class Model:
+    """One decoder's shape.
+
+    Attributes:
+        name: the preset's name.
+        family: ``llama`` (rotary positions, RMS norms, gated MLP, no biases) or ``gpt2`` (learned positions, layer
+            norms, biases).
+        vocab_size, max_positions: sizes in tokens.
+        hidden_size, intermediate_size: widths of the residual stream and of the MLP.
+        num_layers, num_heads, num_kv_heads: counts; fewer key-value heads than heads is grouped-query attention.
+        tie_embeddings: whether the input embedding is also the output projection.
+        rope_theta: base of the rotary frequencies; None without rotary positions.
+        source: where the shape is published.
+        norm_epsilon: what the norms add to the variance.
+    """
+
+    name: str
+    family: Literal["llama", "gpt2"]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    max_positions: int
+    tie_embeddings: bool
+    rope_theta: float | None
+    source: str
+    norm_epsilon: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Exact number of parameters; a tied embedding counts once.
+
+        Example:
+            >>> get_model("gpt2-124m").num_parameters
+            124439808
+        """
+        embedding = self.vocab_size * self.hidden_size
+        outside = embedding if self.tie_embeddings else 2 * embedding
+        if self.family == "gpt2":
+            # Learned positions, and the last layer norm's gain and bias.
+            outside += self.max_positions * self.hidden_size + 2 * self.hidden_size
+            return outside + self.num_layers * self._gpt2_layer_parameters
+        return outside + self.hidden_size + self.num_layers * self._llama_layer_parameters
+
+    @property
+    def _llama_layer_parameters(self) -> int:
+        key_value_size = self.num_kv_heads * self.head_dim
+        attention = 2 * self.hidden_size * self.hidden_size + 2 * self.hidden_size * key_value_size
+        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+
+    @property
+    def _gpt2_layer_parameters(self) -> int:
+        attention = 4 * self.hidden_size * self.hidden_size + 4 * self.hidden_size
+        mlp = 2 * self.hidden_size * self.intermediate_size + self.intermediate_size + self.hidden_size
+        return attention + mlp + 4 * self.hidden_size
+
+
+_OURS = "Narrowgauge"
+_LLAMA2 = "Touvron et al., Llama 2, arXiv 2307.09288"
+_LLAMA3 = "Llama Team, The Llama 3 Herd of Models, arXiv 2407.21783"
+_LLAMA32 = "Meta, Llama 3.2 model card, 2024 (its rotary scaling beyond 8,192 positions is left out)"
+_GPT2 = "Radford et al., Language Models are Unsupervised Multitask Learners, 2019"
+
+_ROWS = (
+    #     name         family    vocab   hidden  mlp    layers heads kv  positions tied  theta
+    Model("llama-1m", "llama", 2048, 128, 320, 4, 4, 4, 2048, True, 10_000.0, _OURS),
+    Model("llama-8m", "llama", 4096, 256, 768, 8, 4, 4, 2048, True, 10_000.0, _OURS),
+    Model("llama-35m", "llama", 8192, 512, 1408, 8, 8, 8, 2048, False, 10_000.0, _OURS),
+    Model("llama-125m", "llama", 32_000, 768, 2048, 12, 12, 12, 2048, False, 10_000.0, _OURS),
+    Model("llama-1b", "llama", 128_256, 2048, 8192, 16, 32, 8, 131_072, True, 500_000.0, _LLAMA32),
+    Model("llama-7b", "llama", 32_000, 4096, 11_008, 32, 32, 32, 4096, False, 10_000.0, _LLAMA2),
+    Model("llama-8b", "llama", 128_256, 4096, 14_336, 32, 32, 8, 8192, False, 500_000.0, _LLAMA3),
+    Model("llama-13b", "llama", 32_000, 5120, 13_824, 40, 40, 40, 4096, False, 10_000.0, _LLAMA2),
+    Model("llama-70b", "llama", 128_256, 8192, 28_672, 80, 64, 8, 8192, False, 500_000.0, _LLAMA3),
+    Model("gpt2-124m", "gpt2", 50_257, 768, 3072, 12, 12, 12, 1024, True, None, _GPT2),
+)
+
+MODELS: dict[str, Model] = {row.name: row for row in _ROWS}
+
+
+def get_model(name: str) -> Model:
+    """The preset of that name.
+
+    Raises:
+        RecipeError: no preset has that name.
+    Example:
+        >>> get_model("llama-8m").head_dim
+        64
+    """
+    found = MODELS.get(name.strip().lower())
+    if found is None:
+        near = suggestion(name.strip().lower(), MODELS)
+        raise RecipeError(f"no model is named {name!r}.", f"{near} (narrowgauge show models lists all.)".strip())
+    return found

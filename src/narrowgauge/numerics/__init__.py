@@ -1,0 +1,1 @@
+"""Arithmetic: tensors in, tensors out. No modules, no processes, no state."""

@@ -1,0 +1,309 @@
+"""What a narrow format took from a number: of an update, of a tensor.
+
+An optimizer intends a change ``D``; the store takes a change ``E``, since ``w + D`` has to be cut; the model sees a
+change ``V``, since only the upper word enters its matmuls. Eight sums over a tensor hold what there is to say about the
+three (:data:`UPDATE_SUMS`), and being sums they add up over steps, tensors and shards before anything is divided. The
+first two readings answer different questions. *EDQ* = ⟨D,E⟩/‖D‖² asks whether the update arrives **on average**: 1 is
+perfect, 0 is a stall, and a stochastic cut reads 1. *Noise* = ‖E−D‖/‖D‖ asks how much arrives **beside** it: 0 is
+perfect, 1 is a stall, and stochastic bfloat16 reads 20. The shares of elements that were lost count what the norms may
+hide: a few large entries that move, while everything else stands still.
+
+Of a single reading of a small tensor believe little: add the sums of many steps first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import FormatError
+from narrowgauge.numerics.summation import flat_chunks
+
+UPDATE_SUMS = ("dd", "de", "ee", "dv", "vv", "nonzero", "lost", "unseen")
+"""The order of the sums of an update: ΣD², ΣD·E, ΣE², ΣD·V, ΣV², and how many elements had D ≠ 0; D ≠ 0 but E = 0;
+D ≠ 0 but V = 0."""
+
+_PLACE = {name: place for place, name in enumerate(UPDATE_SUMS)}
+_Terms = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> _Terms:
+    """The eight addends of one element each, for a kernel to sum.
+
+    Law: elementwise and pure, in the dtype given; in the order of :data:`UPDATE_SUMS`. Counts are 0 or 1 in that dtype
+    too, so that one kind of register sums all eight. Squares below the dtype's range vanish (float32: changes
+    under 1e-23), the counts do not.
+
+    Args:
+        intended: D, the change the rule computed, float32.
+        stored: E, the change the store took, as ``intended``.
+        visible: V, the change of the weight the model sees, as ``intended``.
+
+    Returns:
+        Eight tensors of the inputs' shape and dtype.
+
+    Example:
+        >>> [term.item() for term in update_terms(torch.tensor(2.0), torch.tensor(1.0), torch.tensor(0.0))]
+        [4.0, 2.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0]
+    """
+    moved = intended != 0
+    return (
+        intended * intended,
+        intended * stored,
+        stored * stored,
+        intended * visible,
+        visible * visible,
+        moved.to(intended.dtype),
+        (moved & (stored == 0)).to(intended.dtype),
+        (moved & (visible == 0)).to(intended.dtype),
+    )
+
+
+def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
+    """The eight sums of one tensor's update: the reference for the kernels that compute them on the way.
+
+    Law: products are exact in float64 and summed there, chunk by chunk; counts are exact.
+
+    Args:
+        intended: D, float32, any shape.
+        stored: E, same shape.
+        visible: V, same shape.
+
+    Returns:
+        float64, shape [8], in the order of :data:`UPDATE_SUMS`.
+
+    Raises:
+        FormatError: the shapes differ.
+
+    Cost: one read of each; temporaries under 16 MiB.
+
+    Example:
+        >>> d = torch.tensor([1.0, 1.0, 0.0, -2.0])
+        >>> update_sums(d, d, torch.zeros(4)).tolist()
+        [6.0, 6.0, 6.0, 0.0, 0.0, 3.0, 0.0, 3.0]
+    """
+    if not intended.shape == stored.shape == visible.shape:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (intended, stored, visible))
+        raise FormatError(f"update_sums takes three tensors of one shape, and got {shapes}.")
+    total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device=intended.device)
+    for parts in flat_chunks(intended, stored, visible):
+        d, e, v = (part.double() for part in parts)
+        total += torch.stack([term.sum() for term in update_terms(d, e, v)])
+    return total
+
+
+def edq(sums: Tensor) -> Tensor:
+    """Effective descent quality ⟨D,E⟩/‖D‖²: the share of the intended update that the store takes on average.
+
+    Law: 1 when nothing is lost, 0 in a stall; 1 on average, though noisy, for an unbiased stochastic cut. Where nothing
+    was intended there is nothing to judge: NaN, not 1, so that it can neither hide nor raise an alarm.
+
+    Args:
+        sums: float64, shape [..., 8], from kernels or :func:`update_sums`; add those of several steps or tensors first.
+
+    Returns:
+        float64, shape [...]: a ratio.
+
+    Raises:
+        FormatError: the last dimension is not 8.
+
+    Example:
+        >>> d = torch.tensor([1.0, 1.0])
+        >>> edq(update_sums(d, torch.tensor([1.0, 0.0]), d)).item()
+        0.5
+
+    Source:
+        Collage, arXiv 2405.03637, §3.2.
+    """
+    return _ratio(_sum(sums, "de"), _sum(sums, "dd"))
+
+
+def noise(sums: Tensor) -> Tensor:
+    """‖E−D‖/‖D‖: how much the store adds to, or takes from, the intended update, relative to it.
+
+    Law: 0 when nothing is lost, 1 in a stall, NaN where nothing was intended. It comes from the sums by
+    ‖E−D‖² = ΣE² − 2ΣD·E + ΣD², so products in float32 cannot resolve readings below about 1e-3, nor float64 below 1e-8.
+
+    Args, Raises: as :func:`edq`.
+
+    Returns:
+        float64, shape [...]: a ratio, ≥ 0.
+
+    Example:
+        >>> noise(update_sums(torch.ones(4), torch.zeros(4), torch.zeros(4))).item()
+        1.0
+    """
+    return _noise(sums, "de", "ee")
+
+
+def lost_fraction(sums: Tensor) -> Tensor:
+    """The share of intended changes (D ≠ 0) that left the stored value as it was.
+
+    Args, Raises: as :func:`edq`.
+
+    Returns:
+        float64, shape [...]: 0 … 1; NaN where nothing was intended.
+
+    Example:
+        >>> d = torch.tensor([1.0, 1.0, 0.0])
+        >>> lost_fraction(update_sums(d, torch.tensor([1.0, 0.0, 0.0]), d)).item()
+        0.5
+    """
+    return _ratio(_sum(sums, "lost"), _sum(sums, "nonzero"))
+
+
+def unseen_fraction(sums: Tensor) -> Tensor:
+    """The share of intended changes (D ≠ 0) that left the visible weight as it was.
+
+    High is healthy where the store keeps a tail: the changes are collected there until the upper word turns.
+
+    Args, Returns, Raises: as :func:`lost_fraction`.
+
+    Example:
+        >>> d = torch.tensor([1.0, 1.0, 0.0])
+        >>> unseen_fraction(update_sums(d, d, torch.tensor([1.0, 0.0, 0.0]))).item()
+        0.5
+    """
+    return _ratio(_sum(sums, "unseen"), _sum(sums, "nonzero"))
+
+
+def visible_edq(sums: Tensor) -> Tensor:
+    """⟨D,V⟩/‖D‖²: :func:`edq` of the weight that the model sees.
+
+    Args, Returns, Raises: as :func:`edq`.
+
+    Example:
+        >>> d = torch.tensor([1.0, 1.0])
+        >>> visible_edq(update_sums(d, d, torch.tensor([2.0, 0.0]))).item()
+        1.0
+    """
+    return _ratio(_sum(sums, "dv"), _sum(sums, "dd"))
+
+
+def visible_noise(sums: Tensor) -> Tensor:
+    """‖V−D‖/‖D‖: :func:`noise` of the weight that the model sees.
+
+    Args, Returns, Raises: as :func:`noise`.
+
+    Example:
+        >>> d = torch.tensor([1.0, 1.0])
+        >>> visible_noise(update_sums(d, d, torch.tensor([2.0, 0.0]))).item()
+        1.0
+    """
+    return _noise(sums, "dv", "vv")
+
+
+def _sum(sums: Tensor, name: str) -> Tensor:
+    if sums.ndim == 0 or sums.shape[-1] != len(UPDATE_SUMS):
+        raise FormatError(
+            f"the sums of an update have shape [..., {len(UPDATE_SUMS)}], and these have {tuple(sums.shape)}.",
+            f"Their order is {', '.join(UPDATE_SUMS)}.",
+        )
+    return sums[..., _PLACE[name]].double()
+
+
+def _noise(sums: Tensor, cross: str, square: str) -> Tensor:
+    intended = _sum(sums, "dd")
+    # Rounding may leave the square of a small difference a little below zero.
+    beside = (_sum(sums, square) - 2 * _sum(sums, cross) + intended).clamp(min=0)
+    return _ratio(beside, intended).sqrt()
+
+
+def _ratio(part: Tensor, whole: Tensor) -> Tensor:
+    return torch.where(whole == 0, torch.nan, part / whole)
+
+
+def sqnr_db(x: Tensor, y: Tensor) -> Tensor:
+    """Signal to quantization noise ratio, 10·log10(Σx² / Σ(x−y)²), in decibels.
+
+    Law: +inf where ``y`` equals ``x`` (zeros too), 0 where ``y`` is all zero, 6.02 more for each bit of precision; NaN
+    for no elements or where ``x − y`` is not a number.
+
+    Args:
+        x: the values meant, any shape.
+        y: the values kept, same shape.
+
+    Returns:
+        float64, 0-d, decibels.
+
+    Raises:
+        FormatError: the shapes differ.
+
+    Cost: one read of each; temporaries under 16 MiB.
+
+    Example:
+        >>> round(sqnr_db(torch.tensor([1.0, 1.0]), torch.tensor([1.1, 0.9])).item(), 3)
+        20.0
+    """
+    if x.shape != y.shape:
+        raise FormatError(f"sqnr_db takes two tensors of one shape, and got {tuple(x.shape)} and {tuple(y.shape)}.")
+    signal = error = torch.zeros((), dtype=torch.float64, device=x.device)
+    for meant, kept in flat_chunks(x, y):
+        signal = signal + meant.double().square().sum()
+        error = error + (meant.double() - kept.double()).square().sum()
+    ratio = torch.where(error == 0, torch.inf, signal / error)
+    return 10 * torch.log10(ratio) if x.numel() else torch.full_like(signal, torch.nan)
+
+
+def underflow_fraction(x: Tensor, smallest: float) -> Tensor:
+    """The share of the nonzero elements that become zero when rounded to the nearest number of a format.
+
+    Law: counts 0 < abs(x) ≤ ``smallest``/2 (half of it is a tie, which goes to the even neighbour: zero). NaN and
+    infinity count as nonzero elements that stay. NaN where no element is nonzero.
+
+    Args:
+        x: values, already divided by any scale; any shape.
+        smallest: the smallest positive number of the format, its smallest subnormal where it has subnormals.
+
+    Returns:
+        float64, 0-d: 0 … 1.
+
+    Raises:
+        FormatError: ``smallest`` is not positive.
+
+    Cost: one read; temporaries under 16 MiB.
+
+    Example:
+        >>> underflow_fraction(torch.tensor([0.0, 1.0, 2.0**-10, 2.0**-9]), smallest=2.0**-9).item()
+        0.3333333333333333
+    """
+    _require_positive("smallest", smallest)
+    zeroed = nonzero = torch.zeros((), dtype=torch.float64, device=x.device)
+    for (chunk,) in flat_chunks(x):
+        magnitude = chunk.double().abs()
+        zeroed = zeroed + ((magnitude > 0) & (2 * magnitude <= smallest)).sum()
+        nonzero = nonzero + (magnitude != 0).sum()
+    return _ratio(zeroed, nonzero)
+
+
+def overflow_fraction(x: Tensor, largest: float) -> Tensor:
+    """The share of all elements beyond the largest finite number of a format, which saturate or become infinite.
+
+    Law: counts abs(x) > ``largest``, infinities included; NaN is an element, but not one beyond. NaN for no elements.
+
+    Args:
+        x: values, already divided by any scale; any shape.
+        largest: the largest finite number of the format.
+
+    Returns:
+        float64, 0-d: 0 … 1.
+
+    Raises:
+        FormatError: ``largest`` is not positive.
+
+    Cost: one read; temporaries under 16 MiB.
+
+    Example:
+        >>> overflow_fraction(torch.tensor([1.0, -500.0, 448.0, 449.0]), largest=448.0).item()
+        0.5
+    """
+    _require_positive("largest", largest)
+    beyond = torch.zeros((), dtype=torch.float64, device=x.device)
+    for (chunk,) in flat_chunks(x):
+        beyond = beyond + (chunk.double().abs() > largest).sum()
+    return _ratio(beyond, torch.full_like(beyond, x.numel()))
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise FormatError(f"{name} is to be a positive number of the format, and is {value}.")

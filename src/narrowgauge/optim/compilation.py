@@ -1,0 +1,83 @@
+"""From definitions to compiled functions, kept on disk.
+
+A kernel is compiled ahead of time, once per (definition, torch release, processor, number of threads), and lies in the
+user's cache folder as a package that any later process loads in milliseconds. The name of the package is a hash of all it
+depends on, the source of the arithmetic included, so an edited definition can never run an old kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from torch import Tensor
+
+import narrowgauge
+from narrowgauge._torch import compile_ahead, compiler_missing, load_ahead, machine_key
+from narrowgauge.caching import cache_folder
+
+Compiled = Callable[[list[Tensor]], list[Tensor]]
+
+
+@lru_cache
+def source_key() -> str:
+    """A hash of every file whose text a kernel is made from."""
+    root = Path(narrowgauge.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([root / "_torch.py", root / "recipes.py", *root.glob("numerics/*.py"), *root.glob("optim/*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@lru_cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"{reason}: optimizer steps run uncompiled, with the same bits but slower.", stacklevel=3)
+
+
+def compiled(
+    name: str, function: Callable[..., Tensor], example: Sequence[Tensor], lengths: Sequence[int | None]
+) -> Compiled | None:
+    """The compiled ``function``, from the cache or compiled now.
+
+    Args:
+        name: what identifies the function beside the package's own source: rule, storage, variant.
+        function: the definition.
+        example: arguments to compile with.
+        lengths: which arguments share a dynamic length, see :func:`narrowgauge._torch.compile_ahead`.
+    Returns:
+        A function of the list of arguments, or ``None`` where nothing can be compiled (said once, in a warning).
+
+    Cost: 5 to 10 s the first time on a machine; milliseconds from the cache.
+    """
+    device = example[0].device
+    key = hashlib.sha256(f"{name} {source_key()} {machine_key()} {device.type}".encode()).hexdigest()[:24]
+    return _load_or_compile(key, function, tuple(example), tuple(lengths))
+
+
+_LOADED: dict[str, Compiled | None] = {}
+
+
+def _load_or_compile(
+    key: str, function: Callable[..., Tensor], example: tuple[Tensor, ...], lengths: tuple[int | None, ...]
+) -> Compiled | None:
+    if key in _LOADED:
+        return _LOADED[key]
+    folder = cache_folder() / "kernels"
+    path = folder / f"{key}.pt2"
+    try:
+        if not path.exists():
+            if missing := compiler_missing():
+                _warn_once(missing)
+                return _LOADED.setdefault(key, None)
+            folder.mkdir(parents=True, exist_ok=True)
+            compile_ahead(function, example, lengths, path)
+        _LOADED[key] = load_ahead(path)
+    except (RuntimeError, OSError) as error:
+        # A broken compiler or a full disk must not stop a training run: the definition itself still runs.
+        path.unlink(missing_ok=True)
+        _warn_once(f"compiling failed ({str(error).splitlines()[0][:120]})")
+        return _LOADED.setdefault(key, None)
+    return _LOADED[key]

@@ -1,0 +1,470 @@
+"""The one optimizer: a rule joined with a storage, behind ``torch.optim.Optimizer``'s own interface.
+
+Nothing here knows a format or a formula. A step asks every parameter's :class:`~narrowgauge.optim.stores.Store` for its
+words, hands them to the kernel of its (rule, storage), and counts. Gradient clipping and the decision to skip a step with
+a non-finite gradient are two scalars that the kernel reads; the host looks at the decision after the fact.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.optim.auditing import Alarm, Auditor, UpdateLossWarning
+from narrowgauge.optim.clipping import GradientNorm, control_scalars
+from narrowgauge.optim.elementwise import ADAMW, Rule
+from narrowgauge.optim.kernels import StepKernel
+from narrowgauge.optim.stores import Bucket, Store, make_stores, write_back
+from narrowgauge.recipes import STORAGES, Storage, for_vectors
+
+WORTH_COMPILING = 1 << 18
+"""Elements of one storage from which compiling its kernel pays within a short run."""
+AUDIT_SHARE, AUDIT_WHOLE = 8, 1 << 15
+"""A tensor of more than ``AUDIT_WHOLE`` words is audited in turns, an eighth at a time: the window covers all of it, and
+the audit costs an eighth."""
+
+_OPTIONS = ("rule", "seed", "max_grad_norm", "audit_every", "compile")
+
+
+class Optimizer(torch.optim.Optimizer):
+    """An update rule whose weights and moments are kept in a storage.
+
+    Law: for a given history of gradients every stored bit is a function of (seed, that history) alone: not of shape,
+    device, chunking, number of threads, or whether the kernel is compiled.
+
+    Args:
+        params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``; a group may set ``storage``.
+            Parameters are already in the storage's visible format (``narrowgauge.prepare`` does that, without losing
+            the bits that it cuts).
+        rule: the update rule.
+        defaults: the rule's options, per group.
+        storage: a row of ``narrowgauge.STORAGES``, or its name.
+        max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not. With it, a step whose norm
+            is not finite changes nothing and is counted in ``num_skipped``.
+        seed: seed of the stochastic rounding.
+        audit_every: audit every so many steps; 0 never.
+        compile: compile the kernels; ``None`` decides by size.
+
+    Raises:
+        RecipeError: an unknown storage, or parameters in another format than the storage's visible one.
+
+    Cost: see ``docs/log.md``; ``word`` moves 14 bytes a parameter against 28 for a float32 AdamW.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        rule: Rule,
+        defaults: dict[str, Any],
+        *,
+        storage: str | Storage = "word",
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        audit_every: int = 10,
+        compile: bool | None = None,
+    ) -> None:
+        self._start(rule=rule, seed=seed, max_grad_norm=max_grad_norm, audit_every=audit_every, compile=compile)
+        super().__init__(params, {**defaults, "storage": _row(storage).name})
+
+    def _start(self, **options: Any) -> None:
+        self.rule: Rule = options["rule"]
+        self.seed: int = options["seed"]
+        self.max_grad_norm: float | None = options["max_grad_norm"]
+        self.audit_every: int = options["audit_every"]
+        self.compile: bool | None = options["compile"]
+        self.grad_norm: Tensor | None = None
+        self.num_skipped = 0
+        self.last_audit: Tensor | None = None
+        self.auditor = Auditor()
+        self.on_alarm: Callable[[list[Alarm]], None] = _warn
+        self._stores: dict[Tensor, Store] = {}
+        self._buckets: list[Bucket] = []
+        self._kernels: dict[Storage, StepKernel] = {}
+        self._norm: GradientNorm | None = None
+        self._unsettled: tuple[Tensor, list[Store]] | None = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as in ``torch.optim``; the group may name its own ``storage``.
+
+        Raises:
+            RecipeError: an unknown storage, or a parameter in another format than its visible one.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group["storage"] = _row(group["storage"]).name
+        for parameter in group["params"]:
+            _check_visible(parameter, self._storage_of(group, parameter))
+
+    def _storage_of(self, group: dict[str, Any], parameter: Tensor) -> Storage:
+        row = _row(group["storage"])
+        return for_vectors(row) if parameter.ndim < 2 else row
+
+    # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: re-evaluates the model and returns the loss, as in ``torch.optim``.
+        Returns:
+            The closure's loss, if there is one.
+
+        Cost: at most 64 MiB of transient memory, whatever the model.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.settle()
+        groups = [(g, [p for p in g["params"] if p.grad is not None]) for g in self.param_groups]
+        gradients = [p.grad for _, parameters in groups for p in parameters]
+        if not gradients:
+            return loss
+        control = self._control(gradients)
+        stepped: list[Store] = []
+        for group, parameters in groups:
+            self._initialise(group, parameters)
+            stepped += self._step_group(group, [self._stores[p] for p in parameters], control)
+        self._unsettled = (control, stepped)
+        if control.device.type == "cpu":
+            self.settle()  # nothing to wait for
+        return loss
+
+    def _control(self, gradients: list[Tensor]) -> Tensor:
+        device = gradients[0].device
+        if self.max_grad_norm is None:
+            return control_scalars(None, None, device)
+        if self._norm is None:
+            self._norm = GradientNorm(compile=self._worth_compiling(sum(g.numel() for g in gradients)))
+        self.grad_norm = self._norm(gradients)
+        return control_scalars(self.grad_norm, self.max_grad_norm, device)
+
+    def _worth_compiling(self, num_elements: int) -> bool:
+        return self.compile if self.compile is not None else num_elements >= WORTH_COMPILING
+
+    def _initialise(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Give states to parameters that have none."""
+        by_row: dict[tuple[Storage, torch.device], list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter not in self._stores:
+                row = self._storage_of(group, parameter)
+                by_row.setdefault((row, parameter.device), []).append(parameter)
+        for (row, _), members in by_row.items():
+            stores, buckets = make_stores(members, row)
+            self._buckets += buckets
+            for store in stores:
+                if row.master:
+                    store.adopt(store.parameter)
+                self._stores[store.parameter] = store
+                self.state[store.parameter] = {"step": 0, **store.words}
+
+    def _kernel(self, storage: Storage) -> StepKernel:
+        if storage not in self._kernels:
+            total = sum(s.parameter.numel() for s in self._stores.values() if s.storage == storage)
+            self._kernels[storage] = StepKernel(self.rule, storage, compile=self._worth_compiling(total))
+        return self._kernels[storage]
+
+    def _step_group(self, group: dict[str, Any], stores: list[Store], control: Tensor) -> list[Store]:
+        scalars: dict[int, tuple[Tensor, Tensor, bool]] = {}
+        for count in {store.step + 1 for store in stores}:
+            values = torch.tensor([1.0, 0.0, *self.rule.prepare(group, count)], device=control.device)
+            values[:2] = control
+            seed = torch.tensor(_mixed(self.seed, count), dtype=torch.int32, device=control.device)
+            scalars[count] = values, seed, self.audit_every > 0 and count % self.audit_every == 0
+        waiting = dict.fromkeys(stores)
+        for bucket in self._buckets:
+            steps = {member.step if member in waiting else None for member in bucket.members}
+            if len(steps) == 1 and None not in steps:
+                self._step_bucket(bucket, *scalars[bucket.members[0].step + 1])
+                for member in bucket.members:
+                    del waiting[member]
+        for store in waiting:
+            self._step_alone(store, *scalars[store.step + 1])
+        for store in stores:
+            store.step += 1
+        return stores
+
+    def _step_bucket(self, bucket: Bucket, values: Tensor, seed: Tensor, audited: bool) -> None:
+        first = bucket.members[0]
+        bucket.gather([_gradient(m.parameter) for m in bucket.members])
+        whole = Store(first.parameter, first.storage, bucket.words)
+        words, kernel = [bucket.weights, bucket.gradients, *whole.plane_words()], self._kernel(first.storage)
+        if audited:
+            rows = kernel.run_bucket(words, values, seed, bucket.segments())
+            for member, sums in zip(bucket.members, rows, strict=True):
+                self.auditor.add(member.parameter, sums)
+        else:
+            kernel.run(words, values, seed)
+        bucket.scatter()
+
+    def _step_alone(self, store: Store, values: Tensor, seed: Tensor, audited: bool) -> None:
+        kernel, gradient = self._kernel(store.storage), _gradient(store.parameter)
+        direct = store.direct_words(gradient)
+        total: list[Tensor | None] = []
+        if direct is not None:
+            words = [*direct, *store.plane_words()]
+            for part, watched in _parts(direct[0].numel(), store.step, self.audit_every if audited else 0):
+                total.append(kernel.run([w[part] for w in words], values, seed, audited=watched))
+        else:
+            for weight, slopes, planes, piece in store.pieces(gradient):
+                total.append(kernel.run([weight, slopes, *planes], values, seed, audited=audited))
+                write_back(weight, piece)
+        sums = [t for t in total if t is not None]
+        if sums:
+            self.auditor.add(store.parameter, torch.stack(sums).sum(0))
+
+    def settle(self) -> None:
+        """Take note of what the last step decided: whether it was skipped, what its audit read, whether to warn."""
+        if self._unsettled is None:
+            return
+        (control, stores), self._unsettled, self.last_audit = self._unsettled, None, None
+        if float(control[1]) != 0.0:
+            self.num_skipped += 1
+            for store in stores:
+                store.step -= 1
+            self.auditor.drop()
+            return
+        if not self.auditor.fresh:
+            return
+        self.last_audit = self.auditor.settle()
+        storages = {parameter: store.storage for parameter, store in self._stores.items()}
+        if alarms := self.auditor.alarms(self.parameter_names(), storages):
+            self.on_alarm(alarms)
+
+    # ── what is kept ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def adopt(self, values: dict[Tensor, Tensor]) -> None:
+        """Take float32 weights into the storage before the first step: parameters become their visible part.
+
+        Args:
+            values: the float32 weight of each parameter.
+        """
+        for group in self.param_groups:
+            mine = [p for p in group["params"] if p in values]
+            self._initialise(group, mine)
+            for parameter in mine:
+                self._stores[parameter].adopt(values[parameter])
+
+    def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
+        """The value that is kept, as float32.
+
+        Args:
+            parameter: one of the optimizer's parameters.
+            name: ``"weight"``, ``"exp_avg"`` or ``"exp_avg_sq"``.
+        Returns:
+            float32 tensor of the parameter's shape, a copy. Before the first step the weight is the parameter itself and
+            moments are zero.
+        Raises:
+            KeyError: the parameter or the name is unknown.
+        """
+        if name != "weight" and name not in self.rule.states:
+            raise KeyError(f"rule '{self.rule.name}' keeps {('weight', *self.rule.states)}, not '{name}'")
+        if parameter not in self._stores:
+            if not any(parameter is p for group in self.param_groups for p in group["params"]):
+                raise KeyError("this tensor is not one of the optimizer's parameters")
+            return parameter.detach().float().clone() if name == "weight" else torch.zeros_like(parameter).float()
+        return self._stores[parameter].stored(name)
+
+    def bytes_per_param(self) -> float:
+        """Bytes of weights, gradients (in the parameters' format) and states per parameter, counted from live tensors."""
+        parameters = {p for group in self.param_groups for p in group["params"]}
+        total = sum(2 * p.numel() * p.element_size() for p in parameters)
+        for store in self._stores.values():
+            total += sum(w.numel() * w.element_size() for w in store.words.values())
+        return total / max(1, sum(p.numel() for p in parameters))
+
+    def parameter_names(self) -> dict[Tensor, str]:
+        """The name of each parameter: as given, else ``"param 0"``, ``"param 1"`` …"""
+        names: dict[Tensor, str] = {}
+        for group in self.param_groups:
+            given = group.get("param_names") or [None] * len(group["params"])
+            for parameter, name in zip(group["params"], given, strict=True):
+                names[parameter] = name or f"param {len(names)}"
+        return names
+
+    # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, lossless: every plane as a tensor of the parameter's shape in its packed form.
+
+        Returns:
+            As in ``torch.optim``; a state that is a plain tensor has torch's key (``exp_avg``), others are ``tail``
+            (int16), ``master`` (float32) and ``packed`` (int32). ``step`` is a 0-d float32 tensor.
+        """
+        self.settle()
+        result: dict[str, Any] = super().state_dict()
+        index = {p: k for k, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        result["state"] = {
+            index[p]: {"step": torch.tensor(float(store.step)), **store.in_parameter_order()}
+            for p, store in self._stores.items()
+        }
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave; nothing is cast.
+
+        Raises:
+            RecipeError: the state was saved from another storage or shape.
+            ValueError: the groups do not match, as in ``torch.optim``.
+        """
+        super().load_state_dict({"state": {}, "param_groups": copy.deepcopy(state_dict["param_groups"])})
+        self._stores, self._buckets, self._unsettled = {}, [], None
+        self.auditor = Auditor()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        entries = {parameters[int(k)]: entry for k, entry in state_dict["state"].items()}
+        for group in self.param_groups:
+            mine = [p for p in group["params"] if p in entries]
+            self._initialise(group, mine)
+            for parameter in mine:
+                store = self._stores[parameter]
+                store.take(entries[parameter])
+                store.step = int(entries[parameter]["step"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        return {**super().__getstate__(), "state": {}, "options": options, "saved": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        options, saved = state.pop("options", None), state.pop("saved", None)
+        if options is not None:
+            self._start(**options)
+        super().__setstate__(state)
+        if saved is not None:
+            self.load_state_dict(saved)
+
+
+class AdamW(Optimizer):
+    """AdamW (decoupled weight decay, bias correction) whose weights and moments are kept in a storage.
+
+    Law: the papers' equations in float32 registers; only what is kept is cut.
+
+    Args:
+        params: as in ``torch.optim``: parameters, ``(name, parameter)`` pairs, or groups.
+        lr: learning rate; a float or a 0-d tensor.
+        betas: decay rates of the two moments.
+        eps: added to the denominator; 0 is allowed.
+        weight_decay: decoupled decay, multiplied by ``lr``.
+        storage: a row of ``narrowgauge.STORAGES``, or its name.
+        max_grad_norm: clip to this L2 norm over all parameters (exact, in no order), and skip steps whose norm is not
+            finite; ``None`` does neither.
+        seed, audit_every, compile: as in :class:`Optimizer`.
+
+    Raises:
+        RecipeError: an option out of range, an unknown storage, or parameters in another format than its visible one.
+
+    Cost: one fused pass over weight, gradient and states.
+
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
+        >>> optimizer = ng.AdamW([weight], lr=1e-3, storage="word")
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> round(optimizer.stored(weight).mean().item(), 5)
+        -0.001
+
+    Source:
+        Kingma & Ba, ICLR 2015 (1412.6980); Loshchilov & Hutter, ICLR 2019 (1711.05101).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        storage: str | Storage = "word",
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        audit_every: int = 10,
+        compile: bool | None = None,
+    ) -> None:
+        _check_range("lr", float(lr), 0.0, float("inf"))
+        _check_range("beta1", betas[0], 0.0, 1.0)
+        _check_range("beta2", betas[1], 0.0, 1.0)
+        _check_range("eps", eps, 0.0, float("inf"))
+        _check_range("weight_decay", weight_decay, 0.0, float("inf"))
+        super().__init__(
+            params,
+            ADAMW,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            storage=storage,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+            audit_every=audit_every,
+            compile=compile,
+        )
+
+
+def _row(storage: str | Storage) -> Storage:
+    if isinstance(storage, Storage):
+        return STORAGES.setdefault(storage.name, storage)
+    if storage not in STORAGES:
+        raise RecipeError(
+            f"no storage is named '{storage}'.",
+            f"{suggestion(storage, STORAGES)} (narrowgauge show storages lists all.)".strip(),
+        )
+    return STORAGES[storage]
+
+
+def _check_visible(parameter: Tensor, storage: Storage) -> None:
+    if parameter.dtype is not getattr(torch, storage.visible):
+        raise RecipeError(
+            f"storage '{storage.name}' holds {storage.visible} weights, and a parameter of shape "
+            f"{tuple(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}.",
+            "narrowgauge.prepare converts a float32 model without losing the bits that are cut; "
+            "storage='float32' takes it as it is.",
+        )
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value or not (value < high or high == float("inf")):
+        raise RecipeError(f"{name} = {value} was asked for; it must lie in [{low:g}, {high:g}).")
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise RecipeError("a gradient is sparse, and the update rules take dense ones.", "Build the embedding with sparse=False.")
+    if gradient.dtype is not parameter.dtype:
+        raise RecipeError(
+            f"a gradient is {gradient.dtype} and its parameter of shape {tuple(parameter.shape)} is {parameter.dtype}.",
+            "Leave gradients in their parameter's format.",
+        )
+    return gradient.detach()
+
+
+def _parts(length: int, step: int, audit_every: int) -> list[tuple[slice, bool]]:
+    """The parts of a tensor that are stepped in turn, and whether each is audited (see ``AUDIT_SHARE``)."""
+    if not audit_every or length <= AUDIT_WHOLE:
+        return [(slice(0, length), bool(audit_every))]
+    share = -(-length // AUDIT_SHARE // 16) * 16
+    turn = (step + 1) // audit_every % AUDIT_SHARE
+    start = min(turn * share, length)
+    stop = min(start + share, length)
+    parts = [(slice(0, start), False), (slice(start, stop), True), (slice(stop, length), False)]
+    return [(part, watched) for part, watched in parts if part.start < part.stop]
+
+
+def _mixed(seed: int, step: int) -> int:
+    """32 well mixed bits of (seed, step), as a signed number: the first word of splitmix64's stream."""
+    z = (seed * 0xD1342543DE82EF95 + step * 0x9E3779B97F4A7C15) % 2**64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+    word = (z ^ (z >> 31)) & 0xFFFFFFFF
+    return word - 2**32 if word >= 2**31 else word
+
+
+def _warn(alarms: list[Alarm]) -> None:
+    worst = min(alarms, key=lambda a: a.reading.edq)
+    more = f" So do {len(alarms) - 1} more tensors." if len(alarms) > 1 else ""
+    warnings.warn(worst.message + more, UpdateLossWarning, stacklevel=4)

@@ -1,0 +1,448 @@
+"""The words, shown: one set of rows, and every reader of them.
+
+Each table (formats, recipes, storages, chips, models) is a list of plain dicts worked out from the rows that the rest
+of the program computes with. ``--json`` prints those dicts; a terminal, a pipe and the documentation print a few of
+their columns, as a rich table, as aligned text or as GitHub markdown. No figure is typed twice, and nothing here needs
+PyTorch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from narrowgauge import formats, recipes
+from narrowgauge.chips import CHIPS
+from narrowgauge.errors import FormatError, NarrowgaugeError, suggestion
+from narrowgauge.models import MODELS
+from narrowgauge.recipes import Code, Recipe, Storage
+
+Row = dict[str, Any]
+Key = str | Callable[[Row], Any]
+
+# A size at which bytes per parameter become gigabytes one can picture.
+_EXAMPLE_PARAMETERS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column as a person reads it: a head, the row's entry or a function of the row, and how it is set."""
+
+    title: str
+    key: Key
+    code: bool = False  # a name: never wrapped, in code type where there is one
+    right: bool = False
+
+    def cell(self, row: Row) -> str:
+        """The text of this column in one row."""
+        return _said(self.key(row) if callable(self.key) else row[self.key])
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows and the columns to print of them."""
+
+    columns: tuple[Column, ...]
+    rows: list[Row]
+    title: str = ""
+
+    def markdown(self) -> str:
+        """A GitHub table, without a title."""
+        heads = [column.title for column in self.columns]
+        rules = ["---:" if column.right else "---" for column in self.columns]
+        lines = [
+            [f"`{cell}`" if column.code else cell.replace("|", r"\|") for column, cell in self._cells(row)]
+            for row in self.rows
+        ]
+        return "".join(f"| {' | '.join(line)} |\n" for line in [heads, rules, *lines])
+
+    def plain(self) -> str:
+        """Aligned text for a pipe: heads, then a line per row; no line is wrapped or cut."""
+        heads = [column.title for column in self.columns]
+        lines = [heads, *([cell for _, cell in self._cells(row)] for row in self.rows)]
+        widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
+        text = f"{self.title}\n" if self.title else ""
+        for line in lines:
+            parts = [
+                cell.rjust(width) if column.right else cell.ljust(width)
+                for column, cell, width in zip(self.columns, line, widths, strict=True)
+            ]
+            text += "  ".join(parts).rstrip() + "\n"
+        return text
+
+    def rich(self) -> Any:
+        """A rich table for a terminal."""
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(box=box.SIMPLE_HEAD, title=self.title or None, title_justify="left", title_style="bold")
+        for column in self.columns:
+            style = "bold" if column.code else None
+            # A name or a figure cut in two is worse than a wide table; only prose may wrap.
+            side: Literal["left", "right"] = "right" if column.right else "left"
+            table.add_column(column.title, justify=side, style=style, no_wrap=column.code or column.right)
+        for row in self.rows:
+            table.add_row(*(Text(cell) for _, cell in self._cells(row)))
+        return table
+
+    def _cells(self, row: Row) -> Iterable[tuple[Column, str]]:
+        return ((column, column.cell(row)) for column in self.columns)
+
+
+def rows(name: str) -> list[Row]:
+    """One table of the words, as plain values that JSON can hold.
+
+    Args:
+        name: formats, recipes, storages, chips or models.
+    Returns:
+        A dict per row, each with ``name``; ``recipes`` has every legal full name, with its aliases.
+    Raises:
+        NarrowgaugeError: there is no such table.
+    Example:
+        >>> [row["bytes_per_param"] for row in rows("storages") if row["name"] == "word"]
+        [8.0]
+    """
+    return _maker(name)()
+
+
+def table(name: str) -> Table:
+    """The table of that name (as in :func:`rows`), with the columns a person wants.
+
+    Example:
+        >>> print(table("storages").plain().split()[0])
+        storage
+    """
+    return Table(_COLUMNS[name], _maker(name)())
+
+
+def markdown(name: str) -> str:
+    """The table of that name (as in :func:`rows`) as GitHub markdown, for the README and the documentation.
+
+    Example:
+        >>> markdown("models").splitlines()[2].split("|")[1].strip()
+        '`llama-1m`'
+    """
+    return table(name).markdown()
+
+
+def detail_format(name: str) -> Row:
+    """Every figure of one format.
+
+    Args:
+        name: a format's name, alias or PyTorch spelling.
+    Returns:
+        Its row of ``rows("formats")``.
+    Raises:
+        FormatError: no format has that name.
+    Example:
+        >>> detail_format("e4m3")["max"]
+        448.0
+    """
+    return _format_row(formats.get_format(name))
+
+
+def detail_value(text: str) -> list[Row]:
+    """What a number becomes in every format.
+
+    Args:
+        text: a decimal (``0.1``, ``1e-8``), a hexadecimal float (``0x1p-3``), ``inf`` or ``nan``.
+    Returns:
+        The rows of :func:`narrowgauge.formats.describe_value`.
+    Raises:
+        FormatError: the text is no number, or one beyond float64.
+    Example:
+        >>> {row["name"]: row["value"] for row in detail_value("0x1p-3")}["bfloat16"]
+        0.125
+    """
+    return formats.describe_value(_number(text))
+
+
+def detail_recipe(name: str) -> Row:
+    """What one recipe stores and computes, part by part.
+
+    Args:
+        name: a full name, an alias, or a ``.toml`` file.
+    Returns:
+        Its row of ``rows("recipes")`` and: ``stored`` (a dict per part: what, format, bytes per parameter, rounding),
+        ``vectors`` (the storage of norm gains and biases), ``matmuls`` and ``dtypes`` (by place), ``keep``,
+        ``overrides``, and ``example_memory_bytes`` at ``example_parameters``.
+    Raises:
+        RecipeError: no recipe has that name.
+    Example:
+        >>> [part["bytes"] for part in detail_recipe("bfloat16/word")["stored"]]
+        [2.0, 1.0, 1.5, 1.5, 2.0]
+    """
+    recipe = recipes.parse(name)
+    compute, vectors = recipe.compute, recipes.for_vectors(recipe.storage)
+    return {
+        **_recipe_row(recipe),
+        "stored": _stored_parts(recipe.storage),
+        "vectors": {"storage": vectors.name, "bytes_per_param": vectors.bytes_per_param},
+        "matmuls": {place: getattr(compute, place) for place in ("output", "grad_input", "grad_weight")},
+        "dtypes": compute.dtypes(recipe.storage),
+        "keep": list(recipe.keep),
+        "overrides": [{"pattern": o.pattern, "storage": o.storage.name} for o in recipe.overrides],
+        "example_parameters": _EXAMPLE_PARAMETERS,
+        "example_memory_bytes": round(recipe.bytes_per_param * _EXAMPLE_PARAMETERS),
+    }
+
+
+def page_format(name: str) -> list[Table]:
+    """:func:`detail_format` for a person."""
+    row = detail_format(name)
+    figures = [{"what": key.replace("_", " "), "is": value} for key, value in row.items() if value is not None]
+    return [Table((Column("format", "what"), Column(str(row["name"]), "is")), figures[1:])]
+
+
+def page_value(text: str) -> list[Table]:
+    """:func:`detail_value` for a person."""
+    columns = (
+        *_names(format="name"),
+        *_right(code="hex"),
+        *_left(value=lambda row: repr(row["value"])),
+        *_right(relative_error=lambda row: _percent(row["relative_error"]), spacing="spacing"),
+        *_left(note="note"),
+    )
+    return [Table(columns, detail_value(text), f"{text.strip()} is {_number(text):.20g} in float64, and elsewhere:")]
+
+
+def page_recipe(name: str) -> list[Table]:
+    """:func:`detail_recipe` for a person."""
+    row = detail_recipe(name)
+    in_all = {"what": "in all", "format": "", "bytes": row["bytes_per_param"], "rounding": ""}
+    memory = f"{row['example_memory_bytes'] / 1e9:g} GB at {row['example_parameters'] / 1e9:g} billion parameters"
+    stored = (
+        *_left(stored_of_each_parameter="what", format="format"),
+        *_right(bytes="bytes"),
+        *_left(rounding="rounding"),
+    )
+    vectors = row["vectors"]
+    facts = {
+        "for": row["purpose"],
+        "loses": row["loses"],
+        "norm gains, biases": f"stored as {vectors['storage']}, {_said(vectors['bytes_per_param'])} bytes each",
+        "memory": f"{memory}, before activations",
+        "kept in float32": ", ".join(row["keep"]),
+        "stored otherwise": ", ".join(f"{other['pattern']} as {other['storage']}" for other in row["overrides"]),
+    }
+    places = {f"matmul {place}": operands for place, operands in row["matmuls"].items()}
+    return [
+        _pairs(("recipe", str(row["name"])), {what: said for what, said in facts.items() if said}),
+        Table(stored, [*row["stored"], in_all]),
+        _pairs(("computed", "in"), {**places, **row["dtypes"]}),
+    ]
+
+
+def write(parts: Table | Sequence[Table]) -> None:
+    """Print tables: with rich on a terminal, as aligned text into a pipe or a file."""
+    tables = [parts] if isinstance(parts, Table) else parts
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console(highlight=False).print(*(part.rich() for part in tables))
+    else:
+        print("\n".join(part.plain() for part in tables), end="", flush=True)
+
+
+def write_json(found: Row | Sequence[Row]) -> None:
+    """Print a JSON list of objects; infinities and NaN, which JSON lacks, are the texts ``inf``, ``-inf``, ``nan``."""
+    listed = [found] if isinstance(found, dict) else list(found)
+    print(json.dumps(_plain(listed), indent=1, allow_nan=False, ensure_ascii=False), flush=True)
+
+
+def _pairs(heads: tuple[str, str], entries: dict[str, Any]) -> Table:
+    columns = (Column(heads[0], "what"), Column(heads[1], "is"))
+    return Table(columns, [{"what": what, "is": said} for what, said in entries.items()])
+
+
+def _number(text: str) -> float:
+    word = text.strip().lower()
+    try:
+        value = float.fromhex(word) if "0x" in word else float(word)
+    except (ValueError, OverflowError):
+        value = None
+    if value is None:
+        raise FormatError(f"{text!r} is no number.", "Write it like 0.1, 1e-8, 0x1p-3, inf or nan.")
+    if math.isinf(value) and "inf" not in word:
+        raise FormatError(f"{text} is beyond float64, in which values are read.", "Write inf if infinity is meant.")
+    return value
+
+
+def _format_row(row: formats.Format) -> Row:
+    aliases = [alias for alias, name in formats.ALIASES.items() if name == row.name]
+    return {**row.describe(), "aliases": aliases}
+
+
+def _recipe_row(recipe: Recipe) -> Row:
+    short = [recipe.compute.name] if recipes.DEFAULT_STORAGE[recipe.compute.name] == recipe.storage.name else []
+    storage = _storage_row(recipe.storage)
+    return {
+        "name": recipe.name,
+        "aliases": [*(alias for alias, name in recipes.ALIASES.items() if name == recipe.name), *short],
+        "compute": recipe.compute.name,
+        "storage": recipe.storage.name,
+        "reduction": recipe.reduction.name,
+        "bytes_per_param": recipe.bytes_per_param,
+        **{part: storage[part] for part in ("weight", "exp_avg", "exp_avg_sq")},
+        "purpose": recipe.compute.purpose,
+        "loses": recipe.storage.loses,
+    }
+
+
+def _storage_row(storage: Storage) -> Row:
+    return {
+        "name": storage.name,
+        "visible": storage.visible,
+        "weight": f"{storage.visible} + float32 master" if storage.master else _code_text(storage.weight),
+        "exp_avg": _code_text(storage.exp_avg),
+        "exp_avg_sq": _code_text(storage.exp_avg_sq),
+        "state_bits": dict(storage.fields),
+        "bytes_per_param": storage.bytes_per_param,
+        "vectors": recipes.for_vectors(storage).name,
+        "stochastic": storage.is_stochastic,
+        "loses": storage.loses,
+        "cure": storage.cure,
+        "source": storage.source,
+    }
+
+
+def _code_text(code: Code) -> str:
+    """``e6m5 (12 bits), stochastic``."""
+    bits = f" ({code.bits} bits)" if code.is_window else ""
+    return f"{code.name}{bits}{', stochastic' if code.rounding == 'stochastic' else ''}"
+
+
+def _rounding(code: Code) -> str:
+    """How the code rounds; nothing where nothing of the float32 is cut."""
+    return "" if code.bits == 32 else code.rounding
+
+
+def _stored_parts(storage: Storage) -> list[Row]:
+    """What lies in memory of each parameter of a matrix; the bytes sum to the row's bytes per parameter."""
+    visible_bytes = 4.0 if storage.visible == "float32" else 2.0
+    cut_here = storage.visible != "float32" and not storage.tail_bits and not storage.master
+    parts = {
+        "master": ("full copy of the weight", "float32", ""),
+        "tail": ("tail of the weight", f"{storage.tail_bits} bits", _rounding(storage.weight)),
+        "exp_avg": ("first moment", _code_text(storage.exp_avg).partition(",")[0], _rounding(storage.exp_avg)),
+        "exp_avg_sq": (
+            "second moment",
+            _code_text(storage.exp_avg_sq).partition(",")[0],
+            _rounding(storage.exp_avg_sq),
+        ),
+    }
+    seen_rounding = _rounding(storage.weight) if cut_here else "" if storage.visible == "float32" else "nearest"
+    stored = [("weight that the model sees", storage.visible, visible_bytes, seen_rounding)]
+    stored += [(*parts[name][:2], bits / 8, parts[name][2]) for name, bits in storage.fields]
+    stored.append(("gradient", storage.visible, visible_bytes, ""))
+    return [dict(zip(("what", "format", "bytes", "rounding"), part, strict=True)) for part in stored]
+
+
+def _chip_rows() -> list[Row]:
+    derived = ("memory_bytes", "bandwidth_bytes_per_second")
+    return [{**_fields(chip), **{name: getattr(chip, name) for name in derived}} for chip in CHIPS.values()]
+
+
+def _model_rows() -> list[Row]:
+    derived = ("head_dim", "num_parameters")
+    return [{**_fields(model), **{name: getattr(model, name) for name in derived}} for model in MODELS.values()]
+
+
+def _fields(row: Any) -> Row:
+    return {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+
+
+def _maker(name: str) -> Callable[[], list[Row]]:
+    if name not in _MAKERS:
+        raise NarrowgaugeError(
+            f"no table is named '{name}'.", suggestion(name, _MAKERS) or f"Known: {', '.join(_MAKERS)}."
+        )
+    return _MAKERS[name]
+
+
+def _said(value: Any) -> str:
+    """A figure or a word as a cell."""
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "yes", False: "no"}[value]
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int):
+        # Four digits need no comma.
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    return ", ".join(map(_said, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{100 * ratio:.3g} %"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _peak(*names: str) -> Callable[[Row], float | None]:
+    return lambda row: next((row["peak_tflops"][name] for name in names if name in row["peak_tflops"]), None)
+
+
+def _left(**keys: Key) -> tuple[Column, ...]:
+    """Columns by title, in which an underscore stands for a space."""
+    return tuple(Column(title.replace("_", " "), key) for title, key in keys.items())
+
+
+def _right(**keys: Key) -> tuple[Column, ...]:
+    return tuple(dataclasses.replace(column, right=True) for column in _left(**keys))
+
+
+def _names(**keys: Key) -> tuple[Column, ...]:
+    return tuple(dataclasses.replace(column, code=True) for column in _left(**keys))
+
+
+_MAKERS: dict[str, Callable[[], list[Row]]] = {
+    "formats": lambda: [_format_row(row) for row in formats.FORMATS.values()],
+    "recipes": lambda: [_recipe_row(recipes.parse(name)) for name in recipes.full_names()],
+    "storages": lambda: [_storage_row(row) for row in recipes.STORAGES.values()],
+    "chips": _chip_rows,
+    "models": _model_rows,
+}
+
+_BYTES = Column("B/param", "bytes_per_param", right=True)
+
+_COLUMNS: dict[str, tuple[Column, ...]] = {
+    "formats": (
+        *_names(format="name"),
+        *_right(
+            bits="bits", exponent="exponent_bits", mantissa="mantissa_bits", bias="bias", max="max",
+            smallest_normal="smallest_normal", smallest_subnormal="smallest_subnormal", epsilon="epsilon",
+        ),
+        *_left(inf="infinities", NaN="nans", purpose="purpose"),
+    ),
+    "recipes": (*_names(recipe="name"), *_left(also_called="aliases"), _BYTES, *_left(loses="loses")),
+    "storages": (
+        *_names(storage="name"), *_left(weight="weight", first_moment="exp_avg", second_moment="exp_avg_sq"), _BYTES,
+        *_left(vectors="vectors", loses="loses"),
+    ),
+    "chips": (
+        *_names(chip="name"), *_right(memory_GB="memory_gb"), Column("GB/s", "bandwidth_gb_per_second", right=True),
+        Column("TFLOP/s: bfloat16", _peak("bfloat16"), right=True),
+        *_right(float8=_peak("float8_e4m3fn", "float8_e4m3fnuz"), float4=_peak("float4_e2m1fn"), int8=_peak("int8")),
+        *_left(link="link"), Column("link GB/s", "link_gb_per_second", right=True), *_left(evidence="evidence"),
+    ),
+    "models": (
+        *_names(model="name"),
+        *_right(
+            parameters="num_parameters", layers="num_layers", hidden="hidden_size", MLP="intermediate_size",
+            heads="num_heads", kv_heads="num_kv_heads", vocabulary="vocab_size", positions="max_positions",
+        ),
+        *_left(tied="tie_embeddings", source="source"),
+    ),
+}  # fmt: skip

@@ -1,0 +1,258 @@
+"""Checkpoints that are whole or are not used: a folder per step, published by one rename and proved by checksums.
+
+::
+
+    checkpoints/step-00000040/
+        tensors.safetensors    weights and optimizer state, in their packed form
+        state.json             everything else: step, seeds, schedule, counters
+        manifest.json          size and BLAKE2b-256 of the other two
+
+A checkpoint is written into a temporary neighbour, forced to the disk and then renamed; older ones are removed only
+after that. So a process killed at any instruction, a full disk, or power lost leaves the last good checkpoint as it
+was. On reading, a checkpoint whose bytes do not match its manifest is reported and passed over, never loaded. Nothing
+is pickled, so reading a checkpoint runs no code from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from narrowgauge.errors import RecordError
+from narrowgauge.runs.files import TEMPORARY, digest, disk_errors, lock, sync_file, sync_folder, temporary_name
+
+SCHEMA_VERSION = 1
+
+_FOLDER = "checkpoints"
+_NAME = re.compile(r"step-(\d{8,})")
+_REPLACED = ".old-"
+_TENSORS, _STATE, _MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
+_PARTS = (_TENSORS, _STATE)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that matched its manifest when it was found.
+
+    Args:
+        path: its folder.
+        step: optimizer steps done when it was written.
+    """
+
+    path: Path
+    step: int
+
+    def load(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Its tensors (on the CPU) and state, without checking the sums once more."""
+        return _read(self.path)
+
+
+def save_checkpoint(
+    folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], keep: int = 2
+) -> Path:
+    """Write a checkpoint, then remove all but the newest ``keep``.
+
+    Law: until the new one is complete on the disk the old ones are untouched; saving the same step again replaces it.
+
+    Args:
+        folder: the run folder; the checkpoint goes to ``checkpoints/`` in it.
+        step: optimizer steps done, not negative.
+        tensors: any dtypes and devices; two names must not share memory (tied weights: keep one name).
+        state: what JSON can say, with text as keys. Floats, NaN too, come back exactly.
+        keep: how many of the newest to keep, at least 1.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        RecordError: the disk is full or refuses; nothing of the new checkpoint is left.
+        ValueError: ``keep`` or ``step`` out of range.
+        RuntimeError: two tensors share memory (from safetensors, which names them).
+
+    Cost: writes the bytes once, reads them once from the page cache for the checksum, and three fsyncs.
+
+    Example:
+        >>> import tempfile
+        >>> run = Path(tempfile.mkdtemp())
+        >>> save_checkpoint(run, 40, {"w": torch.ones(2)}, {"seed": 1}).name
+        'step-00000040'
+        >>> load_checkpoint(run / "checkpoints" / "step-00000040")
+        ({'w': tensor([1., 1.])}, {'seed': 1})
+    """
+    if keep < 1 or step < 0:
+        raise ValueError(f"keep is {keep} and must be at least 1; step is {step} and must not be negative")
+    place = Path(folder) / _FOLDER
+    final = place / f"step-{step:08d}"
+    text = json.dumps(state, indent=1)
+    with disk_errors(final):
+        place.mkdir(parents=True, exist_ok=True)
+        with _writing(place, wait=True):
+            _remove_leftovers(place)
+            temporary = temporary_name(final)
+            try:
+                temporary.mkdir()
+                _write(temporary, step, tensors, text)
+                _publish(temporary, final)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+            for old in _listed(place)[keep:]:
+                _remove(old.path)
+    return final
+
+
+def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None]) -> Checkpoint | None:
+    """The newest checkpoint that matches its manifest.
+
+    Args:
+        folder: the run folder.
+        on_damaged: called with each newer checkpoint that does not match, and what is wrong with it.
+
+    Returns:
+        The checkpoint, or ``None`` if there is no good one.
+
+    Cost: one read of each checkpoint looked at.
+    """
+    place = Path(folder) / _FOLDER
+    if not place.is_dir():
+        return None
+    with disk_errors(place):
+        # A reader of a live run must not delete what its writer is in the middle of.
+        with contextlib.suppress(PermissionError), _writing(place, wait=False) as held:
+            if held:
+                _remove_leftovers(place)
+        for checkpoint in _listed(place):
+            damage = _damage(checkpoint.path)
+            if not damage:
+                return checkpoint
+            on_damaged(checkpoint.path, damage)
+    return None
+
+
+def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Read a checkpoint after checking every byte of it.
+
+    Args:
+        path: the folder of one checkpoint.
+
+    Returns:
+        Its tensors, on the CPU, and its state.
+
+    Raises:
+        RecordError: it is missing, torn, damaged, or from a newer version.
+    """
+    path = Path(path)
+    with disk_errors(path):
+        damage = _damage(path)
+    if damage:
+        raise RecordError(f"Cannot load the checkpoint {path}: {damage}.", "Use an older one from the same folder.")
+    return _read(path)
+
+
+def _write(folder: Path, step: int, tensors: dict[str, torch.Tensor], state: str) -> None:
+    with _safetensors_errors():
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / _TENSORS)
+    (folder / _STATE).write_text(state, encoding="utf-8")
+    files = {name: {"bytes": (folder / name).stat().st_size, "blake2b": digest(folder / name)} for name in _PARTS}
+    manifest = {"schema_version": SCHEMA_VERSION, "step": step, "files": files}
+    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for name in (*files, _MANIFEST):
+        sync_file(folder / name)
+    sync_folder(folder)
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Give the finished folder its name. An older one of that name steps aside, and back if we die in between."""
+    aside = final.with_name(f"{_REPLACED}{final.name}")
+    if final.exists():
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    sync_folder(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Take the name away first, so that a kill in between leaves no half checkpoint under a good name."""
+    doomed = temporary_name(path)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _remove_leftovers(place: Path) -> None:
+    for entry in list(place.iterdir()):
+        if entry.name.startswith(_REPLACED):
+            final = place / entry.name.removeprefix(_REPLACED)
+            if not final.exists():
+                os.rename(entry, final)
+        if entry.name.startswith((TEMPORARY, _REPLACED)):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _writing(place: Path, *, wait: bool) -> Iterator[bool]:
+    """Whether this process alone may change the folder now."""
+    descriptor = os.open(place / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        yield lock(descriptor, wait=wait)
+    finally:
+        os.close(descriptor)
+
+
+def _listed(place: Path) -> list[Checkpoint]:
+    """The checkpoints by name, newest first."""
+    names = ((entry, _NAME.fullmatch(entry.name)) for entry in place.iterdir())
+    found = [Checkpoint(entry, int(match[1])) for entry, match in names if match]
+    return sorted(found, key=lambda checkpoint: -checkpoint.step)
+
+
+def _damage(path: Path) -> str:
+    """What is wrong with a checkpoint, or nothing."""
+    if not path.is_dir():
+        return "there is no such folder"
+    if not (path / _MANIFEST).is_file():
+        return "it has no manifest.json"
+    try:
+        manifest = json.loads((path / _MANIFEST).read_bytes())
+        if manifest["schema_version"] > SCHEMA_VERSION:
+            return f"it has schema {manifest['schema_version']}; this version reads up to {SCHEMA_VERSION}"
+        if path.name != f"step-{manifest['step']:08d}":
+            return f"its manifest is of step {manifest['step']}"
+        expected = {name: (manifest["files"][name]["bytes"], manifest["files"][name]["blake2b"]) for name in _PARTS}
+    except (ValueError, KeyError, TypeError) as error:
+        return f"its manifest.json is damaged ({error})"
+    for name, (size, checksum) in expected.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size:,} bytes of {size:,}"
+        if digest(file) != checksum:
+            return f"{name} does not match its checksum"
+    return ""
+
+
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    with disk_errors(path), _safetensors_errors():
+        tensors = load_file(path / _TENSORS)
+        state: dict[str, Any] = json.loads((path / _STATE).read_bytes())
+    return tensors, state
+
+
+@contextlib.contextmanager
+def _safetensors_errors() -> Iterator[None]:
+    """safetensors hides the operating system's error number in its text; bring it out again."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from error

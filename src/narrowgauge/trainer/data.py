@@ -1,0 +1,395 @@
+"""Batches whose order is a function of (seed, step), from any text.
+
+Text is turned into one long row of tokens, kept with the run as ``data/train.bin`` and ``data/valid.bin`` and read
+through a memory map. Training cuts the row into windows that do not overlap, and goes through all of them in a new
+order every epoch. The order is not drawn from a generator, whose state would have to be kept; it is a Feistel network,
+a permutation one can evaluate at any place. So batch 7,000 is found without the 6,999 before it, a resumed run
+continues with the very batch that was due, and neither workers nor the batch sizes of others can change it.
+
+Which documents are held out depends on the seed and on each document's own name: adding a file moves no other across.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from narrowgauge.errors import DataError, RecordError
+from narrowgauge.runs.files import TEMPORARY, digest, disk_errors, sync_file, sync_folder, temporary_name
+from narrowgauge.trainer.cache import cached_tokens
+from narrowgauge.trainer.order import shuffled
+from narrowgauge.trainer.texts import open_texts
+from narrowgauge.trainer.tokens import (
+    Tokens,
+    is_token_map,
+    load_tokenizer,
+    read_tokens,
+    tokenize_texts,
+    train_tokenizer,
+)
+
+SCHEMA_VERSION = 1
+
+_FOLDER = "data"
+_COPY_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The tokens of a run, split for training and validation.
+
+    Law: ``batch`` is a pure function of its arguments and the tokens; ``valid_batches`` too.
+
+    Args:
+        folder: the ``data/`` folder of the run.
+        train, valid: the tokens, memory-mapped.
+        head: ``data.json``.
+    """
+
+    folder: Path
+    train: np.ndarray
+    valid: np.ndarray
+    head: dict[str, Any]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to train on."""
+        return len(self.train)
+
+    @property
+    def num_valid_tokens(self) -> int:
+        """Tokens held out."""
+        return len(self.valid)
+
+    @property
+    def vocab_size(self) -> int:
+        """All tokens are below it; at most what was asked for."""
+        return int(self.head["vocab_size"])
+
+    @property
+    def end_of_text(self) -> int:
+        """The token that ends each document."""
+        return int(self.head["end_of_text"])
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal tokens and split."""
+        return hashlib.blake2b(json.dumps(self.head["files"]).encode(), digest_size=16).hexdigest()
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should be told about how the data was prepared."""
+        return list(self.head["notes"])
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The tokenizer kept with the run, if it is known."""
+        file = self.folder / "tokenizer.json"
+        return file if file.is_file() else None
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer kept with the run.
+
+        Raises:
+            DataError: the data came as tokens, without one.
+        """
+        if self.tokenizer_path is None:
+            raise DataError(f"No tokenizer in {self.folder}: the data came as tokens.", "Put tokenizer.json beside it.")
+        return load_tokenizer(self.tokenizer_path)[0]
+
+    def require(self, sequence_length: int) -> None:
+        """Refuse a sequence length for which there is not one sequence to train on, or to validate on.
+
+        Raises:
+            DataError: the data, or what is held out of it, is shorter than one sequence.
+        """
+        sides = [(self.train, "the data", "Give more text or a smaller --sequence-length.")]
+        if self.head["request"]["held_out"]:
+            sides.append((self.valid, "the held-out part", "Give more text, or a smaller --sequence-length."))
+        for tokens, what, advice in sides:
+            if len(tokens) <= sequence_length:
+                raise DataError(
+                    f"sequence_length {sequence_length} needs {sequence_length + 1} tokens; {what} has {len(tokens)}.",
+                    advice,
+                )
+
+    def batch(self, step: int, batch_size: int, sequence_length: int, seed: int) -> np.ndarray:
+        """The sequences of one step.
+
+        Law: sequence i of step s is item ``s * batch_size + i`` of an endless stream that depends on (seed,
+        sequence_length) alone; each epoch of the stream holds every window once.
+
+        Args:
+            step: steps done before this one, from 0.
+            batch_size: sequences.
+            sequence_length: predictions per sequence, in tokens.
+            seed: of the order.
+
+        Returns:
+            int64 of shape [batch_size, sequence_length + 1]: inputs are ``[:, :-1]``, targets ``[:, 1:]``.
+
+        Raises:
+            DataError: the data is shorter than one sequence.
+
+        Cost: about 0.1 ms and the read of the tokens.
+        """
+        self.require(sequence_length)
+        num_windows = (self.num_tokens - 1) // sequence_length
+        items = step * batch_size + np.arange(batch_size, dtype=np.uint64)
+        return _windows(self.train, shuffled(items, num_windows, seed), sequence_length)
+
+    def valid_batches(self, batch_size: int, sequence_length: int, limit: int | None = None) -> Iterator[np.ndarray]:
+        """The held-out sequences, the same ones in the same order each time.
+
+        Law: with a limit they are spread evenly over the held-out data. All batches are full, so that a compiled model
+        sees one shape; only data of less than one batch gives a smaller one. With nothing held out there are none.
+
+        Args:
+            batch_size: sequences per batch.
+            sequence_length: predictions per sequence, in tokens.
+            limit: at most that many batches.
+
+        Returns:
+            An iterator of int64 [batch_size, sequence_length + 1].
+
+        Raises:
+            DataError: the data is shorter than one sequence.
+        """
+        self.require(sequence_length)
+        num_windows = max(0, (self.num_valid_tokens - 1) // sequence_length)
+        num_batches = num_windows // batch_size if limit is None else min(limit, num_windows // batch_size)
+        num_chosen = num_batches * batch_size or (0 if limit == 0 else num_windows)
+        chosen = (np.arange(num_chosen) * num_windows) // max(1, num_chosen)
+        return (
+            _windows(self.valid, chosen[start : start + batch_size], sequence_length)
+            for start in range(0, num_chosen, batch_size)
+        )
+
+
+def prepare_data(
+    source: str | Path,
+    folder: Path,
+    *,
+    vocab_size: int | None = None,
+    tokenizer: str | Path | None = None,
+    held_out: float = 0.05,
+    seed: int = 0,
+) -> Dataset:
+    """Turn text into the ``data/`` folder of a run, or find it there.
+
+    Law: the same text and arguments give the same bytes; the folder is there whole or not at all.
+
+    Args:
+        source: ``stdlib``, a text or ``.jsonl`` file, a folder of ``.txt .md .py .jsonl``, a token map (see
+            ``tokens``), or ``datasets:NAME[:SPLIT]``.
+        folder: the run folder; made if absent.
+        vocab_size: of the tokenizer to train, or the most a given one may have; ``None`` only with a given one.
+        tokenizer: a ``tokenizer.json`` or a Hugging Face folder; ``None`` trains a byte-level BPE.
+        held_out: share of the documents kept for validation, 0 to below 1.
+        seed: of the split.
+
+    Returns:
+        The data, memory-mapped.
+
+    Raises:
+        DataError: the source or the tokenizer cannot be used.
+        RecordError: the disk refuses, or ``data/`` is damaged.
+
+    Cost: about 0.3 s per MB of text on two cores; ``stdlib`` takes 4 s the first time and then comes from a cache
+    (see ``cache``). The text is read up to three times; one document at a time must fit in memory.
+    """
+    if not 0 <= held_out < 1:
+        raise DataError(f"held_out is {held_out} and must be at least 0 and below 1.", "0.05 holds out one in twenty.")
+    final = Path(folder) / _FOLDER
+    request = {
+        "source": str(source),
+        "vocab_size": vocab_size,
+        "tokenizer": None if tokenizer is None else str(tokenizer),
+        "held_out": held_out,
+        "seed": seed,
+    }
+    if (final / "data.json").is_file():
+        return _reopened(final, request)
+    if final.exists():
+        raise RecordError(f"Cannot prepare data in {final}: it is there already and has no data.json.", "Remove it.")
+    tokens, notes = _open_tokens(str(source), vocab_size, tokenizer)
+    _require_fit(tokens, vocab_size, str(source))
+    _write_data(final, tokens, request, notes)
+    return open_data(folder)
+
+
+def open_data(folder: Path) -> Dataset:
+    """The data of a run that was prepared before.
+
+    Args:
+        folder: the run folder.
+
+    Returns:
+        The data, memory-mapped, after a check of sizes and checksums.
+
+    Raises:
+        RecordError: it is missing, damaged, or from a newer version.
+
+    Cost: one read of the data, about 1 GB/s.
+    """
+    place = Path(folder) / _FOLDER
+    try:
+        head = json.loads((place / "data.json").read_bytes())
+        if head["schema_version"] > SCHEMA_VERSION:
+            raise ValueError(f"it has schema {head['schema_version']}; this version reads up to {SCHEMA_VERSION}")
+        for name, expected in head["files"].items():
+            if (place / name).stat().st_size != expected["bytes"] or digest(place / name) != expected["blake2b"]:
+                raise ValueError(f"{name} is not what was written")
+        train, valid = (_mapped(place / f"{name}.bin", np.dtype(head["dtype"])) for name in ("train", "valid"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RecordError(
+            f"Cannot use the data of the run, {place}: {error}.",
+            "Remove the folder to have it prepared again from the same source.",
+        ) from error
+    return Dataset(place, train, valid, head)
+
+
+def _windows(tokens: np.ndarray, windows: np.ndarray, sequence_length: int) -> np.ndarray:
+    places = windows[:, None] * sequence_length + np.arange(sequence_length + 1)
+    return tokens[places].astype(np.int64)
+
+
+def _mapped(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    """A file as an array; an empty one cannot be mapped."""
+    dtype = dtype.newbyteorder("<")
+    return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
+
+
+def _reopened(place: Path, request: dict[str, Any]) -> Dataset:
+    data = open_data(place.parent)
+    found = data.head["request"]
+    for name, value in request.items():
+        if found.get(name) != value:
+            raise DataError(
+                f"{place} was prepared with {name} {found.get(name)!r}, and {value!r} was asked for.",
+                "Choose another --out, or remove the folder.",
+            )
+    return data
+
+
+def _open_tokens(source: str, vocab_size: int | None, tokenizer: str | Path | None) -> tuple[Tokens, list[str]]:
+    if is_token_map(Path(source)):
+        if tokenizer is not None:
+            raise DataError(f"A tokenizer was given, but {source} is tokens already.", "Leave the tokenizer out.")
+        return read_tokens(Path(source)), []
+    texts = open_texts(source)
+    if tokenizer is not None:
+        texts.measure()
+        return tokenize_texts(texts, *load_tokenizer(tokenizer)), []
+    if vocab_size is None:
+        raise DataError(f"Training a tokenizer on {source} needs a vocab_size.", "4096 suits a model of a few million.")
+    checksum, num_bytes = texts.measure()
+
+    def train() -> Tokens:
+        trained = train_tokenizer(texts, vocab_size, num_bytes)
+        return tokenize_texts(texts, *trained)
+
+    if source != "stdlib":
+        return train(), []
+    return cached_tokens(f"stdlib-{vocab_size}", [checksum, vocab_size], train)
+
+
+def _require_fit(tokens: Tokens, vocab_size: int | None, source: str) -> None:
+    if vocab_size is not None and tokens.vocab_size > vocab_size:
+        raise DataError(
+            f"The tokenizer of {source} has {tokens.vocab_size} tokens, and vocab_size is {vocab_size}.",
+            f"Use a vocab_size of at least {tokens.vocab_size}.",
+        )
+
+
+def _write_data(final: Path, tokens: Tokens, request: dict[str, Any], notes: list[str]) -> None:
+    """Write everything under another name, then give it its own."""
+    made = not final.parent.exists()
+    temporary = temporary_name(final)
+    with disk_errors(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in final.parent.glob(f"{TEMPORARY}{_FOLDER}-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            temporary.mkdir()
+            notes = notes + _split(temporary, tokens, request)
+            _write_head(temporary, tokens, request, notes)
+            os.rename(temporary, final)
+            sync_folder(final.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if made and not any(final.parent.iterdir()):
+                final.parent.rmdir()
+
+
+def _split(folder: Path, tokens: Tokens, request: dict[str, Any]) -> list[str]:
+    """Write each document to one side; if that leaves a side empty, hold out the end of the text instead."""
+    held_out = request["held_out"]
+    num_documents = 0
+    with (folder / "train.bin").open("w+b") as train, (folder / "valid.bin").open("w+b") as valid:
+        for name, ids in tokens.read():
+            _append(valid if _is_held_out(name, held_out, request["seed"]) else train, ids, tokens)
+            num_documents += 1
+        if train.tell() + valid.tell() == 0:
+            raise DataError(f"The data {request['source']} is empty.")
+    if held_out == 0:
+        return []
+    if (folder / "train.bin").stat().st_size == 0:
+        os.replace(folder / "valid.bin", folder / "train.bin")
+    elif (folder / "valid.bin").stat().st_size:
+        return []
+    num_tail = _move_tail(folder, held_out, tokens.dtype.itemsize)
+    documents = "document" if num_documents == 1 else "documents"
+    return [
+        f"The data has {num_documents} {documents}, too few to hold one out; the last {num_tail} tokens are held out."
+    ]
+
+
+def _move_tail(folder: Path, held_out: float, token_bytes: int) -> int:
+    num_tail = max(1, int((folder / "train.bin").stat().st_size // token_bytes * held_out))
+    with (folder / "train.bin").open("r+b") as train, (folder / "valid.bin").open("wb") as valid:
+        cut = train.seek(-num_tail * token_bytes, os.SEEK_END)
+        shutil.copyfileobj(train, valid)
+        train.truncate(cut)
+    return num_tail
+
+
+def _append(stream: BinaryIO, ids: np.ndarray, tokens: Tokens) -> None:
+    for start in range(0, len(ids), _COPY_TOKENS):
+        part = ids[start : start + _COPY_TOKENS]
+        if part.max() >= tokens.vocab_size:
+            raise DataError(f"The tokens hold {part.max()}, and their vocabulary has {tokens.vocab_size}.")
+        stream.write(part.astype(tokens.dtype, copy=False).tobytes())
+
+
+def _is_held_out(name: int, held_out: float, seed: int) -> bool:
+    bits = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(bits, "little") < held_out * 2**64
+
+
+def _write_head(folder: Path, tokens: Tokens, request: dict[str, Any], notes: list[str]) -> None:
+    if tokens.tokenizer_json is not None:
+        (folder / "tokenizer.json").write_text(tokens.tokenizer_json, encoding="utf-8")
+    files = sorted(folder.iterdir())
+    head = {
+        "schema_version": SCHEMA_VERSION,
+        "request": request,
+        "dtype": tokens.dtype.name,
+        "vocab_size": tokens.vocab_size,
+        "end_of_text": tokens.end_of_text,
+        "notes": notes,
+        "files": {file.name: {"bytes": file.stat().st_size, "blake2b": digest(file)} for file in files},
+    }
+    (folder / "data.json").write_text(json.dumps(head, indent=1), encoding="utf-8")
+    for file in folder.iterdir():
+        sync_file(file)
+    sync_folder(folder)

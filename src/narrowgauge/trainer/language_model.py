@@ -1,0 +1,357 @@
+"""Language models to train: built from a shape and a seed, and the one number that training needs from them, their loss.
+
+The models are Hugging Face's own classes, so a trained one is a folder that any other tool reads. A preset is a row of
+``narrowgauge.models``: only a shape, whose weights are drawn here in float32 from the seed alone, so that every recipe
+starts from the same numbers; nothing is downloaded. A path is a folder with a ``config.json``, and with its weights if
+it has some.
+
+The loss is a *sum* over tokens, not a mean: sums of micro-batches add up to the sum of the batch, whatever their sizes,
+and are divided once at the end. With a large vocabulary the logits are the largest tensor of the whole step (2,048
+tokens times 128,256 entries times 4 bytes: 1 GB, and as much again for their gradient); the *chunked* loss makes them
+for a few hundred tokens at a time and keeps none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from narrowgauge.errors import DataError, suggestion
+from narrowgauge.models import MODELS, Model
+
+LARGE_VOCABULARY = 16_384
+"""From this many entries on, the trainer asks for the chunked loss."""
+
+# Logits of one chunk: 64 MiB in float32. Smaller chunks make thin matmuls, larger ones save nothing worth having.
+_CHUNK_ELEMENTS = 1 << 24
+_MIN_CHUNK_TOKENS = 128
+# What some models do to logits after the head; a chunked loss that left it out would train another model.
+_AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier")
+
+
+def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrainedModel:
+    """A causal language model in float32 on the CPU, ready for ``prepare``.
+
+    Law: weights that are drawn depend on ``seed`` and the shape alone: not on the recipe, on the default dtype or
+    device, nor on random numbers drawn before; and the caller's generator is left as it was. Attention is
+    ``scaled_dot_product_attention``, nothing is cached between tokens, and there is no dropout, whatever a
+    configuration says: a resumed step must be the same step.
+
+    Args:
+        model: the name of a preset (``narrowgauge show models``), or a folder with ``config.json``. Weights in it
+            (``*.safetensors``) are loaded, and upcast to float32; without them they are drawn.
+        vocab_size: number of token embeddings, in place of the preset's or the configuration's. Loaded weights keep
+            their own number, which must be at least this.
+        seed: of the initial weights.
+
+    Returns:
+        The model, in training mode.
+
+    Raises:
+        DataError: nothing has that name or path, the folder holds no causal language model that can be read, or its
+            weights have fewer token embeddings than ``vocab_size``.
+
+    Cost: 4 bytes per parameter; about 1 s per 100 million drawn.
+
+    Example:
+        >>> num_parameters(build("llama-1m", seed=0))
+        1000576
+    """
+    row = MODELS.get(model.strip().lower())
+    if row is not None:
+        return _ready(_drawn(_preset_config(row, vocab_size), seed))
+    folder = _folder(model)
+    try:
+        if _has_weights(folder):
+            return _ready(_loaded(folder, vocab_size, seed))
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if vocab_size is not None:
+            config.vocab_size = vocab_size
+        return _ready(_drawn(config, seed))
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"Cannot build a causal language model from the folder {folder}: {reason}",
+            "It needs a Hugging Face config.json, and either no weights or the .safetensors that fit it.",
+        ) from error
+
+
+def num_parameters(model: nn.Module) -> int:
+    """How many numbers training changes or keeps; a tensor under two names (a tied embedding) counts once.
+
+    Example:
+        >>> num_parameters(nn.Linear(3, 2))
+        8
+    """
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def loss_sum(model: PreTrainedModel, tokens: Tensor, *, chunked: bool) -> Tensor:
+    """The summed cross entropy of predicting each next token.
+
+    Law: exponentials, logarithms and the sum are float32 whatever the weights are. Chunked and whole agree to the
+    rounding of the sums, in the loss and in every gradient. Works under autocast, with bfloat16 weights, and inside
+    ``torch.compile(fullgraph=True)``.
+
+    Args:
+        model: from :func:`build`, or any Hugging Face causal language model.
+        tokens: int64 ``[batch, sequence + 1]``; inputs are all but the last of each row, targets all but the first.
+        chunked: make logits for some hundred tokens at a time. Forward hooks on the head, and what a model does to its
+            logits after the head, are obeyed only when this is false; see :func:`can_chunk`.
+
+    Returns:
+        A float32 scalar in nats, summed over ``batch * sequence`` tokens.
+
+    Cost: whole, ``tokens * vocabulary`` numbers four times (logits and their gradient, in the model's dtype and in
+    float32); chunked, at most 128 MiB for them and, for narrow weights, the head once more in float32. Chunked in
+    float32 with PyTorch >= 2.13 takes the same time (2,048 x 512 x 32,000 on two cores: 2.45 s, whole 2.37 s); else
+    the head's forward matmul is done twice (bfloat16: 1.7 s, whole 1.1 s).
+
+    Example:
+        >>> model = build("llama-1m", seed=0)
+        >>> tokens = torch.arange(18).reshape(2, 9)
+        >>> round(loss_sum(model, tokens, chunked=False).item() / 16, 1)  # near log(2048): nothing learnt yet
+        7.7
+
+    Source: the chunked form is ``torch.nn.functional.linear_cross_entropy``; Hsu et al., Liger Kernel, 2024.
+    """
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
+    if not chunked:
+        return _whole(model(input_ids=inputs, use_cache=False).logits, targets)
+    head = model.get_output_embeddings()
+    hidden = _hidden(model, inputs)
+    return chunked_cross_entropy(hidden, head.weight, targets, head.bias)
+
+
+def can_chunk(model: PreTrainedModel) -> bool:
+    """Whether the chunked loss is this model's loss: its head is a plain ``Linear``, and nothing comes after it.
+
+    Example:
+        >>> can_chunk(build("llama-1m", seed=0))
+        True
+    """
+    config = model.config.get_text_config()
+    after = [getattr(config, name, None) for name in _AFTER_THE_HEAD]
+    return type(model.get_output_embeddings()) is nn.Linear and all(value in (None, 1) for value in after)
+
+
+def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``cross_entropy(linear(hidden, weight, bias), targets, reduction="sum")`` without keeping the logits.
+
+    PyTorch's own chunked function is taken where the matmul is in float32. For narrow operands it returns the sum in
+    *their* dtype, added up in it (measured: 2,048 losses in bfloat16 come out 0.5 to 2.7 % wrong), and it knows nothing of
+    autocast; there, and before PyTorch 2.13, a loop that recomputes each chunk's logits in backward does the same with
+    a float32 sum.
+
+    Args:
+        hidden: ``[tokens, width]``.
+        weight: ``[vocabulary, width]``.
+        targets: int64 ``[tokens]``.
+        bias: ``[vocabulary]``.
+
+    Returns:
+        A float32 scalar.
+
+    Example:
+        >>> hidden, weight = torch.ones(4, 2), torch.zeros(8, 2)
+        >>> round(chunked_cross_entropy(hidden, weight, torch.arange(4)).item() / 4, 4)  # log(8)
+        2.0794
+    """
+    size = max(_MIN_CHUNK_TOKENS, _CHUNK_ELEMENTS // weight.shape[0])
+    wide = hidden.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(hidden.device.type)
+    if wide and _NATIVE is not None:
+        return _NATIVE(hidden, weight, targets, bias, size)
+    return _looped(hidden, weight, targets, bias, size)
+
+
+def enable_activation_checkpointing(model: PreTrainedModel) -> None:
+    """Keep only the input of each decoder layer for backward and compute the rest again there.
+
+    Law: the gradients are the same bits in eager mode. Composes with ``torch.compile``. Has an effect in training mode
+    only.
+
+    Raises:
+        DataError: the model's class does not know how.
+
+    Cost: one more forward pass of every layer; activations shrink to ``tokens * width`` numbers per layer.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise DataError(f"Activation checkpointing was asked for; {type(model).__name__} does not know it.")
+    # transformers 5.23 renamed the method and its argument; both take them by position.
+    name = "activation_checkpointing_enable"
+    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    # It hooks the embedding so that reentrant checkpoints have an input that needs a gradient; ours do not.
+    model.disable_input_require_grads()
+
+
+def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor], Tensor]:
+    """:func:`loss_sum` of this model as a function of the tokens alone, compiled.
+
+    Each decoder layer is compiled in place, and so is the head with the loss; what lies between runs eagerly. All
+    layers share one graph, so the first step costs the same for 8 layers as for 80, and the steps are as fast as those
+    of one graph for everything (measured: llama-8m in bfloat16, docs/log.md).
+
+    Args:
+        model: its layers are changed to compiled ones; names, parameters and ``state_dict`` stay.
+        chunked: as for :func:`loss_sum`.
+
+    Returns:
+        A function from tokens int64 ``[batch, sequence + 1]`` to the float32 sum.
+
+    Cost: the first call compiles; so do the first with another shape (from then on shapes are dynamic) and the first
+    without gradients.
+    """
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(fullgraph=True)
+    if chunked or not can_chunk(model):
+        return lambda tokens: loss_sum(model, tokens, chunked=chunked)
+    head = model.get_output_embeddings()
+    head_loss = torch.compile(lambda hidden, targets: _whole(head(hidden), targets), fullgraph=True)
+
+    def loss(tokens: Tensor) -> Tensor:
+        return cast(Tensor, head_loss(_hidden(model, tokens[:, :-1]), tokens[:, 1:].reshape(-1)))
+
+    return loss
+
+
+def _whole(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets, reduction="sum")
+
+
+def _hidden(model: PreTrainedModel, inputs: Tensor) -> Tensor:
+    """``[tokens, width]``: what enters the head."""
+    return cast(Tensor, model.base_model(input_ids=inputs, use_cache=False).last_hidden_state).flatten(0, -2)
+
+
+def _native_options() -> Callable[..., Tensor] | None:
+    """PyTorch's chunked function with the arguments of :func:`_looped`, where this PyTorch has one."""
+    function, options = getattr(F, "linear_cross_entropy", None), getattr(nn, "LinearCrossEntropyOptions", None)
+    if function is None or options is None or "options" not in inspect.signature(function).parameters:
+        return None
+
+    def native(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, size: int) -> Tensor:
+        # Its default chunk on a CPU is three times slower here. Compiling needs the retained graph, and warns if not told.
+        chosen = options(batch_chunk_size=min(size, len(hidden)), allow_retain_graph=torch.compiler.is_compiling())
+        return cast(Tensor, function(hidden, weight, targets, linear_bias=bias, reduction="sum", options=chosen))
+
+    return native
+
+
+_NATIVE = _native_options()
+
+
+def _looped(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, size: int) -> Tensor:
+    # Through a float32 copy autograd adds the chunks' weight gradients in float32 and rounds to the weight's dtype once.
+    weight = weight.float()
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
+        total = total + cast(Tensor, checkpoint(_chunk, rows, weight, bias, wanted, use_reentrant=False))
+    return total
+
+
+def _chunk(rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: Tensor) -> Tensor:
+    return _whole(F.linear(rows, weight.to(rows.dtype), bias), wanted)
+
+
+def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:
+    # The classes' own defaults for these tokens belong to other tokenizers; export writes the right ones.
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    size = row.vocab_size if vocab_size is None else vocab_size
+    if row.family == "gpt2":
+        return GPT2Config(
+            vocab_size=size,
+            n_positions=row.max_positions,
+            n_embd=row.hidden_size,
+            n_layer=row.num_layers,
+            n_head=row.num_heads,
+            n_inner=row.intermediate_size,
+            layer_norm_epsilon=row.norm_epsilon,
+            tie_word_embeddings=row.tie_embeddings,
+            **tokens,
+        )
+    return LlamaConfig(
+        vocab_size=size,
+        hidden_size=row.hidden_size,
+        intermediate_size=row.intermediate_size,
+        num_hidden_layers=row.num_layers,
+        num_attention_heads=row.num_heads,
+        num_key_value_heads=row.num_kv_heads,
+        max_position_embeddings=row.max_positions,
+        rms_norm_eps=row.norm_epsilon,
+        tie_word_embeddings=row.tie_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": row.rope_theta},
+        **tokens,
+    )
+
+
+def _folder(model: str) -> Path:
+    """The folder that was meant, or what to do about a name that is neither a preset nor a folder."""
+    path = Path(model).expanduser()
+    if path.name == "config.json" and path.is_file():
+        return path.parent
+    if (path / "config.json").is_file():
+        return path
+    if path.is_dir():
+        raise DataError(f"The folder {path} was given as a model; it has no config.json.", "Name the one that has it.")
+    near = suggestion(model.strip().lower(), MODELS)
+    raise DataError(
+        f"The model {model!r} is neither a preset nor a folder with a config.json.",
+        f"{near} (narrowgauge show models lists the presets.)".strip(),
+    )
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+
+
+def _without_dropout(config: Any) -> Any:
+    for name, value in vars(config).items():
+        if isinstance(value, float) and ("drop" in name):
+            setattr(config, name, 0.0)
+    config.use_cache = False
+    return config
+
+
+def _drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    config = _without_dropout(config)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    return cast(PreTrainedModel, made)
+
+
+def _loaded(folder: Path, vocab_size: int | None, seed: int) -> PreTrainedModel:
+    config = _without_dropout(AutoConfig.from_pretrained(folder, local_files_only=True))
+    # The seed is for the weights that the folder lacks, such as a new head.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        made = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            use_safetensors=True,
+        )
+    rows = made.get_input_embeddings().weight.shape[0]
+    if vocab_size is not None and vocab_size > rows:
+        raise DataError(
+            f"The weights in {folder} have {rows:,} token embeddings; the text has {vocab_size:,} different tokens.",
+            "Give the tokenizer that belongs to these weights, or a folder with config.json alone.",
+        )
+    return cast(PreTrainedModel, made)
+
+
+def _ready(model: PreTrainedModel) -> PreTrainedModel:
+    return cast(PreTrainedModel, model.train())

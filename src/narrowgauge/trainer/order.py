@@ -1,0 +1,62 @@
+"""An order one can evaluate at any place: the shuffle behind every batch.
+
+A generator must be run from its start, or its state kept, to know what comes next. A Feistel network is a permutation
+given by a formula: it splits a number into two halves and scrambles each in turn with a hash of the other, which can
+always be undone, so no two numbers meet. On a range that is no power of two it is applied again until it lands inside.
+The hash is keyed by (seed, epoch), so every epoch has an order of its own. Only integer arithmetic of this file is
+used: no release of a library can change the order of an old run.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_ROUNDS = 6
+
+
+def shuffled(items: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
+    """The windows at some places of the endless stream of epochs.
+
+    Law: a pure function; over each epoch (``num_windows`` places in a row) a permutation.
+
+    Args:
+        items: places in the stream, uint64.
+        num_windows: windows in an epoch.
+        seed: any integer.
+
+    Returns:
+        int64 of the same shape, each below ``num_windows``.
+
+    Example:
+        >>> sorted(shuffled(np.arange(5, dtype=np.uint64), 5, seed=3).tolist())
+        [0, 1, 2, 3, 4]
+
+    Source: Luby and Rackoff 1988 (Feistel networks); Black and Rogaway 2002 (walking the cycle to any size).
+    """
+    items = np.asarray(items, dtype=np.uint64)
+    epochs, places = items // np.uint64(num_windows), items % np.uint64(num_windows)
+    keys = _mix(_mix(np.full_like(items, seed & (1 << 64) - 1)) + epochs)
+    # Six bits at least: with fewer, a Feistel network reaches too few of the orders there are.
+    half = np.uint64(max(3, ((num_windows - 1).bit_length() + 1) // 2))
+    places = _feistel(places, keys, half)
+    while (outside := places >= num_windows).any():
+        places[outside] = _feistel(places[outside], keys[outside], half)
+    return places.astype(np.int64)
+
+
+def _feistel(places: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = places >> half, places & mask
+    for number in range(_ROUNDS):
+        left, right = right, left ^ (_mix(keys + _mix(right + np.uint64(number << 40))) & mask)
+    joined: np.ndarray = left << half | right
+    return joined
+
+
+def _mix(words: np.ndarray) -> np.ndarray:
+    """splitmix64 (Steele, Lea and Flood 2014): every input bit moves every output bit."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = words ^ words >> np.uint64(31)
+    return mixed

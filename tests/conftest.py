@@ -1,0 +1,45 @@
+"""What every test stands on: oracles within reach, one thread per worker, one kernel cache per session, no network.
+
+Everything here is set through the environment, before PyTorch is imported anywhere, so that the processes which tests
+start (trainings, ranks) stand on the same ground.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# `from oracles.x import y` in any test, whatever its folder.
+sys.path.insert(0, str(Path(__file__).parent))
+
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+# A forked worker warns about the tokenizers' threads unless told which it wants.
+_QUIET = {"TOKENIZERS_PARALLELISM": "false"}
+# Two workers with two threads each would take twice the time on two processors, and so would pools of compilers.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+_session_cache: Path | None = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _session_cache
+    os.environ.update(_OFFLINE)
+    os.environ.update(_QUIET)
+    if hasattr(config, "workerinput"):
+        os.environ.update(_ONE_THREAD)
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
+    elif "NARROWGAUGE_CACHE" not in os.environ:
+        # Workers inherit the variable, so a kernel is compiled once per session; a caller's own folder is kept.
+        _session_cache = Path(tempfile.mkdtemp(prefix="narrowgauge-tests-"))
+        os.environ["NARROWGAUGE_CACHE"] = str(_session_cache)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _session_cache is not None:
+        shutil.rmtree(_session_cache, ignore_errors=True)

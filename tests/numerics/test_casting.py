@@ -1,0 +1,293 @@
+"""round_to: every bfloat16 and float16 value and a sweep of float32, against ml_dtypes, NumPy and fractions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import FormatError
+from narrowgauge.formats import FORMATS
+from narrowgauge.numerics.casting import round_to
+from oracles.minifloat import DEFINITIONS, INTEGERS, Grid, scale_nearest
+
+NAMES = [name for name in FORMATS if name != "float64"]
+FLOATS = [name for name in NAMES if FORMATS[name].kind == "float"]
+
+
+def reference(x: np.ndarray, name: str) -> np.ndarray:
+    """Nearest even by someone else's code: ml_dtypes, or NumPy where that lacks the format."""
+    with np.errstate(all="ignore"):
+        if name in INTEGERS:
+            return np.clip(np.rint(np.nan_to_num(x, nan=0.0, posinf=1e9, neginf=-1e9)), *INTEGERS[name]) + np.float32(0)
+        if name == "tfloat32":
+            fraction, exponent = np.frexp(x.astype(np.float64))
+            step = np.maximum(exponent - 11, -136)
+            rounded = np.ldexp(np.rint(np.ldexp(x.astype(np.float64), -step)), step)
+            finite = np.where(np.abs(rounded) > FORMATS[name].max, np.copysign(np.inf, rounded), rounded)
+            return np.where(np.isfinite(fraction), finite, x).astype(np.float32)
+        rounded = x.astype(getattr(ml_dtypes, name, getattr(np, name, None))).astype(np.float32)
+        # ml_dtypes gives NaN some zero where the format has no NaN; ours is the positive one.
+        return rounded if FORMATS[name].nans else np.where(np.isnan(x), np.float32(0), rounded)
+
+
+def mismatches(ours: Tensor, theirs: np.ndarray) -> int:
+    """How many differ in any bit; all NaNs count as one."""
+    theirs = torch.from_numpy(np.ascontiguousarray(theirs, dtype=np.float32))
+    differ = ours.view(torch.int32) != theirs.view(torch.int32)
+    return int((differ & ~(ours.isnan() & theirs.isnan())).sum())
+
+
+@cache
+def sweep() -> Tensor:
+    """2.2 million bit patterns: every exponent and sign at a stride, and all the places where 16-bit formats decide."""
+    strided = torch.arange(-(2**31), 2**31, 2039, dtype=torch.int64)
+    upper = torch.arange(-(2**15), 2**15, 5, dtype=torch.int64) << 16
+    ties = torch.cat([upper + low for low in (0, 1, 0x1000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    return torch.cat([strided, ties]).to(torch.int32).view(torch.float32)
+
+
+@cache
+def grid_of(name: str) -> Grid:
+    return Grid(name)
+
+
+@cache
+def decisive(name: str) -> Tensor:
+    """All values of a format (or 4,096 of them), all ties between neighbours, and two float32 neighbours of each."""
+    row = FORMATS[name]
+    codes = range(0, 1 << row.bits, max(1, (1 << row.bits) >> 12))
+    values = np.array([v for v in map(row.decode, codes) if math.isfinite(v)])
+    steps = np.array([row.spacing(v) for v in values]) / 2
+    places = np.concatenate([values, values + steps, values - steps, values + steps / 2, values - steps / 2])
+    with np.errstate(over="ignore"):
+        bits = torch.from_numpy(places.astype(np.float32)).view(torch.int32)
+    near = torch.cat([bits + way for way in (-2, -1, 0, 1, 2)]).view(torch.float32)
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 1e-45, -1e-45, 3.4e38, -3.4e38])
+    return torch.cat([near, special])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sweep_of_float32(name: str) -> None:
+    for x in (sweep(), decisive(name)):
+        assert mismatches(round_to(x, name), reference(x.numpy(), name)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_sixteen_bit_value(name: str, dtype: torch.dtype) -> None:
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    assert mismatches(round_to(x, name), reference(x.float().numpy(), name)) == 0
+
+
+@pytest.mark.parametrize("name", sorted(DEFINITIONS))
+def test_float64_is_rounded_once(name: str) -> None:
+    grid, row = grid_of(name), FORMATS[name]
+    wide = decisive(name).double()
+    wide = wide[wide.isfinite()][:: max(1, len(wide) // 1000)]
+    # Far below float32's resolution, yet it decides a tie.
+    near = [wide, wide * (1 + 2.0**-48), wide * (1 - 2.0**-48)]
+    x = torch.cat([*near, torch.tensor([1e300, -1e300, 1e-300, 5e-324], dtype=torch.float64)])
+    for value, ours in zip(x.tolist(), round_to(x, name, saturate=True).tolist(), strict=True):
+        nearest = grid.nearest(value)
+        assert ours == (math.copysign(row.max, value) if nearest is None else nearest), value.hex()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
+@pytest.mark.parametrize("name", NAMES)
+def test_values_of_the_format_stay(name: str, rounding: str) -> None:
+    row = FORMATS[name]
+    codes = range(0, 1 << row.bits, max(1, (1 << row.bits) >> 12))
+    x = torch.tensor([row.decode(code) for code in codes], dtype=torch.float64).float()
+    for saturate in (False, True):
+        kept = x[x.isfinite()] if saturate else x
+        assert mismatches(round_to(kept, name, rounding, seed=1, saturate=saturate), kept.numpy()) == 0
+        assert mismatches(round_to(kept.double(), name, rounding, seed=1, saturate=saturate), kept.numpy()) == 0
+
+
+@pytest.mark.parametrize("name", sorted(DEFINITIONS))
+def test_toward_zero_and_saturated_against_fractions(name: str) -> None:
+    grid, row = grid_of(name), FORMATS[name]
+    x = torch.cat([decisive(name), sweep()[:: 1 << 10]])
+    x = x[x.isfinite()][:: max(1, len(decisive(name)) // 3000)]
+    cut = round_to(x, name, "toward_zero").tolist()
+    wide = round_to(x.double(), name, "toward_zero").tolist()
+    saturated = round_to(x, name, saturate=True).tolist()
+    for value, toward_zero, from_wide, nearest in zip(x.tolist(), cut, wide, saturated, strict=True):
+        wanted = grid.toward_zero(value)
+        if abs(value) > row.max:
+            wanted = math.copysign(row.max, value)
+        assert toward_zero == from_wide == wanted, value.hex()
+        rounded = grid.nearest(value)
+        assert nearest == (math.copysign(row.max, value) if rounded is None else rounded), value.hex()
+
+
+def test_scales() -> None:
+    x = sweep().abs()
+    x = x[(x > 0) & x.isfinite()][::499]
+    ours = round_to(x, "float8_e8m0fnu")
+    assert mismatches(ours, np.array([scale_nearest(value) for value in x.tolist()])) == 0
+    assert mismatches(round_to(x.double(), "float8_e8m0fnu"), ours.numpy()) == 0
+    below = torch.tensor([0.0, -0.0, -1.0, 1e-45, 2.0**-127, 3e38])
+    plain = round_to(below, "e8m0").tolist()
+    assert all(map(math.isnan, plain[:3])) and plain[3:5] == [2.0**-127] * 2 and math.isnan(plain[5])
+    assert round_to(below, "e8m0", saturate=True).tolist() == [2.0**-127] * 5 + [2.0**127]
+    assert round_to(torch.tensor([3.9, 1e-45]), "e8m0", "toward_zero").tolist() == [2.0, 2.0**-127]
+
+
+@pytest.mark.parametrize("name", sorted(INTEGERS))
+def test_integers_toward_zero(name: str) -> None:
+    x = torch.linspace(-300, 300, 4801)
+    wanted = np.clip(np.trunc(x.numpy()), *INTEGERS[name]) + np.float32(0)
+    assert mismatches(round_to(x, name, "toward_zero"), wanted) == 0
+
+
+def test_what_does_not_fit() -> None:
+    x = torch.tensor([math.inf, -math.inf, 1e9, -1e9, math.nan])
+    cases: dict[tuple[str, str, bool], list[float]] = {
+        ("float8_e5m2", "nearest", False): [math.inf, -math.inf, math.inf, -math.inf],
+        ("float8_e5m2", "toward_zero", False): [math.inf, -math.inf, 57344, -57344],
+        ("float8_e5m2", "nearest", True): [57344, -57344, 57344, -57344],
+        ("float8_e4m3fn", "nearest", False): [math.nan] * 4,
+        ("float8_e4m3fn", "toward_zero", False): [math.nan, math.nan, 448, -448],
+        ("float8_e4m3fnuz", "nearest", True): [240, -240, 240, -240],
+        ("float4_e2m1fn", "nearest", False): [6, -6, 6, -6],
+        ("int4", "nearest", False): [7, -8, 7, -8],
+        ("uint8", "nearest", False): [255, 0, 255, 0],
+    }
+    for (name, rounding, saturate), wanted in cases.items():
+        nan = math.nan if FORMATS[name].nans else 0.0
+        ours = round_to(x, name, rounding, saturate=saturate)
+        assert mismatches(ours, np.array([*wanted, nan])) == 0, name
+        assert ours[ours.isnan()].view(torch.int32).eq(0x7FC00000).all()
+
+
+def test_stochastic_takes_one_of_the_two_neighbours() -> None:
+    for name in sorted(DEFINITIONS):
+        x = decisive(name)
+        x = x[x.abs() < FORMATS[name].max]
+        below = round_to(x, name, "toward_zero")
+        above = below + torch.tensor([FORMATS[name].spacing(v) for v in x.tolist()]).copysign(x)
+        for given in (x, x.double()):
+            ours = round_to(given, name, "stochastic", seed=3)
+            away = ours != below
+            assert (ours == torch.where(away, above, below)).all(), name
+            assert away.any() and not away[below == x].any()
+
+
+def z_score(ups: int, draws: int, probability: float) -> float:
+    """How many standard deviations the count of roundings up lies from its expectation."""
+    return (ups - draws * probability) / math.sqrt(draws * probability * (1 - probability))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["bfloat16", "tfloat32", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int8"])
+def test_stochastic_is_unbiased(name: str, dtype: torch.dtype) -> None:
+    """96 counts, all below 4.5 standard deviations: by chance a sound generator fails once in 1,500 choices of seed."""
+    draws = 100_000
+    # A normal value, one below the smallest normal or near it, and one far below the smallest step.
+    for low in (1.0, 0.0):
+        step = FORMATS[name].spacing(low)
+        for part in (0.5, 0.25 + 2.0**-10, 2.0**-7, 1 - 2.0**-6):
+            x = torch.full((draws,), low + part * step, dtype=torch.float64).to(dtype)
+            exact = (float(x[0]) - low) / step
+            ups = int((round_to(x, name, "stochastic", seed=11) > low).sum())
+            assert abs(z_score(ups, draws, exact)) < 4.5, (low, part)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_far_below_a_step_hardly_ever_goes_up(dtype: torch.dtype) -> None:
+    """Expected: 1e5 × 5e-8 roundings up; one or more by chance in 200 choices of seed."""
+    for tiny in (1e-10, 1e-20, 1e-38):
+        x = torch.full((100_000,), tiny, dtype=dtype)
+        assert not round_to(x, "float8_e4m3fn", "stochastic", seed=2).any()
+
+
+def test_stochastic_is_unbiased_over_seeds_and_values() -> None:
+    """The mean error of different values, and of one value over many seeds: |z| < 4.5, false alarm 7e-6 each."""
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0)) * 3
+    error = (round_to(x, "float8_e4m3fn", "stochastic", seed=5).double() - x) / x.abs()
+    assert abs(float(error.mean() / error.std()) * math.sqrt(len(x))) < 4.5
+    one = torch.tensor([1.03125])
+    ups = sum(round_to(one, "float8_e4m3fn", "stochastic", seed=seed).item() > 1.03125 for seed in range(2000))
+    assert abs(z_score(ups, 2000, 0.25)) < 4.5
+
+
+def test_stochastic_depends_on_seed_place_and_value() -> None:
+    x = torch.full((1 << 16,), 1.0625)
+    one, again, other = (round_to(x, "e4m3", "stochastic", seed=seed) for seed in (1, 1, 2))
+    assert one.equal(again) and not one.equal(other)
+    # Independent halves agree in half of the places: 65,536 of them to within 4.5 standard deviations of 128.
+    for left, right in ((one, other), (one[1:], one[:-1]), (one[1 << 15 :], one[: 1 << 15])):
+        same = int((left == right).sum())
+        assert abs(z_score(same, len(left), 0.5)) < 4.5
+    for seed in (1, 1 + 2**32, torch.tensor(1), torch.tensor(1, dtype=torch.int32)):
+        assert round_to(x, "e4m3", "stochastic", seed=seed).equal(one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_chunks_and_layouts_give_the_same_bits(dtype: torch.dtype) -> None:
+    x = torch.randn(96, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
+    whole = round_to(x, "float8_e5m2", "stochastic", seed=9)
+    flat = x.flatten()
+    cuts = [0, 1, 1000, 1001, 3333, flat.numel()]
+    parts = [
+        round_to(flat[start:end], "float8_e5m2", "stochastic", seed=9, offset=start) for start, end in pairwise(cuts)
+    ]
+    assert torch.cat(parts).equal(whole.flatten())
+    transposed = x.t().contiguous().t()
+    assert not transposed.is_contiguous()
+    assert round_to(transposed, "float8_e5m2", "stochastic", seed=9).equal(whole)
+    assert round_to(x[::2, 1::3], "e5m2").equal(round_to(x, "e5m2")[::2, 1::3])
+
+
+def test_far_offsets_have_their_own_bits() -> None:
+    x = torch.full((4096,), 1.0625)
+    near, far = (round_to(x, "e4m3", "stochastic", seed=1, offset=offset) for offset in (0, 2**32))
+    assert not near.equal(far)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (2, 3, 5)])
+def test_shapes(shape: tuple[int, ...]) -> None:
+    for rounding in ("nearest", "stochastic", "toward_zero"):
+        result = round_to(torch.ones(shape, requires_grad=True), "bf16", rounding, seed=0)
+        assert result.shape == shape and result.dtype == torch.float32 and not result.requires_grad
+        assert (result == 1).all()
+
+
+def several(x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+    return (
+        round_to(x, "float8_e4m3fn"),
+        round_to(x, "bfloat16", "stochastic", seed=seed),
+        round_to(x, "int8", "toward_zero", saturate=True),
+    )
+
+
+def test_compiled_gives_the_same_bits() -> None:
+    compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(several, fullgraph=True, dynamic=True)
+    x = torch.cat([decisive("float8_e4m3fn"), sweep()[::16]])
+    for given, seed in ((x, 1), (x[:1001], 2**31 + 5)):
+        word = torch.tensor(seed)
+        for eager, fused in zip(several(given, word), compiled(given, word), strict=True):
+            assert eager.view(torch.int32).equal(fused.view(torch.int32))
+
+
+def test_what_is_refused() -> None:
+    x = torch.ones(3)
+    with pytest.raises(FormatError, match="float64"):
+        round_to(x, "float64")
+    with pytest.raises(FormatError, match=r"torch\.int64"):
+        round_to(torch.arange(3), "bfloat16")
+    with pytest.raises(FormatError, match="without a seed"):
+        round_to(x, "bfloat16", "stochastic")
+    with pytest.raises(FormatError, match="'up'"):
+        round_to(x, "bfloat16", "up")
+    with pytest.raises(FormatError, match="Did you mean"):
+        round_to(x, "float8_e4m3fm")

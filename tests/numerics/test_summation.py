@@ -1,0 +1,399 @@
+"""Sums that ignore order, and fingerprints that ignore sharding: the laws, against fractions and Python integers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import FormatError
+from narrowgauge.numerics import summation
+from narrowgauge.numerics.summation import (
+    combine,
+    exact_sum,
+    fingerprint,
+    fingerprint_all,
+    flat_chunks,
+    from_grid,
+    global_norm,
+    grid_scales,
+    grid_sum_of_squares,
+    grid_sum_of_squares_words,
+    largest_magnitude,
+    largest_magnitude_words,
+    root,
+    sum_of_squares,
+)
+from oracles.exact_sums import exact_sum as oracle_sum
+from oracles.exact_sums import exact_sum_of_squares, nearest_float, splitmix_fingerprint, squares_bound
+
+NARROW = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Set the chunk length, so that small tensors have many chunks."""
+    return lambda size: monkeypatch.setattr(summation, "CHUNK", size)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def wild(count: int, seed: int, dtype: torch.dtype = torch.float32, binades: float = 8.0) -> Tensor:
+    """Values of both signs whose magnitudes spread over many binades, so float sums of them do depend on order."""
+    g = generator(seed)
+    exponents = torch.randn(count, generator=g, dtype=torch.float64) * binades
+    return (torch.randn(count, generator=g, dtype=torch.float64) * exponents.exp2()).to(dtype)
+
+
+def bits(value: Tensor) -> int:
+    return int(value.view(torch.int64))
+
+
+def cut(x: Tensor, seed: int) -> list[Tensor]:
+    """``x`` in a random order, cut at random places into tensors (empty ones among them)."""
+    g = generator(seed)
+    x = x[torch.randperm(x.numel(), generator=g)]
+    marks = torch.randint(0, x.numel() + 1, (5,), generator=g).sort().values.tolist()
+    return [x[a:b] for a, b in zip([0, *marks], [*marks, x.numel()], strict=True)]
+
+
+def layouts() -> Iterator[Tensor]:
+    base = torch.arange(2 * 3 * 5 * 7)
+    yield base
+    yield base.reshape(2, 3, 5, 7).permute(3, 1, 0, 2)
+    yield base.reshape(10, 21)[::3, 1::2]
+    yield base[:7].expand(1, 4, 7)
+    yield base[3]
+    yield base[:0].reshape(0, 3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 9, 64, 1000])
+def test_chunks_are_the_tensors_in_row_major_order(size: int, small_chunks: Callable[[int], None]) -> None:
+    small_chunks(size)
+    for x in layouts():
+        chunks = list(flat_chunks(x, x.contiguous() + 1))
+        assert all(1 <= chunk.numel() <= size and chunk.ndim == 1 for chunk, _ in chunks)
+        assert all(torch.equal(chunk + 1, other) for chunk, other in chunks)
+        assert torch.equal(torch.cat([x.new_empty(0), *(chunk for chunk, _ in chunks)]), x.reshape(-1))
+
+
+@pytest.mark.parametrize("dtype", [*NARROW, torch.float64])
+def test_exact_sum_is_the_correctly_rounded_sum(dtype: torch.dtype) -> None:
+    for seed in range(4):
+        x = wild(300, seed, dtype, binades=2.0 if dtype == torch.float16 else 30.0)
+        expected = nearest_float(oracle_sum(x.double().tolist()))
+        assert exact_sum(x).item() == expected
+
+
+def test_exact_sum_has_the_same_bits_in_every_order_and_chunking(small_chunks: Callable[[int], None]) -> None:
+    x = wild(5000, 0, torch.float64, binades=20.0)
+    expected = bits(exact_sum(x))
+    plain, seen = set(), set()
+    for seed in range(24):
+        g = generator(seed)
+        y = x[torch.randperm(x.numel(), generator=g)]
+        plain.add(bits(torch.cumsum(y, 0)[-1]))
+        small_chunks(int(torch.randint(1, 700, (1,), generator=g)) + 40)
+        seen.add(bits(exact_sum(y)))
+    assert len(plain) > 1, "the data are too tame to show a dependence on order"
+    assert seen == {expected}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([2.0**60, 1.0, -(2.0**60), 2.0**-8], 1 + 2.0**-8),
+        ([1e308, 1e308, -1e308, -1e308, 5e-324], 5e-324),
+        ([1.7976931348623157e308, 1.7976931348623157e308, -1.7976931348623157e308], 1.7976931348623157e308),
+        ([1.7976931348623157e308, 1.7976931348623157e308], math.inf),
+        ([-1.7976931348623157e308, -1.7976931348623157e308], -math.inf),
+        ([5e-324] * 7, 35e-324),
+        ([1.0, 2.0**-53], 1.0),
+        ([1.0, 2.0**-53, 5e-324], 1 + 2.0**-52),
+        ([math.inf, 1.0], math.inf),
+        ([-math.inf, 1e308, 1e308], -math.inf),
+    ],
+)
+def test_exact_sum_of_hard_cases(values: list[float], expected: float, small_chunks: Callable[[int], None]) -> None:
+    for order in (values, values[::-1], sorted(values)):
+        small_chunks(1000 if order is values else 1)
+        assert exact_sum(torch.tensor(order, dtype=torch.float64)).item() == expected
+
+
+@pytest.mark.parametrize("values", [[math.nan, 1.0], [math.inf, -math.inf], [math.nan, math.inf]])
+def test_exact_sum_of_nan_or_opposite_infinities_is_nan(
+    values: list[float], small_chunks: Callable[[int], None]
+) -> None:
+    assert math.isnan(exact_sum(torch.tensor(values)).item())
+    small_chunks(1)
+    assert math.isnan(exact_sum(torch.tensor(values)).item())
+
+
+def test_exact_sum_of_nothing_and_of_zeros_is_plus_zero() -> None:
+    for x in (torch.empty(0), torch.zeros(3, 0), torch.zeros(5), -torch.zeros(5)):
+        total = exact_sum(x)
+        assert total.dtype == torch.float64 and total.shape == ()
+        assert bits(total) == 0
+
+
+def test_exact_sum_refuses_integers() -> None:
+    with pytest.raises(FormatError, match=r"torch\.int64"):
+        exact_sum(torch.arange(3))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_sum_of_squares_has_the_same_bits_in_every_order_cut_and_chunking(
+    dtype: torch.dtype, small_chunks: Callable[[int], None]
+) -> None:
+    x = wild(3000, 1, dtype, binades=2.0 if dtype == torch.float16 else 12.0)
+    expected, norm = bits(sum_of_squares([x])), global_norm([x])
+    assert norm.dtype == torch.float32 and norm.shape == ()
+    for seed in range(24):
+        small_chunks(seed % 5 * 300 + 17)
+        parts = cut(x, seed)
+        assert bits(sum_of_squares(parts)) == expected
+        assert torch.equal(global_norm(parts), norm)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_sum_of_squares_keeps_its_bound_against_fractions(dtype: torch.dtype) -> None:
+    for seed in range(6):
+        x = wild(400, seed, dtype, binades=2.0 if dtype == torch.float16 else 5.0 * (seed + 1))
+        x = x[torch.isfinite(x)]
+        values = x.double().tolist()
+        got = oracle_sum([sum_of_squares([x]).item()])
+        assert abs(got - exact_sum_of_squares(values)) <= squares_bound(values)
+
+
+def test_sum_of_squares_is_exact_where_the_law_says_so() -> None:
+    integers = torch.arange(-1000.0, 1000.0)
+    assert sum_of_squares([integers]).item() == sum(k * k for k in range(-1000, 1000))
+    # 4,096 addends: 50 bits a grid, so 2^-60 lies on the second grid and would have vanished from the first.
+    ones = torch.cat((torch.ones(1), torch.full((4095,), 2.0**-30)))
+    assert sum_of_squares([ones]).item() == nearest_float(1 + oracle_sum([4095 * 2.0**-60]))
+
+
+def test_small_squares_are_not_swallowed_by_one_large_one() -> None:
+    # 42 bits on the coarse grid for 2^21 - 1 addends: the small squares lie just below half a step of it, and it alone
+    # would drop all of them, 2^-22 of the sum together. The grids together are off by 2^-64 for each.
+    count = (1 << 21) - 1
+    x = torch.full((count,), 0.99 * 2.0**-21.5)
+    x[0] = 1.0
+    small = oracle_sum([x[1].item()]) ** 2 * (count - 1)
+    largest = largest_magnitude(x)
+    scales = grid_scales(largest, count)
+    steps = grid_sum_of_squares(x, scales)
+    assert (steps[0].double() / scales[0]).item() == 1.0
+    assert from_grid(steps, scales, largest).item() == pytest.approx(float(1 + small), rel=2.0**-51)
+    assert float(1 + small) - 1 > 2.0**-23
+
+
+@pytest.mark.parametrize("scale", [2.0**-149, 2.0**-130, 2.0**-75, 1.0, 2.0**126])
+def test_sum_of_squares_over_the_whole_range_of_float32(scale: float) -> None:
+    x = torch.tensor([1.0, 1.0, 0.0, -1.0, 1.0], dtype=torch.float64).mul(scale).float()
+    assert sum_of_squares([x]).item() == 4 * scale * scale
+    assert global_norm([x]).item() == (2 * scale if scale < 2.0**127 else math.inf)
+
+
+def test_a_norm_beyond_float32_is_infinite_though_its_square_is_finite() -> None:
+    x = torch.full((4,), torch.finfo(torch.float32).max)
+    assert math.isfinite(sum_of_squares([x]).item())
+    assert global_norm([x]).item() == math.inf
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_nan_wins_over_infinity_and_infinity_over_numbers(dtype: torch.dtype) -> None:
+    big = torch.ones(3000, dtype=dtype)
+    inf, nan = big.clone(), big.clone()
+    inf[7], nan[2900] = -math.inf, math.nan
+    assert global_norm([big, inf]).item() == math.inf
+    assert sum_of_squares([inf, big]).item() == math.inf
+    for tensors in ([nan, inf], [inf, nan], [big, nan]):
+        assert math.isnan(global_norm(tensors).item())
+        assert math.isnan(sum_of_squares(tensors).item())
+
+
+def test_nothing_and_zeros_have_norm_zero() -> None:
+    for tensors in ([], [torch.empty(0)], [torch.zeros(9)], [torch.empty(0, 4), torch.zeros(2, 2)]):
+        assert global_norm(tensors).item() == 0.0
+        assert sum_of_squares(tensors).dtype == torch.float64
+
+
+def test_dtypes_and_layouts_may_be_mixed() -> None:
+    x = torch.randint(-9, 9, (30, 20), generator=generator(0)).float()
+    mixed = [x.t()[::2], x.t()[1::2].bfloat16(), x[:0].half(), torch.tensor(3.0)]
+    assert sum_of_squares(mixed).item() == x.square().sum().item() + 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_sum_of_squares_refuses_what_it_cannot_square_exactly(dtype: torch.dtype) -> None:
+    with pytest.raises(FormatError, match="tensor 1 is"):
+        sum_of_squares([torch.ones(2), torch.ones(2, dtype=dtype)])
+
+
+def test_gradients_are_summed_without_a_graph() -> None:
+    assert not global_norm([torch.ones(3, requires_grad=True)]).requires_grad
+
+
+def test_scales_are_powers_of_two_that_leave_no_room_for_overflow() -> None:
+    for count in (1, 2, 3, 255, 256, 2**31, 2**40):
+        for largest in (2.0**-149, 1e-30, 1.0, 1.5, 3.4e38):
+            coarse, fine = grid_scales(torch.tensor(largest), count).tolist()
+            assert math.frexp(coarse)[0] == math.frexp(fine)[0] == 0.5
+            top = oracle_sum([torch.tensor(largest).item()]) ** 2 * oracle_sum([coarse])
+            assert count * math.ceil(top) < 2**63 and count * oracle_sum([fine]) / 2 < 2**63
+            assert 8 * count * top > 2**62, "the grid wastes bits"
+
+
+@pytest.mark.parametrize("count", [0, -1, 2**40 + 1])
+def test_scales_refuse_an_impossible_count(count: int) -> None:
+    with pytest.raises(FormatError, match="elements"):
+        grid_scales(torch.tensor(1.0), count)
+
+
+def test_the_fullest_grid_does_not_overflow() -> None:
+    x = torch.full((4096,), 1 - 2.0**-24)
+    expected = exact_sum_of_squares(x.tolist())
+    assert sum_of_squares([x]).item() == nearest_float(expected)
+
+
+def test_steps_of_parts_add_up_to_those_of_the_whole() -> None:
+    x = wild(2000, 3)
+    largest = torch.stack([largest_magnitude(part) for part in x.split(77)]).amax()
+    scales = grid_scales(largest, x.numel())
+    parts = torch.stack([grid_sum_of_squares(part, scales) for part in cut(x, 4)])
+    assert torch.equal(parts.sum(0), grid_sum_of_squares(x, scales))
+    assert bits(from_grid(parts.sum(0), scales, largest)) == bits(sum_of_squares([x]))
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0, 1e-45, 3e300, math.inf])
+def test_root_is_correctly_rounded(value: float) -> None:
+    got = root(torch.tensor(value, dtype=torch.float64))
+    assert got.dtype == torch.float32 and got.item() == torch.tensor(math.sqrt(value)).item()
+    assert math.isnan(root(torch.tensor(math.nan, dtype=torch.float64)).item())
+
+
+def every_bfloat16() -> Tensor:
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def test_words_answer_as_their_values_do() -> None:
+    finite = every_bfloat16()
+    finite = finite[torch.isfinite(finite)]
+    for x in (finite, finite.flip(0)[2:], torch.zeros(8, dtype=torch.bfloat16), wild(64, 0, torch.bfloat16)):
+        x = x.contiguous()
+        words, largest = x.view(torch.int32), largest_magnitude(x)
+        scales = grid_scales(largest, x.numel())
+        assert torch.equal(largest_magnitude_words(words), largest)
+        assert torch.equal(grid_sum_of_squares_words(words, scales), grid_sum_of_squares(x, scales))
+    assert torch.isnan(largest_magnitude_words(every_bfloat16().view(torch.int32)))
+    inf = torch.tensor([1.0, -math.inf, 2.0, 3.0], dtype=torch.bfloat16)
+    for x in (inf, inf.roll(1)):
+        assert largest_magnitude_words(x.view(torch.int32)).item() == math.inf
+
+
+def test_compiled_pieces_equal_eager_at_every_length() -> None:
+    def both(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        return largest_magnitude(x), grid_sum_of_squares(x, scales)
+
+    def both_words(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        return largest_magnitude_words(words), grid_sum_of_squares_words(words, scales)
+
+    compiled = torch.compile(both, dynamic=True, fullgraph=True)
+    compiled_words = torch.compile(both_words, dynamic=True, fullgraph=True)
+    for length in (2, 18, 1000, 70_002):
+        for dtype in (torch.bfloat16, torch.float32):
+            x = wild(length, length, dtype)
+            for poison in (None, math.inf, math.nan):
+                if poison is not None:
+                    x[length // 2] = poison
+                scales = grid_scales(largest_magnitude(x).nan_to_num(posinf=1.0), length)
+                pairs = [(both(x, scales), compiled(x, scales))]
+                if dtype == torch.bfloat16:
+                    words = x.view(torch.int32)
+                    pairs.append((both_words(words, scales), compiled_words(words, scales)))
+                for eager, fused in pairs:
+                    assert torch.equal(eager[0].nan_to_num(nan=-1.0), fused[0].nan_to_num(nan=-1.0))
+                    assert poison is not None or torch.equal(eager[1], fused[1])
+
+
+def unsigned(x: Tensor) -> list[int]:
+    size = x.element_size()
+    raw = x.contiguous().view(-1).view(torch.uint8).tolist()
+    return [int.from_bytes(raw[i : i + size], "little") for i in range(0, len(raw), size)]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float8_e4m3fn, *NARROW, torch.float64, torch.complex64, torch.bool, torch.uint8, torch.int16, torch.int64],
+)
+def test_fingerprint_is_the_stated_sum(dtype: torch.dtype, small_chunks: Callable[[int], None]) -> None:
+    x = (torch.randn(7, 9, generator=generator(5)) * 50).to(dtype)
+    for offset in (0, 1, 2**40 + 3):
+        assert fingerprint(x, offset=offset) == splitmix_fingerprint(unsigned(x), offset)
+    small_chunks(8)
+    assert fingerprint(x) == splitmix_fingerprint(unsigned(x))
+
+
+def test_fingerprint_is_pinned() -> None:
+    # splitmix64 seeded with 0 gives this as its first output: one zero element at place 0.
+    assert fingerprint(torch.zeros(1)) == 0xE220A8397B1DCDAF
+    assert fingerprint(torch.empty(0)) == 0
+
+
+def test_shards_add_up() -> None:
+    x = torch.randn(1000, generator=generator(6))
+    for seed in range(20):
+        marks = torch.randint(0, 1001, (4,), generator=generator(seed)).sort().values.tolist()
+        edges = [0, *marks, 1000]
+        shards = [fingerprint(x[a:b], offset=a) for a, b in pairwise(edges)]
+        assert combine(shards) == combine(reversed(shards)) == fingerprint(x)
+
+
+def test_fingerprint_ignores_strides() -> None:
+    x = torch.randn(12, 10, generator=generator(7))
+    assert fingerprint(x.t()) == fingerprint(x.t().contiguous()) != fingerprint(x)
+    assert fingerprint(x[::2, 1:]) == fingerprint(x[::2, 1:].clone())
+    assert fingerprint(x) == fingerprint(x.requires_grad_()) == fingerprint(x.reshape(-1))
+
+
+def test_fingerprint_sees_every_small_change() -> None:
+    x = torch.randn(500, generator=generator(8)).requires_grad_(False)
+    x[3] = 0.0
+    before = fingerprint(x)
+    seen = {before}
+    for index in range(500):
+        for flip in (0x1, -(2**31)):
+            y = x.clone()
+            y.view(torch.int32)[index] ^= flip
+            seen.add(fingerprint(y))
+    swapped = x.clone()
+    swapped[[10, 11]] = x[[11, 10]]
+    seen |= {fingerprint(swapped), fingerprint(x.roll(1)), fingerprint(x[:-1]), fingerprint(-x)}
+    assert len(seen) == 1 + 1000 + 4
+
+
+def test_nan_has_a_fingerprint_of_its_own_bits() -> None:
+    x = torch.tensor([1.0, math.nan])
+    assert fingerprint(x) == fingerprint(x.clone()) != fingerprint(torch.tensor([math.nan, 1.0]))
+
+
+def test_fingerprint_refuses_sixteen_byte_elements() -> None:
+    with pytest.raises(FormatError, match="complex128"):
+        fingerprint(torch.zeros(2, dtype=torch.complex128))
+
+
+def test_named_fingerprints_depend_on_names_and_not_on_order() -> None:
+    a, b = torch.randn(20, generator=generator(9)), torch.randn(20, generator=generator(10))
+    whole = fingerprint_all({"a": a, "b": b})
+    assert len(whole) == 16
+    assert whole == fingerprint_all({"b": b, "a": a}) == fingerprint_all({"a": fingerprint(a), "b": b})
+    others = [{"a": b, "b": a}, {"a": a}, {"a": a, "c": b}, {"a": a, "b": b, "c": a[:0]}, {}]
+    assert len({whole, *map(fingerprint_all, others)}) == 1 + len(others)
+    assert fingerprint_all({}) == "0" * 16

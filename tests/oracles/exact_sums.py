@@ -1,0 +1,67 @@
+"""Slow, independent answers for sums, fingerprints and update measures: fractions and Python integers, no tensors.
+
+Values come in as Python floats (every float is a fraction exactly) and bits as unsigned integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+
+def exact_sum(values: Iterable[float]) -> Fraction:
+    """The sum of finite floats as a fraction."""
+    return sum((Fraction(value) for value in values), Fraction(0))
+
+
+def exact_sum_of_squares(values: Iterable[float]) -> Fraction:
+    """The sum of squares of finite floats as a fraction."""
+    return sum((Fraction(value) ** 2 for value in values), Fraction(0))
+
+
+def nearest_float(value: Fraction) -> float:
+    """The float64 nearest to a fraction, ties to even; an infinity beyond the range."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def squares_bound(values: Sequence[float]) -> Fraction:
+    """How far a two-grid sum of squares may be from the exact one: half a fine step an addend, and two roundings."""
+    largest = max(Fraction(value) ** 2 for value in values)
+    width = 63 - len(values).bit_length()
+    power = Fraction(1)
+    while power <= largest:
+        power *= 2
+    while power > 2 * largest > 0:
+        power /= 2
+    return len(values) * power / Fraction(2) ** (2 * width + 1) + exact_sum_of_squares(values) / 2**52
+
+
+def splitmix_fingerprint(bits: Sequence[int], offset: int = 0) -> int:
+    """The sum, modulo 2^64, of splitmix64's finalizer over every element's bits and place."""
+    mask = 2**64 - 1
+    total = 0
+    for index, element in enumerate(bits):
+        z = (element + (offset + index + 1) * 0x9E3779B97F4A7C15) & mask
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        total += z ^ (z >> 31)
+    return total & mask
+
+
+def update_sums(intended: Sequence[float], stored: Sequence[float], visible: Sequence[float]) -> list[Fraction]:
+    """dd, de, ee, dv, vv, nonzero, lost, unseen of an update, as fractions."""
+    rows = [(Fraction(d), Fraction(e), Fraction(v)) for d, e, v in zip(intended, stored, visible, strict=True)]
+    return [
+        sum((d * d for d, _, _ in rows), Fraction(0)),
+        sum((d * e for d, e, _ in rows), Fraction(0)),
+        sum((e * e for _, e, _ in rows), Fraction(0)),
+        sum((d * v for d, _, v in rows), Fraction(0)),
+        sum((v * v for _, _, v in rows), Fraction(0)),
+        Fraction(sum(d != 0 for d, _, _ in rows)),
+        Fraction(sum(d != 0 and e == 0 for d, e, _ in rows)),
+        Fraction(sum(d != 0 and v == 0 for d, _, v in rows)),
+    ]

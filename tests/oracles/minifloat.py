@@ -1,0 +1,74 @@
+"""Rounding to a narrow format by looking it up in the list of all its values, as fractions.
+
+Slow and plain on purpose: a format is the sorted list of its magnitudes, written out from its published definition,
+with one more value past the end (the next one if the exponents went on), from which overflow is seen. No bits are
+handled.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from fractions import Fraction
+
+# name: exponent bits, mantissa bits, bias, number of codes at the top of the magnitudes that are not finite numbers.
+DEFINITIONS = {
+    "float16": (5, 10, 15, 1024),
+    "bfloat16": (8, 7, 127, 128),
+    "tfloat32": (8, 10, 127, 1024),
+    "float8_e4m3fn": (4, 3, 7, 1),
+    "float8_e5m2": (5, 2, 15, 4),
+    "float8_e4m3fnuz": (4, 3, 8, 0),
+    "float8_e5m2fnuz": (5, 2, 16, 0),
+    "float8_e4m3b11fnuz": (4, 3, 11, 0),
+    "float8_e4m3": (4, 3, 7, 8),
+    "float8_e3m4": (3, 4, 3, 16),
+    "float6_e3m2fn": (3, 2, 3, 0),
+    "float6_e2m3fn": (2, 3, 1, 0),
+    "float4_e2m1fn": (2, 1, 1, 0),
+}
+INTEGERS = {"int8": (-128, 127), "uint8": (0, 255), "int4": (-8, 7), "uint4": (0, 15)}
+
+
+class Grid:
+    """The magnitudes of a floating-point format, ascending, with one past the largest."""
+
+    def __init__(self, name: str) -> None:
+        exponent_bits, mantissa_bits, bias, reserved = DEFINITIONS[name]
+        self.magnitudes: list[Fraction] = []
+        for field in range(2**exponent_bits + 1):
+            for mantissa in range(2**mantissa_bits):
+                part = Fraction(mantissa, 2**mantissa_bits) + (1 if field else 0)
+                self.magnitudes.append(part * Fraction(2) ** (max(field, 1) - bias))
+        self.num_finite = 2 ** (exponent_bits + mantissa_bits) - reserved
+        del self.magnitudes[self.num_finite + 1 :]
+
+    @property
+    def max(self) -> Fraction:
+        """The largest finite magnitude."""
+        return self.magnitudes[self.num_finite - 1]
+
+    def below(self, value: float) -> int:
+        """Which magnitude lies just below or at a value; the largest for what is out of range."""
+        return min(bisect_right(self.magnitudes, Fraction(abs(value))), self.num_finite) - 1
+
+    def toward_zero(self, value: float) -> float:
+        """The neighbour nearer to zero."""
+        return math.copysign(float(self.magnitudes[self.below(value)]), value)
+
+    def nearest(self, value: float) -> float | None:
+        """The nearest value, ties to the even place in the list; None on overflow."""
+        place = self.below(value)
+        exact = Fraction(abs(value))
+        down, up = exact - self.magnitudes[place], self.magnitudes[place + 1] - exact
+        place += up < down or (up == down and place % 2 == 1)
+        return None if place == self.num_finite else math.copysign(float(self.magnitudes[place]), value)
+
+
+def scale_nearest(value: float) -> float:
+    """A positive value to the nearest power of two of E8M0, ties up; NaN past 2^127; up between 2^-127 and 2^-126."""
+    if value <= 2.0**-126:
+        return 2.0**-127 if value <= 2.0**-127 else 2.0**-126
+    exponent = math.frexp(value)[1] - 1
+    exponent += Fraction(value) >= Fraction(3, 2) * Fraction(2) ** exponent
+    return math.ldexp(1.0, exponent) if exponent <= 127 else math.nan

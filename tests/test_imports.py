@@ -1,0 +1,213 @@
+"""Imports point down, and the words need no PyTorch: held over the syntax trees, and once in fact.
+
+The picture is the one in the README's tree: words ← _torch ← numerics ← matmul, transforms, optim, distributed (which
+never import each other) ← gauges ← assembly, conversion ← trainer, profiling, integrations ← cli. The record (`runs`)
+and the planner see only the words; everything from the gauges upward may write through `runs`.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
+
+# The first name of a module's path inside the package, by layer. A file that stands in none of them fails the test.
+LAYERS = {
+    "words": {"errors", "formats", "chips", "models", "recipes", "caching"},
+    "show": {"show"},
+    "runs": {"runs"},
+    "planner": {"planner"},
+    "_torch": {"_torch"},
+    "numerics": {"numerics"},
+    "matmul": {"matmul"},
+    "transforms": {"transforms"},
+    "optim": {"optim"},
+    "distributed": {"distributed"},
+    "gauges": {"gauges"},
+    "joint": {"assembly", "conversion"},
+    "ways": {"trainer", "profiling", "integrations"},
+    "cli": {"cli", "__main__"},
+}
+
+PARTS = {"matmul", "transforms", "optim", "distributed"}
+SEEN_BY_PARTS = {"words", "_torch", "numerics"}
+SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs"}
+# What each layer may import besides itself.
+SEES = {
+    "words": set(),
+    "show": {"words"},
+    "runs": {"words"},
+    "planner": {"words"},
+    "_torch": {"words"},
+    "numerics": {"words", "_torch"},
+    **dict.fromkeys(PARTS, SEEN_BY_PARTS),
+    "gauges": SEEN_BY_GAUGES,
+    "joint": SEEN_BY_GAUGES | {"gauges"},
+    "ways": SEEN_BY_GAUGES | {"gauges", "joint", "planner"},
+    "cli": SEEN_BY_GAUGES | {"gauges", "joint", "planner", "ways", "show"},
+}
+
+TORCH_FREE = {"words", "show", "runs", "planner"}
+TORCH_BOUND = {"torch", "transformers", "tokenizers", "safetensors", "datasets", "lightning"}
+
+
+def module_name(path: Path) -> str:
+    """``numerics.rounding`` for ``numerics/rounding.py``, and ``""`` for the package itself."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module: str) -> str | None:
+    first = module.split(".")[0]
+    return next((layer for layer, names in LAYERS.items() if first in names), None)
+
+
+def modules() -> dict[str, tuple[Path, ast.Module]]:
+    paths = sorted(path for path in SOURCE.rglob("*.py"))
+    return {module_name(path): (path, ast.parse(path.read_text(encoding="utf-8"))) for path in paths}
+
+
+def names_imported(node: ast.AST, package: str) -> Iterator[str]:
+    """Absolute dotted names that one import statement names; `from a import b` gives ``a.b``."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        origin = node.module or ""
+        if node.level:
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            origin = ".".join([*above, origin]).rstrip(".")
+        yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def package_of(module: str, path: Path) -> str:
+    dotted = f"narrowgauge.{module}".rstrip(".")
+    return dotted if path.name == "__init__.py" else dotted.rpartition(".")[0]
+
+
+def imports_of(module: str, path: Path, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        for name in names_imported(node, package_of(module, path)):
+            yield getattr(node, "lineno", 0), name
+
+
+def statements_run_on_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node that runs when the module is imported: not inside functions, not for type checkers alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield other
+                yield from statements_run_on_import(other)
+            continue
+        yield node
+        yield from statements_run_on_import(node)
+
+
+def upward_imports(module: str, path: Path, tree: ast.AST) -> list[str]:
+    layer = layer_of(module)
+    assert layer is not None, f"{path} stands in no layer: give it a place in LAYERS, or move it."
+    faults = []
+    for line, name in imports_of(module, path, tree):
+        if name == "narrowgauge" or not name.startswith("narrowgauge."):
+            continue
+        target = layer_of(name.removeprefix("narrowgauge."))
+        if target is not None and target != layer and target not in SEES[layer]:
+            faults.append(f"{path.name}:{line}: {layer} may not import {target} ({name})")
+    return faults
+
+
+def test_every_file_stands_in_a_layer() -> None:
+    homeless = [str(path) for module, (path, _) in modules().items() if module and layer_of(module) is None]
+    assert not homeless, f"no layer holds {homeless}: give each a place in LAYERS, or move it"
+
+
+def test_imports_point_down() -> None:
+    found = {module: entry for module, entry in modules().items() if module}
+    assert len(found) >= 10
+    faults = [fault for module, (path, tree) in found.items() for fault in upward_imports(module, path, tree)]
+    assert not faults, "\n".join(faults)
+
+
+def test_the_package_itself_imports_nothing_when_imported() -> None:
+    _, tree = modules()[""]
+    names = [name for node in statements_run_on_import(tree) for name in names_imported(node, "narrowgauge")]
+    assert all(name.split(".")[0] in {"__future__", "importlib", "typing"} for name in names), names
+
+
+def test_torch_stays_out_of_the_words() -> None:
+    faults = []
+    for module, (path, tree) in modules().items():
+        if not module or layer_of(module) not in TORCH_FREE:
+            continue
+        bound = [f"{path.name}:{line}: {name}" for line, name in imports_of(module, path, tree) if needs_torch(name)]
+        faults += bound
+    assert not faults, "\n".join(faults)
+
+
+def needs_torch(name: str) -> bool:
+    return name.split(".")[0] in TORCH_BOUND
+
+
+def test_the_command_line_imports_only_what_is_free_of_torch() -> None:
+    path, tree = modules()["cli"]
+    faults = []
+    for node in statements_run_on_import(tree):
+        for name in names_imported(node, package_of("cli", path)):
+            layer = layer_of(name.removeprefix("narrowgauge.")) if name.startswith("narrowgauge.") else None
+            if needs_torch(name) or (layer is not None and layer not in TORCH_FREE):
+                faults.append(f"cli.py:{getattr(node, 'lineno', 0)}: {name} is loaded before it is needed")
+    assert not faults, "\n".join(faults)
+
+
+def test_no_module_waits_for_itself() -> None:
+    found = modules()
+    graph: dict[str, set[str]] = {}
+    for module, (path, tree) in found.items():
+        names = [
+            name.removeprefix("narrowgauge.")
+            for node in statements_run_on_import(tree)
+            for name in names_imported(node, package_of(module, path))
+            if name.startswith("narrowgauge.")
+        ]
+        # `from narrowgauge.numerics import rounding` names a module, `from narrowgauge.formats import Format` does not.
+        targets = {name if name in found else name.rpartition(".")[0] for name in names}
+        graph[module] = {target for target in targets if target and target != module}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"modules import each other in a circle: {' → '.join(error.args[1])}")
+
+
+def test_words_and_command_line_load_no_torch_in_fact() -> None:
+    free = sorted(module for module in modules() if module and layer_of(module) in TORCH_FREE)
+    lines = ["import sys", "import narrowgauge", *(f"import narrowgauge.{module}" for module in [*free, "cli"])]
+    lines.append(f"print([name for name in {sorted(TORCH_BOUND)!r} if name in sys.modules])")
+    result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "fault"),
+    [
+        ("numerics.rounding", "from narrowgauge.optim.codes import encode", True),
+        ("optim.kernels", "import narrowgauge.matmul.casts", True),
+        ("optim.kernels", "from ..numerics import rounding", False),
+        ("runs.record", "from narrowgauge._torch import anything", True),
+        ("numerics.rounding", "from narrowgauge.runs.record import Record", True),
+        ("gauges.panel", "from narrowgauge.runs.record import Record", False),
+        ("assembly", "def later():\n    from narrowgauge.trainer import loop", True),
+        ("recipes", "from narrowgauge.formats import FORMATS", False),
+    ],
+)
+def test_the_rule_itself_can_fail(module: str, line: str, fault: bool) -> None:
+    path = SOURCE / Path(*module.split(".")).with_suffix(".py")
+    assert bool(upward_imports(module, path, ast.parse(line))) is fault

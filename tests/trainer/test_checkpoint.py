@@ -1,0 +1,331 @@
+"""Checkpoints: exact, and after every fault the last good one is there and is the one that loads."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import narrowgauge.trainer.checkpoint as checkpoint_module
+from narrowgauge.errors import RecordError
+from narrowgauge.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+
+STATE = {"step": 3, "seed": 2**63, "loss": 0.1, "worst": math.inf, "names": ["a", None, True], "text": "ü"}
+
+
+def tensors(step: int = 0) -> dict[str, torch.Tensor]:
+    """Every kind of tensor an optimizer may keep, with bits that depend on the step."""
+    words = torch.arange(24, dtype=torch.int32) * 0x01234567 + step
+    return {
+        "weight": words[:12].view(3, 4),
+        "view": words[12:],
+        "transposed": torch.arange(12.0).view(3, 4).t() + step,
+        "bfloat16": torch.arange(7.0).bfloat16(),
+        "float8": torch.arange(8, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "int16": torch.tensor([-1, 2], dtype=torch.int16),
+        "step": torch.tensor(float(step)),
+        "empty": torch.zeros(0, 3),
+        "nan": torch.tensor([math.nan, -0.0, math.inf]),
+    }
+
+
+def must_not_be_called(path: Path, why: str) -> None:
+    raise AssertionError(f"{path}: {why}")
+
+
+def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    return tensor.dtype, tensor.shape, tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert {name: bits(tensor) for name, tensor in found.items()} == {n: bits(t) for n, t in expected.items()}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in (folder / "checkpoints").iterdir() if entry.name != ".lock")
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 40, tensors(), STATE)
+    assert path == tmp_path / "checkpoints" / "step-00000040"
+    assert sorted(os.listdir(path)) == ["manifest.json", "state.json", "tensors.safetensors"]
+    found, state = load_checkpoint(path)
+    assert_same(found, tensors())
+    assert state == STATE
+
+
+def test_loaded_tensors_outlive_their_file(tmp_path: Path) -> None:
+    found, _ = load_checkpoint(save_checkpoint(tmp_path, 1, tensors(1), {}))
+    save_checkpoint(tmp_path, 2, tensors(2), {}, keep=1)
+    found["weight"].add_(1)
+    assert_same(found, {**tensors(1), "weight": tensors(1)["weight"] + 1})
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 10, 9_999_999, 123_456_789):
+        save_checkpoint(tmp_path, step, tensors(step), {}, keep=2)
+    assert names(tmp_path) == ["step-09999999", "step-123456789"]
+    latest = latest_checkpoint(tmp_path, must_not_be_called)
+    assert latest is not None
+    assert latest.step == 123_456_789
+    assert_same(latest.load()[0], tensors(123_456_789))
+
+
+def test_a_removal_cut_short_leaves_no_name_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_module.shutil, "rmtree", lambda *_, **__: None)
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step, tensors(step), {}, keep=1)
+    assert [name for name in names(tmp_path) if name.startswith("step-")] == ["step-00000003"]
+
+
+def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 5, tensors(1), {"n": 1})
+    found, state = load_checkpoint(save_checkpoint(tmp_path, 5, tensors(2), {"n": 2}))
+    assert_same(found, tensors(2))
+    assert state == {"n": 2}
+    assert names(tmp_path) == ["step-00000005"]
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path, must_not_be_called) is None
+    with pytest.raises(RecordError, match="there is no such folder"):
+        load_checkpoint(tmp_path / "checkpoints" / "step-00000001")
+
+
+def test_keep_and_step_out_of_range_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep is 0"):
+        save_checkpoint(tmp_path, 1, {}, {}, keep=0)
+    with pytest.raises(ValueError, match="step is -1"):
+        save_checkpoint(tmp_path, -1, {}, {})
+
+
+def test_shared_memory_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    weight = torch.ones(3)
+    with pytest.raises(RuntimeError, match="share memory"):
+        save_checkpoint(tmp_path, 1, {"a": weight, "b": weight}, {})
+    assert names(tmp_path) == []
+
+
+def truncate(path: Path) -> None:
+    file = path / "tensors.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def flip_a_bit(path: Path) -> None:
+    file = path / "tensors.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-20] ^= 4
+    file.write_bytes(data)
+
+
+def flip_a_bit_of_the_state(path: Path) -> None:
+    data = bytearray((path / "state.json").read_bytes())
+    data[10] ^= 1
+    (path / "state.json").write_bytes(data)
+
+
+def lose_the_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def lose_the_tensors(path: Path) -> None:
+    (path / "tensors.safetensors").unlink()
+
+
+def tear_the_manifest(path: Path) -> None:
+    os.truncate(path / "manifest.json", 30)
+
+
+def take_the_place_of_another(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "step": 1}))
+
+
+def come_from_the_future(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 99}))
+
+
+FAULTS = [
+    (truncate, r"tensors\.safetensors has [\d,]+ bytes of"),
+    (flip_a_bit, r"tensors\.safetensors does not match its checksum"),
+    (flip_a_bit_of_the_state, r"state\.json does not match its checksum"),
+    (lose_the_manifest, r"it has no manifest\.json"),
+    (lose_the_tensors, r"tensors\.safetensors is missing"),
+    (tear_the_manifest, r"its manifest\.json is damaged"),
+    (take_the_place_of_another, "its manifest is of step 1"),
+    (come_from_the_future, "schema 99"),
+]
+
+
+@pytest.mark.parametrize(("damage", "word"), FAULTS, ids=[damage.__name__ for damage, _ in FAULTS])
+def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path: Path, damage, word: str) -> None:
+    save_checkpoint(tmp_path, 1, tensors(1), {"n": 1})
+    newest = save_checkpoint(tmp_path, 2, tensors(2), {"n": 2})
+    damage(newest)
+    with pytest.raises(RecordError, match=word):
+        load_checkpoint(newest)
+    reported: list[tuple[Path, str]] = []
+    latest = latest_checkpoint(tmp_path, lambda path, why: reported.append((path, why)))
+    assert [path for path, _ in reported] == [newest]
+    assert latest is not None
+    assert latest.step == 1
+    assert_same(latest.load()[0], tensors(1))
+    damage_all = save_checkpoint(tmp_path, 2, tensors(3), {"n": 3})
+    assert_same(load_checkpoint(damage_all)[0], tensors(3))
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, {"w": torch.ones(2)}, {"n": 1})
+    generator = random.Random(0)
+    for file in ("tensors.safetensors", "state.json"):
+        data = (path / file).read_bytes()
+        for place in generator.sample(range(len(data)), min(len(data), 15)):
+            (path / file).write_bytes(
+                bytes([*data[:place], data[place] ^ 1 << generator.randrange(8), *data[place + 1 :]])
+            )
+            with pytest.raises(RecordError, match="checksum"):
+                load_checkpoint(path)
+        (path / file).write_bytes(data)
+    load_checkpoint(path)
+
+
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, tensors(1), {})
+    for name in (".tmp-step-00000002-77", ".old-step-00000001"):
+        (tmp_path / "checkpoints" / name).mkdir()
+        (tmp_path / "checkpoints" / name / "tensors.safetensors").touch()
+    latest = latest_checkpoint(tmp_path, must_not_be_called)
+    assert latest is not None
+    assert latest.step == 1
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_checkpoint_set_aside_comes_back_if_its_successor_never_came(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, tensors(1), {})
+    path.rename(path.with_name(f".old-{path.name}"))
+    latest = latest_checkpoint(tmp_path, must_not_be_called)
+    assert latest is not None
+    assert latest.path == path
+
+
+def test_a_full_disk_keeps_the_old_checkpoint_and_no_half_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path, 1, tensors(1), {"n": 1}, keep=1)
+
+    def full(_: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_module, "save_file", full)
+    with pytest.raises(RecordError, match=r"step-00000002: the disk is full \([\d,]+ bytes free\)") as caught:
+        save_checkpoint(tmp_path, 2, tensors(2), {"n": 2}, keep=1)
+    assert "narrowgauge resume" in caught.value.advice
+    assert names(tmp_path) == ["step-00000001"]
+    latest = latest_checkpoint(tmp_path, must_not_be_called)
+    assert latest is not None
+    assert latest.load()[1] == {"n": 1}
+
+
+NURSERY = """
+import os, random, resource, signal, sys
+from pathlib import Path
+import torch
+from narrowgauge.errors import RecordError
+from narrowgauge.trainer.checkpoint import save_checkpoint
+
+torch.set_num_threads(1)
+
+
+def save(folder, step):
+    save_checkpoint(folder, step, {"w": torch.full((1000,), float(step)), "m": torch.arange(5) + step}, {"step": step})
+
+
+def in_child(work):
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = work() or 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def saving_until_killed(folder, moment):
+    # Each call and return of any function, Python's or C's, is a moment; die at the chosen one.
+    passed = 0
+    def count(*_):
+        nonlocal passed
+        passed += 1
+        if passed == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.setprofile(count)
+    for step in range(2, 6):
+        save(folder, step)
+    sys.setprofile(None)
+    (folder / "moments").write_text(str(passed))
+
+
+def short_of_room(folder):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+    try:
+        save(folder, 2)
+    except RecordError as error:
+        return 7 if "File too large" in str(error) else 8
+
+
+place, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+generator = random.Random(seed)
+moments = 0
+for number in range(rounds + 1):
+    folder = place / str(number)
+    folder.mkdir()
+    save(folder, 1)
+    moment = int(moments * (number - generator.random()) / rounds)
+    print(number, in_child(lambda: saving_until_killed(folder, moment)), flush=True)
+    # The first child is let live and counts the moments; the others die at moments spread over all of them.
+    moments = moments or int((folder / "moments").read_text())
+folder = place / "short"
+folder.mkdir()
+save(folder, 1)
+print("short", in_child(lambda: short_of_room(folder)), flush=True)
+"""
+
+
+def test_kill_9_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    source = str(Path(checkpoint_module.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", NURSERY, str(tmp_path), "60", "0"],
+        env={**os.environ, "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    exits = {line.split()[0]: int(line.split()[1]) for line in done.stdout.splitlines()}
+    killed = [name for name, status in exits.items() if status == -signal.SIGKILL]
+    assert len(killed) >= 55
+    steps = []
+    for name in killed:
+        latest = latest_checkpoint(tmp_path / name, must_not_be_called)
+        assert latest is not None
+        found, state = latest.load()
+        step = state["step"]
+        assert_same(found, {"w": torch.full((1000,), float(step)), "m": torch.arange(5) + step})
+        # Nothing half-written or half-removed bears a checkpoint's name, and nothing else is left.
+        for entry in names(tmp_path / name):
+            load_checkpoint(tmp_path / name / "checkpoints" / entry)
+        steps.append(step)
+    # The moments were spread over all four saves, from before the first to after the last.
+    assert set(steps) == {1, 2, 3, 4, 5}
+    assert exits["short"] == 7
+    assert names(tmp_path / "short") == ["step-00000001"]
