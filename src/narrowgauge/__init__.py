@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from narrowgauge.formats import Format as Format
     from narrowgauge.numerics.casting import round_to as round_to
     from narrowgauge.numerics.summation import fingerprint as fingerprint
+    from narrowgauge.optim.auditing import Alarm as Alarm
+    from narrowgauge.optim.auditing import Reading as Reading
+    from narrowgauge.optim.auditing import UpdateLossWarning as UpdateLossWarning
     from narrowgauge.optim.auditing import audit as audit
     from narrowgauge.optim.optimizer import AdamW as AdamW
     from narrowgauge.optim.optimizer import Optimizer as Optimizer
@@ -46,6 +49,9 @@ _HOMES = {
     "AdamW": "optim.optimizer",
     "Optimizer": "optim.optimizer",
     "audit": "optim.auditing",
+    "Alarm": "optim.auditing",
+    "Reading": "optim.auditing",
+    "UpdateLossWarning": "optim.auditing",
     "round_to": "numerics.casting",
     "fingerprint": "numerics.summation",
     "parse": "recipes",

@@ -6,6 +6,7 @@ parameters *after*; autocast and the casts around kept modules go on last. ``pre
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,9 @@ def prepare(
     )
     optimizer.adopt(values)
     _widen_kept(model, policy)
-    if policy.compute.output != policy.storage.visible:
-        _autocast(model, policy)
+    scope = compute_scope(policy, next(model.parameters()).device)
+    if isinstance(scope, torch.autocast):
+        model.forward = scope(model.forward)
     return model, optimizer
 
 
@@ -160,8 +162,11 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _autocast(model: nn.Module, recipe: Recipe) -> None:
-    """Run the model's forward under autocast to the compute format, wherever it is called from."""
-    device = next(model.parameters()).device.type
-    scope = torch.autocast(device, getattr(torch, recipe.compute.output))
-    model.forward = scope(model.forward)
+def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
+    """The scope in which a model computes as the recipe says: autocast over wider weights, or nothing to do.
+
+    ``prepare`` puts it around the model's own forward; a loop that calls parts of the model enters it itself.
+    """
+    if recipe.compute.output == recipe.storage.visible:
+        return nullcontext()
+    return torch.autocast(device.type, getattr(torch, recipe.compute.output))

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import click
 
 from narrowgauge import __version__, show
-from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.errors import NarrowgaugeError, suggestion
 
 
 class Door(click.Group):
@@ -31,8 +31,8 @@ class Door(click.Group):
             status = super().main(args, prog_name, **extra)
         except NarrowgaugeError as error:
             status = _complain(type(error).__name__, str(error), 2)
-        except click.Abort:
-            status = _complain("Interrupted", "the command was stopped.", 130)
+        except click.Abort as abort:
+            status = _complain("Interrupted", str(abort) or "the command was stopped.", 130)
         except click.ClickException as error:
             status = _complain("UsageError", _with_advice(error), 2)
         sys.exit(status if isinstance(status, int) else 0)
@@ -43,7 +43,7 @@ class Door(click.Group):
             return super().invoke(ctx)
         # click would print an empty line before it passes the interruption on.
         except KeyboardInterrupt as interruption:
-            raise click.Abort from interruption
+            raise click.Abort(str(interruption)) from interruption
 
 
 def _complain(kind: str, message: str, status: int) -> int:
@@ -53,8 +53,14 @@ def _complain(kind: str, message: str, status: int) -> int:
 
 def _with_advice(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
-    advice = f" ({context.command_path} --help says more.)" if context is not None else ""
-    return f"{error.format_message()}{advice}"
+    if context is None:
+        return error.format_message()
+    said = error.format_message()
+    # click offers every name that is a little alike.
+    if isinstance(error, click.NoSuchOption):
+        flags = [flag for option in context.command.params for flag in (*option.opts, *option.secondary_opts)]
+        said = f"No such option '{error.option_name}'. {suggestion(error.option_name, flags)}"
+    return f"{said} ({context.command_path} --help says more.)"
 
 
 def _flags() -> list[click.Parameter]:
@@ -189,12 +195,11 @@ def resume(folder: Path, stop_after: int | None) -> None:
     "--dtype", type=click.Choice(["visible", "float32"]), default="visible", show_default=True,
     help="The weights as the model sees them, or the exact stored ones.",
 )  # fmt: skip
-def export(folder: Path, out: Path, dtype: str) -> None:
+def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> None:
     """Write the model of the run in DIR as a Hugging Face folder OUT."""
     from narrowgauge.trainer import exporting
 
-    exporting.export(folder, out, dtype)
-    click.echo(out)
+    click.echo(exporting.export(folder, out, dtype))
 
 
 @main.command("sample")

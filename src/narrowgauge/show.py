@@ -35,8 +35,13 @@ class Column:
 
     title: str
     key: Key
-    code: bool = False  # a name: never wrapped, in code type where there is one
+    code: bool = False  # a name: in code type where there is one
     right: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a cell cut in two would mislead; only prose may wrap."""
+        return self.code or self.right
 
     def cell(self, row: Row) -> str:
         """The text of this column in one row."""
@@ -75,6 +80,15 @@ class Table:
             text += "  ".join(parts).rstrip() + "\n"
         return text
 
+    @property
+    def min_width(self) -> int:
+        """Characters a rich table needs to cut no name and no figure, and to leave prose readable."""
+        width = 2
+        for column in self.columns:
+            widest = max(len(text) for text in (column.title, *map(column.cell, self.rows)))
+            width += 3 + (widest if column.is_whole else min(widest, 16))
+        return width
+
     def rich(self) -> Any:
         """A rich table for a terminal."""
         from rich import box
@@ -84,9 +98,8 @@ class Table:
         table = RichTable(box=box.SIMPLE_HEAD, title=self.title or None, title_justify="left", title_style="bold")
         for column in self.columns:
             style = "bold" if column.code else None
-            # A name or a figure cut in two is worse than a wide table; only prose may wrap.
             side: Literal["left", "right"] = "right" if column.right else "left"
-            table.add_column(column.title, justify=side, style=style, no_wrap=column.code or column.right)
+            table.add_column(column.title, justify=side, style=style, no_wrap=column.is_whole, overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(cell) for _, cell in self._cells(row)))
         return table
@@ -205,7 +218,7 @@ def page_value(text: str) -> list[Table]:
     columns = (
         *_names(format="name"),
         *_right(code="hex"),
-        *_left(value=lambda row: repr(row["value"])),
+        *_names(value=lambda row: repr(row["value"])),
         *_right(relative_error=lambda row: _percent(row["relative_error"]), spacing="spacing"),
         *_left(note="note"),
     )
@@ -240,14 +253,15 @@ def page_recipe(name: str) -> list[Table]:
 
 
 def write(parts: Table | Sequence[Table]) -> None:
-    """Print tables: with rich on a terminal, as aligned text into a pipe or a file."""
+    """Print tables: with rich on a terminal wide enough, as aligned text elsewhere."""
     tables = [parts] if isinstance(parts, Table) else parts
     if sys.stdout.isatty():
         from rich.console import Console
 
-        Console(highlight=False).print(*(part.rich() for part in tables))
-    else:
-        print("\n".join(part.plain() for part in tables), end="", flush=True)
+        console = Console(highlight=False)
+        if all(part.min_width <= console.width for part in tables):
+            return console.print(*(part.rich() for part in tables))
+    print("\n".join(part.plain() for part in tables), end="", flush=True)
 
 
 def write_json(found: Row | Sequence[Row]) -> None:

@@ -6,7 +6,7 @@ is a property of the gradients' values alone, so clipping cannot make a run depe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -39,19 +39,19 @@ class GradientNorm:
         """The norm, float32 0-d; NaN or infinite where any gradient is."""
         if not gradients:
             return torch.zeros(())
-        large, rest = [], []
-        for gradient in gradients:
-            (large if self._is_large(gradient) else rest).append(gradient)
-        # Small ones are joined by kind: a pass over many costs the same few calls as a pass over one.
-        joined = [torch.cat([g.reshape(-1) for g in rest if g.dtype is d]) for d in {g.dtype for g in rest}]
-        filled = [g for g in joined if g.numel()]
-        largest = [self._pass("largest", g) for g in large] + [summation.largest_magnitude(g) for g in filled]
+        large = [g for g in gradients if self._is_large(g)]
+        small = [g for g in gradients if g.numel() <= SMALL]
+        rest = [g for g in gradients if g.numel() > SMALL and not self._is_large(g)]
+        # Small ones are joined by kind: a pass over many costs the same few calls as a pass over one. Large ones in odd
+        # places are copied a chunk at a time.
+        rest += [torch.cat([g.reshape(-1) for g in small if g.dtype is d]) for d in {g.dtype for g in small}]
+        largest = [self._pass("largest", g) for g in large] + [summation.largest_magnitude(c) for c in _chunks(rest)]
         if not largest:
             return torch.zeros((), device=gradients[0].device)
         peak = torch.stack(largest).amax()
-        scales = summation.grid_scales(peak, sum(g.numel() for g in (*large, *filled)))
+        scales = summation.grid_scales(peak, sum(g.numel() for g in (*large, *rest)))
         steps = [self._pass("squares", g, scales) for g in large]
-        steps += [summation.grid_sum_of_squares(g, scales) for g in filled]
+        steps += [summation.grid_sum_of_squares(c, scales) for c in _chunks(rest)]
         return summation.root(summation.from_grid(torch.stack(steps).sum(0), scales, peak))
 
     def _is_large(self, gradient: Tensor) -> bool:
@@ -75,6 +75,10 @@ class GradientNorm:
             example = [torch.ones(1 << 10, dtype=values.dtype, device=values.device), *scales]
             self._compiled[key] = compiled(f"norm {kind}", _PASSES[kind], example, [0, *[None] * len(scales)])
         return self._compiled[key]
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    return (chunk for tensor in tensors for (chunk,) in summation.flat_chunks(tensor))
 
 
 def control_scalars(norm: Tensor | None, max_norm: float | None, device: torch.device) -> Tensor:

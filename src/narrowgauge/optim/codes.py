@@ -38,25 +38,29 @@ def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int) -> Tensor:
         return _encode_window(code, x, addend, shift)
     if not dropped_bits(code):
         return bits_of(x)
-    # The code is the upper bits of the float32; shift = 32 - bits is where they already are.
-    return _moved(cut(x, dropped_bits(code), addend), shift - (32 - code.bits))
+    # The code is the upper bits of the float32, and shift = dropped is where they already are; elsewhere the copies of
+    # the sign that a right shift makes, or the sign that an unsigned code leaves out, lie beside its place.
+    moved = _moved(cut(x, dropped_bits(code), addend), shift - dropped_bits(code))
+    return moved if code.signed and shift == dropped_bits(code) else moved & (((1 << code.bits) - 1) << shift)
 
 
 def decode(code: Code, word: Tensor, shift: int) -> Tensor:
     """The float32 values of codes lying at ``shift`` in int32 words, whatever else lies in them."""
     if code.is_window:
         return _decode_window(code, word, shift)
-    left = _moved(word, 32 - code.bits - shift)
-    return float_of(left & -(1 << (32 - code.bits)) if code.bits < 32 else left)
+    kept = -(1 << dropped_bits(code)) & (-1 if code.signed else MAGNITUDE)
+    left = _moved(word, dropped_bits(code) - shift)
+    return float_of(left & kept if code.bits < 32 else left)
 
 
 def _encode_window(code: Code, x: Tensor, addend: Tensor | int, shift: int) -> Tensor:
     """A small float with subnormals: scaled by a power of two, its exponent field begins at zero like float32's own."""
     bits, dropped = bits_of(x * 2.0 ** -_scale(code)), dropped_bits(code)
-    magnitude = bits & MAGNITUDE if code.signed else bits
+    magnitude = bits & MAGNITUDE  # of unsigned codes too: -0 and a negative NaN would fill the word
     step = (magnitude.clamp(max=_last_step(code) << dropped) + addend) >> dropped
     if code.hold:
-        step = step.maximum(magnitude.clamp(max=1))
+        # Of x itself: scaled, the smallest of float32's own subnormals are zero already.
+        step = step.maximum(bits_of(x).clamp(max=1))
     step = _moved(step, shift)
     if not code.signed:
         return step

@@ -92,7 +92,11 @@ class Store:
         addend = half(codes.dropped_bits(self.storage.weight))
         value = quiet(values.detach().float().contiguous())
         seen, raw, _ = codes.encode_weight(self.storage, value, addend, place.shift if place else 0)
-        self.parameter.data = seen.view(torch.float32).to(getattr(torch, self.storage.visible))
+        visible = seen.view(torch.float32).to(getattr(torch, self.storage.visible))
+        if self.parameter.dtype is visible.dtype:
+            self.parameter.data.copy_(visible)  # in place: others may hold views of this memory
+        else:
+            self.parameter.data = visible
         if place is None or raw is None:
             return
         plane = place.plane

@@ -80,7 +80,7 @@ class TrainConfig:
     )
     schedule: str = _setting(
         "cosine",
-        "How the rate falls after the warm-up.",
+        "How the rate falls after the warm-up: cosine, linear or constant.",
         f"one of {', '.join(SCHEDULES)}",
         lambda value: value in SCHEDULES,
     )

@@ -13,17 +13,20 @@ for a few hundred tokens at a time and keeps none.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
 
 from narrowgauge.errors import DataError, suggestion
 from narrowgauge.models import MODELS, Model
@@ -77,7 +80,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         if vocab_size is not None:
             config.vocab_size = vocab_size
         return _ready(_drawn(config, seed))
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"Cannot build a causal language model from the folder {folder}: {reason}",
@@ -225,6 +228,18 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
     return loss
 
 
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars while it reads or writes weights."""
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
 def _whole(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), targets, reduction="sum")
 
@@ -334,7 +349,7 @@ def _drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
 def _loaded(folder: Path, vocab_size: int | None, seed: int) -> PreTrainedModel:
     config = _without_dropout(AutoConfig.from_pretrained(folder, local_files_only=True))
     # The seed is for the weights that the folder lacks, such as a new head.
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), without_progress_bars():
         torch.default_generator.manual_seed(seed)
         made = AutoModelForCausalLM.from_pretrained(
             folder,

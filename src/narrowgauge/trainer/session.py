@@ -12,19 +12,22 @@ import dataclasses
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 import narrowgauge
-from narrowgauge.assembly import prepare
+from narrowgauge.assembly import compute_scope, prepare
 from narrowgauge.errors import RecordError
 from narrowgauge.numerics.measures import UPDATE_SUMS
 from narrowgauge.numerics.summation import fingerprint_all
 from narrowgauge.optim.optimizer import AdamW
+from narrowgauge.recipes import parse
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.checkpoint import latest_checkpoint, save_checkpoint
@@ -162,7 +165,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     model = model.to(device)
     if config.activation_checkpointing:
         language_model.enable_activation_checkpointing(model)
-    prepared, optimizer = prepare(
+    _, optimizer = prepare(
         model,
         config.recipe,
         lr=config.lr,
@@ -173,8 +176,26 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         seed=config.seed,
         audit_every=config.audit_every,
     )
-    loss = language_model.make_loss(prepared, compile=bool(config.compile))
-    return Session(config, folder, data, prepared, optimizer, loss)
+    return Session(config, folder, data, model, optimizer, _loss(model, config))
+
+
+def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:
+    """The summed loss of a batch, in the recipe's compute, compiled or not."""
+    recipe = parse(config.recipe)
+    # The chunked loss takes the head's weight, not the head: casts around a kept head would be passed by.
+    large = model.config.vocab_size >= language_model.LARGE_VOCABULARY and not recipe.keep
+    chunked = large and language_model.can_chunk(model)
+    summed: Callable[[Tensor], Tensor]
+    if config.compile:
+        summed = language_model.compiled_loss(model, chunked=chunked)
+    else:
+        summed = partial(language_model.loss_sum, model, chunked=chunked)
+
+    def scoped(tokens: Tensor) -> Tensor:
+        with compute_scope(recipe, tokens.device):
+            return summed(tokens)
+
+    return scoped
 
 
 def load(folder: str | Path) -> Session:

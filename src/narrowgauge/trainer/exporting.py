@@ -1,0 +1,250 @@
+"""What a finished run is for: a Hugging Face folder that other programs load, and a look at what the model writes.
+
+A run keeps each weight as the few bits the model sees and a tail that the optimizer adds. An export in the *visible*
+format is the model exactly as it was trained and evaluated; an export in *float32* is what the optimizer holds, tails
+included, from which training elsewhere can go on without losing the small updates that the visible bits do not show.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from pathlib import Path
+from typing import Literal, Protocol, cast
+
+import torch
+from safetensors import SafetensorError
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from narrowgauge.errors import DataError, RecordError
+from narrowgauge.runs.files import disk_error, disk_errors, sync_file, sync_folder, temporary_name
+from narrowgauge.trainer.language_model import without_progress_bars
+from narrowgauge.trainer.tokens import load_tokenizer
+
+Dtype = Literal["visible", "float32"]
+
+
+class Stored(Protocol):
+    """An optimizer that knows the exact weights."""
+
+    def stored(self, parameter: nn.Parameter) -> Tensor:
+        """The kept value of one parameter, in float32 and its shape."""
+
+
+class Run(Protocol):
+    """What is needed of a loaded run; ``trainer.loop.LoadedRun`` is one."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model with its visible weights."""
+
+    @property
+    def optimizer(self) -> Stored:
+        """The optimizer, with its state."""
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The run's ``tokenizer.json``, if the data came with one."""
+
+
+def export(folder: Path, out: Path, dtype: Dtype = "visible") -> Path:
+    """Write a run's newest good checkpoint as a Hugging Face folder.
+
+    Law: ``out`` is complete or is not there. Loading it gives the same bits: with ``"visible"`` those of every weight
+    the model saw, with ``"float32"`` those of every weight the optimizer stored.
+
+    Args:
+        folder: the run folder.
+        out: the folder to make: ``config.json``, ``model.safetensors`` and the tokenizer, so that
+            ``AutoModelForCausalLM`` and ``AutoTokenizer.from_pretrained(out)`` work. Missing parents are made. A run
+            on a token map without a tokenizer exports the model alone.
+        dtype: ``"visible"`` or ``"float32"``.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        RecordError: the run has no good checkpoint, ``out`` exists and is not an empty folder, or the disk refuses.
+
+    Cost: reads the checkpoint once, writes 2 or 4 bytes per parameter.
+    """
+    refuse_occupied(Path(out))
+    return write_folder(_load(folder), Path(out), dtype)
+
+
+def sample(folder: Path, text: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0) -> str:
+    """Let the newest good checkpoint of a run continue a text.
+
+    Law: a function of the run, the text and the arguments; no other random numbers are read or drawn.
+
+    Args:
+        folder: the run folder.
+        text: the beginning; an empty one lets the model begin a document.
+        tokens: how many to add at most; the model may end the document before.
+        temperature: 0 takes the likeliest token every time, 1 draws as the model predicts.
+        seed: of the draws.
+
+    Returns:
+        The text and its continuation.
+
+    Raises:
+        RecordError: the run has no good checkpoint, or no tokenizer.
+        DataError: text and tokens together are longer than the model's positions, or a number is out of range.
+
+    Cost: a forward pass for the text and one for each token.
+    """
+    return continue_text(_load(folder), text, tokens, temperature, seed)
+
+
+def refuse_occupied(out: Path) -> None:
+    """Raise unless nothing, or an empty folder, has the name ``out``."""
+    with disk_errors(out):
+        occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    if occupied:
+        what = "is not empty" if out.is_dir() else "is a file"
+        raise RecordError(f"Cannot export to {out}: it exists and {what}.", "Name another folder, or remove this one.")
+
+
+def write_folder(run: Run, out: Path, dtype: Dtype = "visible") -> Path:
+    """:func:`export` for a run in memory."""
+    if dtype not in ("visible", "float32"):
+        raise RecordError(f"Cannot export as {dtype!r}.", "Take 'visible' or 'float32'.")
+    refuse_occupied(out)
+    temporary = temporary_name(out)
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            _write(run, temporary, dtype)
+            if out.exists():
+                out.rmdir()
+            os.rename(temporary, out)
+            sync_folder(out.parent)
+        except SafetensorError as error:  # it hides the system's error, such as a full disk, in its text
+            raise disk_error(out, OSError(str(error))) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+def continue_text(run: Run, text: str, tokens: int, temperature: float, seed: int) -> str:
+    """:func:`sample` for a run in memory."""
+    if tokens < 0 or not 0 <= temperature < float("inf"):
+        raise DataError(
+            f"{tokens} tokens at temperature {temperature} were asked for; neither may be negative or infinite."
+        )
+    tokenizer, end = _tokenizer(run)
+    # As in training, text that spells a special token is text.
+    tokenizer.encode_special_tokens = True
+    prompt = tokenizer.encode(text, add_special_tokens=False).ids or [end]
+    positions = getattr(run.model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and len(prompt) + tokens > positions:
+        raise DataError(
+            f"The text has {len(prompt):,} tokens and {tokens:,} more were asked for; the model has {positions:,} "
+            "positions.",
+            "Ask for fewer tokens or give a shorter text.",
+        )
+    added = _continue(run.model, prompt, tokens, temperature, seed, end, tokenizer.get_vocab_size())
+    return text + cast(str, tokenizer.decode(added, skip_special_tokens=True))
+
+
+def _load(folder: Path) -> Run:
+    # Imported when needed: the loop brings the optimizer and its kernels, which a run in memory already has.
+    from narrowgauge.trainer.loop import load
+
+    return cast(Run, load(Path(folder)))
+
+
+def _write(run: Run, folder: Path, dtype: Dtype) -> None:
+    weights = _weights(run, dtype)
+    is_narrow = all(tensor.dtype == torch.bfloat16 for tensor in weights.values() if tensor.is_floating_point())
+    # A model with some weights in float32 (kept modules) is said to be float32: loading then changes no value.
+    named = torch.bfloat16 if is_narrow else torch.float32
+    with without_progress_bars():
+        run.model.save_pretrained(folder, state_dict=weights)
+    config = copy.deepcopy(run.model.config)
+    config.dtype = named
+    config.use_cache = True
+    if run.tokenizer_path is not None:
+        _, end = _write_tokenizer(run, folder, getattr(config, "max_position_embeddings", None))
+        config.bos_token_id = config.eos_token_id = end
+    config.save_pretrained(folder)
+    _write_generation(run.model, folder, config.eos_token_id)
+    for file in folder.iterdir():
+        sync_file(file)
+    sync_folder(folder)
+
+
+def _weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
+    """Every entry of the model's state, once; a tied parameter has its first name."""
+    stored = {id(parameter): parameter for parameter in run.model.parameters()} if dtype == "float32" else {}
+    entries = dict(run.model.named_buffers()) | dict(run.model.named_parameters())
+    kept = run.model.state_dict().keys()
+    weights = {}
+    for name, value in entries.items():
+        if name in kept:
+            exact = run.optimizer.stored(cast(nn.Parameter, value)) if id(value) in stored else value
+            weights[name] = exact.detach().contiguous()
+    return weights
+
+
+def _write_tokenizer(run: Run, folder: Path, positions: int | None) -> tuple[Tokenizer, int]:
+    tokenizer, end = _tokenizer(run)
+    name = tokenizer.id_to_token(end)
+    length = {} if positions is None else {"model_max_length": positions}
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=name, eos_token=name, clean_up_tokenization_spaces=False, **length
+    )
+    fast.save_pretrained(folder)
+    return tokenizer, end
+
+
+def _write_generation(model: PreTrainedModel, folder: Path, end: int | None) -> None:
+    if model.can_generate():
+        generation = copy.deepcopy(model.generation_config)
+        generation.bos_token_id = generation.eos_token_id = end
+        generation.use_cache = True
+        generation.save_pretrained(folder)
+
+
+def _tokenizer(run: Run) -> tuple[Tokenizer, int]:
+    if run.tokenizer_path is None:
+        raise RecordError("This run has no tokenizer: its data was a token map without one.", "Export the model alone.")
+    return load_tokenizer(run.tokenizer_path)
+
+
+@torch.no_grad()
+def _continue(
+    model: PreTrainedModel, prompt: list[int], tokens: int, temperature: float, seed: int, end: int, vocab_size: int
+) -> list[int]:
+    """The tokens that follow, without the end of text."""
+    generator = torch.Generator().manual_seed(seed)
+    was_training = model.training
+    model.eval()
+    added: list[int] = []
+    new, cache = torch.tensor([prompt], device=model.device), None
+    try:
+        while len(added) < tokens:
+            output = model(input_ids=new, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            # A model may have more embeddings than the tokenizer has tokens.
+            token = _choose(output.logits[0, -1, :vocab_size].float().cpu(), temperature, generator)
+            if token == end:
+                break
+            added.append(token)
+            new = torch.tensor([[token]], device=model.device)
+    finally:
+        model.train(was_training)
+    return added
+
+
+def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    # Shifted first: a tiny temperature must not overflow.
+    shares = torch.softmax((logits - logits.max()) / temperature, dim=-1)
+    return int(torch.multinomial(shares, 1, generator=generator))

@@ -1,0 +1,87 @@
+"""Small trainings that several tests share: each a pure function of its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import narrowgauge as ng
+from narrowgauge.recipes import STORAGES
+
+
+def visible_dtype(storage: str) -> torch.dtype:
+    return getattr(torch, STORAGES[storage].visible)
+
+
+def parameters(storage: str, shapes: list[tuple[int, ...]], seed: int = 0, scale: float = 0.02) -> list[torch.nn.Parameter]:
+    """Gaussian weights in the storage's visible format."""
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(shape, generator=generator) * scale for shape in shapes]
+    return [torch.nn.Parameter(v.to(torch.bfloat16).to(visible_dtype(storage))) for v in values]
+
+
+def gradients(shapes: list[tuple[int, ...]], step: int, scale: float = 1e-2, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """Gaussian gradients of one step, rounded to bfloat16 whatever the dtype."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return [(torch.randn(shape, generator=generator) * scale).to(torch.bfloat16).to(dtype) for shape in shapes]
+
+
+def train(optimizer: ng.Optimizer, shapes: list[tuple[int, ...]], steps: range, scale: float = 1e-2) -> None:
+    """Take steps with :func:`gradients`."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in steps:
+        for p, g in zip(params, gradients(shapes, step, scale, params[0].dtype), strict=True):
+            p.grad = g
+        optimizer.step()
+
+
+def kept(optimizer: ng.Optimizer) -> dict[str, Tensor]:
+    """Everything an optimizer keeps, the visible weights included, by name."""
+    names = optimizer.parameter_names()
+    result = {f"{name}.visible": p.detach().clone() for p, name in names.items()}
+    for p, name in names.items():
+        for what in ("weight", "exp_avg", "exp_avg_sq"):
+            result[f"{name}.{what}"] = optimizer.stored(p, what)
+    return result
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Equal names, shapes, dtypes and bits."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.dtype is other[name].dtype and value.shape == other[name].shape, name
+        integer = {2: torch.int16, 4: torch.int32}[value.element_size()]
+        differing = int((value.contiguous().view(integer) != other[name].contiguous().view(integer)).sum())
+        assert differing == 0, f"{differing} of {value.numel()} values of {name} differ"
+
+
+@dataclass(frozen=True)
+class Stall:
+    """What became of the stall case: error of the stored displacement, and the audit."""
+
+    error: float
+    reading: ng.Reading
+
+
+def stall(storage: str, *, seed: int = 1, lr: float = 1e-5, steps: int = 400, side: int = 256) -> Stall:
+    """The stall case: weights ~N(0,1), gradients 0.05 + 0.1 N(0,1) from a cycle of 50, beta2 0.999, a small rate.
+
+    The displacement of the stored weight is compared with the same AdamW in float64.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randn(side, side, generator=generator).bfloat16()
+    cycle = [(0.05 + 0.1 * torch.randn(side, side, generator=generator)).bfloat16() for _ in range(50)]
+    weight = torch.nn.Parameter(start.to(visible_dtype(storage), copy=True))
+    optimizer = ng.AdamW([("weight", weight)], lr=lr, betas=(0.9, 0.999), weight_decay=0.0, storage=storage, compile=False)
+    x, m, v = start.double(), torch.zeros(side, side).double(), torch.zeros(side, side).double()
+    for t in range(1, steps + 1):
+        g = cycle[t % 50]
+        weight.grad = g.to(weight.dtype)
+        optimizer.step()
+        m = 0.9 * m + 0.1 * g.double()
+        v = 0.999 * v + 0.001 * g.double() ** 2
+        x = x - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+    moved, wanted = optimizer.stored(weight).double() - start.double(), x - start.double()
+    return Stall(float((moved - wanted).norm() / wanted.norm()), ng.audit(optimizer)["weight"])

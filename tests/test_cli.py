@@ -1,0 +1,278 @@
+"""The command line: what it passes on, what it prints, and one line with status 2 for every mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import narrowgauge
+import narrowgauge.trainer
+from narrowgauge import show
+from narrowgauge.cli import main
+from narrowgauge.errors import ChipError
+from narrowgauge.trainer.config import TrainConfig, kind_of
+
+# The package that is tested, wherever a process is started.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
+TABLES = ("formats", "recipes", "storages", "chips", "models")
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words), prog_name="narrowgauge")
+
+
+def run_process(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "narrowgauge", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=ENVIRONMENT)
+
+
+class Calls(list[tuple[Any, ...]]):
+    """What was asked of a part of the trainer that stands in for the true one."""
+
+    answer: Any = None
+
+    def __call__(self, *words: Any) -> Any:
+        self.append(words)
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Calls]:
+    """Stand-ins for the trainer's verbs, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Calls] = {}
+    for module, verbs in {"loop": ("train", "resume"), "exporting": ("export", "sample")}.items():
+        stand_in = ModuleType(f"narrowgauge.trainer.{module}")
+        for verb in verbs:
+            found[verb] = Calls()
+            setattr(stand_in, verb, found[verb])
+        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+        monkeypatch.setattr(narrowgauge.trainer, module, stand_in, raising=False)
+    return found
+
+
+def asked(calls: dict[str, Calls], *words: str) -> TrainConfig:
+    result = call("train", *words)
+    assert result.exit_code == 0, result.stderr
+    [(config,)] = calls["train"]
+    assert isinstance(config, TrainConfig)
+    return config
+
+
+def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
+    train = main.commands["train"]
+    flags = {option.name: option for option in train.params if isinstance(option, click.Option)}
+    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    assert set(flags) - set(fields) == {"file"}
+    for name, field in fields.items():
+        option = flags[name]
+        assert option.opts == [f"--{name.replace('_', '-')}"]
+        assert bool(option.secondary_opts) == (kind_of(field) is bool)
+        assert option.get_default(click.Context(train)) is None, "a flag that is not given must not overrule a file"
+        assert option.help is not None and "[default: " in option.help
+
+
+def test_without_flags_the_defaults_run(calls: dict[str, Calls]) -> None:
+    assert asked(calls) == TrainConfig().validated()
+
+
+def test_flags_reach_the_loop(calls: dict[str, Calls]) -> None:
+    calls["train"].answer = Path("runs/here")
+    config = asked(
+        calls, "--model", "llama-8m", "--recipe", "bf16/exact", "--lr", "2e-3", "--batch-size", "12",
+        "--gradient-accumulation-steps", "3", "--no-compile", "--activation-checkpointing", "--beta2", "0.99",
+        "--max-grad-norm", "inf", "--stop-after", "7", "--out", "here",
+    )  # fmt: skip
+    expected = TrainConfig(
+        model="llama-8m", recipe="bf16/exact", lr=2e-3, batch_size=12, gradient_accumulation_steps=3, compile=False,
+        activation_checkpointing=True, beta2=0.99, max_grad_norm=float("inf"), stop_after=7, out="here",
+    )  # fmt: skip
+    assert config == expected.validated()
+
+
+def test_the_run_folder_is_printed(calls: dict[str, Calls]) -> None:
+    calls["train"].answer = calls["resume"].answer = Path("runs/here")
+    assert call("train").stdout == call("resume", "runs/here").stdout == f"{Path('runs/here')}\n"
+
+
+def test_a_flag_overrules_the_file_and_the_file_the_default(calls: dict[str, Calls], tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text("steps = 7\nbatch_size = 4\nactivation_checkpointing = true\ncompile = true\n")
+    config = asked(calls, "--config", "my.toml", "--steps", "9", "--no-activation-checkpointing")
+    assert (config.steps, config.batch_size, config.activation_checkpointing) == (9, 4, False)
+    assert (config.compile, config.sequence_length) == (True, TrainConfig().sequence_length)
+
+
+def test_resume_passes_on(calls: dict[str, Calls]) -> None:
+    call("resume", "runs/a")
+    call("resume", "runs/a", "--stop-after", "30")
+    assert calls["resume"] == [(Path("runs/a"), None), (Path("runs/a"), 30)]
+
+
+def test_export_passes_on(calls: dict[str, Calls]) -> None:
+    call("export", "runs/a", "out")
+    call("export", "runs/a", "out", "--dtype", "float32")
+    assert calls["export"] == [(Path("runs/a"), Path("out"), "visible"), (Path("runs/a"), Path("out"), "float32")]
+
+
+def test_sample_passes_on_and_prints(calls: dict[str, Calls]) -> None:
+    calls["sample"].answer = "def f():\n    pass"
+    result = call("sample", "runs/a", "def ", "--tokens", "5", "--temperature", "0", "--seed", "3")
+    assert calls["sample"] == [(Path("runs/a"), "def ", 5, 0.0, 3)]
+    assert result.stdout == "def f():\n    pass\n"
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_tables_as_text_and_json(table: str) -> None:
+    assert call("show", table).stdout == show.table(table).plain()
+    rows = json.loads(call("show", table, "--json").stdout)
+    assert [row["name"] for row in rows] == [row["name"] for row in show.rows(table)]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (("format", "bf16"), "max", show.detail_format("bfloat16")["max"]),
+        (("recipe", "bf16/word"), "bytes_per_param", 8.0),
+        (("value", "0x1p-3"), "value", 0.125),
+        (("value", "-0.5"), "value", -0.5),
+        (("value", "-1e-8"), "value", -1e-8),
+        (("value", "-inf"), "value", "-inf"),
+    ],
+)
+def test_details_as_text_and_json(words: tuple[str, str], key: str, value: object) -> None:
+    rows = json.loads(call("show", *words, "--json").stdout)
+    assert rows[0][key] == value
+    assert all("name" in row for row in rows)
+    text = call("show", *words)
+    assert text.exit_code == 0 and rows[0]["name"] in text.stdout
+
+
+WRONG = [
+    (("shwo",), "UsageError: ", "'shwo'"),
+    (("show", "format"), "UsageError: ", "NAME"),
+    (("show", "format", "bfloat17"), "FormatError: ", "Did you mean 'bfloat16'"),
+    (("show", "value", "abc"), "FormatError: ", "'abc' is no number"),
+    (("show", "value", "--jsn"), "FormatError: ", "'--jsn' is no number"),
+    (("show", "recipe", "bfloat16/wrod"), "RecipeError: ", "Did you mean 'word'"),
+    (("show", "formats", "extra"), "UsageError: ", "extra"),
+    (("train", "--recpie", "x"), "UsageError: ", "Did you mean '--recipe'"),
+    (("train", "--steps", "many"), "UsageError: ", "'many'"),
+    (("train", "--steps"), "UsageError: ", "--steps"),
+    (("train", "--steps", "0"), "NarrowgaugeError: ", "at least 1"),
+    (("train", "--lr", "0"), "NarrowgaugeError: ", "above 0"),
+    (("train", "--lr", "nan"), "NarrowgaugeError: ", "above 0"),
+    (("train", "--recipe", "bfloat16/wrod"), "RecipeError: ", "Did you mean 'word'"),
+    (("train", "--model", "lama-1m"), "RecipeError: ", "Did you mean 'llama-1m'"),
+    (("train", "--data", "nowhere"), "DataError: ", "No data in nowhere"),
+    (("train", "--config", "nowhere.toml"), "DataError: ", "nowhere.toml does not exist"),
+    (("train", "--batch-size", "8", "--gradient-accumulation-steps", "3"), "NarrowgaugeError: ", "cannot be cut"),
+    (("train", "--sequence-length", "4096"), "RecipeError: ", "2048 positions"),
+    (("resume",), "UsageError: ", "DIR"),
+    (("export", "a", "b", "--dtype", "int8"), "UsageError: ", "'int8'"),
+    (("sample", "a", "b", "--tokens", "0"), "UsageError: ", "--tokens"),
+]
+
+
+@pytest.mark.parametrize(("words", "kind", "word"), WRONG)
+def test_mistakes_cost_one_line_and_status_2(
+    words: tuple[str, ...], kind: str, word: str, calls: dict[str, Calls], tmp_path: Path
+) -> None:
+    result = call(*words)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(kind) and word in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not any(calls.values()), "nothing runs"
+    assert not any(tmp_path.iterdir()), "nothing is written"
+
+
+def test_an_existing_folder_is_left_alone(calls: dict[str, Calls], tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "notes.txt").write_text("mine")
+    result = call("train", "--out", "here")
+    assert result.exit_code == 2 and "not empty" in result.stderr
+    assert not calls["train"]
+
+
+def test_errors_of_the_trainer_are_told_the_same_way(calls: dict[str, Calls]) -> None:
+    calls["resume"].answer = ChipError("no CUDA device\n  here.", "Leave it out.")
+    result = call("resume", "runs/a")
+    assert (result.exit_code, result.stderr) == (2, "ChipError: no CUDA device here. Leave it out.\n")
+
+
+@pytest.mark.parametrize(
+    ("stop", "line"),
+    [
+        (KeyboardInterrupt(), "Interrupted: the command was stopped.\n"),
+        (KeyboardInterrupt("saved at step 7."), "Interrupted: saved at step 7.\n"),
+    ],
+)
+def test_an_interruption_is_one_line_and_status_130(
+    stop: KeyboardInterrupt, line: str, calls: dict[str, Calls]
+) -> None:
+    calls["train"].answer = stop
+    result = call("train")
+    assert (result.exit_code, result.stderr) == (130, line)
+
+
+def test_a_fault_of_ours_is_not_hidden(calls: dict[str, Calls]) -> None:
+    calls["train"].answer = ZeroDivisionError("ours")
+    assert isinstance(call("train").exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("words", [(), ("show",), ("train", "--help")])
+def test_help_is_no_mistake(words: tuple[str, ...]) -> None:
+    result = call(*words)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Usage: narrowgauge") and result.stderr == ""
+
+
+def test_version() -> None:
+    assert call("--version").stdout == f"narrowgauge {narrowgauge.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words", [("show", "format", "fp7"), ("train", "--steps", "-3"), ("nonsense",), ("train", "--model", "gpt3")]
+)
+def test_a_real_process_ends_with_status_2_and_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+    result = run_process(*words, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_real_process_prints_json() -> None:
+    result = run_process("show", "formats", "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert {row["name"] for row in json.loads(result.stdout)} >= {"bfloat16", "float8_e4m3fn"}
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "narrowgauge", "show", "chips", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("words", [["train", "--help"], ["train", "--lr", "-1"], ["show", "chips"]])
+def test_no_torch_until_it_is_needed(words: list[str]) -> None:
+    lines = ["import sys", "from narrowgauge.cli import main", f"try: main({words!r})", "except SystemExit: pass"]
+    result = subprocess.run(
+        [sys.executable, "-c", "\n".join([*lines, "sys.exit('torch' in sys.modules)"])],
+        capture_output=True, check=False, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert result.returncode == 0

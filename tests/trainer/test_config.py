@@ -1,0 +1,295 @@
+"""The settings of a run: defaults, laws, rules, the schedule, and the way through TOML and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+import narrowgauge
+from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError
+from narrowgauge.models import MODELS
+from narrowgauge.recipes import load_toml, parse, parse_table
+from narrowgauge.trainer.config import TrainConfig, kind_of
+
+FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs and relative paths live in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refusal(**settings: Any) -> str:
+    with pytest.raises(NarrowgaugeError) as caught:
+        TrainConfig(**settings).validated()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_setting_says_what_it_is(name: str) -> None:
+    assert FIELDS[name].metadata["help"][0].isupper() or FIELDS[name].metadata["help"].startswith("stdlib")
+    assert kind_of(FIELDS[name]) in (str, int, float, bool)
+    default = FIELDS[name].default
+    assert default is None or FIELDS[name].metadata["holds"](default)
+    # A rule stands for a value that is left open, so the help must tell it.
+    assert (default is None) == ("[default:" in FIELDS[name].metadata["help"])
+
+
+def test_the_settings_are_kinds_of_their_defaults() -> None:
+    for name, field in FIELDS.items():
+        assert field.default is None or type(field.default) is kind_of(field), name
+
+
+def test_defaults_are_a_run_that_can_start(elsewhere: Path) -> None:
+    config = TrainConfig().validated()
+    assert (config.lr, config.warmup_steps, config.compile) == (3e-3, 40, False)
+    assert config.out == str(Path("runs") / "llama-1m-bfloat16-word-1")
+    assert not any(elsewhere.iterdir()), "checking writes nothing"
+
+
+def test_checking_twice_changes_nothing() -> None:
+    config = TrainConfig(model="LLAMA-8M", recipe="bf16").validated()
+    assert config.validated() == config
+    assert (config.model, config.recipe) == ("llama-8m", "bfloat16/word")
+
+
+def test_what_is_given_is_what_runs() -> None:
+    config = TrainConfig(lr=0.5, warmup_steps=0, compile=False, steps=5000, out="here").validated()
+    assert (config.lr, config.warmup_steps, config.compile, config.out) == (0.5, 0, False, "here")
+
+
+@pytest.mark.parametrize(
+    ("model", "rate"), [("llama-1m", 3e-3), ("llama-8m", 1e-3), ("llama-125m", 6e-4), ("llama-1b", 3e-4)]
+)
+def test_the_learning_rate_follows_the_size(model: str, rate: float) -> None:
+    assert TrainConfig(model=model).filled().lr == rate
+    num_parameters = MODELS[model].num_parameters
+    assert TrainConfig(model="some/folder").filled(num_parameters).lr == rate
+
+
+def test_a_model_of_unknown_size_leaves_its_rules_open() -> None:
+    config = TrainConfig(model="some/folder").filled()
+    assert (config.lr, config.compile, config.warmup_steps) == (None, None, 40)
+    with pytest.raises(NarrowgaugeError, match="learning rate is not set"):
+        config.learning_rate(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "steps", "compiled"),
+    [("llama-1m", 999, False), ("llama-1m", 1000, True), ("llama-8m", 1, True)],
+)
+def test_compilation_follows_size_and_length(model: str, steps: int, compiled: bool) -> None:
+    assert TrainConfig(model=model, steps=steps).filled().compile is compiled
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (10, 1), (400, 40), (1000, 100), (100_000, 100)])
+def test_the_warm_up_follows_the_length(steps: int, warmup: int) -> None:
+    assert TrainConfig(steps=steps).filled().warmup_steps == warmup
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        # Warm-up over 10 of 110 steps, then from 1 down to a tenth over 100.
+        ("linear", {1: 0.1, 5: 0.5, 10: 1.0, 35: 0.775, 60: 0.55, 110: 0.1}),
+        ("cosine", {1: 0.1, 5: 0.5, 10: 1.0, 35: 0.1 + 0.9 * (2 + math.sqrt(2)) / 4, 60: 0.55, 110: 0.1}),
+        ("constant", {1: 0.1, 5: 0.5, 10: 1.0, 11: 1.0, 60: 1.0, 110: 1.0}),
+    ],
+)
+def test_the_schedule_at_known_steps(schedule: str, rates: dict[int, float]) -> None:
+    config = TrainConfig(steps=110, lr=1.0, warmup_steps=10, schedule=schedule)
+    assert {step: config.learning_rate(step) for step in rates} == pytest.approx(rates, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 1), (7, 7), (50, 5)])
+def test_the_schedule_rises_then_never_rises_and_stays_above_zero(schedule: str, steps: int, warmup: int) -> None:
+    config = TrainConfig(steps=steps, lr=2.0, warmup_steps=warmup, schedule=schedule)
+    rates = [config.learning_rate(step) for step in range(1, steps + 1)]
+    assert rates[:warmup] == sorted(rates[:warmup])
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+    assert all(0 < rate <= 2.0 for rate in rates)
+
+
+def test_the_last_rate_is_the_stated_share_of_the_peak() -> None:
+    config = TrainConfig(steps=50, lr=2.0, min_lr_ratio=0.25)
+    assert config.learning_rate(50) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"steps": 0}, "steps = 0 was asked for, and it must be at least 1"),
+        ({"steps": True}, "must be a whole number"),
+        ({"steps": 1.5}, "must be a whole number"),
+        ({"steps": None}, "must be a whole number"),
+        ({"seed": -1}, "at least 0"),
+        ({"seed": 2**63}, "seed"),
+        ({"lr": 0.0}, "lr = 0.0 was asked for, and it must be above 0"),
+        ({"lr": -1e-3}, "above 0"),
+        ({"lr": math.nan}, "above 0"),
+        ({"lr": math.inf}, "finite"),
+        ({"lr": "0.1"}, "must be a number"),
+        ({"beta1": 1.0}, "below 1"),
+        ({"beta2": -0.1}, "below 1"),
+        ({"eps": -1e-8}, "at least 0"),
+        ({"weight_decay": math.nan}, "at least 0"),
+        ({"max_grad_norm": 0.0}, "above 0"),
+        ({"min_lr_ratio": 1.5}, "from 0 to 1"),
+        ({"held_out": 1.0}, "below 1"),
+        ({"held_out": 0.0}, "above 0"),
+        ({"schedule": "cosin"}, "one of cosine, linear, constant"),
+        ({"batch_size": 0}, "at least 1"),
+        ({"sequence_length": 0}, "at least 1"),
+        ({"batch_size": 8, "gradient_accumulation_steps": 3}, "a batch of 8 sequences cannot be cut into 3"),
+        ({"batch_size": 2, "gradient_accumulation_steps": 4}, "cannot be cut"),
+        ({"warmup_steps": 11, "steps": 10}, "a warm-up of 11 steps was asked for in a run of 10"),
+        ({"out": ""}, "must be a path"),
+        ({"activation_checkpointing": 1}, "must be true or false"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], word: str) -> None:
+    assert word in refusal(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"max_grad_norm": math.inf}, {"eps": 0.0}, {"weight_decay": 0}, {"lr": 1}])
+def test_settings_at_the_edge_are_taken(settings: dict[str, Any]) -> None:
+    TrainConfig(**settings).validated()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "word"),
+    [
+        ({"recipe": "bfloat16/wrod"}, RecipeError, "Did you mean 'word'"),
+        ({"recipe": "none.toml"}, RecipeError, "does not exist"),
+        ({"model": "lama-8m"}, RecipeError, "Did you mean 'llama-8m'"),
+        ({"model": "./nowhere"}, DataError, "the model folder ./nowhere does not exist"),
+        ({"model": "."}, DataError, "holds no config.json"),
+        ({"sequence_length": 4096}, RecipeError, "llama-1m, which has 2048 positions"),
+        ({"data": "nowhere"}, DataError, "No data in nowhere"),
+        ({"tokenizer": "nowhere.json"}, DataError, "the tokenizer nowhere.json does not exist"),
+    ],
+)
+def test_what_is_not_there_is_said(settings: dict[str, Any], kind: type[Exception], word: str) -> None:
+    with pytest.raises(kind) as caught:
+        TrainConfig(**settings).validated()
+    assert word in str(caught.value)
+
+
+def test_a_folder_with_a_model_is_taken_whatever_its_size(elsewhere: Path) -> None:
+    (elsewhere / "mine").mkdir()
+    (elsewhere / "mine" / "config.json").write_text("{}")
+    config = TrainConfig(model="mine", sequence_length=100_000).validated()
+    assert (config.model, config.lr) == ("mine", None)
+    assert config.out == str(Path("runs") / "mine-bfloat16-word-1")
+
+
+def test_a_new_run_takes_the_first_free_number(elsewhere: Path) -> None:
+    (elsewhere / "runs" / "llama-1m-bfloat16-word-1").mkdir(parents=True)
+    (elsewhere / "runs" / "llama-1m-bfloat16-word-3").mkdir()
+    assert TrainConfig().validated().out == str(Path("runs") / "llama-1m-bfloat16-word-2")
+
+
+def test_a_folder_in_use_is_refused_and_an_empty_one_is_not(elsewhere: Path) -> None:
+    (elsewhere / "run").mkdir()
+    assert TrainConfig(out="run").validated().out == "run"
+    (elsewhere / "run" / "notes.txt").touch()
+    with pytest.raises(RecordError, match="not empty"):
+        TrainConfig(out="run").validated()
+    (elsewhere / "run" / "run.toml").touch()
+    with pytest.raises(RecordError, match="narrowgauge resume run"):
+        TrainConfig(out="run").validated()
+
+
+def through_toml(config: TrainConfig) -> TrainConfig:
+    return TrainConfig.from_dict(load_toml(tomli_w.dumps(config.to_dict())))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainConfig(),
+        TrainConfig(model="llama-35m", lr=0.1 + 0.2, eps=1e-300, max_grad_norm=math.inf, compile=True, stop_after=3),
+        TrainConfig(recipe=parse_table({"recipe": "bfloat16/word", "keep": ["lm_head"]}), out="some where/é"),
+    ],
+)
+def test_the_way_through_toml_changes_nothing(config: TrainConfig) -> None:
+    assert through_toml(config) == config
+    assert through_toml(config.validated()) == config.validated()
+
+
+def test_nothing_open_is_written() -> None:
+    assert "lr" not in TrainConfig().to_dict()
+    assert set(TrainConfig().validated().to_dict()) == set(FIELDS) - {"tokenizer", "stop_after"}
+
+
+def test_a_recipe_file_is_replaced_by_what_it_says(elsewhere: Path) -> None:
+    path = elsewhere / "mine.toml"
+    path.write_text('recipe = "bfloat16/word"\nkeep = ["lm_head"]\n')
+    config = TrainConfig(recipe="mine.toml").validated()
+    path.unlink()
+    again = through_toml(config)
+    assert again == config
+    assert parse(again.recipe).keep == ("lm_head",)
+    path.write_text('compute = "bf16"\n')
+    assert TrainConfig(recipe="mine.toml").validated().recipe == "bfloat16/word"
+
+
+def test_a_settings_file(elsewhere: Path) -> None:
+    path = elsewhere / "run.toml"
+    path.write_text('model = "llama-8m"\nlr = 1\nbatch_size = 16\n[recipe]\ncompute = "bfloat16"\nkeep = ["lm_head"]\n')
+    config = TrainConfig.from_toml(path)
+    assert (config.model, config.lr, type(config.lr), config.batch_size) == ("llama-8m", 1.0, float, 16)
+    assert config.steps == TrainConfig().steps
+    assert parse(config.recipe).keep == ("lm_head",)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("batch-size = 8", "unknown key 'batch-size'. Did you mean 'batch_size'?"),
+        ("quux = 8", "narrowgauge train --help lists all"),
+        ("steps = 0", "steps = 0 was asked for in mine.toml, and it must be at least 1"),
+        ('steps = "many"', "must be a whole number"),
+        ("steps = [", "cannot be read"),
+        ('[recipe]\ncompute = "bf61"', "no recipe part is named 'bf61'"),
+    ],
+)
+def test_wrong_settings_files_are_refused_in_one_line(text: str, word: str, elsewhere: Path) -> None:
+    (elsewhere / "mine.toml").write_text(text)
+    with pytest.raises(NarrowgaugeError) as caught:
+        TrainConfig.from_toml("mine.toml")
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_an_unreadable_settings_file_is_named(content: bytes | None, elsewhere: Path) -> None:
+    if content is not None:
+        (elsewhere / "mine.toml").write_bytes(content)
+    with pytest.raises(DataError, match=r"mine\.toml"):
+        TrainConfig.from_toml("mine.toml")
+
+
+def test_sizes_that_follow() -> None:
+    config = TrainConfig(batch_size=12, gradient_accumulation_steps=3, sequence_length=100, beta1=0.8, beta2=0.9)
+    assert (config.micro_batch_size, config.tokens_per_step, config.betas) == (4, 1200, (0.8, 0.9))
+
+
+def test_checking_needs_no_torch() -> None:
+    lines = "import sys\nfrom narrowgauge.trainer.config import TrainConfig\nTrainConfig().validated()\n"
+    code = f"{lines}sys.exit('torch' in sys.modules)"
+    # The package that is tested, though this folder is another.
+    environment = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

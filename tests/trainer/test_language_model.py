@@ -1,0 +1,298 @@
+"""Models are a function of shape and seed, and every way of computing the loss gives the same loss and gradients."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import narrowgauge.trainer.language_model as language_model
+from narrowgauge.errors import DataError
+from narrowgauge.models import MODELS
+from narrowgauge.trainer.language_model import (
+    build,
+    can_chunk,
+    chunked_cross_entropy,
+    compiled_loss,
+    enable_activation_checkpointing,
+    loss_sum,
+    num_parameters,
+)
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.5,
+}
+
+
+def small(seed: int = 0, **changes: object) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**{**SMALL, "attention_dropout": 0.0, **changes})).train()
+
+
+def some_tokens(vocab_size: int = 96, batch: int = 3, length: int = 17, seed: int = 0) -> Tensor:
+    return torch.randint(0, vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def narrowed(model: PreTrainedModel) -> PreTrainedModel:
+    """What ``prepare`` does to a parameter: other data under the same ``Parameter``."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.float().clone() for name, parameter in model.named_parameters()}
+
+
+def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The worst relative error of any gradient."""
+    assert found.keys() == wanted.keys()
+    assert all(value.norm() > 0 for value in wanted.values())
+    return max(((found[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in wanted)
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", **SMALL, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["llama-1m", "llama-8m", "gpt2-124m"])
+def test_a_preset_has_the_parameters_its_row_says(name: str) -> None:
+    with torch.device("meta"):
+        config = language_model._preset_config(MODELS[name], None)
+        model = language_model.AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
+    assert num_parameters(model) == MODELS[name].num_parameters
+
+
+def test_weights_are_a_function_of_the_seed_alone() -> None:
+    first = build("llama-1m", vocab_size=300, seed=5).state_dict()
+    torch.manual_seed(1234)
+    torch.rand(7)
+    before = torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        second = build(" Llama-1M", vocab_size=300, seed=5).state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    other = build("llama-1m", vocab_size=300, seed=6).state_dict()
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_a_built_model_is_ready_to_train() -> None:
+    model = build("llama-1m", seed=0)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert model.training
+    assert model.config.use_cache is False
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config.eos_token_id is None
+
+
+def test_gpt2_has_no_dropout() -> None:
+    config = language_model._without_dropout(language_model._preset_config(MODELS["gpt2-124m"], None))
+    assert (config.attn_pdrop, config.embd_pdrop, config.resid_pdrop) == (0, 0, 0)
+
+
+def test_a_folder_with_a_config_alone_is_drawn_from_the_seed(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "shape")
+    one, two = build(str(folder), seed=1), build(str(folder / "config.json"), seed=1)
+    assert torch.equal(one.lm_head.weight, two.lm_head.weight)
+    assert one.lm_head.weight.dtype == torch.float32
+    assert one.config.attention_dropout == 0
+    assert build(str(folder), vocab_size=50, seed=1).lm_head.weight.shape == (50, 32)
+
+
+def test_a_folder_with_weights_keeps_them_in_float32(tmp_path: Path) -> None:
+    saved = narrowed(small(seed=3))
+    saved.save_pretrained(tmp_path)
+    model = build(str(tmp_path), vocab_size=96, seed=0)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    for name, value in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value.float()), name
+    with pytest.raises(DataError, match="96 token embeddings; the text has 97"):
+        build(str(tmp_path), vocab_size=97, seed=0)
+
+
+def test_bad_models_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"'lama-8m' is neither .* Did you mean 'llama-8m'\?"):
+        build("lama-8m", seed=0)
+    with pytest.raises(DataError, match=r"it has no config\.json"):
+        build(str(tmp_path), seed=0)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(DataError, match="Cannot build a causal language model from the folder"):
+        build(str(tmp_path), seed=0)
+    (tmp_path / "config.json").write_text('{"model_type": "no such type"}')
+    with pytest.raises(DataError, match="Cannot build a causal language model from the folder"):
+        build(str(tmp_path), seed=0)
+
+
+def test_damaged_weights_say_so(tmp_path: Path) -> None:
+    small().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(DataError, match="Cannot build a causal language model from the folder"):
+        build(str(tmp_path), seed=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_loss_is_the_sum_of_the_models_own_mean(tied: bool) -> None:
+    model, tokens = small(tie_word_embeddings=tied), some_tokens()
+    own = model(input_ids=tokens, labels=tokens).loss * 3 * 16
+    assert loss_sum(model, tokens, chunked=False).item() == pytest.approx(own.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("native", [True, False])
+def test_chunked_equals_whole(tied: bool, kind: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language_model, "_CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(language_model, "_MIN_CHUNK_TOKENS", 11)
+    if not native:
+        monkeypatch.setattr(language_model, "_NATIVE", None)
+    model, tokens = small(tie_word_embeddings=tied), some_tokens()
+    if kind == "bfloat16":
+        narrowed(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        whole = loss_sum(model, tokens, chunked=False)
+        chunked = loss_sum(model, tokens, chunked=True)
+    assert whole.dtype == chunked.dtype == torch.float32
+    assert chunked.item() == pytest.approx(whole.item(), rel=1e-6)
+    tolerance = 1e-5 if kind == "float32" else 2e-2
+    assert distance(gradients(model, chunked), gradients(model, whole)) < tolerance
+
+
+def test_narrow_chunks_add_up_in_float32() -> None:
+    """Many chunks, each summed in bfloat16, would be off by a percent; their gradients by ever more roundings."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2048, 16, generator=generator).bfloat16()
+    weight = torch.randn(64, 16, generator=generator).mul(0.2).bfloat16().requires_grad_()
+    targets = torch.randint(0, 64, (2048,), generator=generator)
+    exact = weight.detach().double().requires_grad_()
+    wanted = F.cross_entropy(hidden.double() @ exact.T, targets, reduction="sum")
+    wanted.backward()
+    found = language_model._looped(hidden, weight, targets, None, 32)
+    found.backward()
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-3)
+    assert weight.grad.dtype == torch.bfloat16
+    assert (weight.grad - exact.grad).norm() / exact.grad.norm() < 3e-3
+
+
+def test_a_bias_of_the_head_counts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(shape, generator=generator) for shape in ((300, 8), (20, 8), (20,)))
+    targets = torch.randint(0, 20, (300,), generator=generator)
+    wanted = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum").item()
+    assert chunked_cross_entropy(hidden, weight, targets, bias).item() == pytest.approx(wanted, rel=1e-6)
+    looped = language_model._looped(hidden, weight, targets, bias, 64)
+    assert looped.item() == pytest.approx(wanted, rel=1e-6)
+
+
+def test_what_comes_after_the_head_forbids_chunks() -> None:
+    model = small()
+    assert can_chunk(model)
+    model.config.final_logit_softcapping = 30.0
+    assert not can_chunk(model)
+
+
+def test_dtypes_are_those_the_recipes_claim() -> None:
+    model, seen = narrowed(small()), {}
+    for name in ("model.layers.0", "model.layers.0.input_layernorm", "model.norm", "lm_head", "model.rotary_emb"):
+        keep = lambda _m, _i, out, name=name: seen.__setitem__(name, out)  # noqa: E731
+        model.get_submodule(name).register_forward_hook(keep)
+    loss = loss_sum(model, some_tokens(), chunked=False)
+    assert seen["model.layers.0"].dtype == seen["model.norm"].dtype == seen["lm_head"].dtype == torch.bfloat16
+    assert seen["model.layers.0.input_layernorm"].dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert all(turn.dtype == torch.bfloat16 for turn in seen["model.rotary_emb"])
+
+
+def test_norms_are_float32_inside() -> None:
+    """Squares of bfloat16 below 1e-38 vanish in bfloat16, and a mean of 4,096 of them stalls at 256 times the first."""
+    norm = narrowed(small(hidden_size=4096, num_attention_heads=32, num_hidden_layers=1)).model.norm
+    values = torch.full((1, 4096), 3.0, dtype=torch.bfloat16)
+    assert torch.equal(norm(values), torch.ones_like(values))
+
+
+def test_a_tied_embedding_stays_tied_when_narrowed() -> None:
+    model = narrowed(build("llama-1m", vocab_size=300, seed=0))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert num_parameters(model) == sum(p.numel() for name, p in model.named_parameters() if "lm_head" not in name)
+    loss_sum(model, some_tokens(), chunked=True).backward()
+    assert model.lm_head.weight.grad is model.model.embed_tokens.weight.grad
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_activation_checkpointing_changes_no_bit(kind: str) -> None:
+    plain, light, tokens = small(), small(), some_tokens()
+    if kind == "bfloat16":
+        narrowed(plain), narrowed(light)
+    enable_activation_checkpointing(light)
+    calls = []
+    light.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    wanted = gradients(plain, loss_sum(plain, tokens, chunked=False))
+    found = gradients(light, loss_sum(light, tokens, chunked=False))
+    assert len(calls) == 2
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("kind", "chunked", "light"), [("float32", False, False), ("bfloat16", True, True)])
+def test_compiled_equals_eager(kind: str, chunked: bool, light: bool) -> None:
+    torch._dynamo.reset()
+    model, tokens = small(), some_tokens()
+    if kind == "bfloat16":
+        narrowed(model)
+    wanted_loss = loss_sum(model, tokens, chunked=chunked)
+    wanted = gradients(model, wanted_loss)
+    if light:
+        enable_activation_checkpointing(model)
+    names = list(model.state_dict())
+    loss = compiled_loss(model, chunked=chunked)
+    found_loss = loss(tokens)
+    found = gradients(model, found_loss)
+    assert list(model.state_dict()) == names
+    tolerance = 1e-5 if kind == "float32" else 3e-2
+    assert found_loss.dtype == torch.float32
+    assert found_loss.item() == pytest.approx(wanted_loss.item(), rel=1e-5 if kind == "float32" else 1e-3)
+    assert distance(found, wanted) < tolerance
+
+
+def test_all_layers_share_one_graph() -> None:
+    torch._dynamo.reset()
+    model, tokens = small(num_hidden_layers=5), some_tokens()
+    torch._dynamo.utils.counters.clear()
+    loss = compiled_loss(model, chunked=False)
+    for _ in range(2):
+        loss(tokens).backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_loss_is_one_graph_without_breaks(chunked: bool) -> None:
+    torch._dynamo.reset()
+    model, tokens = small(num_hidden_layers=1), some_tokens()
+    compiled = torch.compile(lambda t: loss_sum(model, t, chunked=chunked), fullgraph=True, backend="aot_eager")
+    found = compiled(tokens)
+    assert found.item() == pytest.approx(loss_sum(model, tokens, chunked=chunked).item(), rel=1e-5)
+    assert math.isfinite(distance(gradients(model, found), gradients(model, loss_sum(model, tokens, chunked=chunked))))
