@@ -6,8 +6,12 @@ parameters *after*; autocast and the casts around kept modules go on last. ``pre
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -38,8 +42,8 @@ def prepare(
     stored weights are the given float32 ones, cut once to the storage's code.
 
     Args:
-        model: a float32 model on one device; it is changed in place. One already in bfloat16 is taken too, with tails of
-            zero: what was cut before cannot be recovered.
+        model: a float32 model on one device; it is changed in place. One already in bfloat16 is taken too, with tails
+            of zero: what was cut before cannot be recovered.
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
         lr, betas, eps: as in AdamW.
         weight_decay: decoupled decay of matrices; parameters of one dimension are not decayed.
@@ -50,7 +54,8 @@ def prepare(
     Returns:
         ``(model, optimizer)``: the same model, and a ``torch.optim.Optimizer`` for it.
     Raises:
-        RecipeError: an unknown recipe, a ``keep`` pattern or override that matches nothing, or a model in another format.
+        RecipeError: an unknown recipe, a ``keep`` pattern or override that matches nothing or one of two tied names,
+            a model in another format, or one that is all frozen.
 
     Cost: a float32 copy of the weights while it runs.
 
@@ -81,7 +86,8 @@ def prepare(
     _widen_kept(model, policy)
     scope = compute_scope(policy, next(model.parameters()).device)
     if isinstance(scope, torch.autocast):
-        model.forward = scope(model.forward)
+        # Bound to the model: a deep copy then computes with its own weights, not with this model's.
+        model.forward = MethodType(_scoped(type(model).forward, policy), model)
     return model, optimizer
 
 
@@ -98,6 +104,12 @@ def _check(model: nn.Module, recipe: Recipe) -> None:
                 f"{str(parameter.dtype).removeprefix('torch.')}.",
                 "Call model.float() first.",
             )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise RecipeError(
+            f"recipe '{recipe.name}' was given a {type(model).__name__} whose {len(names)} parameters are all frozen.",
+            "Call requires_grad_() on those to train.",
+        )
+    _check_tied(model, recipe)
     modules = [name for name, _ in model.named_modules() if name]
     for pattern in recipe.keep:
         single = Recipe(recipe.compute, recipe.storage, keep=(pattern,))
@@ -116,6 +128,19 @@ def _check(model: nn.Module, recipe: Recipe) -> None:
             )
 
 
+def _check_tied(model: nn.Module, recipe: Recipe) -> None:
+    """A tensor under two names lies in one format."""
+    first: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(parameter, name)
+        if recipe.keeps(other) != recipe.keeps(name):
+            raise RecipeError(
+                f"keep = {list(recipe.keep)} names only one of '{other}' and '{name}' of {type(model).__name__}, which "
+                "are one tensor.",
+                "Keep both modules or neither.",
+            )
+
+
 def _first(names: list[str]) -> str:
     return f"Its names are like '{names[0]}' and '{names[-1]}'." if names else ""
 
@@ -129,6 +154,8 @@ def _cut_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
             values[parameter] = parameter.data.float()
         if storage.visible == "bfloat16" and parameter.dtype is torch.float32:
             parameter.data = round_to_bfloat16(parameter.data)
+        elif storage.visible == "float32":
+            parameter.data = parameter.data.float()
     return values
 
 
@@ -147,19 +174,58 @@ def _groups(model: nn.Module, recipe: Recipe, weight_decay: float) -> list[dict[
 
 
 def _widen_kept(model: nn.Module, recipe: Recipe) -> None:
-    """Casts around the outermost kept modules: float32 in, the model's own format out."""
-    if recipe.storage.visible == "float32":
+    """Casts around the outermost kept modules: float32 in and inside, the model's own format out."""
+    if not recipe.keep or recipe.compute.output == "float32":
         return
     done: list[str] = []
     for name, module in model.named_modules():
         if name and recipe.keeps(name) and not any(name.startswith(f"{outer}.") for outer in done):
             done.append(name)
-            module.register_forward_pre_hook(lambda _, args: tuple(_cast(a, torch.float32) for a in args))
-            module.register_forward_hook(lambda _, __, result: _cast(result, torch.bfloat16))
+            module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+            if recipe.storage.visible == "float32":
+                module.forward = MethodType(_unscoped(type(module).forward), module)
+            else:
+                module.register_forward_hook(_cast_outputs)
+
+
+def _cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast(args, torch.float32), _cast(kwargs, torch.float32)
+
+
+def _cast_outputs(_: nn.Module, __: Any, result: Any) -> Any:
+    return _cast(result, torch.bfloat16)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    """The same with every floating tensor in it in ``dtype``."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)):
+        items = [_cast(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        changed = copy.copy(value)
+        changed.update({key: _cast(item, dtype) for key, item in value.items()})
+        return changed
+    return value
+
+
+def _scoped(forward: Callable[..., Any], recipe: Recipe) -> Callable[..., Any]:
+    @wraps(forward)
+    def in_scope(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with compute_scope(recipe, next(self.parameters()).device):
+            return forward(self, *args, **kwargs)
+
+    return in_scope
+
+
+def _unscoped(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def out_of_scope(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(next(self.parameters()).device.type, enabled=False):
+            return forward(self, *args, **kwargs)
+
+    return out_of_scope
 
 
 def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:

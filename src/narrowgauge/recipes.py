@@ -157,7 +157,7 @@ STORAGES: dict[str, Storage] = {
         ),
         Storage(
             "word", "bfloat16", TAIL8, MOMENT12, SECOND12, cure="split",
-            loses="8 bits of the weight, 20 of each moment, all stochastic: noise of 2^-16 per step, no bias",
+            loses="8 bits of the weight, 18 of each moment, all stochastic: noise of 2^-16 per step, no bias",
             source="Narrowgauge: one 32-bit word of state beside each bfloat16 weight",
         ),
         Storage(

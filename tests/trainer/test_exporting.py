@@ -6,6 +6,7 @@ import errno
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -79,7 +80,6 @@ def test_the_float32_export_is_what_the_optimizer_holds(tmp_path: Path, tokenize
     for name, parameter in run.model.named_parameters():
         assert loaded[name].dtype == torch.float32
         assert torch.equal(loaded[name], run.optimizer.exact[parameter]), name
-    assert not torch.equal(loaded["model.norm.weight"] * 0 + 0.1, loaded["model.norm.weight"].bfloat16().float())
     assert any(not torch.equal(value, value.bfloat16().float()) for value in loaded.values())
 
 
@@ -129,7 +129,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     run, out = make_run(None), tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("1")
-    with pytest.raises(RecordError, match="it exists and is not empty. Name another folder"):
+    with pytest.raises(RecordError, match="it exists and is not empty"):
         write_folder(run, out)
     with pytest.raises(RecordError, match="it exists and is not empty"):
         exporting.export(tmp_path / "no run", out)
@@ -152,18 +152,20 @@ def test_an_export_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="Take 'visible' or 'float32'"):
-        write_folder(make_run(None), tmp_path / "out", "float16")  # type: ignore[arg-type]
+        write_folder(make_run(None), tmp_path / "out", cast(Any, "float16"))
 
 
 def test_a_sample_is_a_function_of_its_arguments(tokenizer_path: Path) -> None:
-    run = make_run(tokenizer_path)
+    run = make_run(tokenizer_path, narrow=False)
     before = torch.get_rng_state()
-    first = continue_text(run, "def add", 12, 1.0, seed=3)
+    first = continue_text(run, "def add", 5, 1.0, seed=3)
     torch.rand(5)
-    assert first == continue_text(run, "def add", 12, 1.0, seed=3)
+    assert first == continue_text(run, "def add", 5, 1.0, seed=3)
     assert first.startswith("def add")
-    assert len({continue_text(run, "def add", 12, 1.0, seed=seed) for seed in range(4)}) > 1
+    assert len({continue_text(run, "def add", 5, 1.0, seed=seed) for seed in range(3)}) > 1
     torch.set_rng_state(before)
+    continue_text(run, "def add", 1, 1.0, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
     assert run.model.training
 
 

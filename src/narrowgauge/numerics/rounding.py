@@ -84,7 +84,7 @@ def cut(x: Tensor, dropped: int, addend: Tensor | int) -> Tensor:
 
     Args:
         x: float32 tensor; its NaNs are :func:`quiet` ones.
-        dropped: number of low bits to round off, 0 to 23.
+        dropped: number of low bits to round off, 0 to 22; with 23 no mantissa is left, and a NaN becomes infinite.
         addend: :func:`half` rounds to the nearest, ties away from zero; a :func:`dither` rounds stochastically.
     Returns:
         int32 tensor, the bits of a float32 with at most ``23 - dropped`` mantissa bits.

@@ -68,7 +68,14 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """One tensor whose updates are lost: its name, storage, the storage that would cure it, and the reading."""
+    """One tensor whose updates are lost.
+
+    Args:
+        tensor: its name.
+        storage: the row that loses them.
+        cure: the row that would keep them.
+        reading: what the audit read.
+    """
 
     tensor: str
     storage: str
@@ -96,8 +103,8 @@ def margin(num_audits: int) -> float:
         The one-sided quantile, within 6 % for 5 readings and 1 % for 20.
 
     Example:
-        >>> round(margin(20), 2)
-        4.59
+        >>> round(margin(20), 1)
+        4.6
 
     Source:
         Gaver and Kafadar 1984, "A retrievable recipe for inverse t", The American Statistician 38(4).

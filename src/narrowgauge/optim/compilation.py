@@ -8,11 +8,14 @@ depends on, the source of the arithmetic included, so an edited definition can n
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 import narrowgauge
@@ -52,12 +55,38 @@ def compiled(
 
     Cost: 5 to 10 s the first time on a machine; milliseconds from the cache.
     """
-    device = example[0].device
-    key = hashlib.sha256(f"{name} {source_key()} {machine_key()} {device.type}".encode()).hexdigest()[:24]
-    return _load_or_compile(key, function, tuple(example), tuple(lengths))
+    return _load_or_compile(kernel_key(name, example[0].device), function, tuple(example), tuple(lengths))
+
+
+def kernel_key(name: str, device: torch.device) -> str:
+    """The file name of a kernel's package: a hash of all it depends on."""
+    return hashlib.sha256(f"{name} {source_key()} {machine_key()} {device.type}".encode()).hexdigest()[:24]
 
 
 _LOADED: dict[str, Compiled | None] = {}
+_ELSEWHERE: dict[str, subprocess.Popen[bytes]] = {}
+
+
+def compile_elsewhere(key: str, statement: str) -> None:
+    """Start compiling in another process, so that a kernel needed later costs no time now.
+
+    Args:
+        key: from :func:`kernel_key`.
+        statement: Python that compiles the kernel of that key.
+    """
+    if key in _LOADED or key in _ELSEWHERE or _package(key).exists() or compiler_missing():
+        return
+    command = [sys.executable, "-c", f"import torch; torch.set_num_threads({torch.get_num_threads()}); {statement}"]
+    try:
+        _ELSEWHERE[key] = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+    except OSError:
+        return  # it will be compiled here, when it is needed
+
+
+def _package(key: str) -> Path:
+    return cache_folder() / "kernels" / f"{key}.pt2"
 
 
 def _load_or_compile(
@@ -65,14 +94,15 @@ def _load_or_compile(
 ) -> Compiled | None:
     if key in _LOADED:
         return _LOADED[key]
-    folder = cache_folder() / "kernels"
-    path = folder / f"{key}.pt2"
+    if key in _ELSEWHERE:
+        _ELSEWHERE.pop(key).wait()
+    path = _package(key)
     try:
         if not path.exists():
             if missing := compiler_missing():
                 _warn_once(missing)
                 return _LOADED.setdefault(key, None)
-            folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             compile_ahead(function, example, lengths, path)
         _LOADED[key] = load_ahead(path)
     except (RuntimeError, OSError) as error:

@@ -126,10 +126,13 @@ class Optimizer(torch.optim.Optimizer):
         gradients = [p.grad for _, parameters in groups for p in parameters]
         if not gradients:
             return loss
+        for group, parameters in groups:
+            self._initialise(group, parameters)
+            for parameter in parameters:
+                self._kernel(self._stores[parameter].storage)
         control = self._control(gradients)
         stepped: list[Store] = []
         for group, parameters in groups:
-            self._initialise(group, parameters)
             stepped += self._step_group(group, [self._stores[p] for p in parameters], control)
         self._unsettled = (control, stepped)
         if control.device.type == "cpu":
@@ -167,7 +170,10 @@ class Optimizer(torch.optim.Optimizer):
     def _kernel(self, storage: Storage) -> StepKernel:
         if storage not in self._kernels:
             total = sum(s.parameter.numel() for s in self._stores.values() if s.storage == storage)
-            self._kernels[storage] = StepKernel(self.rule, storage, compile=self._worth_compiling(total))
+            kernel = StepKernel(self.rule, storage, compile=self._worth_compiling(total))
+            self._kernels[storage] = kernel
+            if self.audit_every:
+                kernel.compile_audit_elsewhere(next(p.device for p in self._stores))
         return self._kernels[storage]
 
     def _step_group(self, group: dict[str, Any], stores: list[Store], control: Tensor) -> list[Store]:

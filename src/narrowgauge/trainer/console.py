@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from types import TracebackType
 from typing import Any
@@ -23,9 +24,14 @@ class Console:
 
     def __init__(self, num_steps: int, log_every: int) -> None:
         self.num_steps, self.log_every = num_steps, log_every
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # A character that an old terminal lacks must not end a run.
+            sys.stdout.reconfigure(errors="replace")
         self.rich = RichConsole(highlight=False)
         self.progress: Progress | None = None
-        if sys.stdout.isatty():
+        # A terminal that cannot move its cursor is served like a pipe.
+        self.on_terminal = sys.stdout.isatty() and not self.rich.is_dumb_terminal
+        if self.on_terminal:
             columns = (
                 TextColumn("[bold]{task.description}"),
                 BarColumn(),
@@ -58,7 +64,8 @@ class Console:
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], completed=row["step"], figures=figures)
         elif row["step"] % self.log_every == 0 or row["step"] in (1, self.num_steps):
-            edq = f"  EDQ {row['edq']:.3f}  lost {row['lost_fraction']:.1%}" if "edq" in row else ""
+            audited = row.get("edq") is not None
+            edq = f"  EDQ {row['edq']:.3f}  lost {row['lost_fraction']:.1%}" if audited else ""
             self.say(f"step {row['step']:>6}/{self.num_steps}  {figures}  lr {row['lr']:.2e}{edq}")
 
     def evaluation(self, row: Row) -> None:
@@ -67,7 +74,9 @@ class Console:
 
     def summary(self, rows: list[Row]) -> None:
         """The table at the end: a line per run."""
-        self.rich.print(summary_table(rows) if sys.stdout.isatty() else plain_table(rows), markup=False, soft_wrap=True)
+        if self.progress is not None:
+            self.progress.stop()
+        self.rich.print(summary_table(rows) if self.on_terminal else plain_table(rows), markup=False, soft_wrap=True)
 
 
 _COLUMNS = (

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.runs.files import disk_error, disk_errors, sync_file, sync_folder, temporary_name
 from narrowgauge.trainer.language_model import without_progress_bars
+from narrowgauge.trainer.session import load
 from narrowgauge.trainer.tokens import load_tokenizer
 
 Dtype = Literal["visible", "float32"]
@@ -35,7 +36,7 @@ class Stored(Protocol):
 
 
 class Run(Protocol):
-    """What is needed of a loaded run; ``trainer.loop.LoadedRun`` is one."""
+    """What is needed of a loaded run; ``trainer.session.Session`` is one."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -72,7 +73,7 @@ def export(folder: Path, out: Path, dtype: Dtype = "visible") -> Path:
     Cost: reads the checkpoint once, writes 2 or 4 bytes per parameter.
     """
     refuse_occupied(Path(out))
-    return write_folder(_load(folder), Path(out), dtype)
+    return write_folder(cast(Run, load(folder)), Path(out), dtype)
 
 
 def sample(folder: Path, text: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0) -> str:
@@ -96,7 +97,7 @@ def sample(folder: Path, text: str, tokens: int = 100, temperature: float = 0.8,
 
     Cost: a forward pass for the text and one for each token.
     """
-    return continue_text(_load(folder), text, tokens, temperature, seed)
+    return continue_text(cast(Run, load(folder)), text, tokens, temperature, seed)
 
 
 def refuse_occupied(out: Path) -> None:
@@ -149,14 +150,7 @@ def continue_text(run: Run, text: str, tokens: int, temperature: float, seed: in
             "Ask for fewer tokens or give a shorter text.",
         )
     added = _continue(run.model, prompt, tokens, temperature, seed, end, tokenizer.get_vocab_size())
-    return text + cast(str, tokenizer.decode(added, skip_special_tokens=True))
-
-
-def _load(folder: Path) -> Run:
-    # Imported when needed: the loop brings the optimizer and its kernels, which a run in memory already has.
-    from narrowgauge.trainer.loop import load
-
-    return cast(Run, load(Path(folder)))
+    return text + tokenizer.decode(added, skip_special_tokens=True)
 
 
 def _write(run: Run, folder: Path, dtype: Dtype) -> None:
@@ -170,7 +164,7 @@ def _write(run: Run, folder: Path, dtype: Dtype) -> None:
     config.dtype = named
     config.use_cache = True
     if run.tokenizer_path is not None:
-        _, end = _write_tokenizer(run, folder, getattr(config, "max_position_embeddings", None))
+        end = _write_tokenizer(run, folder, getattr(config, "max_position_embeddings", None))
         config.bos_token_id = config.eos_token_id = end
     config.save_pretrained(folder)
     _write_generation(run.model, folder, config.eos_token_id)
@@ -181,18 +175,14 @@ def _write(run: Run, folder: Path, dtype: Dtype) -> None:
 
 def _weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
     """Every entry of the model's state, once; a tied parameter has its first name."""
-    stored = {id(parameter): parameter for parameter in run.model.parameters()} if dtype == "float32" else {}
-    entries = dict(run.model.named_buffers()) | dict(run.model.named_parameters())
     kept = run.model.state_dict().keys()
-    weights = {}
-    for name, value in entries.items():
-        if name in kept:
-            exact = run.optimizer.stored(cast(nn.Parameter, value)) if id(value) in stored else value
-            weights[name] = exact.detach().contiguous()
-    return weights
+    weights = {name: buffer for name, buffer in run.model.named_buffers() if name in kept}
+    for name, parameter in run.model.named_parameters():
+        weights[name] = run.optimizer.stored(parameter) if dtype == "float32" else parameter
+    return {name: tensor.detach().contiguous() for name, tensor in weights.items()}
 
 
-def _write_tokenizer(run: Run, folder: Path, positions: int | None) -> tuple[Tokenizer, int]:
+def _write_tokenizer(run: Run, folder: Path, positions: int | None) -> int:
     tokenizer, end = _tokenizer(run)
     name = tokenizer.id_to_token(end)
     length = {} if positions is None else {"model_max_length": positions}
@@ -200,7 +190,7 @@ def _write_tokenizer(run: Run, folder: Path, positions: int | None) -> tuple[Tok
         tokenizer_object=tokenizer, bos_token=name, eos_token=name, clean_up_tokenization_spaces=False, **length
     )
     fast.save_pretrained(folder)
-    return tokenizer, end
+    return end
 
 
 def _write_generation(model: PreTrainedModel, folder: Path, end: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Language models to train: built from a shape and a seed, and the one number that training needs from them, their loss.
+"""Language models to train: built from a shape and a seed, and the one number that training asks of them, their loss.
 
 The models are Hugging Face's own classes, so a trained one is a folder that any other tool reads. A preset is a row of
 ``narrowgauge.models``: only a shape, whose weights are drawn here in float32 from the seed alone, so that every recipe
@@ -67,7 +67,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
 
     Example:
         >>> num_parameters(build("llama-1m", seed=0))
-        1000576
+        1016960
     """
     row = MODELS.get(model.strip().lower())
     if row is not None:
@@ -150,10 +150,10 @@ def can_chunk(model: PreTrainedModel) -> bool:
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
     """``cross_entropy(linear(hidden, weight, bias), targets, reduction="sum")`` without keeping the logits.
 
-    PyTorch's own chunked function is taken where the matmul is in float32. For narrow operands it returns the sum in
-    *their* dtype, added up in it (measured: 2,048 losses in bfloat16 come out 0.5 to 2.7 % wrong), and it knows nothing of
-    autocast; there, and before PyTorch 2.13, a loop that recomputes each chunk's logits in backward does the same with
-    a float32 sum.
+    PyTorch's own chunked function is taken where the matmul is in float32. For narrow operands it adds the losses up in
+    *their* dtype (measured with 2.13: the sum of 2,048 bfloat16 losses is 0.5 to 2.7 % wrong), and it knows nothing of
+    autocast. There, and in a PyTorch without it, a loop that recomputes each chunk's logits in backward does the same
+    with a float32 sum.
 
     Args:
         hidden: ``[tokens, width]``.
@@ -223,7 +223,7 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
     head_loss = torch.compile(lambda hidden, targets: _whole(head(hidden), targets), fullgraph=True)
 
     def loss(tokens: Tensor) -> Tensor:
-        return cast(Tensor, head_loss(_hidden(model, tokens[:, :-1]), tokens[:, 1:].reshape(-1)))
+        return head_loss(_hidden(model, tokens[:, :-1]), tokens[:, 1:].reshape(-1))
 
     return loss
 
@@ -249,25 +249,26 @@ def _hidden(model: PreTrainedModel, inputs: Tensor) -> Tensor:
     return cast(Tensor, model.base_model(input_ids=inputs, use_cache=False).last_hidden_state).flatten(0, -2)
 
 
-def _native_options() -> Callable[..., Tensor] | None:
+def _native() -> Callable[..., Tensor] | None:
     """PyTorch's chunked function with the arguments of :func:`_looped`, where this PyTorch has one."""
     function, options = getattr(F, "linear_cross_entropy", None), getattr(nn, "LinearCrossEntropyOptions", None)
     if function is None or options is None or "options" not in inspect.signature(function).parameters:
         return None
 
     def native(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, size: int) -> Tensor:
-        # Its default chunk on a CPU is three times slower here. Compiling needs the retained graph, and warns if not told.
+        # Its own choice of chunk is three times slower on a CPU. A compiled graph must be retained, and it warns if not
+        # told so.
         chosen = options(batch_chunk_size=min(size, len(hidden)), allow_retain_graph=torch.compiler.is_compiling())
         return cast(Tensor, function(hidden, weight, targets, linear_bias=bias, reduction="sum", options=chosen))
 
     return native
 
 
-_NATIVE = _native_options()
+_NATIVE = _native()
 
 
 def _looped(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, size: int) -> Tensor:
-    # Through a float32 copy autograd adds the chunks' weight gradients in float32 and rounds to the weight's dtype once.
+    # Through a float32 copy, autograd adds the chunks' weight gradients in float32 and rounds them to narrow once.
     weight = weight.float()
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
@@ -281,7 +282,7 @@ def _chunk(rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: Tensor) ->
 
 def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:
     # The classes' own defaults for these tokens belong to other tokenizers; export writes the right ones.
-    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    tokens: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     size = row.vocab_size if vocab_size is None else vocab_size
     if row.family == "gpt2":
         return GPT2Config(
@@ -332,7 +333,7 @@ def _has_weights(folder: Path) -> bool:
 
 def _without_dropout(config: Any) -> Any:
     for name, value in vars(config).items():
-        if isinstance(value, float) and ("drop" in name):
+        if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
     config.use_cache = False
     return config
@@ -359,7 +360,7 @@ def _loaded(folder: Path, vocab_size: int | None, seed: int) -> PreTrainedModel:
             local_files_only=True,
             use_safetensors=True,
         )
-    rows = made.get_input_embeddings().weight.shape[0]
+    rows = len(cast(Tensor, made.get_input_embeddings().weight))
     if vocab_size is not None and vocab_size > rows:
         raise DataError(
             f"The weights in {folder} have {rows:,} token embeddings; the text has {vocab_size:,} different tokens.",

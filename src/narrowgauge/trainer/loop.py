@@ -1,12 +1,13 @@
 """The training loop: micro-batches in, records out, interrupted and resumed at any moment without a trace.
 
 The loop owns no arithmetic and no format; it calls ``prepare`` like any user's loop would. Each step is written down
-whole before the next begins, and a checkpoint exists whole or not at all, so a killed run loses only the steps since its
-last checkpoint, and takes them again with the same bits.
+whole before the next begins, and a checkpoint exists whole or not at all, so a killed run loses only the steps since
+its last checkpoint, and takes them again with the same bits.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import signal
@@ -14,19 +15,21 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from narrowgauge.errors import RecordError
+from narrowgauge.errors import DataError, RecordError
+from narrowgauge.models import MODELS
 from narrowgauge.numerics import measures
 from narrowgauge.optim.auditing import Alarm
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import RunWriter, read_run, require_free
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console
-from narrowgauge.trainer.data import open_data, prepare_data
+from narrowgauge.trainer.data import Dataset, open_data, prepare_data
 from narrowgauge.trainer.session import Session, build, describe, load
 
 __all__ = ["load", "resume", "train"]
@@ -45,32 +48,25 @@ def train(config: TrainConfig) -> Path:
         NarrowgaugeError: any setting that cannot be; nothing is written then.
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved.
     """
-    config = config.validated()
+    config = _located(config.validated())
     assert config.out is not None
     folder = Path(config.out)
     require_free(folder)
     existed = folder.exists()
     try:
-        data = prepare_data(
-            config.data,
-            folder,
-            vocab_size=vocabulary_size(config),
-            tokenizer=config.tokenizer,
-            held_out=config.held_out,
-            seed=config.seed,
-        )
+        data = _prepared_data(config, folder)
         data.require(config.sequence_length)
         session = build(config, folder, data)
+        writer = RunWriter.create(folder, describe(session), beside=("data",))
     except BaseException:
-        # Nothing of the run exists yet but its tokens.
-        shutil.rmtree(folder / "data", ignore_errors=True)
-        if not existed:
-            shutil.rmtree(folder, ignore_errors=True)
+        # With a run.toml it is a run, perhaps another process's; without one it is only tokens.
+        if not (folder / "run.toml").exists():
+            shutil.rmtree(folder / "data" if existed else folder, ignore_errors=True)
         raise
-    with RunWriter.create(folder, describe(session), beside=("data",)) as writer:
+    with writer:
         for note in data.notes:
             writer.event(Event("note", 0, note))
-        writer.event(Event("start", 0, f"{config.model} in {session.config.to_dict()['recipe']}"))
+        writer.event(Event("start", 0, f"{Path(config.model).name} in {session.config.to_dict()['recipe']}"))
         _run(session, writer)
     return folder
 
@@ -96,10 +92,11 @@ def resume(folder: str | Path, stop_after: int | None = None) -> Path:
     settings = {**run.run["config"], **({"stop_after": stop_after} if stop_after is not None else {})}
     if stop_after is None:
         settings.pop("stop_after", None)
-    data = open_data(folder)
+    config = TrainConfig.from_dict(settings, str(folder / "run.toml"))
+    data = open_data(folder) if (folder / "data").exists() else _prepared_data(config, folder)
     if data.fingerprint != run.run["data"]["fingerprint"]:
         raise RecordError(f"the tokens in {folder / 'data'} are not those the run began with.", "Restore that folder.")
-    session = build(TrainConfig.from_dict(settings, str(folder / "run.toml")), folder, data)
+    session = build(config, folder, data)
     with RunWriter.open(folder) as writer:
 
         def damaged(path: Path, reason: str) -> None:
@@ -108,28 +105,60 @@ def resume(folder: str | Path, stop_after: int | None = None) -> Path:
             print(f"note: {event.message}.", file=sys.stderr)
 
         session.restore(damaged)
+        if stop_after is not None and stop_after <= session.step:
+            raise RecordError(
+                f"{folder} has done {session.step} steps, and a stop after step {stop_after} was asked for.",
+                "Name a later step with --stop-after, or leave it out.",
+            )
         writer.rewind(session.step)
         writer.event(Event("resume", session.step, f"from step {session.step}"))
         _run(session, writer)
     return folder
 
 
+def _located(config: TrainConfig) -> TrainConfig:
+    """The same settings with full paths, so that a run can be resumed from any folder."""
+
+    def full(name: str) -> str:
+        path = Path(name).expanduser()
+        return str(path.resolve()) if path.exists() else name
+
+    model = config.model if config.model in MODELS else full(config.model)
+    data = config.data if config.data == "stdlib" else full(config.data)
+    return replace(config, model=model, data=data, tokenizer=config.tokenizer and full(config.tokenizer))
+
+
+def _prepared_data(config: TrainConfig, folder: Path) -> Dataset:
+    return prepare_data(
+        config.data,
+        folder,
+        vocab_size=vocabulary_size(config),
+        tokenizer=config.tokenizer,
+        held_out=config.held_out,
+        seed=config.seed,
+    )
+
+
 def vocabulary_size(config: TrainConfig) -> int | None:
     """The vocabulary that a tokenizer trained for the model must have."""
-    from narrowgauge.models import MODELS
-
     if config.model in MODELS:
         return MODELS[config.model].vocab_size
     from transformers import AutoConfig
 
-    size: int | None = getattr(AutoConfig.from_pretrained(config.model, local_files_only=True), "vocab_size", None)
+    try:
+        shape = AutoConfig.from_pretrained(config.model, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        advice = "It must be one that Hugging Face transformers can read."
+        raise DataError(f"the config.json in {config.model} cannot be read: {reason}", advice) from error
+    size: int | None = getattr(shape, "vocab_size", None)
     return size
 
 
 def _run(session: Session, writer: RunWriter) -> None:
-    config, began = session.config, time.perf_counter()
+    config, began = session.config, time.perf_counter() - session.seconds
     with Console(config.steps, config.log_every) as console, _interruptible() as interrupted:
-        console.say(f"{config.model} · {config.to_dict()['recipe']} · {session.folder}")
+        console.say(f"{Path(config.model).name} · {config.to_dict()['recipe']} · {session.folder}")
         session.optimizer.on_alarm = lambda alarms: _report_alarms(alarms, session, writer, console)
         console.start(str(config.to_dict()["recipe"]), session.step)
         while session.step < config.steps:
@@ -144,6 +173,7 @@ def _run(session: Session, writer: RunWriter) -> None:
             stopping = bool(interrupted) or (session.step == config.stop_after and not last)
             if stopping or last or (config.checkpoint_every and session.step % config.checkpoint_every == 0):
                 writer.sync()
+                session.seconds = time.perf_counter() - began
                 session.save()
             if stopping:
                 writer.event(Event("stop", session.step, "interrupted" if interrupted else "as asked by stop_after"))
@@ -151,11 +181,11 @@ def _run(session: Session, writer: RunWriter) -> None:
                 if interrupted:
                     raise KeyboardInterrupt
                 return
-        val_loss = _evaluate(session, writer, console)
+        done = [row["val_loss"] for row in read_run(session.folder).evals if row["step"] == session.step]
+        val_loss = done[-1] if done else _evaluate(session, writer, console)
         summary = summarize(session, val_loss, time.perf_counter() - began)
         writer.summary(summary)
         writer.event(Event("finish", session.step, f"validation loss {val_loss:.4f}"))
-        console.progress and console.progress.stop()
         console.summary([summary])
 
 
@@ -180,11 +210,12 @@ def train_step(session: Session) -> Row:
     skipped = optimizer.num_skipped
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    # The loss waits for the device in any case; settled now, a skip and an audit belong to this step's row.
+    optimizer.settle()
     session.step += 1
     session.tokens += config.tokens_per_step
     value = float(total)
     seconds = time.perf_counter() - began
-    session.seconds += seconds
     row: Row = {
         "step": session.step,
         "loss": value,
@@ -286,6 +317,8 @@ def _interruptible() -> Iterator[list[int]]:
         if received:
             signal.default_int_handler(number, frame)
         received.append(number)
+        # Past every buffer: a signal may arrive in the middle of a print.
+        os.write(2, b"Stopping after this step; Ctrl-C again ends at once.\n")
 
     try:
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -1,8 +1,8 @@
 """A session: a model, its optimizer and its data, at some step; how it is built, saved and brought back.
 
-Everything a session holds is a function of its settings and of the checkpoint it was loaded from: the initial weights and
-the order of the data come from the seed, random bits of the rounding from (seed, step). So nothing else is saved, and
-a session that was loaded goes on with the same bits as one that was never stopped.
+Everything a session holds is a function of its settings and of the checkpoint it was loaded from: the initial weights
+and the order of the data come from the seed, random bits of the rounding from (seed, step). So nothing else is saved,
+and a session that was loaded goes on with the same bits as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Session:
         loss: ``(tokens) -> summed cross entropy`` of the model, compiled or not.
         step: optimizer steps done.
         tokens: tokens trained on.
-        seconds: wall time spent in steps, over all sittings.
+        seconds: wall time up to the last checkpoint, over all sittings.
         audit_total: the audit's sums over the whole run.
     """
 
@@ -162,7 +162,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     config = config.filled(language_model.num_parameters(model))
     assert config.lr is not None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = model.to(device)
+    nn.Module.to(model, device)
     if config.activation_checkpointing:
         language_model.enable_activation_checkpointing(model)
     _, optimizer = prepare(

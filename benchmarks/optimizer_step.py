@@ -1,0 +1,220 @@
+"""One AdamW step of every storage, against torch's fused float32 AdamW.
+
+Claim: a step costs what it moves. A float32 AdamW moves 28 bytes per element, ``word`` 14, so the narrow storages are not
+only smaller but faster; and many small tensors cost no more than a few large ones. Cases: one tensor of 32 M
+elements, 200 tensors of 4 to 64 K elements (some of odd length), and the tensors of a llama-125m.
+
+Yardstick: ``torch.optim.AdamW(fused=True)`` over float32 parameters and gradients, in the same rounds. Beside it
+``add_`` over as many float32 elements (12 bytes each: what the memory can do), optimi's Kahan AdamW, and with
+``--peers`` torchao's AdamW8bit (one round: it is slow).
+
+Run: ``./dev bench optimizer_step [--peers] [--quick]``. Gradients are there before the step and never change; a tensor's
+audit is off (``audit_cost.py`` measures it); kernels are compiled before the first round.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from timing import NOT_INSTALLED, Contender, Report, Timing, measure, parser, peer_version
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.models import get_model
+from narrowgauge.recipes import STORAGES
+
+Shapes = tuple[tuple[int, ...], ...]
+YARDSTICK = "torch fused float32"
+MEMORY_BYTES = 6 << 30
+"""Contenders are timed in groups, each with the yardstick, so that what they hold together fits."""
+OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tensors to step."""
+
+    name: str
+    shapes: Shapes
+
+    @property
+    def num_elements(self) -> int:
+        """Of all tensors together."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes)
+
+    @property
+    def title(self) -> str:
+        """What the table says above itself."""
+        tensors = "1 tensor" if len(self.shapes) == 1 else f"{len(self.shapes)} tensors"
+        return f"{self.name}: {tensors}, {self.num_elements:,} elements"
+
+
+@cache
+def model_shapes(name: str) -> Shapes:
+    """The shapes of a preset model's parameters; nothing is allocated."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    row = get_model(name)
+    config = LlamaConfig(
+        vocab_size=row.vocab_size,
+        hidden_size=row.hidden_size,
+        intermediate_size=row.intermediate_size,
+        num_hidden_layers=row.num_layers,
+        num_attention_heads=row.num_heads,
+        num_key_value_heads=row.num_kv_heads,
+        tie_word_embeddings=row.tie_embeddings,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = tuple(tuple(p.shape) for p in model.parameters())
+    assert sum(torch.Size(shape).numel() for shape in shapes) == row.num_parameters
+    return shapes
+
+
+def small_shapes(count: int) -> Shapes:
+    """``count`` shapes of 4 to 64 K elements, spread evenly in no order; every seventh has an odd length."""
+    shapes: list[tuple[int, ...]] = []
+    for k in range(count):
+        length = 4096 + k * 12_289 % count * (65_536 - 4096) // count
+        shapes.append((length | 1,) if k % 7 == 0 else (length // 64, 64))
+    # Vectors would follow the row of vectors, and the case is about matrices.
+    return tuple((1, *shape) if len(shape) == 1 else shape for shape in shapes)
+
+
+def cases(quick: bool) -> dict[str, Case]:
+    """The cases of the claim, by letter."""
+    if quick:
+        return {
+            "a": Case("one tensor", ((512, 512),)),
+            "b": Case("small tensors", small_shapes(20)),
+            "c": Case("llama-1m", model_shapes("llama-1m")),
+        }
+    return {
+        "a": Case("one tensor", ((1 << 13, 1 << 12),)),
+        "b": Case("small tensors", small_shapes(200)),
+        "c": Case("llama-125m", model_shapes("llama-125m")),
+    }
+
+
+def make_parameters(shapes: Shapes, dtype: torch.dtype, device: str = "cpu") -> list[nn.Parameter]:
+    """Gaussian weights with gradients that stay as they are."""
+    generator = torch.Generator(device).manual_seed(0)
+    parameters = []
+    for shape in shapes:
+        parameter = nn.Parameter((torch.randn(shape, generator=generator, device=device) * 0.02).to(dtype))
+        parameter.grad = (torch.randn(shape, generator=generator, device=device) * 1e-3).to(dtype)
+        parameters.append(parameter)
+    return parameters
+
+
+def ours(shapes: Shapes, storage: str, *, audit_every: int = 0, device: str = "cpu") -> ng.AdamW:
+    """Our AdamW over fresh parameters, compiled."""
+    parameters = make_parameters(shapes, getattr(torch, STORAGES[storage].visible), device)
+    return ng.AdamW(parameters, **OPTIONS, storage=storage, audit_every=audit_every, compile=True)
+
+
+def fused(shapes: Shapes, device: str = "cpu") -> torch.optim.Optimizer:
+    """The yardstick."""
+    return torch.optim.AdamW(make_parameters(shapes, torch.float32, device), **OPTIONS, fused=True)
+
+
+def _adder(shapes: Shapes) -> Callable[[], object]:
+    length = sum(torch.Size(shape).numel() for shape in shapes)
+    total, addend = torch.zeros(length), torch.full((length,), 1e-3)
+    return lambda: total.add_(addend)
+
+
+def _optimi(shapes: Shapes) -> Callable[[], object]:
+    from optimi import AdamW
+
+    return AdamW(make_parameters(shapes, torch.bfloat16), **OPTIONS, kahan_sum=True).step
+
+
+def _torchao(shapes: Shapes) -> Callable[[], object]:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(make_parameters(shapes, torch.bfloat16), **OPTIONS).step
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contender that is not made yet: its name, bytes per element, the call that makes it, and its rounds."""
+
+    name: str
+    bytes_per_element: float
+    make: Callable[[Shapes], Callable[[], object]]
+    rounds: int | None = None
+
+
+def _entry_of(storage: str) -> Entry:
+    return Entry(f"ours {storage}", STORAGES[storage].bytes_per_param, lambda shapes: ours(shapes, storage).step)
+
+
+def entries(peers: bool) -> tuple[list[Entry], list[str]]:
+    """Everything to time beside the yardstick, and the names of what is not installed."""
+    found = [_entry_of(storage) for storage in STORAGES]
+    found.append(Entry("add_ of float32", 8, _adder))
+    missing = []
+    for package, entry in (
+        ("torch-optimi", Entry("optimi AdamW Kahan bfloat16", 10, _optimi)),
+        ("torchao", Entry("torchao AdamW8bit bfloat16", 6, _torchao, rounds=1)),
+    ):
+        if entry.rounds is not None and not peers:
+            continue
+        if peer_version(package) == NOT_INSTALLED:
+            missing.append(entry.name)
+        else:
+            found.append(entry)
+    return found, missing
+
+
+def grouped(waiting: Sequence[Entry], num_elements: int) -> Iterator[list[Entry]]:
+    """Entries in groups that fit the memory, the yardstick's 16 bytes per element included."""
+    group: list[Entry] = []
+    total = 16.0
+    for entry in waiting:
+        if group and (total + entry.bytes_per_element) * num_elements > MEMORY_BYTES:
+            yield group
+            group, total = [], 16.0
+        group.append(entry)
+        total += entry.bytes_per_element
+    yield group
+
+
+def time_case(case: Case, waiting: Sequence[Entry], rounds: int) -> list[Timing]:
+    """Time all entries of one case; of the yardstick, the times of every group together."""
+    timings: list[Timing] = []
+    yardstick: list[float] = []
+    for group in grouped(waiting, case.num_elements):
+        contenders = [Contender(YARDSTICK, fused(case.shapes).step)]
+        contenders += [Contender(e.name, e.make(case.shapes), rounds=e.rounds) for e in group]
+        first, *others = measure(contenders, yardstick=YARDSTICK, rounds=rounds)
+        del contenders
+        yardstick += first.seconds
+        timings += others
+    return [Timing(YARDSTICK, tuple(yardstick), 1.0, (1.0, 1.0), 1.0), *timings]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    flags = parser(__doc__, rounds=25)
+    flags.add_argument("--peers", action="store_true", help="torchao too, which takes minutes")
+    flags.add_argument("--case", choices=("a", "b", "c"), action="append", help="only these (default: all)")
+    options = flags.parse_args(arguments)
+    rounds = 3 if options.quick else options.rounds
+    report = Report("optimizer step", options, peers=("torch-optimi", "torchao"))
+    waiting, missing = entries(options.peers)
+    for letter, case in cases(options.quick).items():
+        if options.case is None or letter in options.case:
+            rows = [timing.row() for timing in time_case(case, waiting, rounds)]
+            rows += [{"": name, "quartiles": NOT_INSTALLED} for name in missing]
+            report.add(f"({letter}) {case.title}; ratio to {YARDSTICK}", rows)
+    return report.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

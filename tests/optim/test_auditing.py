@@ -1,0 +1,185 @@
+"""Readings with known answers, and alarms that name every stall and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import narrowgauge as ng
+from narrowgauge.numerics.measures import UPDATE_SUMS, update_sums
+from narrowgauge.optim.auditing import CONFIDENCE, FEWEST, THRESHOLD, WINDOW, Auditor, margin, read
+from narrowgauge.recipes import STORAGES
+
+
+def row(**sums: float) -> Tensor:
+    return torch.tensor([sums.get(name, 0.0) for name in UPDATE_SUMS], dtype=torch.float64)
+
+
+def steps(edqs: list[float], weight: float = 1.0) -> list[Tensor]:
+    """Audited steps of one tensor whose every update is ``weight`` long and arrives to the given shares."""
+    return [
+        row(dd=weight, de=weight * q, ee=weight * q * q, nonzero=10, lost=10 * (1 - min(1.0, abs(q)))) for q in edqs
+    ]
+
+
+def noisy(count: int, mean: float, deviation: float, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return steps((mean + deviation * torch.randn(count, generator=generator, dtype=torch.float64)).tolist())
+
+
+# ── readings ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_everything_taken_reads_one_and_nothing_taken_reads_zero() -> None:
+    d, nothing = torch.tensor([1.0, -2.0, 0.0, 0.5]), torch.zeros(4)
+    perfect = read([update_sums(d, d, nothing)] * 3)
+    assert (perfect.edq, perfect.edq_error, perfect.noise, perfect.lost_fraction) == (1.0, 0.0, 0.0, 0.0)
+    assert (perfect.unseen_fraction, perfect.visible_edq, perfect.num_audits) == (1.0, 0.0, 3)
+    stalled = read([update_sums(d, nothing, nothing)] * 3)
+    assert (stalled.edq, stalled.noise, stalled.lost_fraction, stalled.visible_edq) == (0.0, 1.0, 1.0, 0.0)
+
+
+def test_sums_come_first_and_ratios_after() -> None:
+    reading = read([row(dd=1.0, de=1.0, nonzero=1), row(dd=3.0, de=0.0, nonzero=3, lost=3, unseen=2)])
+    assert reading.edq == 0.25  # the mean of the two ratios would be 0.5
+    assert (reading.lost_fraction, reading.unseen_fraction) == (0.75, 0.5)
+    # The delta method by hand: residuals 1 - 1/4 and 0 - 3/4.
+    assert reading.edq_error == pytest.approx(math.sqrt(2 * (0.75**2 + 0.75**2)) / 4)
+
+
+def test_equal_weights_give_the_textbook_standard_error() -> None:
+    shares = [0.2, 0.9, 1.4, 0.7, 1.1, 0.3]
+    reading = read(steps(shares))
+    deviation = torch.tensor(shares, dtype=torch.float64).std()
+    assert reading.edq == pytest.approx(sum(shares) / 6)
+    assert reading.edq_error == pytest.approx(float(deviation) / math.sqrt(6))
+
+
+def test_the_error_covers_the_truth_as_often_as_it_should() -> None:
+    """Two standard errors over 20 steps hold the true EDQ in 94 % of 1,000 windows (Student's t); |z| < 5."""
+    hits = 0
+    for seed in range(1000):
+        reading = read(noisy(20, 0.8, 0.5, seed))
+        hits += abs(reading.edq - 0.8) < 2 * reading.edq_error
+    assert abs(hits - 940) < 5 * math.sqrt(1000 * 0.94 * 0.06)
+
+
+def test_nothing_intended_judges_nothing() -> None:
+    reading = read([row()] * 10)
+    assert math.isnan(reading.edq) and math.isnan(reading.edq_error) and not reading.stalls
+    assert math.isnan(read(steps([0.0])).edq_error)
+    broken = read([row(dd=math.nan, de=math.nan)] * 10)
+    assert not broken.stalls
+
+
+def test_margin_is_students_quantile() -> None:
+    """Against published quantiles of Student's t for one in 10,000."""
+    for num_audits, quantile in ((5, 13.034), (11, 5.694), (20, 4.590)):
+        assert margin(num_audits) == pytest.approx(quantile, rel=0.06)
+    assert margin(100_000) == pytest.approx(CONFIDENCE, rel=1e-3)
+    assert all(margin(n) > margin(n + 1) for n in range(2, 60))
+
+
+# ── alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_stall_is_named_at_the_fewest_audits_and_not_before() -> None:
+    assert not read(steps([0.1] * (FEWEST - 1))).stalls
+    assert read(steps([0.1] * FEWEST)).stalls
+    assert not read(steps([THRESHOLD] * WINDOW)).stalls
+
+
+def test_every_noisy_stall_is_named_within_a_window() -> None:
+    for seed in range(300):
+        assert read(noisy(WINDOW, 0.1, 0.3, seed)).stalls
+        assert read(noisy(FEWEST, 0.05, 0.02, seed)).stalls
+
+
+@pytest.mark.parametrize("deviation", [0.05, 0.5, 5.0, 50.0])
+@pytest.mark.parametrize("count", [FEWEST, 10, WINDOW])
+def test_no_false_alarm_where_nothing_is_lost_however_noisy(count: int, deviation: float) -> None:
+    """EDQ 1 with any noise: at most one alarm in 10,000 windows is expected, and 3 standard errors would raise 20."""
+    false = sum(read(noisy(count, 1.0, deviation, seed)).stalls for seed in range(1000))
+    assert false <= 2  # the chance of three is below 2 in 10,000
+
+
+def tensors(count: int) -> list[Tensor]:
+    return [torch.zeros(1) for _ in range(count)]
+
+
+def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered() -> None:
+    healthy, stalling = tensors(2)
+    names, rows = {healthy: "a", stalling: "b"}, {healthy: STORAGES["word"], stalling: STORAGES["naive"]}
+    auditor, raised = Auditor(), []
+    for share in [1.0] * 10 + [0.0] * 60 + [1.0] * 40 + [0.0] * 60:
+        auditor.add(healthy, steps([1.0])[0])
+        auditor.add(stalling, steps([share])[0])
+        total = auditor.settle()
+        assert total[0] == 2.0 and total[1] == 1.0 + share
+        raised += auditor.alarms(names, rows)
+    assert [(a.tensor, a.storage, a.cure) for a in raised] == [("b", "naive", "word")] * 2
+    assert all(len(window) == WINDOW for window in auditor.windows.values())
+    assert raised[0].message.startswith("'b' loses ") and "'word' would keep it" in raised[0].message
+
+
+def test_dropped_sums_never_count() -> None:
+    (tensor,) = tensors(1)
+    auditor = Auditor()
+    auditor.add(tensor, steps([0.0])[0])
+    auditor.drop()
+    assert not auditor.settle().any() and not auditor.windows
+    assert auditor.alarms({}, {}) == []
+
+
+def test_a_restored_window_goes_on_and_does_not_repeat_its_alarm() -> None:
+    (tensor,) = tensors(1)
+    names, rows = {tensor: "b"}, {tensor: STORAGES["naive"]}
+    stalled, fresh = torch.stack(steps([0.0] * 8)), torch.stack(steps([0.0] * (FEWEST - 1)))
+    auditor = Auditor()
+    auditor.restore(tensor, stalled)
+    assert torch.equal(torch.stack(list(auditor.windows[tensor])), stalled)
+    auditor.add(tensor, stalled[0])
+    auditor.settle()
+    assert auditor.alarms(names, rows) == []
+    young = Auditor()
+    young.restore(tensor, fresh)
+    young.add(tensor, stalled[0])
+    young.settle()
+    assert [a.tensor for a in young.alarms(names, rows)] == ["b"]
+
+
+def test_many_healthy_tensors_over_a_long_run_raise_nothing() -> None:
+    """100 tensors that lose nothing and read it with noise 0.5: 60 audits each, 5,600 looks at overlapping windows."""
+    generator = torch.Generator().manual_seed(3)
+    watched, auditor = tensors(100), Auditor()
+    names = {t: str(k) for k, t in enumerate(watched)}
+    rows = dict.fromkeys(watched, STORAGES["word"])
+    raised = []
+    for _ in range(60):
+        for tensor in watched:
+            auditor.add(tensor, steps([1.0 + 0.5 * float(torch.randn((), generator=generator))])[0])
+        auditor.settle()
+        raised += auditor.alarms(names, rows)
+    assert raised == []
+
+
+def test_audit_reads_each_tensor_and_all_of_them() -> None:
+    big = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+    small = torch.nn.Parameter(torch.full((8, 8), 2.0**-20, dtype=torch.bfloat16))
+    optimizer = ng.AdamW(
+        [("big", big), ("small", small)], lr=2.0**-20, weight_decay=0.0, eps=0.0, storage="naive", audit_every=1
+    )
+    assert ng.audit(optimizer) == {}
+    for _ in range(3):
+        for weight in (big, small):
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    readings = ng.audit(optimizer)
+    assert list(readings) == ["", "big", "small"]
+    assert readings["big"].edq == 0.0 and readings["big"].lost_fraction == 1.0
+    assert readings["small"].edq == pytest.approx(1.0, abs=0.01) and readings["small"].lost_fraction == 0.0
+    assert readings[""].lost_fraction == 0.5 and readings[""].edq == pytest.approx(0.5, abs=0.01)
+    assert {r.num_audits for r in readings.values()} == {3}

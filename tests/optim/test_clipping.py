@@ -1,0 +1,126 @@
+"""The norm that clips is the norm of the summation module, bit for bit, and decides what a step is worth."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics import summation
+from narrowgauge.optim.clipping import GradientNorm, control_scalars
+from narrowgauge.optim.stores import SMALL
+
+CPU = torch.device("cpu")
+SHAPES = [(3,), (0,), (), (64, 64), (SMALL + 2,), (SMALL + 1,), (71, 73), (190, 180)]
+
+
+def gradients(dtypes: tuple[torch.dtype, ...], seed: int = 0, scale: float = 1e-2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    cycle = itertools.cycle(dtypes)
+    return [(torch.randn(shape, generator=generator) * scale).to(next(cycle)) for shape in SHAPES]
+
+
+def bits(norm: Tensor) -> int:
+    assert norm.dtype is torch.float32 and norm.shape == ()
+    return int(norm.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.bfloat16,),
+        (torch.float32,),
+        (torch.float16,),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scale", [1e-30, 1e-2, 1e3])
+def test_the_norm_is_the_exact_one(dtypes: tuple[torch.dtype, ...], scale: float) -> None:
+    given = gradients(dtypes, scale=scale)
+    expected = bits(summation.global_norm(given))
+    norm = GradientNorm(compile=False)
+    assert bits(norm(given)) == expected
+    assert bits(norm(given[::-1])) == expected
+    assert bits(norm([torch.cat([g.reshape(-1).float() for g in given])])) == expected
+
+
+def test_the_norm_is_right() -> None:
+    """Against Python's own correctly rounded sum of exact squares."""
+    given = gradients((torch.float32, torch.bfloat16))
+    exact = math.sqrt(math.fsum(v * v for g in given for v in g.double().reshape(-1).tolist()))
+    assert float(GradientNorm(compile=False)(given)) == pytest.approx(exact, rel=2.0**-23)
+
+
+def test_places_and_layouts_do_not_enter() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        (plain,) = [g for g in gradients((dtype,)) if g.shape == (190, 180)]
+        base = torch.zeros(plain.numel() + 1, dtype=dtype)
+        base[1:] = plain.reshape(-1)
+        forms = [plain, plain.t(), base[1:].view(190, 180), torch.stack([plain, plain], -1)[..., 0], plain.flatten()]
+        forms_norms = {bits(GradientNorm(compile=False)([form])) for form in forms}
+        assert forms_norms == {bits(summation.global_norm([plain]))}
+        pieces = list(plain.split([1, 7, 82, 100]))
+        assert bits(GradientNorm(compile=False)(pieces)) in forms_norms
+
+
+def test_large_gradients_in_odd_places_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pass holds of them is bounded, however large they are."""
+    longest: list[int] = []
+    for name in ("largest_magnitude", "grid_sum_of_squares"):
+        real = getattr(summation, name)
+        monkeypatch.setattr(summation, name, lambda x, *rest, real=real: longest.append(x.numel()) or real(x, *rest))
+    plain = torch.randn(301, 130, generator=torch.Generator().manual_seed(0))
+    expected = bits(summation.global_norm([plain]))
+    longest.clear()
+    assert bits(GradientNorm(compile=False)([plain.t(), *torch.zeros(40, 1000).unbind(0)])) == expected
+    assert longest and max(longest) <= summation.CHUNK
+
+
+def test_nothing_and_zeros_have_the_norm_zero() -> None:
+    norm = GradientNorm(compile=False)
+    for given in ([], [torch.zeros(0)], [torch.zeros(5), torch.zeros(0)], [torch.zeros(9000, dtype=torch.bfloat16)]):
+        assert float(norm(given)) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("place", range(len(SHAPES)))
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_bad_element_anywhere_skips_the_step(dtype: torch.dtype, place: int, value: float) -> None:
+    given = gradients((dtype,))
+    if not given[place].numel():
+        return
+    given[place].view(-1)[-1] = value
+    norm = GradientNorm(compile=False)(given)
+    assert math.isnan(float(norm)) == math.isnan(value) and not math.isfinite(float(norm))
+    assert control_scalars(norm, 1.0, CPU).tolist() == [1.0, 1.0]
+    assert control_scalars(norm, None, CPU).tolist() == [1.0, 1.0]
+
+
+def test_nan_outweighs_infinity_and_a_norm_beyond_float32_is_infinite() -> None:
+    norm = GradientNorm(compile=False)
+    assert math.isnan(float(norm([torch.tensor([math.inf]), torch.tensor([math.nan])])))
+    assert float(norm([torch.full((10_000,), 3e38)])) == math.inf
+
+
+def test_control_scalars() -> None:
+    assert control_scalars(None, 1.0, CPU).tolist() == [1.0, 0.0]
+    assert control_scalars(torch.tensor(0.5), 1.0, CPU).tolist() == [1.0, 0.0]
+    assert control_scalars(torch.tensor(0.0), 1.0, CPU).tolist() == [1.0, 0.0]
+    assert control_scalars(torch.tensor(8.0), None, CPU).tolist() == [1.0, 0.0]
+    scale, skip = control_scalars(torch.tensor(8.0), 2.0, CPU).tolist()
+    assert skip == 0.0 and scale == float(torch.tensor(2.0) / (torch.tensor(8.0) + 1e-6))
+    assert control_scalars(torch.tensor(8.0), 2.0, CPU).dtype is torch.float32
+
+
+def test_clipping_scales_as_torch_does() -> None:
+    (given,) = [g for g in gradients((torch.float32,), scale=1.0) if g.shape == (190, 180)]
+    parameter = torch.nn.Parameter(torch.zeros_like(given))
+    parameter.grad = given.clone()
+    torch.nn.utils.clip_grad_norm_([parameter], 0.25)
+    scale = control_scalars(GradientNorm(compile=False)([given]), 0.25, CPU)[0]
+    torch.testing.assert_close(given * scale, parameter.grad, rtol=1e-6, atol=0)

@@ -1,0 +1,302 @@
+"""``prepare``: the one legal order, for plain modules and Hugging Face models, and a clear word where it cannot be."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import narrowgauge as ng
+from narrowgauge.recipes import STORAGES, Override, Recipe, full_names, parse
+
+RECIPES = full_names()
+
+
+class Block(nn.Module):
+    """A matrix, a vector and a head, with a keyword argument and a tuple as result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        y = self.norm(self.inner(x) * scale)
+        return y, {"again": y}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = Block()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, more = self.block(x, scale=torch.ones((), dtype=x.dtype))
+        logits: Tensor = self.head(y + more["again"])
+        return logits
+
+
+def tiny_llama(*, tied: bool = True) -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=tied,
+        )
+    )  # fmt: skip
+
+
+def tokens() -> Tensor:
+    return torch.arange(16).reshape(2, 8) % 40
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().float().clone() for name, p in model.named_parameters()}
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal dtype, shape and values, NaN like NaN."""
+    return one.dtype is other.dtype and torch.equal(torch.nan_to_num(one, nan=7.0), torch.nan_to_num(other, nan=7.0))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("make", [Net, tiny_llama], ids=["module", "llama"])
+def test_tails_come_from_the_float32_weights(recipe: str, make: Any) -> None:
+    model = make()
+    before = values(model)
+    same_model, optimizer = ng.prepare(model, recipe)
+    storage = parse(recipe).storage
+    assert same_model is model
+    for name, p in model.named_parameters():
+        stored = optimizer.stored(p)
+        row = STORAGES[storage.vectors] if storage.vectors and p.ndim < 2 else storage
+        assert p.dtype is getattr(torch, row.visible)
+        # Half a unit of the last place that is kept.
+        kept = row.weight.mantissa_bits
+        error = (stored - before[name]).abs().div(before[name].abs().clamp(min=2.0**-100)).max()
+        assert error <= 2.0 ** -(kept + 1) if kept < 23 else same(stored, before[name])
+        assert (p.detach().float() - stored).abs().le(2.0**-8 * stored.abs()).all()
+        assert not optimizer.stored(p, "exp_avg").any() and not optimizer.stored(p, "exp_avg_sq").any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_learns_a_tiny_llama(recipe: str) -> None:
+    model, optimizer = ng.prepare(tiny_llama(), recipe, lr=1e-2)
+    losses = []
+    for _ in range(8):
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [("float32", "float32"), ("bfloat16/word", "bfloat16"), ("bf16-mixed", "bfloat16")]
+)
+def test_matmuls_run_in_the_recipes_compute(recipe: str, dtype: str) -> None:
+    model, _ = ng.prepare(tiny_llama(), recipe)
+    seen: list[torch.dtype] = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *a: seen.append(a[2].dtype))
+    logits = model(input_ids=tokens()).logits
+    assert [logits.dtype, *seen] == [getattr(torch, dtype)] * 2
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_leaves_weights_gradients_and_norms_wide() -> None:
+    model, _ = ng.prepare(tiny_llama(), "bfloat16/float32")
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters() if p.grad is not None}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_deep_copy_under_autocast_computes_with_its_own_weights() -> None:
+    model, _ = ng.prepare(Net(), "bfloat16/float32")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    x = torch.ones(2, 6)
+    assert not model(x).any()
+    assert twin(x).any() and twin(x).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("keep", ["head", "block", "block.inner", "*.norm", "hea*"])
+def test_kept_modules_stay_float32_inside(keep: str) -> None:
+    recipe = Recipe(parse("bfloat16/word").compute, STORAGES["word"], keep=(keep,))
+    model = Net()
+    before = values(model)
+    model, optimizer = ng.prepare(model, recipe)
+    inside: dict[str, torch.dtype] = {}
+    for name in ("block.inner", "block.norm", "head"):
+        model.get_submodule(name).register_forward_pre_hook(lambda _, a, n=name: inside.update({n: a[0].dtype}))
+    assert model(torch.ones(2, 6, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    for name, p in model.named_parameters():
+        kept = recipe.keeps(name)
+        assert p.dtype is (torch.float32 if kept else torch.bfloat16)
+        assert optimizer.stored(p).dtype is torch.float32
+        if kept:
+            assert same(p.detach(), before[name]) and same(optimizer.stored(p), before[name])
+    assert any(recipe.keeps(name) for name in before)
+    model(torch.ones(2, 6, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    for name, dtype in inside.items():
+        assert (dtype is torch.float32) == recipe.keeps(name)
+
+
+def test_kept_modules_stay_float32_under_autocast_too() -> None:
+    recipe = Recipe(parse("bfloat16/float32").compute, STORAGES["float32"], keep=("head",))
+    model, _ = ng.prepare(Net(), recipe)
+    seen: list[torch.dtype] = []
+    model.block.inner.register_forward_hook(lambda *a: seen.append(a[2].dtype))
+    assert model(torch.ones(2, 6)).dtype is torch.float32
+    assert seen == [torch.bfloat16]
+
+
+def test_kept_attention_of_a_llama_runs() -> None:
+    recipe = Recipe(parse("bfloat16/word").compute, STORAGES["word"], keep=("model.layers.*.self_attn", "lm_head"))
+    model, optimizer = ng.prepare(tiny_llama(tied=False), recipe)
+    loss = model(input_ids=tokens(), labels=tokens()).loss
+    loss.backward()
+    optimizer.step()
+    assert model.lm_head.weight.dtype is torch.float32 and model.model.embed_tokens.weight.dtype is torch.bfloat16
+    assert torch.isfinite(loss)
+
+
+def test_overrides_choose_another_storage() -> None:
+    word = parse("bfloat16/word")
+    recipe = Recipe(word.compute, word.storage, overrides=(Override("head.*", STORAGES["exact"]),))
+    model, optimizer = ng.prepare(Net(), recipe)
+    rows = {n: g["storage"] for g in optimizer.param_groups for n in g["param_names"]}
+    assert rows["head.weight"] == "exact" and rows["block.inner.weight"] == "word"
+    assert same(optimizer.stored(model.head.weight), Net().head.weight.detach())
+
+
+def test_a_toml_recipe_says_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'recipe = "bf16/word"\nkeep = ["block.norm"]\n[[override]]\npattern = "head.*"\nstorage = "split"\n'
+    )
+    model, optimizer = ng.prepare(Net(), file)
+    rows = {n: g["storage"] for g in optimizer.param_groups for n in g["param_names"]}
+    assert rows == {
+        "block.inner.weight": "word", "block.inner.bias": "word", "block.norm.weight": "float32",
+        "block.norm.bias": "float32", "head.weight": "split", "head.bias": "split",
+    }  # fmt: skip
+    assert model.block.norm.weight.dtype is torch.float32
+
+
+def test_matrices_are_decayed_and_vectors_are_not() -> None:
+    _, optimizer = ng.prepare(Net(), "bfloat16/word", weight_decay=0.3)
+    for group in optimizer.param_groups:
+        assert {p.ndim >= 2 for p in group["params"]} == {group["weight_decay"] == 0.3}
+
+
+def keeping(*patterns: str) -> Recipe:
+    return Recipe(parse("bfloat16/word").compute, STORAGES["word"], keep=patterns)
+
+
+def overriding(pattern: str, storage: str) -> Recipe:
+    return Recipe(parse("bfloat16/word").compute, STORAGES["word"], overrides=(Override(pattern, STORAGES[storage]),))
+
+
+WRONG = [
+    (Net, "bfloat16/wrod", "'wrod'", "'word'"),
+    (lambda: Net().double(), "bfloat16/word", "'block.inner.weight' of Net is float64", "model.float()"),
+    (lambda: Net().half(), "bfloat16/word", "'block.inner.weight' of Net is float16", "model.float()"),
+    (lambda: Net().bfloat16(), "float32", "'block.inner.weight' of Net is bfloat16", "model.float()"),
+    (Net, keeping("heed"), "keep pattern 'heed' matches no module of Net", "'block'"),
+    (Net, overriding("heed.*", "exact"), "override pattern 'heed.*' matches no parameter of Net", "'head.bias'"),
+    (Net, overriding("head.*", "float32"), "override 'head.*' stores float32", "keep"),
+    (nn.ReLU, "bfloat16/word", "ReLU without parameters", ""),
+    (lambda: Net().requires_grad_(False), "bfloat16/word", "Net whose 6 parameters are all frozen", "requires_grad_"),
+    (tiny_llama, keeping("lm_head"), "'model.embed_tokens.weight' and 'lm_head.weight'", "Keep both"),
+]
+
+
+@pytest.mark.parametrize(("make", "recipe", "found", "advice"), WRONG)
+def test_errors_say_what_where_and_what_to_do(make: Any, recipe: Any, found: str, advice: str) -> None:
+    model = make()
+    dtypes = [p.dtype for p in model.parameters()]
+    with pytest.raises(ng.RecipeError) as caught:
+        ng.prepare(model, recipe)
+    assert found in str(caught.value) and advice in (caught.value.advice or str(caught.value))
+    assert dtypes == [p.dtype for p in model.parameters()], "nothing is changed"
+
+
+def test_tied_embeddings_have_one_state() -> None:
+    model, optimizer = ng.prepare(tiny_llama(), "bfloat16/word")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    members = [p for group in optimizer.param_groups for p in group["params"]]
+    assert sum(p is model.lm_head.weight for p in members) == 1 and len(members) == len(list(model.parameters()))
+    model, _ = ng.prepare(tiny_llama(), keeping("lm_head", "model.embed_tokens"))
+    assert model.lm_head.weight.dtype is torch.float32
+    assert torch.isfinite(model(input_ids=tokens(), labels=tokens()).loss)
+
+
+def test_frozen_parameters_are_cut_and_left_alone() -> None:
+    model = Net()
+    model.head.requires_grad_(False)
+    expected = model.head.weight.detach().bfloat16()
+    model, optimizer = ng.prepare(model, "bfloat16/word", lr=0.1)
+    model(torch.ones(2, 6, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    assert same(model.head.weight.detach(), expected)
+    assert all(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+
+
+def test_a_bfloat16_model_is_taken_as_it_is() -> None:
+    model = Net().bfloat16()
+    before = values(model)
+    model, optimizer = ng.prepare(model, keeping("block.norm"))
+    for name, p in model.named_parameters():
+        assert same(optimizer.stored(p), before[name])
+    assert model.block.norm.weight.dtype is torch.float32
+    assert model(torch.ones(2, 6, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+def test_buffers_keep_their_format() -> None:
+    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2))
+    model, _ = ng.prepare(model, "bfloat16/word")
+    assert model[1].running_mean.dtype is torch.float32
+    assert model[1].num_batches_tracked.dtype is torch.int64
+
+
+def test_anybodys_loop_continues_bit_for_bit() -> None:
+    def run(steps: range, saved: dict[str, Any] | None = None) -> tuple[dict[str, Any], list[float]]:
+        model, optimizer = ng.prepare(Net(), "bfloat16/word", lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
+        parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        for name, part in parts.items():
+            if saved is not None:
+                part.load_state_dict(saved[name])
+        losses = []
+        for k in steps:
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(k)).bfloat16()
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return copy.deepcopy({name: part.state_dict() for name, part in parts.items()}), losses
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole, losses = run(range(8))
+        first, early = run(range(4))
+        second, late = run(range(4, 8), first)
+    assert early + late == losses
+    for name, value in whole["model"].items():
+        assert same(second["model"][name], value)
+    for entry, other in zip(whole["optimizer"]["state"].values(), second["optimizer"]["state"].values(), strict=True):
+        assert all(same(other[key], value) for key, value in entry.items())
