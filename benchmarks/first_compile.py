@@ -4,9 +4,9 @@ Claim: everything that an optimizer needs (the step, the audited step, the two p
 in at most 15 s, once per machine, and comes from the disk in every later process. Each process builds ``word`` over the
 tensors of a llama-125m with clipping, takes steps until all kernels have run, and takes one more.
 
-Yardstick: that last step, which compiles nothing. Two ways: as ``ng.AdamW`` decides itself (the few vectors of this model
-run eagerly), and with ``compile=True`` (their kernels too). Every process has folders of its own for our cache and for
-PyTorch's, empty for the first, kept for the second.
+Yardstick: that last step, which compiles nothing. Two ways: as ``ng.AdamW`` decides itself (the few vectors of this
+model run eagerly), and with ``compile=True`` (their kernels too). Our cache and PyTorch's are folders made for the run,
+empty for the first process and kept for the second.
 
 Run: ``./dev bench first_compile [--quick]``. ``--rounds`` first processes are tried of each way.
 """
@@ -73,7 +73,7 @@ def rows_of(model: str, way: str, rounds: int, num_threads: int | None) -> list[
 
 def _row(name: str, results: list[Row]) -> Row:
     def median(step: int) -> float:
-        return statistics.median(r["seconds"][step] for r in results)
+        return statistics.median(float(r["seconds"][step]) for r in results)
 
     return {
         "": name,

@@ -1,4 +1,4 @@
-"""The same checks and benchmarks on CUDA: first that every bit is right, then how near a step comes to the memory's limit.
+"""The checks and benchmarks on CUDA: first that every bit is right, then how near a step comes to the memory's limit.
 
 Claim: the kernels compiled for a GPU give the same bits as the definition run eagerly on a CPU, for every storage; the
 stall case reads the same; and a step moves its bytes at nearly the rate of a plain copy. Bytes per element: the visible
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.errors import ChipError
-from narrowgauge.recipes import STORAGES, Storage
+from narrowgauge.storages import STORAGES, Storage
 
 SHAPES = ((130, 66), (65, 67), (5, 1), (300, 300), (1, 1), (512, 1024))
 """Even and odd lengths, one element, in a bucket and alone, and one that is audited in turns."""
@@ -131,7 +131,7 @@ def copy_bandwidth(rounds: int) -> float:
     source, target = (torch.zeros(COPY_BYTES // 4, device="cuda") for _ in range(2))
     copy = Contender("copy", lambda: target.copy_(source))
     (timing,) = measure([copy], yardstick="copy", rounds=rounds, wait=torch.cuda.synchronize)
-    return 2 * COPY_BYTES / timing.median
+    return 2 * float(COPY_BYTES) / timing.median
 
 
 def speed_rows(case: Case, bandwidth: float, rounds: int) -> list[Row]:

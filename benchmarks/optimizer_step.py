@@ -1,14 +1,14 @@
 """One AdamW step of every storage, against torch's fused float32 AdamW.
 
-Claim: a step costs what it moves. A float32 AdamW moves 28 bytes per element, ``word`` 14, so the narrow storages are not
-only smaller but faster; and many small tensors cost no more than a few large ones. Cases: one tensor of 32 M
+Claim: a step costs what it moves. A float32 AdamW moves 28 bytes per element, ``word`` 14, so the narrow storages are
+not only smaller but faster; and many small tensors cost no more than a few large ones. Cases: one tensor of 32 M
 elements, 200 tensors of 4 to 64 K elements (some of odd length), and the tensors of a llama-125m.
 
 Yardstick: ``torch.optim.AdamW(fused=True)`` over float32 parameters and gradients, in the same rounds. Beside it
 ``add_`` over as many float32 elements (12 bytes each: what the memory can do), optimi's Kahan AdamW, and with
 ``--peers`` torchao's AdamW8bit (one round: it is slow).
 
-Run: ``./dev bench optimizer_step [--peers] [--quick]``. Gradients are there before the step and never change; a tensor's
+Run: ``./dev bench optimizer_step [--peers] [--quick]``. Gradients are there before the step and never change; the
 audit is off (``audit_cost.py`` measures it); kernels are compiled before the first round.
 """
 
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from timing import NOT_INSTALLED, Contender, Report, Timing, measure, parser, peer_version
@@ -25,13 +26,13 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.models import get_model
-from narrowgauge.recipes import STORAGES
+from narrowgauge.storages import STORAGES
 
 Shapes = tuple[tuple[int, ...], ...]
 YARDSTICK = "torch fused float32"
 MEMORY_BYTES = 6 << 30
 """Contenders are timed in groups, each with the yardstick, so that what they hold together fits."""
-OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
@@ -122,54 +123,57 @@ def fused(shapes: Shapes, device: str = "cpu") -> torch.optim.Optimizer:
     return torch.optim.AdamW(make_parameters(shapes, torch.float32, device), **OPTIONS, fused=True)
 
 
-def _adder(shapes: Shapes) -> Callable[[], object]:
-    length = sum(torch.Size(shape).numel() for shape in shapes)
-    total, addend = torch.zeros(length), torch.full((length,), 1e-3)
-    return lambda: total.add_(addend)
-
-
-def _optimi(shapes: Shapes) -> Callable[[], object]:
-    from optimi import AdamW
-
-    return AdamW(make_parameters(shapes, torch.bfloat16), **OPTIONS, kahan_sum=True).step
-
-
-def _torchao(shapes: Shapes) -> Callable[[], object]:
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(make_parameters(shapes, torch.bfloat16), **OPTIONS).step
-
-
 @dataclass(frozen=True)
 class Entry:
-    """A contender that is not made yet: its name, bytes per element, the call that makes it, and its rounds."""
+    """A contender that is not made yet: its name, the bytes per element that it will hold, and the call that makes it."""
 
     name: str
     bytes_per_element: float
-    make: Callable[[Shapes], Callable[[], object]]
-    rounds: int | None = None
+    make: Callable[[Shapes, str], Contender]
+    package: str = "narrowgauge"
+    slow: bool = False
 
 
-def _entry_of(storage: str) -> Entry:
-    return Entry(f"ours {storage}", STORAGES[storage].bytes_per_param, lambda shapes: ours(shapes, storage).step)
+def _our_entry(storage: str) -> Entry:
+    def make(shapes: Shapes, name: str) -> Contender:
+        return Contender(name, ours(shapes, storage).step)
+
+    return Entry(f"ours {storage}", STORAGES[storage].bytes_per_param, make)
 
 
-def entries(peers: bool) -> tuple[list[Entry], list[str]]:
-    """Everything to time beside the yardstick, and the names of what is not installed."""
-    found = [_entry_of(storage) for storage in STORAGES]
-    found.append(Entry("add_ of float32", 8, _adder))
-    missing = []
-    for package, entry in (
-        ("torch-optimi", Entry("optimi AdamW Kahan bfloat16", 10, _optimi)),
-        ("torchao", Entry("torchao AdamW8bit bfloat16", 6, _torchao, rounds=1)),
-    ):
-        if entry.rounds is not None and not peers:
-            continue
-        if peer_version(package) == NOT_INSTALLED:
-            missing.append(entry.name)
-        else:
-            found.append(entry)
-    return found, missing
+def _adder(shapes: Shapes, name: str) -> Contender:
+    length = sum(torch.Size(shape).numel() for shape in shapes)
+    total, addend = torch.zeros(length), torch.full((length,), 1e-3)
+    return Contender(name, lambda: total.add_(addend))
+
+
+def _optimi(shapes: Shapes, name: str) -> Contender:
+    from optimi import AdamW
+
+    parameters = make_parameters(shapes, torch.bfloat16)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    originals = [g.clone() for g in gradients]
+
+    def restore() -> None:
+        # It computes in the gradients' memory; left as they are they would shrink to subnormals, which are slow.
+        for gradient, original in zip(gradients, originals, strict=True):
+            gradient.copy_(original)
+
+    return Contender(name, AdamW(parameters, **OPTIONS, kahan_sum=True).step, before=restore)
+
+
+def _torchao(shapes: Shapes, name: str) -> Contender:
+    from torchao.optim import AdamW8bit
+
+    return Contender(name, AdamW8bit(make_parameters(shapes, torch.bfloat16), **OPTIONS).step, rounds=1)
+
+
+ENTRIES = (
+    *map(_our_entry, STORAGES),
+    Entry("add_ of float32", 8, _adder),
+    Entry("optimi AdamW Kahan bfloat16", 12, _optimi, "torch-optimi"),
+    Entry("torchao AdamW8bit bfloat16", 6, _torchao, "torchao", slow=True),
+)
 
 
 def grouped(waiting: Sequence[Entry], num_elements: int) -> Iterator[list[Entry]]:
@@ -191,7 +195,7 @@ def time_case(case: Case, waiting: Sequence[Entry], rounds: int) -> list[Timing]
     yardstick: list[float] = []
     for group in grouped(waiting, case.num_elements):
         contenders = [Contender(YARDSTICK, fused(case.shapes).step)]
-        contenders += [Contender(e.name, e.make(case.shapes), rounds=e.rounds) for e in group]
+        contenders += [entry.make(case.shapes, entry.name) for entry in group]
         first, *others = measure(contenders, yardstick=YARDSTICK, rounds=rounds)
         del contenders
         yardstick += first.seconds
@@ -207,11 +211,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = flags.parse_args(arguments)
     rounds = 3 if options.quick else options.rounds
     report = Report("optimizer step", options, peers=("torch-optimi", "torchao"))
-    waiting, missing = entries(options.peers)
+    wanted = [entry for entry in ENTRIES if options.peers or not entry.slow]
+    waiting = [entry for entry in wanted if peer_version(entry.package) != NOT_INSTALLED]
     for letter, case in cases(options.quick).items():
         if options.case is None or letter in options.case:
             rows = [timing.row() for timing in time_case(case, waiting, rounds)]
-            rows += [{"": name, "quartiles": NOT_INSTALLED} for name in missing]
+            rows += [{"": entry.name, "quartiles": NOT_INSTALLED} for entry in wanted if entry not in waiting]
             report.add(f"({letter}) {case.title}; ratio to {YARDSTICK}", rows)
     return report.end()
 

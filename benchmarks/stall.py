@@ -1,8 +1,8 @@
 """What a small update leaves behind: the stall case, for every storage and for the optimizers in use.
 
 Claim: at a small learning rate, bfloat16 weights stop moving unless more of them is kept, and 8 extra bits of each,
-stochastically rounded, keep them moving. Weights ~N(0,1), gradients 0.05 + 0.1 N(0,1) from a cycle of 50, lr 1e-5, beta2
-0.999, 400 steps; the figure is the error of the stored weights' displacement, ‖moved − wanted‖ / ‖wanted‖: 0 is
+stochastically rounded, keep them moving. Weights ~N(0,1), gradients 0.05 + 0.1 N(0,1) from a cycle of 50, lr 1e-5,
+beta2 0.999, 400 steps; the figure is the error of the stored weights' displacement, ‖moved − wanted‖ / ‖wanted‖: 0 is
 perfect, 1 a weight that never moved.
 
 Yardstick: the same AdamW in float64. Beside ours: torch's AdamW over bfloat16 weights, optimi's Kahan AdamW, torchao's
@@ -17,15 +17,16 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from timing import NOT_INSTALLED, Report, Row, parser, peer_version
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.recipes import STORAGES, Storage
+from narrowgauge.storages import STORAGES, Storage
 
-OPTIONS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+OPTIONS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 CYCLE = 50
 LR = 1e-5
 
@@ -65,7 +66,8 @@ class Stall:
     def error(self, trainee: Trainee) -> float:
         """Train, and compare the displacement of what is stored."""
         for t in range(1, self.steps + 1):
-            trainee.weight.grad = self.cycle[t % CYCLE].to(trainee.weight.dtype)
+            # A copy: some optimizers compute in the gradient's own memory.
+            trainee.weight.grad = self.cycle[t % CYCLE].to(trainee.weight.dtype, copy=True)
             trainee.step()
         moved = trainee.stored().double() - self.start.double()
         return float((moved - self.wanted).norm() / self.wanted.norm())
@@ -138,7 +140,7 @@ PEERS: tuple[tuple[str, str, float, Callable[[Stall], Trainee]], ...] = (
     ("optimi AdamW Kahan bfloat16", "torch-optimi", 10, optimi_kahan),
     ("torchao AdamW8bit bfloat16 stochastic", "torchao", 6.03, torchao_8bit),
 )
-"""Name, package, bytes per parameter with a bfloat16 gradient (8-bit states carry a float32 scale per 256), and maker."""
+"""Name, package, bytes per parameter with a bfloat16 gradient (8-bit states carry a float32 scale per 256), maker."""
 
 
 def peer_row(case: Stall, name: str, package: str, size: float, make: Callable[[Stall], Trainee]) -> Row:

@@ -29,6 +29,10 @@ Row = dict[str, Any]
 NOT_INSTALLED = "not installed"
 
 
+def nothing() -> None:
+    """What is done where nothing must be."""
+
+
 @dataclass(frozen=True)
 class Contender:
     """What is timed.
@@ -36,12 +40,14 @@ class Contender:
     Args:
         name: what the table calls it.
         run: does the work once.
+        before: called before each call, untimed.
         per_call: how many steps one call takes; times are per step.
         rounds: takes part in so many rounds at most (for the very slow); ``None`` for all.
     """
 
     name: str
     run: Callable[[], object]
+    before: Callable[[], object] = nothing
     per_call: int = 1
     rounds: int | None = None
 
@@ -82,17 +88,13 @@ class Timing:
         }
 
 
-def no_wait() -> None:
-    """Where calls return when their work is done there is nothing to wait for."""
-
-
 def measure(
     contenders: Sequence[Contender],
     *,
     yardstick: str,
     rounds: int,
     warmup: int = 2,
-    wait: Callable[[], object] = no_wait,
+    wait: Callable[[], object] = nothing,
 ) -> list[Timing]:
     """Time contenders in rounds.
 
@@ -107,6 +109,7 @@ def measure(
     """
     for contender in contenders:
         for _ in range(warmup if contender.rounds is None else 1):
+            contender.before()
             contender.run()
     wait()
     seconds: dict[str, list[float]] = {c.name: [] for c in contenders}
@@ -114,6 +117,7 @@ def measure(
         first = number % len(contenders)
         for contender in (*contenders[first:], *contenders[:first]):
             if contender.rounds is None or number < contender.rounds:
+                contender.before()
                 began = time.perf_counter()
                 contender.run()
                 wait()

@@ -10,8 +10,8 @@ cannot have all three. Per candidate:
 - ratio rms: error of m/√v, as a share of the root mean square of the exact ratio;
 - gradients kept: powers of two between which neither moment leaves its window of normal values.
 
-Yardstick: both moments in float64. Run: ``./dev bench word_split [--quick]``; about three minutes on two cores. No times
-are taken, so ``--rounds`` has no effect.
+Yardstick: both moments in float64. Run: ``./dev bench word_split [--quick]``; about three minutes on two cores. No
+times are taken, so ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from stall import Stall, our_row
@@ -26,7 +27,7 @@ from timing import Report, Row, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.recipes import MOMENT12, SECOND12, STORAGES, TAIL8, Code, Storage
+from narrowgauge.storages import MOMENT12, SECOND12, STORAGES, TAIL8, Code, Storage
 
 GROUPS = 512
 BETAS2 = (0.95, 0.999)
@@ -177,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__, rounds=1).parse_args(arguments)
     report = Report("word split", options)
     case = Stall.make(32, 100) if options.quick else Stall.make(128, 400)
-    sizes = {"width": 2, "settle": {0.95: 20, 0.999: 20}, "watch": 5}
+    sizes: dict[str, Any] = {"width": 2, "settle": {0.95: 20, 0.999: 20}, "watch": 5}
     if not options.quick:
         sizes = {"width": 32, "settle": {0.95: 200, 0.999: 3000}, "watch": 100}
     chosen = built_in()

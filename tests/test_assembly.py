@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge.recipes import STORAGES, Override, Recipe, full_names, parse
+from narrowgauge.recipes import Override, Recipe, full_names, parse
+from narrowgauge.storages import STORAGES
 
 RECIPES = full_names()
 

@@ -12,17 +12,14 @@ from narrowgauge.formats import FORMATS
 from narrowgauge.recipes import (
     ALIASES,
     COMPUTES,
-    STORAGES,
-    Code,
     Recipe,
-    for_vectors,
     full_names,
     known_names,
     parse,
     parse_file,
     parse_table,
-    with_rounding,
 )
+from narrowgauge.storages import STORAGES, Code, for_vectors
 
 
 @pytest.mark.parametrize("name", full_names())
@@ -211,12 +208,6 @@ def test_wrong_files_are_refused_in_one_line(text: str, word: str, tmp_path: Pat
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"mine\.toml' does not exist"):
         parse(tmp_path / "mine.toml")
-
-
-def test_rounding_can_be_exchanged_in_a_whole_row() -> None:
-    nearest = with_rounding(STORAGES["word"], "nearest")
-    assert not nearest.is_stochastic and STORAGES["word"].is_stochastic
-    assert nearest.bytes_per_param == 8
 
 
 def test_recipes_are_values() -> None:

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from narrowgauge.optim.optimizer import AdamW as AdamW
     from narrowgauge.optim.optimizer import Optimizer as Optimizer
     from narrowgauge.recipes import COMPUTES as COMPUTES
-    from narrowgauge.recipes import STORAGES as STORAGES
     from narrowgauge.recipes import Compute as Compute
     from narrowgauge.recipes import Recipe as Recipe
-    from narrowgauge.recipes import Storage as Storage
     from narrowgauge.recipes import parse as parse
+    from narrowgauge.storages import STORAGES as STORAGES
+    from narrowgauge.storages import Storage as Storage
 
 __version__ = "0.1.0"
 
@@ -57,9 +57,9 @@ _HOMES = {
     "parse": "recipes",
     "Recipe": "recipes",
     "Compute": "recipes",
-    "Storage": "recipes",
+    "Storage": "storages",
     "COMPUTES": "recipes",
-    "STORAGES": "recipes",
+    "STORAGES": "storages",
     "Format": "formats",
     "FORMATS": "formats",
     "Chip": "chips",

@@ -1,11 +1,13 @@
 """Every name of PyTorch we touch that it does not promise to keep, with the reason and the way out.
 
-| name | why | the way out |
-|---|---|---|
-| ``torch._inductor.aoti_compile_and_package`` | one fused loop from the definition, 3 us a call; ``torch.compile`` takes 20 | ``torch.compile``, slower on small tensors |
-| ``…aoti_load_package(…).loader.boxed_run`` | calls the package without 10 us of tree flattening | calling the package itself |
-| ``torch._inductor.config`` option names | keep every reduction in one loop; round as eager mode does on CUDA | eager kernels |
-| ``torch.backends.cpu.get_cpu_capability`` | the key of the kernel cache | the processor's name |
+``torch._inductor.aoti_compile_and_package``
+    One fused loop from the definition, 3 us a call where ``torch.compile`` takes 20. The way out: ``torch.compile``.
+``torch._inductor.aoti_load_package(…).loader.boxed_run``
+    Calls the package without 10 us of tree flattening. The way out: calling the package itself.
+Option names of ``torch._inductor.config``
+    Keep every reduction in one loop; round as eager mode does on CUDA. The way out: eager kernels.
+``torch.backends.cpu.get_cpu_capability``
+    Part of the kernel cache's key. The way out: the processor's name.
 
 A release that renames one of these fails here, with a plain ImportError or AttributeError, and nowhere else.
 """
@@ -19,7 +21,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
 
 import torch
 from torch import Tensor

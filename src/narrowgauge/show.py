@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from narrowgauge import formats, recipes
+from narrowgauge import formats, recipes, storages
 from narrowgauge.chips import CHIPS
 from narrowgauge.errors import FormatError, NarrowgaugeError, suggestion
 from narrowgauge.models import MODELS
-from narrowgauge.recipes import Code, Recipe, Storage
+from narrowgauge.recipes import Recipe
+from narrowgauge.storages import Code, Storage
 
 Row = dict[str, Any]
 Key = str | Callable[[Row], Any]
@@ -192,7 +193,7 @@ def detail_recipe(name: str) -> Row:
         [2.0, 1.0, 1.5, 1.5, 2.0]
     """
     recipe = recipes.parse(name)
-    compute, vectors = recipe.compute, recipes.for_vectors(recipe.storage)
+    compute, vectors = recipe.compute, storages.for_vectors(recipe.storage)
     return {
         **_recipe_row(recipe),
         "stored": _stored_parts(recipe.storage),
@@ -318,7 +319,7 @@ def _storage_row(storage: Storage) -> Row:
         "exp_avg_sq": _code_text(storage.exp_avg_sq),
         "state_bits": dict(storage.fields),
         "bytes_per_param": storage.bytes_per_param,
-        "vectors": recipes.for_vectors(storage).name,
+        "vectors": storages.for_vectors(storage).name,
         "stochastic": storage.is_stochastic,
         "loses": storage.loses,
         "cure": storage.cure,
@@ -424,7 +425,7 @@ def _names(**keys: Key) -> tuple[Column, ...]:
 _MAKERS: dict[str, Callable[[], list[Row]]] = {
     "formats": lambda: [_format_row(row) for row in formats.FORMATS.values()],
     "recipes": lambda: [_recipe_row(recipes.parse(name)) for name in recipes.full_names()],
-    "storages": lambda: [_storage_row(row) for row in recipes.STORAGES.values()],
+    "storages": lambda: [_storage_row(row) for row in storages.STORAGES.values()],
     "chips": _chip_rows,
     "models": _model_rows,
 }

@@ -8,21 +8,25 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.recipes import STORAGES
+from narrowgauge.storages import STORAGES
 
 
 def visible_dtype(storage: str) -> torch.dtype:
     return getattr(torch, STORAGES[storage].visible)
 
 
-def parameters(storage: str, shapes: list[tuple[int, ...]], seed: int = 0, scale: float = 0.02) -> list[torch.nn.Parameter]:
+def parameters(
+    storage: str, shapes: list[tuple[int, ...]], seed: int = 0, scale: float = 0.02
+) -> list[torch.nn.Parameter]:
     """Gaussian weights in the storage's visible format."""
     generator = torch.Generator().manual_seed(seed)
     values = [torch.randn(shape, generator=generator) * scale for shape in shapes]
     return [torch.nn.Parameter(v.to(torch.bfloat16).to(visible_dtype(storage))) for v in values]
 
 
-def gradients(shapes: list[tuple[int, ...]], step: int, scale: float = 1e-2, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def gradients(
+    shapes: list[tuple[int, ...]], step: int, scale: float = 1e-2, dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
     """Gaussian gradients of one step, rounded to bfloat16 whatever the dtype."""
     generator = torch.Generator().manual_seed(1000 + step)
     return [(torch.randn(shape, generator=generator) * scale).to(torch.bfloat16).to(dtype) for shape in shapes]
@@ -74,7 +78,9 @@ def stall(storage: str, *, seed: int = 1, lr: float = 1e-5, steps: int = 400, si
     start = torch.randn(side, side, generator=generator).bfloat16()
     cycle = [(0.05 + 0.1 * torch.randn(side, side, generator=generator)).bfloat16() for _ in range(50)]
     weight = torch.nn.Parameter(start.to(visible_dtype(storage), copy=True))
-    optimizer = ng.AdamW([("weight", weight)], lr=lr, betas=(0.9, 0.999), weight_decay=0.0, storage=storage, compile=False)
+    optimizer = ng.AdamW(
+        [("weight", weight)], lr=lr, betas=(0.9, 0.999), weight_decay=0.0, storage=storage, compile=False
+    )
     x, m, v = start.double(), torch.zeros(side, side).double(), torch.zeros(side, side).double()
     for t in range(1, steps + 1):
         g = cycle[t % 50]

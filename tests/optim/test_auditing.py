@@ -11,7 +11,7 @@ from torch import Tensor
 import narrowgauge as ng
 from narrowgauge.numerics.measures import UPDATE_SUMS, update_sums
 from narrowgauge.optim.auditing import CONFIDENCE, FEWEST, THRESHOLD, WINDOW, Auditor, margin, read
-from narrowgauge.recipes import STORAGES
+from narrowgauge.storages import STORAGES
 
 
 def row(**sums: float) -> Tensor:

@@ -7,10 +7,10 @@ import warnings
 
 import pytest
 import torch
-from optim.scenarios import assert_same_bits, kept, parameters, stall, train
 
 import narrowgauge as ng
-from narrowgauge.recipes import STORAGES
+from narrowgauge.storages import STORAGES
+from optim.scenarios import assert_same_bits, kept, parameters, stall, train
 
 LIMITS = {"word": 0.10, "split": 0.01, "exact": 0.002, "master": 0.002, "float32": 0.002}
 
@@ -103,7 +103,9 @@ def against_torch(lr: float, weight_decay: float) -> tuple[torch.Tensor, torch.T
     shape = (64, 64)
     start = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 0.02
     options = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": weight_decay}
-    weights = [torch.nn.Parameter(start.to(dtype, copy=True)) for dtype in (torch.float32, torch.float32, torch.float64)]
+    weights = [
+        torch.nn.Parameter(start.to(dtype, copy=True)) for dtype in (torch.float32, torch.float32, torch.float64)
+    ]
     optimizers = [
         ng.AdamW(weights[:1], **options, storage="float32", compile=False),
         torch.optim.AdamW(weights[1:2], **options),

@@ -13,7 +13,7 @@ from torch import Tensor
 from narrowgauge.numerics.rounding import bits_of, float_of, half, quiet
 from narrowgauge.optim import codes, layouts
 from narrowgauge.optim.kernels import addends
-from narrowgauge.recipes import STORAGES, Code, Storage
+from narrowgauge.storages import STORAGES, Code, Storage
 from oracles import codes as oracle
 
 IN_TABLES = {c for row in STORAGES.values() for c in (row.weight, row.exp_avg, row.exp_avg_sq)}

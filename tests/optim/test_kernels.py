@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optim.scenarios import assert_same_bits, gradients, kept, parameters, train
 
 import narrowgauge as ng
 from narrowgauge._torch import compiler_missing
 from narrowgauge.optim import compilation
-from narrowgauge.recipes import STORAGES
+from narrowgauge.storages import STORAGES
+from optim.scenarios import assert_same_bits, gradients, kept, parameters, train
 
 needs_compiler = pytest.mark.skipif(bool(compiler_missing()), reason=f"{compiler_missing()}: nothing to compare with")
 
@@ -37,8 +37,12 @@ def test_eager_and_compiled_have_the_same_bits(storage: str) -> None:
 def test_two_hundred_shapes_and_many_steps_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     real = compilation.compiled
-    monkeypatch.setattr("narrowgauge.optim.kernels.compiled", lambda name, *rest: asked.append(name) or real(name, *rest))
-    monkeypatch.setattr("narrowgauge.optim.clipping.compiled", lambda name, *rest: asked.append(name) or real(name, *rest))
+    monkeypatch.setattr(
+        "narrowgauge.optim.kernels.compiled", lambda name, *rest: asked.append(name) or real(name, *rest)
+    )
+    monkeypatch.setattr(
+        "narrowgauge.optim.clipping.compiled", lambda name, *rest: asked.append(name) or real(name, *rest)
+    )
     shapes: list[tuple[int, ...]] = [(n,) if n % 3 else (n // 3, 3) for n in range(150)]
     shapes += [(n, 97) for n in range(41, 91)]
     params = parameters("word", shapes)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim import layouts
-from narrowgauge.recipes import STATE_NAMES, STORAGES, Code, Storage
+from narrowgauge.storages import STATE_NAMES, STORAGES, Code, Storage
 
 LENGTHS = (0, 1, 2, 3, 16, 17, 1000, 1001)
 every_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)

@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.recipes import STORAGES
+from narrowgauge.storages import STORAGES
 
 SHAPES: list[tuple[int, ...]] = [(4, 6), (5,), (3, 3, 3), (1, 1), (7, 1)]
 SAME = pytest.mark.parametrize("storage", STORAGES)

@@ -18,7 +18,7 @@ from narrowgauge.optim.stores import (
     make_stores,
     write_back,
 )
-from narrowgauge.recipes import STORAGES, Storage
+from narrowgauge.storages import STORAGES, Storage
 from oracles import codes as oracle
 
 every_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics import measures
-from narrowgauge.recipes import Storage
+from narrowgauge.storages import Storage
 
 if TYPE_CHECKING:
     from narrowgauge.optim.optimizer import Optimizer
@@ -214,5 +214,7 @@ def audit(optimizer: Optimizer) -> dict[str, Reading]:
     readings = {names[p]: read(window) for p, window in auditor.windows.items()}
     longest = max(len(w) for w in auditor.windows.values())
     # Steps counted from the latest: a tensor that joined late has none for the oldest.
-    steps = [torch.stack([w[-k] for w in auditor.windows.values() if len(w) >= k]).sum(0) for k in range(1, longest + 1)]
+    steps = [
+        torch.stack([w[-k] for w in auditor.windows.values() if len(w) >= k]).sum(0) for k in range(1, longest + 1)
+    ]
     return {"": read(steps), **readings}

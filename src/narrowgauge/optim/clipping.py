@@ -15,6 +15,7 @@ from narrowgauge.numerics import summation
 from narrowgauge.optim.compilation import Compiled, compiled
 from narrowgauge.optim.stores import SMALL, as_words
 
+
 def measure_words(words: Tensor, scales: Tensor) -> Tensor:
     """Both passes over bfloat16 pairs at once: ``(largest's bits, coarse steps, fine steps)``, int64 ``[3]``.
 

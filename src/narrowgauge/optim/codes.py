@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import MAGNITUDE, bits_of, cut, float_of, half
-from narrowgauge.recipes import Code, Storage
+from narrowgauge.storages import Code, Storage
 
 SIGN = -(1 << 31)
 UPPER = -65536
@@ -97,7 +97,9 @@ def _moved(x: Tensor, left: int) -> Tensor:
     return x << left if left > 0 else x >> -left if left < 0 else x
 
 
-def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int, shift: int) -> tuple[Tensor, Tensor | None, Tensor]:
+def encode_weight(
+    storage: Storage, x: Tensor, addend: Tensor | int, shift: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Cut a weight into what the model sees and what is kept beside it.
 
     Args:

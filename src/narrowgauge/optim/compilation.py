@@ -30,7 +30,9 @@ def source_key() -> str:
     """A hash of every file whose text a kernel is made from."""
     root = Path(narrowgauge.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted([root / "_torch.py", root / "recipes.py", *root.glob("numerics/*.py"), *root.glob("optim/*.py")]):
+    for path in sorted(
+        [root / "_torch.py", root / "recipes.py", *root.glob("numerics/*.py"), *root.glob("optim/*.py")]
+    ):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

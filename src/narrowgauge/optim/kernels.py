@@ -19,7 +19,7 @@ from narrowgauge.numerics.rounding import bits_of, dither, float_of, half, rando
 from narrowgauge.optim import codes, layouts
 from narrowgauge.optim.compilation import Compiled, compile_elsewhere, compiled, kernel_key
 from narrowgauge.optim.elementwise import RULES, Rule, Scalars, rule_source
-from narrowgauge.recipes import STATE_NAMES, Storage
+from narrowgauge.storages import STATE_NAMES, Storage
 
 Step = Callable[..., Tensor]
 CONTROL = ("gradient_scale", "skip")
@@ -57,7 +57,13 @@ def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tenso
 
 
 def step_lane(
-    rule: Rule, storage: Storage, seen: Tensor, gradient_bits: Tensor, words: Sequence[Tensor], scalars: Scalars, seed: Tensor
+    rule: Rule,
+    storage: Storage,
+    seen: Tensor,
+    gradient_bits: Tensor,
+    words: Sequence[Tensor],
+    scalars: Scalars,
+    seed: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, Tensor, Tensor]]:
     """One optimizer step of one lane: the whole definition.
 
@@ -74,20 +80,19 @@ def step_lane(
     """
     of_plane = dict(zip((p.name for p in layouts.planes(storage)), words, strict=True))
 
-    def placed(name: str | None) -> tuple[Tensor | None, int]:
-        place = layouts.place_of(storage, name)
-        return (of_plane[place.plane.name], place.shift) if place else (None, 0)
-
-    word, shift = placed(storage.beside)
+    place = {
+        name: (of_plane[plane.name], shift) for plane in layouts.planes(storage) for name, shift, _ in plane.fields
+    }
+    word, shift = place[storage.beside] if storage.beside else (None, 0)
     weight = codes.decode_weight(storage, seen, word, shift)
-    states = [codes.decode(getattr(storage, name), *placed(name)) for name in rule.states]
+    states = [codes.decode(getattr(storage, name), *place[name]) for name in rule.states]
     gradient = float_of(gradient_bits) * scalars["gradient_scale"]
     change, *new_states = rule.update(weight, gradient, *states, scalars)
     addend = addends(storage, weight, gradient_bits, seed)
     new_seen, field, kept = codes.encode_weight(storage, weight + change, addend["weight"], shift)
-    fields = {storage.beside: field} if field is not None else {}
+    fields = {storage.beside: field} if storage.beside and field is not None else {}
     for name, value in zip(rule.states, new_states, strict=True):
-        fields[name] = codes.encode(getattr(storage, name), value, addend[name], placed(name)[1])
+        fields[name] = codes.encode(getattr(storage, name), value, addend[name], place[name][1])
     return new_seen, fields, (change, kept - weight, float_of(new_seen) - float_of(seen))
 
 
@@ -219,7 +224,9 @@ class StepKernel:
         if not self.compile or RULES.get(self.rule.name) is not self.rule:
             return  # another process could not find a rule that is not in the table
         blob = base64.b64encode(pickle.dumps(self.storage)).decode()
-        statement = f"from narrowgauge.optim.kernels import compile_audit as c; c({self.rule.name!r}, {blob!r}, '{device}')"
+        statement = (
+            f"from narrowgauge.optim.kernels import compile_audit as c; c({self.rule.name!r}, {blob!r}, '{device}')"
+        )
         compile_elsewhere(kernel_key(self._name(True), device), statement)
 
 

@@ -19,7 +19,7 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from narrowgauge.recipes import STATE_NAMES, Storage
+from narrowgauge.storages import STATE_NAMES, Storage
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from narrowgauge.optim.clipping import GradientNorm, control_scalars
 from narrowgauge.optim.elementwise import ADAMW, Rule
 from narrowgauge.optim.kernels import StepKernel
 from narrowgauge.optim.stores import Bucket, Store, make_stores, write_back
-from narrowgauge.recipes import STORAGES, Storage, for_vectors
+from narrowgauge.storages import STORAGES, Storage, for_vectors
 
 WORTH_COMPILING = 1 << 18
 """Elements of one storage from which compiling its kernel pays within a short run."""
@@ -107,7 +107,7 @@ class Optimizer(torch.optim.Optimizer):
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
 
         Args:
@@ -280,10 +280,10 @@ class Optimizer(torch.optim.Optimizer):
     def bytes_per_param(self) -> float:
         """Bytes of weights, gradients (in the parameters' format) and states per parameter, counted from live tensors."""
         parameters = {p for group in self.param_groups for p in group["params"]}
-        total = sum(2 * p.numel() * p.element_size() for p in parameters)
+        total = sum(2 * int(p.numel()) * p.element_size() for p in parameters)
         for store in self._stores.values():
             total += sum(w.numel() * w.element_size() for w in store.words.values())
-        return total / max(1, sum(p.numel() for p in parameters))
+        return total / max(1, sum(int(p.numel()) for p in parameters))
 
     def parameter_names(self) -> dict[Tensor, str]:
         """The name of each parameter: as given, else ``"param 0"``, ``"param 1"`` …"""
@@ -440,7 +440,9 @@ def _gradient(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:
-        raise RecipeError("a gradient is sparse, and the update rules take dense ones.", "Build the embedding with sparse=False.")
+        raise RecipeError(
+            "a gradient is sparse, and the update rules take dense ones.", "Build the embedding with sparse=False."
+        )
     if gradient.dtype is not parameter.dtype:
         raise RecipeError(
             f"a gradient is {gradient.dtype} and its parameter of shape {tuple(parameter.shape)} is {parameter.dtype}.",

@@ -17,7 +17,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import half, quiet
 from narrowgauge.optim import codes, layouts
-from narrowgauge.recipes import Storage
+from narrowgauge.storages import Storage
 
 SMALL = 4096
 """Parameters of at most so many elements go into buckets."""
