@@ -33,6 +33,7 @@ from timing import Contender, Report, Row, Timing, measure, parser
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from narrowgauge.models import get_model
 from narrowgauge.runs.record import RunWriter
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
@@ -166,7 +167,7 @@ def settings(quick: bool) -> TrainConfig:
 
 def make_loops(config: TrainConfig, folder: Path) -> tuple[Ours, dict[str, Callable[[], None]]]:
     """Our trainer, and the step of every loop by name."""
-    data = prepare_data(config.data, folder, vocab_size=language_vocabulary(config), seed=config.seed)
+    data = prepare_data(config.data, folder, vocab_size=get_model(config.model).vocab_size, seed=config.seed)
     session = build(config, folder, data)
     writer = RunWriter.create(folder, describe(session), beside=("data",))
     ours = Ours(session, writer, Console(config.steps, config.log_every))
@@ -175,13 +176,6 @@ def make_loops(config: TrainConfig, folder: Path) -> tuple[Ours, dict[str, Calla
     loops |= {kind: make_peer(kind, session.config, data).step for kind in (PLAIN, WHOLE, LAYERS)}
     loops[STRIPPED] = stripped(build(bare, folder, data))
     return ours, loops
-
-
-def language_vocabulary(config: TrainConfig) -> int:
-    """The preset's vocabulary."""
-    from narrowgauge.models import get_model
-
-    return get_model(config.model).vocab_size
 
 
 def row_of(timing: Timing, tokens_per_step: int) -> Row:

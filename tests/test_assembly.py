@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,23 @@ def test_a_deep_copy_under_autocast_computes_with_its_own_weights() -> None:
     x = torch.ones(2, 6)
     assert not model(x).any()
     assert twin(x).any() and twin(x).dtype is torch.bfloat16
+
+
+def test_a_pickled_model_under_autocast_computes_as_before() -> None:
+    model, _ = ng.prepare(Net(), "bfloat16/float32")
+    again = pickle.loads(pickle.dumps(model))
+    x = torch.ones(2, 6)
+    assert same(again(x).detach(), model(x).detach()) and again(x).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("storage", ["float32", "word"])
+def test_a_prepared_model_is_traced_whole(storage: str) -> None:
+    recipe = Recipe(parse("bfloat16").compute, STORAGES[storage], keep=("lm_head", "model.layers.*.self_attn"))
+    model, _ = ng.prepare(tiny_llama(tied=False), recipe)
+    traced = torch.compile(model, backend="eager", fullgraph=True)
+    one, other = (each(input_ids=tokens()).logits.detach() for each in (model, traced))
+    assert same(one, other)
+    assert model.eval().generate(tokens()[:, :3], max_new_tokens=2, pad_token_id=0).shape == (2, 5)
 
 
 @pytest.mark.parametrize("keep", ["head", "block", "block.inner", "*.norm", "hea*"])

@@ -6,12 +6,9 @@ parameters *after*; autocast and the casts around kept modules go on last. ``pre
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import inspect
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -86,8 +83,7 @@ def prepare(
     _widen_kept(model, policy)
     scope = compute_scope(policy, next(model.parameters()).device)
     if isinstance(scope, torch.autocast):
-        # Bound to the model: a deep copy then computes with its own weights, not with this model's.
-        model.forward = MethodType(_scoped(type(model).forward, policy), model)
+        model.forward = _Scoped(model, policy)
     return model, optimizer
 
 
@@ -183,7 +179,7 @@ def _widen_kept(model: nn.Module, recipe: Recipe) -> None:
             done.append(name)
             module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
             if recipe.storage.visible == "float32":
-                module.forward = MethodType(_unscoped(type(module).forward), module)
+                module.forward = _Scoped(module, None)
             else:
                 module.register_forward_hook(_cast_outputs)
 
@@ -204,28 +200,30 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         items = [_cast(item, dtype) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        changed = copy.copy(value)
-        changed.update({key: _cast(item, dtype) for key, item in value.items()})
-        return changed
+        changed = {key: _cast(item, dtype) for key, item in value.items()}
+        return changed if type(value) is dict else type(value)(**changed)
     return value
 
 
-def _scoped(forward: Callable[..., Any], recipe: Recipe) -> Callable[..., Any]:
-    @wraps(forward)
-    def in_scope(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with compute_scope(recipe, next(self.parameters()).device):
-            return forward(self, *args, **kwargs)
+class _Scoped:
+    """A module's own forward in the scope of a recipe, or outside every scope for ``None``.
 
-    return in_scope
+    An object, not a closure: copies and pickles of the module then have one that computes with their own weights.
+    """
 
+    def __init__(self, module: nn.Module, recipe: Recipe | None) -> None:
+        self.module, self.recipe = module, recipe
 
-def _unscoped(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def out_of_scope(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(next(self.parameters()).device.type, enabled=False):
-            return forward(self, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        device = next(self.module.parameters()).device
+        wide = torch.autocast(device.type, enabled=False)
+        with wide if self.recipe is None else compute_scope(self.recipe, device):
+            return type(self.module).forward(self.module, *args, **kwargs)
 
-    return out_of_scope
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # Callers such as transformers ask a forward for the names of its arguments.
+        return inspect.signature(type(self.module).forward.__get__(self.module))
 
 
 def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:

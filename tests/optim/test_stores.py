@@ -160,7 +160,7 @@ def test_pieces_cover_the_parameter_once_in_order(
         assert torch.equal(slope_words.view(weight.dtype)[:count], gradient.reshape(-1)[flat])
         assert not words.view(weight.dtype)[count:].any()
         assert len({w.numel() for w in (words, slope_words, *plane_words)}) == 1
-        for got, whole in zip(plane_words, store.plane_words(), strict=True):
+        for got, whole in zip(plane_words, store.plane_words, strict=True):
             assert got.data_ptr() == whole[start // lanes :].data_ptr()
             got.add_(1)
         words.view(weight.dtype).mul_(-2)

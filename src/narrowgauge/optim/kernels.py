@@ -167,9 +167,8 @@ class StepKernel:
         self._audited = make_step(rule, storage, total_sums)
         self._compiled: dict[tuple[bool, int, torch.device], Compiled | None] = {}
 
-    @torch.no_grad()
     def run(self, words: Sequence[Tensor], values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor | None:
-        """Step tensors of equal length in place.
+        """Step tensors of equal length in place; to be called without gradients.
 
         Args:
             words: int32, 1-D: weight, gradient, and the planes.
@@ -192,7 +191,6 @@ class StepKernel:
             total = sums if total is None else total + sums
         return total if audited else None
 
-    @torch.no_grad()
     def run_bucket(self, words: Sequence[Tensor], values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
         """An audited step of a bucket: float64 ``[segments, 8]``."""
         if self.compile:

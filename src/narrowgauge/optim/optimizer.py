@@ -97,9 +97,13 @@ class Optimizer(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group["storage"] = _row(group["storage"]).name
-        for parameter in group["params"]:
-            _check_visible(parameter, self._storage_of(group, parameter))
+        try:
+            group["storage"] = _row(group["storage"]).name
+            for parameter in group["params"]:
+                _check_visible(parameter, self._storage_of(group, parameter))
+        except RecipeError:
+            self.param_groups.pop()
+            raise
 
     def _storage_of(self, group: dict[str, Any], parameter: Tensor) -> Storage:
         row = _row(group["storage"])
@@ -121,15 +125,21 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         self.settle()
         groups = [(g, [p for p in g["params"] if p.grad is not None]) for g in self.param_groups]
-        gradients = [p.grad for _, parameters in groups for p in parameters]
+        gradients = [_gradient(p) for _, parameters in groups for p in parameters]
         if not gradients:
-            return loss
+            return
         for group, parameters in groups:
             self._initialise(group, parameters)
             for parameter in parameters:
-                self._kernel(self._stores[parameter].storage)
+                store = self._stores[parameter]
+                store.kernel = store.kernel or self._kernel(store.storage)
         control = self._control(gradients)
         stepped: list[Store] = []
         for group, parameters in groups:
@@ -137,7 +147,6 @@ class Optimizer(torch.optim.Optimizer):
         self._unsettled = (control, stepped)
         if control.device.type == "cpu":
             self.settle()  # nothing to wait for
-        return loss
 
     def _control(self, gradients: list[Tensor]) -> Tensor:
         device = gradients[0].device
@@ -199,8 +208,7 @@ class Optimizer(torch.optim.Optimizer):
     def _step_bucket(self, bucket: Bucket, values: Tensor, seed: Tensor, audited: bool) -> None:
         first = bucket.members[0]
         bucket.gather([_gradient(m.parameter) for m in bucket.members])
-        whole = Store(first.parameter, first.storage, bucket.words)
-        words, kernel = [bucket.weights, bucket.gradients, *whole.plane_words()], self._kernel(first.storage)
+        words, kernel = [bucket.weights, bucket.gradients, *bucket.plane_words], _known(first)
         if audited:
             rows = kernel.run_bucket(words, values, seed, bucket.segments())
             for member, sums in zip(bucket.members, rows, strict=True):
@@ -210,11 +218,14 @@ class Optimizer(torch.optim.Optimizer):
         bucket.scatter()
 
     def _step_alone(self, store: Store, values: Tensor, seed: Tensor, audited: bool) -> None:
-        kernel, gradient = self._kernel(store.storage), _gradient(store.parameter)
+        kernel, gradient = _known(store), _gradient(store.parameter)
         direct = store.direct_words(gradient)
+        if direct is not None and not audited:
+            kernel.run([*direct, *store.plane_words], values, seed)
+            return
         total: list[Tensor | None] = []
         if direct is not None:
-            words = [*direct, *store.plane_words()]
+            words = [*direct, *store.plane_words]
             for part, watched in _parts(direct[0].numel(), store.step, self.audit_every if audited else 0):
                 total.append(kernel.run([w[part] for w in words], values, seed, audited=watched))
         else:
@@ -280,10 +291,9 @@ class Optimizer(torch.optim.Optimizer):
     def bytes_per_param(self) -> float:
         """Bytes of weights, gradients (in the parameters' format) and states per parameter, counted from live tensors."""
         parameters = {p for group in self.param_groups for p in group["params"]}
-        total = sum(2 * int(p.numel()) * p.element_size() for p in parameters)
-        for store in self._stores.values():
-            total += sum(w.numel() * w.element_size() for w in store.words.values())
-        return total / max(1, sum(int(p.numel()) for p in parameters))
+        states = [words for store in self._stores.values() for words in store.words.values()]
+        total = 2 * _num_bytes(parameters) + _num_bytes(states)
+        return total / max(1, _num_elements(parameters))
 
     def parameter_names(self) -> dict[Tensor, str]:
         """The name of each parameter: as given, else ``"param 0"``, ``"param 1"`` …"""
@@ -431,9 +441,22 @@ def _check_visible(parameter: Tensor, storage: Storage) -> None:
         )
 
 
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _num_elements(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() for t in tensors)
+
+
 def _check_range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value or not (value < high or high == float("inf")):
         raise RecipeError(f"{name} = {value} was asked for; it must lie in [{low:g}, {high:g}).")
+
+
+def _known(store: Store) -> StepKernel:
+    assert store.kernel is not None
+    return store.kernel
 
 
 def _gradient(parameter: Tensor) -> Tensor:

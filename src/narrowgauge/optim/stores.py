@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import half, quiet
 from narrowgauge.optim import codes, layouts
 from narrowgauge.storages import Storage
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.kernels import StepKernel
 
 SMALL = 4096
 """Parameters of at most so many elements go into buckets."""
@@ -36,13 +41,18 @@ class Store:
         storage: how it is kept.
         words: the words of each plane, by plane name.
         step: how many steps it has taken.
+        kernel: what steps it, once that is known.
     """
 
     parameter: Tensor
     storage: Storage
     words: dict[str, Tensor]
     step: int = 0
+    kernel: StepKernel | None = None
+    _seen_at: tuple[int, tuple[int, ...]] | None = None
+    _weight_words: Tensor | None = None
 
+    @cached_property
     def plane_words(self) -> list[Tensor]:
         """The state tensors in the order in which a kernel takes them."""
         planes = layouts.planes(self.storage)
@@ -105,9 +115,12 @@ class Store:
 
     def direct_words(self, gradient: Tensor) -> tuple[Tensor, Tensor] | None:
         """Parameter and gradient as words where they lie, or ``None`` where they cannot be read so."""
-        weight = as_words(self.parameter.detach())
-        slopes = None if weight is None else as_words(gradient)
-        return None if weight is None or slopes is None else (weight, slopes)
+        data = self.parameter.detach()
+        place = data.data_ptr(), data.stride()
+        if place != self._seen_at:  # it has moved, or this is the first time
+            self._weight_words, self._seen_at = as_words(data), place
+        slopes = None if self._weight_words is None else as_words(gradient)
+        return None if self._weight_words is None or slopes is None else (self._weight_words, slopes)
 
     def pieces(self, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor, list[Tensor], Tensor]]:
         """What cannot be read as words, in copies of at most ``BUCKET_WORDS`` words.
@@ -120,7 +133,7 @@ class Store:
         for start, weight, slopes in _even_pieces(self.parameter.detach(), gradient, BUCKET_WORDS * lanes):
             first = start // lanes
             count = layouts.num_words(self.storage, weight.numel())
-            planes = [words[first : first + count] for words in self.plane_words()]
+            planes = [words[first : first + count] for words in self.plane_words]
             yield _padded_words(weight, count, lanes), _padded_words(slopes, count, lanes), planes, weight
 
 
@@ -140,6 +153,11 @@ class Bucket:
     gradients: Tensor
     weight_views: list[Tensor] = field(default_factory=list)
     gradient_views: list[Tensor] = field(default_factory=list)
+
+    @cached_property
+    def plane_words(self) -> list[Tensor]:
+        """As of a :class:`Store`, for all members at once."""
+        return Store(self.weights, self.members[0].storage, self.words).plane_words
 
     def gather(self, gradients: Sequence[Tensor]) -> None:
         """Copy the members' weights and gradients in."""
