@@ -52,7 +52,8 @@ def require_device() -> None:
 def bytes_moved(storage: Storage) -> float:
     """Bytes that one step must move per element."""
     visible = 4 if storage.visible == "float32" else 2
-    return 3 * visible + 2 * sum(bits for _, bits in storage.fields) / 8
+    states: float = sum(bits for _, bits in storage.fields) / 8
+    return 3.0 * visible + 2 * states
 
 
 def _trained(storage: str, device: str, steps: int) -> dict[str, Tensor]:

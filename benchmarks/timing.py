@@ -216,7 +216,7 @@ class Report:
         """Write the JSON file that was asked for; the exit status."""
         print(f"\nload at the end: {load()}")
         if self.options.json is not None:
-            quick = {"quick": self.options.quick, "rounds": self.options.rounds, "load_at_the_end": load()}
+            quick = {"quick": self.options.quick, "load_at_the_end": load()}
             content = {
                 "benchmark": self.title,
                 "machine": self.machine,
@@ -245,6 +245,8 @@ def plain_table(rows: Sequence[Row]) -> str:
 
 def _cell(value: object) -> str:
     if isinstance(value, float):
+        if 1e3 <= abs(value) < 1e9:
+            return f"{value:,.0f}"
         return f"{value:.3f}" if 1e-2 <= abs(value) < 1e3 or value == 0 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -114,7 +114,7 @@ def margin(num_audits: int) -> float:
     return math.sqrt(freedom * math.expm1(growth))
 
 
-def read(rows: Sequence[Tensor]) -> Reading:
+def read(rows: Iterable[Tensor]) -> Reading:
     """The reading of a window: sums first, ratios after.
 
     Args:
@@ -122,11 +122,11 @@ def read(rows: Sequence[Tensor]) -> Reading:
     Returns:
         The reading; its error is that of a ratio of sums over the steps (the delta method).
     """
-    table = torch.stack(list(rows)).cpu()
+    table = torch.stack(list(rows))
     total = table.sum(0)
     edq = float(measures.edq(total))
     dd, de = table[:, 0], table[:, 1]
-    count = len(rows)
+    count = len(table)
     error = math.nan
     if count > 1 and float(dd.sum()) > 0:
         spread = float(((de - edq * dd) ** 2).sum())
@@ -149,6 +149,7 @@ class Auditor:
     windows: dict[Tensor, deque[Tensor]] = field(default_factory=dict)
     alarmed: dict[Tensor, bool] = field(default_factory=dict)
     fresh: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _products: dict[Tensor, deque[tuple[float, float]]] = field(default_factory=dict)
 
     def add(self, parameter: Tensor, sums: Tensor) -> None:
         """Note one tensor's sums of this step; they may still be on their way from a device."""
@@ -160,28 +161,34 @@ class Auditor:
 
     def settle(self) -> Tensor:
         """Take the noted sums into the windows (this is where the host waits for a device), and return their total."""
-        total = torch.zeros(len(measures.UPDATE_SUMS), dtype=torch.float64)
-        for parameter, sums in self.fresh:
-            row = sums.cpu()
+        if not self.fresh:
+            return torch.zeros(len(measures.UPDATE_SUMS), dtype=torch.float64)
+        table = torch.stack([sums for _, sums in self.fresh]).cpu()
+        for (parameter, _), row, (dd, de, *_) in zip(self.fresh, table, table.tolist(), strict=True):
             self.windows.setdefault(parameter, deque(maxlen=WINDOW)).append(row)
-            total += row
+            self._products.setdefault(parameter, deque(maxlen=WINDOW)).append((dd, de))
         self.fresh.clear()
-        return total
+        return table.sum(0)
 
     def restore(self, parameter: Tensor, rows: Tensor) -> None:
         """Put a saved window back; what it alarmed about then has been said."""
         self.windows[parameter] = deque(rows.unbind(0), maxlen=WINDOW)
+        self._products[parameter] = deque(((dd, de) for dd, de, *_ in rows.tolist()), maxlen=WINDOW)
         self.alarmed[parameter] = read(rows.unbind(0)).stalls
 
     def alarms(self, names: dict[Tensor, str], storages: dict[Tensor, Storage]) -> list[Alarm]:
         """Tensors that began to stall since the last call."""
         result = []
-        for parameter, window in self.windows.items():
-            reading = read(window)
-            if reading.stalls and not self.alarmed.get(parameter):
+        for parameter, products in self._products.items():
+            # A tensor whose EDQ is not below the threshold cannot be beyond doubt, and a healthy run has no others: this
+            # is all that an audited step pays.
+            suspicious = sum(de for _, de in products) < THRESHOLD * sum(dd for dd, _ in products)
+            reading = read(self.windows[parameter]) if suspicious else None
+            stalls = reading is not None and reading.stalls
+            if reading is not None and stalls and not self.alarmed.get(parameter):
                 storage = storages[parameter]
                 result.append(Alarm(names[parameter], storage.name, storage.cure, reading))
-            self.alarmed[parameter] = reading.stalls
+            self.alarmed[parameter] = stalls
         return result
 
 
