@@ -9,6 +9,8 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import bits_of
 from narrowgauge.optim import codes, layouts
+from narrowgauge.optim.elementwise import ADAMW
+from narrowgauge.optim.kernels import StepKernel
 from narrowgauge.optim.stores import (
     ALIGNMENT,
     BUCKET_WORDS,
@@ -23,6 +25,10 @@ from oracles import codes as oracle
 
 every_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
 SHAPES = [(3,), (0,), (1,), (5, 7), (64, 64), (65, 63), (2, 3, 4), ()]
+
+
+def kernel(storage: Storage) -> StepKernel:
+    return StepKernel(ADAMW, storage, compile=False)
 
 
 def visible(storage: Storage) -> torch.dtype:
@@ -50,7 +56,7 @@ def fill(store: Store, seed: int = 0) -> None:
 def test_small_parameters_share_a_bucket_and_large_ones_stand_alone(storage: Storage) -> None:
     dtype = visible(storage)
     shapes = [*SHAPES, (SMALL + 2,), (SMALL + 1,), (130, 66)]
-    stores, buckets = make_stores([gaussian(s, dtype) for s in shapes], storage)
+    stores, buckets = make_stores([gaussian(s, dtype) for s in shapes], storage, kernel(storage))
     assert [tuple(s.parameter.shape) for s in stores] == shapes
     assert len(buckets) == 1
     inside = {id(m) for m in buckets[0].members}
@@ -65,7 +71,7 @@ def test_small_parameters_share_a_bucket_and_large_ones_stand_alone(storage: Sto
 
 @every_storage
 def test_segments_are_aligned_disjoint_and_seen_through_the_members(storage: Storage) -> None:
-    stores, (bucket,) = make_stores([gaussian(s, visible(storage)) for s in SHAPES], storage)
+    stores, (bucket,) = make_stores([gaussian(s, visible(storage)) for s in SHAPES], storage, kernel(storage))
     end = 0
     for member, segment in zip(bucket.members, bucket.segments(), strict=True):
         assert segment.start % ALIGNMENT == 0 and segment.start >= end
@@ -87,9 +93,9 @@ def test_segments_are_aligned_disjoint_and_seen_through_the_members(storage: Sto
 def test_buckets_are_closed_when_full(storage: Storage) -> None:
     size = SMALL // layouts.num_lanes(storage)
     parameters = [torch.zeros(SMALL, dtype=visible(storage)) for _ in range(2 * BUCKET_WORDS // size + 1)]
-    _, buckets = make_stores(parameters, storage)
+    _, buckets = make_stores(parameters, storage, kernel(storage))
     assert [len(b.members) for b in buckets] == [BUCKET_WORDS // size, BUCKET_WORDS // size, 1]
-    assert make_stores([], storage) == ([], [])
+    assert make_stores([], storage, kernel(storage)) == ([], [])
 
 
 @every_storage
@@ -101,8 +107,10 @@ def test_gather_and_scatter_copy_every_member_and_nothing_else(storage: Storage)
     gradients = [gaussian(s, dtype, 100 + n) for n, s in enumerate(SHAPES)]
     gradients[5] = gradients[5].t().contiguous().t()
     before = [p.clone() for p in parameters]
-    _, (bucket,) = make_stores(parameters, storage)
-    bucket.gather(gradients)
+    _, (bucket,) = make_stores(parameters, storage, kernel(storage))
+    for member, gradient in zip(bucket.members, gradients, strict=True):
+        member.gradient = gradient
+    bucket.gather()
     for source, wanted in ((bucket.weights, before), (bucket.gradients, gradients)):
         untouched = source.clone()
         for segment, values in zip(bucket.segments(), wanted, strict=True):
@@ -149,10 +157,11 @@ def test_pieces_cover_the_parameter_once_in_order(
     weight, gradient = (gaussian(shape, visible(storage), n) for n in range(2))
     placed, slopes = (place(x) for place, x in zip(LAYOUTS[how], (weight.clone(), gradient), strict=True))
     planes = {p.name: layouts.allocate(storage, p, weight.numel(), weight.device) for p in layouts.planes(storage)}
-    store = Store(placed, storage, planes)
+    store = Store(placed, storage, kernel(storage), planes)
+    store.gradient = slopes
     fill(store)
     start, before = 0, {k: w.clone() for k, w in store.words.items()}
-    for words, slope_words, plane_words, piece in store.pieces(slopes):
+    for words, slope_words, plane_words, piece in store.pieces():
         count = piece.numel()
         assert start % lanes == 0
         flat = slice(start, start + count)
@@ -175,7 +184,7 @@ def test_pieces_cover_the_parameter_once_in_order(
 @pytest.mark.parametrize("shape", [(1,), (7, 13), (64, 66)])
 def test_adopt_keeps_the_nearest_and_shows_its_bfloat16(storage: Storage, shape: tuple[int, ...]) -> None:
     values = gaussian(shape, torch.float32)
-    (store,), _ = make_stores([torch.nn.Parameter(values.to(visible(storage)))], storage)
+    (store,), _ = make_stores([torch.nn.Parameter(values.to(visible(storage)))], storage, kernel(storage))
     store.adopt(values)
     exact = bits_of(values).numpy().astype("int64") % 2**32
     dropped = codes.dropped_bits(storage.weight)
@@ -191,7 +200,7 @@ def test_adopt_keeps_the_nearest_and_shows_its_bfloat16(storage: Storage, shape:
 
 def test_adopt_writes_where_the_parameter_lies_and_keeps_no_view_of_the_values() -> None:
     base = torch.zeros(10, dtype=torch.bfloat16)
-    (store,), _ = make_stores([base[2:8]], STORAGES["master"])
+    (store,), _ = make_stores([base[2:8]], STORAGES["master"], kernel(STORAGES["master"]))
     values = torch.full((6,), 1.0 + 2.0**-12)
     store.adopt(values)
     values.zero_()
@@ -201,7 +210,7 @@ def test_adopt_writes_where_the_parameter_lies_and_keeps_no_view_of_the_values()
 
 def test_adopt_narrows_a_wide_parameter_and_quiets_nans() -> None:
     nan = torch.tensor([0x7FFFFFFF, 0x3F800000], dtype=torch.int32).view(torch.float32)
-    (store,), _ = make_stores([torch.nn.Parameter(nan.clone())], STORAGES["exact"])
+    (store,), _ = make_stores([torch.nn.Parameter(nan.clone())], STORAGES["exact"], kernel(STORAGES["exact"]))
     store.adopt(nan)
     assert store.parameter.dtype is torch.bfloat16
     assert store.parameter.isnan().tolist() == store.stored("weight").isnan().tolist() == [True, False]
@@ -211,7 +220,7 @@ def test_adopt_narrows_a_wide_parameter_and_quiets_nans() -> None:
 @pytest.mark.parametrize("shape", [(0,), (1,), (7, 13), (130, 65)])
 def test_what_is_taken_out_goes_in_again(storage: Storage, shape: tuple[int, ...]) -> None:
     parameter = gaussian(shape, visible(storage))
-    (one, other), _ = make_stores([parameter, parameter.clone()], storage)
+    (one, other), _ = make_stores([parameter, parameter.clone()], storage, kernel(storage))
     fill(one)
     saved = one.in_parameter_order()
     assert all(value.shape == parameter.shape for value in saved.values())
@@ -225,7 +234,7 @@ def test_what_is_taken_out_goes_in_again(storage: Storage, shape: tuple[int, ...
 def test_stored_is_a_copy_and_knows_its_names() -> None:
     for storage in STORAGES.values():
         parameter = gaussian((6,), visible(storage))
-        (store,), _ = make_stores([parameter], storage)
+        (store,), _ = make_stores([parameter], storage, kernel(storage))
         store.adopt(parameter.float())
         for name in ("weight", "exp_avg", "exp_avg_sq"):
             before = store.stored(name)
@@ -236,7 +245,7 @@ def test_stored_is_a_copy_and_knows_its_names() -> None:
 
 
 def test_take_refuses_what_does_not_fit() -> None:
-    (store,), _ = make_stores([gaussian((4,), torch.bfloat16)], STORAGES["word"])
+    (store,), _ = make_stores([gaussian((4,), torch.bfloat16)], STORAGES["word"], kernel(STORAGES["word"]))
     with pytest.raises(RecipeError, match="needs 'packed'"):
         store.take({"exp_avg": torch.zeros(4)})
     with pytest.raises(RecipeError, match=r"shape \(5,\) was given"):

@@ -20,7 +20,7 @@ from narrowgauge.optim.auditing import Alarm, Auditor, UpdateLossWarning
 from narrowgauge.optim.clipping import GradientNorm, control_scalars
 from narrowgauge.optim.elementwise import ADAMW, Rule
 from narrowgauge.optim.kernels import StepKernel
-from narrowgauge.optim.stores import Bucket, Store, make_stores, write_back
+from narrowgauge.optim.stores import NO_GRADIENT, Bucket, Store, make_stores, write_back
 from narrowgauge.storages import STORAGES, Storage, for_vectors
 
 WORTH_COMPILING = 1 << 18
@@ -87,6 +87,7 @@ class Optimizer(torch.optim.Optimizer):
         self._buckets: list[Bucket] = []
         self._kernels: dict[Storage, StepKernel] = {}
         self._norm: GradientNorm | None = None
+        self._stepped = False
         self._unsettled: tuple[Tensor, list[Store]] | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -131,22 +132,33 @@ class Optimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         self.settle()
-        groups = [(g, [p for p in g["params"] if p.grad is not None]) for g in self.param_groups]
-        gradients = [_gradient(p) for _, parameters in groups for p in parameters]
-        if not gradients:
+        work = [(group, self._stores_with_gradient(group)) for group in self.param_groups]
+        stores = [store for _, members in work for store in members]
+        if not stores:
             return
-        for group, parameters in groups:
-            self._initialise(group, parameters)
-            for parameter in parameters:
-                store = self._stores[parameter]
-                store.kernel = store.kernel or self._kernel(store.storage)
-        control = self._control(gradients)
-        stepped: list[Store] = []
-        for group, parameters in groups:
-            stepped += self._step_group(group, [self._stores[p] for p in parameters], control)
-        self._unsettled = (control, stepped)
+        if not self._stepped:
+            self._stepped = True
+            for kernel in self._kernels.values() if self.audit_every else ():
+                kernel.compile_audit_elsewhere(stores[0].parameter.device)
+        control = self._control([store.gradient for store in stores])
+        for group, members in work:
+            self._step_group(group, members, control)
+        for store in stores:
+            store.step += 1
+            store.gradient = NO_GRADIENT
+        self._unsettled = (control, stores)
         if control.device.type == "cpu":
             self.settle()  # nothing to wait for
+
+    def _stores_with_gradient(self, group: dict[str, Any]) -> list[Store]:
+        """The stores of a group's parameters that have a gradient, each with it; made where there are none yet."""
+        parameters = [p for p in group["params"] if p.grad is not None]
+        gradients = [_gradient(p) for p in parameters]
+        self._initialise(group, parameters)
+        stores = [self._stores[p] for p in parameters]
+        for store, gradient in zip(stores, gradients, strict=True):
+            store.gradient = gradient
+        return stores
 
     def _control(self, gradients: list[Tensor]) -> Tensor:
         device = gradients[0].device
@@ -168,24 +180,22 @@ class Optimizer(torch.optim.Optimizer):
                 row = self._storage_of(group, parameter)
                 by_row.setdefault((row, parameter.device), []).append(parameter)
         for (row, _), members in by_row.items():
-            stores, buckets = make_stores(members, row)
+            stores, buckets = make_stores(members, row, self._kernel(row))
             self._buckets += buckets
             for store in stores:
                 if row.master:
                     store.adopt(store.parameter)
                 self._stores[store.parameter] = store
-                self.state[store.parameter] = {"step": 0, **store.words}
+                self.state[store.parameter] = dict(store.words)  # internal words; state_dict() says them in order
 
     def _kernel(self, storage: Storage) -> StepKernel:
         if storage not in self._kernels:
-            total = sum(s.parameter.numel() for s in self._stores.values() if s.storage == storage)
-            kernel = StepKernel(self.rule, storage, compile=self._worth_compiling(total))
-            self._kernels[storage] = kernel
-            if self.audit_every:
-                kernel.compile_audit_elsewhere(next(p.device for p in self._stores))
+            rows = [(self._storage_of(g, p), p) for g in self.param_groups for p in g["params"]]
+            total = _num_elements(p for row, p in rows if row == storage)
+            self._kernels[storage] = StepKernel(self.rule, storage, compile=self._worth_compiling(total))
         return self._kernels[storage]
 
-    def _step_group(self, group: dict[str, Any], stores: list[Store], control: Tensor) -> list[Store]:
+    def _step_group(self, group: dict[str, Any], stores: list[Store], control: Tensor) -> None:
         scalars: dict[int, tuple[Tensor, Tensor, bool]] = {}
         for count in {store.step + 1 for store in stores}:
             values = torch.tensor([1.0, 0.0, *self.rule.prepare(group, count)], device=control.device)
@@ -200,15 +210,18 @@ class Optimizer(torch.optim.Optimizer):
                 for member in bucket.members:
                     del waiting[member]
         for store in waiting:
-            self._step_alone(store, *scalars[store.step + 1])
-        for store in stores:
-            store.step += 1
-        return stores
+            values, seed, audited = scalars[store.step + 1]
+            words = store.direct_words()
+            if words is None:
+                self._step_pieces(store, values, seed, audited)
+            elif audited:
+                self._step_audited(store, words, values, seed)
+            else:
+                store.kernel.run(words, values, seed)
 
     def _step_bucket(self, bucket: Bucket, values: Tensor, seed: Tensor, audited: bool) -> None:
-        first = bucket.members[0]
-        bucket.gather([_gradient(m.parameter) for m in bucket.members])
-        words, kernel = [bucket.weights, bucket.gradients, *bucket.plane_words], _known(first)
+        bucket.gather()
+        words, kernel = [bucket.weights, bucket.gradients, *bucket.plane_words], bucket.members[0].kernel
         if audited:
             rows = kernel.run_bucket(words, values, seed, bucket.segments())
             for member, sums in zip(bucket.members, rows, strict=True):
@@ -217,24 +230,20 @@ class Optimizer(torch.optim.Optimizer):
             kernel.run(words, values, seed)
         bucket.scatter()
 
-    def _step_alone(self, store: Store, values: Tensor, seed: Tensor, audited: bool) -> None:
-        kernel, gradient = _known(store), _gradient(store.parameter)
-        direct = store.direct_words(gradient)
-        if direct is not None and not audited:
-            kernel.run([*direct, *store.plane_words], values, seed)
-            return
-        total: list[Tensor | None] = []
-        if direct is not None:
-            words = [*direct, *store.plane_words]
-            for part, watched in _parts(direct[0].numel(), store.step, self.audit_every if audited else 0):
-                total.append(kernel.run([w[part] for w in words], values, seed, audited=watched))
-        else:
-            for weight, slopes, planes, piece in store.pieces(gradient):
-                total.append(kernel.run([weight, slopes, *planes], values, seed, audited=audited))
-                write_back(weight, piece)
-        sums = [t for t in total if t is not None]
-        if sums:
-            self.auditor.add(store.parameter, torch.stack(sums).sum(0))
+    def _step_audited(self, store: Store, words: list[Tensor], values: Tensor, seed: Tensor) -> None:
+        for part, watched in _parts(words[0].numel(), (store.step + 1) // self.audit_every):
+            sums = store.kernel.run([w[part] for w in words], values, seed, audited=watched)
+            if sums is not None:
+                self.auditor.add(store.parameter, sums)
+
+    def _step_pieces(self, store: Store, values: Tensor, seed: Tensor, audited: bool) -> None:
+        total: list[Tensor] = []
+        for weight, slopes, planes, piece in store.pieces():
+            sums = store.kernel.run([weight, slopes, *planes], values, seed, audited=audited)
+            write_back(weight, piece)
+            total += [] if sums is None else [sums]
+        if total:
+            self.auditor.add(store.parameter, torch.stack(total).sum(0))
 
     def settle(self) -> None:
         """Take note of what the last step decided: whether it was skipped, what its audit read, whether to warn."""
@@ -454,11 +463,6 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
         raise RecipeError(f"{name} = {value} was asked for; it must lie in [{low:g}, {high:g}).")
 
 
-def _known(store: Store) -> StepKernel:
-    assert store.kernel is not None
-    return store.kernel
-
-
 def _gradient(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
@@ -471,16 +475,18 @@ def _gradient(parameter: Tensor) -> Tensor:
             f"a gradient is {gradient.dtype} and its parameter of shape {tuple(parameter.shape)} is {parameter.dtype}.",
             "Leave gradients in their parameter's format.",
         )
-    return gradient.detach()
+    return gradient
 
 
-def _parts(length: int, step: int, audit_every: int) -> list[tuple[slice, bool]]:
-    """The parts of a tensor that are stepped in turn, and whether each is audited (see ``AUDIT_SHARE``)."""
-    if not audit_every or length <= AUDIT_WHOLE:
-        return [(slice(0, length), bool(audit_every))]
+def _parts(length: int, turn: int) -> list[tuple[slice, bool]]:
+    """The parts of a tensor stepped one after the other at its ``turn``-th audit, and whether each is audited.
+
+    One of them is (see ``AUDIT_SHARE``); its length is a multiple of a vector register's.
+    """
+    if length <= AUDIT_WHOLE:
+        return [(slice(0, length), True)]
     share = -(-length // AUDIT_SHARE // 16) * 16
-    turn = (step + 1) // audit_every % AUDIT_SHARE
-    start = min(turn * share, length)
+    start = turn % -(-length // share) * share
     stop = min(start + share, length)
     parts = [(slice(0, start), False), (slice(start, stop), True), (slice(stop, length), False)]
     return [(part, watched) for part, watched in parts if part.start < part.stop]

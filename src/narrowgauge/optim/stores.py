@@ -24,6 +24,8 @@ from narrowgauge.storages import Storage
 if TYPE_CHECKING:
     from narrowgauge.optim.kernels import StepKernel
 
+NO_GRADIENT = torch.empty(0)
+"""Stands for the gradient between steps, so that nothing holds on to the last one."""
 SMALL = 4096
 """Parameters of at most so many elements go into buckets."""
 BUCKET_WORDS = 1 << 16
@@ -39,17 +41,19 @@ class Store:
     Args:
         parameter: the parameter.
         storage: how it is kept.
+        kernel: what steps it.
         words: the words of each plane, by plane name.
         step: how many steps it has taken.
-        kernel: what steps it, once that is known.
+        gradient: its gradient, during a step.
     """
 
     parameter: Tensor
     storage: Storage
+    kernel: StepKernel
     words: dict[str, Tensor]
     step: int = 0
-    kernel: StepKernel | None = None
-    _seen_at: tuple[int, tuple[int, ...]] | None = None
+    gradient: Tensor = NO_GRADIENT
+    _weight_at: int = -1
     _weight_words: Tensor | None = None
 
     @cached_property
@@ -113,16 +117,18 @@ class Store:
         raw = (raw >> 16).to(torch.int16) if plane.bits == 16 else raw
         self.words[plane.name].copy_(layouts.from_parameter_order(self.storage, plane, raw.view(plane.dtype)))
 
-    def direct_words(self, gradient: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Parameter and gradient as words where they lie, or ``None`` where they cannot be read so."""
-        data = self.parameter.detach()
-        place = data.data_ptr(), data.stride()
-        if place != self._seen_at:  # it has moved, or this is the first time
-            self._weight_words, self._seen_at = as_words(data), place
-        slopes = None if self._weight_words is None else as_words(gradient)
-        return None if self._weight_words is None or slopes is None else (self._weight_words, slopes)
+    def direct_words(self) -> list[Tensor] | None:
+        """Parameter, gradient and states as words where they lie, or ``None`` where they cannot be read so."""
+        parameter, gradient = self.parameter, self.gradient
+        place = parameter.data_ptr()
+        if place != self._weight_at:  # it has moved, or this is the first time
+            self._weight_words, self._weight_at = as_words(parameter.detach()), place
+        if self._weight_words is None or not parameter.is_contiguous():
+            return None
+        slopes = as_words(gradient)
+        return None if slopes is None else [self._weight_words, slopes, *self.plane_words]
 
-    def pieces(self, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor, list[Tensor], Tensor]]:
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor, list[Tensor], Tensor]]:
         """What cannot be read as words, in copies of at most ``BUCKET_WORDS`` words.
 
         Yields:
@@ -130,7 +136,7 @@ class Store:
             shape and must be written there by the caller with :func:`write_back`.
         """
         lanes = layouts.num_lanes(self.storage)
-        for start, weight, slopes in _even_pieces(self.parameter.detach(), gradient, BUCKET_WORDS * lanes):
+        for start, weight, slopes in _even_pieces(self.parameter.detach(), self.gradient, BUCKET_WORDS * lanes):
             first = start // lanes
             count = layouts.num_words(self.storage, weight.numel())
             planes = [words[first : first + count] for words in self.plane_words]
@@ -157,12 +163,13 @@ class Bucket:
     @cached_property
     def plane_words(self) -> list[Tensor]:
         """As of a :class:`Store`, for all members at once."""
-        return Store(self.weights, self.members[0].storage, self.words).plane_words
+        first = self.members[0]
+        return Store(self.weights, first.storage, first.kernel, self.words).plane_words
 
-    def gather(self, gradients: Sequence[Tensor]) -> None:
+    def gather(self) -> None:
         """Copy the members' weights and gradients in."""
         torch._foreach_copy_(self.weight_views, [m.parameter.detach() for m in self.members])
-        torch._foreach_copy_(self.gradient_views, list(gradients))
+        torch._foreach_copy_(self.gradient_views, [m.gradient for m in self.members])
 
     def scatter(self) -> None:
         """Copy the weights out."""
@@ -176,11 +183,11 @@ class Bucket:
         ]
 
 
-def make_stores(parameters: Sequence[Tensor], storage: Storage) -> tuple[list[Store], list[Bucket]]:
+def make_stores(parameters: Sequence[Tensor], storage: Storage, kernel: StepKernel) -> tuple[list[Store], list[Bucket]]:
     """Stores with zeroed states for parameters of one storage and device, and the buckets of the small ones."""
     stores, buckets, small = [], [], []
     for parameter in parameters:
-        store = Store(parameter, storage, {})
+        store = Store(parameter, storage, kernel, {})
         stores.append(store)
         if parameter.numel() <= SMALL or (as_words(parameter) is None and parameter.numel() <= BUCKET_WORDS):
             small.append(store)
