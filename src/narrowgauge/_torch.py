@@ -21,20 +21,24 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 # One loop whatever its length: each threshold makes Inductor write an intermediate to memory, and a fresh buffer of a
 # large tensor's size costs more in page faults than the whole step (measured: 4 to 10 times).
-_ONE_LOOP = {
+_ONE_LOOP: dict[str, Any] = {
     "realize_reads_threshold": 1000,
     "realize_acc_reads_threshold": 1000,
     "realize_opcount_threshold": 100_000,
     "cpp.max_horizontal_fusion_size": 128,
 }
+# Inductor otherwise compiles three test programs to see whether the compiler knows the vector instructions that the
+# processor reports, 3.5 s once per process; a compiler that does not know them fails, and the kernel is compiled again.
+_TRUST_COMPILER: dict[str, Any] = {"cpp.vec_isa_ok": True}
 # On CUDA the defaults divide approximately and flush subnormals; the definition does neither.
-_AS_EAGER = {
+_AS_EAGER: dict[str, Any] = {
     "emulate_precision_casts": True,
     "eager_numerics.division_rounding": True,
     "eager_numerics.disable_ftz": True,
@@ -72,17 +76,23 @@ def compile_ahead(
     device = example[0].device.type
     dims = {k: torch.export.Dim(f"n{k}", min=2, max=1 << 40) for k in set(lengths) - {None}}
     shapes = tuple(None if k is None else {0: dims[k]} for k in lengths)
-    options = _ONE_LOOP if device == "cpu" else _AS_EAGER
+    attempts = [_ONE_LOOP | _TRUST_COMPILER, _ONE_LOOP] if device == "cpu" else [_AS_EAGER]
     partial = path.with_name(f".{path.stem}-{os.getpid()}.pt2")
     with _quiet():
         program = torch.export.export(_Module(function), tuple(example), dynamic_shapes=(shapes,))
-        torch._inductor.aoti_compile_and_package(program, package_path=str(partial), inductor_configs=options)
+        for place, options in enumerate(attempts):
+            try:
+                torch._inductor.aoti_compile_and_package(program, package_path=str(partial), inductor_configs=options)
+                break
+            except RuntimeError:
+                if place == len(attempts) - 1:
+                    raise
     os.replace(partial, path)
 
 
 def load_ahead(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
     """The function in a package: takes a list of tensors (and empties it), returns the list of results."""
-    with _quiet():
+    with _quiet(), torch._inductor.config.patch(_TRUST_COMPILER):
         run: Callable[[list[Tensor]], list[Tensor]] = torch._inductor.aoti_load_package(str(path)).loader.boxed_run
     return run
 
