@@ -68,7 +68,7 @@ def test_a_pipe_sees_plain_lines(environment: dict[str, str]) -> None:
     assert lines[0] == "first [bold]words[/bold]"
     steps = [line for line in lines if "tokens/s  lr" in line]
     assert [line.split()[1] for line in steps] == ["1/4", "2/4", "4/4"]
-    assert steps[0] == "step      1/4  loss 2.5000  1,234 tokens/s  lr 1.00e-03  EDQ 1.000  lost 25.0%"
+    assert steps[0] == "step      1/4  loss 2.5000  1,234 tokens/s  lr 1.00e-03  update lost 0.0%"
     assert "step      4/4  validation loss 2.2500" in lines
 
 

@@ -65,6 +65,8 @@ def kernel_key(name: str, device: torch.device) -> str:
     return hashlib.sha256(f"{name} {source_key()} {machine_key()} {device.type}".encode()).hexdigest()[:24]
 
 
+announce: list[Callable[[str], None]] = []
+"""Who wants to be told, in a sentence, that a kernel is being compiled and takes seconds; each is told once."""
 _LOADED: dict[str, Compiled | None] = {}
 _ELSEWHERE: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -105,6 +107,8 @@ def _load_or_compile(
                 _warn_once(missing)
                 return _LOADED.setdefault(key, None)
             path.parent.mkdir(parents=True, exist_ok=True)
+            while announce:
+                announce.pop()("Compiling the optimizer's kernels: some seconds, the first time on this machine only.")
             compile_ahead(function, example, lengths, path)
         _LOADED[key] = load_ahead(path)
     except (RuntimeError, OSError) as error:

@@ -65,7 +65,7 @@ class Console:
             self.progress.update(self.progress.task_ids[0], completed=row["step"], figures=figures)
         elif row["step"] % self.log_every == 0 or row["step"] in (1, self.num_steps):
             audited = row.get("edq") is not None
-            edq = f"  EDQ {row['edq']:.3f}  lost {row['lost_fraction']:.1%}" if audited else ""
+            edq = f"  update lost {max(0.0, 1 - row['edq']):.1%}" if audited else ""
             self.say(f"step {row['step']:>6}/{self.num_steps}  {figures}  lr {row['lr']:.2e}{edq}")
 
     def evaluation(self, row: Row) -> None:

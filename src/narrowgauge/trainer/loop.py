@@ -24,6 +24,7 @@ import torch
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.models import MODELS
 from narrowgauge.numerics import measures
+from narrowgauge.optim import compilation
 from narrowgauge.optim.auditing import Alarm
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import RunWriter, read_run, require_free
@@ -160,6 +161,7 @@ def _run(session: Session, writer: RunWriter) -> None:
     with Console(config.steps, config.log_every) as console, _interruptible() as interrupted:
         console.say(f"{Path(config.model).name} · {config.to_dict()['recipe']} · {session.folder}")
         session.optimizer.on_alarm = lambda alarms: _report_alarms(alarms, session, writer, console)
+        compilation.announce[:] = [console.say]
         console.start(str(config.to_dict()["recipe"]), session.step)
         while session.step < config.steps:
             row = train_step(session)
