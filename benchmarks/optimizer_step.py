@@ -77,11 +77,11 @@ def model_shapes(name: str) -> Shapes:
 
 
 def small_shapes(count: int) -> Shapes:
-    """``count`` shapes of 4 to 64 K elements, spread evenly in no order; every seventh has an odd length."""
+    """``count`` shapes of 4 to 64 K elements, spread evenly in no order; every fiftieth has an odd length."""
     shapes: list[tuple[int, ...]] = []
     for k in range(count):
         length = 4096 + k * 12_289 % count * (65_536 - 4096) // count
-        shapes.append((length | 1,) if k % 7 == 0 else (length // 64, 64))
+        shapes.append((length | 1,) if k % 50 == 0 else (length // 64, 64))
     # Vectors would follow the row of vectors, and the case is about matrices.
     return tuple((1, *shape) if len(shape) == 1 else shape for shape in shapes)
 

@@ -238,6 +238,8 @@ WRONG = [
     (Net, overriding("head.*", "float32"), "override 'head.*' stores float32", "keep"),
     (nn.ReLU, "bfloat16/word", "ReLU without parameters", ""),
     (lambda: Net().requires_grad_(False), "bfloat16/word", "Net whose 6 parameters are all frozen", "requires_grad_"),
+    (lambda: WithStatistics(nn.BatchNorm1d(3)), "bfloat16/word", "'norm', a BatchNorm1d", 'keep = ["norm"]'),
+    (lambda: WithStatistics(nn.BatchNorm1d(3)).bfloat16(), keeping("norm"), "statistics are bfloat16", "model.float()"),
     (tiny_llama, keeping("lm_head"), "'model.embed_tokens.weight' and 'lm_head.weight'", "Keep both"),
 ]
 
@@ -283,11 +285,113 @@ def test_a_bfloat16_model_is_taken_as_it_is() -> None:
     assert model(torch.ones(2, 6, dtype=torch.bfloat16)).dtype is torch.bfloat16
 
 
-def test_buffers_keep_their_format() -> None:
-    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2))
-    model, _ = ng.prepare(model, "bfloat16/word")
-    assert model[1].running_mean.dtype is torch.float32
-    assert model[1].num_batches_tracked.dtype is torch.int64
+class WithStatistics(nn.Module):
+    """A batch norm between two layers, and its statistics in float32."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv1d(2, 3, 1), norm, nn.Conv1d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.norm(self.first(x)))
+        return y
+
+
+def test_a_kept_batch_norm_runs_and_its_buffers_keep_their_format() -> None:
+    model, optimizer = ng.prepare(WithStatistics(nn.BatchNorm1d(3)), keeping("norm"))
+    x = torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert model(x).dtype is torch.bfloat16
+    model(x).float().square().sum().backward()
+    optimizer.step()
+    assert model.eval()(x).dtype is torch.bfloat16
+    assert model.norm.running_mean.dtype is torch.float32 and model.norm.running_mean.any()
+    assert model.norm.num_batches_tracked.dtype is torch.int64
+
+
+NORMS = [
+    lambda: nn.BatchNorm1d(3, track_running_stats=False),
+    lambda: nn.BatchNorm1d(3, affine=False),
+    lambda: nn.BatchNorm1d(3).bfloat16(),
+    lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
+    lambda: nn.GroupNorm(3, 3),
+    lambda: nn.LayerNorm(5),
+]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_that_can_compute_in_bfloat16_are_taken(norm: Any) -> None:
+    model, _ = ng.prepare(WithStatistics(norm()), "bfloat16/word")
+    x = torch.ones(4, 2, 5, dtype=torch.bfloat16)
+    assert model(x).dtype is torch.bfloat16 and model.eval()(x).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("recipe", ["float32", "bfloat16/float32"])
+def test_float32_weights_suit_float32_statistics(recipe: str) -> None:
+    model, _ = ng.prepare(WithStatistics(nn.BatchNorm1d(3)), recipe)
+    assert torch.isfinite(model(torch.ones(4, 2, 5))).all()
+
+
+def doubled(model: nn.Module) -> Any:
+    """A forward of an object's own, as adapters and offloaders put there."""
+    inner = type(model).forward.__get__(model)
+    return lambda *given, **named: 2 * inner(*given, **named)
+
+
+def test_a_forward_of_the_objects_own_is_kept_under_autocast() -> None:
+    model = Net()
+    model.forward = doubled(model)
+    model, _ = ng.prepare(model, "bfloat16/float32")
+    x = torch.ones(2, 6)
+    plain, _ = ng.prepare(Net(), "bfloat16/float32")
+    assert same(model(x).detach(), 2 * plain(x).detach()) and model(x).dtype is torch.bfloat16
+
+
+def test_a_kept_modules_own_forward_is_kept() -> None:
+    outputs = []
+    for recipe in (Recipe(parse("bfloat16/float32").compute, STORAGES["float32"], keep=("head",)), keeping("head")):
+        for own in (False, True):
+            model = Net()
+            if own:
+                model.head.forward = doubled(model.head)
+            model, _ = ng.prepare(model, recipe)
+            x = torch.ones(2, 6, dtype=next(model.parameters()).dtype)
+            outputs.append(model(x).detach())
+    assert same(outputs[1], 2 * outputs[0]) and same(outputs[3], 2 * outputs[2])
+
+
+class Calls:
+    """A forward that copies and pickles go with: it knows its module by reference."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return -type(self.module).forward(self.module, x)
+
+
+def test_copies_pickles_and_traces_take_the_objects_own_forward_along() -> None:
+    model = Net()
+    model.forward = Calls(model)
+    model, _ = ng.prepare(model, "bfloat16/float32")
+    x = torch.ones(2, 6)
+    expected = model(x).detach()
+    twins = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.compile(copy.deepcopy(model), backend="eager"),
+    ]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert not model(x).any()
+    for twin in twins:
+        assert same(twin(x).detach(), expected)
+
+
+def test_preparing_twice_leaves_one_scope() -> None:
+    model, _ = ng.prepare(Net(), "bfloat16/float32")
+    model, _ = ng.prepare(model, "bfloat16/float32")
+    assert model.forward.own is None
 
 
 def test_anybodys_loop_continues_bit_for_bit() -> None:

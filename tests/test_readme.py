@@ -102,3 +102,10 @@ def test_the_tree_leaves_out_no_part_of_the_package() -> None:
 def test_every_link_leads_somewhere() -> None:
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", readme())
     assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_no_blank_was_left_to_fill_in() -> None:
+    for page in (README, *sorted((ROOT / "docs").rglob("*.md"))):
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"(?<!\w)@[\w ]+@|\bTBD\b", text), f"{page.name} holds a placeholder"
+        assert not re.search(r"<!-- (\w+) -->\s*<!-- /\1 -->", text), f"{page.name} holds an empty block"

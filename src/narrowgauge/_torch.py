@@ -49,7 +49,8 @@ def compiler_missing() -> str:
     """Why ahead-of-time compilation cannot work here, or an empty string."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) or shutil.which("clang++"):
-        return ""
+        # It does not quote the paths it hands to the compiler.
+        return f"PyTorch's compiler cannot work from '{torch.__path__[0]}'" if " " in torch.__path__[0] else ""
     return f"no C++ compiler ('{compiler}') is on PATH"
 
 

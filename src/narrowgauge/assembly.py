@@ -7,12 +7,14 @@ parameters *after*; autocast and the casts around kept modules go on last. ``pre
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import round_to_bfloat16
@@ -52,7 +54,7 @@ def prepare(
         ``(model, optimizer)``: the same model, and a ``torch.optim.Optimizer`` for it.
     Raises:
         RecipeError: an unknown recipe, a ``keep`` pattern or override that matches nothing or one of two tied names,
-            a model in another format, or one that is all frozen.
+            a model in another format, or one that is all frozen, or a batch norm that cannot compute so.
 
     Cost: a float32 copy of the weights while it runs.
 
@@ -122,6 +124,27 @@ def _check(model: nn.Module, recipe: Recipe) -> None:
                 f"{recipe.storage.visible}.",
                 "Name the modules in keep = [...] to leave them in float32.",
             )
+    _check_statistics(model, recipe)
+
+
+def _check_statistics(model: nn.Module, recipe: Recipe) -> None:
+    """Batch norms take weights and running statistics of one format only; buffers are never cut."""
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm) or not module.affine or module.running_mean is None:
+            continue
+        visible = recipe.storage_of(f"{name}.weight" if name else "weight", 1).visible
+        found = str(module.running_mean.dtype).removeprefix("torch.")
+        if found == visible:
+            continue
+        if visible == "float32":
+            advice = "Call model.float() first."
+        else:
+            advice = f'Keep it in float32 with keep = ["{name}"].' if name else "Take recipe 'float32'."
+        raise RecipeError(
+            f"recipe '{recipe.name}' gives {visible} weights to '{name}', a {type(module).__name__} whose running "
+            f"statistics are {found}; PyTorch computes no such mixture.",
+            advice,
+        )
 
 
 def _check_tied(model: nn.Module, recipe: Recipe) -> None:
@@ -213,17 +236,22 @@ class _Scoped:
 
     def __init__(self, module: nn.Module, recipe: Recipe | None) -> None:
         self.module, self.recipe = module, recipe
+        # A forward that somebody put on the object itself; one that an earlier prepare put there gives way.
+        own = module.__dict__.get("forward")
+        self.own: Callable[..., Any] | None = own.own if isinstance(own, _Scoped) else own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = next(self.module.parameters()).device
         wide = torch.autocast(device.type, enabled=False)
         with wide if self.recipe is None else compute_scope(self.recipe, device):
+            if self.own is not None:
+                return self.own(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
         # Callers such as transformers ask a forward for the names of its arguments.
-        return inspect.signature(type(self.module).forward.__get__(self.module))
+        return inspect.signature(self.own or type(self.module).forward.__get__(self.module))
 
 
 def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:

@@ -242,8 +242,9 @@ def test_addends_are_dealt_from_the_hash_of_weight_and_mantissa() -> None:
     words = [oracle.hashed(int(key), -987654321) for key in keys]
     expected = {
         "weight": [oracle.field(w, 0, 8) for w in words],
-        "exp_avg": [oracle.field(w, 8, 12) * 2**6 + 2**5 for w in words],
-        "exp_avg_sq": [oracle.field(w, 20, 12) * 2**6 + 2**5 for w in words],
+        # Bits 8 to 19 and 20 to 31 are their own; the six below each are borrowed.
+        "exp_avg": [oracle.field(w, 2, 18) for w in words],
+        "exp_avg_sq": [oracle.field(w, 14, 18) for w in words],
     }
     assert {name: value.tolist() for name, value in result.items() if isinstance(value, Tensor)} == expected
     doubled = addends(STORAGES["word"], weight, gradient + (1 << 23), seed)

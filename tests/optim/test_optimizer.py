@@ -157,7 +157,7 @@ def test_a_copied_optimizer_goes_its_own_way(storage: str, copied: Callable[[Any
     assert all(torch.equal(a, b) for a, b in zip(before, everything(first), strict=True)), "the first is untouched"
     take_steps(first, range(3, 6))
     assert_same(first, second)
-    assert (second.seed, second.max_grad_norm, second.audit_every) == (3, 0.5, 2)
+    assert (second.param_groups[0]["seed"], second.max_grad_norm, second.audit_every) == (3, 0.5, 2)
 
 
 def test_a_model_and_its_optimizer_are_copied_together() -> None:

@@ -215,3 +215,22 @@ def test_numbers_of_other_libraries_are_written(tmp_path: Path) -> None:
         writer.step({"step": numpy.int64(1), "loss": numpy.float32(0.5), "norm": numpy.float32("nan")})
     row = read_run(tmp_path / "run").steps[0]
     assert (row["step"], row["loss"], math.isnan(row["norm"])) == (1, 0.5, True)
+
+
+@pytest.mark.parametrize(
+    ("run", "says"),
+    [
+        ({}, r"no table \[config\]"),
+        ({"config": 1, "data": {"fingerprint": "a"}}, "'config' is not a table"),
+        ({"config": {}}, r"no table \[data\]"),
+        ({"config": {}, "data": 1}, "'data' is not a table"),
+        ({"config": {}, "data": {}}, r"\[data\] holds no fingerprint"),
+        ({"config": {}, "data": {"fingerprint": 1}}, r"\[data\] holds the fingerprint 1"),
+    ],
+)
+def test_what_a_resume_needs_is_there_or_the_record_is_damaged(
+    run: dict[str, object], says: str, tmp_path: Path
+) -> None:
+    RunWriter.create(tmp_path / "run", run).close()
+    with pytest.raises(RecordError, match=rf"run\.toml is damaged: .*{says}"):
+        print(read_run(tmp_path / "run").config, read_run(tmp_path / "run").data_fingerprint)

@@ -48,6 +48,15 @@ def random_bits(key: Tensor, seed: Tensor) -> Tensor:
     return h ^ ((h >> 16) & 0xFFFF)
 
 
+def step_seed(seed: int, step: int) -> int:
+    """32 well mixed bits of (seed, step), as a signed number: the first word of splitmix64's stream."""
+    z = (seed * 0xD1342543DE82EF95 + step * 0x9E3779B97F4A7C15) % 2**64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+    word = (z ^ (z >> 31)) & 0xFFFFFFFF
+    return word - 2**32 if word >= 2**31 else word
+
+
 def dither(random: Tensor, start: int, count: int, dropped: int) -> Tensor:
     """A random addend for :func:`cut`, from ``count`` bits of ``random`` beginning at bit ``start``.
 

@@ -34,6 +34,11 @@ CONFIDENCE = 3.72
 tensors that truly read 0.9, or that read 1 so noisily that the two cannot be told apart. :func:`margin` widens it."""
 
 
+AUDIT_SHARE, AUDIT_WHOLE = 32, 1 << 15
+"""A tensor of more than ``AUDIT_WHOLE`` words is audited in turns, a thirty-second part at a time: the audit
+costs as little, and its window of 20 readings covers two thirds of the tensor."""
+
+
 class UpdateLossWarning(UserWarning):
     """A storage loses so much of the updates that training stalls."""
 
@@ -190,6 +195,20 @@ class Auditor:
                 result.append(Alarm(names[parameter], storage.name, storage.cure, reading))
             self.alarmed[parameter] = stalls
         return result
+
+
+def audited_parts(length: int, turn: int) -> list[tuple[slice, bool]]:
+    """The parts of a tensor stepped one after the other at its ``turn``-th audit, and whether each is audited.
+
+    One of them is (see ``AUDIT_SHARE``); its length is a multiple of a vector register's.
+    """
+    if length <= AUDIT_WHOLE:
+        return [(slice(0, length), True)]
+    share = -(-length // AUDIT_SHARE // 16) * 16
+    start = turn % -(-length // share) * share
+    stop = min(start + share, length)
+    parts = [(slice(0, start), False), (slice(start, stop), True), (slice(stop, length), False)]
+    return [(part, watched) for part, watched in parts if part.start < part.stop]
 
 
 def audit(optimizer: Optimizer) -> dict[str, Reading]:

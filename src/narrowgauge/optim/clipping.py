@@ -53,7 +53,9 @@ class GradientNorm:
         rest = [g for g in gradients if g.numel() > SMALL and not self._is_large(g)]
         # Small ones are joined by kind: a pass over many costs the same few calls as a pass over one. Large ones in odd
         # places are copied a chunk at a time.
-        rest += [torch.cat([g.reshape(-1) for g in small if g.dtype is d]) for d in {g.dtype for g in small}]
+        for dtype in dict.fromkeys(g.dtype for g in small):
+            flat = [g.reshape(-1) for g in small if g.dtype is dtype]
+            rest += [torch.cat(flat[start : start + 64]) for start in range(0, len(flat), 64)]
         count = sum(g.numel() for g in (*large, *rest))
         nothing = torch.zeros(2, dtype=torch.float64, device=gradients[0].device)
         largest = [self._measure(g, nothing)[0].to(torch.int32).view(torch.float32) for g in large]
@@ -96,18 +98,33 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
             yield chunk
 
 
-def control_scalars(norm: Tensor | None, max_norm: float | None, device: torch.device) -> Tensor:
+def control_scalars(
+    norm: Tensor | None,
+    max_norm: float | None,
+    device: torch.device,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> Tensor:
     """The scalars ``(gradient_scale, skip)`` for a step, float32 ``[2]`` on ``device``; the host waits for nothing.
 
     Args:
-        norm: the gradients' norm, ``None`` where it was not asked for.
+        norm: the norm of the gradients as they are, ``None`` where it was not asked for.
         max_norm: clip to it; ``None`` leaves gradients as they are.
         device: where the step runs.
+        grad_scale: what the loss was multiplied by, 0-d; ``None`` for 1.
+        found_inf: not 0 where somebody else has seen a gradient that is not finite.
     Returns:
-        ``min(1, max_norm / (norm + 1e-6))`` as in ``torch.nn.utils.clip_grad_norm_``, and 1 where the norm is not finite.
+        The inverse of ``grad_scale`` times ``min(1, max_norm / (norm + 1e-6))`` as in
+        ``torch.nn.utils.clip_grad_norm_``, and 1 where the norm is not finite or ``found_inf`` is set.
     """
-    if norm is None:
-        return torch.tensor([1.0, 0.0], device=device)
-    finite = torch.isfinite(norm)
-    scale = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return torch.stack([torch.where(finite, scale, 1.0), (~finite).float()])
+    scale = torch.ones((), device=device)
+    skip = torch.zeros((), dtype=torch.bool, device=device)
+    if grad_scale is not None:
+        scale = scale / grad_scale.to(device)
+    if found_inf is not None:
+        skip = found_inf.to(device).reshape(()) != 0
+    if norm is not None:
+        finite = torch.isfinite(norm)
+        clip = torch.ones_like(norm) if max_norm is None else (max_norm / (norm * scale + 1e-6)).clamp(max=1.0)
+        scale, skip = scale * torch.where(finite, clip, 1.0), skip | ~finite
+    return torch.stack([scale.reshape(()), skip.float()])

@@ -7,6 +7,7 @@ depends on, the source of the arithmetic included, so an edited definition can n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import subprocess
 import sys
@@ -25,14 +26,18 @@ from narrowgauge.caching import cache_folder
 Compiled = Callable[[list[Tensor]], list[Tensor]]
 
 
+def source_files() -> list[Path]:
+    """Every file whose text a kernel is made from."""
+    root = Path(narrowgauge.__file__).parent
+    words = (root / name for name in ("_torch.py", "errors.py", "formats.py", "storages.py", "caching.py"))
+    return sorted([*words, *root.glob("numerics/*.py"), *root.glob("optim/*.py")])
+
+
 @lru_cache
 def source_key() -> str:
-    """A hash of every file whose text a kernel is made from."""
-    root = Path(narrowgauge.__file__).parent
+    """A hash of :func:`source_files`."""
     digest = hashlib.sha256()
-    for path in sorted(
-        [root / "_torch.py", root / "recipes.py", *root.glob("numerics/*.py"), *root.glob("optim/*.py")]
-    ):
+    for path in source_files():
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -113,7 +118,9 @@ def _load_or_compile(
         _LOADED[key] = load_ahead(path)
     except (RuntimeError, OSError) as error:
         # A broken compiler or a full disk must not stop a training run: the definition itself still runs.
-        path.unlink(missing_ok=True)
-        _warn_once(f"compiling failed ({str(error).splitlines()[0][:120]})")
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        _warn_once(f"compiling into {path.parent} failed ({reason})")
         return _LOADED.setdefault(key, None)
     return _LOADED[key]

@@ -182,7 +182,7 @@ class StepKernel:
             float64 ``[8]``, or ``None`` where not audited.
         """
         length = words[0].numel()
-        compiled = self._compile(words[0].device, audited) if self.compile and length > 1 else None
+        compiled = self.variant(words[0].device, audited) if self.compile and length > 1 else None
         if compiled is not None and not audited:
             compiled([*words, values, seed, words[0], *words[2:]])
             return None
@@ -203,7 +203,8 @@ class StepKernel:
         step = make_step(self.rule, self.storage, segment_sums(segments))
         return step(*words, values, seed, words[0], *words[2:])
 
-    def _compile(self, device: torch.device, audited: bool) -> Compiled | None:
+    def variant(self, device: torch.device, audited: bool) -> Compiled | None:
+        """The compiled plain or audited step for this device and number of threads, ``None`` without a compiler."""
         key = (audited, torch.get_num_threads(), device)
         if key not in self._compiled:
             step = self._audited if audited else self._plain
@@ -235,4 +236,4 @@ class StepKernel:
 def compile_audit(rule: str, storage: str, device: str) -> None:
     """Compile an audited kernel into the cache: what :meth:`StepKernel.compile_audit_elsewhere` starts."""
     kernel = StepKernel(RULES[rule], pickle.loads(base64.b64decode(storage)), compile=True)
-    kernel._compile(torch.device(device), True)
+    kernel.variant(torch.device(device), True)

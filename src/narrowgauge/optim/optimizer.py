@@ -15,28 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.optim.auditing import Alarm, Auditor, UpdateLossWarning
+from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.rounding import step_seed
+from narrowgauge.optim.auditing import Alarm, Auditor, UpdateLossWarning, audited_parts
+from narrowgauge.optim.checks import check_range, check_visible, gradient_of, known_row
 from narrowgauge.optim.clipping import GradientNorm, control_scalars
 from narrowgauge.optim.elementwise import ADAMW, Rule
 from narrowgauge.optim.kernels import StepKernel
 from narrowgauge.optim.stores import NO_GRADIENT, Bucket, Store, make_stores, write_back
-from narrowgauge.storages import STORAGES, Storage, for_vectors
+from narrowgauge.storages import Storage, for_vectors
 
 WORTH_COMPILING = 1 << 18
 """Elements of one storage from which compiling its kernel pays within a short run."""
-AUDIT_SHARE, AUDIT_WHOLE = 32, 1 << 15
-"""A tensor of more than ``AUDIT_WHOLE`` words is audited in turns, a thirty-second part at a time: the audit
-costs as little, and its window of 20 readings covers two thirds of the tensor."""
-
-_OPTIONS = ("rule", "seed", "max_grad_norm", "audit_every", "compile")
+_OPTIONS = ("rule", "max_grad_norm", "audit_every", "compile", "rows")
 
 
 class Optimizer(torch.optim.Optimizer):
     """An update rule whose weights and moments are kept in a storage.
 
-    Law: for a given history of gradients every stored bit is a function of (seed, that history) alone: not of shape,
-    device, chunking, number of threads, or whether the kernel is compiled.
+    Law: for a given history of gradients every stored bit is a function of (seed, that history) alone: not of where its
+    tensor was cut, of chunking, number of threads, or whether the kernel is compiled. Parameters of one dimension
+    are kept as the row's ``vectors`` says (``master`` for ours), since they cost nothing and fail first: a model
+    flattened into one long vector is therefore kept whole.
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``; a group may set ``storage``.
@@ -57,6 +57,9 @@ class Optimizer(torch.optim.Optimizer):
     Cost: see ``docs/log.md``; ``word`` moves 14 bytes a parameter against 28 for a float32 AdamW.
     """
 
+    # torch.amp.GradScaler then leaves unscaling and skipping to `step`, in `grad_scale` and `found_inf`.
+    _step_supports_amp_scaling = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -69,12 +72,18 @@ class Optimizer(torch.optim.Optimizer):
         audit_every: int = 10,
         compile: bool | None = None,
     ) -> None:
-        self._start(rule=rule, seed=seed, max_grad_norm=max_grad_norm, audit_every=audit_every, compile=compile)
-        super().__init__(params, {**defaults, "storage": _row(storage).name})
+        check_range("audit_every", audit_every, 0)
+        if max_grad_norm is not None:
+            check_range("max_grad_norm", min(max_grad_norm, 1e38), 0, above=True)
+        row = known_row(storage, {})
+        self._start(
+            rule=rule, max_grad_norm=max_grad_norm, audit_every=audit_every, compile=compile, rows={row.name: row}
+        )
+        super().__init__(params, {**defaults, "storage": row.name, "seed": seed})
 
     def _start(self, **options: Any) -> None:
         self.rule: Rule = options["rule"]
-        self.seed: int = options["seed"]
+        self.rows: dict[str, Storage] = options["rows"]
         self.max_grad_norm: float | None = options["max_grad_norm"]
         self.audit_every: int = options["audit_every"]
         self.compile: bool | None = options["compile"]
@@ -99,15 +108,16 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            group["storage"] = _row(group["storage"]).name
+            row = known_row(group["storage"], self.rows)
+            self.rows[row.name], group["storage"] = row, row.name
             for parameter in group["params"]:
-                _check_visible(parameter, self._storage_of(group, parameter))
+                check_visible(parameter, self._storage_of(group, parameter))
         except RecipeError:
             self.param_groups.pop()
             raise
 
     def _storage_of(self, group: dict[str, Any], parameter: Tensor) -> Storage:
-        row = _row(group["storage"])
+        row = known_row(group["storage"], self.rows)
         return for_vectors(row) if parameter.ndim < 2 else row
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -153,7 +163,7 @@ class Optimizer(torch.optim.Optimizer):
     def _stores_with_gradient(self, group: dict[str, Any]) -> list[Store]:
         """The stores of a group's parameters that have a gradient, each with it; made where there are none yet."""
         parameters = [p for p in group["params"] if p.grad is not None]
-        gradients = [_gradient(p) for p in parameters]
+        gradients = [gradient_of(p) for p in parameters]
         self._initialise(group, parameters)
         stores = [self._stores[p] for p in parameters]
         for store, gradient in zip(stores, gradients, strict=True):
@@ -162,12 +172,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def _control(self, gradients: list[Tensor]) -> Tensor:
         device = gradients[0].device
+        # torch.amp.GradScaler sets these two for the length of a step.
+        outside = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self.max_grad_norm is None:
-            return control_scalars(None, None, device)
+            return control_scalars(None, None, device, *outside)
         if self._norm is None:
             self._norm = GradientNorm(compile=self._worth_compiling(sum(g.numel() for g in gradients)))
         self.grad_norm = self._norm(gradients)
-        return control_scalars(self.grad_norm, self.max_grad_norm, device)
+        return control_scalars(self.grad_norm, self.max_grad_norm, device, *outside)
 
     def _worth_compiling(self, num_elements: int) -> bool:
         return self.compile if self.compile is not None else num_elements >= WORTH_COMPILING
@@ -200,7 +212,7 @@ class Optimizer(torch.optim.Optimizer):
         for count in {store.step + 1 for store in stores}:
             values = torch.tensor([1.0, 0.0, *self.rule.prepare(group, count)], device=control.device)
             values[:2] = control
-            seed = torch.tensor(_mixed(self.seed, count), dtype=torch.int32, device=control.device)
+            seed = torch.tensor(step_seed(group["seed"], count), dtype=torch.int32, device=control.device)
             scalars[count] = values, seed, self.audit_every > 0 and count % self.audit_every == 0
         waiting = dict.fromkeys(stores)
         for bucket in self._buckets:
@@ -231,7 +243,7 @@ class Optimizer(torch.optim.Optimizer):
         bucket.scatter()
 
     def _step_audited(self, store: Store, words: list[Tensor], values: Tensor, seed: Tensor) -> None:
-        for part, watched in _parts(words[0].numel(), (store.step + 1) // self.audit_every):
+        for part, watched in audited_parts(words[0].numel(), (store.step + 1) // self.audit_every):
             sums = store.kernel.run([w[part] for w in words], values, seed, audited=watched)
             if sums is not None:
                 self.auditor.add(store.parameter, sums)
@@ -332,24 +344,44 @@ class Optimizer(torch.optim.Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; nothing is cast.
+        """Restore what :meth:`state_dict` gave; nothing is cast, and a state that is refused changes nothing.
 
         Raises:
             RecipeError: the state was saved from another storage or shape.
             ValueError: the groups do not match, as in ``torch.optim``.
         """
-        super().load_state_dict({"state": {}, "param_groups": copy.deepcopy(state_dict["param_groups"])})
-        self._stores, self._buckets, self._unsettled = {}, [], None
-        self.auditor = Auditor()
+        saved = copy.deepcopy(state_dict["param_groups"])
+        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError("loaded state dict has parameter groups of other sizes than the optimizer's")
+        for mine, theirs in zip(self.param_groups, saved, strict=True):
+            if theirs.setdefault("storage", mine["storage"]) != mine["storage"]:
+                raise RecipeError(
+                    f"a state of storage '{theirs['storage']}' was given to an optimizer of storage "
+                    f"'{mine['storage']}'.",
+                    "Build the optimizer with the storage the state was saved from.",
+                )
+            theirs.setdefault("seed", mine["seed"])
+        before = self._stores, self._buckets, dict(self.state)
         parameters = [p for group in self.param_groups for p in group["params"]]
         entries = {parameters[int(k)]: entry for k, entry in state_dict["state"].items()}
-        for group in self.param_groups:
-            mine = [p for p in group["params"] if p in entries]
-            self._initialise(group, mine)
-            for parameter in mine:
-                store = self._stores[parameter]
-                store.take(entries[parameter])
-                store.step = int(entries[parameter]["step"])
+        self._stores, self._buckets = {}, []
+        self.state.clear()
+        try:
+            for group in self.param_groups:
+                loaded = [p for p in group["params"] if p in entries]
+                self._initialise(group, loaded)
+                for parameter in loaded:
+                    self._stores[parameter].take(entries[parameter])
+                    self._stores[parameter].step = int(entries[parameter]["step"])
+        except BaseException:
+            self._stores, self._buckets = before[:2]
+            self.state.clear()
+            self.state.update(before[2])
+            raise
+        state = self.state
+        super().load_state_dict({"state": {}, "param_groups": saved})
+        self.state = state
+        self._unsettled, self.auditor = None, Auditor()
 
     def __getstate__(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in _OPTIONS}
@@ -412,11 +444,11 @@ class AdamW(Optimizer):
         audit_every: int = 10,
         compile: bool | None = None,
     ) -> None:
-        _check_range("lr", float(lr), 0.0, float("inf"))
-        _check_range("beta1", betas[0], 0.0, 1.0)
-        _check_range("beta2", betas[1], 0.0, 1.0)
-        _check_range("eps", eps, 0.0, float("inf"))
-        _check_range("weight_decay", weight_decay, 0.0, float("inf"))
+        check_range("lr", float(lr), 0)
+        check_range("beta1", betas[0], 0, 1)
+        check_range("beta2", betas[1], 0, 1)
+        check_range("eps", eps, 0)
+        check_range("weight_decay", weight_decay, 0)
         super().__init__(
             params,
             ADAMW,
@@ -429,76 +461,12 @@ class AdamW(Optimizer):
         )
 
 
-def _row(storage: str | Storage) -> Storage:
-    if isinstance(storage, Storage):
-        return STORAGES.setdefault(storage.name, storage)
-    if storage not in STORAGES:
-        raise RecipeError(
-            f"no storage is named '{storage}'.",
-            f"{suggestion(storage, STORAGES)} (narrowgauge show storages lists all.)".strip(),
-        )
-    return STORAGES[storage]
-
-
-def _check_visible(parameter: Tensor, storage: Storage) -> None:
-    if parameter.dtype is not getattr(torch, storage.visible):
-        raise RecipeError(
-            f"storage '{storage.name}' holds {storage.visible} weights, and a parameter of shape "
-            f"{tuple(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}.",
-            "narrowgauge.prepare converts a float32 model without losing the bits that are cut; "
-            "storage='float32' takes it as it is.",
-        )
-
-
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _num_elements(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() for t in tensors)
-
-
-def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value or not (value < high or high == float("inf")):
-        raise RecipeError(f"{name} = {value} was asked for; it must lie in [{low:g}, {high:g}).")
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.is_sparse:
-        raise RecipeError(
-            "a gradient is sparse, and the update rules take dense ones.", "Build the embedding with sparse=False."
-        )
-    if gradient.dtype is not parameter.dtype:
-        raise RecipeError(
-            f"a gradient is {gradient.dtype} and its parameter of shape {tuple(parameter.shape)} is {parameter.dtype}.",
-            "Leave gradients in their parameter's format.",
-        )
-    return gradient
-
-
-def _parts(length: int, turn: int) -> list[tuple[slice, bool]]:
-    """The parts of a tensor stepped one after the other at its ``turn``-th audit, and whether each is audited.
-
-    One of them is (see ``AUDIT_SHARE``); its length is a multiple of a vector register's.
-    """
-    if length <= AUDIT_WHOLE:
-        return [(slice(0, length), True)]
-    share = -(-length // AUDIT_SHARE // 16) * 16
-    start = turn % -(-length // share) * share
-    stop = min(start + share, length)
-    parts = [(slice(0, start), False), (slice(start, stop), True), (slice(stop, length), False)]
-    return [(part, watched) for part, watched in parts if part.start < part.stop]
-
-
-def _mixed(seed: int, step: int) -> int:
-    """32 well mixed bits of (seed, step), as a signed number: the first word of splitmix64's stream."""
-    z = (seed * 0xD1342543DE82EF95 + step * 0x9E3779B97F4A7C15) % 2**64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
-    word = (z ^ (z >> 31)) & 0xFFFFFFFF
-    return word - 2**32 if word >= 2**31 else word
 
 
 def _warn(alarms: list[Alarm]) -> None:

@@ -241,10 +241,16 @@ def _even_pieces(weight: Tensor, gradient: Tensor, limit: int) -> Iterator[tuple
         flat = weight.view(-1), gradient.view(-1)
         for start in range(0, weight.numel(), limit):
             yield start, flat[0][start : start + limit], flat[1][start : start + limit]
-    elif weight.ndim < 2 or weight.numel() <= limit:
+    elif weight.ndim == 1:
+        for start in range(0, weight.numel(), limit):
+            yield start, weight[start : start + limit], gradient[start : start + limit]
+    elif weight.ndim == 0 or weight.numel() <= limit:
         yield 0, weight, gradient
+    elif (row := weight[0].numel()) > limit and row % 2 == 0:
+        for place in range(weight.shape[0]):
+            for start, w, g in _even_pieces(weight[place], gradient[place], limit):
+                yield place * row + start, w, g
     else:
-        row = weight[0].numel()
         rows = max(2, limit // row // 2 * 2)
         for first in range(0, weight.shape[0], rows):
             yield first * row, weight[first : first + rows], gradient[first : first + rows]

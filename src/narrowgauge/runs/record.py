@@ -66,6 +66,37 @@ class Run:
     events: list[Row] = field(default_factory=list)
     summary: Row | None = None
 
+    @property
+    def config(self) -> Row:
+        """What was asked for, the ``[config]`` table.
+
+        Raises:
+            RecordError: ``run.toml`` has no such table.
+        """
+        return self._table("config")
+
+    @property
+    def data_fingerprint(self) -> str:
+        """Of the tokens the run began with.
+
+        Raises:
+            RecordError: ``run.toml`` does not say it.
+        """
+        fingerprint = self._table("data").get("fingerprint")
+        if not isinstance(fingerprint, str):
+            found = "no fingerprint" if fingerprint is None else f"the fingerprint {fingerprint!r}"
+            raise self._damaged(f"its table [data] holds {found}")
+        return fingerprint
+
+    def _table(self, name: str) -> Row:
+        table = self.run.get(name)
+        if not isinstance(table, dict):
+            raise self._damaged(f"it has no table [{name}]" if table is None else f"'{name}' is not a table")
+        return table
+
+    def _damaged(self, reason: str) -> RecordError:
+        return RecordError(f"{self.path / 'run.toml'} is damaged: {reason}.", "Restore the file from a copy.")
+
 
 def read_run(path: str | Path) -> Run:
     """Read a run folder, finished or not, even one that is being written.

@@ -62,8 +62,12 @@ class TrainConfig:
         0.003
     """
 
-    model: str = _setting("llama-1m", "A preset (narrowgauge show models) or a folder with a Hugging Face config.json.")
-    data: str = _setting("stdlib", "stdlib, a file or folder of text or jsonl, a token map, or datasets:NAME.")
+    model: str = _setting(
+        "llama-1m", "A preset (narrowgauge show models) or a folder with a Hugging Face config.json.", "not empty", bool
+    )
+    data: str = _setting(
+        "stdlib", "stdlib, a file or folder of text or jsonl, a token map, or datasets:NAME.", "not empty", bool
+    )
     recipe: str | Recipe = dataclasses.field(
         default="bfloat16/word", metadata=_about("A recipe (narrowgauge show recipes) or a .toml file that says one.")
     )
@@ -304,8 +308,13 @@ class TrainConfig:
         from narrowgauge.runs.record import require_free
 
         assert self.out is not None
-        require_free(self.out)
+        require_free(self.out, beside=left_by_a_kill(Path(self.out)))
         return self.out
+
+
+def left_by_a_kill(folder: Path) -> tuple[str, ...]:
+    """Names that may lie in a new run's folder: whole data, which a killed command left before there was a run."""
+    return ("data",) if (folder / "data" / "data.json").is_file() else ()
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from narrowgauge.optim import compilation
 from narrowgauge.optim.auditing import Alarm
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import RunWriter, read_run, require_free
-from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.config import TrainConfig, left_by_a_kill
 from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.data import Dataset, open_data, prepare_data
-from narrowgauge.trainer.session import Session, build, describe, load
+from narrowgauge.trainer.session import Session, build, describe, differences, load
 
 __all__ = ["load", "resume", "train"]
 
@@ -52,8 +52,9 @@ def train(config: TrainConfig) -> Path:
     config = _located(config.validated())
     assert config.out is not None
     folder = Path(config.out)
-    require_free(folder)
-    existed = folder.exists()
+    require_free(folder, beside=left_by_a_kill(folder))
+    absent = [place for place in (folder, *folder.parents) if not place.exists()]
+    prepared = (folder / "data").exists()
     try:
         data = _prepared_data(config, folder)
         data.require(config.sequence_length)
@@ -62,9 +63,13 @@ def train(config: TrainConfig) -> Path:
     except BaseException:
         # With a run.toml it is a run, perhaps another process's; without one it is only tokens.
         if not (folder / "run.toml").exists():
-            shutil.rmtree(folder / "data" if existed else folder, ignore_errors=True)
+            _forget(folder, absent, prepared)
         raise
     with writer:
+        if prepared:
+            writer.event(
+                Event("note", 0, "the data were prepared by an earlier command that ended before its first step")
+            )
         for note in data.notes:
             writer.event(Event("note", 0, note))
         writer.event(Event("start", 0, f"{Path(config.model).name} in {session.config.to_dict()['recipe']}"))
@@ -90,12 +95,14 @@ def resume(folder: str | Path, stop_after: int | None = None) -> Path:
             f"{folder} is finished: {run.summary['steps']} steps, validation loss {run.summary['val_loss']:.4f}.",
             "Start another run with narrowgauge train.",
         )
-    settings = {**run.run["config"], **({"stop_after": stop_after} if stop_after is not None else {})}
+    # Both are asked for before anything is made: a damaged record is left as it is.
+    began_with = run.data_fingerprint
+    settings = {**run.config, **({"stop_after": stop_after} if stop_after is not None else {})}
     if stop_after is None:
         settings.pop("stop_after", None)
     config = TrainConfig.from_dict(settings, str(folder / "run.toml"))
     data = open_data(folder) if (folder / "data").exists() else _prepared_data(config, folder)
-    if data.fingerprint != run.run["data"]["fingerprint"]:
+    if data.fingerprint != began_with:
         raise RecordError(f"the tokens in {folder / 'data'} are not those the run began with.", "Restore that folder.")
     session = build(config, folder, data)
     with RunWriter.open(folder) as writer:
@@ -112,9 +119,21 @@ def resume(folder: str | Path, stop_after: int | None = None) -> Path:
                 "Name a later step with --stop-after, or leave it out.",
             )
         writer.rewind(session.step)
+        for difference in differences(run.run, describe(session)):
+            writer.event(Event("note", session.step, difference))
+            print(f"note: {difference}.", file=sys.stderr)
         writer.event(Event("resume", session.step, f"from step {session.step}"))
         _run(session, writer)
     return folder
+
+
+def _forget(folder: Path, absent: list[Path], prepared: bool) -> None:
+    """Remove what a refused run made: its folder or what lies in it, and the folders above that were not there."""
+    if not prepared:
+        shutil.rmtree(folder if folder in absent else folder / "data", ignore_errors=True)
+    with suppress(OSError):  # another run may have moved in
+        for parent in absent[1:]:
+            parent.rmdir()
 
 
 def _located(config: TrainConfig) -> TrainConfig:

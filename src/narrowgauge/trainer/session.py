@@ -209,7 +209,7 @@ def load(folder: str | Path) -> Session:
         RecordError: no such run, or one of a newer version, or no good checkpoint.
     """
     folder = Path(folder)
-    config = TrainConfig.from_dict(read_run(folder).run["config"])
+    config = TrainConfig.from_dict(read_run(folder).config, str(folder / "run.toml"))
     session = build(dataclasses.replace(config, compile=False), folder, open_data(folder))
     damaged: list[str] = []
     session.restore(lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"))
@@ -219,6 +219,16 @@ def load(folder: str | Path) -> Session:
             f"narrowgauge resume {folder} starts it again from step 0.",
         )
     return session
+
+
+_BITS_DEPEND_ON = (
+    ("versions", "narrowgauge", "narrowgauge"),
+    ("versions", "torch", "torch"),
+    ("versions", "transformers", "transformers"),
+    ("machine", "device", "device"),
+    ("machine", "capability", "processor capability"),
+    ("machine", "num_threads", "thread count"),
+)
 
 
 def describe(session: Session) -> dict[str, Any]:
@@ -241,6 +251,29 @@ def describe(session: Session) -> dict[str, Any]:
         "data": {"fingerprint": session.data.fingerprint, "tokens": session.data.num_tokens},
         "model": {"num_parameters": sum(p.numel() for _, p in session.named_parameters())},
     }
+
+
+def differences(recorded: dict[str, Any], present: dict[str, Any]) -> list[str]:
+    """What has changed since a run began that may change its bits, a sentence each.
+
+    Args:
+        recorded: the run's ``run.toml``; what it does not say is not compared.
+        present: of this process, see :func:`describe`.
+    Returns:
+        Sentences without a full stop; none where nothing differs.
+    Example:
+        >>> differences({"versions": {"torch": "2.12.1"}}, {"versions": {"torch": "2.13.0"}})
+        ['torch 2.12.1 began this run and 2.13.0 goes on: bits may differ from an uninterrupted run']
+    """
+    sentences = []
+    for table, key, words in _BITS_DEPEND_ON:
+        there = recorded.get(table)
+        before = there.get(key) if isinstance(there, dict) else None
+        now = present.get(table, {}).get(key)
+        if before is not None and before != now:
+            said = f"{words} {before} began this run and {now} goes on"
+            sentences.append(f"{said}: bits may differ from an uninterrupted run")
+    return sentences
 
 
 def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 1) -> None:

@@ -1,0 +1,71 @@
+"""What the optimizer refuses, in one line each: options out of range, parameters and gradients in the wrong format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.storages import STORAGES, Storage
+
+
+def known_row(storage: object, own: Mapping[str, Storage]) -> Storage:
+    """The row that ``storage`` names or is.
+
+    Args:
+        storage: a name or a row.
+        own: rows that are not in the table, by name.
+    Returns:
+        The row.
+    Raises:
+        RecipeError: no such name, or a row that has the name of another.
+    """
+    if isinstance(storage, Storage):
+        if STORAGES.get(storage.name, storage) != storage:
+            raise RecipeError(
+                f"a storage of other codes was given under the name '{storage.name}' of the table's own row.",
+                "Give it a name of its own: dataclasses.replace(row, name=…).",
+            )
+        return storage
+    rows = {**STORAGES, **own}
+    if not isinstance(storage, str) or storage not in rows:
+        near = suggestion(storage, rows) if isinstance(storage, str) else ""
+        raise RecipeError(f"no storage is named {storage!r}.", f"{near} (narrowgauge show storages lists all.)".strip())
+    return rows[storage]
+
+
+def check_visible(parameter: Tensor, storage: Storage) -> None:
+    """Refuse a parameter in another format than the storage's visible one."""
+    if parameter.dtype is not getattr(torch, storage.visible):
+        raise RecipeError(
+            f"storage '{storage.name}' holds {storage.visible} weights, and a parameter of shape "
+            f"{tuple(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}.",
+            "narrowgauge.prepare converts a float32 model without losing the bits that are cut; "
+            "storage='float32' takes it as it is.",
+        )
+
+
+def check_range(name: str, value: float, low: float, high: float = math.inf, *, above: bool = False) -> None:
+    """Refuse an option outside ``[low, high)``, or outside ``(low, high)`` where ``above``; NaN is outside of all."""
+    if not (low < value if above else low <= value) or not value < high:
+        law = f"{'above' if above else 'at least'} {low:g}{'' if high == math.inf else f' and below {high:g}'}"
+        raise RecipeError(f"{name} = {value} was asked for; it must be {law} and finite.")
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """A parameter's gradient, refused where the kernels could not take it."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise RecipeError(
+            "a gradient is sparse, and the update rules take dense ones.", "Build the embedding with sparse=False."
+        )
+    if gradient.dtype is not parameter.dtype:
+        raise RecipeError(
+            f"a gradient is {gradient.dtype} and its parameter of shape {tuple(parameter.shape)} is {parameter.dtype}.",
+            "Leave gradients in their parameter's format.",
+        )
+    return gradient

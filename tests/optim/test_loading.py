@@ -1,0 +1,149 @@
+"""What an optimizer refuses, and that a refusal costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.optim import compilation
+from narrowgauge.storages import STORAGES, TAIL16
+from optim.scenarios import assert_same_bits, kept, parameters, train
+
+SHAPES = [(20, 30), (7,)]
+
+
+def trained(storage: str, seed: int = 0) -> ng.AdamW:
+    optimizer = ng.AdamW(parameters(storage, SHAPES), storage=storage, compile=False, seed=seed)
+    train(optimizer, SHAPES, range(5))
+    return optimizer
+
+
+@pytest.mark.parametrize(("saved", "mine"), [("naive", "word"), ("word", "naive"), ("split", "exact")])
+def test_a_state_of_another_storage_is_refused_and_nothing_is_lost(saved: str, mine: str) -> None:
+    optimizer = trained(mine)
+    before = kept(optimizer)
+    with pytest.raises(ng.RecipeError, match=f"storage '{saved}' was given to an optimizer of storage '{mine}'"):
+        optimizer.load_state_dict(trained(saved).state_dict())
+    assert_same_bits(before, kept(optimizer))
+
+
+def test_a_damaged_state_is_refused_and_nothing_is_lost() -> None:
+    optimizer = trained("word")
+    before, state = kept(optimizer), trained("word").state_dict()
+    state["state"][1]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ng.RecipeError, match="shape"):
+        optimizer.load_state_dict(state)
+    assert_same_bits(before, kept(optimizer))
+    train(optimizer, SHAPES, range(5, 7))
+    straight = trained("word")
+    train(straight, SHAPES, range(5, 7))
+    assert_same_bits(kept(straight), kept(optimizer))
+
+
+def test_the_seed_travels_with_the_state() -> None:
+    first, second = trained("word", seed=3), trained("word", seed=4)
+    with torch.no_grad():
+        for mine, theirs in zip(second.param_groups[0]["params"], first.param_groups[0]["params"], strict=True):
+            mine.copy_(theirs)
+    second.load_state_dict(first.state_dict())
+    for optimizer in (first, second):
+        train(optimizer, SHAPES, range(5, 10))
+    assert_same_bits(kept(first), kept(second))
+
+
+def test_a_row_of_ones_own_is_obeyed_and_an_impostor_refused() -> None:
+    longer = replace(STORAGES["word"], name="word16", weight=TAIL16, exp_avg=STORAGES["split"].exp_avg)
+    optimizer = ng.AdamW(parameters("word", SHAPES), storage=longer, compile=False)
+    train(optimizer, SHAPES, range(3))
+    assert set(optimizer.state_dict()["state"][0]) == {"step", "tail", "exp_avg", "packed"}
+    assert "word16" not in STORAGES
+    with pytest.raises(ng.RecipeError, match="name of its own"):
+        ng.AdamW(parameters("word", SHAPES), storage=replace(longer, name="word"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": float("inf")},
+        {"lr": -1.0},
+        {"betas": (0.9, 1.0)},
+        {"max_grad_norm": -1.0},
+        {"max_grad_norm": float("nan")},
+        {"audit_every": -1},
+        {"storage": None},
+        {"storage": "wrod"},
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ng.RecipeError):
+        ng.AdamW(parameters("word", SHAPES), **options)
+
+
+def test_grad_scaler_unscales_and_skips_inside_the_step() -> None:
+    plain, scaled = (ng.AdamW(parameters("word", SHAPES), storage="word", compile=False) for _ in range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10**6)
+    for step in range(4):
+        train(plain, SHAPES, range(step, step + 1))
+        params = [p for group in scaled.param_groups for p in group["params"]]
+        for p, q in zip(params, [p for g in plain.param_groups for p in g["params"]], strict=True):
+            assert q.grad is not None
+            p.grad = q.grad * 1024  # what a loss scaled by 1024 would have given
+        scaler._per_optimizer_states.clear()
+        scaler.scale(torch.zeros(()))
+        scaler.step(scaled)
+    assert_same_bits(kept(plain), kept(scaled))
+    before = kept(scaled)
+    params[0].grad.fill_(float("inf"))
+    scaler._per_optimizer_states.clear()
+    scaler.step(scaled)
+    assert scaled.num_skipped == 1
+    assert_same_bits(before, kept(scaled))
+
+
+def test_the_kernels_name_depends_on_every_file_they_are_made_from() -> None:
+    code = (
+        "import sys, narrowgauge.optim.kernels\n"
+        "print(*[m.__file__ for n, m in sys.modules.items() if n.startswith('narrowgauge.')], sep='\\n')"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    hashed = {str(path.resolve()) for path in compilation.source_files()}
+    assert {str(Path(path).resolve()) for path in loaded if not path.endswith("__init__.py")} <= hashed
+
+
+def test_an_unusable_cache_leaves_the_definition_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NARROWGAUGE_CACHE", "/dev/null/nowhere")
+    monkeypatch.setattr(compilation, "_LOADED", {})
+    compilation._warn_once.cache_clear()
+    optimizer = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=True)
+    with pytest.warns(UserWarning, match="/dev/null/nowhere.* failed"):
+        train(optimizer, [(80, 80)], range(2))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "crossed", "expanded"])
+def test_a_step_needs_little_memory(layout: str) -> None:
+    """At most 64 MiB above what is kept, for 2^24 parameters; in a process of its own, since peaks only rise."""
+    code = f"""
+import resource, torch, narrowgauge as ng
+torch.set_num_threads(1)
+side = 4096
+shape = (side * side,) if {layout!r} == "expanded" else (side, side)
+weight = torch.nn.Parameter(torch.zeros(shape).bfloat16())
+optimizer = ng.AdamW([{{"params": [weight], "storage": "word"}}], compile=False, max_grad_norm=1.0, audit_every=1)
+optimizer.adopt({{weight: weight.detach()}})
+gradient = {{"contiguous": lambda: torch.ones(side, side).bfloat16(), "crossed": lambda: torch.ones(side, side).bfloat16().t(),
+             "expanded": lambda: torch.ones(1).bfloat16().expand(side * side)}}[{layout!r}]()
+weight.grad = gradient
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+optimizer.step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(result.stdout) <= 64 * 1024  # KiB

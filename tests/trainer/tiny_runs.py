@@ -1,0 +1,62 @@
+"""Trainings of a tiny model, for tests: their settings, the same as a command line, and when two are the same run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner, Result
+
+import narrowgauge
+from narrowgauge.cli import main
+from narrowgauge.runs.record import Run
+from narrowgauge.trainer.config import TrainConfig
+
+SHAPE = {
+    "model_type": "llama", "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+TIMINGS = {"tokens_per_second", "seconds", "wall_seconds", "peak_memory_bytes"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+
+
+def settings(place: Path, out: Path, **changes: Any) -> TrainConfig:
+    given: dict[str, Any] = {
+        "steps": 8, "batch_size": 4, "sequence_length": 16, "lr": 3e-3, "eval_every": 3, "eval_batches": 2,
+        "checkpoint_every": 2, "audit_every": 2, "log_every": 1, "held_out": 0.2,
+    }  # fmt: skip
+    where = {"model": str(place / "model"), "data": str(place / "text"), "out": str(out)}
+    return TrainConfig(**{**given, **where, **changes})
+
+
+def words_of(config: TrainConfig) -> list[str]:
+    """The command line that says the same."""
+    words = ["train"]
+    for name, value in config.to_dict().items():
+        flag = name.replace("_", "-")
+        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return words
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words), prog_name="narrowgauge")
+
+
+def lasting(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in TIMINGS}
+
+
+def assert_same_run(one: Run, other: Run) -> None:
+    assert [lasting(row) for row in one.steps] == [lasting(row) for row in other.steps]
+    assert one.evals == other.evals
+    assert one.summary is not None and other.summary is not None
+    assert lasting(one.summary) == {**lasting(other.summary)}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "word, accumulated": {"recipe": "bfloat16/word", "gradient_accumulation_steps": 2},
+    "split, checkpointed": {"recipe": "bfloat16/split", "activation_checkpointing": True},
+    "naive": {"recipe": "bfloat16/naive"},
+    "autocast": {"recipe": "bfloat16/float32", "schedule": "linear", "warmup_steps": 3},
+}
