@@ -374,7 +374,7 @@ def test_copies_pickles_and_traces_take_the_objects_own_forward_along() -> None:
     model.forward = Calls(model)
     model, _ = ng.prepare(model, "bfloat16/float32")
     x = torch.ones(2, 6)
-    expected = model(x).detach()
+    expected = -ng.prepare(Net(), "bfloat16/float32")[0](x).detach()
     twins = [
         copy.deepcopy(model),
         pickle.loads(pickle.dumps(model)),

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from narrowgauge.formats import Format as Format
     from narrowgauge.numerics.casting import round_to as round_to
     from narrowgauge.numerics.summation import fingerprint as fingerprint
+    from narrowgauge.optim.adamw import AdamW as AdamW
     from narrowgauge.optim.auditing import Alarm as Alarm
     from narrowgauge.optim.auditing import Reading as Reading
     from narrowgauge.optim.auditing import UpdateLossWarning as UpdateLossWarning
     from narrowgauge.optim.auditing import audit as audit
-    from narrowgauge.optim.optimizer import AdamW as AdamW
     from narrowgauge.optim.optimizer import Optimizer as Optimizer
     from narrowgauge.recipes import COMPUTES as COMPUTES
     from narrowgauge.recipes import Compute as Compute
@@ -46,7 +46,7 @@ __version__ = "0.1.0"
 # Where each public name lives: its one documented import path is ``narrowgauge.NAME``.
 _HOMES = {
     "prepare": "assembly",
-    "AdamW": "optim.optimizer",
+    "AdamW": "optim.adamw",
     "Optimizer": "optim.optimizer",
     "audit": "optim.auditing",
     "Alarm": "optim.auditing",

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import round_to_bfloat16
-from narrowgauge.optim.optimizer import AdamW
+from narrowgauge.optim.adamw import AdamW
 from narrowgauge.recipes import Recipe, parse
 
 

@@ -26,7 +26,7 @@ from narrowgauge.assembly import compute_scope, prepare
 from narrowgauge.errors import RecordError
 from narrowgauge.numerics.measures import UPDATE_SUMS
 from narrowgauge.numerics.summation import fingerprint_all
-from narrowgauge.optim.optimizer import AdamW
+from narrowgauge.optim.adamw import AdamW
 from narrowgauge.recipes import parse
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import language_model
