@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge import formats, recipes, show
+from narrowgauge import formats, recipes, show, tables
 from narrowgauge.chips import CHIPS
 from narrowgauge.errors import FormatError, NarrowgaugeError, RecipeError
 from narrowgauge.models import MODELS
@@ -40,7 +40,7 @@ def test_each_table_holds_every_row_of_its_words(table: str) -> None:
 
 @pytest.mark.parametrize("table", NAMES)
 def test_json_holds_nothing_that_json_cannot_say(table: str, capsys: pytest.CaptureFixture[str]) -> None:
-    show.write_json(show.rows(table))
+    tables.write_json(show.rows(table))
     assert [row["name"] for row in json.loads(capsys.readouterr().out)] == NAMES[table]
 
 
@@ -92,7 +92,7 @@ def test_right_aligned_figures_end_where_their_head_ends() -> None:
 
 
 def test_a_bar_inside_a_cell_does_not_split_it() -> None:
-    table = show.Table((show.Column("a", "a"),), [{"a": "x|y"}])
+    table = tables.Table((tables.Column("a", "a"),), [{"a": "x|y"}])
     assert table.markdown().splitlines()[2] == r"| x\|y |"
 
 
@@ -128,7 +128,7 @@ def test_a_recipe_file_shows_its_exceptions(tmp_path: Path, capsys: pytest.Captu
     detail = show.detail_recipe(str(path))
     assert detail["keep"] == ["lm_head"]
     assert detail["overrides"] == [{"pattern": "*.embed*", "storage": "split"}]
-    show.write(show.page_recipe(str(path)))
+    tables.write(show.page_recipe(str(path)))
     assert "*.embed* as split" in capsys.readouterr().out
 
 
@@ -144,7 +144,7 @@ def test_nan_stays_nan_where_there_is_one(capsys: pytest.CaptureFixture[str]) ->
     found = {row["name"]: row["value"] for row in show.detail_value("nan")}
     assert math.isnan(found["float8_e4m3fn"])
     assert found["float4_e2m1fn"] == 0
-    show.write_json(show.detail_value("nan"))
+    tables.write_json(show.detail_value("nan"))
     assert {row["name"]: row["value"] for row in json.loads(capsys.readouterr().out)}["bfloat16"] == "nan"
 
 
@@ -180,8 +180,8 @@ def test_unknown_recipes_name_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("page", [show.page_format("int4"), show.page_value("0.1"), show.page_recipe("bf16")])
-def test_pages_print_into_a_pipe(page: list[show.Table], capsys: pytest.CaptureFixture[str]) -> None:
-    show.write(page)
+def test_pages_print_into_a_pipe(page: list[tables.Table], capsys: pytest.CaptureFixture[str]) -> None:
+    tables.write(page)
     out = capsys.readouterr().out
     assert out.count("\n\n") == len(page) - 1
     assert "\x1b" not in out
@@ -194,7 +194,7 @@ def test_a_terminal_shows_every_digit_whatever_its_width(
     monkeypatch.setenv("COLUMNS", str(columns))
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
-    show.write(show.page_value("0.1"))
+    tables.write(show.page_value("0.1"))
     written = terminal.getvalue()
     assert ("──" in written) is framed
     for row in show.detail_value("0.1"):

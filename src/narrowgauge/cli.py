@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 
 import click
 
-from narrowgauge import __version__, show
+from narrowgauge import __version__, show, tables
 from narrowgauge.errors import NarrowgaugeError, suggestion
 
 
@@ -114,9 +114,9 @@ def _add_table(name: str, help: str) -> None:
     @_as_json
     def show_table(as_json: bool) -> None:
         if as_json:
-            show.write_json(show.rows(name))
+            tables.write_json(show.rows(name))
         else:
-            show.write(show.table(name))
+            tables.write(show.table(name))
 
 
 _add_table("formats", "Number formats: what each can hold.")
@@ -132,9 +132,9 @@ _add_table("models", "Preset models: shapes and parameter counts.")
 def show_format(name: str, as_json: bool) -> None:
     """Every figure of the format NAME."""
     if as_json:
-        show.write_json(show.detail_format(name))
+        tables.write_json(show.detail_format(name))
     else:
-        show.write(show.page_format(name))
+        tables.write(show.page_format(name))
 
 
 # A number may begin with a minus, which would otherwise be taken for an option.
@@ -144,9 +144,9 @@ def show_format(name: str, as_json: bool) -> None:
 def show_value(value: str, as_json: bool) -> None:
     """What VALUE (0.1, 1e-8, 0x1p-3, inf) becomes in every format."""
     if as_json:
-        show.write_json(show.detail_value(value))
+        tables.write_json(show.detail_value(value))
     else:
-        show.write(show.page_value(value))
+        tables.write(show.page_value(value))
 
 
 @show_group.command("recipe")
@@ -155,9 +155,9 @@ def show_value(value: str, as_json: bool) -> None:
 def show_recipe(name: str, as_json: bool) -> None:
     """What the recipe NAME (or a .toml file) stores and computes, in which formats, and what it loses."""
     if as_json:
-        show.write_json(show.detail_recipe(name))
+        tables.write_json(show.detail_recipe(name))
     else:
-        show.write(show.page_recipe(name))
+        tables.write(show.page_recipe(name))
 
 
 @main.command("train", params=_flags())

@@ -9,19 +9,17 @@ decays, so the window moves with the run and a tensor that recovers may be named
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from narrowgauge.numerics import measures
 from narrowgauge.storages import Storage
-
-if TYPE_CHECKING:
-    from narrowgauge.optim.optimizer import Optimizer
 
 WINDOW = 20
 """Audited steps that a reading looks back over."""
@@ -211,7 +209,26 @@ def audited_parts(length: int, turn: int) -> list[tuple[slice, bool]]:
     return [(part, watched) for part, watched in parts if part.start < part.stop]
 
 
-def audit(optimizer: Optimizer) -> dict[str, Reading]:
+def warn_of(alarms: Sequence[Alarm]) -> None:
+    """What an optimizer does with new alarms unless told otherwise: one warning, about the worst."""
+    worst = min(alarms, key=lambda a: a.reading.edq)
+    more = f" So do {len(alarms) - 1} more tensors." if len(alarms) > 1 else ""
+    warnings.warn(worst.message + more, UpdateLossWarning, stacklevel=4)
+
+
+class Audited(Protocol):
+    """What :func:`audit` needs of an optimizer."""
+
+    auditor: Auditor
+
+    def settle(self) -> None:
+        """Take in what the last step left on its way."""
+
+    def parameter_names(self) -> dict[Tensor, str]:
+        """The name of each parameter."""
+
+
+def audit(optimizer: Audited) -> dict[str, Reading]:
     """What each tensor's storage did to its updates over the last audited steps.
 
     Args:

@@ -8,7 +8,6 @@ a non-finite gradient are two scalars that the kernel reads; the host looks at t
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import step_seed
-from narrowgauge.optim.auditing import Alarm, Auditor, UpdateLossWarning, audited_parts
+from narrowgauge.optim.auditing import Alarm, Auditor, audited_parts, warn_of
 from narrowgauge.optim.checks import check_range, check_visible, gradient_of, known_row
 from narrowgauge.optim.clipping import GradientNorm, control_scalars
 from narrowgauge.optim.elementwise import Rule
@@ -91,7 +90,7 @@ class Optimizer(torch.optim.Optimizer):
         self.num_skipped = 0
         self.last_audit: Tensor | None = None
         self.auditor = Auditor()
-        self.on_alarm: Callable[[list[Alarm]], None] = _warn
+        self.on_alarm: Callable[[list[Alarm]], None] = warn_of
         self._stores: dict[Tensor, Store] = {}
         self._buckets: list[Bucket] = []
         self._kernels: dict[Storage, StepKernel] = {}
@@ -402,9 +401,3 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _num_elements(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() for t in tensors)
-
-
-def _warn(alarms: list[Alarm]) -> None:
-    worst = min(alarms, key=lambda a: a.reading.edq)
-    more = f" So do {len(alarms) - 1} more tensors." if len(alarms) > 1 else ""
-    warnings.warn(worst.message + more, UpdateLossWarning, stacklevel=4)
