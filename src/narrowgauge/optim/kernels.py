@@ -195,6 +195,15 @@ class StepKernel:
             total = sums if total is None else total + sums
         return total if audited else None
 
+    def run_each(self, tensors: Sequence[list[Tensor]], values: Tensor, seed: Tensor) -> None:
+        """:meth:`run` for many tensors, none audited; ``tensors`` holds the words of each."""
+        compiled = self.variant(values.device, False) if self.compile else None
+        for words in tensors:
+            if compiled is None or words[0].numel() < 2:
+                self.run(words, values, seed)
+            else:
+                compiled([*words, values, seed, words[0], *words[2:]])
+
     def run_bucket(self, words: Sequence[Tensor], values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
         """An audited step of a bucket: float64 ``[segments, 8]``."""
         if self.compile:

@@ -201,8 +201,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def _kernel(self, storage: Storage) -> StepKernel:
         if storage not in self._kernels:
-            rows = [(self._storage_of(g, p), p) for g in self.param_groups for p in g["params"]]
-            total = _num_elements(p for row, p in rows if row == storage)
+            rows: list[tuple[Storage, Tensor]] = [
+                (self._storage_of(g, p), p) for g in self.param_groups for p in g["params"]
+            ]
+            total = sum(p.numel() for row, p in rows if row == storage)
             self._kernels[storage] = StepKernel(self.rule, storage, compile=self._worth_compiling(total))
         return self._kernels[storage]
 
@@ -220,15 +222,17 @@ class Optimizer(torch.optim.Optimizer):
                 self._step_bucket(bucket, *scalars[bucket.members[0].step + 1])
                 for member in bucket.members:
                     del waiting[member]
+        plain: dict[tuple[StepKernel, int], list[list[Tensor]]] = {}
         for store in waiting:
-            values, seed, audited = scalars[store.step + 1]
-            words = store.direct_words()
+            count, words = store.step + 1, store.direct_words()
             if words is None:
-                self._step_pieces(store, values, seed, audited)
-            elif audited:
-                self._step_audited(store, words, values, seed)
+                self._step_pieces(store, *scalars[count])
+            elif scalars[count][2]:
+                self._step_audited(store, words, *scalars[count][:2])
             else:
-                store.kernel.run(words, values, seed)
+                plain.setdefault((store.kernel, count), []).append(words)
+        for (kernel, count), tensors in plain.items():
+            kernel.run_each(tensors, *scalars[count][:2])
 
     def _step_bucket(self, bucket: Bucket, values: Tensor, seed: Tensor, audited: bool) -> None:
         bucket.gather()
@@ -310,10 +314,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def bytes_per_param(self) -> float:
         """Bytes of weights, gradients (in the parameters' format) and states per parameter, counted from live tensors."""
-        parameters = {p for group in self.param_groups for p in group["params"]}
+        parameters: set[Tensor] = {p for group in self.param_groups for p in group["params"]}
         states = [words for store in self._stores.values() for words in store.words.values()]
-        total = 2 * _num_bytes(parameters) + _num_bytes(states)
-        return total / max(1, _num_elements(parameters))
+        total = sum(t.numel() * t.element_size() for t in [*parameters, *parameters, *states])
+        return total / max(1, sum(p.numel() for p in parameters))
 
     def parameter_names(self) -> dict[Tensor, str]:
         """The name of each parameter: as given, else ``"param 0"``, ``"param 1"`` …"""
@@ -393,11 +397,3 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         if saved is not None:
             self.load_state_dict(saved)
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _num_elements(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() for t in tensors)
