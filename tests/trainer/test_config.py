@@ -165,7 +165,8 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], word: str) ->
 
 @pytest.mark.parametrize("settings", [{"max_grad_norm": math.inf}, {"eps": 0.0}, {"weight_decay": 0}, {"lr": 1}])
 def test_settings_at_the_edge_are_taken(settings: dict[str, Any]) -> None:
-    TrainConfig(**settings).validated()
+    taken = TrainConfig(**settings).validated()
+    assert all(getattr(taken, name) == value for name, value in settings.items())
 
 
 @pytest.mark.parametrize(
