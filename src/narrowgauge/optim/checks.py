@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,3 +70,21 @@ def gradient_of(parameter: Tensor) -> Tensor:
             "Leave gradients in their parameter's format.",
         )
     return gradient
+
+
+def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
+    """Refuse saved param groups of other sizes or storages, and fill in what those of plain ``torch.optim`` lack.
+
+    Raises:
+        ValueError: the sizes differ, as in ``torch.optim``.
+        RecipeError: a storage differs.
+    """
+    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
+        raise ValueError("loaded state dict has parameter groups of other sizes than the optimizer's")
+    for mine, theirs in zip(groups, saved, strict=True):
+        if theirs.setdefault("storage", mine["storage"]) != mine["storage"]:
+            raise RecipeError(
+                f"a state of storage '{theirs['storage']}' was given to an optimizer of storage '{mine['storage']}'.",
+                "Build the optimizer with the storage the state was saved from.",
+            )
+        theirs.setdefault("seed", mine["seed"])

@@ -78,11 +78,8 @@ def step_lane(
         ``(seen, fields, (intended, taken, visible))``: the new bits, and for the audit the intended change, the change
         of the stored weight and that of the visible one, float32.
     """
-    of_plane = dict(zip((p.name for p in layouts.planes(storage)), words, strict=True))
-
-    place = {
-        name: (of_plane[plane.name], shift) for plane in layouts.planes(storage) for name, shift, _ in plane.fields
-    }
+    of_plane = dict(zip(layouts.planes(storage), words, strict=True))
+    place = {name: (of_plane[place.plane], place.shift) for name, place in layouts.places(storage).items()}
     word, shift = place[storage.beside] if storage.beside else (None, 0)
     weight = codes.decode_weight(storage, seen, word, shift)
     states = [codes.decode(getattr(storage, name), *place[name]) for name in rule.states]

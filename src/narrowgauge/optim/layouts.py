@@ -74,10 +74,14 @@ class Place:
 
 
 @lru_cache
+def places(storage: Storage) -> Mapping[str, Place]:
+    """The place of every field of the storage, by its name."""
+    return {field: Place(plane, shift) for plane in planes(storage) for field, shift, _ in plane.fields}
+
+
 def place_of(storage: Storage, name: str | None) -> Place | None:
     """The place of a field of the storage, ``None`` where there is no such field."""
-    found = (Place(p, shift) for p in planes(storage) for field, shift, _ in p.fields if field == name)
-    return next(found, None)
+    return None if name is None else places(storage).get(name)
 
 
 def num_words(storage: Storage, num_elements: int) -> int:

@@ -8,6 +8,7 @@ a non-finite gradient are two scalars that the kernel reads; the host looks at t
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.optim.auditing import Alarm, Auditor, audited_parts, warn_of
-from narrowgauge.optim.checks import check_range, check_visible, gradient_of, known_row
+from narrowgauge.optim.checks import agree, check_range, check_visible, gradient_of, known_row
 from narrowgauge.optim.clipping import GradientNorm, control_scalars
 from narrowgauge.optim.elementwise import Rule
 from narrowgauge.optim.kernels import StepKernel
@@ -72,8 +73,8 @@ class Optimizer(torch.optim.Optimizer):
         compile: bool | None = None,
     ) -> None:
         check_range("audit_every", audit_every, 0)
-        if max_grad_norm is not None:
-            check_range("max_grad_norm", min(max_grad_norm, 1e38), 0, above=True)
+        if max_grad_norm not in (None, math.inf):  # infinity clips nothing, but skips what is not finite
+            check_range("max_grad_norm", max_grad_norm, 0, above=True)
         row = known_row(storage, {})
         self._start(
             rule=rule, max_grad_norm=max_grad_norm, audit_every=audit_every, compile=compile, rows={row.name: row}
@@ -307,14 +308,14 @@ class Optimizer(torch.optim.Optimizer):
         if name != "weight" and name not in self.rule.states:
             raise KeyError(f"rule '{self.rule.name}' keeps {('weight', *self.rule.states)}, not '{name}'")
         if parameter not in self._stores:
-            if not any(parameter is p for group in self.param_groups for p in group["params"]):
+            if not any(parameter is p for p in self._parameters()):
                 raise KeyError("this tensor is not one of the optimizer's parameters")
             return parameter.detach().float().clone() if name == "weight" else torch.zeros_like(parameter).float()
         return self._stores[parameter].stored(name)
 
     def bytes_per_param(self) -> float:
         """Bytes of weights, gradients (in the parameters' format) and states per parameter, counted from live tensors."""
-        parameters: set[Tensor] = {p for group in self.param_groups for p in group["params"]}
+        parameters = self._parameters()
         states = [words for store in self._stores.values() for words in store.words.values()]
         total = sum(t.numel() * t.element_size() for t in [*parameters, *parameters, *states])
         return total / max(1, sum(p.numel() for p in parameters))
@@ -337,14 +338,18 @@ class Optimizer(torch.optim.Optimizer):
             As in ``torch.optim``; a state that is a plain tensor has torch's key (``exp_avg``), others are ``tail``
             (int16), ``master`` (float32) and ``packed`` (int32). ``step`` is a 0-d float32 tensor.
         """
-        self.settle()
         result: dict[str, Any] = super().state_dict()
-        index = {p: k for k, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        result["state"] = {
-            index[p]: {"step": torch.tensor(float(store.step)), **store.in_parameter_order()}
+        index = {p: k for k, p in enumerate(self._parameters())}
+        result["state"] = {index[p]: entry for p, entry in self.states().items()}
+        return result
+
+    def states(self) -> dict[Tensor, dict[str, Tensor]]:
+        """The part of :meth:`state_dict` that belongs to each parameter."""
+        self.settle()
+        return {
+            p: {"step": torch.tensor(float(store.step)), **store.in_parameter_order()}
             for p, store in self._stores.items()
         }
-        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave; nothing is cast, and a state that is refused changes nothing.
@@ -354,19 +359,20 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: the groups do not match, as in ``torch.optim``.
         """
         saved = copy.deepcopy(state_dict["param_groups"])
-        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
-            raise ValueError("loaded state dict has parameter groups of other sizes than the optimizer's")
-        for mine, theirs in zip(self.param_groups, saved, strict=True):
-            if theirs.setdefault("storage", mine["storage"]) != mine["storage"]:
-                raise RecipeError(
-                    f"a state of storage '{theirs['storage']}' was given to an optimizer of storage "
-                    f"'{mine['storage']}'.",
-                    "Build the optimizer with the storage the state was saved from.",
-                )
-            theirs.setdefault("seed", mine["seed"])
+        agree(self.param_groups, saved)
+        parameters = self._parameters()
+        self.load_states({parameters[int(k)]: entry for k, entry in state_dict["state"].items()})
+        state = self.state
+        super().load_state_dict({"state": {}, "param_groups": saved})
+        self.state = state
+
+    def load_states(self, entries: dict[Tensor, dict[str, Tensor]]) -> None:
+        """Restore what :meth:`states` gave, in place of all states; one that is refused changes nothing.
+
+        Raises:
+            RecipeError: a state was saved from another storage or shape.
+        """
         before = self._stores, self._buckets, dict(self.state)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        entries = {parameters[int(k)]: entry for k, entry in state_dict["state"].items()}
         self._stores, self._buckets = {}, []
         self.state.clear()
         try:
@@ -381,10 +387,11 @@ class Optimizer(torch.optim.Optimizer):
             self.state.clear()
             self.state.update(before[2])
             raise
-        state = self.state
-        super().load_state_dict({"state": {}, "param_groups": saved})
-        self.state = state
         self._unsettled, self.auditor = None, Auditor()
+
+    def _parameters(self) -> list[Tensor]:
+        """All parameters, in the order of :meth:`state_dict`."""
+        return [p for group in self.param_groups for p in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in _OPTIONS}

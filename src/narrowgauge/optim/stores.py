@@ -238,13 +238,11 @@ def as_words(tensor: Tensor) -> Tensor | None:
 def _even_pieces(weight: Tensor, gradient: Tensor, limit: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Pieces in row-major order that begin at even elements and hold about ``limit`` of them: ``(start, w, g)``."""
     if weight.is_contiguous() and gradient.is_contiguous():
-        flat = weight.view(-1), gradient.view(-1)
-        for start in range(0, weight.numel(), limit):
-            yield start, flat[0][start : start + limit], flat[1][start : start + limit]
-    elif weight.ndim == 1:
+        weight, gradient = weight.view(-1), gradient.view(-1)
+    if weight.ndim == 1:
         for start in range(0, weight.numel(), limit):
             yield start, weight[start : start + limit], gradient[start : start + limit]
-    elif weight.ndim == 0 or weight.numel() <= limit:
+    elif weight.numel() <= limit:
         yield 0, weight, gradient
     elif (row := weight[0].numel()) > limit and row % 2 == 0:
         for place in range(weight.shape[0]):

@@ -31,9 +31,7 @@ from narrowgauge.runs.record import RunWriter, read_run, require_free
 from narrowgauge.trainer.config import TrainConfig, left_by_a_kill
 from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.data import Dataset, open_data, prepare_data
-from narrowgauge.trainer.session import Session, build, describe, differences, load
-
-__all__ = ["load", "resume", "train"]
+from narrowgauge.trainer.session import Session, build, describe, differences
 
 Row = dict[str, Any]
 

@@ -90,10 +90,8 @@ class Session:
         """Write a checkpoint; the one that was last stays until it is whole."""
         tensors = {f"model.{name}": p.detach().contiguous() for name, p in self.named_parameters()}
         names = self.optimizer.parameter_names()
-        saved = self.optimizer.state_dict()
-        order = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for index, entry in saved["state"].items():
-            tensors.update({f"optimizer.{names[order[index]]}.{key}": value for key, value in entry.items()})
+        for parameter, entry in self.optimizer.states().items():
+            tensors.update({f"optimizer.{names[parameter]}.{key}": value for key, value in entry.items()})
         for parameter, window in self.optimizer.auditor.windows.items():
             tensors[f"audit.{names[parameter]}"] = torch.stack(list(window))
         state = {
@@ -123,19 +121,17 @@ class Session:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[f"model.{name}"])
-        order = [p for group in self.optimizer.param_groups for p in group["params"]]
         names = self.optimizer.parameter_names()
-        entries: dict[int, dict[str, Tensor]] = {}
-        for index, parameter in enumerate(order):
-            prefix = f"optimizer.{names[parameter]}."
+        entries: dict[Tensor, dict[str, Tensor]] = {}
+        for trained, name in names.items():
+            prefix = f"optimizer.{name}."
             entry = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             if entry:
-                entries[index] = entry
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
-        for parameter in order:
-            if (window := tensors.get(f"audit.{names[parameter]}")) is not None:
-                self.optimizer.auditor.restore(parameter, window)
+                entries[trained] = entry
+        self.optimizer.load_states(entries)
+        for trained, name in names.items():
+            if (window := tensors.get(f"audit.{name}")) is not None:
+                self.optimizer.auditor.restore(trained, window)
         self.optimizer.num_skipped = state["num_skipped"]
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.audit_total = torch.tensor(state["audit_total"], dtype=torch.float64)
