@@ -5,8 +5,8 @@ not only smaller but faster; and many small tensors cost no more than a few larg
 elements, 200 tensors of 4 to 64 K elements (some of odd length), and the tensors of a llama-125m.
 
 Yardstick: ``torch.optim.AdamW(fused=True)`` over float32 parameters and gradients, in the same rounds. Beside it
-``add_`` over as many float32 elements (12 bytes each: what the memory can do), optimi's Kahan AdamW, and with
-``--peers`` torchao's AdamW8bit (one round: it is slow).
+``add_`` over as many float32 elements (12 bytes each: what the memory can do), the quick optimizers of ``peers.py``, and
+with ``--peers`` the slow ones (one round each).
 
 Run: ``./dev bench optimizer_step [--peers] [--quick]``. Gradients are there before the step and never change; the
 audit is off (``audit_cost.py`` measures it); kernels are compiled before the first round.
@@ -21,6 +21,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from peers import PACKAGES, PEERS, Peer, reason
 from timing import NOT_INSTALLED, Contender, Report, Timing, measure, parser, peer_version
 from torch import nn
 
@@ -147,33 +148,37 @@ def _adder(shapes: Shapes, name: str) -> Contender:
     return Contender(name, lambda: total.add_(addend))
 
 
-def _optimi(shapes: Shapes, name: str) -> Contender:
-    from optimi import AdamW
+def _peer_entry(peer: Peer) -> Entry:
+    def make(shapes: Shapes, name: str) -> Contender:
+        parameters = make_parameters(shapes, torch.bfloat16)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        # Gradients left as an optimizer spoils them would shrink to subnormals, which are slow.
+        originals = [g.clone() for g in gradients] if peer.spoils_gradients else []
 
-    parameters = make_parameters(shapes, torch.bfloat16)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    originals = [g.clone() for g in gradients]
+        def restore() -> None:
+            for gradient, original in zip(gradients, originals, strict=False):
+                gradient.copy_(original)
 
-    def restore() -> None:
-        # It computes in the gradients' memory; left as they are they would shrink to subnormals, which are slow.
-        for gradient, original in zip(gradients, originals, strict=True):
-            gradient.copy_(original)
+        step = peer.make(parameters, **OPTIONS).step
+        return Contender(name, step, before=restore, rounds=1 if peer.slow else None)
 
-    return Contender(name, AdamW(parameters, **OPTIONS, kahan_sum=True).step, before=restore)
-
-
-def _torchao(shapes: Shapes, name: str) -> Contender:
-    from torchao.optim import AdamW8bit
-
-    return Contender(name, AdamW8bit(make_parameters(shapes, torch.bfloat16), **OPTIONS).step, rounds=1)
+    held = peer.bytes_per_param + (2 if peer.spoils_gradients else 0)
+    return Entry(peer.name, held, make, peer.package, peer.slow)
 
 
-ENTRIES = (
-    *map(_our_entry, STORAGES),
-    Entry("add_ of float32", 8, _adder),
-    Entry("optimi AdamW Kahan bfloat16", 12, _optimi, "torch-optimi"),
-    Entry("torchao AdamW8bit bfloat16", 6, _torchao, "torchao", slow=True),
-)
+ENTRIES = (*map(_our_entry, STORAGES), Entry("add_ of float32", 8, _adder), *map(_peer_entry, PEERS))
+
+
+def obstacle(entry: Entry) -> str | None:
+    """Why a contender cannot take part: not installed, or its first step fails here; ``None`` where it can."""
+    if peer_version(entry.package) == NOT_INSTALLED:
+        return NOT_INSTALLED
+    if entry.package in PACKAGES:  # somebody else's kernels may need what this machine lacks
+        try:
+            entry.make(((64, 64),), entry.name).run()
+        except (ImportError, RuntimeError) as error:
+            return reason(error)
+    return None
 
 
 def grouped(waiting: Sequence[Entry], num_elements: int) -> Iterator[list[Entry]]:
@@ -206,17 +211,18 @@ def time_case(case: Case, waiting: Sequence[Entry], rounds: int) -> list[Timing]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     flags = parser(__doc__, rounds=25)
-    flags.add_argument("--peers", action="store_true", help="torchao too, which takes minutes")
+    flags.add_argument("--peers", action="store_true", help="the slow peers too, which take minutes")
     flags.add_argument("--case", choices=("a", "b", "c"), action="append", help="only these (default: all)")
     options = flags.parse_args(arguments)
     rounds = 3 if options.quick else options.rounds
-    report = Report("optimizer step", options, peers=("torch-optimi", "torchao"))
+    report = Report("optimizer step", options, peers=PACKAGES)
     wanted = [entry for entry in ENTRIES if options.peers or not entry.slow]
-    waiting = [entry for entry in wanted if peer_version(entry.package) != NOT_INSTALLED]
+    obstacles = {entry.name: obstacle(entry) for entry in wanted}
+    waiting = [entry for entry in wanted if obstacles[entry.name] is None]
     for letter, case in cases(options.quick).items():
         if options.case is None or letter in options.case:
             rows = [timing.row() for timing in time_case(case, waiting, rounds)]
-            rows += [{"": entry.name, "quartiles": NOT_INSTALLED} for entry in wanted if entry not in waiting]
+            rows += [{"": name, "quartiles": why} for name, why in obstacles.items() if why]
             report.add(f"({letter}) {case.title}; ratio to {YARDSTICK}", rows)
     return report.end()
 

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from narrowgauge.accumulations import ACCUMULATIONS as ACCUMULATIONS
     from narrowgauge.assembly import prepare as prepare
     from narrowgauge.chips import CHIPS as CHIPS
     from narrowgauge.chips import Chip as Chip
@@ -27,13 +28,25 @@ if TYPE_CHECKING:
     from narrowgauge.formats import FORMATS as FORMATS
     from narrowgauge.formats import Format as Format
     from narrowgauge.numerics.casting import round_to as round_to
+    from narrowgauge.numerics.scaling import LossScaler as LossScaler
     from narrowgauge.numerics.summation import fingerprint as fingerprint
-    from narrowgauge.optim.adamw import AdamW as AdamW
+    from narrowgauge.optim.accumulation import AccumulationWarning as AccumulationWarning
+    from narrowgauge.optim.accumulation import GradientAccumulator as GradientAccumulator
     from narrowgauge.optim.auditing import Alarm as Alarm
     from narrowgauge.optim.auditing import Reading as Reading
     from narrowgauge.optim.auditing import UpdateLossWarning as UpdateLossWarning
     from narrowgauge.optim.auditing import audit as audit
+    from narrowgauge.optim.elementwise import Rule as Rule
+    from narrowgauge.optim.elementwise_optimizers import SGD as SGD
+    from narrowgauge.optim.elementwise_optimizers import Adam as Adam
+    from narrowgauge.optim.elementwise_optimizers import AdamW as AdamW
+    from narrowgauge.optim.elementwise_optimizers import Lion as Lion
+    from narrowgauge.optim.matrix_optimizers import Adafactor as Adafactor
+    from narrowgauge.optim.matrix_optimizers import GaLore as GaLore
+    from narrowgauge.optim.matrix_optimizers import GradNormLoRP as GradNormLoRP
+    from narrowgauge.optim.matrix_optimizers import Muon as Muon
     from narrowgauge.optim.optimizer import Optimizer as Optimizer
+    from narrowgauge.optim.release import release_gradients as release_gradients
     from narrowgauge.recipes import COMPUTES as COMPUTES
     from narrowgauge.recipes import Compute as Compute
     from narrowgauge.recipes import Recipe as Recipe
@@ -46,7 +59,20 @@ __version__ = "0.1.0"
 # Where each public name lives: its one documented import path is ``narrowgauge.NAME``.
 _HOMES = {
     "prepare": "assembly",
-    "AdamW": "optim.adamw",
+    "AdamW": "optim.elementwise_optimizers",
+    "Adam": "optim.elementwise_optimizers",
+    "SGD": "optim.elementwise_optimizers",
+    "Lion": "optim.elementwise_optimizers",
+    "Muon": "optim.matrix_optimizers",
+    "Adafactor": "optim.matrix_optimizers",
+    "GaLore": "optim.matrix_optimizers",
+    "GradNormLoRP": "optim.matrix_optimizers",
+    "Rule": "optim.elementwise",
+    "LossScaler": "numerics.scaling",
+    "GradientAccumulator": "optim.accumulation",
+    "AccumulationWarning": "optim.accumulation",
+    "ACCUMULATIONS": "accumulations",
+    "release_gradients": "optim.release",
     "Optimizer": "optim.optimizer",
     "audit": "optim.auditing",
     "Alarm": "optim.auditing",

@@ -64,19 +64,20 @@ def machine_key() -> str:
 
 
 def compile_ahead(
-    function: Callable[..., Tensor], example: Sequence[Tensor], lengths: Sequence[int | None], path: Path
+    function: Callable[..., Tensor], example: Sequence[Tensor], lengths: Sequence[tuple[int | None, ...]], path: Path
 ) -> None:
-    """Compile ``function`` to a package at ``path`` that takes 1-D tensors of any length.
+    """Compile ``function`` to a package at ``path`` that takes tensors of any length.
 
     Args:
         function: pure but for writing into its arguments.
         example: arguments; those of dynamic length must be at least 2 long.
-        lengths: for each argument, which dynamic length it has (equal numbers, equal lengths), ``None`` for fixed.
+        lengths: for each argument and each of its dims, which dynamic length it has (equal numbers, equal lengths),
+            ``None`` for fixed; ``()`` where all are.
         path: where the package goes; written whole, then renamed.
     """
     device = example[0].device.type
-    dims = {k: torch.export.Dim(f"n{k}", min=2, max=1 << 40) for k in set(lengths) - {None}}
-    shapes = tuple(None if k is None else {0: dims[k]} for k in lengths)
+    dims = {k: torch.export.Dim(f"n{k}", min=2, max=1 << 40) for own in lengths for k in own if k is not None}
+    shapes = tuple({dim: dims[k] for dim, k in enumerate(own) if k is not None} or None for own in lengths)
     attempts = [_ONE_LOOP | _TRUST_COMPILER, _ONE_LOOP] if device == "cpu" else [_AS_EAGER]
     partial = path.with_name(f".{path.stem}-{os.getpid()}.pt2")
     with _quiet():

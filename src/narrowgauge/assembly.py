@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.rounding import round_to_bfloat16
-from narrowgauge.optim.adamw import AdamW
+from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
+from narrowgauge.numerics.scaling import LossScaler
+from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.recipes import Recipe, parse
 
 
@@ -34,6 +35,7 @@ def prepare(
     seed: int = 0,
     audit_every: int = 10,
     compile: bool | None = None,
+    loss_scaler: LossScaler | None = None,
 ) -> tuple[nn.Module, AdamW]:
     """Make a float32 model and a recipe ready to train.
 
@@ -50,6 +52,8 @@ def prepare(
         seed: seed of the stochastic rounding.
         audit_every: audit every so many steps; 0 never.
         compile: compile the optimizer's kernels; ``None`` decides by size.
+        loss_scaler: what scales the loss; ``None`` makes one where the compute is float16. It is the optimizer's
+            ``loss_scaler``, by whose ``scale`` the loss goes before ``backward()``.
     Returns:
         ``(model, optimizer)``: the same model, and a ``torch.optim.Optimizer`` for it.
     Raises:
@@ -80,6 +84,7 @@ def prepare(
         seed=seed,
         audit_every=audit_every,
         compile=compile,
+        loss_scaler=(loss_scaler or LossScaler()) if policy.compute.scales_loss else loss_scaler,
     )
     optimizer.adopt(values)
     _widen_kept(model, policy)
@@ -94,7 +99,7 @@ def _check(model: nn.Module, recipe: Recipe) -> None:
     names = [name for name, _ in model.named_parameters()]
     if not names:
         raise RecipeError(f"recipe '{recipe.name}' was given a {type(model).__name__} without parameters.")
-    known = (torch.float32, torch.bfloat16) if recipe.storage.visible == "bfloat16" else (torch.float32,)
+    known = {torch.float32, getattr(torch, recipe.storage.visible)}
     for name, parameter in model.named_parameters():
         if parameter.dtype not in known:
             raise RecipeError(
@@ -171,11 +176,14 @@ def _cut_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
         storage = recipe.storage_of(name, parameter.ndim)
         if parameter.requires_grad:
             values[parameter] = parameter.data.float()
-        if storage.visible == "bfloat16" and parameter.dtype is torch.float32:
-            parameter.data = round_to_bfloat16(parameter.data)
-        elif storage.visible == "float32":
+        if storage.visible == "float32":
             parameter.data = parameter.data.float()
+        elif parameter.dtype is torch.float32:
+            parameter.data = _ROUND[storage.visible](parameter.data)
     return values
+
+
+_ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
 
 
 def _groups(model: nn.Module, recipe: Recipe, weight_decay: float) -> list[dict[str, Any]]:
@@ -204,15 +212,23 @@ def _widen_kept(model: nn.Module, recipe: Recipe) -> None:
             if recipe.storage.visible == "float32":
                 module.forward = _Scoped(module, None)
             else:
-                module.register_forward_hook(_cast_outputs)
+                module.register_forward_hook(_CAST_OUTPUTS[recipe.storage.visible])
 
 
 def _cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
     return _cast(args, torch.float32), _cast(kwargs, torch.float32)
 
 
-def _cast_outputs(_: nn.Module, __: Any, result: Any) -> Any:
+def _to_bfloat16(_: nn.Module, __: Any, result: Any) -> Any:
     return _cast(result, torch.bfloat16)
+
+
+def _to_float16(_: nn.Module, __: Any, result: Any) -> Any:
+    return _cast(result, torch.float16)
+
+
+# Functions of the module, so that a prepared model can be pickled.
+_CAST_OUTPUTS = {"bfloat16": _to_bfloat16, "float16": _to_float16}
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from narrowgauge import storages
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.storages import STORAGES, Storage, for_vectors
 
@@ -36,6 +37,11 @@ class Compute:
     grad_weight: str
     purpose: str
     source: str
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients need a loss scale to stay in range."""
+        return self.output == "float16"
 
     def dtypes(self, storage: Storage) -> dict[str, str]:
         """The dtype of everything outside the matmuls, for weights kept in ``storage``."""
@@ -65,6 +71,16 @@ COMPUTES: dict[str, Compute] = {
             "bfloat16", "bfloat16", "bfloat16", "bfloat16",
             "the field's default: 8 bits of precision, float32's range, sums inside a matmul in float32",
             "Kalamkar et al. 2019",
+        ),
+        Compute(
+            "float16", "float16", "float16", "float16",
+            "11 bits of precision, 2^-24 … 65504 only: the loss is scaled, and steps that overflow are skipped",
+            "Micikevicius et al. 2018",
+        ),
+        Compute(
+            "float8", "bfloat16", "bfloat16", "bfloat16",
+            "weights that are float8 numbers of their row's scale, multiplied as bfloat16",
+            "Yu et al. 2024, whose storages are its only ones",
         ),
     )
 }  # fmt: skip
@@ -132,12 +148,20 @@ class Recipe:
                 f"{self.storage.visible}.",
                 "Take 'float32/float32', or compute 'bfloat16'.",
             )
+        bound = self.storage.name.partition("/")[0] if "/" in self.storage.name else None
+        other = self.compute.name in ("float16", "float8") and self.storage.visible != "float32" and bound is None
+        if other or bound not in (None, self.compute.name) or (self.compute.name == "float8" and bound is None):
+            fitting = [n.partition("/")[2] for n in STORAGES if n.startswith(f"{self.compute.name}/")]
+            raise RecipeError(
+                f"compute '{self.compute.name}' was asked for over storage '{self.storage.name}', which is not its own.",
+                f"Take storage {', '.join(map(repr, fitting))}." if fitting else f"Take compute '{bound}'.",
+            )
 
     @property
     def name(self) -> str:
         """The full name, ``compute/storage`` and the reduction where it is not the native one."""
         tail = "" if self.reduction.name == "native" else f"/{self.reduction.name}"
-        return f"{self.compute.name}/{self.storage.name}{tail}"
+        return f"{self.compute.name}/{_own_name(self.storage)}{tail}"
 
     @property
     def bytes_per_param(self) -> float:
@@ -172,32 +196,40 @@ class Recipe:
         """The recipe as a TOML table that :func:`parse_table` reads back to an equal recipe."""
         table: dict[str, Any] = {
             "compute": self.compute.name,
-            "storage": self.storage.name,
+            "storage": _own_name(self.storage),
             "reduction": self.reduction.name,
         }
         if self.keep:
             table["keep"] = list(self.keep)
         if self.overrides:
-            table["override"] = [{"pattern": o.pattern, "storage": o.storage.name} for o in self.overrides]
+            table["override"] = [{"pattern": o.pattern, "storage": _own_name(o.storage)} for o in self.overrides]
         return table
+
+
+def _own_name(storage: Storage) -> str:
+    """A storage's name after its compute's."""
+    return storage.name.rpartition("/")[2]
 
 
 ALIASES: dict[str, str] = {
     "bfloat16-mixed": "bfloat16/float32",
     "bfloat16-true": "bfloat16/naive",
     "float32-true": "float32/float32",
+    "float16-mixed": "float16/float32",
+    "collage-light": "bfloat16/collage-light",
+    "collage-plus": "bfloat16/collage-plus",
 }
 SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp16": "float16", "fp8": "float8-row"}
-DEFAULT_STORAGE = {"float32": "float32", "bfloat16": "word"}
+DEFAULT_STORAGE = {"float32": "float32", "bfloat16": "word", "float16": "split", "float8": "collage-plus"}
 
 
 def full_names() -> list[str]:
     """Every legal ``compute/storage`` name, in table order."""
     names = []
     for compute in COMPUTES.values():
-        for storage in STORAGES.values():
+        for storage in STORAGES:
             try:
-                names.append(Recipe(compute, storage).name)
+                names.append(Recipe(compute, STORAGES[storage]).name)
             except RecipeError:
                 continue
     return names
@@ -235,7 +267,7 @@ def parse(text: str | Path | Recipe) -> Recipe:
         near = f"Did you mean 'bfloat16/{name}'?" if name in STORAGES else suggestion(name, known_names())
         raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
     row = _row(COMPUTES, compute)
-    storage = _row(STORAGES, rest[0] if rest else DEFAULT_STORAGE[row.name])
+    storage = _storage(rest[0] if rest else DEFAULT_STORAGE[row.name], row.name)
     return Recipe(row, storage, _row(REDUCTIONS, rest[1]) if len(rest) == 2 else REDUCTIONS["native"])
 
 
@@ -286,12 +318,13 @@ def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Re
         base = {"compute": compute, "storage": DEFAULT_STORAGE.get(compute, ""), "reduction": "native"}
     else:
         raise RecipeError(f"{where} names no compute.", 'Add compute = "bfloat16" or recipe = "bfloat16/word".')
+    compute = _row(COMPUTES, _spelled(parts.get("compute", base["compute"])))
     return Recipe(
-        _row(COMPUTES, _spelled(parts.get("compute", base["compute"]))),
-        _row(STORAGES, _spelled(parts.get("storage", base["storage"]))),
+        compute,
+        _storage(parts.get("storage", base["storage"]), compute.name),
         _row(REDUCTIONS, parts.get("reduction", base["reduction"])),
         _patterns(table, where),
-        _overrides(table, where),
+        _overrides(table, where, compute.name),
     )
 
 
@@ -310,7 +343,7 @@ def _patterns(table: Mapping[str, Any], where: str) -> tuple[str, ...]:
     return tuple(keep)
 
 
-def _overrides(table: Mapping[str, Any], where: str) -> tuple[Override, ...]:
+def _overrides(table: Mapping[str, Any], where: str, compute: str) -> tuple[Override, ...]:
     entries = table.get("override", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise RecipeError(f"{where} has override = {entries!r}.", "Write [[override]] above each pattern and storage.")
@@ -322,7 +355,7 @@ def _overrides(table: Mapping[str, Any], where: str) -> tuple[Override, ...]:
             )
     within = f"an [[override]] of {where}"
     return tuple(
-        Override(_text(entry, "pattern", within), _row(STORAGES, _spelled(_text(entry, "storage", within))))
+        Override(_text(entry, "pattern", within), _storage(_text(entry, "storage", within), compute))
         for entry in entries
     )
 
@@ -344,6 +377,18 @@ def _spelled(part: str) -> str:
     """The full spelling of a part: ``bf16-mixed`` becomes ``bfloat16-mixed``."""
     head, dash, rest = part.strip().lower().partition("-")
     return SPELLINGS.get(head, head) + dash + rest
+
+
+def _storage(name: str, compute: str) -> Storage:
+    """The storage of that name that belongs to the compute, else the one that belongs to none, else a composed one."""
+    spelled = name.strip().lower() if "+" in name else _spelled(name)
+    row = storages.find(f"{compute}/{spelled}") or storages.find(spelled)
+    if row is None:
+        names = [
+            _own_name(known) for known in STORAGES.values() if known.name.partition("/")[0] in (known.name, compute)
+        ]
+        raise RecipeError(f"no recipe part is named '{spelled}'.", f"{suggestion(spelled, names)} {_SEE}".strip())
+    return row
 
 
 def _row(table: Mapping[str, Any], name: str) -> Any:

@@ -18,7 +18,7 @@ from narrowgauge.chips import CHIPS
 from narrowgauge.errors import FormatError, NarrowgaugeError, suggestion
 from narrowgauge.models import MODELS
 from narrowgauge.recipes import Recipe
-from narrowgauge.storages import Code, Storage
+from narrowgauge.storages import Code, Storage, low_parts
 from narrowgauge.tables import Column, Key, Row, Table, said
 
 # A size at which bytes per parameter become gigabytes one can picture.
@@ -218,6 +218,8 @@ def _storage_row(storage: Storage) -> Row:
         "state_bits": dict(storage.fields),
         "bytes_per_param": storage.bytes_per_param,
         "vectors": storages.for_vectors(storage).name,
+        "bytes_per_row": storage.bytes_per_row,
+        "arithmetic": storage.arithmetic,
         "stochastic": storage.is_stochastic,
         "loses": storage.loses,
         "cure": storage.cure,
@@ -238,21 +240,23 @@ def _rounding(code: Code) -> str:
 
 def _stored_parts(storage: Storage) -> list[Row]:
     """What lies in memory of each parameter of a matrix; the bytes sum to the row's bytes per parameter."""
-    visible_bytes = 4.0 if storage.visible == "float32" else 2.0
-    cut_here = storage.visible != "float32" and not storage.tail_bits and not storage.master
+    visible_bytes = storages.VISIBLE[storage.visible][0] / 8
+    cut_here = storage.visible != "float32" and not storage.beside
     parts = {
         "master": ("full copy of the weight", "float32", ""),
         "tail": ("tail of the weight", f"{storage.tail_bits} bits", _rounding(storage.weight)),
-        "exp_avg": ("first moment", _code_text(storage.exp_avg).partition(",")[0], _rounding(storage.exp_avg)),
-        "exp_avg_sq": (
-            "second moment",
-            _code_text(storage.exp_avg_sq).partition(",")[0],
-            _rounding(storage.exp_avg_sq),
-        ),
     }
+    for name, words in (("weight", "weight"), ("exp_avg", "first moment"), ("exp_avg_sq", "second moment")):
+        code = storage.code(name)
+        text = _code_text(code).partition(",")[0] if code.parts == 1 else code.name.split(" ")[0]
+        parts[name] = (words, text, _rounding(code))
+        parts |= {low: (f"low part of the {words}", text, _rounding(code)) for low in low_parts(name, code)}
     seen_rounding = _rounding(storage.weight) if cut_here else "" if storage.visible == "float32" else "nearest"
     stored = [("weight that the model sees", storage.visible, visible_bytes, seen_rounding)]
-    stored += [(*parts[name][:2], bits / 8, parts[name][2]) for name, bits in storage.fields]
+    for group in storage.packing:
+        unused = storages.width_of(group) - sum(bits for _, bits in group)
+        # What a word has left over is counted with its first field.
+        stored += [(*parts[n][:2], (bits + (unused if n == group[0][0] else 0)) / 8, parts[n][2]) for n, bits in group]
     stored.append(("gradient", storage.visible, visible_bytes, ""))
     return [dict(zip(("what", "format", "bytes", "rounding"), part, strict=True)) for part in stored]
 

@@ -83,7 +83,7 @@ def quiet(x: Tensor) -> Tensor:
     """``x`` with every NaN replaced by the one quiet NaN; everything else, signed zeros included, is unchanged.
 
     The payload of a NaN may be all ones, and would then carry into the sign when it is cut. Values enter a storage
-    through here; afterwards no arithmetic makes such a payload out of quiet NaNs and 16-bit gradients.
+    through here; afterwards no CPU's arithmetic makes such a payload out of quiet NaNs and 16-bit gradients. CUDA's does.
     """
     return torch.where(x.isnan(), float_of(torch.tensor(QUIET_NAN, dtype=torch.int32, device=x.device)), x)
 
@@ -98,6 +98,8 @@ def cut(x: Tensor, dropped: int, addend: Tensor | int) -> Tensor:
     Returns:
         int32 tensor, the bits of a float32 with at most ``23 - dropped`` mantissa bits.
     """
+    if x.is_cuda:
+        x = quiet(x)  # whose own NaN is all ones
     return (bits_of(x) + addend) & -(1 << dropped) if dropped else bits_of(x)
 
 
@@ -126,3 +128,16 @@ def round_to_bfloat16(x: Tensor) -> Tensor:
         bfloat16 tensor of the same shape.
     """
     return float_of(cut(quiet(x.contiguous()), 16, half(16))).to(torch.bfloat16)
+
+
+def round_to_float16(x: Tensor) -> Tensor:
+    """The nearest float16 of each value, ties away from zero; below 2^-14 within 2^-14 of a spacing.
+
+    Args:
+        x: float32 tensor.
+    Returns:
+        float16 tensor of the same shape.
+    """
+    # Scaled by 2^-112 a float32 has float16's own exponents, subnormals included.
+    scaled = float_of(cut(quiet(x.contiguous()) * 2.0**-112, 13, half(13)))
+    return (scaled * 2.0**112).to(torch.float16)

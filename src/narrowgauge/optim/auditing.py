@@ -195,14 +195,20 @@ class Auditor:
         return result
 
 
-def audited_parts(length: int, turn: int) -> list[tuple[slice, bool]]:
+def audited_parts(length: int, turn: int, row: int = 1) -> list[tuple[slice, bool]]:
     """The parts of a tensor stepped one after the other at its ``turn``-th audit, and whether each is audited.
 
-    One of them is (see ``AUDIT_SHARE``); its length is a multiple of a vector register's.
+    One of them is (see ``AUDIT_SHARE``); its length is a multiple of a vector register's, or of two rows.
+
+    Args:
+        length: words, or rows of them.
+        turn: counts the tensor's audits.
+        row: words in each.
     """
-    if length <= AUDIT_WHOLE:
+    if length * row <= AUDIT_WHOLE:
         return [(slice(0, length), True)]
-    share = -(-length // AUDIT_SHARE // 16) * 16
+    unit = 16 if row == 1 else 2
+    share = -(-length // AUDIT_SHARE // unit) * unit
     start = turn % -(-length // share) * share
     stop = min(start + share, length)
     parts = [(slice(0, start), False), (slice(start, stop), True), (slice(stop, length), False)]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.storages import STORAGES, Storage
+from narrowgauge.optim.matrix import MatrixRule
+from narrowgauge.storages import STORAGES, Storage, find
 
 
 def known_row(storage: object, own: Mapping[str, Storage]) -> Storage:
@@ -31,11 +32,11 @@ def known_row(storage: object, own: Mapping[str, Storage]) -> Storage:
                 "Give it a name of its own: dataclasses.replace(row, name=…).",
             )
         return storage
-    rows = {**STORAGES, **own}
-    if not isinstance(storage, str) or storage not in rows:
-        near = suggestion(storage, rows) if isinstance(storage, str) else ""
+    row = (own.get(storage) or find(storage)) if isinstance(storage, str) else None
+    if row is None:
+        near = suggestion(storage, {**STORAGES, **own}) if isinstance(storage, str) else ""
         raise RecipeError(f"no storage is named {storage!r}.", f"{near} (narrowgauge show storages lists all.)".strip())
-    return rows[storage]
+    return row
 
 
 def check_visible(parameter: Tensor, storage: Storage) -> None:
@@ -46,6 +47,16 @@ def check_visible(parameter: Tensor, storage: Storage) -> None:
             f"{tuple(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}.",
             "narrowgauge.prepare converts a float32 model without losing the bits that are cut; "
             "storage='float32' takes it as it is.",
+        )
+
+
+def check_rule(rule: object, storage: Storage) -> None:
+    """Refuse a rule whose arithmetic the storage's own cannot be."""
+    if isinstance(rule, MatrixRule) and storage.arithmetic != "float32":
+        raise RecipeError(
+            f"rule '{rule.name}' was asked for with storage '{storage.name}', in whose arithmetic of expansions a matrix "
+            "product is not defined.",
+            f"Take '{storage.cure}', or an elementwise rule.",
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from narrowgauge.numerics import summation
 from narrowgauge.optim.compilation import Compiled, compiled
+from narrowgauge.optim.shards import add_up, is_shared_out, local_of, reduction_groups
 from narrowgauge.optim.stores import SMALL, as_words
 
 
@@ -32,6 +33,24 @@ def measure_floats(values: Tensor, scales: Tensor) -> Tensor:
     return torch.cat([largest.reshape(1), summation.grid_sum_of_squares(values, scales)])
 
 
+class _Sorted:
+    """Gradients by how they are gone over: large ones in words where they lie, and ``rest`` a chunk at a time."""
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        self.large = [g for g in gradients if _is_large(g)]
+        small = [g for g in gradients if g.numel() <= SMALL]
+        self.rest = [g for g in gradients if g.numel() > SMALL and not _is_large(g)]
+        # Small ones are joined by kind: a pass over many costs the same few calls as a pass over one.
+        for dtype in dict.fromkeys(g.dtype for g in small):
+            flat = [g.reshape(-1) for g in small if g.dtype is dtype]
+            self.rest += [torch.cat(flat[start : start + 64]) for start in range(0, len(flat), 64)]
+
+
+def _is_large(gradient: Tensor) -> bool:
+    known = gradient.dtype in (torch.bfloat16, torch.float32)
+    return known and gradient.numel() > SMALL and as_words(gradient) is not None
+
+
 class GradientNorm:
     """The L2 norm over many gradients.
 
@@ -45,32 +64,31 @@ class GradientNorm:
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The norm, float32 0-d; NaN or infinite where any gradient is."""
+        """The norm, float32 0-d; NaN or infinite where any gradient is. Of DTensors it is that of the whole, on all ranks."""
         if not gradients:
             return torch.zeros(())
-        large = [g for g in gradients if self._is_large(g)]
-        small = [g for g in gradients if g.numel() <= SMALL]
-        rest = [g for g in gradients if g.numel() > SMALL and not self._is_large(g)]
-        # Small ones are joined by kind: a pass over many costs the same few calls as a pass over one. Large ones in odd
-        # places are copied a chunk at a time.
-        for dtype in dict.fromkeys(g.dtype for g in small):
-            flat = [g.reshape(-1) for g in small if g.dtype is dtype]
-            rest += [torch.cat(flat[start : start + 64]) for start in range(0, len(flat), 64)]
-        count = sum(g.numel() for g in (*large, *rest))
-        nothing = torch.zeros(2, dtype=torch.float64, device=gradients[0].device)
-        largest = [self._measure(g, nothing)[0].to(torch.int32).view(torch.float32) for g in large]
-        largest += [summation.largest_magnitude(chunk) for chunk in _chunks(rest)]
-        if not largest:
-            return torch.zeros((), device=gradients[0].device)
-        peak = torch.stack(largest).amax()
-        scales = summation.grid_scales(peak, count)
-        steps = [self._measure(g, scales)[1:] for g in large]
-        steps += [summation.grid_sum_of_squares(chunk, scales) for chunk in _chunks(rest)]
-        return summation.root(summation.from_grid(torch.stack(steps).sum(0), scales, peak))
+        groups = reduction_groups(gradients)
+        shared = _Sorted([local_of(g) for g in gradients if is_shared_out(g)])
+        own = _Sorted([local_of(g) for g in gradients if not is_shared_out(g)])
+        device = local_of(gradients[0]).device
+        nothing = torch.zeros(2, dtype=torch.float64, device=device)
+        peaks = [self._peak(part, nothing, device) for part in (shared, own)]
+        peak = torch.maximum(add_up(peaks[0], groups, "max"), peaks[1])
+        scales = summation.grid_scales(peak, sum(g.numel() for g in gradients))
+        steps = [self._steps(part, scales, device) for part in (shared, own)]
+        return summation.root(summation.from_grid(add_up(steps[0], groups, "sum") + steps[1], scales, peak))
 
-    def _is_large(self, gradient: Tensor) -> bool:
-        known = gradient.dtype in (torch.bfloat16, torch.float32)
-        return known and gradient.numel() > SMALL and as_words(gradient) is not None
+    def _peak(self, part: _Sorted, nothing: Tensor, device: torch.device) -> Tensor:
+        """The largest magnitude, 0 where there is nothing."""
+        largest = [self._measure(g, nothing)[0].to(torch.int32).view(torch.float32) for g in part.large]
+        largest += [summation.largest_magnitude(chunk) for chunk in _chunks(part.rest)]
+        return torch.stack([torch.zeros((), device=device), *largest]).amax()
+
+    def _steps(self, part: _Sorted, scales: Tensor, device: torch.device) -> Tensor:
+        """The sum of squares in steps of both grids, int64 ``[2]``."""
+        steps = [self._measure(g, scales)[1:] for g in part.large]
+        steps += [summation.grid_sum_of_squares(chunk, scales) for chunk in _chunks(part.rest)]
+        return torch.stack([torch.zeros(2, dtype=torch.int64, device=device), *steps]).sum(0)
 
     def _measure(self, gradient: Tensor, scales: Tensor) -> Tensor:
         narrow = gradient.dtype is torch.bfloat16
@@ -87,7 +105,7 @@ class GradientNorm:
         key = (measure.__name__, torch.get_num_threads(), values.device)
         if key not in self._compiled:
             example = [torch.ones(1 << 10, dtype=values.dtype, device=values.device), scales]
-            self._compiled[key] = compiled(measure.__name__, measure, example, [0, None])
+            self._compiled[key] = compiled(measure.__name__, measure, example, [(0,), ()])
         return self._compiled[key]
 
 

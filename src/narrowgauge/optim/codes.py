@@ -8,14 +8,13 @@ reads it from there with one shift and one mask.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import MAGNITUDE, bits_of, cut, float_of, half
-from narrowgauge.storages import Code, Storage
+from narrowgauge.storages import VISIBLE, Code, Storage
 
 SIGN = -(1 << 31)
-UPPER = -65536
-"""The mask of a word's upper half, where the visible bfloat16 lies as a float32's own upper bits."""
 
 
 def dropped_bits(code: Code) -> int:
@@ -23,7 +22,7 @@ def dropped_bits(code: Code) -> int:
     return 23 - code.mantissa_bits
 
 
-def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int) -> Tensor:
+def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | None = None) -> Tensor:
     """Cut ``x`` to ``code``.
 
     Args:
@@ -31,11 +30,12 @@ def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int) -> Tensor:
         x: float32 tensor.
         addend: what to add before cutting (see :func:`narrowgauge.numerics.rounding.cut`).
         shift: where in the word the code's lowest bit goes.
+        scale: of a scaled code, the first result of :func:`multipliers`.
     Returns:
         int32 tensor, zero outside the code's place.
     """
     if code.is_window:
-        return _encode_window(code, x, addend, shift)
+        return _encode_window(code, x, addend, shift, 2.0 ** -_scale(code) if scale is None else scale)
     if not dropped_bits(code):
         return bits_of(x)
     # The code is the upper bits of the float32, and shift = dropped is where they already are; elsewhere the copies of
@@ -44,18 +44,21 @@ def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int) -> Tensor:
     return moved if code.signed and shift == dropped_bits(code) else moved & (((1 << code.bits) - 1) << shift)
 
 
-def decode(code: Code, word: Tensor, shift: int) -> Tensor:
-    """The float32 values of codes lying at ``shift`` in int32 words, whatever else lies in them."""
+def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) -> Tensor:
+    """The float32 values of codes lying at ``shift`` in int32 words, whatever else lies in them.
+
+    ``scale`` is, of a scaled code, the second result of :func:`multipliers`.
+    """
     if code.is_window:
-        return _decode_window(code, word, shift)
+        return _decode_window(code, word, shift, 2.0 ** _scale(code) if scale is None else scale)
     kept = -(1 << dropped_bits(code)) & (-1 if code.signed else MAGNITUDE)
     left = _moved(word, dropped_bits(code) - shift)
     return float_of(left & kept if code.bits < 32 else left)
 
 
-def _encode_window(code: Code, x: Tensor, addend: Tensor | int, shift: int) -> Tensor:
+def _encode_window(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | float) -> Tensor:
     """A small float with subnormals: scaled by a power of two, its exponent field begins at zero like float32's own."""
-    bits, dropped = bits_of(x * 2.0 ** -_scale(code)), dropped_bits(code)
+    bits, dropped = bits_of(x * scale), dropped_bits(code)
     magnitude = bits & MAGNITUDE  # of unsigned codes too: -0 and a negative NaN would fill the word
     step = (magnitude.clamp(max=_last_step(code) << dropped) + addend) >> dropped
     if code.hold:
@@ -69,7 +72,7 @@ def _encode_window(code: Code, x: Tensor, addend: Tensor | int, shift: int) -> T
     return step | (sign if place == 31 else (sign >> (31 - place)) & (1 << place))
 
 
-def _decode_window(code: Code, word: Tensor, shift: int) -> Tensor:
+def _decode_window(code: Code, word: Tensor, shift: int, scale: Tensor | float) -> Tensor:
     steps = _last_step(code) << dropped_bits(code)
     moved = _moved(word, dropped_bits(code) - shift)
     place = shift + code.bits - 1
@@ -79,7 +82,7 @@ def _decode_window(code: Code, word: Tensor, shift: int) -> Tensor:
         bits = (moved & steps) | ((word << (31 - place)) & SIGN)
     else:
         bits = moved & steps
-    return float_of(bits) * 2.0 ** _scale(code)
+    return float_of(bits) * scale
 
 
 def _last_step(code: Code) -> int:
@@ -97,43 +100,105 @@ def _moved(x: Tensor, left: int) -> Tensor:
     return x << left if left > 0 else x >> -left if left < 0 else x
 
 
-def encode_weight(
-    storage: Storage, x: Tensor, addend: Tensor | int, shift: int
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Cut a weight into what the model sees and what is kept beside it.
+def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """What takes values of a row into the window of a scaled code, and back.
+
+    The window ends at the smallest power of two that is not below ``bound``; what lies up to 1.7 times above it still fits.
 
     Args:
-        storage: the row.
+        code: a scaled code.
+        bound: float32, the largest magnitude of each row, or somewhat more.
+    Returns:
+        ``(into, back)``: powers of two, float32, shaped like ``bound``.
+    """
+    # Rounding the exponent up: anything but a power of two carries. Both results must be normal float32 values.
+    exponent = ((bits_of(bound.nan_to_num(nan=3e38, posinf=3e38)) + 0x7FFFFF) >> 23) - 127
+    exponent = (exponent + _scale(code)).clamp(-126, 126)
+    return float_of((127 - exponent) << 23), float_of((127 + exponent) << 23)
+
+
+# ── the weight ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def seen_value(visible: str, seen: Tensor) -> Tensor:
+    """The float32 of a visible weight's bits.
+
+    Args:
+        visible: the visible format.
+        seen: int32, the bits of a float32; for float16, of that float32 times 2^-112, whose exponents are float16's own.
+    Returns:
+        float32 tensor; float16's infinities and NaNs are 65536 and more.
+    """
+    exponent = VISIBLE[visible][2]
+    return float_of(seen) * 2.0**-exponent if exponent else float_of(seen)
+
+
+def gradient_value(visible: str, bits: Tensor) -> Tensor:
+    """:func:`seen_value` for a gradient: what is not finite stays so."""
+    value = seen_value(visible, bits)
+    if VISIBLE[visible][2]:
+        value = torch.where(value.abs() >= 65536.0, value * float("inf"), value)
+    return value
+
+
+def seen_bits(visible: str, x: Tensor) -> Tensor:
+    """The bits by which a kernel knows a visible weight: undoes :func:`seen_value`."""
+    exponent = VISIBLE[visible][2]
+    return bits_of(x * 2.0**exponent) if exponent else bits_of(x)
+
+
+def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Cut a weight into what the model sees and its tail.
+
+    Args:
+        storage: a row that keeps its weights so, or as a float32 master.
         x: float32 tensor, the weight after the step.
         addend: what to add before cutting.
-        shift: where the tail goes in its word.
     Returns:
-        ``(seen, field, kept)``: the visible value's bits as a float32's (int32), the bits of the field ``tail`` or
-        ``master`` in its place, ``None`` where there is no such field, and the float32 that the two hold together.
+        ``(seen, field, kept)``: the visible weight's bits (see :func:`seen_value`), the signed tail (int32) or the bits of
+        the master, ``None`` where there is neither, and the float32 that the two hold together.
     """
     if storage.visible == "float32":
         return bits_of(x), None, x
+    _, below, exponent = VISIBLE[storage.visible]
+    scaled = x * 2.0**exponent if exponent else x
     if storage.master:
-        return cut(x, 16, half(16)), bits_of(x), x
+        return _in_range(storage, cut(scaled, below, half(below))), bits_of(x), x
     if not storage.tail_bits:
-        seen = cut(x, 16, addend)
-        return seen, None, float_of(seen)
-    whole = cut(x, dropped_bits(storage.weight), addend)
-    # The nearest bfloat16, and the signed rest: adding half of the tail's range carries exactly where the rest is
+        seen = cut(scaled, below, addend)
+        return seen, None, seen_value(storage.visible, seen)
+    whole = cut(scaled, dropped_bits(storage.weight), addend)
+    # The nearest visible value, and the signed rest: adding half of the tail's range carries exactly where the rest is
     # negative. Only NaNs are large enough to wrap, and `cut` leaves none that does.
-    seen = (whole + half(16)) & UPPER
-    tail = _moved(whole - seen, shift - (16 - storage.tail_bits))
-    return seen, tail & (((1 << storage.tail_bits) - 1) << shift), float_of(whole)
+    seen = _in_range(storage, (whole + half(below)) & -(1 << below))
+    return seen, whole - seen, seen_value(storage.visible, whole)
 
 
-def decode_weight(storage: Storage, seen: Tensor, word: Tensor | None, shift: int) -> Tensor:
-    """The stored float32 weight from its visible bits and the word that holds its field: undoes :func:`encode_weight`."""
-    if word is None:
-        return float_of(seen)
+def _in_range(storage: Storage, seen: Tensor) -> Tensor:
+    """What rounds past float16's largest value, or is no number, becomes its infinity."""
+    if storage.visible != "float16":
+        return seen
+    infinity = 31 << 23
+    return (seen & MAGNITUDE).clamp(max=infinity) | (seen & SIGN)
+
+
+def decode_weight(storage: Storage, seen: Tensor, field: Tensor | None) -> Tensor:
+    """The stored float32 weight from its visible bits and its field: undoes :func:`encode_weight`."""
     if storage.master:
-        return float_of(word)
-    # Up to the sign, then down: the tail is signed, and its lowest bit belongs at 16 - tail_bits.
-    tail = _moved(word, 32 - storage.tail_bits - shift) >> 16
-    if storage.tail_bits < 16:
-        tail = tail & -(1 << (16 - storage.tail_bits))
-    return float_of(seen + tail)
+        assert field is not None
+        return float_of(field)
+    return seen_value(storage.visible, seen if field is None else seen + field)
+
+
+def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
+    """A signed tail's bits at their place in a word, zeros elsewhere."""
+    dropped = dropped_bits(storage.weight)
+    return _moved(tail, shift - dropped) & (((1 << storage.tail_bits) - 1) << shift)
+
+
+def take_tail(storage: Storage, word: Tensor, shift: int) -> Tensor:
+    """The signed tail that lies at ``shift`` in a word: undoes :func:`place_tail`."""
+    # Up to the sign, then down: the tail is signed, and its lowest bit belongs where the cut ended.
+    dropped = dropped_bits(storage.weight)
+    tail = _moved(word, 32 - storage.tail_bits - shift) >> (32 - storage.tail_bits - dropped)
+    return tail & -(1 << dropped) if dropped else tail

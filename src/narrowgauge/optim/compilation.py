@@ -29,7 +29,10 @@ Compiled = Callable[[list[Tensor]], list[Tensor]]
 def source_files() -> list[Path]:
     """Every file whose text a kernel is made from."""
     root = Path(narrowgauge.__file__).parent
-    words = (root / name for name in ("_torch.py", "errors.py", "formats.py", "storages.py", "caching.py"))
+    words = (
+        root / name
+        for name in ("_torch.py", "errors.py", "formats.py", "storages.py", "accumulations.py", "caching.py")
+    )
     return sorted([*words, *root.glob("numerics/*.py"), *root.glob("optim/*.py")])
 
 
@@ -48,7 +51,7 @@ def _warn_once(reason: str) -> None:
 
 
 def compiled(
-    name: str, function: Callable[..., Tensor], example: Sequence[Tensor], lengths: Sequence[int | None]
+    name: str, function: Callable[..., Tensor], example: Sequence[Tensor], lengths: Sequence[tuple[int | None, ...]]
 ) -> Compiled | None:
     """The compiled ``function``, from the cache or compiled now.
 
@@ -99,7 +102,7 @@ def _package(key: str) -> Path:
 
 
 def _load_or_compile(
-    key: str, function: Callable[..., Tensor], example: tuple[Tensor, ...], lengths: tuple[int | None, ...]
+    key: str, function: Callable[..., Tensor], example: tuple[Tensor, ...], lengths: tuple[tuple[int | None, ...], ...]
 ) -> Compiled | None:
     if key in _LOADED:
         return _LOADED[key]

@@ -10,87 +10,22 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from narrowgauge.numerics import summation
 from narrowgauge.numerics.measures import update_terms
-from narrowgauge.numerics.rounding import bits_of, dither, float_of, half, random_bits
 from narrowgauge.optim import codes, layouts
+from narrowgauge.optim.arithmetics import ARITHMETICS, Lane
 from narrowgauge.optim.compilation import Compiled, compile_elsewhere, compiled, kernel_key
-from narrowgauge.optim.elementwise import RULES, Rule, Scalars, rule_source
-from narrowgauge.storages import STATE_NAMES, Storage
+from narrowgauge.optim.elementwise import RULES, Rule, rule_source
+from narrowgauge.storages import Storage
 
 Step = Callable[..., Tensor]
 CONTROL = ("gradient_scale", "skip")
 """The scalars that every step takes before the rule's own: what gradients are multiplied by, and 1 to change nothing."""
-
-
-def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tensor) -> dict[str, Tensor | int]:
-    """What each code of the storage adds before it cuts, from one hashed word per element.
-
-    The key is the element's own bits: its stored weight and its gradient's *mantissa* (with the exponent in it, scaling
-    all gradients by a power of two would change the rounding). The 32 bits are dealt to the stochastic codes, the weight
-    first. A code that drops more bits than it was dealt borrows its lower ones from its neighbours' upper ones: with
-    12 bits for 18 a chance below 2^-12 would be none, and at beta2 = 0.9999 a second moment would stop short by 2 %.
-
-    Args:
-        storage: the row.
-        weight: float32, the stored weights before the step.
-        gradient_bits: int32, the gradients' float32 bits before any scaling.
-        seed: 0-d int32 tensor of this step.
-    Returns:
-        One addend per name of ``weight, exp_avg, exp_avg_sq``.
-    """
-    table = {"weight": storage.weight, **{name: getattr(storage, name) for name in STATE_NAMES}}
-    result: dict[str, Tensor | int] = {n: half(codes.dropped_bits(c)) for n, c in table.items()}
-    stochastic = [(n, codes.dropped_bits(c)) for n, c in table.items() if c.rounding == "stochastic"]
-    if not stochastic:
-        return result
-    mantissa = (gradient_bits >> 16) & 0x7F if storage.visible == "bfloat16" else gradient_bits & 0x7FFFFF
-    random, start = random_bits(bits_of(weight) ^ mantissa, seed), 0
-    for place, (name, dropped) in enumerate(stochastic):
-        start += min(dropped, (32 - start) // (len(stochastic) - place))
-        reach = min(start, dropped)
-        result[name] = dither(random, start - reach, reach, dropped)
-    return result
-
-
-def step_lane(
-    rule: Rule,
-    storage: Storage,
-    seen: Tensor,
-    gradient_bits: Tensor,
-    words: Sequence[Tensor],
-    scalars: Scalars,
-    seed: Tensor,
-) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """One optimizer step of one lane: the whole definition.
-
-    Args:
-        rule, storage: what to do and how to keep it.
-        seen: int32 bits of the visible weight as a float32.
-        gradient_bits: int32 bits of the gradient as a float32.
-        words: this lane's words of every plane.
-        scalars: 0-d float32 tensors, ``CONTROL`` and the rule's.
-        seed: 0-d int32 tensor.
-    Returns:
-        ``(seen, fields, (intended, taken, visible))``: the new bits, and for the audit the intended change, the change
-        of the stored weight and that of the visible one, float32.
-    """
-    of_plane = dict(zip(layouts.planes(storage), words, strict=True))
-    place = {name: (of_plane[place.plane], place.shift) for name, place in layouts.places(storage).items()}
-    word, shift = place[storage.beside] if storage.beside else (None, 0)
-    weight = codes.decode_weight(storage, seen, word, shift)
-    states = [codes.decode(getattr(storage, name), *place[name]) for name in rule.states]
-    gradient = float_of(gradient_bits) * scalars["gradient_scale"]
-    change, *new_states = rule.update(weight, gradient, *states, scalars)
-    addend = addends(storage, weight, gradient_bits, seed)
-    new_seen, field, kept = codes.encode_weight(storage, weight + change, addend["weight"], shift)
-    fields = {storage.beside: field} if storage.beside and field is not None else {}
-    for name, value in zip(rule.states, new_states, strict=True):
-        fields[name] = codes.encode(getattr(storage, name), value, addend[name], place[name][1])
-    return new_seen, fields, (change, kept - weight, float_of(new_seen) - float_of(seen))
 
 
 def total_sums(terms: Sequence[Tensor]) -> Tensor:
@@ -108,6 +43,11 @@ def segment_sums(segments: Sequence[slice]) -> Callable[[Sequence[Tensor]], Tens
     return sums
 
 
+def num_scales(storage: Storage) -> int:
+    """How many tensors of multipliers a step takes after its words: two for each scaled code and part of the rows."""
+    return 2 * len(storage.scaled) * layouts.num_parts(storage)
+
+
 def make_step(rule: Rule, storage: Storage, summarize: Callable[[Sequence[Tensor]], Tensor] | None = None) -> Step:
     """The step of a whole tensor, in words: reads and writes the planes in place.
 
@@ -116,35 +56,67 @@ def make_step(rule: Rule, storage: Storage, summarize: Callable[[Sequence[Tensor
         summarize: how to sum the terms of the audit (:data:`narrowgauge.numerics.measures.UPDATE_SUMS`) over the words;
             ``None`` makes a step that is not audited.
     Returns:
-        ``step(weight, gradient, *planes, scalars, seed, *outputs) -> Tensor``; weight and gradient are int32 words, each
-        32-bit plane of a two-lane storage is two tensors (even, odd). ``outputs`` are where to write, weight first, then
-        the planes: the same tensors again (a compiler that is told so makes no temporaries). The result is the
-        audit, empty where there is none.
+        ``step(*words, *scales, values, seed, *outputs) -> Tensor``. The words are int32: the parts of the weight, those of
+        the gradient, then the tensors of each plane, all of one shape (:func:`narrowgauge.optim.layouts.extent`). The
+        scales are float32 ``[rows, 1]``: for each scaled code and each part, into the code's window and back.
+        ``outputs`` are where to write, weight first, then the planes: the same tensors again (a compiler that is told so
+        makes no temporaries). The result is the audit, empty where there is none.
     """
-    lanes = layouts.num_lanes(storage)
-    planes = layouts.planes(storage)
-    names = (*CONTROL, *rule.scalars)
+    parts, visible, scaled = layouts.num_parts(storage), storage.visible, storage.scaled
+    names, advance = (*CONTROL, *rule.scalars), ARITHMETICS[storage.arithmetic]
 
-    def step(weight: Tensor, gradient: Tensor, *rest: Tensor) -> Tensor:
-        num_words = (len(rest) - 3) // 2
-        words, (values, seed), outputs = rest[:num_words], rest[num_words : num_words + 2], rest[num_words + 2 :]
+    def step(*arguments: Tensor) -> Tensor:
+        num_words = (len(arguments) - num_scales(storage) - 2 + parts) // 2
+        words, rest = arguments[:num_words], arguments[num_words:]
+        multipliers, (values, seed, *outputs) = rest[: num_scales(storage)], rest[num_scales(storage) :]
         scalars = {name: values[place] for place, name in enumerate(names)}
-        seen, gradients = (layouts.lanes_of_pairs(t) if lanes == 2 else (t,) for t in (weight, gradient))
-        lane_words = layouts.by_lane(planes, lanes, words)
-        done = [
-            step_lane(rule, storage, seen[lane], gradients[lane], lane_words[lane], scalars, seed)
-            for lane in range(lanes)
-        ]
-        new = layouts.join_lanes(planes, [d[0] for d in done], [d[1] for d in done])
+        pairs = [(multipliers[k], multipliers[k + 1]) for k in range(0, len(multipliers), 2)]
+        seen = layouts.lanes_of_weight(visible, words[:parts])
+        slopes = layouts.lanes_of_weight(visible, words[parts : 2 * parts])
+        fields = layouts.by_lane(storage, words[2 * parts :])
+        done = []
+        for lane in range(len(seen)):
+            part = lane // layouts.per_word(storage)
+            scales = {name: pairs[place * parts + part] for place, name in enumerate(scaled)}
+            done.append(advance(rule, storage, Lane(seen[lane], slopes[lane], fields[lane], scales), scalars, seed))
+        new = layouts.words_of_weight(visible, [d.seen for d in done])
+        new += layouts.join_lanes(storage, [d.fields for d in done])
         skip = scalars["skip"] != 0
-        for output, old, value in zip(outputs, (weight, *words), new, strict=True):
+        for output, old, value in zip(outputs, (*words[:parts], *words[2 * parts :]), new, strict=True):
             output.copy_(torch.where(skip, old, value))
         if summarize is None:
             return values.new_zeros(0)
-        terms = [update_terms(*changes) for _, _, changes in done]
-        return summarize([sum(parts[1:], parts[0]) for parts in zip(*terms, strict=True)])
+        terms = [update_terms(*d.changes) for d in done]
+        return summarize([sum(some[1:], some[0]) for some in zip(*terms, strict=True)])
 
     return step
+
+
+def row_peaks(*words: Tensor) -> Tensor:
+    """The largest magnitude in each row of a bfloat16 matrix read as words, float32 ``[rows]``."""
+    lanes = [codes.seen_value("bfloat16", lane).abs() for lane in layouts.lanes_of_weight("bfloat16", words)]
+    return torch.stack([lane.amax(1) for lane in lanes]).amax(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The tensors of one parameter, or of a piece of one, as a kernel takes them.
+
+    Args:
+        words: int32: the parts of the weight, of the gradient, and the planes.
+        scales: float32 multipliers of its rows.
+    """
+
+    words: list[Tensor]
+    scales: list[Tensor] = field(default_factory=list)
+
+    def arguments(self, parts: int, values: Tensor, seed: Tensor) -> list[Tensor]:
+        """The list that a step takes."""
+        return [*self.words, *self.scales, values, seed, *self.words[:parts], *self.words[2 * parts :]]
+
+    def piece(self, start: int, stop: int) -> Work:
+        """Some of its words (rows, where it has them)."""
+        return Work([w[start:stop] for w in self.words], [s[start:stop] for s in self.scales])
 
 
 class StepKernel:
@@ -163,66 +135,98 @@ class StepKernel:
 
     def __init__(self, rule: Rule, storage: Storage, *, compile: bool) -> None:
         self.rule, self.storage, self.compile = rule, storage, compile
+        self.parts = layouts.num_parts(storage)
         self._plain = make_step(rule, storage)
         self._audited = make_step(rule, storage, total_sums)
-        self._compiled: dict[tuple[bool, int, torch.device], Compiled | None] = {}
+        self._compiled: dict[tuple[str, int, torch.device], Compiled | None] = {}
+        self._names = {audited: self._name(audited) for audited in (False, True)}
 
-    def run(self, words: Sequence[Tensor], values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor | None:
-        """Step tensors of equal length in place; to be called without gradients.
+    def run(self, work: Work, values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor | None:
+        """Step tensors of equal shape in place; to be called without gradients.
 
         Args:
-            words: int32, 1-D: weight, gradient, and the planes.
+            work: the words and their scales.
             values: float32, the scalars of ``CONTROL`` and of the rule.
             seed: 0-d int32.
             audited: whether to return the audit's sums.
         Returns:
             float64 ``[8]``, or ``None`` where not audited.
         """
-        length = words[0].numel()
-        compiled = self.variant(words[0].device, audited) if self.compile and length > 1 else None
+        first = work.words[0]
+        length, row = first.shape[0], first[0].numel() if len(first) else 1
+        if not first.numel():
+            return values.new_zeros(8, dtype=torch.float64) if audited else None
+        compiled = self.variant(first.device, audited) if self.compile and min(first.shape) > 1 else None
         if compiled is not None and not audited:
-            compiled([*words, values, seed, words[0], *words[2:]])
+            compiled(work.arguments(self.parts, values, seed))
             return None
         step = self._audited if audited else self._plain
-        size, total = self.AUDIT if compiled is not None else self.CHUNK, None
+        size, total = max(1, (self.AUDIT if compiled is not None else self.CHUNK) // row), None
         for start in range(0, length, size):
-            part = [w[start : start + size] for w in words] if length > size else words
-            arguments = [*part, values, seed, part[0], *part[2:]]
-            sums = compiled(arguments)[0] if compiled is not None else step(*arguments)
+            part = work.piece(start, start + size) if length > size else work
+            arguments = part.arguments(self.parts, values, seed)
+            alone = compiled is None or part.words[0].shape[0] < 2  # one row is no dynamic length
+            sums = step(*arguments) if alone or compiled is None else compiled(arguments)[0]
             total = sums if total is None else total + sums
         return total if audited else None
 
-    def run_each(self, tensors: Sequence[list[Tensor]], values: Tensor, seed: Tensor) -> None:
-        """:meth:`run` for many tensors, none audited; ``tensors`` holds the words of each."""
+    def run_each(self, tensors: Sequence[Work], values: Tensor, seed: Tensor) -> None:
+        """:meth:`run` for many tensors, none audited."""
         compiled = self.variant(values.device, False) if self.compile else None
-        for words in tensors:
-            if compiled is None or words[0].numel() < 2:
-                self.run(words, values, seed)
+        for work in tensors:
+            if compiled is None or min(work.words[0].shape) < 2:
+                self.run(work, values, seed)
             else:
-                compiled([*words, values, seed, words[0], *words[2:]])
+                compiled(work.arguments(self.parts, values, seed))
 
-    def run_bucket(self, words: Sequence[Tensor], values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
+    def run_bucket(self, work: Work, values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
         """An audited step of a bucket: float64 ``[segments, 8]``."""
         if self.compile:
-            rows = [self.run([w[s] for w in words], values, seed, audited=True) for s in segments]
-            return torch.stack([words[0].new_zeros(8, dtype=torch.float64) if row is None else row for row in rows])
+            rows = [self.run(work.piece(s.start, s.stop), values, seed, audited=True) for s in segments]
+            return torch.stack([row for row in rows if row is not None])
         step = make_step(self.rule, self.storage, segment_sums(segments))
-        return step(*words, values, seed, words[0], *words[2:])
+        return step(*work.arguments(self.parts, values, seed))
+
+    def peaks(self, words: Sequence[Tensor]) -> Tensor:
+        """:func:`row_peaks` of the parts of a bfloat16 matrix, all rows in order."""
+        run = None
+        if self.compile and min(words[0].shape) > 1:
+            example = [torch.zeros(4, 1 << 8, dtype=torch.int32, device=words[0].device)]
+            run = self._compile("row peaks", row_peaks, example, [(0, 1)])
+        rows = max(1, summation.CHUNK // max(1, words[0].shape[1]))
+        return torch.cat([p for part in words for p in ([run([part])[0]] if run else map(row_peaks, part.split(rows)))])
 
     def variant(self, device: torch.device, audited: bool) -> Compiled | None:
         """The compiled plain or audited step for this device and number of threads, ``None`` without a compiler."""
-        key = (audited, torch.get_num_threads(), device)
+        storage, flat = self.storage, not layouts.by_rows(self.storage)
+        name = self._names[audited]
+        key = (name, torch.get_num_threads(), device)
+        if key in self._compiled:
+            return self._compiled[key]
+        shape = (1 << 10,) if flat else (4, 1 << 8)
+        count = 2 * self.parts + sum(layouts.num_tensors(storage, plane.bits) for plane in layouts.planes(storage))
+        work = Work(
+            [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(count)],
+            [torch.ones(shape[0], 1, device=device) for _ in range(num_scales(storage))],
+        )
+        values = torch.ones(len(CONTROL) + len(self.rule.scalars), device=device)
+        example = work.arguments(self.parts, values, torch.zeros((), dtype=torch.int32, device=device))
+        words: tuple[int | None, ...] = (0,) if flat else (0, 1)
+        lengths = [words] * count + [(0, None)] * len(work.scales) + [(), ()] + [words] * (count - self.parts)
+        # Each argument its own memory: a compiler that sees two in one asks for the same again.
+        apart = [argument.clone() for argument in example]
+        return self._compile(name, self._audited if audited else self._plain, apart, lengths)
+
+    def _compile(
+        self,
+        name: str,
+        function: Callable[..., Tensor],
+        example: Sequence[Tensor],
+        lengths: Sequence[tuple[int | None, ...]],
+    ) -> Compiled | None:
+        key = (name, torch.get_num_threads(), example[0].device)
         if key not in self._compiled:
-            step = self._audited if audited else self._plain
-            lanes, length = layouts.num_lanes(self.storage), 1 << 10
-            planes = layouts.planes(self.storage)
-            count = 2 + sum(1 if plane.bits == 16 else lanes for plane in planes)
-            words = [torch.zeros(length, dtype=torch.int32, device=device) for _ in range(2 * count - 1)]
-            values = torch.ones(len(CONTROL) + len(self.rule.scalars), device=device)
-            seed = torch.zeros((), dtype=torch.int32, device=device)
-            example = [*words[:count], values, seed, *words[count:]]
-            lengths = [*[0] * count, None, None, *[0] * (count - 1)]
-            self._compiled[key] = compiled(self._name(audited), step, example, lengths)
+            self._compiled[key] = compiled(name, function, example, lengths)
         return self._compiled[key]
 
     def _name(self, audited: bool) -> str:
@@ -236,7 +240,7 @@ class StepKernel:
         statement = (
             f"from narrowgauge.optim.kernels import compile_audit as c; c({self.rule.name!r}, {blob!r}, '{device}')"
         )
-        compile_elsewhere(kernel_key(self._name(True), device), statement)
+        compile_elsewhere(kernel_key(self._names[True], device), statement)
 
 
 def compile_audit(rule: str, storage: str, device: str) -> None:

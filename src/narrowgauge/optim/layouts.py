@@ -2,8 +2,11 @@
 
 A loop over 32-bit values runs at full vector width; one that mixes 16- and 32-bit loads does not. So a bfloat16 tensor is
 read as int32 words of two neighbours, its two *lanes* taken by shift and mask, and every state follows suit: a 16-bit
-code packs like the weight, a 32-bit one lies in two *planes*, first all even elements, then all odd ones. Codes of odd
-widths share a 32-bit plane. A float32 weight has one lane, and its states lie flat.
+code packs like the weight, a 32-bit one lies in two *planes*, first all even elements, then all odd ones. Where a storage
+has an 8-bit plane, four lanes share a word of it; the weight is then read in two *parts*, its upper and its lower half of
+rows, and lanes 0 and 1 come from the one, 2 and 3 from the other. A float32 weight has a lane for each word.
+
+A storage whose codes have scales by row, or that has parts, lies in a matrix of rows; any other lies flat.
 
 This is internal: :func:`to_parameter_order` and :func:`from_parameter_order` turn a plane into a tensor shaped like the
 parameter and back without losing a bit.
@@ -11,6 +14,7 @@ parameter and back without losing a bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -19,7 +23,9 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from narrowgauge.storages import STATE_NAMES, Storage
+from narrowgauge.storages import VISIBLE, Storage, width_of
+
+INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,42 +38,49 @@ class Plane:
     dtype: torch.dtype
 
 
-def num_lanes(storage: Storage) -> int:
-    """How many neighbouring weights share a 32-bit word."""
-    return 1 if storage.visible == "float32" else 2
-
-
 @lru_cache
 def planes(storage: Storage) -> tuple[Plane, ...]:
-    """The planes of a storage: whole 16- and 32-bit fields alone, all others packed together into 32-bit words.
+    """The planes of a storage, as :func:`narrowgauge.storages.packed` groups its fields.
 
     Returns:
         Planes in the order in which the kernel takes them.
     """
-    alone, narrow = [], []
-    for name, bits in storage.fields:
-        if bits in (16, 32):
-            dtype = torch.float32 if bits == 32 else torch.int16 if name == "tail" else torch.bfloat16
-            # A kernel sees either half of a 16-bit pair in the upper half of a word.
-            alone.append(Plane(name, bits, ((name, 32 - bits, bits),), dtype))
-        else:
-            narrow.append((name, bits))
-    if not narrow:
-        return tuple(alone)
-    # Signed codes last: the sign bit of the topmost one then lies where a float32 has it.
-    narrow.sort(key=lambda field: field[0] in STATE_NAMES and getattr(storage, field[0]).signed)
-    packed, shift = [], 0
-    for name, bits in narrow:
-        packed.append((name, shift, bits))
-        shift += bits
-    if shift > 32:
-        raise ValueError(f"storage '{storage.name}' packs {shift} bits into a 32-bit word")
-    return (*alone, Plane("packed", 32, tuple(packed), torch.int32))
+    result: list[Plane] = []
+    for group in storage.packing:
+        width = width_of(group)
+        if len(group) == 1:
+            ((name, bits),) = group
+            result.append(Plane(name, width, ((name, 0, bits),), _dtype(storage, name, width)))
+            continue
+        # Signed codes last: the sign bit of the topmost one then lies where a float32 has it.
+        ordered = sorted(group, key=lambda field: _is_signed_state(storage, field[0]))
+        fields, shift = [], 0
+        for name, bits in ordered:
+            fields.append((name, shift, bits))
+            shift += bits
+        number = sum(plane.name.startswith("packed") for plane in result)
+        name = f"packed{number + 1}" if number else "packed"
+        result.append(Plane(name, width, tuple(fields), INTEGER[width]))
+    return tuple(result)
+
+
+def _is_signed_state(storage: Storage, name: str) -> bool:
+    return name in dict(storage.states) and storage.code(name).signed
+
+
+def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
+    """A lone field is a tensor that others can read where a dtype of PyTorch has its bits."""
+    if width == 32:
+        return torch.float32
+    state = name.split("_low")[0]
+    code = None if name in ("tail", "master") else storage.code(state)
+    plain = width == 16 and code is not None and not code.is_window and code.signed
+    return torch.bfloat16 if plain else INTEGER[width]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a field lies: its plane, and the bit of the word where it begins."""
+    """Where a field lies: its plane, and the bit of an element's share of the word where it begins."""
 
     plane: Plane
     shift: int
@@ -79,81 +92,143 @@ def places(storage: Storage) -> Mapping[str, Place]:
     return {field: Place(plane, shift) for plane in planes(storage) for field, shift, _ in plane.fields}
 
 
-def place_of(storage: Storage, name: str | None) -> Place | None:
-    """The place of a field of the storage, ``None`` where there is no such field."""
-    return None if name is None else places(storage).get(name)
+# ── extents: what shape the words have ──────────────────────────────────────────────────────────────────────────────────
 
 
-def num_words(storage: Storage, num_elements: int) -> int:
-    """Length of the weight read as words; an odd last element has a word of its own."""
-    lanes = num_lanes(storage)
-    return (num_elements + lanes - 1) // lanes
+def per_word(storage: Storage) -> int:
+    """How many neighbouring weights share a 32-bit word."""
+    return 32 // VISIBLE[storage.visible][0]
 
 
-def allocate(storage: Storage, plane: Plane, num_elements: int, device: torch.device) -> Tensor:
-    """Zeroed words of one plane: ``[words]`` for 16-bit codes, ``[lanes, words]`` for 32-bit ones (zero encodes 0)."""
-    words = num_words(storage, num_elements)
-    shape = (words,) if plane.bits == 16 else (num_lanes(storage), words)
-    return torch.zeros(shape, dtype=torch.int32, device=device)
+@lru_cache
+def num_lanes(storage: Storage) -> int:
+    """How many weights one place of the kernel's loop steps."""
+    return max(per_word(storage), *(32 // plane.bits for plane in planes(storage)), 1)
 
 
-def to_parameter_order(plane: Plane, words: Tensor, shape: torch.Size) -> Tensor:
+def num_parts(storage: Storage) -> int:
+    """Into how many halves the weight's rows are cut."""
+    return num_lanes(storage) // per_word(storage)
+
+
+def by_rows(storage: Storage) -> bool:
+    """Whether the storage lies in a matrix of rows."""
+    return bool(storage.scaled) or num_parts(storage) > 1
+
+
+def matrix_of(storage: Storage, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape in which a parameter's elements are taken: ``(rows, columns)`` or flat."""
+    if not by_rows(storage):
+        return (math.prod(shape),)
+    columns = shape[-1] if shape else 1
+    return (math.prod(shape[:-1]), columns)
+
+
+def extent(storage: Storage, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of each tensor of words that a kernel takes for a parameter of ``shape``; odd ends are filled up."""
+    matrix = matrix_of(storage, shape)
+    words = (*matrix[:-1], -(-matrix[-1] // per_word(storage)))
+    return (-(-words[0] // num_parts(storage)), *words[1:])
+
+
+def fits(storage: Storage, shape: Sequence[int]) -> bool:
+    """Whether a parameter of ``shape`` fills its words, with nothing to be filled up."""
+    whole = extent(storage, shape)
+    return math.prod(whole) * num_lanes(storage) == math.prod(shape)
+
+
+def num_tensors(storage: Storage, bits: int) -> int:
+    """By how many tensors of words a kernel takes a plane of so many bits an element."""
+    return num_lanes(storage) * bits // 32
+
+
+def allocate(storage: Storage, plane: Plane, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Zeroed words of one plane, ``[tensors, *extent]``, for a parameter of ``shape`` (zero encodes 0)."""
+    full = (num_tensors(storage, plane.bits), *extent(storage, shape))
+    return torch.zeros(full, dtype=torch.int32, device=device)
+
+
+def to_parameter_order(storage: Storage, plane: Plane, words: Tensor, shape: Sequence[int]) -> Tensor:
     """The plane as a tensor of the parameter's shape and the plane's own dtype (a copy)."""
-    flat = words.view(plane.dtype) if plane.bits == 16 else words.t().reshape(-1).view(plane.dtype)
-    return flat[: shape.numel()].reshape(shape).clone()
+    lanes, group = num_lanes(storage), words.shape[1:]
+    neighbours, parts = per_word(storage), num_parts(storage)
+    # [tensors, *extent] of words → a lane for each tensor and each place in its words → parts and neighbours.
+    # (Flat before it is viewed anew: a dim of one element may have any stride.)
+    small = words.reshape(-1).view(INTEGER[plane.bits]).view(len(words), *group, 32 // plane.bits)
+    elements = small.movedim(-1, 1).reshape(lanes, *group)
+    apart = elements.reshape(parts, neighbours, *group).movedim(1, -1)
+    rows = apart.reshape(parts * group[0], group[1] * neighbours) if len(group) == 2 else apart.reshape(-1)
+    matrix = matrix_of(storage, shape)
+    for dim, size in enumerate(matrix):
+        rows = rows.narrow(dim, 0, size)
+    return rows.reshape(-1).view(plane.dtype).view(tuple(shape)).clone()
 
 
 def from_parameter_order(storage: Storage, plane: Plane, values: Tensor) -> Tensor:
-    """The inverse of :func:`to_parameter_order`; the padding of an odd length is zero."""
-    words = allocate(storage, plane, values.numel(), values.device)
-    flat = values.reshape(-1)
-    if plane.bits == 16:
-        words.view(plane.dtype)[: flat.numel()] = flat
-        return words
-    lanes = words.shape[0]
-    raw = flat.view(torch.int32)
-    for lane in range(lanes):
-        part = raw[lane::lanes]
-        words[lane, : part.numel()] = part
-    return words
+    """The inverse of :func:`to_parameter_order`; what an odd length or number of rows lacks is zero."""
+    words = allocate(storage, plane, values.shape, values.device)
+    group, neighbours, parts = words.shape[1:], per_word(storage), num_parts(storage)
+    whole = (parts * group[0], *group[1:-1], group[-1] * neighbours) if len(group) == 2 else (group[0] * neighbours,)
+    matrix = matrix_of(storage, values.shape)
+    filled = torch.zeros(whole, dtype=INTEGER[plane.bits], device=values.device)
+    target = filled
+    for dim, size in enumerate(matrix):
+        target = target.narrow(dim, 0, size)
+    target.copy_(values.reshape(-1).view(INTEGER[plane.bits]).view(matrix))
+    lanes = filled.reshape(parts, *group, neighbours).movedim(-1, 1).reshape(len(words), 32 // plane.bits, *group)
+    return lanes.movedim(1, -1).reshape(-1).view(torch.int32).view(words.shape)
 
 
-def lanes_of_pairs(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Both lanes of words of two bfloat16 neighbours, as float32 bits: in the upper half, the lower half zero."""
-    return words << 16, words & -65536
+# ── in the kernel ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def by_lane(planes_: Sequence[Plane], lanes: int, words: Sequence[Tensor]) -> list[list[Tensor]]:
-    """For each lane, the words of every plane, from the flat list of tensors that a kernel takes."""
-    result: list[list[Tensor]] = [[] for _ in range(lanes)]
-    queue = list(words)
-    for plane in planes_:
-        if plane.bits == 16:
-            pair = queue.pop(0)
-            result[0].append(pair << 16)
-            result[1].append(pair)
-        else:
-            for lane in result:
-                lane.append(queue.pop(0))
-    return result
+def lanes_of_weight(visible: str, words: Sequence[Tensor]) -> list[Tensor]:
+    """The bits of every lane of a visible tensor (see :func:`narrowgauge.optim.codes.seen_value`), from its parts."""
+    if visible == "float32":
+        return list(words)
+    if visible == "bfloat16":
+        return [lane for word in words for lane in (word << 16, word & -65536)]
+    return [lane for word in words for lane in (_float16_bits(word << 16), _float16_bits(word))]
 
 
-def join_lanes(
-    planes_: Sequence[Plane], weights: Sequence[Tensor], fields: Sequence[Mapping[str, Tensor]]
-) -> list[Tensor]:
-    """The words that a kernel writes, weight first: the inverse of :func:`lanes_of_pairs` and :func:`by_lane`."""
-    result = [weights[0] if len(weights) == 1 else _pairs(*weights)]
-    for plane in planes_:
-        words = [reduce(or_, (lane[name] for name, _, _ in plane.fields)) for lane in fields]
-        result.extend([_pairs(*words)] if plane.bits == 16 else words)
-    return result
+def words_of_weight(visible: str, lanes: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of :func:`lanes_of_weight`."""
+    if visible == "float32":
+        return list(lanes)
+    if visible == "float16":
+        lanes = [((lane << 3) & 0x7FFF0000) | (lane & -(1 << 31)) for lane in lanes]
+    return [_pair(even, odd) for even, odd in zip(lanes[::2], lanes[1::2], strict=True)]
 
 
-def _pairs(even: Tensor, odd: Tensor) -> Tensor:
+def _float16_bits(word: Tensor) -> Tensor:
+    """From a float16 in the upper half of a word, a float32 with its sign, exponent and mantissa fields."""
+    return ((word & 0x7FFF0000) >> 3) | (word & -(1 << 31))
+
+
+def _pair(even: Tensor, odd: Tensor) -> Tensor:
     """Words of two 16-bit neighbours, each given in the upper half of a word."""
     return ((even >> 16) & 0xFFFF) | odd
 
 
-def kernel_words(plane: Plane, words: Tensor) -> tuple[Tensor, ...]:
-    """The tensors by which a kernel takes one plane: one for 16-bit codes, one per lane for 32-bit ones."""
-    return (words,) if plane.bits == 16 else words.unbind(0)
+def by_lane(storage: Storage, words: Sequence[Tensor]) -> list[dict[str, tuple[Tensor, int]]]:
+    """For each lane, the word and the shift in it of every field, from the flat list of tensors that a kernel takes."""
+    lanes: list[dict[str, tuple[Tensor, int]]] = [{} for _ in range(num_lanes(storage))]
+    queue = iter(words)
+    for plane in planes(storage):
+        tensors = [next(queue) for _ in range(num_tensors(storage, plane.bits))]
+        share = 32 // plane.bits
+        for lane, fields in enumerate(lanes):
+            for name, shift, _ in plane.fields:
+                fields[name] = tensors[lane // share], shift + plane.bits * (lane % share)
+    return lanes
+
+
+def join_lanes(storage: Storage, fields: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+    """The words of the planes that a kernel writes, from each lane's fields in their places: undoes :func:`by_lane`."""
+    result = []
+    for plane in planes(storage):
+        share = 32 // plane.bits
+        for first in range(0, len(fields), share):
+            together = [lane[name] for lane in fields[first : first + share] for name, _, _ in plane.fields]
+            result.append(reduce(or_, together))
+    return result

@@ -3,7 +3,8 @@
 A :class:`Store` joins a parameter with the words of its states. Most are stepped where they lie: parameter and gradient
 are contiguous, and two bfloat16 make a word. What is small, odd in length or oddly placed joins a :class:`Bucket`, whose
 members' states lie side by side: weights and gradients are copied in, one kernel steps them all, weights are copied out.
-So 300 norm gains cost one call, and no shape needs a kernel of its own.
+So 300 norm gains cost one call, and no shape needs a kernel of its own. A storage with scales by row has no buckets: its
+rows are its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import half, quiet
-from narrowgauge.optim import codes, layouts
+from narrowgauge.optim import arithmetics, codes, layouts
+from narrowgauge.optim.kernels import Work
+from narrowgauge.optim.shards import local_of
 from narrowgauge.storages import Storage
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ BUCKET_WORDS = 1 << 16
 """A bucket is closed once it holds so many words; also the longest piece that is copied at a time."""
 ALIGNMENT = 16
 """Every member of a bucket begins at a multiple of so many words: a full vector register."""
+SMALLEST_BOUND = 2.0**-8
+"""What a row of weights kept relative to its largest is at least taken to reach: a row of zeros must be able to leave it."""
 
 
 @dataclass(eq=False)
@@ -39,113 +44,273 @@ class Store:
     """One parameter and the words of its states.
 
     Args:
-        parameter: the parameter.
+        owner: the parameter as its user knows it.
+        parameter: its memory: the same, or this rank's part of a DTensor.
         storage: how it is kept.
         kernel: what steps it.
         words: the words of each plane, by plane name.
+        bounds: of what is kept relative to its row, the magnitude that no value of the row exceeds: float32 ``[rows, 1]``.
+        extras: what a matrix rule keeps beside, as it is.
         step: how many steps it has taken.
         gradient: its gradient, during a step.
+        scales: the multipliers that a kernel takes, during a step.
     """
 
+    owner: Tensor
     parameter: Tensor
     storage: Storage
     kernel: StepKernel
-    words: dict[str, Tensor]
+    words: dict[str, Tensor] = field(default_factory=dict)
+    bounds: dict[str, Tensor] = field(default_factory=dict)
+    extras: dict[str, Tensor] = field(default_factory=dict)
     step: int = 0
     gradient: Tensor = NO_GRADIENT
+    scales: list[Tensor] = field(default_factory=list)
     _weight_at: int = -1
-    _weight_words: Tensor | None = None
+    _weight_words: list[Tensor] | None = None
+
+    def allocate(self) -> None:
+        """Give it words of its own, all zero."""
+        shape, device = self.parameter.shape, self.parameter.device
+        for plane in layouts.planes(self.storage):
+            self.words[plane.name] = layouts.allocate(self.storage, plane, shape, device)
+        rows = layouts.matrix_of(self.storage, shape)[0]
+        for name in self.storage.scaled:
+            self.bounds[name] = torch.zeros(rows, 1, device=device)
+        if "weight" in self.bounds:
+            self.bounds["weight"].copy_(weight_bound(self.peaks_of(self.parameter.detach())))
 
     @cached_property
     def plane_words(self) -> list[Tensor]:
         """The state tensors in the order in which a kernel takes them."""
-        planes = layouts.planes(self.storage)
-        return [t for plane in planes for t in layouts.kernel_words(plane, self.words[plane.name])]
+        return [t for plane in layouts.planes(self.storage) for t in self.words[plane.name].unbind(0)]
+
+    def tensors(self) -> list[Tensor]:
+        """Everything kept beside the parameter."""
+        return [*self.words.values(), *self.bounds.values(), *self.extras.values()]
+
+    # ── values, in the parameter's order ────────────────────────────────────────────────────────────────────────────
 
     def in_parameter_order(self) -> dict[str, Tensor]:
-        """Every plane as a tensor of the parameter's shape, in its own dtype, without loss."""
+        """Every plane as a tensor of the parameter's shape, in its own dtype, without loss; bounds as ``…_bound``."""
         shape = self.parameter.shape
-        return {p.name: layouts.to_parameter_order(p, self.words[p.name], shape) for p in layouts.planes(self.storage)}
+        planes = {
+            plane.name: layouts.to_parameter_order(self.storage, plane, self.words[plane.name], shape)
+            for plane in layouts.planes(self.storage)
+        }
+        rows = (*shape[:-1], 1) if shape else (1,)
+        bounds = {f"{name}_bound": bound.reshape(rows).clone() for name, bound in self.bounds.items()}
+        return {**planes, **bounds, **{name: value.clone() for name, value in self.extras.items()}}
 
     def take(self, values: dict[str, Tensor]) -> None:
         """Fill the planes from tensors made by :meth:`in_parameter_order`."""
         for plane in layouts.planes(self.storage):
-            if plane.name not in values:
-                raise RecipeError(
-                    f"the state to load holds {sorted(values)}, and storage '{self.storage.name}' needs '{plane.name}'.",
-                    "Build the optimizer with the storage the state was saved from.",
-                )
-            value = values[plane.name].to(self.parameter.device)
-            if value.shape != self.parameter.shape or value.dtype != plane.dtype:
-                raise RecipeError(
-                    f"'{plane.name}' of storage '{self.storage.name}' is {plane.dtype} of shape "
-                    f"{tuple(self.parameter.shape)}, and {value.dtype} of shape {tuple(value.shape)} was given.",
-                    "Load the state that belongs to this model and storage.",
-                )
+            value = self._checked(values, plane.name, plane.dtype, tuple(self.parameter.shape))
             self.words[plane.name].copy_(layouts.from_parameter_order(self.storage, plane, value))
+        shape = self.parameter.shape
+        for name, bound in self.bounds.items():
+            rows = (*shape[:-1], 1) if shape else (1,)
+            bound.copy_(self._checked(values, f"{name}_bound", bound.dtype, rows).reshape(bound.shape))
+        for name, extra in self.extras.items():
+            extra.copy_(self._checked(values, name, extra.dtype, tuple(extra.shape)))
+
+    def _checked(self, values: dict[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        if name not in values:
+            raise RecipeError(
+                f"the state to load holds {sorted(values)}, and storage '{self.storage.name}' needs '{name}'.",
+                "Build the optimizer with the storage the state was saved from.",
+            )
+        value = values[name].to(self.parameter.device)
+        if tuple(value.shape) != shape or value.dtype != dtype:
+            raise RecipeError(
+                f"'{name}' of storage '{self.storage.name}' is {dtype} of shape {shape}, and {value.dtype} of shape "
+                f"{tuple(value.shape)} was given.",
+                "Load the state that belongs to this model and storage.",
+            )
+        return value
+
+    def _lane(self) -> arithmetics.Lane:
+        """The store as one lane in the parameter's order, a matrix or flat."""
+        shape, matrix = self.parameter.shape, layouts.matrix_of(self.storage, self.parameter.shape)
+        fields = {}
+        for plane in layouts.planes(self.storage):
+            words = layouts.to_parameter_order(self.storage, plane, self.words[plane.name], shape).reshape(matrix)
+            raw = words.view(layouts.INTEGER[plane.bits]).to(torch.int32)
+            fields.update({name: (raw, shift) for name, shift, _ in plane.fields})
+        scales = {n: codes.multipliers(self.storage.code(n), bound) for n, bound in self.bounds.items()}
+        seen = codes.seen_bits(self.storage.visible, self.parameter.detach().float().reshape(matrix).contiguous())
+        return arithmetics.Lane(seen, seen, fields, scales)
 
     def stored(self, name: str) -> Tensor:
-        """What is kept under ``weight``, ``exp_avg`` or ``exp_avg_sq``, as float32 of the parameter's shape."""
-        shape = self.parameter.shape
-        place = layouts.place_of(self.storage, self.storage.beside if name == "weight" else name)
-        raw = None
-        if place is not None:
-            values = layouts.to_parameter_order(place.plane, self.words[place.plane.name], shape)
-            narrow = place.plane.bits == 16
-            raw = values.view(torch.int16).to(torch.int32) << 16 if narrow else values.view(torch.int32)
-        if name == "weight":
-            seen = self.parameter.detach().float().contiguous().view(torch.int32)
-            return codes.decode_weight(self.storage, seen, raw, place.shift if place else 0).clone()
-        if raw is None or place is None:
+        """What is kept under ``weight`` or the name of a state, as float32 of the parameter's shape (a copy)."""
+        if name in self.extras:
+            return self.extras[name].clone()
+        if name != "weight" and name not in dict(self.storage.states):
             raise KeyError(f"storage '{self.storage.name}' keeps no '{name}'")
-        return codes.decode(getattr(self.storage, name), raw, place.shift)
+        lane = self._lane()
+        if name == "weight":
+            value = arithmetics.read_weight(self.storage, lane)
+        else:
+            value = arithmetics.read_state(self.storage, lane, name)
+        return value.reshape(self.parameter.shape).clone()
 
-    def adopt(self, values: Tensor) -> None:
-        """Keep ``values`` (float32) as the weight, cut to the nearest; the parameter becomes its visible part."""
-        place = layouts.place_of(self.storage, self.storage.beside)
-        addend = half(codes.dropped_bits(self.storage.weight))
-        value = quiet(values.detach().float().contiguous())
-        seen, raw, _ = codes.encode_weight(self.storage, value, addend, place.shift if place else 0)
-        visible = seen.view(torch.float32).to(getattr(torch, self.storage.visible))
+    def adopt(self, values: Tensor, seed: Tensor | None = None) -> None:
+        """Keep ``values`` (float32) as the weight, cut to the nearest; the parameter becomes its visible part.
+
+        Args:
+            values: of the parameter's shape.
+            seed: 0-d int32; with it, a code that rounds stochastically does so here too.
+        """
+        value = self._fresh("weight", values)
+        addend = self._addend("weight", value, seed)
+        seen, fields = arithmetics.write_weight(self.storage, self._lane(), value, addend)
+        visible = codes.seen_value(self.storage.visible, seen).reshape(self.parameter.shape)
+        visible = visible.to(getattr(torch, self.storage.visible))
         if self.parameter.dtype is visible.dtype:
             self.parameter.data.copy_(visible)  # in place: others may hold views of this memory
         else:
             self.parameter.data = visible
-        if place is None or raw is None:
-            return
-        plane = place.plane
-        raw = (raw >> 16).to(torch.int16) if plane.bits == 16 else raw
-        self.words[plane.name].copy_(layouts.from_parameter_order(self.storage, plane, raw.view(plane.dtype)))
+        self._fill(fields)
 
-    def direct_words(self) -> list[Tensor] | None:
+    def put(self, name: str, values: Tensor, seed: Tensor | None = None) -> None:
+        """:meth:`adopt` for a state."""
+        if name in self.extras:
+            self.extras[name].copy_(values)
+            return
+        value = self._fresh(name, values)
+        addend = self._addend(name, value, seed)
+        self._fill(arithmetics.write_state(self.storage, self._lane(), name, value, addend))
+
+    def _fresh(self, name: str, values: Tensor) -> Tensor:
+        """Values as a matrix, and the row's bound made theirs."""
+        value = quiet(values.detach().float().contiguous()).reshape(
+            layouts.matrix_of(self.storage, self.parameter.shape)
+        )
+        if name in self.bounds:
+            peaks = self.peaks_of(value)
+            self.bounds[name].copy_(weight_bound(peaks) if name == "weight" else peaks)
+        return value
+
+    def _addend(self, name: str, value: Tensor, seed: Tensor | None) -> Tensor | int:
+        if seed is None:
+            return half(codes.dropped_bits(self.storage.code(name)))
+        nothing = torch.zeros_like(value, dtype=torch.int32)
+        return arithmetics.addends(self.storage, value, nothing, seed)[name]
+
+    def _fill(self, fields: dict[str, Tensor]) -> None:
+        """Write fields, in the parameter's order and in their places, over what was there."""
+        shape = self.parameter.shape
+        for plane in layouts.planes(self.storage):
+            mine = [(name, shift, bits) for name, shift, bits in plane.fields if name in fields]
+            if not mine:
+                continue
+            integer = layouts.INTEGER[plane.bits]
+            words = layouts.to_parameter_order(self.storage, plane, self.words[plane.name], shape)
+            raw = words.view(integer).to(torch.int32)
+            for name, shift, bits in mine:
+                mask = ((1 << bits) - 1) << shift if bits < 32 else -1
+                raw = (raw & ~mask) | (fields[name].reshape(shape) & mask)
+            value = raw.to(integer).view(plane.dtype)
+            self.words[plane.name].copy_(layouts.from_parameter_order(self.storage, plane, value))
+
+    # ── words, as a kernel takes them ───────────────────────────────────────────────────────────────────────────────
+
+    def peaks_of(self, values: Tensor) -> Tensor:
+        """The largest magnitude of each row, float32 ``[rows, 1]``."""
+        matrix = layouts.matrix_of(self.storage, self.parameter.shape)
+        words = None
+        if self.storage.visible == "bfloat16" and values.dtype is torch.bfloat16:
+            words = self._parts(values)
+        if words is not None:
+            return self.kernel.peaks(words).unsqueeze(1)
+        if not values.numel():
+            return values.new_zeros(matrix[0], 1, dtype=torch.float32)
+        return values.reshape(matrix).abs().amax(1, keepdim=True).float()
+
+    def _parts(self, tensor: Tensor) -> list[Tensor] | None:
+        """A tensor of the parameter's shape as the words that a kernel takes, where it lies, or ``None``."""
+        if not layouts.fits(self.storage, tensor.shape) or (flat := as_words(tensor)) is None:
+            return None
+        if not layouts.by_rows(self.storage):
+            return [flat]
+        parts, shape = layouts.num_parts(self.storage), layouts.extent(self.storage, tensor.shape)
+        return list(flat.view(parts, *shape).unbind(0))
+
+    def direct(self) -> Work | None:
         """Parameter, gradient and states as words where they lie, or ``None`` where they cannot be read so."""
         parameter, gradient = self.parameter, self.gradient
         place = parameter.data_ptr()
         if place != self._weight_at:  # it has moved, or this is the first time
-            self._weight_words, self._weight_at = as_words(parameter.detach()), place
+            self._weight_words, self._weight_at = self._parts(parameter.detach()), place
         if self._weight_words is None or not parameter.is_contiguous():
             return None
-        slopes = as_words(gradient)
-        return None if slopes is None else [self._weight_words, slopes, *self.plane_words]
+        slopes = self._parts(gradient)
+        return None if slopes is None else Work([*self._weight_words, *slopes, *self.plane_words], self.scales)
 
-    def pieces(self) -> Iterator[tuple[Tensor, Tensor, list[Tensor], Tensor]]:
+    def pieces(self) -> Iterator[tuple[Work, list[tuple[Tensor, Tensor]]]]:
         """What cannot be read as words, in copies of at most ``BUCKET_WORDS`` words.
 
         Yields:
-            ``(weight words, gradient words, plane words, back)``; after the step the copied weight is in ``back``'s
-            shape and must be written there by the caller with :func:`write_back`.
+            ``(work, copies)``: after the step each copied weight's words must be written back by the caller with
+            :func:`write_back`.
         """
+        if layouts.by_rows(self.storage):
+            yield from self._row_pieces()
+            return
         lanes = layouts.num_lanes(self.storage)
         for start, weight, slopes in _even_pieces(self.parameter.detach(), self.gradient, BUCKET_WORDS * lanes):
-            first = start // lanes
-            count = layouts.num_words(self.storage, weight.numel())
+            first, count = start // lanes, -(-weight.numel() // lanes)
             planes = [words[first : first + count] for words in self.plane_words]
-            yield _padded_words(weight, count, lanes), _padded_words(slopes, count, lanes), planes, weight
+            copies = [_padded(values.reshape(1, -1), (1, count), lanes).view(-1) for values in (weight, slopes)]
+            yield Work([*copies, *planes]), [(copies[0], weight)]
+
+    def _row_pieces(self) -> Iterator[tuple[Work, list[tuple[Tensor, Tensor]]]]:
+        storage, shape = self.storage, self.parameter.shape
+        rows, columns = layouts.matrix_of(storage, shape)
+        parts, neighbours = layouts.num_parts(storage), layouts.per_word(storage)
+        group, width = layouts.extent(storage, shape)
+        weights = self.parameter.detach()
+        # Oddly strided tensors of more than two dims are copied whole: their rows are no matrix in memory.
+        whole = weights.reshape(rows, columns)
+        slopes = self.gradient.reshape(rows, columns)
+        step = max(1, BUCKET_WORDS // max(1, width))
+        for start in range(0, group, step):
+            stop = min(start + step, group)
+            ranges = [(min(p * group + start, rows), min(p * group + stop, rows)) for p in range(parts)]
+            copies = [
+                _padded(values[first:last], (stop - start, width), neighbours)
+                for values in (whole, slopes)
+                for first, last in ranges
+            ]
+            work = Work(
+                [*copies, *(words[start:stop] for words in self.plane_words)], [s[start:stop] for s in self.scales]
+            )
+            yield work, [(copies[p], whole[first:last]) for p, (first, last) in enumerate(ranges)]
+        if whole.data_ptr() != weights.data_ptr():
+            weights.copy_(whole.view(shape))
+
+    def set_scales(self, into: dict[str, Tensor], back: dict[str, Tensor]) -> None:
+        """The multipliers of each scaled code, ``[rows, 1]``, as a kernel takes them: for each code, each part's pair."""
+        parts = layouts.num_parts(self.storage)
+        group = layouts.extent(self.storage, self.parameter.shape)[0]
+        self.scales = []
+        for name in self.storage.scaled:
+            halves = [_filled(s[name], parts * group).view(parts, group, 1).unbind(0) for s in (into, back)]
+            self.scales += [scale for pair in zip(*halves, strict=True) for scale in pair]
+
+
+def weight_bound(peaks: Tensor) -> Tensor:
+    """What bounds a row of weights after a step: twice its largest now."""
+    return (peaks * 2.0).clamp(min=SMALLEST_BOUND)
 
 
 def write_back(words: Tensor, piece: Tensor) -> None:
     """Copy stepped words back into the piece of the parameter they were copied from."""
-    piece.copy_(words.view(piece.dtype)[: piece.numel()].view(piece.shape))
+    values = words.view(piece.dtype)
+    if values.ndim == 2:
+        piece.copy_(values[: piece.shape[0], : piece.shape[1]])
+    else:
+        piece.copy_(values[: piece.numel()].view(piece.shape))
 
 
 @dataclass(eq=False)
@@ -161,10 +326,11 @@ class Bucket:
     gradient_views: list[Tensor] = field(default_factory=list)
 
     @cached_property
-    def plane_words(self) -> list[Tensor]:
+    def work(self) -> Work:
         """As of a :class:`Store`, for all members at once."""
         first = self.members[0]
-        return Store(self.weights, first.storage, first.kernel, self.words).plane_words
+        planes = Store(self.weights, self.weights, first.storage, first.kernel, self.words).plane_words
+        return Work([self.weights, self.gradients, *planes])
 
     def gather(self) -> None:
         """Copy the members' weights and gradients in."""
@@ -178,26 +344,36 @@ class Bucket:
     def segments(self) -> list[slice]:
         """Which words belong to each member."""
         return [
-            slice(start, start + layouts.num_words(m.storage, m.parameter.numel()))
+            slice(start, start + layouts.extent(m.storage, m.parameter.shape)[0])
             for start, m in zip(self.starts, self.members, strict=True)
         ]
 
 
-def make_stores(parameters: Sequence[Tensor], storage: Storage, kernel: StepKernel) -> tuple[list[Store], list[Bucket]]:
-    """Stores with zeroed states for parameters of one storage and device, and the buckets of the small ones."""
+def make_stores(
+    parameters: Sequence[Tensor], storage: Storage, kernel: StepKernel, *, joined: bool = True
+) -> tuple[list[Store], list[Bucket]]:
+    """Stores with zeroed states for parameters of one storage and device, and the buckets of the small ones.
+
+    Args:
+        parameters: the parameters.
+        storage, kernel: how they are kept and stepped.
+        joined: whether small ones may share a bucket.
+    """
     stores, buckets, small = [], [], []
-    for parameter in parameters:
-        store = Store(parameter, storage, kernel, {})
+    joined = joined and not layouts.by_rows(storage)
+    for owner in parameters:
+        parameter = local_of(owner)
+        store = Store(owner, parameter, storage, kernel)
         stores.append(store)
-        if parameter.numel() <= SMALL or (as_words(parameter) is None and parameter.numel() <= BUCKET_WORDS):
+        odd = as_words(parameter) is None and parameter.numel() <= BUCKET_WORDS
+        if joined and (parameter.numel() <= SMALL or odd):
             small.append(store)
         else:
-            for plane in layouts.planes(storage):
-                store.words[plane.name] = layouts.allocate(storage, plane, parameter.numel(), parameter.device)
+            store.allocate()
     batch: list[Store] = []
     total = 0
     for store in small:
-        total += layouts.num_words(storage, store.parameter.numel())
+        total += layouts.extent(storage, store.parameter.shape)[0]
         batch.append(store)
         if total >= BUCKET_WORDS:
             buckets.append(_make_bucket(batch))
@@ -209,18 +385,19 @@ def make_stores(parameters: Sequence[Tensor], storage: Storage, kernel: StepKern
 
 def _make_bucket(members: list[Store]) -> Bucket:
     storage, device = members[0].storage, members[0].parameter.device
-    lanes, starts, total = layouts.num_lanes(storage), [], 0
+    starts, total = [], 0
     for member in members:
         starts.append(total)
-        count = layouts.num_words(storage, member.parameter.numel())
+        count = layouts.extent(storage, member.parameter.shape)[0]
         total += -(-count // ALIGNMENT) * ALIGNMENT
     planes = layouts.planes(storage)
-    words = {p.name: layouts.allocate(storage, p, total * lanes, device) for p in planes}
+    length = total * layouts.num_lanes(storage)
+    words = {p.name: layouts.allocate(storage, p, (length,), device) for p in planes}
     weights, gradients = (torch.zeros(total, dtype=torch.int32, device=device) for _ in range(2))
     bucket = Bucket(members, starts, words, weights, gradients)
     visible = getattr(torch, storage.visible)
     for member, segment in zip(members, bucket.segments(), strict=True):
-        member.words = {p.name: words[p.name][..., segment] for p in planes}
+        member.words = {p.name: words[p.name][:, segment] for p in planes}
         shape = member.parameter.shape
         for source, views in ((weights, bucket.weight_views), (gradients, bucket.gradient_views)):
             views.append(source[segment].view(visible)[: shape.numel()].view(shape))
@@ -254,8 +431,13 @@ def _even_pieces(weight: Tensor, gradient: Tensor, limit: int) -> Iterator[tuple
             yield first * row, weight[first : first + rows], gradient[first : first + rows]
 
 
-def _padded_words(values: Tensor, count: int, lanes: int) -> Tensor:
-    """A copy as words; the other half of an odd last word is zero."""
-    buffer = torch.zeros(count * lanes, dtype=values.dtype, device=values.device)
-    buffer[: values.numel()].view(values.shape).copy_(values)
+def _padded(values: Tensor, words: tuple[int, int], neighbours: int) -> Tensor:
+    """A copy of a matrix as so many rows of words; what it lacks is zero."""
+    buffer = torch.zeros(words[0], words[1] * neighbours, dtype=values.dtype, device=values.device)
+    buffer[: values.shape[0], : values.shape[1]].copy_(values)
     return buffer.view(torch.int32)
+
+
+def _filled(rows: Tensor, count: int) -> Tensor:
+    """As many rows as asked for; those that are not there are ones."""
+    return rows if rows.shape[0] == count else torch.cat([rows, rows.new_ones(count - rows.shape[0], 1)])

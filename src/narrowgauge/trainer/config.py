@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.accumulations import ACCUMULATIONS
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.models import MODELS, get_model
 from narrowgauge.recipes import Recipe, load_toml, parse, parse_table
@@ -117,6 +118,12 @@ class TrainConfig:
     eval_batches: int = _count(8, "Batches per validation.")
     checkpoint_every: int = _count(100, "Steps between checkpoints; 0: only at the end.", 0)
     keep_checkpoints: int = _count(2, "Checkpoints kept, the latest ones.")
+    accumulation_dtype: str = _setting(
+        "float32",
+        f"In which format micro-batch gradients are summed: {', '.join(ACCUMULATIONS)}.",
+        f"one of {', '.join(ACCUMULATIONS)}",
+        lambda value: value in ACCUMULATIONS,
+    )
     audit_every: int = _count(10, "Steps between audits of the update; 0: never.", 0)
     log_every: int = _count(10, "Steps between printed lines; every step is recorded.")
     stop_after: int | None = _count(

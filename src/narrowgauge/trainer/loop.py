@@ -25,6 +25,7 @@ from narrowgauge.errors import DataError, RecordError
 from narrowgauge.models import MODELS
 from narrowgauge.numerics import measures
 from narrowgauge.optim import compilation
+from narrowgauge.optim.accumulation import backward_in_parts
 from narrowgauge.optim.auditing import Alarm
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import RunWriter, read_run, require_free
@@ -185,7 +186,7 @@ def _run(session: Session, writer: RunWriter) -> None:
             writer.step(row)
             console.step(row)
             if row["skipped"]:
-                writer.event(Event("skip", session.step, "the gradient norm is not finite; nothing was changed"))
+                writer.event(Event("skip", session.step, _why_skipped(session)))
             if config.eval_every and session.step % config.eval_every == 0 and session.step < config.steps:
                 _evaluate(session, writer, console)
             last = session.step == config.steps
@@ -221,11 +222,10 @@ def train_step(session: Session) -> Row:
     rate = config.learning_rate(session.step + 1)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    total = torch.zeros((), device=session.device)
-    for tokens in session.batch():
-        loss = session.loss(tokens) / config.tokens_per_step
-        loss.backward()
-        total += loss.detach()
+    losses = (session.loss(tokens) / config.tokens_per_step for tokens in session.batch())
+    if session.accumulator is not None:
+        session.accumulator.step = session.step
+    total = backward_in_parts(losses, session.accumulator, optimizer.loss_scaler)
     skipped = optimizer.num_skipped
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -251,6 +251,14 @@ def train_step(session: Session) -> Row:
         row |= audit_figures(optimizer.last_audit)
         optimizer.last_audit = None
     return row
+
+
+def _why_skipped(session: Session) -> str:
+    """What overflowed, and the scale that goes on."""
+    names, scaler = session.optimizer.last_overflow, session.optimizer.loss_scaler
+    where = f" in '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
+    scale = "" if scaler is None else f"; the loss scale is now {float(scaler.scale_tensor):g}"
+    return f"gradients are not finite{where}; nothing was changed{scale}"
 
 
 def audit_figures(sums: torch.Tensor) -> Row:
@@ -279,6 +287,7 @@ def evaluate(session: Session) -> float:
 def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
     """The row of ``summary.json``."""
     rates = sorted(row["tokens_per_second"] for row in read_run(session.folder).steps)
+    summed = 0.0 if session.accumulator is None else session.accumulator.bytes_per_param()
     return {
         "recipe": session.config.to_dict()["recipe"],
         "model": session.config.model,
@@ -286,7 +295,7 @@ def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
         "steps": session.step,
         "tokens": session.tokens,
         "tokens_per_second": rates[len(rates) // 2],
-        "bytes_per_param": session.optimizer.bytes_per_param(),
+        "bytes_per_param": session.optimizer.bytes_per_param() + summed,
         "peak_memory_bytes": peak_memory_bytes(),
         **audit_figures(session.audit_total),
         "num_skipped": session.optimizer.num_skipped,

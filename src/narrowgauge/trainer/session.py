@@ -26,7 +26,8 @@ from narrowgauge.assembly import compute_scope, prepare
 from narrowgauge.errors import RecordError
 from narrowgauge.numerics.measures import UPDATE_SUMS
 from narrowgauge.numerics.summation import fingerprint_all
-from narrowgauge.optim.adamw import AdamW
+from narrowgauge.optim.accumulation import GradientAccumulator
+from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.recipes import parse
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import language_model
@@ -45,6 +46,7 @@ class Session:
         data: the tokens.
         model, optimizer: as ``prepare`` made them.
         loss: ``(tokens) -> summed cross entropy`` of the model, compiled or not.
+        accumulator: what sums the gradients of micro-batches, where there are several.
         step: optimizer steps done.
         tokens: tokens trained on.
         seconds: wall time up to the last checkpoint, over all sittings.
@@ -57,6 +59,7 @@ class Session:
     model: nn.Module
     optimizer: AdamW
     loss: Callable[[Tensor], Tensor]
+    accumulator: GradientAccumulator | None = None
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -102,6 +105,8 @@ class Session:
             "num_skipped": self.optimizer.num_skipped,
             "fingerprint": self.fingerprint(),
         }
+        if self.optimizer.loss_scaler is not None:
+            state["loss_scaler"] = self.optimizer.loss_scaler.state_dict()
         return save_checkpoint(self.folder, self.step, tensors, state, self.config.keep_checkpoints)
 
     def restore(self, on_damaged: Callable[[Path, str], None]) -> None:
@@ -133,6 +138,8 @@ class Session:
             if (window := tensors.get(f"audit.{name}")) is not None:
                 self.optimizer.auditor.restore(trained, window)
         self.optimizer.num_skipped = state["num_skipped"]
+        if self.optimizer.loss_scaler is not None and "loss_scaler" in state:
+            self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.audit_total = torch.tensor(state["audit_total"], dtype=torch.float64)
         if state["fingerprint"] != self.fingerprint():
@@ -172,7 +179,12 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         seed=config.seed,
         audit_every=config.audit_every,
     )
-    return Session(config, folder, data, model, optimizer, _loss(model, config))
+    accumulator, parts = None, config.gradient_accumulation_steps
+    if parts > 1:
+        accumulator = GradientAccumulator(
+            model.parameters(), config.accumulation_dtype, config.seed, num_micro_batches=parts
+        )
+    return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator)
 
 
 def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,155 @@
+"""The optimizers in use that stand beside ours, in one table for every benchmark that compares with them.
+
+Claim: none of its own. A row says how a peer is made over bfloat16 parameters, what it keeps, and where the rest of a
+weight lies, if it keeps any. Each is asked for its own defaults; what rounds the weight stochastically is a row of its
+own. Yardstick: named by each benchmark. FlashOptim refuses machines without CUDA, so its arithmetic stands beside ours
+in ``flashoptim.py``, from its published formulas.
+
+Run: ``python benchmarks/peers.py`` prints the table, with what each really holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from timing import NOT_INSTALLED, Row, peer_version, plain_table
+from torch import Tensor, nn
+
+Make = Callable[..., torch.optim.Optimizer]
+Stored = Callable[[torch.optim.Optimizer, nn.Parameter], Tensor]
+
+
+def seen(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> Tensor:
+    """What is kept of a weight where nothing lies beside it."""
+    return weight.detach().double()
+
+
+def with_compensation(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> Tensor:
+    """The weight and optimi's Kahan compensation, which is there after the first step."""
+    compensation: Tensor | float = optimizer.state[weight].get("kahan_comp", 0.0)
+    return weight.detach().double() + compensation
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An optimizer of somebody else's, over bfloat16 parameters.
+
+    Args:
+        name: what tables call it.
+        package: where it comes from, as pip knows it.
+        bytes_per_param: of weight, gradient and states; scales of blocks counted.
+        make: makes it from parameters and the options of ``torch.optim.AdamW``.
+        stored: the float64 value that it keeps of a weight.
+        slow: takes seconds per step on a CPU at tens of millions of elements.
+        spoils_gradients: computes in the gradients' own memory.
+    """
+
+    name: str
+    package: str
+    bytes_per_param: float
+    make: Make
+    stored: Stored = seen
+    slow: bool = False
+    spoils_gradients: bool = False
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its package is there."""
+        return peer_version(self.package) != NOT_INSTALLED
+
+
+def _torch(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, **options, fused=True)
+
+
+def _bitsandbytes(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    made: torch.optim.Optimizer = AdamW8bit(parameters, **options)
+    return made
+
+
+def _torchao(name: str, stochastic: bool, parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    import torchao.optim
+
+    if stochastic:
+        torch.manual_seed(0)  # its rounding draws from the global generator
+    made: torch.optim.Optimizer = getattr(torchao.optim, name)(parameters, **options, bf16_stochastic_round=stochastic)
+    return made
+
+
+def _optimi(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    from optimi import AdamW
+
+    made: torch.optim.Optimizer = AdamW(parameters, **options, kahan_sum=True)
+    return made
+
+
+# Two states in 8 bits with a float32 scale per 256 elements each, or in 4 bits with one per 128.
+_STATES = {"AdamW8bit": 2 + 8 / 256, "AdamW4bit": 1 + 8 / 128, "AdamWFp8": 2 + 8 / 256}
+
+PEERS: tuple[Peer, ...] = (
+    Peer("torch AdamW bfloat16", "torch", 8, _torch),
+    Peer("bitsandbytes AdamW8bit", "bitsandbytes", 4 + _STATES["AdamW8bit"], _bitsandbytes, slow=True),
+    *(
+        Peer(
+            f"torchao {name}{' stochastic' if stochastic else ''}",
+            "torchao",
+            4 + size,
+            partial(_torchao, name, stochastic),
+            slow=True,
+        )
+        for name, size in _STATES.items()
+        for stochastic in (False, True)
+    ),
+    Peer("optimi AdamW Kahan", "torch-optimi", 10, _optimi, with_compensation, spoils_gradients=True),
+)
+PACKAGES = tuple(dict.fromkeys(peer.package for peer in PEERS if peer.package != "torch"))
+
+
+def reason(error: Exception) -> str:
+    """Why a peer did not run, short enough for a table."""
+    return f"did not run: {(str(error).strip() or type(error).__name__).splitlines()[0][:60]}"
+
+
+def counted_bytes(peer: Peer, side: int = 256) -> float:
+    """Bytes per parameter of weight, gradient and the states that one step leaves behind, counted from its tensors."""
+    weight = nn.Parameter(torch.zeros(side, side, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer = peer.make([weight], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    optimizer.step()
+    states = sum(part.numel() * part.element_size() for part in _parts(optimizer.state[weight]))
+    return 4 + states / weight.numel()
+
+
+def _parts(state: dict[str, Any]) -> list[Tensor]:
+    """The plain tensors of a state, those inside tensor subclasses too; tables of codes do not grow with it."""
+    found: list[Tensor] = []
+    for name, value in state.items():
+        if hasattr(value, "__tensor_flatten__"):
+            found += [getattr(value, part) for part in value.__tensor_flatten__()[0] if part != "qmap"]
+        elif isinstance(value, Tensor) and name != "step" and not name.startswith("qmap"):
+            found.append(value)
+    return found
+
+
+def rows() -> list[Row]:
+    """The table, with bytes as said and as counted."""
+    made: list[Row] = []
+    for peer in PEERS:
+        row: Row = {"": peer.name, "package": f"{peer.package} {peer_version(peer.package)}"}
+        row["bytes per parameter"] = peer.bytes_per_param
+        try:
+            row["counted"] = counted_bytes(peer) if peer.is_installed else NOT_INSTALLED
+        except (ImportError, RuntimeError) as error:
+            row["counted"] = reason(error)
+        made.append(row)
+    return made
+
+
+if __name__ == "__main__":
+    print(plain_table(rows()))

@@ -1,0 +1,400 @@
+"""What each storage costs in training quality: one small model, every storage, the same starts and batches.
+
+Claim: word, split and exact end where master ends. A llama-1m learns the standard library's source; beta2, peak learning
+rate (a usual one, and one so small that naive bfloat16 stalls), seed and storage are crossed. A seed fixes the initial
+weights, the order of the batches and what is held out, so runs of one seed differ in their storage alone, and their
+*paired* difference of final validation losses hides little behind the luck of a seed.
+
+Yardstick: ``master`` with the same beta2, rate and seed. The table gives, for each cell (beta2, rate), the mean difference
+over seeds and the half width of its 95 % interval by Student's t with (seeds - 1) degrees of freedom. Over all cells it
+gives the mean of the cells' means; cells are what was chosen and only seeds are drawn, so its variance is the sum of the
+cells' own, Σ s²/n, divided by the squared number of cells, with Satterthwaite's degrees of freedom rounded down. "within
+0.01" asks whether that last interval lies inside ± 0.01 nats.
+
+Run: ``./dev bench quality [--out FOLDER] [--storages …] [--seeds …] [--report-only] [--quick]``. Each run is a run folder
+under ``--out``; a finished one is reused, an interrupted one resumed, and the tables are made from the folders alone.
+Several processes may share the folder: each claims the run that it works on. A storage whose arithmetic was changed must
+be run again: remove its folders, ``FOLDER/STORAGE-*``. No times are compared, so ``--rounds`` has no effect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import math
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from timing import Report, Row, parser
+
+from narrowgauge.errors import RecordError
+from narrowgauge.runs.files import lock
+from narrowgauge.runs.record import read_run
+from narrowgauge.storages import STORAGES
+from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.data import prepare_data
+from narrowgauge.trainer.loop import resume, train, vocabulary_size
+
+BASELINE = "master"
+BOUND = 0.01
+"""Nats within which a storage's interval must lie to be called the baseline's equal."""
+BETAS, LRS, SEEDS = (0.95, 0.999), (1e-3, 1e-4), (0, 1, 2)
+QUICK: dict[str, Any] = {"steps": 6, "batch_size": 2, "sequence_length": 32, "eval_batches": 2}
+_VARIED = ("recipe", "beta2", "lr", "seed", "out", "stop_after")
+"""Settings in which runs of one table may differ."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training: a storage, a cell and a seed."""
+
+    storage: str
+    beta2: float
+    lr: float
+    seed: int
+
+    @property
+    def recipe(self) -> str:
+        """A storage of another compute says so in its name."""
+        return self.storage if "/" in self.storage else f"bfloat16/{self.storage}"
+
+    @property
+    def name(self) -> str:
+        """Its folder's name."""
+        return f"{self.storage.replace('/', '-')}-beta{self.beta2:g}-lr{self.lr:g}-seed{self.seed}"
+
+    def settings(self, options: argparse.Namespace) -> TrainConfig:
+        """Everything the trainer is asked for."""
+        return TrainConfig(
+            model=options.model,
+            recipe=self.recipe,
+            steps=options.steps,
+            batch_size=options.batch_size,
+            sequence_length=options.sequence_length,
+            lr=self.lr,
+            beta2=self.beta2,
+            seed=self.seed,
+            out=str(options.out / self.name),
+            eval_every=0,
+            eval_batches=options.eval_batches,
+            checkpoint_every=options.checkpoint_every,
+            keep_checkpoints=1,
+            compile=options.compile,
+        )
+
+
+def jobs(options: argparse.Namespace) -> list[Job]:
+    """All runs asked for, so ordered that what is done at any moment is comparable: the baseline first, seed by seed."""
+    names = sorted(options.storages, key=lambda name: name != BASELINE)
+    crossed = itertools.product(options.seeds, options.betas, options.lrs, names)
+    return [Job(name, beta2, lr, seed) for seed, beta2, lr, name in crossed]
+
+
+def identity(pid: int) -> str:
+    """A living process, told from a later one of the same number by when it began; empty where there is none."""
+    if Path("/proc/self/stat").exists():
+        file = Path(f"/proc/{pid}/stat")
+        state, *others = file.read_text().rpartition(")")[2].split() if file.exists() else "Z"
+        return "" if state == "Z" else f"{pid} {others[18]}"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ""
+    return str(pid)
+
+
+@contextlib.contextmanager
+def guard(out: Path) -> Iterator[None]:
+    """One process at a time: for the moment of a claim, and while the data are prepared."""
+    out.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(out / ".guard", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        lock(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def claim(out: Path, name: str) -> Iterator[bool]:
+    """Whether the run ``name`` is this process's: nobody else's, or a dead one's. It is let go in the end."""
+    file = out / f"{name}.lock"
+    with guard(out):
+        # Under the guard nobody makes a claim between the look and the removal.
+        if file.exists() and (held := file.read_text()) != identity(int(held.split()[0]) if held else 0):
+            file.unlink()
+        try:
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            descriptor = -1
+        if descriptor >= 0:
+            os.write(descriptor, identity(os.getpid()).encode())
+            os.close(descriptor)
+    try:
+        yield descriptor >= 0
+    finally:
+        if descriptor >= 0:
+            file.unlink(missing_ok=True)
+
+
+def share_data(config: TrainConfig, folder: Path, out: Path) -> None:
+    """Put a link to the seed's tokens into the run folder; they are prepared by the first run of that seed."""
+    shared = out / "data" / f"{config.model}-seed{config.seed}"
+    with guard(out):
+        prepare_data(
+            config.data, shared, vocab_size=vocabulary_size(config), held_out=config.held_out, seed=config.seed
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "data").symlink_to(os.path.relpath(shared / "data", folder), target_is_directory=True)
+
+
+def finished(folder: Path) -> bool:
+    """Whether a run is there and has ended."""
+    return (folder / "run.toml").is_file() and read_run(folder).summary is not None
+
+
+def perform(config: TrainConfig, folder: Path, out: Path) -> None:
+    """Train, or go on where a killed process stopped; what only a resume needs is removed in the end."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        if (folder / "run.toml").is_file():
+            resume(folder)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)  # at most what was left by a kill before the first step
+            share_data(config, folder, out)
+            train(config)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def require_same(config: TrainConfig, folder: Path) -> None:
+    """Refuse a folder whose run was asked for otherwise."""
+    if not (folder / "run.toml").is_file():
+        return
+    there, wanted = common(read_run(folder).config), common(config.filled().to_dict())
+    for key in sorted(key for key in wanted if there.get(key) != wanted[key]):
+        raise RecordError(
+            f"{folder} holds a run with {key} = {there.get(key)!r}, and {wanted[key]!r} was asked for.",
+            "Choose another --out, or remove the folder.",
+        )
+
+
+def train_all(wanted: Sequence[Job], options: argparse.Namespace) -> int:
+    """Do what is not done; the number of runs that failed."""
+    failures = 0
+    for number, job in enumerate(wanted, 1):
+        config, folder = job.settings(options), options.out / job.name
+        require_same(config, folder)
+        if finished(folder):
+            continue
+        with claim(options.out, job.name) as mine:
+            if not mine or finished(folder):  # somebody else's, or just ended
+                continue
+            began = time.perf_counter()
+            try:
+                perform(config, folder, options.out)
+            except Exception as error:  # a storage that fails must not keep the others from being measured
+                failures += 1
+                reason = (str(error).strip() or "no reason given").splitlines()[0]
+                print(f"{number}/{len(wanted)}  {job.name}  FAILED: {type(error).__name__}: {reason}", flush=True)
+                continue
+        loss, seconds = (read_run(folder).summary or {})["val_loss"], time.perf_counter() - began
+        print(f"{number}/{len(wanted)}  {job.name}  validation loss {loss:.4f}  {seconds:.1f} s", flush=True)
+    return failures
+
+
+Cell = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run says of itself."""
+
+    storage: str
+    cell: Cell
+    seed: int
+    common: tuple[tuple[str, Any], ...]
+    summary: Mapping[str, Any]
+
+
+def common(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in which all runs of a table agree."""
+    return {key: value for key, value in sorted(config.items()) if key not in _VARIED}
+
+
+def results_in(out: Path) -> tuple[list[Result], int]:
+    """All finished runs under a folder, and how many are there unfinished."""
+    results, unfinished = [], 0
+    for file in sorted(out.glob("*/run.toml")):
+        run = read_run(file.parent)
+        if run.summary is None:
+            unfinished += 1
+            continue
+        c = run.config
+        storage, cell = str(c["recipe"]).removeprefix("bfloat16/"), (float(c["beta2"]), float(c["lr"]))
+        results.append(Result(storage, cell, int(c["seed"]), tuple(common(c).items()), run.summary))
+    return results, unfinished
+
+
+def paired(results: Sequence[Result]) -> dict[str, dict[Cell, list[float]]]:
+    """Differences from the baseline's validation loss, by storage and cell, a number per seed that both have."""
+    losses = {(r.storage, r.cell, r.seed): float(r.summary["val_loss"]) for r in results}
+    found: dict[str, dict[Cell, list[float]]] = {}
+    for (storage, cell, seed), loss in sorted(losses.items()):
+        baseline = losses.get((BASELINE, cell, seed))
+        if baseline is not None and storage != BASELINE:
+            found.setdefault(storage, {}).setdefault(cell, []).append(loss - baseline)
+    return found
+
+
+def student(degrees: int) -> float:
+    """The 97.5 % quantile of Student's t: a table, then the expansion in 1/degrees (Fisher and Cornish 1960)."""
+    table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+    if degrees <= len(table):
+        return table[degrees - 1]
+    z = statistics.NormalDist().inv_cdf(0.975)
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    return z + first / degrees + second / degrees**2
+
+
+def interval(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Mean of the cells' means and the half width of its 95 % interval; infinite where any cell has a single seed."""
+    mean = statistics.fmean(statistics.fmean(cell) for cell in cells)
+    if min(len(cell) for cell in cells) < 2 or not math.isfinite(mean):
+        return mean, math.inf
+    shares = [statistics.variance(cell) / len(cell) for cell in cells]
+    if not sum(shares):
+        return mean, 0.0
+    degrees = sum(shares) ** 2 / sum(s**2 / (len(cell) - 1) for s, cell in zip(shares, cells, strict=True))
+    return mean, student(int(degrees + 1e-9)) * math.sqrt(sum(shares)) / len(cells)
+
+
+def _cell_name(cell: Cell) -> str:
+    return f"beta2 {cell[0]:g}, lr {cell[1]:g}"
+
+
+def _shown(mean: float, half: float) -> str:
+    return f"{mean:+.4f} ± {half:.4f}" if math.isfinite(half) else f"{mean:+.4f}"
+
+
+def _storages(results: Sequence[Result]) -> list[str]:
+    """Storages that have results, in the order of the table of storages; unknown ones last."""
+    order = {name: place for place, name in enumerate(STORAGES)}
+    return sorted({r.storage for r in results}, key=lambda name: (order.get(name, len(order)), name))
+
+
+def difference_rows(results: Sequence[Result]) -> list[Row]:
+    """A row per storage: bytes, the difference from the baseline in each cell and over all of them."""
+    cells = sorted({r.cell for r in results})
+    differences = paired(results)
+    rows: list[Row] = []
+    for storage in _storages(results):
+        mine = [r for r in results if r.storage == storage]
+        row: Row = {"": storage, "B/param": f"{mine[0].summary['bytes_per_param']:.2f}"}
+        row |= {_cell_name(cell): "–" for cell in cells} | {"all cells": "–", f"within {BOUND:g}": ""}
+        found = differences.get(storage, {})
+        row |= {_cell_name(cell): _shown(*interval([found[cell]])) for cell in found}
+        if storage == BASELINE:
+            for cell in {r.cell for r in mine}:
+                row[_cell_name(cell)] = (
+                    f"({statistics.fmean(r.summary['val_loss'] for r in mine if r.cell == cell):.4f})"
+                )
+            row["all cells"] = "(its own loss)"
+        elif len(found) == len(cells):
+            mean, half = interval(list(found.values()))
+            row |= {"all cells": _shown(mean, half), f"within {BOUND:g}": "yes" if abs(mean) + half <= BOUND else "no"}
+        rows.append(row)
+    return rows
+
+
+def run_rows(results: Sequence[Result]) -> list[Row]:
+    """What each run ended with, and the share of its updates that was kept."""
+    figures = ("val_loss", "edq", "noise", "bytes_per_param", "wall_seconds")
+    return [
+        {
+            "": r.storage,
+            "beta2": r.cell[0],
+            "lr": r.cell[1],
+            "seed": r.seed,
+            **{name: r.summary[name] for name in figures},
+        }
+        for r in sorted(results, key=lambda r: (r.cell, r.storage, r.seed))
+    ]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Rows as a table for a page."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, ["---"] * len(names), *([str(row.get(name, "")) for name in names] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def tell(report: Report, options: argparse.Namespace) -> None:
+    """Tables of everything finished under the folder, those of other settings apart."""
+    results, unfinished = results_in(options.out)
+    for settings in sorted({r.common for r in results}, key=repr):
+        alike = [r for r in results if r.common == settings]
+        said, table = dict(settings), difference_rows(alike)
+        title = f"{said['model']}, {said['steps']} steps of {said['batch_size']} × {said['sequence_length']} tokens"
+        report.add(f"validation loss minus {BASELINE}'s, in nats; {title}; {len({r.seed for r in alike})} seeds", table)
+        if options.markdown:
+            print(f"\n{markdown(table)}")
+        report.tables[f"runs; {title}"] = run_rows(alike)  # for --json alone: too long to read
+    if unfinished:
+        report.note(f"{unfinished} runs under {options.out} have not ended.")
+
+
+def flags() -> argparse.ArgumentParser:
+    """All flags; sizes are those of the table in docs/log.md."""
+    made = parser(__doc__, rounds=1)
+    made.add_argument("--out", type=Path, help="folder of the runs (default runs/quality; --quick: a temporary one)")
+    made.add_argument("--report-only", action="store_true", help="only the tables of what is there")
+    made.add_argument("--storages", nargs="+", choices=list(STORAGES), metavar="NAME", help="default: all")
+    made.add_argument("--betas", nargs="+", type=float, default=BETAS, metavar="BETA2")
+    made.add_argument("--lrs", nargs="+", type=float, default=LRS, metavar="LR", help="peak learning rates")
+    made.add_argument("--seeds", nargs="+", type=int, metavar="SEED", help="default: 0 1 2")
+    made.add_argument("--model", default="llama-1m")
+    made.add_argument("--steps", type=int, default=300)
+    made.add_argument("--batch-size", type=int, default=8, help="sequences per step")
+    made.add_argument("--sequence-length", type=int, default=128, help="tokens per sequence")
+    made.add_argument("--eval-batches", type=int, default=64, help="batches of the validation at the end")
+    made.add_argument("--checkpoint-every", type=int, default=100, help="steps between checkpoints")
+    made.add_argument("--compile", action="store_true", help="compile the model")
+    made.add_argument("--markdown", action="store_true", help="print the table of differences as Markdown too")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    options = flags().parse_args(arguments)
+    options.storages = options.storages or (["master", "word", "naive"] if options.quick else list(STORAGES))
+    options.seeds = options.seeds or ((0, 1) if options.quick else SEEDS)
+    if options.quick:
+        vars(options).update(QUICK)
+    report, failures = Report("quality", options), 0
+    with contextlib.ExitStack() as stack:
+        if options.out is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory()) if options.quick else "runs/quality"
+            options.out = Path(folder)
+        if not options.report_only:
+            failures = train_all(jobs(options), options)
+        tell(report, options)
+    return report.end() or int(failures > 0)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except RecordError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,331 @@
+"""Summing the gradients of micro-batches: in which format, for how many bytes, and what each loses.
+
+A batch too large for the memory is computed in k parts, and their gradients are added. Left alone, autograd adds them in
+the gradient's own format. In bfloat16 a sum of equal gradients then stops at 256 of them: 256 + 1 = 257 lies in the
+middle of 256 and 258, and goes back to 256. The rows of :data:`ACCUMULATIONS` keep the sum elsewhere, in one or two
+*planes* shaped like the parameter, and round it once, at the end.
+
+How far a sum may be off: let A be the sum of the k gradients' *magnitudes*, and r the most that one addition loses, as a
+share of its result (``row.addition``). The first gradient is taken as it is, and each of the other k - 1 adds r:
+
+    |sum - exact|  <=  ((1 + r)^(k-1) - 1) · A   (about (k-1) · r · A)
+
+If the sum was wider than the gradient, the last rounding adds half a spacing, 2^-8 of the sum for bfloat16 and 2^-11 for
+float16. Against the exact gradient comes what no row can mend: each micro-batch's gradient has been rounded to its 16
+bits before anybody adds it, 2^-8 · A. A batch in one piece has it too, once.
+
+A stochastic sum is bounded so as well, but its errors are random and without bias: their standard deviation is at most
+2^-8 · sqrt(k-1) · A, and they average out over elements and steps. Its random bits are a hash of (seed, step,
+micro-batch, the mantissas of sum and gradient): no generator, no position. So a sum does not depend on chunks or shards,
+and gradients scaled by a power of two give the sum scaled by it, bit for bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from narrowgauge.accumulations import ACCUMULATIONS, Accumulation, naive_limit
+from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.numerics import rounding
+from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, random_bits, step_seed
+from narrowgauge.numerics.scaling import LossScaler
+from narrowgauge.numerics.summation import flat_chunks
+from narrowgauge.optim.checks import gradient_of
+from narrowgauge.optim.compilation import Compiled, compiled
+from narrowgauge.optim.shards import local_of, placed_like
+from narrowgauge.optim.stores import as_words
+
+WORTH_COMPILING, CHUNK_ON_GPU = 1 << 18, 1 << 18
+"""Elements from which compiling an addition pays within a short run; elements at a time elsewhere than on a CPU, where
+eight int32 temporaries stay within 8 MiB."""
+MANTISSA, INFINITY, UPPER = 0x7FFFFF, 0x7F800000, -65536
+
+
+class AccumulationWarning(UserWarning):
+    """So many micro-batches are summed in a narrow format that the sum loses more than the storage does."""
+
+
+# ── one addition, in float32 lanes: the definitions that are compiled ───────────────────────────────────────────────────
+
+
+def cut_numbers(x: Tensor, dropped: int, addend: Tensor | int) -> Tensor:
+    """:func:`cut` for any NaN: CUDA's arithmetic makes them of ones only, and these would carry into the sign."""
+    return torch.where((bits_of(x) & rounding.MAGNITUDE) > INFINITY, rounding.QUIET_NAN, cut(x, dropped, addend))
+
+
+def add_stochastic(gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
+    """A bfloat16 sum plus a gradient, cut stochastically.
+
+    Args:
+        gradient, planes: float32 values of bfloat16: the gradient, and a list of the sum so far.
+        seed: 0-d int32 tensor of this micro-batch.
+    Returns:
+        A list of the new sum's int32 bits, as a float32 whose lower half is zero.
+    """
+    total = planes[0] + gradient
+    # Mantissas only, so that scaling by a power of two changes nothing; side by side, so that neither hides the other.
+    key = (bits_of(total) & MANTISSA) ^ (bits_of(gradient) << 9)
+    return [cut_numbers(total, 16, dither(random_bits(key, seed), 0, 16, 16))]
+
+
+def add_kahan(gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
+    """:func:`add_stochastic` for a sum of two bfloat16: the nearest, and the nearest to what that rounded off."""
+    total = (planes[0] + planes[1]) + gradient
+    high = cut_numbers(total, 16, half(16))
+    # The difference is exact, unless the sum is infinite or no number: then the first plane alone says so.
+    rest = cut(total - float_of(high), 16, half(16))
+    return [high, torch.where((high & rounding.MAGNITUDE) < INFINITY, rest, 0)]
+
+
+Lane = Callable[[Tensor, Sequence[Tensor], Tensor], list[Tensor]]
+LANES: dict[str, Lane] = {"bfloat16-stochastic": add_stochastic, "kahan": add_kahan}
+
+
+def in_words(lane: Lane) -> Callable[..., Tensor]:
+    """An addition over int32 words of two bfloat16 each: bitcasts are free there and slow beside bfloat16 loads.
+
+    It takes ``(gradient, *planes, seed, *outputs)`` and writes the new planes to ``outputs``: the planes again.
+    """
+
+    def add(gradient: Tensor, *rest: Tensor) -> Tensor:
+        count = len(rest) // 2
+        words, seed, outputs = (gradient, *rest[:count]), rest[count], rest[count + 1 :]
+        even, odd = [float_of(word << 16) for word in words], [float_of(word & UPPER) for word in words]
+        lanes = [lane(values[0], values[1:], seed) for values in (even, odd)]
+        joined = [((low >> 16) & 0xFFFF) | high for low, high in zip(*lanes, strict=True)]
+        for output, value in zip(outputs, joined, strict=True):
+            output.copy_(value)
+        return gradient.new_zeros(0)
+
+    return add
+
+
+def nearest(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """What the planes hold, as a float32 rounded once to a 16-bit gradient's format, to the nearest, ties away from zero."""
+    if planes[0].dtype is dtype and len(planes) == 1:
+        return planes[0]
+    # Sums of float16 values are whole numbers of 2^-24: among float16's subnormals there is nothing to round, and 13 bits
+    # are right in all of its range.
+    dropped = 13 if dtype is torch.float16 else 16
+    total = planes[0] if len(planes) == 1 else planes[0].float() + planes[1].float()
+    return float_of(cut_numbers(total, dropped, half(dropped)))
+
+
+class GradientAccumulator:
+    """The sum of micro-batch gradients, kept in a format of its own.
+
+    After each backward pass :meth:`accumulate` takes the gradients in and sets ``p.grad`` to ``None``; after the last,
+    :meth:`finish` puts the sums into ``p.grad``, as a backward pass over the whole batch would have.
+
+    Law: the sum of an element is a function of (seed, step, its gradients in their order) alone, within
+    ``ACCUMULATIONS[dtype].bound(k)``; one micro-batch comes back bit for bit (in ``kahan`` -0 as +0). An infinity or a
+    NaN stays not finite, so that the optimizer skips.
+
+    Args:
+        parameters: what is trained; a tied one counts once, frozen ones and those without a gradient are passed over.
+        dtype: a row of ``ACCUMULATIONS``. Float32 parameters are left to autograd in every row: no row keeps more than
+            their gradients do.
+        seed: of the stochastic rounding.
+        num_micro_batches: how many there will be, for a warning before the first; ``None``: warn when too many came.
+        compile: compile the addition; ``None`` decides by size.
+
+    Attributes:
+        step: how often :meth:`finish` was called; set it when a run is resumed, for the same random bits.
+
+    Raises:
+        RecipeError: an unknown row, or a parameter in a format the row is not for.
+
+    Cost: ``bytes_per_param`` of memory, kept from the first call on; under 16 MiB more while it works.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        >>> accumulator = GradientAccumulator([weight])
+        >>> for _ in range(300):
+        ...     weight.sum().backward()
+        ...     accumulator.accumulate()
+        >>> accumulator.finish()
+        >>> weight.grad
+        tensor([300., 300., 300.], dtype=torch.bfloat16)
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        dtype: str = "float32",
+        seed: int = 0,
+        *,
+        num_micro_batches: int | None = None,
+        compile: bool | None = None,
+    ) -> None:
+        if dtype not in ACCUMULATIONS:
+            near = suggestion(dtype, ACCUMULATIONS) or f"There are {', '.join(ACCUMULATIONS)}."
+            raise RecipeError(f"no accumulation is named {dtype!r}.", near)
+        self.row, self.seed, self.step = ACCUMULATIONS[dtype], seed, 0
+        self.parameters = list(dict.fromkeys(parameters))
+        # Whose sums are kept here, and not by autograd.
+        self._mine = [p for p in self.parameters if _takes(self.row, p) and self.row.planes]
+        self._planes: dict[Tensor, list[Tensor]] = {}
+        self._filled: set[Tensor] = set()
+        self._micro_step, self._warned = 0, False
+        self._compile = compile if compile is not None else sum(p.numel() for p in self._mine) >= WORTH_COMPILING
+        self._compiled: dict[tuple[int, torch.device], Compiled | None] = {}
+        self._warn(num_micro_batches or 0)
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Take in the gradients of one micro-batch; ``p.grad`` is ``None`` afterwards (where autograd sums, it stays).
+
+        Raises:
+            RecipeError: a gradient is sparse, or not in its parameter's format; nothing has been added then.
+        """
+        pairs = [(p, local_of(gradient_of(p).detach())) for p in self._mine if p.grad is not None]
+        number = step_seed(step_seed(self.seed, self.step) % 2**32, self._micro_step)
+        self._micro_step += 1
+        self._warn(self._micro_step)
+        seeds = {d: torch.tensor(number, dtype=torch.int32, device=d) for d in {g.device for _, g in pairs}}
+        for parameter, gradient in pairs:
+            planes = self._planes_of(parameter, gradient)
+            if self.row.name in LANES:
+                self._add(LANES[self.row.name], gradient, planes, seeds[gradient.device])
+            else:
+                for plane, chunk in _chunks(*planes, gradient):
+                    plane += chunk
+            parameter.grad = None
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Put each sum, rounded once, into ``p.grad``, and begin anew; without any gradient ``p.grad`` stays ``None``.
+
+        A gradient that has not been accumulated yet is taken in first.
+        """
+        if any(p.grad is not None for p in self._mine):
+            self.accumulate()
+        for parameter in self._mine:
+            if parameter in self._filled:
+                planes = self._planes[parameter]
+                gradient = torch.empty(planes[0].shape, dtype=parameter.dtype, device=planes[0].device)
+                for chunk, *parts in _chunks(gradient, *planes):
+                    chunk.copy_(nearest(parts, chunk.dtype))
+                parameter.grad = placed_like(parameter, gradient)
+        self._filled.clear()
+        self._micro_step = 0
+        self.step += 1
+
+    def discard(self) -> None:
+        """Forget the gradients since the last :meth:`finish`."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._filled.clear()
+        self._micro_step = 0
+
+    def bytes_per_param(self) -> float:
+        """Bytes per parameter of what is kept beside the gradients, counted from live tensors."""
+        kept = sum(t.numel() * t.element_size() for planes in self._planes.values() for t in planes)
+        return kept / max(1, sum(local_of(p).numel() for p in self.parameters))
+
+    def _planes_of(self, parameter: Tensor, like: Tensor) -> list[Tensor]:
+        """The planes of a parameter; new ones, and those of the last step, hold what leaves any addend as it is."""
+        if parameter not in self._planes:
+            formats = [getattr(torch, name) for name in self.row.planes]
+            self._planes[parameter] = [torch.empty(like.shape, dtype=f, device=like.device) for f in formats]
+        if parameter not in self._filled:
+            self._filled.add(parameter)
+            for plane in self._planes[parameter]:
+                plane.fill_(-0.0)
+        return self._planes[parameter]
+
+    def _add(self, lane: Lane, gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> None:
+        """Add a gradient to its planes: over whole words where they can be compiled, else a chunk at a time."""
+        words = [word for tensor in (gradient, *planes) if (word := as_words(tensor)) is not None]
+        if self._compile and len(words) == 1 + len(planes) and words[0].numel() > 1:
+            run = self._kernel(lane, words, seed)
+            if run is not None:
+                run([*words, seed, *words[1:]])
+                return
+        for chunk, *parts in _chunks(gradient, *planes):
+            for part, bits in zip(parts, lane(chunk.float(), [p.float() for p in parts], seed), strict=True):
+                part.copy_(float_of(bits))
+
+    def _kernel(self, lane: Lane, words: Sequence[Tensor], seed: Tensor) -> Compiled | None:
+        key = (torch.get_num_threads(), seed.device)
+        if key not in self._compiled:
+            lengths: list[tuple[int, ...]] = [*[(0,)] * len(words), (), *[(0,)] * (len(words) - 1)]
+            # No tensor twice: the compiler would take it for one argument.
+            example = [torch.zeros([1 << 10] * len(own), dtype=torch.int32, device=seed.device) for own in lengths]
+            self._compiled[key] = compiled(f"accumulate {self.row.name}", in_words(lane), example, lengths)
+        return self._compiled[key]
+
+    def _warn(self, num_micro_batches: int) -> None:
+        """Warn, once, of so many micro-batches that autograd sums in bfloat16."""
+        if self._warned or self.row.name != "bfloat16" or num_micro_batches <= naive_limit():
+            return
+        self._warned = True
+        warnings.warn(
+            f"{num_micro_batches} micro-batches are summed in bfloat16, which may round away "
+            f"{min(self.row.bound(num_micro_batches), 1):.0%} of the gradient, and equal ones stop adding up at 256: "
+            "accumulation_dtype 'bfloat16-stochastic' keeps the average for 2 bytes a parameter, 'float32' all for 4.",
+            AccumulationWarning,
+            stacklevel=4,
+        )
+
+
+def backward_in_parts(
+    losses: Iterable[Tensor], accumulator: GradientAccumulator | None = None, scaler: LossScaler | None = None
+) -> Tensor:
+    """Differentiate the losses of micro-batches one after the other, and leave the sum of gradients in ``p.grad``.
+
+    Args:
+        losses: each micro-batch's share of the loss, at least one; a generator keeps one micro-batch in memory at a time.
+        accumulator: what sums the gradients; ``None`` leaves it to autograd.
+        scaler: scales the losses before they are differentiated.
+    Returns:
+        The sum of the losses, unscaled and detached.
+    Raises:
+        ValueError: there are no losses.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        >>> backward_in_parts((weight.sum() * k for k in (1, 2)), GradientAccumulator([weight]))
+        tensor(6., dtype=torch.bfloat16)
+    """
+    total: Tensor | None = None
+    try:
+        for loss in losses:
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if accumulator is not None:
+                accumulator.accumulate()
+            total = loss.detach() if total is None else total + loss.detach()
+    except BaseException:
+        if accumulator is not None:
+            accumulator.discard()  # half a batch must not be added to the next
+        raise
+    if total is None:
+        raise ValueError("backward_in_parts was given no losses")
+    if accumulator is not None:
+        accumulator.finish()
+    return total
+
+
+def _takes(row: Accumulation, parameter: Tensor) -> bool:
+    """Whether the row has a say in a parameter: in floats of 16 bits, and then it must know the format."""
+    if parameter.element_size() != 2 or not parameter.is_floating_point():
+        return False
+    name = str(parameter.dtype).removeprefix("torch.")
+    if name not in row.gradients:
+        raise RecipeError(
+            f"accumulation '{row.name}' sums {' and '.join(row.gradients)} gradients, and a parameter of shape "
+            f"{tuple(parameter.shape)} is {name}.",
+            "accumulation_dtype = 'float32' sums every format.",
+        )
+    return True
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """All elements of tensors of one shape together, as many at a time as suits the device."""
+    if tensors[0].device.type == "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
+        return flat_chunks(*tensors)
+    return zip(*(tensor.view(-1).split(CHUNK_ON_GPU) for tensor in tensors), strict=True)

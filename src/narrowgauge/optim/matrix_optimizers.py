@@ -1,0 +1,334 @@
+"""Named optimizers whose rules look at whole matrices; what is no matrix takes AdamW's steps beside them.
+
+A parameter of two dims or more is stepped by the rule, one of fewer (gains, biases) by AdamW, with the same learning rate and
+the group's ``betas`` and ``eps``. Embeddings and output heads are matrices by shape only: their rows are words, of which a
+batch meets few. Give them a group of their own with ``"rule": "adamw"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.optim.checks import check_range
+from narrowgauge.optim.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, LR_SCALES, MUON
+from narrowgauge.optim.optimizer import Optimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from narrowgauge.optim.optimizer import Options
+
+
+def _check_adam(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    check_range("lr", float(lr), 0)
+    check_range("beta1", betas[0], 0, 1)
+    check_range("beta2", betas[1], 0, 1)
+    check_range("eps", eps, 0)
+    check_range("weight_decay", weight_decay, 0)
+
+
+def _check_name(option: str, name: str, known: Iterable[str]) -> None:
+    known = list(known)
+    if name not in known:
+        listed = ", ".join(f"'{k}'" for k in known)
+        raise RecipeError(f"{option} = '{name}' was asked for; it is one of {listed}.", suggestion(name, known))
+
+
+def _check_subspace(rank: int, update_proj_gap: int, scale: float) -> None:
+    check_range("rank", rank, 1)
+    check_range("update_proj_gap", update_proj_gap, 1)
+    check_range("scale", scale, 0)
+
+
+class Muon(Optimizer):
+    """Muon: momentum whose singular values are all brought to about 1, kept in a storage.
+
+    Law: the published iteration, begun from float32; only what is kept is cut. Scaling all gradients changes nothing, so
+    clipping does not either; a step with zero gradients is no step. The whole matrix is needed: bits that do not depend on
+    how it is sharded are not promised.
+
+    Args:
+        params: as in ``torch.optim``: parameters, ``(name, parameter)`` pairs, or groups; a group with ``"rule": "adamw"``
+            is stepped by AdamW, as are parameters of fewer than two dims. More than two dims are flattened to columns.
+        lr: learning rate; a float or a 0-d tensor.
+        weight_decay: decoupled decay, multiplied by ``lr``.
+        momentum: decay rate of the average of gradients.
+        nesterov: look one step ahead of that average.
+        ns_steps: iterations of the orthogonalisation.
+        adjust_lr_fn: names as in ``torch.optim.Muon``. ``"match_rms_adamw"`` multiplies ``lr`` by
+            ``0.2 · sqrt(max(rows, cols))``, so that steps are as large as AdamW's and one rate serves both;
+            ``"original"`` by ``sqrt(max(1, rows / cols))``.
+        ns_dtype: operands of its products: ``"bfloat16"``, as published, or ``"float32"``.
+        betas, eps: AdamW's, for what is no matrix.
+        options: as in :class:`narrowgauge.AdamW`; the momentum takes its code for first moments.
+
+    Raises:
+        RecipeError: an option out of range, an unknown storage, or parameters in another format than its visible one.
+
+    Cost: one state instead of AdamW's two. For a matrix with the shorter side ``s``, ``ns_steps · (2 s · rows · cols +
+        s³)`` multiply-adds a step, and transient memory for three copies of the matrix.
+
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
+        >>> optimizer = ng.Muon([weight], lr=1e-3, storage="word")
+        >>> weight.grad = torch.eye(8).bfloat16()
+        >>> optimizer.step()
+        >>> stepped = optimizer.stored(weight).diagonal()
+        >>> bool((stepped < -3.5e-4).all() and (stepped > -7e-4).all())  # lr · 0.2 · sqrt(8) · (0.68 … 1.21)
+        True
+
+    Source:
+        Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; Liu et al. 2025 (2502.16982).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+        ns_dtype: str = "bfloat16",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        **options: Unpack[Options],
+    ) -> None:
+        _check_adam(lr, betas, eps, weight_decay)
+        check_range("momentum", momentum, 0, 1)
+        check_range("ns_steps", ns_steps, 1)
+        _check_name("adjust_lr_fn", adjust_lr_fn, LR_SCALES)
+        _check_name("ns_dtype", ns_dtype, ("bfloat16", "float32"))
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
+            "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas,
+            "eps": eps,
+        }
+        super().__init__(params, MUON, defaults, **options)
+
+
+class Adafactor(Optimizer):
+    """Adafactor: second moments kept as one value per row and one per column.
+
+    Law: the second moment of an element is its row's mean square times its column's, over the mean of all. Its decay rate
+    at step ``t`` is ``1 - t^beta2_decay``, so it needs no bias correction. A step whose root mean square is above
+    ``clip_threshold`` is scaled down to it.
+
+    ``scale_parameter=True, relative_step=True`` with ``lr=1e-2`` is the paper's and ``torch.optim.Adafactor``'s reading (``lr``
+    bounds a relative step); both off, the default, is the one with a rate and schedule of your own, as in
+    ``transformers.Adafactor``. The first moment, where asked for, averages clipped steps *before* the rate is
+    multiplied in: the same under a constant rate, and a schedule is obeyed at once.
+
+    Args:
+        params: as in :class:`Muon`.
+        lr: learning rate, or its bound where ``relative_step``; a float or a 0-d tensor.
+        beta1: decay rate of a first moment; ``None`` keeps none.
+        beta2_decay: exponent of the second moments' decay rate, below 0.
+        clip_threshold: largest root mean square of a step.
+        weight_decay: decoupled decay, multiplied by ``lr``.
+        eps_square: added to every squared gradient.
+        eps_scale: least root mean square that a weight is taken to have where ``scale_parameter``.
+        scale_parameter: multiply ``lr`` by the weight's root mean square.
+        relative_step: bound ``lr`` by ``1 / sqrt(t)``.
+        betas, eps: AdamW's, for what is no matrix.
+        options: as in :class:`narrowgauge.AdamW`; row and column values are float32 in all.
+
+    Raises:
+        RecipeError: an option out of range, an unknown storage, or parameters in another format than its visible one.
+
+    Cost: ``4 · (rows + cols)`` bytes of second moments: 0.002 a parameter at 4096 × 4096.
+
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
+        >>> optimizer = ng.Adafactor([weight], lr=1e-3, storage="word")
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> round(optimizer.stored(weight).mean().item(), 5)
+        -0.001
+
+    Source:
+        Shazeer & Stern, ICML 2018 (1804.04235).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        beta1: float | None = None,
+        beta2_decay: float = -0.8,
+        clip_threshold: float = 1.0,
+        weight_decay: float = 0.01,
+        *,
+        eps_square: float = 1e-30,
+        eps_scale: float = 1e-3,
+        scale_parameter: bool = False,
+        relative_step: bool = False,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        **options: Unpack[Options],
+    ) -> None:
+        _check_adam(lr, betas, eps, weight_decay)
+        if beta1 is not None:
+            check_range("beta1", beta1, 0, 1)
+        check_range("-beta2_decay", -beta2_decay, 0, above=True)
+        check_range("clip_threshold", clip_threshold, 0, above=True)
+        check_range("eps_square", eps_square, 0)
+        check_range("eps_scale", eps_scale, 0)
+        defaults = {
+            "lr": lr,
+            "beta1": beta1,
+            "beta2_decay": beta2_decay,
+            "clip_threshold": clip_threshold,
+            "weight_decay": weight_decay,
+            "eps_square": eps_square,
+            "eps_scale": eps_scale,
+            "scale_parameter": scale_parameter,
+            "relative_step": relative_step,
+            "betas": betas,
+            "eps": eps,
+        }
+        super().__init__(params, ADAFACTOR, defaults, **options)
+
+
+class GaLore(Optimizer):
+    """GaLore: AdamW on the coordinates of each gradient in a low-rank subspace.
+
+    Law: gradients are projected on the ``rank`` leading singular vectors of the shorter side, found anew every
+    ``update_proj_gap`` steps; Adam's step is taken there and lifted back. Decay acts on the whole weight. A gradient of
+    zeros never chooses a subspace: while there is none, the weight only decays.
+
+    Args:
+        params: as in :class:`Muon`.
+        lr: learning rate; a float or a 0-d tensor.
+        rank: of the subspace; a matrix with a shorter side uses that.
+        update_proj_gap: steps between two subspaces.
+        scale: multiplies the step (not the decay).
+        betas, eps: decay rates of the moments and what is added to the denominator, for matrices and the rest.
+        weight_decay: decoupled decay, multiplied by ``lr``.
+        options: as in :class:`narrowgauge.AdamW`; the storage is that of the weight (and of what is no matrix), projector and
+            projected moments are float32 in all.
+
+    Raises:
+        RecipeError: an option out of range, an unknown storage, or parameters in another format than its visible one.
+
+    Cost: ``4 · rank · (shorter + 2 · longer side)`` bytes of states: 0.375 a parameter at 4096 × 4096 and rank 128,
+        against AdamW's 8 in float32. Every ``update_proj_gap`` steps the eigenvectors of a float64 matrix of the
+        shorter side (0.15 s for 768 × 3072 on one CPU thread); between them two thin products, and on a GPU one short wait
+        per matrix.
+
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
+        >>> optimizer = ng.GaLore([weight], lr=1e-3, rank=1, scale=1.0, storage="word")
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> round(optimizer.stored(weight).mean().item(), 5)  # lr, spread over 8 columns: lr / sqrt(8)
+        -0.00035
+
+    Source:
+        Zhao et al., ICML 2024 (2403.03507).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        rank: int = 128,
+        update_proj_gap: int = 200,
+        scale: float = 0.25,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        **options: Unpack[Options],
+    ) -> None:
+        _check_adam(lr, betas, eps, weight_decay)
+        _check_subspace(rank, update_proj_gap, scale)
+        defaults = {
+            "lr": lr,
+            "rank": rank,
+            "update_proj_gap": update_proj_gap,
+            "scale": scale,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, GALORE, defaults, **options)
+
+
+class GradNormLoRP(Optimizer):
+    """GradNormLoRP: lengths and directions of a weight's columns trained apart, directions in a low-rank subspace.
+
+    The paper trains a length ``M`` per column and thin factors ``I``, ``J`` in ``W = M (W0 + I J) / ‖W0 + I J‖_col``. This
+    is its dense form, in which the direction is the weight itself (``W = M V / ‖V‖_col`` with ``V = W`` at every step):
+    there are no factors to add to a model, nothing is kept of ``M`` and ``V`` beside ``W``, and the change is not held to one
+    rank for the whole run.
+
+    Law: a gradient along a column changes its length alone, one across it its direction alone; decay acts on lengths. A
+    length that passes through zero comes out with its direction turned round, and a column of zeros takes its first step
+    as it comes. (The authors' released optimizer leaves weights unchanged: its last step is commented out.)
+
+    Args:
+        params: as in :class:`Muon`.
+        lr: learning rate of lengths and directions; a float or a 0-d tensor.
+        rank: of the directions' subspace; a matrix with a shorter side uses that.
+        update_proj_gap: steps between two subspaces.
+        scale: multiplies the directions' step.
+        betas, eps: decay rates of all moments and what is added to their denominators, for matrices and the rest.
+        weight_decay: decoupled decay, multiplied by ``lr``.
+        options: as in :class:`GaLore`.
+
+    Raises:
+        RecipeError: an option out of range, an unknown storage, or parameters in another format than its visible one.
+
+    Cost: that of :class:`GaLore`, and ``8 · cols`` bytes.
+
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> weight = torch.nn.Parameter(torch.eye(8).bfloat16())
+        >>> optimizer = ng.GradNormLoRP([weight], lr=1e-2, rank=2, weight_decay=0.0, storage="split")
+        >>> weight.grad = torch.eye(8).bfloat16()  # along the columns: they become shorter by lr
+        >>> optimizer.step()
+        >>> round(optimizer.stored(weight).diagonal().mean().item(), 4)
+        0.99
+
+    Source:
+        Huang et al., AAAI 2025 (2412.19616).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        rank: int = 128,
+        update_proj_gap: int = 200,
+        scale: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        **options: Unpack[Options],
+    ) -> None:
+        _check_adam(lr, betas, eps, weight_decay)
+        _check_subspace(rank, update_proj_gap, scale)
+        defaults = {
+            "lr": lr,
+            "rank": rank,
+            "update_proj_gap": update_proj_gap,
+            "scale": scale,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, GRADNORM_LORP, defaults, **options)

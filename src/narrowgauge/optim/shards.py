@@ -1,0 +1,91 @@
+"""Shards: parameters that are DTensors, as FSDP2 makes them.
+
+The optimizer steps what this rank holds; every stored bit is a function of its element's own history, so ranks need not
+speak to each other, but for the one number that belongs to all of them: the norm of the gradients, whose exact sum knows no
+order. States are handed out as DTensors placed like their parameter, so that a checkpoint can be read by other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(tensor, "device_mesh")
+
+
+def is_shared_out(tensor: Any) -> bool:
+    """Whether other ranks hold other elements of a tensor."""
+    return is_sharded(tensor) and any(placement.is_shard() for placement in tensor.placements)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds: all of it where it is no DTensor."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def placed_like(owner: Any, part: Tensor) -> Tensor:
+    """This rank's part of a state as a DTensor placed like its parameter; untouched where that is none.
+
+    Args:
+        owner: the parameter.
+        part: parameter-shaped, or with a last dimension of 1 in place of the parameter's.
+    Returns:
+        A tensor that a distributed checkpoint saves and cuts anew.
+    """
+    if not is_sharded(owner) or part.ndim != owner.ndim:
+        return part
+    from torch.distributed.tensor import DTensor
+
+    shape = owner.shape if part.shape[-1] == local_of(owner).shape[-1] else (*owner.shape[:-1], 1)
+    stride = torch.empty(shape, device="meta").stride()
+    result: Tensor = DTensor.from_local(
+        part, owner.device_mesh, owner.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    return result
+
+
+def reduction_groups(tensors: Iterable[Any]) -> list[Any]:
+    """The process groups over which sums over all elements of sharded tensors must be added up.
+
+    Args:
+        tensors: DTensors of one mesh and others.
+    Returns:
+        A group for each axis of the mesh along which elements are shared out; none where nothing is sharded.
+    """
+    for tensor in tensors:
+        if is_shared_out(tensor):
+            mesh, placements = tensor.device_mesh, tensor.placements
+            return [mesh.get_group(axis) for axis, placement in enumerate(placements) if placement.is_shard()]
+    return []
+
+
+def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:
+    """``value`` summed, or its maximum taken, over all ranks of the groups: ``how`` is ``"sum"`` or ``"max"``."""
+    import torch.distributed as dist
+
+    operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
+    for group in groups:
+        value = value.clone()
+        dist.all_reduce(value, operation, group=group)
+    return value
+
+
+def gathered(owner: Any, part: Tensor) -> Tensor:
+    """The whole of a parameter-shaped tensor, of which each rank has a part."""
+    whole: Any = placed_like(owner, part)
+    return whole.full_tensor() if is_sharded(whole) else part
+
+
+def own_part(owner: Any, whole: Tensor) -> Tensor:
+    """This rank's part of a tensor that every rank has the whole of."""
+    if not is_sharded(owner):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return local_of(distribute_tensor(whole, owner.device_mesh, owner.placements, src_data_rank=None))

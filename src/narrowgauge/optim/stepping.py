@@ -1,0 +1,244 @@
+"""Stepping: how the stores of one param group take a step.
+
+Large parameters are stepped where they lie, small ones by the bucket, odd ones in copies; a matrix rule sees a whole
+matrix and hands the kernel what it decided. Before a storage with scales by row is stepped, the rule itself is applied
+to the largest magnitudes of each row: it is monotone in them, so the result bounds every new state of the row, and the
+scale is known before anything is written. A row's scale is therefore a function of its own gradients alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics.rounding import step_seed
+from narrowgauge.optim import codes, layouts
+from narrowgauge.optim.auditing import Auditor, audited_parts
+from narrowgauge.optim.elementwise import Rule
+from narrowgauge.optim.kernels import CONTROL, StepKernel, Work, make_step, total_sums
+from narrowgauge.optim.matrix import MatrixRule
+from narrowgauge.optim.shards import gathered, own_part
+from narrowgauge.optim.stores import Bucket, Store, weight_bound, write_back
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a step of one (rule, count of steps) takes beside words.
+
+    Args:
+        values: float32, the scalars of ``CONTROL`` and of the rule.
+        seed: 0-d int32, of the random bits.
+        audited: whether this step is audited.
+    """
+
+    values: Tensor
+    seed: Tensor
+    audited: bool
+
+
+class Stepper:
+    """One step of one param group.
+
+    Args:
+        group: the param group.
+        control: float32 ``[2]``, the scalars of ``CONTROL``.
+        auditor: who takes the audit's sums.
+        audit_every: audit every so many steps; 0 never.
+    """
+
+    def __init__(self, group: Mapping[str, Any], control: Tensor, auditor: Auditor, audit_every: int) -> None:
+        self.group, self.control, self.auditor, self.audit_every = group, control, auditor, audit_every
+        self._numbers: dict[tuple[str, int], Numbers] = {}
+
+    def numbers(self, rule: Rule, count: int) -> Numbers:
+        """The scalars and the seed of the step number ``count`` of a rule."""
+        key = rule.name, count
+        if key not in self._numbers:
+            device = self.control.device
+            values = torch.tensor([1.0, 0.0, *rule.prepare(self.group, count)], device=device)
+            values[:2] = self.control
+            if self.group.get("maximize"):
+                values[0] = -values[0]
+            seed = torch.tensor(step_seed(self.group["seed"], count), dtype=torch.int32, device=device)
+            self._numbers[key] = Numbers(values, seed, self.audit_every > 0 and count % self.audit_every == 0)
+        return self._numbers[key]
+
+    def _of(self, store: Store) -> Numbers:
+        return self.numbers(store.kernel.rule, store.step + 1)
+
+    def step(self, stores: Sequence[Store], buckets: Sequence[Bucket], matrix_rule: MatrixRule | None) -> None:
+        """Step stores that have their gradients, each once.
+
+        Args:
+            stores: of this group.
+            buckets: all buckets; those whose members are all among ``stores`` and in step are stepped as one.
+            matrix_rule: steps those stores whose kernel carries no rule of its own.
+        """
+        waiting = dict.fromkeys(stores)
+        for bucket in buckets:
+            steps = {member.step if member in waiting else None for member in bucket.members}
+            if len(steps) == 1 and None not in steps:
+                self._step_bucket(bucket)
+                for member in bucket.members:
+                    del waiting[member]
+        whole = [store for store in waiting if matrix_rule is not None and store.kernel.rule.name == matrix_rule.name]
+        for store in whole:
+            assert matrix_rule is not None
+            self._step_matrix(store, matrix_rule)
+            del waiting[store]
+        self._bound_rows(list(waiting))
+        plain: dict[tuple[StepKernel, int], list[Work]] = {}
+        for store in waiting:
+            work, numbers = store.direct(), self._of(store)
+            if work is None:
+                self._step_pieces(store, numbers)
+            elif numbers.audited:
+                self._step_audited(store, work, numbers)
+            else:
+                plain.setdefault((store.kernel, store.step + 1), []).append(work)
+        for (kernel, count), tensors in plain.items():
+            numbers = self.numbers(kernel.rule, count)
+            kernel.run_each(tensors, numbers.values, numbers.seed)
+
+    def _step_bucket(self, bucket: Bucket) -> None:
+        first = bucket.members[0]
+        numbers = self._of(first)
+        bucket.gather()
+        if numbers.audited:
+            rows = first.kernel.run_bucket(bucket.work, numbers.values, numbers.seed, bucket.segments())
+            for member, sums in zip(bucket.members, rows, strict=True):
+                self.auditor.add(member.owner, sums)
+        else:
+            first.kernel.run(bucket.work, numbers.values, numbers.seed)
+        bucket.scatter()
+
+    def _step_audited(self, store: Store, work: Work, numbers: Numbers) -> None:
+        turn = (store.step + 1) // self.audit_every
+        first = work.words[0]
+        row = first[0].numel() if first.numel() else 1
+        for part, watched in audited_parts(first.shape[0], turn, row):
+            piece = work.piece(part.start or 0, first.shape[0] if part.stop is None else part.stop)
+            sums = store.kernel.run(piece, numbers.values, numbers.seed, audited=watched)
+            if sums is not None:
+                self.auditor.add(store.owner, sums)
+
+    def _step_pieces(self, store: Store, numbers: Numbers) -> None:
+        total: list[Tensor] = []
+        for work, copies in store.pieces():
+            sums = store.kernel.run(work, numbers.values, numbers.seed, audited=numbers.audited)
+            for words, piece in copies:
+                write_back(words, piece)
+            total += [] if sums is None else [sums]
+        if total:
+            self.auditor.add(store.owner, torch.stack(total).sum(0))
+
+    # ── scales by row ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _bound_rows(self, stores: Sequence[Store]) -> None:
+        """Give every store of a storage with scales by row the scales of this step."""
+        batches: dict[tuple[StepKernel, int], list[Store]] = {}
+        for store in stores:
+            if store.storage.scaled:
+                batches.setdefault((store.kernel, store.step + 1), []).append(store)
+        for (kernel, count), batch in batches.items():
+            numbers = self.numbers(kernel.rule, count)
+            sizes = [len(next(iter(store.bounds.values()))) for store in batch]
+            # All rows of all matrices at once: thirty small operations, not thirty for each matrix.
+            old = {name: torch.cat([store.bounds[name] for store in batch]) for name in kernel.storage.scaled}
+            new = _new_bounds(kernel, batch, old, numbers.values)
+            into, back = {}, {}
+            for name in old:
+                code = kernel.storage.code(name)
+                new[name] = torch.where(numbers.values[1] != 0, old[name], new[name])
+                into[name] = codes.multipliers(code, new[name])[0].split(sizes)
+                back[name] = codes.multipliers(code, old[name])[1].split(sizes)
+                torch._foreach_copy_([store.bounds[name] for store in batch], list(new[name].split(sizes)))
+            for place, store in enumerate(batch):
+                store.set_scales({n: into[n][place] for n in into}, {n: back[n][place] for n in back})
+
+    # ── matrix rules ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _step_matrix(self, store: Store, rule: MatrixRule) -> None:
+        """The rule decides on the whole matrix; the kernel of the storage writes what it decided."""
+        numbers, owner = self._of(store), store.owner
+        own = [state for state, _ in store.storage.states]
+        states = {name: gathered(owner, store.stored(name)) for name in own} | store.extras
+        gradient = gathered(owner, store.gradient).float() * numbers.values[0]
+        change, new = rule.update(gathered(owner, store.stored("weight")), gradient, states, self.group, store.step + 1)
+        skip = numbers.values[1] != 0
+        for name, extra in store.extras.items():
+            extra.copy_(torch.where(skip, extra, new[name]))
+        parts = [own_part(owner, value) for value in (change, *(new[name] for name in own))]
+        self._rescale(store, {name: store.peaks_of(part) for name, part in zip(own, parts[1:], strict=True)}, skip)
+        decided, done = [_in_lanes(store, part) for part in parts], 0
+        total = []
+        for work, copies in _chunks(store):
+            count = work.words[0].shape[0]
+            given = _given(store.kernel.rule, [[lane[done : done + count] for lane in lanes] for lanes in decided])
+            step = make_step(given, store.storage, total_sums if numbers.audited else None)
+            total.append(step(*work.arguments(store.kernel.parts, numbers.values, numbers.seed)))
+            for words, piece in copies:
+                write_back(words, piece)
+            done += count
+        if numbers.audited and total:
+            self.auditor.add(store.owner, torch.stack(total).sum(0))
+
+    def _rescale(self, store: Store, peaks: Mapping[str, Tensor], skip: Tensor) -> None:
+        into, back = {}, {}
+        for name, bound in store.bounds.items():
+            new = torch.where(skip, bound, peaks[name])
+            code = store.storage.code(name)
+            into[name], back[name] = codes.multipliers(code, new)[0], codes.multipliers(code, bound)[1]
+            bound.copy_(new)
+        store.set_scales(into, back)
+
+
+def _chunks(store: Store) -> Iterator[tuple[Work, list[tuple[Tensor, Tensor]]]]:
+    """A store's words in cache-sized pieces, where they lie or in copies, in their order."""
+    if (work := store.direct()) is None:
+        yield from store.pieces()
+        return
+    first = work.words[0]
+    size = max(1, StepKernel.CHUNK // max(1, first.numel() // max(1, len(first))))
+    for start in range(0, len(first), size):
+        yield work.piece(start, start + size), []
+
+
+def _new_bounds(
+    kernel: StepKernel, batch: Sequence[Store], old: Mapping[str, Tensor], values: Tensor
+) -> dict[str, Tensor]:
+    """What no magnitude of a row will exceed after the step."""
+    rule = kernel.rule
+    slopes = torch.cat([store.peaks_of(store.gradient) for store in batch]) * values[0].abs()
+    weights = torch.zeros_like(slopes)
+    if rule.coupled or "weight" in old:
+        weights = torch.cat([store.peaks_of(store.parameter.detach()) for store in batch])
+    scalars = {name: values[place] for place, name in enumerate((*CONTROL, *rule.scalars))}
+    # A state that is not kept relative to its row has no bound, and none is needed: its largest value is not asked for.
+    states = [old.get(name, torch.zeros_like(slopes)) for name in rule.states]
+    either = [rule.update(weights, sign * slopes, *states, scalars)[1:] for sign in (1.0, -1.0)]
+    new = {
+        name: torch.maximum(plus.abs(), minus.abs())
+        for name, plus, minus in zip(rule.states, *either, strict=True)
+        if name in old
+    }
+    if "weight" in old:
+        new["weight"] = weight_bound(weights)
+    return new
+
+
+def _in_lanes(store: Store, values: Tensor) -> list[Tensor]:
+    """A float32 tensor of the parameter's shape as the kernel's lanes."""
+    plane = layouts.Plane("lanes", 32, (("lanes", 0, 32),), torch.float32)
+    words = layouts.from_parameter_order(store.storage, plane, values.float().contiguous())
+    return list(words.view(torch.float32).unbind(0))
+
+
+def _given(rule: Rule, decided: Sequence[Sequence[Tensor]]) -> Rule:
+    """A rule that returns what was decided before, lane after lane."""
+    lanes: Iterator[tuple[Tensor, ...]] = zip(*decided, strict=True)
+    return Rule(rule.name, rule.states, rule.scalars, rule.prepare, lambda *_: next(lanes), rule.squares)

@@ -1,0 +1,140 @@
+"""Matrix update rules from their published formulas, in numpy's float64, and one released defect.
+
+Slow and plain on purpose: singular value decompositions instead of eigenvectors of a Gram matrix, whole weights rebuilt and
+subtracted instead of changes, nothing shared between rules. Every class keeps its own states; ``step`` takes the weight
+and its gradient and returns the new weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Matrix = NDArray[np.float64]
+
+
+def newton_schulz(x: Matrix, iterations: int = 5) -> Matrix:
+    """The quintic of Muon on every singular value, by way of the decomposition itself."""
+    u, s, vt = np.linalg.svd(x, full_matrices=False)
+    s = s / np.sqrt((s**2).sum())
+    for _ in range(iterations):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (u * s) @ vt
+
+
+@dataclass
+class Muon:
+    """Jordan et al. 2024; ``moonlight`` takes the scale of Liu et al. 2025 (2502.16982)."""
+
+    lr: float
+    weight_decay: float
+    momentum: float = 0.95
+    nesterov: bool = True
+    moonlight: bool = False
+    m: Matrix = field(default_factory=lambda: np.zeros(()))
+
+    def step(self, w: Matrix, g: Matrix) -> Matrix:
+        self.m = self.momentum * self.m + (1 - self.momentum) * g
+        u = self.momentum * self.m + (1 - self.momentum) * g if self.nesterov else self.m
+        rows, cols = w.shape
+        scale = 0.2 * np.sqrt(max(rows, cols)) if self.moonlight else np.sqrt(max(1, rows / cols))
+        return w * (1 - self.lr * self.weight_decay) - self.lr * scale * newton_schulz(u)
+
+
+@dataclass
+class Adam:
+    """Kingma & Ba 2015: the step only."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    t: int = 0
+    m: Matrix = field(default_factory=lambda: np.zeros(()))
+    v: Matrix = field(default_factory=lambda: np.zeros(()))
+
+    def step(self, g: Matrix) -> Matrix:
+        self.t += 1
+        (b1, b2) = self.betas
+        self.m = b1 * self.m + (1 - b1) * g
+        self.v = b2 * self.v + (1 - b2) * g**2
+        return -self.lr * (self.m / (1 - b1**self.t)) / (np.sqrt(self.v / (1 - b2**self.t)) + self.eps)
+
+
+@dataclass
+class Subspace:
+    """Zhao et al. 2024 (2403.03507): Adam on one side's leading singular vectors, found again every ``gap`` steps."""
+
+    adam: Adam
+    rank: int
+    gap: int
+    scale: float
+    p: Matrix = field(default_factory=lambda: np.zeros(()))
+
+    def step(self, g: Matrix) -> Matrix:
+        right = g.shape[0] >= g.shape[1]
+        if self.adam.t % self.gap == 0:
+            u, _, vt = np.linalg.svd(g, full_matrices=False)
+            self.p = vt[: self.rank].T if right else u[:, : self.rank]
+            self.p = self.p * np.sign(self.p[np.abs(self.p).argmax(0), np.arange(self.p.shape[1])])
+        if right:
+            return self.scale * self.adam.step(g @ self.p) @ self.p.T
+        return self.scale * self.p @ self.adam.step(self.p.T @ g)
+
+
+@dataclass
+class GaLore:
+    """The subspace's step with decoupled decay."""
+
+    subspace: Subspace
+    weight_decay: float
+
+    def step(self, w: Matrix, g: Matrix) -> Matrix:
+        decay = self.subspace.adam.lr * self.weight_decay
+        return w + self.subspace.step(g) - decay * w
+
+
+@dataclass
+class WeightNormalised:
+    """Lengths and directions of the columns, each with its own Adam; the direction's sees a subspace.
+
+    ``W = M V / ‖V‖`` (Huang et al. 2024, 2412.19616) in the dense form: every step begins with ``V = W``.
+    """
+
+    subspace: Subspace
+    lengths: Adam
+    weight_decay: float
+
+    def step(self, w: Matrix, g: Matrix) -> Matrix:
+        norms = np.sqrt((w**2).sum(0))
+        unit = w / norms
+        along = (g * unit).sum(0)
+        direction = w + self.subspace.step(g - unit * along)
+        length = norms * (1 - self.lengths.lr * self.weight_decay) + self.lengths.step(along)
+        self.lengths.m = np.where(length < 0, -self.lengths.m, self.lengths.m)
+        return length * direction / np.sqrt((direction**2).sum(0))
+
+
+@dataclass
+class ReleasedWeightNormalised:
+    """What the authors' released optimizer does, by its description: it trains copies.
+
+    Direction and length are cloned from the weight at the first step and stepped from then on, but the line that would
+    rebuild the weight from them is commented out. ``reconstruct=True`` puts it back.
+    """
+
+    subspace: Subspace
+    lengths: Adam
+    reconstruct: bool = False
+    direction: Matrix = field(default_factory=lambda: np.zeros(()))
+    length: Matrix = field(default_factory=lambda: np.zeros(()))
+
+    def step(self, w: Matrix, g: Matrix) -> Matrix:
+        if self.lengths.t == 0:
+            self.length = np.sqrt((w**2).sum(0))
+            self.direction = w / self.length
+        along = (self.direction * g).sum(0)
+        self.direction = self.direction + self.subspace.step(g - self.direction * along)
+        self.length = self.length + self.lengths.step(along)
+        return self.direction * self.length if self.reconstruct else w

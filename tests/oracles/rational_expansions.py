@@ -1,0 +1,49 @@
+"""Expansions as rational numbers: what their parts add up to, and how far that is from what was asked.
+
+Nothing here rounds. Parts arrive as lists of Python floats, one list per part, largest part first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+Lists = Sequence[Sequence[float]]
+
+
+def values(parts: Lists) -> list[Fraction]:
+    """The number that each expansion stands for."""
+    return [sum(map(Fraction, words), Fraction(0)) for words in zip(*parts, strict=True)]
+
+
+def worst(found: Iterable[Fraction], exact: Iterable[Fraction], against: Iterable[Fraction] | None = None) -> Fraction:
+    """The largest error relative to the exact value, or to the magnitudes ``against``; exact zeros must be found."""
+    errors = [Fraction(0)]
+    exact = list(exact)
+    for f, e, scale in zip(found, exact, exact if against is None else against, strict=True):
+        if scale == 0:
+            assert f == e, "a zero was asked for and something else was found"
+        else:
+            errors.append(abs(f - e) / abs(scale))
+    return max(errors)
+
+
+def half_spacing(value: Fraction, precision: int) -> Fraction:
+    """Half the distance between neighbours of ``precision`` bits in the binade of a value; of 0, 0."""
+    if value == 0:
+        return Fraction(0)
+    exponent = 0
+    while abs(value) >= 2:
+        value, exponent = value / 2, exponent + 1
+    while abs(value) < 1:
+        value, exponent = value * 2, exponent - 1
+    return Fraction(2) ** (exponent - precision)
+
+
+def separated(parts: Lists, precision: int) -> bool:
+    """Whether each part is at most half a spacing of the one before it, and nothing follows a zero."""
+    return all(
+        abs(Fraction(below)) <= half_spacing(Fraction(above), precision)
+        for upper, lower in zip(parts[:-1], parts[1:], strict=True)
+        for above, below in zip(upper, lower, strict=True)
+    )
