@@ -29,8 +29,8 @@ from narrowgauge.storages import STORAGES
 
 SHAPE, QUICK_SHAPE = (1 << 13, 1 << 12), (1 << 9, 1 << 9)
 LIMIT_MIB = 64.0
-WARM_STEPS = 4
-"""Audited every second step, so that both kernels have been compiled and run twice."""
+WARM_STEPS = 2
+"""Audited every second step, so that both kernels have been compiled and run."""
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": "0"}
 MIB = 1 << 20
 

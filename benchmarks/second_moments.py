@@ -229,9 +229,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser(__doc__, rounds=1)
     flags.add_argument("--storages", nargs="+", choices=list(STORAGES), default=list(STORAGES), metavar="NAME")
     flags.add_argument("--betas", nargs="+", type=float, choices=list(STEPS), default=list(STEPS), metavar="BETA2")
+    flags.add_argument("--width", type=int, default=256, help="elements per row, a multiple of 32 (default 256)")
     options = flags.parse_args(arguments)
     report = Report("second moments", options)
-    rows, width = (4, 64) if options.quick else (32, 256)
+    rows, width = (4, 64) if options.quick else (32, options.width)
     for beta2 in options.betas:
         gradients = Gradients.make(rows, width, 40 if options.quick else STEPS[beta2])
         running = contenders(options.storages, gradients.limit().shape)

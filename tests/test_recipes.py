@@ -19,7 +19,7 @@ from narrowgauge.recipes import (
     parse_file,
     parse_table,
 )
-from narrowgauge.storages import STORAGES, Code, for_vectors
+from narrowgauge.storages import STORAGES
 
 
 @pytest.mark.parametrize("name", full_names())
@@ -31,7 +31,10 @@ def test_full_names_parse_to_themselves(name: str) -> None:
 
 
 def test_every_pair_that_agrees_is_listed() -> None:
-    assert full_names() == ["float32/float32", *(f"bfloat16/{storage}" for storage in STORAGES)]
+    shared = [name for name in STORAGES if "/" not in name]
+    own = [name for name in STORAGES if "/" in name]
+    assert own == ["float16/master", "float16/split", "float8/collage-light", "float8/collage-plus"]
+    assert full_names() == ["float32/float32", *(f"bfloat16/{name}" for name in shared), "float16/float32", *own]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,14 @@ def test_every_pair_that_agrees_is_listed() -> None:
         ("bfloat16-true", "bfloat16/naive"),
         ("bf16/fp32", "bfloat16/float32"),
         ("bfloat16/exact/native", "bfloat16/exact"),
+        ("fp16", "float16/split"),
+        ("fp16-mixed", "float16/float32"),
+        ("fp16/fp32", "float16/float32"),
+        ("float16/master", "float16/master"),
+        ("float8", "float8/collage-plus"),
+        ("float8/collage-light", "float8/collage-light"),
+        ("collage-plus", "bfloat16/collage-plus"),
+        ("bf16/tail8+bfloat16+float32", "bfloat16/tail8+bfloat16+float32"),
     ],
 )
 def test_known_spellings(said: str, meant: str) -> None:
@@ -69,6 +80,11 @@ def test_aliases_lead_to_full_names() -> None:
         ("bfloat16/word/native/more", "no recipe is named"),
         ("bfloat16/word/reproducibl", "no recipe part is named 'reproducibl'"),
         ("float32/word", "Take 'float32/float32'"),
+        ("float16/word", "Take storage 'master', 'split'"),
+        ("float16/tail8+bfloat16+float32", "Take storage 'master', 'split'"),
+        ("float8/float32", "Take storage 'collage-light', 'collage-plus'"),
+        ("bfloat16/tail8+bfloat16", "no recipe part is named 'tail8+bfloat16'"),
+        ("bfloat16/tail8+e7m5+float32", "no recipe part is named 'tail8+e7m5+float32'"),
     ],
 )
 def test_wrong_names_are_refused_in_one_line(said: str, word: str) -> None:
@@ -79,12 +95,13 @@ def test_wrong_names_are_refused_in_one_line(said: str, word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("storage", "bytes_per_param", "tail_bits"),
-    [("float32", 16, 0), ("master", 16, 0), ("exact", 14, 16), ("split", 12, 16), ("word", 8, 8), ("naive", 8, 0)],
-)
-def test_bytes_per_parameter(storage: str, bytes_per_param: float, tail_bits: int) -> None:
-    assert STORAGES[storage].bytes_per_param == bytes_per_param
-    assert STORAGES[storage].tail_bits == tail_bits
+    ("recipe", "storage"),
+    [("bf16/split", "split"), ("fp16/split", "float16/split"), ("bf16/collage-plus", "collage-plus"),
+     ("float8/collage-plus", "float8/collage-plus"), ("fp16/fp32", "float32")],
+)  # fmt: skip
+def test_a_compute_has_its_own_storage_of_a_name_that_others_have_too(recipe: str, storage: str) -> None:
+    assert parse(recipe).storage is STORAGES[storage]
+    assert parse(recipe).bytes_per_param == STORAGES[storage].bytes_per_param
 
 
 def test_the_state_of_word_is_one_32_bit_word() -> None:
@@ -96,33 +113,6 @@ def test_formats_are_named_in_full() -> None:
     names = {row.visible for row in STORAGES.values()}
     names |= {getattr(row, place) for row in COMPUTES.values() for place in ("output", "grad_input", "grad_weight")}
     assert names <= set(FORMATS)
-
-
-def test_cures_and_vectors_are_rows_that_lose_less() -> None:
-    for row in STORAGES.values():
-        assert row.cure in STORAGES
-        assert for_vectors(for_vectors(row)) == for_vectors(row)
-        assert for_vectors(row).bytes_per_param >= row.bytes_per_param
-
-
-@pytest.mark.parametrize(
-    ("code", "bits", "highest"),
-    [
-        (Code("float32", 8, 23), 32, 127),
-        (Code("bfloat16", 8, 7), 16, 127),
-        # Exponent fields 1 to 63 are normal: binades from -54 to 8.
-        (Code("e6m5", 6, 5, lowest=-54), 12, 8),
-        (Code("e7m5", 7, 5, signed=False, lowest=-108), 12, 18),
-    ],
-)
-def test_codes_count_their_bits(code: Code, bits: int, highest: int) -> None:
-    assert (code.bits, code.highest) == (bits, highest)
-
-
-def test_the_window_of_the_second_moment_covers_the_squares_of_the_first() -> None:
-    word = STORAGES["word"]
-    assert word.exp_avg_sq.lowest == 2 * word.exp_avg.lowest
-    assert word.exp_avg_sq.highest >= 2 * word.exp_avg.highest
 
 
 def test_storage_by_parameter_name() -> None:
@@ -152,8 +142,23 @@ def test_storage_by_parameter_name() -> None:
     assert parse_table(recipe.to_dict()) == recipe
 
 
-def test_naive_stores_its_vectors_naively() -> None:
-    assert parse("bfloat16/naive").storage_of("model.norm.weight", 1).name == "naive"
+def test_composed_storages_by_parameter_name() -> None:
+    recipe = parse_table(
+        {"recipe": "bfloat16/word", "override": [{"pattern": "*embed*", "storage": "tail8+bfloat16+float32"}]}
+    )
+    assert recipe.storage_of("model.embed_tokens.weight", 2).bytes_per_param == 11
+    assert recipe.storage_of("model.embed_tokens.bias", 1).name == "master"
+    assert parse_table(recipe.to_dict()) == recipe
+    assert parse_table(parse("bf16/tail16+float32+bfloat16").to_dict()).bytes_per_param == 12
+
+
+@pytest.mark.parametrize(
+    ("recipe", "vectors"),
+    [("bfloat16/naive", "naive"), ("bfloat16/kahan", "kahan"), ("float8/collage-plus", "float8/collage-plus"),
+     ("bfloat16/compact", "master"), ("float16/split", "float16/master")],
+)  # fmt: skip
+def test_baselines_store_their_vectors_as_their_sources_do(recipe: str, vectors: str) -> None:
+    assert parse(recipe).storage_of("model.norm.weight", 1).name == vectors
 
 
 @pytest.mark.parametrize(
@@ -162,6 +167,9 @@ def test_naive_stores_its_vectors_naively() -> None:
         ("float32/float32", {"residual": "float32", "logits": "float32", "weights seen": "float32"}),
         ("bfloat16/float32", {"residual": "float32", "logits": "bfloat16", "weights seen": "float32"}),
         ("bfloat16/word", {"residual": "bfloat16", "logits": "bfloat16", "weights seen": "bfloat16"}),
+        ("float16/split", {"residual": "float16", "logits": "float16", "weights seen": "float16"}),
+        ("float16/float32", {"residual": "float32", "logits": "float16", "weights seen": "float32"}),
+        ("float8/collage-plus", {"residual": "bfloat16", "logits": "bfloat16", "weights seen": "bfloat16"}),
     ],
 )
 def test_dtypes_outside_the_matmuls(recipe: str, places: dict[str, str]) -> None:

@@ -88,7 +88,9 @@ def test_plain_text_is_aligned_and_uncut(table: str) -> None:
 def test_right_aligned_figures_end_where_their_head_ends() -> None:
     lines = show.table("storages").plain().splitlines()
     end = lines[0].index("B/param") + len("B/param")
-    assert [line[:end].split()[-1] for line in lines[1:]] == ["16", "16", "14", "12", "8", "8"]
+    figures = [str(int(row.bytes_per_param)) for row in recipes.STORAGES.values()]
+    assert {"16", "7"} < set(figures)
+    assert [line[:end].split()[-1] for line in lines[1:]] == figures
 
 
 def test_a_bar_inside_a_cell_does_not_split_it() -> None:
@@ -97,7 +99,7 @@ def test_a_bar_inside_a_cell_does_not_split_it() -> None:
 
 
 def test_parts_of_a_recipe_sum_to_its_bytes() -> None:
-    for name in recipes.full_names():
+    for name in [*recipes.full_names(), "bfloat16/tail8+bfloat16+float32", "bfloat16/bfloat16-pair+e6m5+float32"]:
         detail = show.detail_recipe(name)
         assert sum(part["bytes"] for part in detail["stored"]) == detail["bytes_per_param"], name
         assert detail["example_memory_bytes"] == detail["bytes_per_param"] * detail["example_parameters"]
@@ -118,6 +120,16 @@ def test_what_is_not_cut_is_not_rounded() -> None:
     master = {part["what"]: part for part in show.detail_recipe("bfloat16/master")["stored"]}
     assert master["full copy of the weight"]["bytes"] == 4
     assert "tail of the weight" not in master
+
+
+def test_each_part_of_an_expansion_is_shown() -> None:
+    stored = {part["what"]: part for part in show.detail_recipe("float8/collage-plus")["stored"]}
+    assert [what for what in stored if what.startswith("low part of the second moment")]
+    kahan = {part["what"]: part["bytes"] for part in show.detail_recipe("bf16/kahan")["stored"]}
+    assert kahan["low part of the weight"] == 2
+    row = next(row for row in show.rows("storages") if row["name"] == "compact")
+    assert (row["bytes_per_row"], row["stochastic"], row["arithmetic"]) == (8, True, "float32")
+    assert row["state_bits"] == {"tail": 8, "exp_avg": 8, "exp_avg_sq": 8}
 
 
 def test_a_recipe_file_shows_its_exceptions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from narrowgauge.assembly import prepare as prepare
     from narrowgauge.chips import CHIPS as CHIPS
     from narrowgauge.chips import Chip as Chip
+    from narrowgauge.conversion.states import convert as convert
+    from narrowgauge.conversion.states import restore as restore
     from narrowgauge.errors import ChipError as ChipError
     from narrowgauge.errors import DataError as DataError
     from narrowgauge.errors import FormatError as FormatError
@@ -59,6 +61,8 @@ __version__ = "0.1.0"
 # Where each public name lives: its one documented import path is ``narrowgauge.NAME``.
 _HOMES = {
     "prepare": "assembly",
+    "convert": "conversion.states",
+    "restore": "conversion.states",
     "AdamW": "optim.elementwise_optimizers",
     "Adam": "optim.elementwise_optimizers",
     "SGD": "optim.elementwise_optimizers",

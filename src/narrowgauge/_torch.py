@@ -64,7 +64,11 @@ def machine_key() -> str:
 
 
 def compile_ahead(
-    function: Callable[..., Tensor], example: Sequence[Tensor], lengths: Sequence[tuple[int | None, ...]], path: Path
+    function: Callable[..., Tensor],
+    example: Sequence[Tensor],
+    lengths: Sequence[tuple[int | None, ...]],
+    path: Path,
+    one_loop: bool = True,
 ) -> None:
     """Compile ``function`` to a package at ``path`` that takes tensors of any length.
 
@@ -74,11 +78,14 @@ def compile_ahead(
         lengths: for each argument and each of its dims, which dynamic length it has (equal numbers, equal lengths),
             ``None`` for fixed; ``()`` where all are.
         path: where the package goes; written whole, then renamed.
+        one_loop: write no intermediate to memory. The compiler goes over an expression once for each path through it, so
+            deep ones with many reused values take it hours; those are cut into loops, for arguments that fit the cache.
     """
     device = example[0].device.type
     dims = {k: torch.export.Dim(f"n{k}", min=2, max=1 << 40) for own in lengths for k in own if k is not None}
     shapes = tuple({dim: dims[k] for dim, k in enumerate(own) if k is not None} or None for own in lengths)
-    attempts = [_ONE_LOOP | _TRUST_COMPILER, _ONE_LOOP] if device == "cpu" else [_AS_EAGER]
+    loops = _ONE_LOOP if one_loop else {}
+    attempts = [loops | _TRUST_COMPILER, loops] if device == "cpu" else [_AS_EAGER]
     partial = path.with_name(f".{path.stem}-{os.getpid()}.pt2")
     with _quiet():
         program = torch.export.export(_Module(function), tuple(example), dynamic_shapes=(shapes,))

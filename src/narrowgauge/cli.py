@@ -202,6 +202,31 @@ def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> Non
     click.echo(exporting.export(folder, out, dtype))
 
 
+@main.command("convert")
+@click.argument("source", metavar="CKPT", type=click.Path(path_type=Path))
+@click.option(
+    "--recipe", required=True, metavar="TEXT", help="The recipe to convert to, or a .toml file that says one."
+)
+@click.option(
+    "--out", metavar="FOLDER", type=click.Path(path_type=Path),
+    help="The folder to make; new or empty.  [default: beside CKPT, named after the recipe]",
+)  # fmt: skip
+@click.option(
+    "--optimizer", metavar="FILE", type=click.Path(path_type=Path),
+    help="The optimizer's state, where it lies apart from the weights.",
+)  # fmt: skip
+@_as_json
+def convert(source: Path, recipe: str, out: Path | None, optimizer: Path | None, as_json: bool) -> None:
+    """Take the training state CKPT (a run, a checkpoint, a file of torch.save, Hugging Face weights) to another storage."""
+    from narrowgauge.conversion import states
+
+    report = states.convert(source, recipe, out, optimizer)
+    if as_json:
+        tables.write_json(report.row())
+    else:
+        tables.write(report.table())
+
+
 @main.command("sample")
 @_run_folder
 @click.argument("text")

@@ -161,7 +161,7 @@ class Recipe:
     def name(self) -> str:
         """The full name, ``compute/storage`` and the reduction where it is not the native one."""
         tail = "" if self.reduction.name == "native" else f"/{self.reduction.name}"
-        return f"{self.compute.name}/{_own_name(self.storage)}{tail}"
+        return f"{self.compute.name}/{own_name(self.storage)}{tail}"
 
     @property
     def bytes_per_param(self) -> float:
@@ -196,18 +196,18 @@ class Recipe:
         """The recipe as a TOML table that :func:`parse_table` reads back to an equal recipe."""
         table: dict[str, Any] = {
             "compute": self.compute.name,
-            "storage": _own_name(self.storage),
+            "storage": own_name(self.storage),
             "reduction": self.reduction.name,
         }
         if self.keep:
             table["keep"] = list(self.keep)
         if self.overrides:
-            table["override"] = [{"pattern": o.pattern, "storage": _own_name(o.storage)} for o in self.overrides]
+            table["override"] = [{"pattern": o.pattern, "storage": own_name(o.storage)} for o in self.overrides]
         return table
 
 
-def _own_name(storage: Storage) -> str:
-    """A storage's name after its compute's."""
+def own_name(storage: Storage) -> str:
+    """A storage's name without that of the compute it belongs to."""
     return storage.name.rpartition("/")[2]
 
 
@@ -219,7 +219,7 @@ ALIASES: dict[str, str] = {
     "collage-light": "bfloat16/collage-light",
     "collage-plus": "bfloat16/collage-plus",
 }
-SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp16": "float16", "fp8": "float8-row"}
+SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp16": "float16", "fp8": "float8"}
 DEFAULT_STORAGE = {"float32": "float32", "bfloat16": "word", "float16": "split", "float8": "collage-plus"}
 
 
@@ -385,7 +385,7 @@ def _storage(name: str, compute: str) -> Storage:
     row = storages.find(f"{compute}/{spelled}") or storages.find(spelled)
     if row is None:
         names = [
-            _own_name(known) for known in STORAGES.values() if known.name.partition("/")[0] in (known.name, compute)
+            own_name(known) for known in STORAGES.values() if known.name.partition("/")[0] in (known.name, compute)
         ]
         raise RecipeError(f"no recipe part is named '{spelled}'.", f"{suggestion(spelled, names)} {_SEE}".strip())
     return row

@@ -193,7 +193,8 @@ def _format_row(row: formats.Format) -> Row:
 
 
 def _recipe_row(recipe: Recipe) -> Row:
-    short = [recipe.compute.name] if recipes.DEFAULT_STORAGE[recipe.compute.name] == recipe.storage.name else []
+    own = recipes.own_name(recipe.storage)
+    short = [recipe.compute.name] if recipes.DEFAULT_STORAGE[recipe.compute.name] == own else []
     storage = _storage_row(recipe.storage)
     return {
         "name": recipe.name,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics import rounding
+from narrowgauge.numerics.casting import round_to
 from narrowgauge.numerics.expansions import (
     Expansion,
     NearestEven,
@@ -34,8 +35,9 @@ from narrowgauge.numerics.expansions import (
     two_prod,
     two_sum,
 )
-from narrowgauge.numerics.rounding import bits_of, float_of
+from narrowgauge.numerics.rounding import MAGNITUDE, QUIET_NAN, bits_of, float_of
 from oracles import rational_expansions as oracle
+from oracles import released_collage as narrow
 from oracles.minifloat import Grid
 
 FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -76,11 +78,15 @@ def dense() -> Tensor:
 @pytest.mark.parametrize("name", FORMATS)
 def test_nearest_even_is_torchs_cast_bit_for_bit(dense: Tensor, name: str) -> None:
     found, expected = nearest_even(name)(dense), cast(dense, name)
+    if name == "float8_e4m3fn":
+        # What does not fit is NaN here, as everywhere in this package; torch's cast holds it at 448 since a late release.
+        expected = torch.where(dense.abs() > 464, math.nan, expected)
     nan = expected.isnan()
     assert nan.sum() > 1000 and torch.equal(found.isnan(), nan)
     assert same_bits(found[~nan], expected[~nan])
-    assert (bits_of(found[nan]) & 0x7FFFFFFF == 0x7FC00000).all()
+    assert (bits_of(found[nan]) & MAGNITUDE == QUIET_NAN).all()
     assert same_bits(nearest_even(name)(found[~nan]), found[~nan])
+    assert same_bits(found[~nan], round_to(dense, name)[~nan]) and torch.equal(round_to(dense, name).isnan(), nan)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -100,7 +106,11 @@ def test_a_cut_of_bits_keeps_float32s_exponents() -> None:
         assert same_bits(rn(inside), nearest_even(name)(inside))
         for power in (-100, -20, 20, 100):
             assert same_bits(rn(x * 2.0**power), rn(x) * 2.0**power)
-    assert nearest_even_bits(20)(torch.tensor([math.inf, -math.inf, 3e38])).tolist() == [math.inf, -math.inf, math.inf]
+    assert nearest_even_bits(20)(torch.tensor([math.inf, -math.inf, 3.4e38])).tolist() == [
+        math.inf,
+        -math.inf,
+        math.inf,
+    ]
 
 
 def test_float32_is_not_rounded(dense: Tensor) -> None:
@@ -128,15 +138,15 @@ def every_pair(name: str) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_two_sum_is_exact_for_all_pairs(name: str) -> None:
-    rn, (a, b) = nearest_even(name), every_pair(name)
+    rn, grid, (a, b) = nearest_even(name), Grid(name), every_pair(name)
     s, e = two_sum(a, b, rn)
-    fits = s.abs() <= Grid(name).max
+    fits = s.abs() <= float(grid.max)
     assert fits.sum() > 0.9 * len(a) > 50_000
     a, b, s, e = a[fits], b[fits], s[fits], e[fits]
     sums = exact((a, b))
     assert exact((s, e)) == sums
     assert torch.equal(rn(e), e)
-    nearest = {total: Grid(name).nearest(float(total)) for total in set(sums)}
+    nearest = {total: grid.nearest(float(total)) for total in set(sums)}
     assert s.tolist() == [nearest[total] for total in sums]
 
 
@@ -145,7 +155,7 @@ def test_fast_two_sum_is_two_sum_where_the_first_is_not_the_smaller(name: str) -
     rn, (a, b) = nearest_even(name), every_pair(name)
     # By exponents, which says more than by magnitudes; below the smallest normal all have one exponent.
     exponent = [x.abs().clamp(min=2.0**-6 if name == "float8_e4m3fn" else 2.0**-14).frexp().exponent for x in (a, b)]
-    allowed = ((exponent[0] >= exponent[1]) | (a == 0)) & ((a + b).abs() <= Grid(name).max)
+    allowed = ((exponent[0] >= exponent[1]) | (a == 0)) & ((a + b).abs() <= float(Grid(name).max))
     assert allowed.sum() > 30_000
     s, e = fast_two_sum(a[allowed], b[allowed], rn)
     assert exact((s, e)) == exact((a[allowed], b[allowed]))
@@ -159,9 +169,9 @@ def test_two_prod_is_exact_for_all_pairs(name: str) -> None:
     unbounded = nearest_even_bits(nearest_even(name).dropped)
     assert exact(two_prod(a, b, unbounded)) == products
     # In the format itself: wherever the error is not finer than its smallest value.
-    rn, finest = nearest_even(name), Grid(name).magnitudes[1]
+    rn, finest, largest = nearest_even(name), Grid(name).magnitudes[1], Grid(name).max
     p, e = two_prod(a, b, rn)
-    fits = [i for i, x in enumerate(products) if abs(x) <= Grid(name).max and (x / finest).denominator == 1]
+    fits = [i for i, x in enumerate(products) if abs(x) <= largest and (x / finest).denominator == 1]
     assert len(fits) > 12_000
     found = exact((p[fits], e[fits]))
     assert found == [products[i] for i in fits]
@@ -182,42 +192,6 @@ def test_two_sum_and_two_prod_at_any_distance(dropped: int) -> None:
 # ── the same bits as torch's narrow operations ──────────────────────────────────────────────────────────────────────
 
 
-def eager_two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    s = a + b
-    of_b = s - a
-    of_a = s - of_b
-    return s, (a - of_a) + (b - of_b)
-
-
-def eager_fast_two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    s = a + b
-    return s, b - (s - a)
-
-
-def eager_grow(x: Parts, a: Tensor) -> Parts:
-    s, e = eager_two_sum(x[0], a)
-    return eager_fast_two_sum(s, x[1] + e)
-
-
-def eager_mul(x: Parts, y: Parts) -> Parts:
-    p = x[0] * y[0]
-    e = torch.addcmul(-p, x[0], y[0])
-    t = torch.addcmul(x[1] * y[0], x[0], y[1])
-    return eager_fast_two_sum(p, t + e)
-
-
-def eager_scale(x: Parts, c: Tensor) -> Parts:
-    p = x[0] * c
-    return eager_fast_two_sum(p, torch.addcmul(torch.addcmul(-p, x[0], c), x[1], c))
-
-
-def eager_add(x: Parts, y: Parts) -> Parts:
-    s, e = eager_two_sum(x[0], y[0])
-    t, f = eager_two_sum(x[1], y[1])
-    s, e = eager_fast_two_sum(s, e + t)
-    return eager_fast_two_sum(s, e + f)
-
-
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 def test_eager_narrow_tensors_give_the_same_bits(name: str) -> None:
     dtype, rn, generator = getattr(torch, name), nearest_even(name), torch.Generator().manual_seed(3)
@@ -228,12 +202,12 @@ def test_eager_narrow_tensors_give_the_same_bits(name: str) -> None:
     pairs: list[tuple[Parts, Parts]] = [
         ((rn(a + b), rn(a * b), rn(a / b), rn(a - b)), (na[0] + nb[0], na[0] * nb[0], na[0] / nb[0], na[0] - nb[0])),
         ((rn(rounding.sqrt(a.abs())),), (na[0].abs().sqrt(),)),
-        (two_sum(a, b, rn), eager_two_sum(na[0], nb[0])),
-        (two_prod(a, b, rn), (na[0] * nb[0], torch.addcmul(-(na[0] * nb[0]), na[0], nb[0]))),
-        (grow(x, a, rn), eager_grow(nx, na[0])),
-        (mul(x, y, rn), eager_mul(nx, ny)),
-        (scale(x, a, rn), eager_scale(nx, na[0])),
-        (add(x, y, rn), eager_add(nx, ny)),
+        (two_sum(a, b, rn), narrow.two_sum(na[0], nb[0])),
+        (two_prod(a, b, rn), narrow.two_prod(na[0], nb[0])),
+        (grow(x, a, rn), narrow.grow(nx, na[0])),
+        (mul(x, y, rn), narrow.mul(nx, ny)),
+        (scale(x, a, rn), narrow.scale(nx, na[0])),
+        (add(x, y, rn), narrow.add(nx, ny)),
     ]
     for place, (ours, eager) in enumerate(pairs):
         for found, expected in zip(ours, eager, strict=True):
@@ -247,7 +221,7 @@ def test_eager_narrow_tensors_give_the_same_bits(name: str) -> None:
 PRECISIONS = {"bfloat16": 16, "float16": 13, "float8_e4m3fn": 20}
 
 
-def samples(rn: NearestEven, length: int, seed: int, count: int = 3000) -> Parts:
+def samples(rn: NearestEven, length: int, seed: int, count: int = 1200) -> Parts:
     """Expansions of all kinds: near powers of two, with largest, zero or far smaller later parts."""
     generator = torch.Generator().manual_seed(seed)
     u = 2.0 ** -(24 - rn.dropped)
@@ -319,8 +293,8 @@ def test_error_is_within_the_stated_bound(name: str, precision: str, length: int
     assert error <= bound * Fraction(1, 2 ** (p * length)), float(error * 2 ** (p * length))
     assert oracle.separated(lists(result), p)
     assert all(torch.equal(rn(part), part) for part in result)
-    # The bound is not so wide that a result of one part less would pass.
-    assert oracle.worst(exact(result[:-1]), expected) > bound * Fraction(1, 2 ** (p * length))
+    # The bound is not so wide that a result of one part less would pass, but where 24u is more than 1.
+    assert p < 8 or oracle.worst(exact(result[:-1]), expected) > bound * Fraction(1, 2 ** (p * length))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -329,12 +303,12 @@ def test_sums_that_cancel(precision: str) -> None:
     rn = nearest_even_bits(PRECISIONS[precision])
     p = 24 - rn.dropped
     for length, bound in ((2, 3 / (1 - 4 * 2.0**-p)), (3, 1.0)):
-        x = samples(rn, length, 4, 6000)
+        x = samples(rn, length, 4, 3000)
         y = cancelling(x, rn, 5)
         result, expected = add(x, y, rn), _pairwise(Fraction.__add__, x, y)
         sizes = [abs(a) + abs(b) for a, b in zip(exact(x), exact(y), strict=True)] if length == 3 else None
         cancelled = sum(abs(e) < abs(a) * 2.0**-p for e, a in zip(expected, exact(x), strict=True))
-        assert cancelled > 1000
+        assert cancelled > 500
         assert oracle.worst(exact(result), expected, sizes) <= bound * Fraction(1, 2 ** (p * length))
         assert oracle.separated(lists(result), p)
 
@@ -424,24 +398,28 @@ def test_a_rule_written_for_tensors_runs_on_expansions(length: int) -> None:
 
 
 def test_single_parts_are_eager_bfloat16_tensors() -> None:
+    """Of numbers beside tensors: eager products on a CPU take them as float32, as ours do; its sums round them first."""
     generator = torch.Generator().manual_seed(12)
     x, y = (torch.randn(20_000, generator=generator).bfloat16() for _ in range(2))
     ex, ey = (Expansion((v.float(),), BFLOAT16) for v in (x, y))
     for found, expected in (
         (ex + ey, x + y),
-        (ex - 0.3, x - 0.3),
-        (0.3 - ex, 0.3 - x),
+        (ex - 0.3125, x - 0.3125),
+        (0.3125 - ex, 0.3125 - x),
         (ex * 0.1, x * 0.1),
         (torch.tensor(0.1) * ex, 0.1 * x),
         (ex / ey, x / y),
-        (ex / 3.0, x / 3.0),
+        (ex / 0.3, x / 0.3),
         (-abs(ex), -abs(x)),
         (ex.sign(), x.sign()),
         (ex + (ey - ex) * 0.1, x + (y - x) * 0.1),
+        (sqrt(abs(ex)), x.abs().sqrt()),
     ):
         assert same_bits(found.parts[0], expected.float())
-    assert same_bits(sqrt(abs(ex)).parts[0], x.abs().sqrt().float())
-    assert torch.equal(sqrt(x.float().abs()), rounding.sqrt(x.float().abs()))
+    wide = x.float()
+    assert same_bits((ex + 0.3).value, cast(wide + 0.3, "bfloat16"))
+    assert same_bits((0.3 / ex).value, cast(torch.full_like(wide, 0.3) / wide, "bfloat16"))
+    assert same_bits(sqrt(wide.abs()), rounding.sqrt(wide.abs()))
 
 
 def test_a_result_is_as_long_as_the_longer_operand() -> None:
@@ -460,6 +438,16 @@ def test_a_scalar_beside_a_pair_is_split() -> None:
     pair = Expansion(expansion_of(torch.tensor([1.0, 1.5]), 2, BFLOAT16), BFLOAT16)
     for product in (pair * 0.999, torch.tensor(0.999) * pair):
         assert (product.value - torch.tensor([0.999, 1.4985])).abs().max() < 2.0**-16
+    many = Expansion(
+        expansion_of(torch.randn(2000, generator=torch.Generator().manual_seed(14)), 2, BFLOAT16), BFLOAT16
+    )
+    split = expansion_of(0.999, 2, BFLOAT16)
+    for found, expected in (
+        ((many * 0.999), mul(many.parts, split, BFLOAT16)),
+        ((many + torch.tensor(0.999)), add(many.parts, expansion_of(torch.tensor(0.999), 2, BFLOAT16), BFLOAT16)),
+        ((0.999 / many), div(split, many.parts, BFLOAT16)),
+    ):
+        assert all(map(torch.equal, found.parts, expected))
     single = Expansion((torch.tensor([1.5]),), BFLOAT16)
     assert (single * 0.999).value.item() == BFLOAT16(torch.tensor(1.4985)).item()
     assert (abs(-pair).value == pair.value).all() and (abs(pair).value == pair.value).all()

@@ -1,4 +1,4 @@
-"""Small trainings that several tests share: each a pure function of its arguments."""
+"""Small trainings that several tests share, each a pure function of its arguments; and which storages stand for which."""
 
 from __future__ import annotations
 
@@ -8,15 +8,58 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.storages import STORAGES
+from narrowgauge.optim import layouts
+from narrowgauge.optim.elementwise import Rule
+from narrowgauge.storages import Storage, find, for_vectors
+
+REPRESENTATIVES = {
+    "float32": "a lane for each word, and nothing is cut",
+    "master": "a full copy beside what the model sees",
+    "split": "a 16-bit tail, and planes of 16 and of 32 bits",
+    "word": "three fields in one word, stochastic, flat",
+    "compact": "four lanes, scales by row, stochastic",
+    "states8": "scales by row, and nothing beside the weight",
+    "stochastic": "nothing beside the weight, flat, stochastic",
+    "naive": "nothing beside the weight, to the nearest",
+    "kahan": "a second part of the weight, added in float32",
+    "collage-plus": "the arithmetic of expansions, two parts",
+    "float16/master": "float16 with a full copy",
+    "float16/split": "float16 with a tail",
+    "float8/collage-plus": "three parts, each relative to its row",
+}
+"""One storage of each kind, with what it stands for; a test of the layouts holds that none is missing."""
 
 
-def visible_dtype(storage: str) -> torch.dtype:
-    return getattr(torch, STORAGES[storage].visible)
+def kind(storage: Storage) -> tuple[object, ...]:
+    """What decides by which lines of the library a storage is stepped."""
+    stands = ("master",) if storage.master else ("tail",) if storage.tail_bits else storage.beside
+    how = layouts.num_lanes(storage), layouts.by_rows(storage), "weight" in storage.scaled, storage.is_stochastic
+    return storage.visible, storage.arithmetic, stands, *how
+
+
+def row_of(storage: str | Storage) -> Storage:
+    """The row of that name, composed ones included."""
+    row = storage if isinstance(storage, Storage) else find(storage)
+    assert row is not None, storage
+    return row
+
+
+def visible_dtype(storage: str | Storage) -> torch.dtype:
+    return getattr(torch, row_of(storage).visible)
+
+
+def relative_error(storage: str | Storage, role: str, dims: int = 2) -> float:
+    """How far from a normal value its code may put it, relative to it; ``dims`` is the parameter's number of dimensions."""
+    row = row_of(storage) if dims > 1 else for_vectors(row_of(storage))
+    code = row.code(role)
+    kept = 2.0 ** -(code.parts * (code.mantissa_bits + 1))
+    # A stochastic code goes either way, and arithmetic in parts rounds each of its two or three operations.
+    kept *= 2.0 if code.rounding == "stochastic" else 1.0
+    return kept + (2.5 * 2.0 ** -(row.weight.mantissa_bits + 1) if row.arithmetic == "expansion" else 2.0**-22)
 
 
 def parameters(
-    storage: str, shapes: list[tuple[int, ...]], seed: int = 0, scale: float = 0.02
+    storage: str | Storage, shapes: list[tuple[int, ...]], seed: int = 0, scale: float = 0.02
 ) -> list[torch.nn.Parameter]:
     """Gaussian weights in the storage's visible format."""
     generator = torch.Generator().manual_seed(seed)
@@ -44,9 +87,10 @@ def train(optimizer: ng.Optimizer, shapes: list[tuple[int, ...]], steps: range, 
 def kept(optimizer: ng.Optimizer) -> dict[str, Tensor]:
     """Everything an optimizer keeps, the visible weights included, by name."""
     names = optimizer.parameter_names()
+    states = optimizer.rule.states if isinstance(optimizer.rule, Rule) else ()
     result = {f"{name}.visible": p.detach().clone() for p, name in names.items()}
     for p, name in names.items():
-        for what in ("weight", "exp_avg", "exp_avg_sq"):
+        for what in ("weight", *states):
             result[f"{name}.{what}"] = optimizer.stored(p, what)
     return result
 
@@ -56,7 +100,7 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():
         assert value.dtype is other[name].dtype and value.shape == other[name].shape, name
-        integer = {2: torch.int16, 4: torch.int32}[value.element_size()]
+        integer = layouts.INTEGER[8 * value.element_size()]
         differing = int((value.contiguous().view(integer) != other[name].contiguous().view(integer)).sum())
         assert differing == 0, f"{differing} of {value.numel()} values of {name} differ"
 
@@ -81,6 +125,8 @@ def stall(storage: str, *, seed: int = 1, lr: float = 1e-5, steps: int = 400, si
     optimizer = ng.AdamW(
         [("weight", weight)], lr=lr, betas=(0.9, 0.999), weight_decay=0.0, storage=storage, compile=False
     )
+    optimizer.adopt({weight: start.float()})  # where bfloat16 is not yet what the storage holds, the case begins there
+    start = optimizer.stored(weight)
     x, m, v = start.double(), torch.zeros(side, side).double(), torch.zeros(side, side).double()
     for t in range(1, steps + 1):
         g = cycle[t % 50]

@@ -1,8 +1,9 @@
-"""Every code of every storage, value by value, and what a weight is cut into."""
+"""Every code of every storage, value by value and relative to its row, and what a weight is cut into."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -10,13 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.rounding import bits_of, float_of, half, quiet
+from narrowgauge.numerics.rounding import bits_of, float_of, half, quiet, round_to_float16
 from narrowgauge.optim import codes, layouts
-from narrowgauge.optim.kernels import addends
-from narrowgauge.storages import STORAGES, Code, Storage
+from narrowgauge.storages import MOMENT_CODES, STORAGES, WEIGHT_CODES, Code, Storage, find
 from oracles import codes as oracle
 
-IN_TABLES = {c for row in STORAGES.values() for c in (row.weight, row.exp_avg, row.exp_avg_sq)}
+COMPOSED = tuple(row for weight in WEIGHT_CODES if (row := find(f"{weight}+bfloat16+float32")))
+# The parts of an expansion are coded one by one: here each stands for itself.
+IN_TABLES = {
+    replace(code, parts=1)
+    for row in STORAGES.values()
+    for code in (row.weight, row.exp_avg, row.exp_avg_sq, *MOMENT_CODES.values())
+}
 OTHERS = {
     Code("e4m3", 4, 3, lowest=-6),
     Code("e5m2, unsigned, held", 5, 2, signed=False, lowest=-14, hold=True),
@@ -25,10 +31,11 @@ OTHERS = {
     Code("e8m3", 8, 3),
     Code("e8m4, unsigned", 8, 4, signed=False),
 }
-ALL = sorted(IN_TABLES | OTHERS, key=lambda c: c.name)
+ALL = sorted({replace(c, name=c.name.split(" ")[0]) for c in IN_TABLES} | OTHERS, key=repr)
 SHORT = [c for c in ALL if c.bits <= 16]
 WINDOWS = [c for c in ALL if c.is_window]
-ids = {"ids": lambda c: c.name.replace(" ", "")}
+SCALED = [c for c in ALL if c.scaled]
+ids = {"ids": lambda c: f"{c.name.replace(' ', '')}-{c.mantissa_bits}{c.rounding[0]}"}
 
 
 def shifts(code: Code) -> list[int]:
@@ -178,7 +185,128 @@ def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> Non
     assert mean == pytest.approx(float(value[0]), rel=2.0**-20)
 
 
+# ── relative to a row ───────────────────────────────────────────────────────────────────────────────────────────────
+
+BOUNDS = [
+    2.0**-100,
+    3e-20,
+    2.0**-20,
+    1e-3,
+    0.75,
+    1 - 2.0**-24,
+    1.0,
+    1 + 2.0**-23,
+    1.99,
+    2.0,
+    448.0,
+    2.0**14 - 1,
+    2.0**14,
+]
+
+
+def above(bound: float) -> float:
+    """The smallest power of two that is not below."""
+    mantissa, exponent = math.frexp(bound)
+    return math.ldexp(1.0, exponent - (mantissa == 0.5))
+
+
+def multipliers(code: Code, bound: float) -> tuple[Tensor, Tensor]:
+    return codes.multipliers(code, torch.tensor(bound))
+
+
+@pytest.mark.parametrize("code", SCALED, **ids)
+@pytest.mark.parametrize("bound", [0.0, 2.0**-149, 1e-40, 2.0**-126, *BOUNDS, 3e4, 1e30, 3e38, math.inf, math.nan])
+def test_multipliers_are_powers_of_two_that_undo_each_other(code: Code, bound: float) -> None:
+    into, back = (float(x) for x in multipliers(code, bound))
+    assert into * back == 1.0
+    assert math.frexp(into)[0] == 0.5 and 2.0**-126 <= into <= 2.0**126  # normal, so that no processor flushes them
+
+
+@pytest.mark.parametrize("code", SCALED, **ids)
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_every_code_of_a_row_comes_back(code: Code, bound: float) -> None:
+    """The values are those of the code's list, times the power of two above the bound, and each is its own code again."""
+    into, back = multipliers(code, bound)
+    values, steps = values_of(code) * above(bound), every_code(code)
+    for shift in shifts(code):
+        garbage = np.random.default_rng(shift).integers(0, 2**32, len(steps)) & ~place_mask(code, shift)
+        x = codes.decode(code, as_int32(steps * 2**shift | garbage), shift, back)
+        assert np.array_equal(x.double().numpy(), np.concatenate([values, -values])[: len(steps)])
+        for addend in (0, half(codes.dropped_bits(code)), 2 ** codes.dropped_bits(code) - 1):
+            assert np.array_equal(as_unsigned(codes.encode(code, x, addend, shift, into)), steps * 2**shift)
+
+
+@pytest.mark.parametrize("code", SCALED, **ids)
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_nothing_up_to_its_bound_saturates_and_all_beyond_the_window_does(code: Code, bound: float) -> None:
+    into, back = multipliers(code, bound)
+    window = above(bound) * (2 - 2.0**-code.mantissa_bits)
+    x = torch.tensor([bound, above(bound) * 1.7, window, window * 1.5, window * 1e10, math.inf, math.nan])
+    for addend in (0, half(codes.dropped_bits(code)), 2 ** codes.dropped_bits(code) - 1):
+        kept = codes.decode(code, codes.encode(code, x, addend, 0, into), 0, back).tolist()
+        assert abs(kept[0] - bound) <= bound * 2.0**-code.mantissa_bits and kept[0] < window
+        assert kept[1] <= window and kept[2:] == [window] * 5
+
+
+@pytest.mark.parametrize("code", SCALED, **ids)
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_encoding_relative_to_a_row_is_monotone_and_scales_with_it(code: Code, bound: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    magnitudes = torch.rand(4000, generator=generator, dtype=torch.float64) * 2.2 * bound
+    fine = 2.0 ** -torch.randint(0, 40, (4000,), generator=generator).double()
+    x = torch.cat([magnitudes, magnitudes * fine]).sort().values.float()
+    into, _ = multipliers(code, bound)
+    for addend in (0, half(codes.dropped_bits(code)), 2 ** codes.dropped_bits(code) - 1):
+        steps = codes.encode(code, x, addend, 0, into)
+        assert (steps.diff() >= 0).all() and steps[0] >= 0
+        if code.signed:
+            assert torch.equal(codes.encode(code, -x, addend, 0, into), steps | 1 << (code.bits - 1))
+        for up in (-20, 1):
+            if bound * 2.0**up <= 2.0**14 and bound * 2.0**up >= 2.0**-80:
+                other, _ = multipliers(code, bound * 2.0**up)
+                assert torch.equal(codes.encode(code, x * 2.0**up, addend, 0, other), steps)
+
+
+@pytest.mark.parametrize("code", [c for c in SCALED if c.hold], **ids)
+@pytest.mark.parametrize("bound", [2.0**-149, 1e-40, *BOUNDS, 1e38])
+def test_hold_keeps_every_positive_value_of_a_row_above_zero(code: Code, bound: float) -> None:
+    into, back = multipliers(code, bound)
+    x = torch.tensor([2.0**-149, 2.0**-126, 1e-30, 1e-10, 1.0, 1e30])
+    for addend in (0, half(codes.dropped_bits(code))):
+        steps = codes.encode(code, x, addend, 0, into)
+        assert (steps > 0).all()
+        # What a float32 can say of them, of rows whose largest is above 2^-100.
+        assert bound < 2.0**-100 or (codes.decode(code, steps, 0, back) > 0).all()
+        assert not codes.encode(code, torch.tensor([0.0, -0.0]), addend, 0, into).any()
+
+
+@pytest.mark.parametrize("code", SCALED, **ids)
+def test_a_row_of_zeros_keeps_zeros(code: Code) -> None:
+    into, back = multipliers(code, 0.0)
+    words = codes.encode(code, torch.zeros(4), half(codes.dropped_bits(code)), 8, into)
+    assert not words.any() and codes.decode(code, words, 8, back).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("code", [c for c in SCALED if c.rounding == "stochastic"], **ids)
+@pytest.mark.parametrize("bound", [1e-3, 3.0])
+@pytest.mark.parametrize("where", [2.0**-17.3, 2.0**-9.1, 0.3, 0.9])
+def test_the_mean_over_all_addends_is_the_value_relative_to_any_row(code: Code, bound: float, where: float) -> None:
+    dropped, (into, back) = codes.dropped_bits(code), multipliers(code, bound)
+    if where < 2.0 ** (code.lowest - 2) and code.hold:
+        return
+    value = torch.tensor(where * bound).expand(1 << dropped)
+    every = torch.arange(1 << dropped, dtype=torch.int32)
+    mean = float(codes.decode(code, codes.encode(code, value, every, 0, into), 0, back).double().mean())
+    # Of subnormals the last places of a float32 are lost by scaling: a part in 2^16 at most here.
+    assert mean == pytest.approx(float(value[0]), rel=2.0**-20 if where > 2.0**code.lowest else 2.0**-15)
+
+
 # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+WHOLE = [row for row in (*STORAGES.values(), *COMPOSED) if row.master or row.weight.parts == 1]
+IN_BFLOAT16 = [row for row in WHOLE if row.visible != "float16"]
+IN_FLOAT16 = [row for row in WHOLE if row.visible == "float16"]
+row_ids = {"ids": lambda row: row.name}
 
 
 def patterns() -> Tensor:
@@ -188,29 +316,38 @@ def patterns() -> Tensor:
     return quiet(float_of(as_int32(strided)))
 
 
-def weight_shifts(storage: Storage) -> list[int]:
-    """Where the row's own field lies, and for short tails every other place."""
-    own = layouts.place_of(storage, storage.beside)
-    return list(range(25)) if storage.tail_bits == 8 else [own.shift if own else 0]
+def through_a_word(storage: Storage, field: Tensor | None, shift: int) -> Tensor | None:
+    """A tail laid at ``shift`` among other bits and taken out again; a master as it is."""
+    if field is None or storage.master:
+        return field
+    word = codes.place_tail(storage, field, shift)
+    mask = (2**storage.tail_bits - 1) * 2**shift
+    assert not (as_unsigned(word) & ~mask).any()
+    garbage = np.random.default_rng(shift).integers(0, 2**32, len(word)) & ~mask
+    return codes.take_tail(storage, word | as_int32(garbage), shift)
 
 
-@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
+def tail_shifts(storage: Storage) -> list[int]:
+    """Where the row's own tail lies, in each lane, and for short ones every other place."""
+    if not storage.tail_bits:
+        return [0]
+    if storage.tail_bits == 8:
+        return list(range(25))
+    place = layouts.places(storage)["tail"]
+    return [place.shift + place.plane.bits * k for k in range(32 // place.plane.bits)]
+
+
+@pytest.mark.parametrize("storage", IN_BFLOAT16, **row_ids)
 def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> None:
     every, dropped = patterns(), codes.dropped_bits(storage.weight)
-    for shift in weight_shifts(storage):
+    for shift in tail_shifts(storage):
         x = every if shift in (0, 16, 24) else every[::17]
         finite = ~x.isnan().numpy()
         for addend in (half(dropped), 0, 2**dropped - 1)[: 3 if shift in (0, 24) else 1]:
-            seen, field, kept = codes.encode_weight(storage, x, addend, shift)
-            if storage.beside is None:
-                assert field is None
-            else:
-                assert field is not None
-                width = 32 if storage.master else storage.tail_bits
-                assert not (as_unsigned(field) & ~((2**width - 1) * 2**shift)).any()
-                garbage = np.random.default_rng(shift).integers(0, 2**32, len(x)) & ~((2**width - 1) * 2**shift)
-                field = field | as_int32(garbage)
-            assert torch.equal(bits_of(codes.decode_weight(storage, seen, field, shift)), bits_of(kept))
+            seen, field, kept = codes.encode_weight(storage, x, addend)
+            assert (field is None) == (not storage.beside)
+            field = through_a_word(storage, field, shift)
+            assert torch.equal(bits_of(codes.decode_weight(storage, seen, field)), bits_of(kept))
             assert np.array_equal(x.isnan(), kept.isnan()) and np.array_equal(x.isnan(), float_of(seen).isnan())
             exact = as_unsigned(bits_of(x))[finite]
             stored = oracle.cut(exact, dropped, addend) if dropped else exact
@@ -222,133 +359,118 @@ def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> Non
 @pytest.mark.parametrize("name", ["exact", "split", "master"])
 def test_rows_that_lose_nothing_of_the_weight_give_float32_back(name: str) -> None:
     storage, x = STORAGES[name], patterns()
-    place = layouts.place_of(storage, storage.beside)
-    assert place is not None
-    seen, field, kept = codes.encode_weight(storage, x, half(codes.dropped_bits(storage.weight)), place.shift)
-    assert torch.equal(bits_of(codes.decode_weight(storage, seen, field, place.shift)), bits_of(x))
+    seen, field, kept = codes.encode_weight(storage, x, half(codes.dropped_bits(storage.weight)))
+    assert torch.equal(bits_of(codes.decode_weight(storage, seen, field)), bits_of(x))
     assert torch.equal(bits_of(kept), bits_of(x))
 
 
-# ── random bits of the three fields ─────────────────────────────────────────────────────────────────────────────────
+# ── float16 ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_addends_are_dealt_from_the_hash_of_weight_and_mantissa() -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(300, generator=generator)
-    gradient = bits_of(torch.randn(300, generator=generator)) & -65536
-    seed = torch.tensor(-987654321, dtype=torch.int32)
-    result = addends(STORAGES["word"], weight, gradient, seed)
-    keys = [w ^ (g // 2**16 % 2**7) for w, g in zip(as_unsigned(bits_of(weight)), as_unsigned(gradient), strict=True)]
-    words = [oracle.hashed(int(key), -987654321) for key in keys]
-    expected = {
-        "weight": [oracle.field(w, 0, 8) for w in words],
-        # Bits 8 to 19 and 20 to 31 are their own; the six below each are borrowed.
-        "exp_avg": [oracle.field(w, 2, 18) for w in words],
-        "exp_avg_sq": [oracle.field(w, 14, 18) for w in words],
-    }
-    assert {name: value.tolist() for name, value in result.items() if isinstance(value, Tensor)} == expected
-    doubled = addends(STORAGES["word"], weight, gradient + (1 << 23), seed)
-    assert all(torch.equal(torch.as_tensor(doubled[name]), torch.as_tensor(result[name])) for name in result)
+def float16_values() -> oracle.Floats:
+    """The magnitudes of float16, and those that its largest exponent would hold: the first is where infinity begins."""
+    return np.array([float(m) for m in oracle.magnitudes(5, 10, -14)])
 
 
-def test_rows_that_round_to_the_nearest_add_half() -> None:
-    weight, seed = torch.ones(3), torch.tensor(1, dtype=torch.int32)
-    for name, row in STORAGES.items():
-        if not row.is_stochastic:
-            wanted = {n: half(codes.dropped_bits(getattr(row, n))) for n in ("weight", "exp_avg", "exp_avg_sq")}
-            assert addends(row, weight, bits_of(weight), seed) == wanted, name
+def around_float16() -> Tensor:
+    """Every positive float16, every midpoint, and their float32 neighbours; then many others of all sizes."""
+    values = float16_values()
+    exact = np.concatenate([values, (values[1:] + values[:-1]) / 2]).astype(np.float32)
+    near = [exact, np.nextafter(exact, np.float32(0)), np.nextafter(exact, np.float32(np.inf))]
+    spread = 2.0 ** np.random.default_rng(0).uniform(-45, 18, 50_000)
+    return torch.from_numpy(np.concatenate([*near, spread.astype(np.float32)]))
 
 
-def seeds(count: int) -> Tensor:
-    """Well mixed seeds of consecutive steps, as the optimizer makes them: splitmix64's stream."""
-    step = np.arange(1, count + 1, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        z = step * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z = z ^ (z >> np.uint64(31))
-    return as_int32(z.astype(np.uint64) & np.uint64(0xFFFFFFFF))
+def nearest_float16(x: Tensor) -> oracle.Floats:
+    """The nearest float16 of magnitudes, ties away from zero.
+
+    Below float16's normal numbers a kernel's float32, scaled to float16's exponents, is itself a subnormal: a multiple of 2^-37.
+    """
+    exact = x.double().numpy()
+    exact = np.where(exact < 2.0**-14, np.rint(exact * 2.0**37) * 2.0**-37, exact)
+    values = np.append(float16_values()[:0x7C00], 65536.0)
+    nearest = values[oracle.nearest_steps(values, exact)]
+    return np.where(nearest == 65536.0, np.inf, nearest)
 
 
-def regime(name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights, gradients' bits and seeds, to be broadcast: about 2^18 draws, no (key, seed) twice."""
-    generator = torch.Generator().manual_seed(11)
-    one = torch.ones(1, 1)
-    if name == "one weight, one gradient":
-        return one, bits_of(one * 0.3), seeds(1 << 18)
-    if name == "zero weight":
-        return one * 0, bits_of(one), seeds(1 << 18)
-    if name == "all weights 1, every gradient":
-        return one, (torch.arange(128, dtype=torch.int32) << 16)[:, None], seeds(1 << 11)
-    if name == "powers of two":
-        return 2.0 ** torch.arange(-64, 64)[:, None].float(), bits_of(one), seeds(1 << 11)
-    if name == "every bfloat16 near one":
-        return (
-            float_of((torch.arange(256, dtype=torch.int32) << 16) + 0x3F800000)[:, None],
-            bits_of(one),
-            seeds(1 << 10),
-        )
-    gaussian = torch.randn(1 << 16, 1, generator=generator)
-    weight = float_of(torch.unique(bits_of(gaussian) & -256))[:, None]
-    return weight, bits_of(torch.randn(weight.shape, generator=generator)) & -65536, seeds(4)
+def visible_float16(seen: Tensor) -> Tensor:
+    """What a model sees of a kernel's bits, through the words of the layout."""
+    words = layouts.words_of_weight("float16", [seen, seen])
+    return words[0].view(torch.float16)[::2].double()
 
 
-REGIMES = (
-    "one weight, one gradient",
-    "zero weight",
-    "all weights 1, every gradient",
-    "powers of two",
-    "every bfloat16 near one",
-    "gaussian",
-)
+@pytest.mark.parametrize("storage", IN_FLOAT16, **row_ids)
+def test_a_float16_weight_is_seen_as_the_nearest(storage: Storage) -> None:
+    x = around_float16()
+    for sign in (1.0, -1.0):
+        seen, field, kept = codes.encode_weight(storage, sign * x, 0)
+        assert np.array_equal(visible_float16(seen).numpy(), sign * nearest_float16(kept.abs()))
+        shown = kept.abs() < 65520
+        field = through_a_word(storage, field, 0)
+        assert torch.equal(codes.decode_weight(storage, seen, field)[shown], kept[shown])
+        assert (codes.decode_weight(storage, seen, field)[~shown].abs() >= 65520).all()  # it stays where it is seen
 
 
-@pytest.mark.parametrize("name", REGIMES)
-def test_the_fields_random_bits_are_fair_and_independent(name: str) -> None:
-    """Every |z| < 5.5 over some 600 readings a regime: one false failure in 40,000 such tests."""
-    dealt = addends(STORAGES["word"], *regime(name))
-    fields = np.stack([torch.as_tensor(dealt[n]).numpy() for n in ("weight", "exp_avg", "exp_avg_sq")]).astype(
-        np.float64
-    )
-    # The tail's addends 0 … 255 have the mean 255/2, which is no bias: its remainders are whole numbers too.
-    scale, middle = np.array([2.0**8, 2.0**18, 2.0**18]), np.array([255 / 2, 2.0**17, 2.0**17])
-    centred = (fields - middle[:, None, None]) / scale[:, None, None]
-    count, limit = fields[0].size, 5.5
-    means = centred.mean((1, 2))
-    assert (np.abs(means) * np.sqrt(12 * count) < limit).all()
-    flat = centred.reshape(3, -1)
-    between = np.corrcoef(flat)[np.triu_indices(3, 1)]
-    assert (np.abs(between) * np.sqrt(count) < limit).all()
-    # Consecutive steps of one element, every field against every field.
-    before, after = centred[:, :, :-1].reshape(3, -1), centred[:, :, 1:].reshape(3, -1)
-    across = np.corrcoef(before, after)[:3, 3:]
-    assert (np.abs(across) * np.sqrt(before.shape[1]) < limit).all()
+def test_float16_and_its_tail_hold_float32_down_to_its_bound() -> None:
+    storage, x = STORAGES["float16/split"], around_float16()
+    for shift in (0, 16):
+        seen, field, kept = codes.encode_weight(storage, x, 0)
+        back = codes.decode_weight(storage, seen, through_a_word(storage, field, shift))
+        normal = (x >= 2.0**-14) & (x < 65520)
+        assert torch.equal(back[normal], x[normal]) and torch.equal(kept[normal], x[normal])
+        small = x < 2.0**-14
+        assert int(small.sum()) > 10_000 and torch.equal(back[small], kept[small])
+        errors = (back[small].double() - x[small].double()).abs()
+        assert float(errors.max()) <= 2.0**-38 and float(errors.max()) > 2.0**-39
 
 
-@pytest.mark.parametrize("name", REGIMES)
-def test_no_two_random_bits_agree_more_than_chance(name: str) -> None:
-    """All 32 bits and all 496 pairs of them, |z| < 5.5: one false failure in 50,000 such tests."""
-    dealt = {n: torch.as_tensor(a).long() for n, a in addends(STORAGES["word"], *regime(name)).items()}
-    words = dealt["weight"] | (dealt["exp_avg"] >> 6 << 8) | (dealt["exp_avg_sq"] >> 6 << 20)
-    num_keys, num_seeds = words.shape
-    # Keys that differ in few bits share some parities of a step's bits: over keys those are one reading, not many.
-    clusters = num_seeds if 1 < num_keys <= 256 else words.numel()
-    table = words.t().reshape(clusters, -1)
-    signs = torch.stack([1.0 - 2.0 * ((table >> place) & 1).float() for place in range(32)], 1)
-    means = signs.mean(2)
-    assert float(standard_scores(means).max()) < 5.5
-    if clusters == num_seeds and num_keys > 1:
-        pairs = (signs @ signs.mT / signs.shape[2]).reshape(clusters, -1)[
-            :, ~torch.eye(32, dtype=torch.bool).reshape(-1)
-        ]
-        assert float(standard_scores(pairs).max()) < 5.5
-        assert float(pairs.mean(0).abs().max()) < 0.1
-    else:
-        flat = signs[:, :, 0]
-        agreement = (flat.t() @ flat / clusters).fill_diagonal_(0)
-        assert float(agreement.abs().max()) * clusters**0.5 < 5.5
+def test_a_float16_master_is_the_float32_itself() -> None:
+    x = torch.cat([around_float16(), torch.tensor([1e30, -1e30, math.inf])])
+    seen, field, kept = codes.encode_weight(STORAGES["float16/master"], x, 0)
+    assert torch.equal(kept, x) and torch.equal(codes.decode_weight(STORAGES["float16/master"], seen, field), x)
 
 
-def standard_scores(rows: Tensor) -> Tensor:
-    """How many standard errors the mean over rows lies from zero, per column."""
-    return rows.mean(0).abs() / (rows.std(0) / len(rows) ** 0.5).clamp(min=1e-9)
+@pytest.mark.parametrize("storage", IN_FLOAT16, **row_ids)
+def test_beyond_float16_a_weight_is_seen_as_infinite(storage: Storage) -> None:
+    x = torch.tensor([65519.996, 65520.0, 65536.0, 1e10, math.inf, math.nan])
+    for sign in (1.0, -1.0):
+        seen, _, _ = codes.encode_weight(storage, sign * x, 0)
+        shown = visible_float16(seen)
+        assert shown[0] == sign * 65504 and (shown[1:5] == sign * math.inf).all()
+        assert not shown[5].isfinite()
+
+
+def test_float16_gradients_keep_their_values_and_what_is_not_finite() -> None:
+    every = torch.arange(2**16, dtype=torch.int32)
+    word = (every << 16) | every
+    low, high = layouts.lanes_of_weight("float16", [word])
+    assert torch.equal(low, high)
+    exact = every.to(torch.int16).view(torch.float16)
+    value, fine = codes.gradient_value("float16", low), exact.isfinite()
+    assert torch.equal(bits_of(value[fine]), bits_of(exact[fine].float()))
+    assert not value[~fine].isfinite().any() and int((~fine).sum()) == 2048
+    assert torch.equal(value[exact.isinf()], exact[exact.isinf()].float())
+    # A weight's infinity is a number to the kernel, so that a step of zero can still be taken from it.
+    assert (codes.seen_value("float16", low)[~fine].abs() >= 65536).all()
+    assert torch.equal(codes.seen_bits("float16", codes.seen_value("float16", low)), low)
+
+
+@pytest.mark.parametrize("visible", ["bfloat16", "float32"])
+def test_other_gradients_are_their_bits(visible: str) -> None:
+    bits = torch.tensor([0x7FC00000, 0x7F800000, -0x800000, 0, 0x3F800000], dtype=torch.int32)
+    assert torch.equal(bits_of(codes.gradient_value(visible, bits)), bits)
+    assert torch.equal(codes.seen_bits(visible, codes.seen_value(visible, bits)), bits)
+
+
+def test_round_to_float16_is_nearest_with_ties_away() -> None:
+    x = around_float16()
+    for sign in (1.0, -1.0):
+        result = round_to_float16(sign * x)
+        assert result.dtype is torch.float16 and bool((result.signbit() == (sign < 0)).all())
+        assert np.array_equal(result.double().numpy(), sign * nearest_float16(x))
+    special = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0])
+    result = round_to_float16(special)
+    assert torch.equal(result.isnan(), special.isnan()) and result[:2].tolist() == [math.inf, -math.inf]
+    assert result[3:].signbit().tolist() == [False, True]
+    crossed = torch.arange(6.0).reshape(2, 3).t()
+    assert torch.equal(round_to_float16(crossed).float(), crossed)

@@ -2,115 +2,186 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
 from narrowgauge.optim import layouts
-from narrowgauge.storages import STATE_NAMES, STORAGES, Code, Storage
+from narrowgauge.storages import STATE_NAMES, STORAGES, VISIBLE, Storage
+from optim.scenarios import REPRESENTATIVES, kind, row_of
 
-LENGTHS = (0, 1, 2, 3, 16, 17, 1000, 1001)
-every_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
+SHAPES = [(), (0,), (1,), (5,), (64,), (1001,), (0, 4), (3, 0), (4, 0, 2), (1, 3), (3, 7), (6, 8), (5, 3, 4), (2, 4, 6)]
+ONE_MOMENT = STORAGES["compact"].keeping((("momentum_buffer", "exp_avg"),))
+# What no row of the table has: four lanes without scales, lone 8-bit planes, no state at all, five states in two words.
+ROWS = [
+    *STORAGES.values(),
+    *map(row_of, ("tail8+bfloat16+float32", "bfloat16+e4m3-row+float32", "bfloat16-pair+bfloat16-pair+e7m5")),
+    ONE_MOMENT,
+    STORAGES["compact"].keeping(()),
+    STORAGES["word"].keeping(tuple((f"state{k}", "exp_avg") for k in range(5))),
+]
+every_row = pytest.mark.parametrize("storage", ROWS, ids=lambda row: f"{row.name}-{len(row.states)}")
 
 
-def random_words(shape: tuple[int, ...] | torch.Size, seed: int = 0) -> Tensor:
-    return torch.randint(-(2**31), 2**31, tuple(shape), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+def random_integers(shape: tuple[int, ...] | torch.Size, bits: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    limit = 2 ** (bits - 1)
+    return torch.randint(-limit, limit, tuple(shape), generator=generator).to(layouts.INTEGER[bits])
 
 
 def integers(values: Tensor) -> Tensor:
     """Bits, so that NaNs compare."""
-    return values.view({2: torch.int16, 4: torch.int32}[values.element_size()])
+    return values.reshape(-1).view(layouts.INTEGER[8 * values.element_size()]).view(values.shape)
 
 
-@every_storage
-@pytest.mark.parametrize("length", LENGTHS)
-def test_parameter_order_and_back(storage: Storage, length: int) -> None:
+def test_every_kind_of_storage_has_a_representative() -> None:
+    stand_ins = {kind(STORAGES[name]) for name in REPRESENTATIVES}
+    assert {kind(row) for row in STORAGES.values()} == stand_ins
+    assert len(stand_ins) == len(REPRESENTATIVES)
+
+
+@every_row
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_parameter_order_and_back(storage: Storage, shape: tuple[int, ...]) -> None:
     for plane in layouts.planes(storage):
-        dtype = torch.int16 if plane.bits == 16 else torch.int32
-        values = random_words((length,)).to(dtype).view(plane.dtype)
+        values = random_integers(shape, plane.bits).reshape(-1).view(plane.dtype).view(shape)
         words = layouts.from_parameter_order(storage, plane, values)
-        assert words.shape == layouts.allocate(storage, plane, length, values.device).shape
-        back = layouts.to_parameter_order(plane, words, values.shape)
-        assert back.dtype is plane.dtype and torch.equal(integers(back), integers(values))
-        again = layouts.from_parameter_order(storage, plane, back)
-        assert torch.equal(again, words)
-        assert back.data_ptr() != words.data_ptr() or not length
+        assert words.shape == layouts.allocate(storage, plane, shape, values.device).shape
+        assert words.dtype is torch.int32 and words.is_contiguous()
+        back = layouts.to_parameter_order(storage, plane, words, shape)
+        assert back.dtype is plane.dtype and back.shape == shape and torch.equal(integers(back), integers(values))
+        assert torch.equal(layouts.from_parameter_order(storage, plane, back), words)
+        assert back.data_ptr() != words.data_ptr() or not math.prod(shape)
+        # All the bits of the parameter's values and no others: what fills odd ends up is zero.
+        ones = layouts.from_parameter_order(storage, plane, torch.full_like(integers(values), -1).view(plane.dtype))
+        assert sum(bin(word % 2**32).count("1") for word in ones.reshape(-1).tolist()) == plane.bits * math.prod(shape)
 
 
-@every_storage
-def test_parameter_order_of_matrices_and_strided_values(storage: Storage) -> None:
+@every_row
+@pytest.mark.parametrize("shape", [(5, 7), (6, 8), (3, 4, 2)], ids=str)
+def test_parameter_order_of_strided_values(storage: Storage, shape: tuple[int, ...]) -> None:
     for plane in layouts.planes(storage):
-        dtype = torch.int16 if plane.bits == 16 else torch.int32
-        values = random_words((5, 7)).to(dtype).view(plane.dtype)
-        crossed = values.t().contiguous().t()
+        values = random_integers(shape, plane.bits).view(plane.dtype)
+        crossed = values.transpose(0, -1).contiguous().transpose(0, -1)
+        assert not crossed.is_contiguous()
         words = layouts.from_parameter_order(storage, plane, values)
         assert torch.equal(layouts.from_parameter_order(storage, plane, crossed), words)
-        assert torch.equal(integers(layouts.to_parameter_order(plane, words, values.shape)), integers(values))
 
 
-@every_storage
-@pytest.mark.parametrize("length", [2, 7])
-def test_words_hold_neighbours_where_the_weight_does(storage: Storage, length: int) -> None:
-    """Element k of a plane meets element k of the weight in the same lane of the same word."""
-    lanes = layouts.num_lanes(storage)
+def numbered(storage: Storage, shape: tuple[int, ...]) -> list[Tensor]:
+    """The words of a weight whose elements are the numbers of their places, as a kernel takes them."""
+    bits = VISIBLE[storage.visible][0]
+    flat = torch.arange(math.prod(shape), dtype=layouts.INTEGER[bits]).view(torch.int32)
+    return list(flat.view(layouts.num_parts(storage), *layouts.extent(storage, shape)).unbind(0))
+
+
+@every_row
+@pytest.mark.parametrize("shape", [(24,), (6, 8), (4, 2, 6)], ids=str)
+def test_words_hold_neighbours_where_the_weight_does(storage: Storage, shape: tuple[int, ...]) -> None:
+    """Element k of a plane meets element k of the weight in the same place of the same lane."""
+    if not layouts.fits(storage, shape):
+        assert layouts.by_rows(storage) and len(shape) == 1  # a single row has no two halves
+        return
+    words = []
     for plane in layouts.planes(storage):
-        values = torch.arange(1, length + 1).to(torch.int16 if plane.bits == 16 else torch.int32)
-        words = layouts.from_parameter_order(storage, plane, values.view(plane.dtype))
-        count = layouts.num_words(storage, length)
-        assert words.shape[-1] == count == -(-length // lanes)
-        padded = [*values.tolist(), *[0] * (count * lanes - length)]
-        if plane.bits == 16:
-            expected = [padded[k] + 2**16 * padded[k + 1] for k in range(0, len(padded), 2)]
-            assert words.tolist() == expected
-        else:
-            assert words.tolist() == [padded[lane::lanes] for lane in range(lanes)]
+        values = torch.arange(math.prod(shape), dtype=layouts.INTEGER[plane.bits]).view(plane.dtype).view(shape)
+        words += layouts.from_parameter_order(storage, plane, values).unbind(0)
+    weight = layouts.lanes_of_weight(storage.visible, numbered(storage, shape))
+    assert len(weight) == layouts.num_lanes(storage)
+    lanes = layouts.by_lane(storage, words)
+    begins = {"float32": 0, "bfloat16": 16, "float16": 13}[storage.visible]
+    for seen, fields in zip(weight, lanes, strict=True):
+        number = seen >> begins  # none so large that it would have a sign
+        for plane in layouts.planes(storage):
+            word, shift = fields[plane.fields[0][0]]
+            assert torch.equal((word >> shift) & ((1 << plane.bits) - 1 if plane.bits < 32 else -1), number)
 
 
-@every_storage
+@every_row
 def test_lanes_apart_and_together_again(storage: Storage) -> None:
-    lanes, planes = layouts.num_lanes(storage), layouts.planes(storage)
-    weight = random_words((100,))
-    words = [w for n, p in enumerate(planes) for w in layouts.kernel_words(p, random_words(
-        layouts.allocate(storage, p, 100 * lanes, weight.device).shape, n))]  # fmt: skip
-    weights = layouts.lanes_of_pairs(weight) if lanes == 2 else (weight,)
-    apart = layouts.by_lane(planes, lanes, words)
-    fields = []
-    for lane in range(lanes):
-        read = {}
-        for plane, word in zip(planes, apart[lane], strict=True):
-            for name, shift, bits in plane.fields:
-                # What a code leaves: its bits in their place, zeros elsewhere.
-                read[name] = word & (((1 << bits) - 1) << shift)
-        fields.append(read)
-    together = layouts.join_lanes(planes, weights, fields)
-    assert len(together) == 1 + len(words)
-    assert torch.equal(together[0], weight)
-    used = {p.name: sum(((1 << bits) - 1) << shift for _, shift, bits in p.fields) for p in planes}
-    names = [p.name for p in planes for _ in range(1 if p.bits == 16 else lanes)]
-    for name, new, old in zip(names, together[1:], words, strict=True):
-        plane = next(p for p in planes if p.name == name)
-        expected = old if plane.bits == 16 else old & used[name]
-        assert torch.equal(new, expected)
+    words = [
+        random_integers((3, 5), 32, seed=10 * k + t)
+        for k, plane in enumerate(layouts.planes(storage))
+        for t in range(layouts.num_tensors(storage, plane.bits))
+    ]
+    widths = {name: bits for plane in layouts.planes(storage) for name, _, bits in plane.fields}
+    apart = layouts.by_lane(storage, words)
+    assert len(apart) == layouts.num_lanes(storage) and all(fields.keys() == widths.keys() for fields in apart)
+    # What a code leaves: its bits in their place, zeros elsewhere.
+    fields = [
+        {n: word & (((1 << widths[n]) - 1) << shift if widths[n] < 32 else -1) for n, (word, shift) in lane.items()}
+        for lane in apart
+    ]
+    together = iter(layouts.join_lanes(storage, fields))
+    given = iter(words)
+    for plane in layouts.planes(storage):
+        used = sum(((1 << bits) - 1) << shift for _, shift, bits in plane.fields)
+        everywhere = sum(used << place for place in range(0, 32, plane.bits))
+        for _ in range(layouts.num_tensors(storage, plane.bits)):
+            assert torch.equal(next(together), next(given) & (everywhere - (everywhere >> 31 << 32)))
+    assert next(together, None) is None
 
 
-@every_storage
+@every_row
 def test_every_field_has_one_place_and_no_two_share_a_bit(storage: Storage) -> None:
     taken: dict[str, int] = {}
+    assert layouts.places(storage).keys() == dict(storage.fields).keys()
     for name, bits in storage.fields:
-        place = layouts.place_of(storage, name)
-        assert place is not None and (name, place.shift, bits) in place.plane.fields
+        place = layouts.places(storage)[name]
+        assert (name, place.shift, bits) in place.plane.fields
         mask = ((1 << bits) - 1) << place.shift
-        assert mask < 1 << 32 and not taken.get(place.plane.name, 0) & mask
+        assert mask < 1 << place.plane.bits and not taken.get(place.plane.name, 0) & mask
         taken[place.plane.name] = taken.get(place.plane.name, 0) | mask
-    assert {p.name for p in layouts.planes(storage)} == taken.keys()
-    assert layouts.place_of(storage, None) is None and layouts.place_of(storage, "no such field") is None
-    allocated = sum(
-        layouts.allocate(storage, p, 1000, torch.device("cpu")).numel() * 4 for p in layouts.planes(storage)
-    )
-    visible = 4 if storage.visible == "float32" else 2
-    assert allocated == 1000 * (storage.bytes_per_param - 2 * visible)
+    assert sorted(plane.name for plane in layouts.planes(storage)) == sorted(taken)
+    assert sum(len(plane.fields) for plane in layouts.planes(storage)) == len(storage.fields)
+
+
+@every_row
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_bytes_allocated_are_those_of_the_table(storage: Storage, shape: tuple[int, ...]) -> None:
+    planes = layouts.planes(storage)
+    allocated = [layouts.allocate(storage, plane, shape, torch.device("cpu")) for plane in planes]
+    assert not any(words.any() for words in allocated)
+    states = storage.bytes_per_param - 2 * VISIBLE[storage.visible][0] / 8
+    wanted = math.prod(shape) * states
+    total = sum(words.numel() * 4 for words in allocated)
+    if layouts.fits(storage, shape):
+        assert total == wanted
+    else:
+        # An odd row ends one weight early, an odd number of rows one row early.
+        rows = layouts.matrix_of(storage, shape)[0] if layouts.by_rows(storage) else 1
+        assert wanted < total or not states
+        assert total <= states * (
+            math.prod(shape) + rows + layouts.extent(storage, shape)[-1] * layouts.per_word(storage)
+        )
+    per_plane = [layouts.num_tensors(storage, plane.bits) for plane in planes]
+    assert per_plane == [layouts.num_lanes(storage) * plane.bits // 32 for plane in planes] and 0 not in per_plane
+
+
+# ── the visible weight ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("visible", VISIBLE)
+def test_lanes_of_a_weight_hold_every_value_in_order(visible: str) -> None:
+    """All 65,536 values of the 16-bit formats, NaNs of every payload among them."""
+    bits = VISIBLE[visible][0]
+    numbers = torch.arange(-(2**15), 2**15).to(torch.int32) * (65537 if bits == 32 else 1)
+    words = list(numbers.to(layouts.INTEGER[bits]).view(torch.int32).view(4, -1).unbind(0))
+    lanes = layouts.lanes_of_weight(visible, words)
+    assert len(lanes) == 4 * 32 // bits
+    for before, after in zip(words, layouts.words_of_weight(visible, lanes), strict=True):
+        assert torch.equal(before, after)
+    if bits == 32:
+        return
+    values = [word.view(getattr(torch, visible)) for word in words]
+    for k, lane in enumerate(lanes):
+        value, scale = values[k // 2][k % 2 :: 2].float(), 2.0**-112 if visible == "float16" else 1.0
+        fine = value.isfinite()
+        assert torch.equal(lane[fine], (value * scale)[fine].view(torch.int32))
+        beyond = lane[~fine].view(torch.float32) * (1 / scale)
+        assert (beyond.abs() >= 65536).all() if visible == "float16" else not beyond.isfinite().any()
 
 
 def test_word_fills_its_word_with_the_signed_code_at_the_top() -> None:
@@ -122,12 +193,25 @@ def test_word_fills_its_word_with_the_signed_code_at_the_top() -> None:
 
 def test_plain_states_have_their_own_dtypes() -> None:
     dtypes = {name: {p.name: p.dtype for p in layouts.planes(row)} for name, row in STORAGES.items()}
-    assert dtypes["split"] == {"tail": torch.int16, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32}
-    assert dtypes["naive"] == {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
-    assert dtypes["master"] == dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), torch.float32)
+    bfloat16, single = torch.bfloat16, torch.float32
+    assert dtypes["split"] == {"tail": torch.int16, "exp_avg": bfloat16, "exp_avg_sq": single}
+    assert dtypes["naive"] == {"exp_avg": bfloat16, "exp_avg_sq": bfloat16}
+    assert dtypes["master"] == dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), single)
+    assert dtypes["kahan"] == dict.fromkeys(("weight_low", "exp_avg", "exp_avg_sq"), bfloat16)
+    assert dtypes["compact"] == {"tail": torch.int8, "packed": torch.int16}
+    assert dtypes["states8"] == {"packed": torch.int16}
+    assert dtypes["split8"] == {"exp_avg": bfloat16, "packed": torch.int32}
+    assert dtypes["float16/split"] == {"exp_avg": bfloat16, "exp_avg_sq": single, "tail": torch.int16}
+    assert dtypes["float8/collage-plus"] == {"packed": torch.int16, "packed2": torch.int32}
 
 
-def test_more_than_a_word_is_refused() -> None:
-    row = dataclasses.replace(STORAGES["word"], name="wide", exp_avg=Code("e6m8", 6, 8))
-    with pytest.raises(ValueError, match="'wide' packs 35 bits"):
-        layouts.planes(row)
+def test_scales_and_eight_bit_planes_lie_in_rows_and_nothing_else_does() -> None:
+    in_rows = {row.name for row in STORAGES.values() if layouts.by_rows(row)}
+    assert in_rows == {"compact", "states8", "float8/collage-light", "float8/collage-plus"}
+    assert [layouts.num_lanes(STORAGES[n]) for n in ("float32", "word", "states8", "compact")] == [1, 2, 2, 4]
+    assert layouts.matrix_of(STORAGES["compact"], (5, 3, 4)) == (15, 4)
+    assert layouts.matrix_of(STORAGES["word"], (5, 3, 4)) == (60,)
+    assert layouts.extent(STORAGES["compact"], (5, 3, 5)) == (8, 3)
+    assert layouts.extent(STORAGES["states8"], (5, 3, 5)) == (15, 3)
+    assert layouts.extent(STORAGES["word"], (5, 3, 5)) == (38,)
+    assert layouts.extent(STORAGES["float32"], (5, 3, 5)) == (75,)

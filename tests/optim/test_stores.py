@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,16 +19,28 @@ from narrowgauge.optim.stores import (
     ALIGNMENT,
     BUCKET_WORDS,
     SMALL,
+    SMALLEST_BOUND,
     Store,
     as_words,
     make_stores,
+    weight_bound,
     write_back,
 )
 from narrowgauge.storages import STORAGES, Storage
+from optim.scenarios import REPRESENTATIVES, row_of
 from oracles import codes as oracle
 
-every_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
+# Two that no row of the table is like: four lanes without scales, and scales for one of the moments only.
+ROWS = [STORAGES[name] for name in REPRESENTATIVES]
+ROWS += [row_of("tail8+bfloat16+float32"), row_of("bfloat16-pair+e4m3-row+float32")]
+FLAT = [row for row in ROWS if not layouts.by_rows(row)]
+IN_ROWS = [row for row in ROWS if layouts.by_rows(row)]
+names = {"ids": lambda row: row.name}
+every_storage = pytest.mark.parametrize("storage", ROWS, **names)
+every_flat = pytest.mark.parametrize("storage", FLAT, **names)
+every_in_rows = pytest.mark.parametrize("storage", IN_ROWS, **names)
 SHAPES = [(3,), (0,), (1,), (5, 7), (64, 64), (65, 63), (2, 3, 4), ()]
+STATES = ("exp_avg", "exp_avg_sq")
 
 
 def kernel(storage: Storage) -> StepKernel:
@@ -39,6 +55,12 @@ def gaussian(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tenso
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def alone(parameter: Tensor, storage: Storage) -> Store:
+    """A store with words of its own, whatever its size."""
+    (store,), _ = make_stores([parameter], storage, kernel(storage), joined=False)
+    return store
+
+
 def odd_offset(values: Tensor) -> Tensor:
     """The same values, beginning at the second element of a buffer."""
     base = torch.zeros(values.numel() + 1, dtype=values.dtype)
@@ -50,9 +72,14 @@ def fill(store: Store, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for words in store.words.values():
         words.copy_(torch.randint(-(2**31), 2**31, tuple(words.shape), generator=generator).to(torch.int32))
+    for bound in store.bounds.values():
+        bound.copy_(torch.rand(bound.shape, generator=generator))
 
 
-@every_storage
+# ── buckets ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@every_flat
 def test_small_parameters_share_a_bucket_and_large_ones_stand_alone(storage: Storage) -> None:
     dtype = visible(storage)
     shapes = [*SHAPES, (SMALL + 2,), (SMALL + 1,), (130, 66)]
@@ -66,16 +93,31 @@ def test_small_parameters_share_a_bucket_and_large_ones_stand_alone(storage: Sto
         assert (id(store) in inside) == (size <= SMALL or not in_words)
         for plane in layouts.planes(storage):
             assert not store.words[plane.name].any()
-            assert store.words[plane.name].shape == layouts.allocate(storage, plane, size, torch.device("cpu")).shape
+            shape = tuple(store.parameter.shape)
+            assert store.words[plane.name].shape == layouts.allocate(storage, plane, shape, torch.device("cpu")).shape
 
 
-@every_storage
+@every_in_rows
+def test_what_lies_in_rows_stands_alone_and_so_does_what_is_not_to_be_joined(storage: Storage) -> None:
+    stores, buckets = make_stores([gaussian(s, visible(storage)) for s in SHAPES], storage, kernel(storage))
+    assert buckets == []
+    for store, shape in zip(stores, SHAPES, strict=True):
+        for plane in layouts.planes(storage):
+            assert store.words[plane.name].shape[1:] == layouts.extent(storage, shape)
+        rows = math.prod(shape[:-1])
+        assert store.bounds.keys() == set(storage.scaled)
+        assert all(bound.shape == (rows, 1) and bound.dtype is torch.float32 for bound in store.bounds.values())
+    _, buckets = make_stores([torch.zeros(3).bfloat16()], STORAGES["word"], kernel(STORAGES["word"]), joined=False)
+    assert buckets == []
+
+
+@every_flat
 def test_segments_are_aligned_disjoint_and_seen_through_the_members(storage: Storage) -> None:
     stores, (bucket,) = make_stores([gaussian(s, visible(storage)) for s in SHAPES], storage, kernel(storage))
     end = 0
     for member, segment in zip(bucket.members, bucket.segments(), strict=True):
         assert segment.start % ALIGNMENT == 0 and segment.start >= end
-        assert segment.stop - segment.start == layouts.num_words(storage, member.parameter.numel())
+        assert segment.stop - segment.start == layouts.extent(storage, member.parameter.shape)[0]
         end = segment.stop
     assert bucket.weights.numel() >= end
     for number, store in enumerate(stores):
@@ -84,12 +126,12 @@ def test_segments_are_aligned_disjoint_and_seen_through_the_members(storage: Sto
     for number, segment in enumerate(bucket.segments()):
         assert all((words[..., segment] == number + 1).all() for words in bucket.words.values())
     # Nobody's words are the padding's.
-    counts = sum(s.parameter.numel() and layouts.num_words(storage, s.parameter.numel()) for s in stores)
+    counts = sum(layouts.extent(storage, s.parameter.shape)[0] for s in stores)
     for words in bucket.words.values():
         assert int((words != 0).sum()) == counts * (words.numel() // bucket.weights.numel())
 
 
-@every_storage
+@every_flat
 def test_buckets_are_closed_when_full(storage: Storage) -> None:
     size = SMALL // layouts.num_lanes(storage)
     parameters = [torch.zeros(SMALL, dtype=visible(storage)) for _ in range(2 * BUCKET_WORDS // size + 1)]
@@ -98,7 +140,7 @@ def test_buckets_are_closed_when_full(storage: Storage) -> None:
     assert make_stores([], storage, kernel(storage)) == ([], [])
 
 
-@every_storage
+@every_flat
 def test_gather_and_scatter_copy_every_member_and_nothing_else(storage: Storage) -> None:
     dtype = visible(storage)
     parameters = [gaussian(s, dtype, n) for n, s in enumerate(SHAPES)]
@@ -146,7 +188,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["word", "split", "float32"])
+@pytest.mark.parametrize("name", ["word", "split", "float32", "float16/split"])
 @pytest.mark.parametrize("how", LAYOUTS)
 @pytest.mark.parametrize("shape", [(70, 61), (701, 33), (5, 30001)])
 def test_pieces_cover_the_parameter_once_in_order(
@@ -156,14 +198,14 @@ def test_pieces_cover_the_parameter_once_in_order(
     storage, lanes = STORAGES[name], layouts.num_lanes(STORAGES[name])
     weight, gradient = (gaussian(shape, visible(storage), n) for n in range(2))
     placed, slopes = (place(x) for place, x in zip(LAYOUTS[how], (weight.clone(), gradient), strict=True))
-    planes = {p.name: layouts.allocate(storage, p, weight.numel(), weight.device) for p in layouts.planes(storage)}
-    store = Store(placed, storage, kernel(storage), planes)
+    store = alone(placed, storage)
     store.gradient = slopes
     fill(store)
     start, before = 0, {k: w.clone() for k, w in store.words.items()}
-    for words, slope_words, plane_words, piece in store.pieces():
+    for work, ((words, piece),) in store.pieces():
         count = piece.numel()
-        assert start % lanes == 0
+        assert start % lanes == 0 and words is work.words[0] and work.scales == []
+        slope_words, *plane_words = work.words[1:]
         flat = slice(start, start + count)
         assert torch.equal(words.view(weight.dtype)[:count], weight.reshape(-1)[flat])
         assert torch.equal(slope_words.view(weight.dtype)[:count], gradient.reshape(-1)[flat])
@@ -180,22 +222,181 @@ def test_pieces_cover_the_parameter_once_in_order(
     assert all(torch.equal(words, before[key] + 1) for key, words in store.words.items())
 
 
+@every_in_rows
+@pytest.mark.parametrize("how", LAYOUTS)
+@pytest.mark.parametrize("shape", [(1, 5), (7, 61), (70, 33), (8, 64)])
+def test_row_pieces_cover_every_row_once_with_its_scales(
+    monkeypatch: pytest.MonkeyPatch, storage: Storage, how: str, shape: tuple[int, int]
+) -> None:
+    monkeypatch.setattr("narrowgauge.optim.stores.BUCKET_WORDS", 64)
+    weight, gradient = (gaussian(shape, visible(storage), n) for n in range(2))
+    placed, slopes = (place(x) for place, x in zip(LAYOUTS[how], (weight.clone(), gradient), strict=True))
+    store, (rows, columns), parts = alone(placed, storage), shape, layouts.num_parts(storage)
+    store.gradient = slopes
+    fill(store)
+    numbers = {name: torch.arange(1.0, rows + 1).unsqueeze(1) for name in storage.scaled}
+    store.set_scales(numbers, {name: -number for name, number in numbers.items()})
+    before, done, total = {k: w.clone() for k, w in store.words.items()}, torch.zeros(rows), 0
+    for work, copies in store.pieces():
+        weights, gradients, planes = work.words[:parts], work.words[parts : 2 * parts], work.words[2 * parts :]
+        (height,) = {words.shape[0] for words in work.words} | {scale.shape[0] for scale in work.scales}
+        assert len(copies) == parts and len({w.shape for w in work.words}) == 1
+        for part, ((words, piece), slope_words) in enumerate(zip(copies, gradients, strict=True)):
+            first = min(part * layouts.extent(storage, shape)[0] + total, rows)
+            mine = slice(first, first + piece.shape[0])
+            assert words is weights[part] and piece.shape[1] == columns
+            for copied, source in ((words, weight), (slope_words, gradient)):
+                values = copied.view(weight.dtype)
+                assert torch.equal(values[: piece.shape[0], :columns], source[mine])
+                assert not values[piece.shape[0] :].any() and not values[:, columns:].any()
+            for place in range(len(storage.scaled)):
+                into, back = work.scales[2 * (place * parts + part) :][:2]
+                assert into[: piece.shape[0], 0].tolist() == list(range(first + 1, first + 1 + piece.shape[0]))
+                assert (
+                    torch.equal(back[: piece.shape[0]], -into[: piece.shape[0]]) and (into[piece.shape[0] :] == 1).all()
+                )
+            done[mine] += 1
+            words.view(weight.dtype).mul_(-2)
+            write_back(words, piece)
+        for words in planes:
+            words.add_(1)
+        total += height
+    assert (done == 1).all() and total == layouts.extent(storage, shape)[0]
+    # Only where the parameter's own rows are not what was copied is there something left to do after the last piece.
+    assert torch.equal(placed, -2 * weight)
+    assert all(torch.equal(words, before[key] + 1) for key, words in store.words.items())
+
+
+@every_in_rows
+def test_odd_strides_of_more_dims_are_written_back_whole(storage: Storage) -> None:
+    weight = gaussian((4, 6, 5), visible(storage))
+    placed = weight.clone().transpose(0, 1).contiguous().transpose(0, 1)
+    store = alone(placed, storage)
+    store.gradient = torch.ones_like(weight)
+    store.set_scales(*[dict.fromkeys(storage.scaled, torch.ones(24, 1))] * 2)
+    for _, copies in store.pieces():
+        for words, piece in copies:
+            words.view(weight.dtype).mul_(-2)
+            write_back(words, piece)
+    assert not placed.is_contiguous() and torch.equal(placed, -2 * weight)
+
+
 @every_storage
-@pytest.mark.parametrize("shape", [(1,), (7, 13), (64, 66)])
-def test_adopt_keeps_the_nearest_and_shows_its_bfloat16(storage: Storage, shape: tuple[int, ...]) -> None:
-    values = gaussian(shape, torch.float32)
-    (store,), _ = make_stores([torch.nn.Parameter(values.to(visible(storage)))], storage, kernel(storage))
-    store.adopt(values)
+@pytest.mark.parametrize("shape", [(64, 64), (2, 6, 8)])
+def test_what_fits_is_stepped_where_it_lies(storage: Storage, shape: tuple[int, ...]) -> None:
+    parameter, gradient = gaussian(shape, visible(storage)), gaussian(shape, visible(storage), 1)
+    store = alone(parameter, storage)
+    store.gradient = gradient
+    work, parts = store.direct(), layouts.num_parts(storage)
+    assert work is not None
+    size = parameter.numel() * parameter.element_size() // parts
+    for part in range(parts):
+        assert work.words[part].data_ptr() == parameter.data_ptr() + part * size
+        assert work.words[parts + part].data_ptr() == gradient.data_ptr() + part * size
+    assert [w.data_ptr() for w in work.words[2 * parts :]] == [w.data_ptr() for w in store.plane_words]
+    assert {w.shape for w in work.words} == {layouts.extent(storage, shape)}
+    store.gradient = odd_offset(gradient)
+    assert (store.direct() is None) == (storage.visible != "float32")  # any float32 begins at a word
+    parameter.data = gaussian(shape, visible(storage), 2)
+    store.gradient = gradient
+    moved = store.direct()
+    assert moved is not None and moved.words[0].data_ptr() == parameter.data_ptr()
+
+
+@every_in_rows
+@pytest.mark.parametrize("shape", [(3, 8), (4, 7), (5,), ()])
+def test_what_does_not_fit_is_copied(storage: Storage, shape: tuple[int, ...]) -> None:
+    store = alone(gaussian(shape, visible(storage)), storage)
+    store.gradient = gaussian(shape, visible(storage), 1)
+    assert (store.direct() is None) == (not layouts.fits(storage, shape))
+    assert not (layouts.fits(storage, shape) and layouts.num_parts(storage) > 1)
+
+
+# ── values ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def expected_weight(storage: Storage, values: Tensor) -> Tensor:
+    """What a weight of one part is to the nearest, float64."""
+    if storage.master or storage.visible == "float32":
+        return values.double()
+    if storage.visible == "float16":
+        return torch.from_numpy(
+            np.where(values.abs() < 2.0**-14, np.rint(values.double() * 2.0**37) * 2.0**-37, values)
+        )
     exact = bits_of(values).numpy().astype("int64") % 2**32
-    dropped = codes.dropped_bits(storage.weight)
-    kept = oracle.cut(exact, dropped) if dropped else exact
-    assert (bits_of(store.stored("weight")).numpy().astype("int64") % 2**32 == kept).all()
-    seen = oracle.cut(kept, 16) if storage.visible == "bfloat16" else kept
-    shown = store.parameter.detach().float()
-    assert (bits_of(shown).numpy().astype("int64") % 2**32 == seen).all()
-    assert store.parameter.dtype is visible(storage)
-    for name in ("exp_avg", "exp_avg_sq"):
+    cut = oracle.cut(exact, codes.dropped_bits(storage.weight)) if codes.dropped_bits(storage.weight) else exact
+    return torch.from_numpy(cut.astype(np.uint32).view(np.float32)).double()
+
+
+@every_storage
+@pytest.mark.parametrize("shape", [(1,), (7, 13), (64, 66), (3, 5, 2)])
+@pytest.mark.parametrize("joined", [True, False])
+def test_adopt_keeps_the_nearest_and_shows_what_the_model_sees(
+    storage: Storage, shape: tuple[int, ...], joined: bool
+) -> None:
+    values = gaussian(shape, torch.float32)
+    parameter = torch.nn.Parameter(values.to(visible(storage)))
+    (store,), _ = make_stores([parameter], storage, kernel(storage), joined=joined)
+    store.adopt(values)
+    kept, shown = store.stored("weight"), store.parameter.detach().float()
+    assert store.parameter.dtype is visible(storage) and kept.shape == shape
+    if storage.weight.parts == 1 or storage.master:
+        assert torch.equal(kept.double(), expected_weight(storage, values))
+    if storage.weight.scaled:
+        bound = values.reshape(-1, shape[-1]).abs().amax(1, keepdim=True).expand(-1, shape[-1]).reshape(shape)
+        assert ((kept - values).abs() <= 2.0**-12 * values.abs() + 2.0**-22 * bound).all()
+        assert ((shown - values).abs() <= 2.0**-4 * values.abs() + 2.0**-13 * bound).all()
+    else:
+        seen = 2.0 ** {"float32": -149, "bfloat16": -8, "float16": -11}[storage.visible]
+        assert ((shown - kept).abs() <= seen * 2 * kept.abs()).all()
+        digits = 24 if storage.master else min(24, storage.weight.parts * (storage.weight.mantissa_bits + 1))
+        assert ((kept - values).abs() <= 2.0**-digits * values.abs() + 2.0**-38).all()
+    if storage.visible == "bfloat16" and not storage.weight.is_window:
+        seen_bits = oracle.cut(
+            bits_of(values if storage.weight.parts > 1 else kept).numpy().astype("int64") % 2**32, 16
+        )
+        assert (bits_of(shown.contiguous()).numpy().astype("int64") % 2**32 == seen_bits).all()
+    for name in STATES:
         assert not store.stored(name).any() and store.stored(name).shape == values.shape
+    store.adopt(kept)
+    assert torch.equal(store.stored("weight"), kept)
+    if storage.weight.parts == 1:  # of a pair, a tie may be shared out the other way round
+        assert torch.equal(store.parameter.detach().float(), shown)
+
+
+@every_storage
+@pytest.mark.parametrize("shape", [(7, 13), (8, 12)])
+def test_what_is_put_is_kept_beside_all_else(storage: Storage, shape: tuple[int, ...]) -> None:
+    store = alone(gaussian(shape, visible(storage)), storage)
+    values = {"weight": gaussian(shape, torch.float32), "exp_avg": gaussian(shape, torch.float32, 1)}
+    values["exp_avg_sq"] = gaussian(shape, torch.float32, 2).square()
+    store.adopt(values["weight"])
+    for name in STATES:
+        store.put(name, values[name])
+    weight = store.stored("weight")
+    for name in STATES:
+        code = storage.code(name)
+        near = 2.0 ** -(code.parts * (code.mantissa_bits + 1)) * values[name].abs()
+        floor = 2.0**-17 * values[name].abs().amax(1, keepdim=True) if code.scaled else 0.0
+        assert ((store.stored(name) - values[name]).abs() <= near.clamp(min=1e-30) + floor).all()
+        if name in storage.scaled:
+            assert torch.equal(store.bounds[name], values[name].abs().amax(1, keepdim=True))
+    store.put("exp_avg", torch.zeros(shape))
+    assert torch.equal(store.stored("weight"), weight) and not store.stored("exp_avg").any()
+    assert store.stored("exp_avg_sq").all()
+
+
+@pytest.mark.parametrize("name", ["word", "compact", "states8"])
+def test_with_a_seed_values_are_put_stochastically(name: str) -> None:
+    """9/8 of a step above a value: an eighth of 4,096 equal ones go up, not none; |z| < 5."""
+    storage = STORAGES[name]
+    store, code = alone(torch.randn(64, 64).to(visible(storage)), storage), storage.exp_avg_sq
+    values = 1.0 + torch.arange(4096).reshape(64, 64) * 2.0**-26 + 2.0 ** -(code.mantissa_bits + 3)
+    values[:, 0] = 1.5
+    for seed, share in ((None, 0.0), (torch.tensor(12345, dtype=torch.int32), 0.125)):
+        store.put("exp_avg_sq", values, seed)
+        risen = float((store.stored("exp_avg_sq")[:, 1:] > values[:, 1:]).double().mean())
+        assert abs(risen - share) <= (5 * math.sqrt(0.125 * 0.875 / 4032) if share else 0.0)
 
 
 def test_adopt_writes_where_the_parameter_lies_and_keeps_no_view_of_the_values() -> None:
@@ -217,26 +418,39 @@ def test_adopt_narrows_a_wide_parameter_and_quiets_nans() -> None:
 
 
 @every_storage
-@pytest.mark.parametrize("shape", [(0,), (1,), (7, 13), (130, 65)])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (7, 13), (130, 65), (3, 5, 2)], ids=str)
 def test_what_is_taken_out_goes_in_again(storage: Storage, shape: tuple[int, ...]) -> None:
     parameter = gaussian(shape, visible(storage))
     (one, other), _ = make_stores([parameter, parameter.clone()], storage, kernel(storage))
     fill(one)
     saved = one.in_parameter_order()
-    assert all(value.shape == parameter.shape for value in saved.values())
+    rows = (*shape[:-1], 1) if shape else (1,)
+    assert saved.keys() == {p.name for p in layouts.planes(storage)} | {f"{n}_bound" for n in storage.scaled}
+    assert all(value.shape == (rows if name.endswith("_bound") else shape) for name, value in saved.items())
     other.take(saved)
-    for name in ("weight", "exp_avg", "exp_avg_sq"):
+    for name in ("weight", *STATES):
         assert torch.equal(bits_of(other.stored(name)), bits_of(one.stored(name)))
-    saved["exp_avg" if "exp_avg" in saved else "packed"].zero_()
-    assert one.in_parameter_order().keys() == saved.keys()
+    for value in saved.values():
+        value.zero_()
+    again = one.in_parameter_order()
+    assert again.keys() == saved.keys()
+    assert not parameter.numel() or all(value.any() for value in again.values())
+
+
+@every_storage
+def test_a_store_counts_all_its_tensors(storage: Storage) -> None:
+    store = alone(gaussian((16, 32), visible(storage)), storage)
+    total = sum(t.numel() * t.element_size() for t in store.tensors())
+    gradient_and_weight = 2 * store.parameter.element_size()
+    assert total == 512 * (storage.bytes_per_param - gradient_and_weight) + 16 * storage.bytes_per_row
 
 
 def test_stored_is_a_copy_and_knows_its_names() -> None:
-    for storage in STORAGES.values():
+    for storage in ROWS:
         parameter = gaussian((6,), visible(storage))
         (store,), _ = make_stores([parameter], storage, kernel(storage))
         store.adopt(parameter.float())
-        for name in ("weight", "exp_avg", "exp_avg_sq"):
+        for name in ("weight", *STATES):
             before = store.stored(name)
             store.stored(name).fill_(7)
             assert torch.equal(store.stored(name), before)
@@ -252,3 +466,56 @@ def test_take_refuses_what_does_not_fit() -> None:
         store.take({"packed": torch.zeros(5, dtype=torch.int32)})
     with pytest.raises(RecipeError, match=r"torch\.float32 of shape"):
         store.take({"packed": torch.zeros(4)})
+    store = alone(gaussian((4, 6), torch.bfloat16), STORAGES["compact"])
+    saved = store.in_parameter_order()
+    with pytest.raises(RecipeError, match="needs 'exp_avg_bound'"):
+        store.take({name: value for name, value in saved.items() if name != "exp_avg_bound"})
+    with pytest.raises(RecipeError, match=r"float32 of shape \(4, 1\)"):
+        store.take({**saved, "exp_avg_bound": torch.zeros(4, 6)})
+
+
+# ── scales ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@every_in_rows
+@pytest.mark.parametrize("shape", [(), (5,), (0,), (3, 0), (0, 4), (7, 13), (8, 16), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_peaks_are_the_largest_magnitudes_of_the_rows(
+    storage: Storage, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    store, values = alone(gaussian(shape, visible(storage)), storage), gaussian(shape, dtype, 4)
+    rows = values.reshape(math.prod(shape[:-1]), -1) if values.numel() else values.new_zeros(math.prod(shape[:-1]), 1)
+    wanted = [max([abs(v) for v in row], default=0.0) for row in rows.tolist()]
+    for form in (values, values.transpose(0, -1).contiguous().transpose(0, -1) if len(shape) > 1 else values):
+        peaks = store.peaks_of(form)
+        assert peaks.dtype is torch.float32 and peaks.tolist() == [[peak] for peak in wanted]
+
+
+@every_in_rows
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_peaks_of_what_is_not_finite_are_not_finite(storage: Storage, bad: float) -> None:
+    store = alone(gaussian((8, 16), visible(storage)), storage)
+    values = gaussian((8, 16), torch.bfloat16)
+    values[3, 5] = bad
+    peaks = store.peaks_of(values).flatten()
+    assert peaks.isfinite().tolist() == [k != 3 for k in range(8)] and bool(peaks[3].isnan()) == math.isnan(bad)
+
+
+def test_scales_are_handed_out_by_code_and_part() -> None:
+    store = alone(gaussian((5, 8), torch.bfloat16), STORAGES["compact"])
+    rows = torch.arange(1.0, 6.0).unsqueeze(1)
+    store.set_scales({n: rows * (10 if n == "exp_avg" else 1000) for n in STATES}, dict.fromkeys(STATES, -rows))
+    # For each code and each half of the rows, into the window and back; the sixth row is filled up with ones.
+    found = [scale.flatten().tolist() for scale in store.scales]
+    assert found == [
+        [10, 20, 30], [-1, -2, -3], [40, 50, 1], [-4, -5, 1],
+        [1000, 2000, 3000], [-1, -2, -3], [4000, 5000, 1], [-4, -5, 1],
+    ]  # fmt: skip
+
+
+def test_a_row_of_weights_may_double_and_a_row_of_zeros_may_leave_zero() -> None:
+    assert weight_bound(torch.tensor([0.0, 2.0**-12, 0.5, 3.0])).tolist() == [SMALLEST_BOUND, SMALLEST_BOUND, 1.0, 6.0]
+    store = alone(torch.zeros(4, 6).bfloat16(), STORAGES["float8/collage-light"])
+    assert store.bounds["weight"].flatten().tolist() == [SMALLEST_BOUND] * 4
+    store.adopt(torch.ones(4, 6) * torch.arange(1.0, 5.0).unsqueeze(1))
+    assert store.bounds["weight"].flatten().tolist() == list(accumulate([2.0] * 4))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 Lists = Sequence[Sequence[float]]
 
@@ -44,6 +45,6 @@ def separated(parts: Lists, precision: int) -> bool:
     """Whether each part is at most half a spacing of the one before it, and nothing follows a zero."""
     return all(
         abs(Fraction(below)) <= half_spacing(Fraction(above), precision)
-        for upper, lower in zip(parts[:-1], parts[1:], strict=True)
+        for upper, lower in pairwise(parts)
         for above, below in zip(upper, lower, strict=True)
     )

@@ -1,14 +1,14 @@
-"""The second moment of Collage-plus as its authors' released code computes it, from a description of the fault.
+"""Collage in ordinary narrow tensors: as published, and as its authors' released code computes it.
 
-That code multiplies the expansion (v, dv) by (B, dB), beta2 split into two bfloat16, in place: the tensor that holds v
-is overwritten by the rounded product, and so is every later line that reads it. Two things follow. The error of the
-product, v*B - RN(v*B), is computed from the overwritten v and becomes B*(B-1)*v, no small correction but a second decay.
-And the last line, which should leave in the low word only what the sum lost, compares the sum with itself, so the low
-word is added to the high word and kept as well: counted twice. ``in_place=False`` is the same sequence without the
-overwriting, which is what the paper says. Of stationary gradients the released sequence keeps 0.33, 0.33, 0.31 and 0.50 of
-the value at beta2 = 0.95, 0.98, 0.99 and 0.999; the authors' own functions, run, gave 0.331, 0.335, 0.313 and 0.501.
+Every operation is one of eager PyTorch on bfloat16 (or float16) tensors, which rounds once; ``addcmul`` is the fused
+multiply-add. The released code multiplies the expansion (v, dv) by (B, dB), beta2 split into two words, in place: the
+tensor that holds v is overwritten by the rounded product, and every later line that means v reads the product. Two things
+follow. The error of the product, v*B - RN(v*B), becomes B*(B-1)*v, no small correction but a second decay. And the last
+line, which should leave in the low word only what the sum lost, compares the sum with itself: the low word is added to
+the high one and kept as well, so it counts twice. Of stationary gradients it keeps 0.33, 0.33, 0.31 and 0.50 of the second
+moment at beta2 = 0.95, 0.98, 0.99 and 0.999; the authors' own functions, run, gave 0.331, 0.335, 0.313 and 0.501.
 
-Source: what amazon-science/collage of July 2024 does, in our own words and code; arXiv:2405.03637 for the method.
+Source: arXiv:2405.03637 for the method; what amazon-science/collage of July 2024 does, in our own words and code.
 """
 
 from __future__ import annotations
@@ -18,44 +18,76 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-
-def rn(x: Tensor) -> Tensor:
-    """To the nearest bfloat16, in float32."""
-    return x.to(torch.bfloat16).float()
+Pair = tuple[Tensor, Tensor]
 
 
-def fast_two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and error, every operation rounded."""
-    s = rn(a + b)
-    return s, rn(b - rn(s - a))
+def fast_two_sum(a: Tensor, b: Tensor) -> Pair:
+    """Sum and error, where a is not the smaller."""
+    s = a + b
+    return s, b - (s - a)
 
 
-def multiply(v: Tensor, dv: Tensor, beta: float, *, in_place: bool) -> tuple[Tensor, Tensor]:
-    """(v, dv) times beta, as released or as published."""
-    high = rn(torch.tensor(beta))
-    low = rn(torch.tensor(beta) - high)
-    product = rn(v * high)
-    read = product if in_place else v
-    error = rn(read * high - product)
-    rest = rn(rn(rn(dv * high) + read * low) + error)
-    if in_place:
-        return rn(product + rest), rest
-    return fast_two_sum(product, rest)
+def two_sum(a: Tensor, b: Tensor) -> Pair:
+    """Sum and error."""
+    s = a + b
+    of_b = s - a
+    of_a = s - of_b
+    return s, (a - of_a) + (b - of_b)
 
 
-def second_moment(gradients: Iterable[Tensor], beta: float, *, in_place: bool) -> tuple[Tensor, Tensor]:
+def two_prod(a: Tensor, b: Tensor) -> Pair:
+    """Product and error."""
+    p = a * b
+    return p, torch.addcmul(-p, a, b)
+
+
+def grow(x: Pair, a: Tensor) -> Pair:
+    """A pair plus a word."""
+    s, e = two_sum(x[0], a)
+    return fast_two_sum(s, x[1] + e)
+
+
+def add(x: Pair, y: Pair) -> Pair:
+    """The accurate sum of two pairs."""
+    s, e = two_sum(x[0], y[0])
+    t, f = two_sum(x[1], y[1])
+    s, e = fast_two_sum(s, e + t)
+    return fast_two_sum(s, e + f)
+
+
+def scale(x: Pair, c: Tensor) -> Pair:
+    """A pair times a word."""
+    p, e = two_prod(x[0], c)
+    return fast_two_sum(p, torch.addcmul(e, x[1], c))
+
+
+def mul(x: Pair, y: Pair, *, released: bool = False) -> Pair:
+    """A pair times a pair, as published or as released."""
+    p = x[0] * y[0]
+    read = p if released else x[0]
+    e = torch.addcmul(-p, read, y[0])
+    t = torch.addcmul(x[1] * y[0], read, y[1]) + e
+    return (p + t, t) if released else fast_two_sum(p, t)
+
+
+def split(value: float, dtype: torch.dtype = torch.bfloat16) -> Pair:
+    """A float32 number as two words."""
+    high = torch.tensor(value).to(dtype)
+    return high, (torch.tensor(value) - high.float()).to(dtype)
+
+
+def second_moment(gradients: Iterable[Tensor], beta: float, *, released: bool) -> Pair:
     """The second moment of gradients, one a step, from zero: ``(as kept, exact)``, float64.
 
     Args:
         gradients: bfloat16 values in float32, of equal shape.
         beta: beta2.
-        in_place: as released; else as published.
+        released: as released; else as published.
     """
-    v = dv = torch.zeros(())
+    v = (torch.zeros((), dtype=torch.bfloat16),) * 2
     exact = torch.zeros((), dtype=torch.float64)
     for g in gradients:
-        v, dv = multiply(v, dv, beta, in_place=in_place)
-        v, error = fast_two_sum(v, rn((1 - beta) * g * g))
-        v, dv = fast_two_sum(v, rn(dv + error))
+        v = mul(v, split(beta), released=released)
+        v = grow(v, ((1 - beta) * g * g).bfloat16())
         exact = beta * exact + (1 - beta) * g.double() ** 2
-    return v.double() + dv.double(), exact
+    return v[0].double() + v[1].double(), exact

@@ -13,7 +13,7 @@ the format, as errors are, the rounding is left out: it would change nothing.
 
 Roundings work on integer bits: a compiler would drop ``.to(bfloat16).float()``, and may fuse a multiplication with the
 addition it feeds, but not through integers. Errors are relative, with u = 2^-p, and hold while nothing overflows and no
-part underflows. Those of pairs are proved in the sources, those of triples were measured and rounded up.
+part underflows. Those of pairs are proved in the sources; those of triples and of square roots were measured.
 
 Source: Dekker 1971; Knuth, TAOCP 2; Figueroa 1995 (rounding twice); Shewchuk 1997; Joldes, Muller & Popescu 2017 (pairs);
 Yu et al. 2024 (Collage), whose Grow, Scaling and Mul are :func:`grow`, :func:`scale` and :func:`mul` here.
@@ -72,10 +72,10 @@ class NearestEven:
 
 
 def nearest_even(format_name: str, *, quiet: bool = False) -> NearestEven:
-    """The rounding to a float format's values, ties to even: bit for bit torch's cast.
+    """The rounding to a float format's values, ties to even: bit for bit torch's cast, and :func:`casting.round_to`.
 
-    Subnormals are values like others; what rounds past the largest becomes infinite, or NaN in ``float8_e4m3fn``; a NaN
-    becomes the quiet NaN; zeros keep their sign.
+    Subnormals are values like others; what rounds past the largest becomes infinite, or NaN in ``float8_e4m3fn`` (where
+    torch's cast came to hold it at 448); a NaN becomes the quiet NaN; zeros keep their sign.
 
     Args:
         format_name: ``"float32"`` (nothing is rounded) or a float format of at most 11 significant bits.
@@ -310,8 +310,8 @@ def expansion_of(value: Tensor | float, length: int, rn: Rounding) -> Parts:
 class Expansion:
     """An expansion with operators, so that arithmetic written for tensors runs on it unchanged.
 
-    A result has as many parts as the longer operand. A tensor or Python float beside a single part is used as it is,
-    with one rounding of the float32 result, as in an eager narrow operation; beside more parts it is first split.
+    A result has as many parts as the longer operand. A float32 tensor or Python float beside a single part is used as it
+    is, with one rounding of the float32 result, as in torch's narrow kernels; beside more parts it is first split.
 
     Args:
         parts: largest first.

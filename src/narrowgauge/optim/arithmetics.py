@@ -59,7 +59,7 @@ def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tenso
 
     The key is the element's own bits: its stored weight and its gradient's *mantissa* (with the exponent in it, scaling
     all gradients by a power of two would change the rounding). The 32 bits are dealt to the stochastic codes, the weight
-    first. A code that drops more bits than it was dealt borrows its lower ones from its neighbours' upper ones: with
+    first. A code that drops more bits than it was dealt borrows its lower ones from its neighbour's upper ones: with
     12 bits for 18 a chance below 2^-12 would be none, and at beta2 = 0.9999 a second moment would stop short by 2 %.
 
     Args:
@@ -79,8 +79,10 @@ def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tenso
     random, start = random_bits(bits_of(weight) ^ mantissa, seed), 0
     for place, (name, dropped) in enumerate(stochastic):
         start += min(dropped, (32 - start) // (len(stochastic) - place))
-        reach = min(start, dropped)
-        result[name] = dither(random, start - reach, reach, dropped)
+        missing = max(0, dropped - start)
+        # The first code has no neighbour below: it borrows round the word, from the last one's upper bits.
+        turned = random if not missing else (random << missing) | ((random >> (32 - missing)) & ((1 << missing) - 1))
+        result[name] = dither(turned, start + missing - dropped, dropped, dropped)
     return result
 
 
@@ -210,7 +212,7 @@ def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, se
 
     Arguments and result as of :func:`in_float32`.
     """
-    rounding = nearest_even_bits(codes.dropped_bits(storage.weight))
+    rounding = nearest_even_bits(codes.dropped_bits(storage.weight), quiet=True)
     weight = Expansion(read_parts(storage, lane, "weight"), rounding)
     states = [Expansion(read_parts(storage, lane, name), rounding) for name in rule.states]
     gradient = codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]

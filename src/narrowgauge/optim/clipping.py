@@ -74,7 +74,7 @@ class GradientNorm:
         nothing = torch.zeros(2, dtype=torch.float64, device=device)
         peaks = [self._peak(part, nothing, device) for part in (shared, own)]
         peak = torch.maximum(add_up(peaks[0], groups, "max"), peaks[1])
-        scales = summation.grid_scales(peak, sum(g.numel() for g in gradients))
+        scales = summation.grid_scales(peak, max(1, sum(g.numel() for g in gradients)))
         steps = [self._steps(part, scales, device) for part in (shared, own)]
         return summation.root(summation.from_grid(add_up(steps[0], groups, "sum") + steps[1], scales, peak))
 

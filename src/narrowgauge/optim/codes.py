@@ -104,6 +104,7 @@ def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
     """What takes values of a row into the window of a scaled code, and back.
 
     The window ends at the smallest power of two that is not below ``bound``; what lies up to 1.7 times above it still fits.
+    The largest window of a code that begins at ``2**lowest`` of its end is at ``2**-lowest``.
 
     Args:
         code: a scaled code.

@@ -51,7 +51,11 @@ def _warn_once(reason: str) -> None:
 
 
 def compiled(
-    name: str, function: Callable[..., Tensor], example: Sequence[Tensor], lengths: Sequence[tuple[int | None, ...]]
+    name: str,
+    function: Callable[..., Tensor],
+    example: Sequence[Tensor],
+    lengths: Sequence[tuple[int | None, ...]],
+    one_loop: bool = True,
 ) -> Compiled | None:
     """The compiled ``function``, from the cache or compiled now.
 
@@ -60,12 +64,14 @@ def compiled(
         function: the definition.
         example: arguments to compile with.
         lengths: which arguments share a dynamic length, see :func:`narrowgauge._torch.compile_ahead`.
+        one_loop: whether it is to be one loop, see there.
     Returns:
         A function of the list of arguments, or ``None`` where nothing can be compiled (said once, in a warning).
 
     Cost: 5 to 10 s the first time on a machine; milliseconds from the cache.
     """
-    return _load_or_compile(kernel_key(name, example[0].device), function, tuple(example), tuple(lengths))
+    key = kernel_key(name, example[0].device)
+    return _load_or_compile(key, function, tuple(example), tuple(lengths), one_loop)
 
 
 def kernel_key(name: str, device: torch.device) -> str:
@@ -102,7 +108,11 @@ def _package(key: str) -> Path:
 
 
 def _load_or_compile(
-    key: str, function: Callable[..., Tensor], example: tuple[Tensor, ...], lengths: tuple[tuple[int | None, ...], ...]
+    key: str,
+    function: Callable[..., Tensor],
+    example: tuple[Tensor, ...],
+    lengths: tuple[tuple[int | None, ...], ...],
+    one_loop: bool,
 ) -> Compiled | None:
     if key in _LOADED:
         return _LOADED[key]
@@ -117,7 +127,7 @@ def _load_or_compile(
             path.parent.mkdir(parents=True, exist_ok=True)
             while announce:
                 announce.pop()("Compiling the optimizer's kernels: some seconds, the first time on this machine only.")
-            compile_ahead(function, example, lengths, path)
+            compile_ahead(function, example, lengths, path, one_loop)
         _LOADED[key] = load_ahead(path)
     except (RuntimeError, OSError) as error:
         # A broken compiler or a full disk must not stop a training run: the definition itself still runs.

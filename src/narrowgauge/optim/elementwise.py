@@ -132,6 +132,10 @@ def _sgd(w: Any, g: Any, m: Any, s: Scalars) -> tuple[Any, ...]:
     return (g * s["share_of_gradient"] + m * s["share_of_momentum"]) * s["negative_lr"], m
 
 
+def _plain_sgd_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    return float(group["weight_decay"]), -float(group["lr"])
+
+
 def _plain_sgd(w: Any, g: Any, s: Scalars) -> tuple[Any, ...]:
     return ((g + w * s["weight_decay"]) * s["negative_lr"],)
 
@@ -144,13 +148,7 @@ SGD = Rule(
     _sgd,
     coupled=True,
 )
-PLAIN_SGD = Rule(
-    "plain sgd",
-    (),
-    ("weight_decay", "negative_lr"),
-    lambda group, step: (float(group["weight_decay"]), -float(group["lr"])),
-    _plain_sgd,
-)
+PLAIN_SGD = Rule("plain sgd", (), ("weight_decay", "negative_lr"), _plain_sgd_scalars, _plain_sgd)
 
 
 def _lion_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:

@@ -136,6 +136,8 @@ class StepKernel:
     def __init__(self, rule: Rule, storage: Storage, *, compile: bool) -> None:
         self.rule, self.storage, self.compile = rule, storage, compile
         self.parts = layouts.num_parts(storage)
+        # In the arithmetic of expansions too much is reused for one loop; its many then run a chunk at a time.
+        self.one_loop = storage.arithmetic == "float32"
         self._plain = make_step(rule, storage)
         self._audited = make_step(rule, storage, total_sums)
         self._compiled: dict[tuple[str, int, torch.device], Compiled | None] = {}
@@ -157,11 +159,11 @@ class StepKernel:
         if not first.numel():
             return values.new_zeros(8, dtype=torch.float64) if audited else None
         compiled = self.variant(first.device, audited) if self.compile and min(first.shape) > 1 else None
-        if compiled is not None and not audited:
+        if compiled is not None and self.one_loop and not audited:
             compiled(work.arguments(self.parts, values, seed))
             return None
         step = self._audited if audited else self._plain
-        size, total = max(1, (self.AUDIT if compiled is not None else self.CHUNK) // row), None
+        size, total = max(1, (self.AUDIT if compiled is not None and self.one_loop else self.CHUNK) // row), None
         for start in range(0, length, size):
             part = work.piece(start, start + size) if length > size else work
             arguments = part.arguments(self.parts, values, seed)
@@ -174,7 +176,7 @@ class StepKernel:
         """:meth:`run` for many tensors, none audited."""
         compiled = self.variant(values.device, False) if self.compile else None
         for work in tensors:
-            if compiled is None or min(work.words[0].shape) < 2:
+            if compiled is None or not self.one_loop or min(work.words[0].shape) < 2:
                 self.run(work, values, seed)
             else:
                 compiled(work.arguments(self.parts, values, seed))
@@ -226,7 +228,7 @@ class StepKernel:
     ) -> Compiled | None:
         key = (name, torch.get_num_threads(), example[0].device)
         if key not in self._compiled:
-            self._compiled[key] = compiled(name, function, example, lengths)
+            self._compiled[key] = compiled(name, function, example, lengths, self.one_loop)
         return self._compiled[key]
 
     def _name(self, audited: bool) -> str:

@@ -137,6 +137,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        _name_each_once(group)
         try:
             row = known_row(group["storage"], self.rows)
             self.rows[row.name], group["storage"] = row, row.name
@@ -193,7 +194,9 @@ class Optimizer(torch.optim.Optimizer):
             self._advance(group, members, control)
         on_cpu = control.device.type == "cpu"
         # What the host reads later must not hold on to gradients: one flag for each says enough.
-        finite = [] if on_cpu else torch._foreach_norm([store.gradient for store in stores], math.inf)
+        may_skip = self.max_grad_norm is not None or self.loss_scaler is not None
+        flagged = may_skip and not on_cpu
+        finite = torch._foreach_norm([store.gradient for store in stores], math.inf) if flagged else []
         self._unsettled = (control, stores, list(finite))
         if on_cpu:
             self.settle()  # nothing to wait for
@@ -277,7 +280,8 @@ class Optimizer(torch.optim.Optimizer):
                     store.adopt(store.parameter)
                 self._stores[store.owner] = store
                 # Internal words; state_dict() says them in order.
-                self.state[store.owner] = {**store.words, **store.bounds, **store.extras}
+                bounds = {f"{name}_bound": bound for name, bound in store.bounds.items()}
+                self.state[store.owner] = {**store.words, **bounds, **store.extras}
 
     def _kernel(self, rule: str, storage: Storage) -> StepKernel:
         if (rule, storage) not in self._kernels:
@@ -302,7 +306,7 @@ class Optimizer(torch.optim.Optimizer):
         if float(control[1]) != 0.0:
             self.num_skipped += 1
             names = self.parameter_names()
-            finite = [bool(norm.isfinite()) for norm in norms] or [bool(s.gradient.isfinite().all()) for s in stores]
+            finite = [bool(n.isfinite()) for n in norms] or [bool(s.gradient.isfinite().all()) for s in stores]
             self.last_overflow = [names[s.owner] for s, fine in zip(stores, finite, strict=True) if not fine]
             for store in stores:
                 store.step -= 1
@@ -398,10 +402,16 @@ class Optimizer(torch.optim.Optimizer):
             ``master`` (float32), ``weight_low`` and ``packed``, and ``…_bound`` is the scale of each row. ``step`` is a 0-d
             float32 tensor. DTensors where the parameter is one.
         """
-        result: dict[str, Any] = super().state_dict()
+        handle = self.register_state_dict_post_hook(_show_states, prepend=True)  # before hooks of others see it
+        try:
+            result: dict[str, Any] = super().state_dict()
+            return result
+        finally:
+            handle.remove()
+
+    def _numbered_states(self) -> dict[int, dict[str, Tensor]]:
         index = {p: k for k, p in enumerate(self._parameters())}
-        result["state"] = {index[p]: entry for p, entry in self.states().items()}
-        return result
+        return {index[p]: entry for p, entry in self.states().items()}
 
     def states(self) -> dict[Tensor, dict[str, Tensor]]:
         """The part of :meth:`state_dict` that belongs to each parameter."""
@@ -422,13 +432,17 @@ class Optimizer(torch.optim.Optimizer):
             RecipeError: the state was saved from another storage or shape.
             ValueError: the groups do not match, as in ``torch.optim``.
         """
-        saved = copy.deepcopy(state_dict["param_groups"])
-        agree(self.param_groups, saved)
-        parameters = self._parameters()
-        self.load_states({parameters[int(k)]: entry for k, entry in state_dict["state"].items()})
         state = self.state
-        super().load_state_dict({"state": {}, "param_groups": saved})
-        self.state = state
+        handle = self.register_load_state_dict_pre_hook(_take_states)  # after hooks of others have changed it
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self.state = state
+
+    def _load_numbered(self, entries: Mapping[Any, dict[str, Tensor]]) -> None:
+        parameters = self._parameters()
+        self.load_states({parameters[int(k)]: entry for k, entry in entries.items()})
 
     def load_states(self, entries: dict[Tensor, dict[str, Tensor]]) -> None:
         """Restore what :meth:`states` gave, in place of all states; one that is refused changes nothing.
@@ -459,7 +473,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in _OPTIONS}
-        return {**super().__getstate__(), "state": {}, "options": options, "saved": self.state_dict()}
+        return {**super().__getstate__(), "state": {}, "options": options, "saved": self._numbered_states()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         options, saved = state.pop("options", None), state.pop("saved", None)
@@ -467,4 +481,29 @@ class Optimizer(torch.optim.Optimizer):
             self._start(**options)
         super().__setstate__(state)
         if saved is not None:
-            self.load_state_dict(saved)
+            self._load_numbered(saved)
+
+
+def _show_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """A hook: what is kept, as it is handed out, in place of the words it is kept in."""
+    assert isinstance(optimizer, Optimizer)
+    state_dict["state"] = optimizer._numbered_states()
+
+
+def _take_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A hook: load what belongs to parameters, uncast, and leave the groups to torch."""
+    assert isinstance(optimizer, Optimizer)
+    saved = copy.deepcopy(state_dict["param_groups"])
+    agree(optimizer.param_groups, saved)
+    optimizer._load_numbered(state_dict["state"])
+    return {"state": {}, "param_groups": saved}
+
+
+def _name_each_once(group: dict[str, Any]) -> None:
+    """A tied weight that is given twice is one parameter, under its first name; torch has warned of it."""
+    first: dict[Tensor, int] = {}
+    for place, parameter in enumerate(group["params"]):
+        first.setdefault(parameter, place)
+    for key in ("params", "param_names"):
+        if key in group:
+            group[key] = [group[key][place] for place in first.values()]

@@ -173,7 +173,8 @@ class Stepper:
         for name, extra in store.extras.items():
             extra.copy_(torch.where(skip, extra, new[name]))
         parts = [own_part(owner, value) for value in (change, *(new[name] for name in own))]
-        self._rescale(store, {name: store.peaks_of(part) for name, part in zip(own, parts[1:], strict=True)}, skip)
+        moments = zip(own, parts[1:], strict=True)
+        self._rescale(store, {n: store.peaks_of(part) for n, part in moments if n in store.bounds}, skip)
         decided, done = [_in_lanes(store, part) for part in parts], 0
         total = []
         for work, copies in _chunks(store):

@@ -49,7 +49,8 @@ class Store:
         storage: how it is kept.
         kernel: what steps it.
         words: the words of each plane, by plane name.
-        bounds: of what is kept relative to its row, the magnitude that no value of the row exceeds: float32 ``[rows, 1]``.
+        bounds: of what is kept relative to its row, the magnitude that no exact value of the row exceeds, float32
+            ``[rows, 1]``; one that is cut stochastically may, and the window ends at 1.7 times the power of two above.
         extras: what a matrix rule keeps beside, as it is.
         step: how many steps it has taken.
         gradient: its gradient, during a step.
@@ -218,13 +219,13 @@ class Store:
     def peaks_of(self, values: Tensor) -> Tensor:
         """The largest magnitude of each row, float32 ``[rows, 1]``."""
         matrix = layouts.matrix_of(self.storage, self.parameter.shape)
+        if not values.numel():
+            return values.new_zeros(matrix[0], 1, dtype=torch.float32)
         words = None
         if self.storage.visible == "bfloat16" and values.dtype is torch.bfloat16:
             words = self._parts(values)
         if words is not None:
             return self.kernel.peaks(words).unsqueeze(1)
-        if not values.numel():
-            return values.new_zeros(matrix[0], 1, dtype=torch.float32)
         return values.reshape(matrix).abs().amax(1, keepdim=True).float()
 
     def _parts(self, tensor: Tensor) -> list[Tensor] | None:
@@ -261,13 +262,13 @@ class Store:
         for start, weight, slopes in _even_pieces(self.parameter.detach(), self.gradient, BUCKET_WORDS * lanes):
             first, count = start // lanes, -(-weight.numel() // lanes)
             planes = [words[first : first + count] for words in self.plane_words]
-            copies = [_padded(values.reshape(1, -1), (1, count), lanes).view(-1) for values in (weight, slopes)]
+            copies = [_padded(values.reshape(1, -1), (1, count)).view(-1) for values in (weight, slopes)]
             yield Work([*copies, *planes]), [(copies[0], weight)]
 
     def _row_pieces(self) -> Iterator[tuple[Work, list[tuple[Tensor, Tensor]]]]:
         storage, shape = self.storage, self.parameter.shape
         rows, columns = layouts.matrix_of(storage, shape)
-        parts, neighbours = layouts.num_parts(storage), layouts.per_word(storage)
+        parts = layouts.num_parts(storage)
         group, width = layouts.extent(storage, shape)
         weights = self.parameter.detach()
         # Oddly strided tensors of more than two dims are copied whole: their rows are no matrix in memory.
@@ -278,7 +279,7 @@ class Store:
             stop = min(start + step, group)
             ranges = [(min(p * group + start, rows), min(p * group + stop, rows)) for p in range(parts)]
             copies = [
-                _padded(values[first:last], (stop - start, width), neighbours)
+                _padded(values[first:last], (stop - start, width))
                 for values in (whole, slopes)
                 for first, last in ranges
             ]
@@ -431,11 +432,12 @@ def _even_pieces(weight: Tensor, gradient: Tensor, limit: int) -> Iterator[tuple
             yield first * row, weight[first : first + rows], gradient[first : first + rows]
 
 
-def _padded(values: Tensor, words: tuple[int, int], neighbours: int) -> Tensor:
+def _padded(values: Tensor, words: tuple[int, int]) -> Tensor:
     """A copy of a matrix as so many rows of words; what it lacks is zero."""
-    buffer = torch.zeros(words[0], words[1] * neighbours, dtype=values.dtype, device=values.device)
-    buffer[: values.shape[0], : values.shape[1]].copy_(values)
-    return buffer.view(torch.int32)
+    # Words first: rows of nothing have no stride that narrower values could be viewed as words by.
+    buffer = torch.zeros(words, dtype=torch.int32, device=values.device)
+    buffer.view(values.dtype)[: values.shape[0], : values.shape[1]].copy_(values)
+    return buffer
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:

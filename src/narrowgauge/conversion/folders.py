@@ -1,0 +1,208 @@
+"""Folders of ours: a checkpoint is read from a run, and written as part of a new one.
+
+::
+
+    checkpoints/step-00000040/   tensors.safetensors, state.json and manifest.json, as trainer/checkpoint.py lays them out
+    conversion.json              what was converted, and what it cost
+    run.toml, data/, …           where the source was a run: ``narrowgauge resume`` goes on with it
+
+Every byte read is checked against the manifest. What is written lies under a temporary name until it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from narrowgauge.conversion.report import Report
+from narrowgauge.conversion.source import Source, matched, numbers_of
+from narrowgauge.errors import RecordError
+from narrowgauge.recipes import Recipe, parse, parse_table
+from narrowgauge.runs.events import Event
+from narrowgauge.runs.files import digest, disk_error, disk_errors, sync_file, sync_folder, temporary_name
+from narrowgauge.runs.record import Run, RunWriter, read_run
+
+CHECKPOINT_SCHEMA = 1
+_TENSORS, _STATE, _MANIFEST, _REPORT = "tensors.safetensors", "state.json", "manifest.json", "conversion.json"
+_PLACE = "checkpoints"
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a folder is a run, one of its checkpoints, or the result of a conversion."""
+    return any((path / name).is_file() for name in ("run.toml", _REPORT, _TENSORS))
+
+
+def locate(path: Path) -> tuple[Path, Path]:
+    """The run folder and the checkpoint that ``path`` means: itself, or the newest in it.
+
+    Raises:
+        RecordError: there is none.
+    """
+    if (path / _MANIFEST).is_file():
+        return path.absolute().parent.parent, path
+    found = sorted((path / _PLACE).glob("step-*"))
+    if not found:
+        raise RecordError(f"{path} holds no checkpoint.", "Name a run folder, or one of its checkpoints.")
+    return path, found[-1]
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the state of a checkpoint, every byte of it checked.
+
+    Raises:
+        RecordError: it is damaged, or from a newer version.
+    """
+    try:
+        with disk_errors(path):
+            manifest = json.loads((path / _MANIFEST).read_bytes())
+            if manifest["schema_version"] > CHECKPOINT_SCHEMA:
+                raise ValueError(
+                    f"it has schema {manifest['schema_version']}, and up to {CHECKPOINT_SCHEMA} can be read"
+                )
+            for name, expected in manifest["files"].items():
+                if (path / name).stat().st_size != expected["bytes"] or digest(path / name) != expected["blake2b"]:
+                    raise ValueError(f"{name} does not match its checksum")
+            return load_file(path / _TENSORS), json.loads((path / _STATE).read_bytes())
+    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise RecordError(
+            f"Cannot read the checkpoint {path}: {error}.", "Name an older one of the same run."
+        ) from error
+
+
+def parted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Of a checkpoint's tensors the weights, and what the optimizer keeps of each."""
+    weights: dict[str, Tensor] = {}
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        kind, _, name = key.partition(".")
+        if kind == "model":
+            weights[name] = value
+        elif kind == "optimizer":
+            owner, _, plane = name.rpartition(".")
+            states.setdefault(owner, {})[plane] = value
+    return weights, states
+
+
+def read_own(path: Path) -> Source:
+    """The state of a run, of one of its checkpoints, or of an earlier conversion.
+
+    Raises:
+        RecordError: no checkpoint, a damaged one, or one of which nothing says the storage.
+    """
+    folder, checkpoint = locate(path)
+    tensors, record = read_checkpoint(checkpoint)
+    run = read_run(folder) if (folder / "run.toml").exists() else None
+    policy = _policy(folder, run)
+    weights, states = parted(tensors)
+    numbers, others = numbers_of(weights)
+    numbers = matched(numbers, states, checkpoint)
+    others |= {key: value for key, value in tensors.items() if key.startswith("audit.")}
+    rows = {name: policy.storage_of(name, value.ndim) for name, value in numbers.items()}
+    return Source(policy.name, numbers, states, rows, others, record, run)
+
+
+def _policy(folder: Path, run: Run | None) -> Recipe:
+    """The recipe in which a folder's checkpoints are."""
+    try:
+        said = run.config["recipe"] if run else json.loads((folder / _REPORT).read_bytes())["policy"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(
+            f"nothing in {folder} says in which storage its checkpoints are ({error}).",
+            "Leave a checkpoint in the folder it was written to.",
+        ) from error
+    return parse_table(said, f"the recipe of {folder}") if isinstance(said, Mapping) else parse(said)
+
+
+# ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder that gets the name ``out`` once it is whole; when the block fails nothing of it is left."""
+    temporary = temporary_name(out)
+    absent = [place for place in out.parents if not place.exists()]
+    with disk_errors(out):
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            yield temporary
+            _sync(temporary)
+            if out.exists():
+                out.rmdir()
+            os.rename(temporary, out)
+            sync_folder(out.parent)
+        except BaseException as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(OSError):
+                for place in absent:
+                    place.rmdir()
+            if isinstance(error, SafetensorError):  # it hides the system's error, such as a full disk, in its text
+                raise disk_error(out, OSError(str(error))) from error
+            raise
+
+
+def _sync(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            _sync(entry)
+        else:
+            sync_file(entry)
+    sync_folder(folder)
+
+
+def write_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+    """Write a checkpoint into a new folder."""
+    place = folder / _PLACE / f"step-{step:08d}"
+    place.mkdir(parents=True)
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, place / _TENSORS)
+    (place / _STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    files = {
+        name: {"bytes": (place / name).stat().st_size, "blake2b": digest(place / name)} for name in (_TENSORS, _STATE)
+    }
+    manifest = {"schema_version": CHECKPOINT_SCHEMA, "step": step, "files": files}
+    (place / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def write_report(folder: Path, report: Report, policy: Recipe) -> None:
+    """Write ``conversion.json``: the report, and the recipe in full."""
+    text = json.dumps({**report.row(), "policy": policy.to_dict()}, indent=1)
+    (folder / _REPORT).write_text(text + "\n", encoding="utf-8")
+
+
+def write_run(folder: Path, run: Run, report: Report, policy: Recipe) -> None:
+    """Write what makes a new folder a run: its history up to the checkpoint, under the new recipe."""
+    named = policy.name if policy == parse(policy.name) else policy.to_dict()
+    config = {**run.config, "recipe": named, "out": report.out}
+    if (run.path / "data").is_dir():
+        shutil.copytree(run.path / "data", folder / "data", copy_function=_link)
+    with RunWriter.create(folder, {**run.run, "config": config}, beside=os.listdir(folder)) as writer:
+        for row in run.steps:
+            if row["step"] <= report.step:
+                writer.step(row)
+        for row in run.evals:
+            # Of the last step it is the result of the run, which the resumed one finds anew.
+            if row["step"] <= report.step and row["step"] < run.config.get("steps", math.inf):
+                writer.eval(row)
+        for row in run.events:
+            writer.event(row)
+        said = f"converted from {report.origin} to {report.recipe}; what came before is of {report.source}"
+        writer.event(Event("note", report.step, said))
+
+
+def _link(source: str, target: str) -> None:
+    """The tokens of a run never change: two runs may share them, where the disk allows."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
