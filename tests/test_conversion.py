@@ -147,6 +147,17 @@ def test_there_and_back_is_the_same_in_every_bit(recipe: str, through: str, tmp_
     assert there.step == 3 and (there.origin, there.recipe) == (recipe, through)
 
 
+@pytest.mark.parametrize("recipe", ["bfloat16/compact", "bfloat16/states8", "float16/split"])
+def test_scales_may_change_but_no_value_does(recipe: str, tmp_path: Path) -> None:
+    ng.convert(saved(tmp_path / "a.pt", *trained(recipe)), recipe, tmp_path / "a")
+    there = ng.convert(tmp_path / "a", "bfloat16/exact", tmp_path / "b")
+    back = ng.convert(tmp_path / "b", recipe, tmp_path / "c")
+    assert [kept.exact_share for kept in (*there.kept, *back.kept)] == [1.0] * 6
+    before, after = values_of(tmp_path / "a", recipe), values_of(tmp_path / "c", recipe)
+    for name, values in before.items():
+        assert_same_tensors(values, after[name])
+
+
 def recipe_of(storage: str) -> str:
     """The storage under a compute that takes it."""
     return storage if "/" in storage else f"{'float32' if storage == 'float32' else 'bfloat16'}/{storage}"
@@ -259,7 +270,10 @@ def test_a_run_means_its_newest_checkpoint_and_shares_its_tokens(exact_run: Path
     assert report.step == 6
     for name in ("train.bin", "valid.bin", "tokenizer.json"):
         assert os.path.samefile(exact_run / "data" / name, tmp_path / "word" / "data" / name)
+    # The loss at the end is of the new storage, not of the one before.
+    assert [row["step"] for row in read_run(tmp_path / "word").evals] == [3]
     loop.resume(tmp_path / "word")
+    assert [row["step"] for row in read_run(tmp_path / "word").evals] == [3, 6]
     assert {path: path.read_bytes() for path in exact_run.rglob("*") if path.is_file()} == before
     assert read_run(tmp_path / "word").summary is not None
 
@@ -366,6 +380,16 @@ def test_a_tied_weight_that_was_saved_twice_counts_once(tmp_path: Path) -> None:
     torch.save(content, tmp_path / "a.pt")
     with pytest.raises(DataError, match=r"no state of 'head\.weight'"):
         ng.convert(tmp_path / "a.pt", "bfloat16/word", tmp_path / "b")
+
+
+def test_equal_constants_are_no_tied_weights(tmp_path: Path) -> None:
+    content = state_of(made())
+    content["model"]["frozen"] = torch.ones(20)  # as the norm's gain began
+    content["optimizer"]["state"].clear()
+    content["model"]["norm.weight"] = torch.ones(20)
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(DataError, match="no state of 'frozen'"):
+        ng.convert(tmp_path / "a.pt", "bfloat16/word", tmp_path / "a")
 
 
 def blockwise(values: Tensor, table: Tensor, size: int) -> tuple[Tensor, Tensor]:

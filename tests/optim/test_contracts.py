@@ -171,15 +171,15 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 # ── what every pair does ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_pair_is_legal_or_refused_with_the_reason(rule: str, storage: str) -> None:
-    if is_legal(rule, storage):
-        check_rule(build(rule, parameters(storage), storage).rule, STORAGES[storage])
-        return
-    with pytest.raises(ng.RecipeError, match="in whose arithmetic of expansions a matrix product is not defined") as it:
-        build(rule, parameters(storage), storage)
-    assert f"'{STORAGES[storage].cure}'" in str(it.value)
+def test_what_a_rule_cannot_use_is_refused_with_the_reason(rule: str) -> None:
+    for name, row in STORAGES.items():
+        if is_legal(rule, name):
+            check_rule(build(rule, parameters(name), name).rule, row)
+            continue
+        with pytest.raises(ng.RecipeError, match="arithmetic of expansions a matrix product is not defined") as refused:
+            build(rule, parameters(name), name)
+        assert f"Take '{row.cure}', or an elementwise rule." in str(refused.value)
 
 
 def left_over(rule: str, storage: str, steps: int = 24) -> list[float]:
@@ -286,20 +286,30 @@ def test_a_matrix_cut_by_rows_has_the_same_bits(rule: str, storage: str) -> None
 
 @MOST
 def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -> None:
-    optimizer, twin = (build(rule, parameters(storage), storage, max_grad_norm=2.0) for _ in range(2))
+    decay = {"weight_decay": 0.0} if rule != "own" else {}
+    optimizer, twin = (build(rule, parameters(storage), storage, max_grad_norm=2.0, **decay) for _ in range(2))
+    params, start = members(optimizer), [p.detach().float() for p in members(optimizer)]
     for each in (optimizer, twin):
-        take_steps(each, range(2))
-    params, before = members(optimizer), everything(optimizer)
+        for p in members(each):
+            p.grad = torch.zeros_like(p)
+        each.step()
+    for p, before in zip(params, start, strict=True):
+        # Weights that are kept as float8 are first cut to what three of its words hold.
+        near = 2.0**-10 if STORAGES[storage].weight.scaled else 0.0
+        assert torch.allclose(optimizer.stored(p), before, rtol=0.0, atol=near)
+    for each in (optimizer, twin):
+        take_steps(each, range(1))
+    kept = everything(optimizer)
     for bad, place in ((math.inf, 0), (-math.inf, 1), (math.nan, 2)):
         for p, gradient in zip(params, gradients(params, 9), strict=True):
             p.grad = gradient
         params[place].grad.view(-1)[3] = bad  # type: ignore[union-attr]
         optimizer.step()
         assert optimizer.last_overflow == [f"param {place}"]
-        assert_same(before, everything(optimizer))
+        assert_same(kept, everything(optimizer))
     assert optimizer.num_skipped == 3
     for each in (optimizer, twin):
-        take_steps(each, range(2, 3))
+        take_steps(each, range(1, 2))
     assert_same(everything(optimizer), everything(twin))
     before = everything(optimizer)
     params[0].grad = None
@@ -310,21 +320,6 @@ def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -
     assert_same(*({n: v for n, v in found.items() if n.startswith("0 ")} for found in (before, after)))
     assert [float(after[f"{k} step"]) for k in range(3)] == [3.0, 4.0, 4.0]
     assert all(optimizer.stored(p).isfinite().all() for p in params)
-
-
-@MOST
-def test_zeros_from_the_beginning_move_nothing(rule: str, storage: str) -> None:
-    decays = {"weight_decay": 0.0} if rule != "own" else {}
-    optimizer = build(rule, parameters(storage), storage, **decays)
-    start = [optimizer.stored(p) for p in members(optimizer)]
-    for _ in range(2):
-        for p in members(optimizer):
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-    for p, before in zip(members(optimizer), start, strict=True):
-        # Weights that are kept as float8 are first cut to what three of its words hold.
-        near = 2.0**-10 if STORAGES[storage].weight.scaled else 0.0
-        assert torch.allclose(optimizer.stored(p), before, rtol=0.0, atol=near)
 
 
 ODD: list[Shape] = [(), (0,), (0, 4), (1, 1), (3, 5, 2), (7, 9), (4, 3, 2, 2)]

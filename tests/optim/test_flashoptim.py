@@ -79,24 +79,24 @@ def test_small_updates_stall_its_tail_and_not_ours(storage: str) -> None:
     cycle = drifting((32, 64), 0.11, 50)
     ours, theirs = both(storage, (cycle * 4)[:200], lr=1e-5, scale=1.0)
     assert theirs.movement > 0.5
-    assert ours.movement < 0.4 * theirs.movement
+    assert ours.movement < 0.3 * theirs.movement
 
 
 @against_it
 def test_tiny_gradients_wear_out_its_scales_and_not_ours(storage: str) -> None:
-    ours, theirs = both(storage, drifting((16, 128), 1e-7, 200), lr=1e-4, scale=0.02)
-    assert ours.movement < theirs.movement
-    assert ours.direction < theirs.direction
-    usual, _ = both(storage, drifting((16, 128), 1e-3, 200), lr=1e-4, scale=0.02)
+    ours, theirs = both(storage, drifting((16, 128), 1e-7, 100), lr=1e-4, scale=0.02)
+    assert ours.movement < 0.1 * theirs.movement
+    assert ours.direction < 0.2 * theirs.direction
+    usual, _ = both(storage, drifting((16, 128), 1e-3, 100), lr=1e-4, scale=0.02)
     assert ours.direction < 1.2 * usual.direction
 
 
 @against_it
 def test_unequal_neighbours_become_zero_in_its_groups_and_not_in_ours(storage: str) -> None:
-    ours, theirs = both(storage, unequal((16, 128), 200), lr=1e-4, scale=0.02)
+    ours, theirs = both(storage, unequal((16, 128), 100), lr=1e-4, scale=0.02)
     assert theirs.zeros > 0.1 and ours.zeros <= 0.001
-    assert ours.direction < 0.5 * theirs.direction
-    assert ours.movement < theirs.movement
+    assert ours.direction < 0.1 * theirs.direction
+    assert ours.movement < 0.1 * theirs.movement
 
 
 def test_its_default_checkpoint_changes_what_is_kept() -> None:

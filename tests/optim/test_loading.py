@@ -24,7 +24,7 @@ def trained(storage: str, seed: int = 0) -> ng.AdamW:
     return optimizer
 
 
-@pytest.mark.parametrize(("saved", "mine"), [("naive", "word"), ("word", "naive"), ("split", "exact")])
+@pytest.mark.parametrize(("saved", "mine"), [("naive", "word"), ("word", "naive"), ("split", "exact"), ("compact", "states8"), ("kahan", "collage-light")])
 def test_a_state_of_another_storage_is_refused_and_nothing_is_lost(saved: str, mine: str) -> None:
     optimizer = trained(mine)
     before = kept(optimizer)
@@ -33,15 +33,25 @@ def test_a_state_of_another_storage_is_refused_and_nothing_is_lost(saved: str, m
     assert_same_bits(before, kept(optimizer))
 
 
-def test_a_damaged_state_is_refused_and_nothing_is_lost() -> None:
-    optimizer = trained("word")
-    before, state = kept(optimizer), trained("word").state_dict()
-    state["state"][1]["exp_avg"] = torch.zeros(3)
-    with pytest.raises(ng.RecipeError, match="shape"):
+@pytest.mark.parametrize(
+    ("storage", "place", "damaged"),
+    [("word", 1, "exp_avg"), ("word", 0, "packed"), ("compact", 0, "tail"), ("compact", 0, "exp_avg_sq_bound"),
+     ("collage-plus", 1, "exp_avg_sq_low")],
+)  # fmt: skip
+@pytest.mark.parametrize("how", ["shape", "missing"])
+def test_a_damaged_state_is_refused_and_nothing_is_lost(storage: str, place: int, damaged: str, how: str) -> None:
+    optimizer = trained(storage)
+    before, state = kept(optimizer), trained(storage).state_dict()
+    assert damaged in state["state"][place]
+    if how == "missing":
+        del state["state"][place][damaged]
+    else:
+        state["state"][place][damaged] = torch.zeros(3, dtype=state["state"][place][damaged].dtype)
+    with pytest.raises(ng.RecipeError, match="shape" if how == "shape" else f"needs '{damaged}'"):
         optimizer.load_state_dict(state)
     assert_same_bits(before, kept(optimizer))
     train(optimizer, SHAPES, range(5, 7))
-    straight = trained("word")
+    straight = trained(storage)
     train(straight, SHAPES, range(5, 7))
     assert_same_bits(kept(straight), kept(optimizer))
 
@@ -61,7 +71,7 @@ def test_a_row_of_ones_own_is_obeyed_and_an_impostor_refused() -> None:
     longer = replace(STORAGES["word"], name="word16", weight=TAIL16, exp_avg=STORAGES["split"].exp_avg)
     optimizer = ng.AdamW(parameters("word", SHAPES), storage=longer, compile=False)
     train(optimizer, SHAPES, range(3))
-    assert set(optimizer.state_dict()["state"][0]) == {"step", "tail", "exp_avg", "packed"}
+    assert set(optimizer.state_dict()["state"][0]) == {"step", "tail", "exp_avg", "exp_avg_sq"}
     assert "word16" not in STORAGES
     with pytest.raises(ng.RecipeError, match="name of its own"):
         ng.AdamW(parameters("word", SHAPES), storage=replace(longer, name="word"))
@@ -85,8 +95,9 @@ def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
         ng.AdamW(parameters("word", SHAPES), **options)
 
 
-def test_grad_scaler_unscales_and_skips_inside_the_step() -> None:
-    plain, scaled = (ng.AdamW(parameters("word", SHAPES), storage="word", compile=False) for _ in range(2))
+@pytest.mark.parametrize("storage", ["word", "compact", "float16/split"])
+def test_grad_scaler_unscales_and_skips_inside_the_step(storage: str) -> None:
+    plain, scaled = (ng.AdamW(parameters(storage, SHAPES), storage=storage, compile=False) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10**6)
     for step in range(4):
         train(plain, SHAPES, range(step, step + 1))
@@ -104,6 +115,10 @@ def test_grad_scaler_unscales_and_skips_inside_the_step() -> None:
     scaler.step(scaled)
     assert scaled.num_skipped == 1
     assert_same_bits(before, kept(scaled))
+    train(plain, SHAPES, range(4, 6))
+    scaler._per_optimizer_states.clear()
+    train(scaled, SHAPES, range(4, 6))  # bounds of rows were not touched either
+    assert_same_bits(kept(plain), kept(scaled))
 
 
 def test_the_kernels_name_depends_on_every_file_they_are_made_from() -> None:
@@ -127,8 +142,11 @@ def test_an_unusable_cache_leaves_the_definition_running(monkeypatch: pytest.Mon
         train(optimizer, [(80, 80)], range(2))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "crossed", "expanded"])
-def test_a_step_needs_little_memory(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "storage"),
+    [("contiguous", "word"), ("crossed", "word"), ("expanded", "word"), ("contiguous", "compact"), ("crossed", "compact")],
+)
+def test_a_step_needs_little_memory(layout: str, storage: str) -> None:
     """At most 64 MiB above what is kept, for 2^24 parameters; in a process of its own, since peaks only rise."""
     code = f"""
 import resource, torch, narrowgauge as ng
@@ -136,7 +154,7 @@ torch.set_num_threads(1)
 side = 4096
 shape = (side * side,) if {layout!r} == "expanded" else (side, side)
 weight = torch.nn.Parameter(torch.zeros(shape).bfloat16())
-optimizer = ng.AdamW([{{"params": [weight], "storage": "word"}}], compile=False, max_grad_norm=1.0, audit_every=1)
+optimizer = ng.AdamW([{{"params": [weight], "storage": {storage!r}}}], compile=False, max_grad_norm=1.0, audit_every=1)
 optimizer.adopt({{weight: weight.detach()}})
 gradient = {{"contiguous": lambda: torch.ones(side, side).bfloat16(), "crossed": lambda: torch.ones(side, side).bfloat16().t(),
              "expanded": lambda: torch.ones(1).bfloat16().expand(side * side)}}[{layout!r}]()

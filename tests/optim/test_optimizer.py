@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.storages import STORAGES
+from optim.scenarios import REPRESENTATIVES, relative_error
 
 SHAPES: list[tuple[int, ...]] = [(4, 6), (5,), (3, 3, 3), (1, 1), (7, 1)]
-SAME = pytest.mark.parametrize("storage", STORAGES)
+SAME = pytest.mark.parametrize("storage", REPRESENTATIVES)
 
 
 def visible(storage: str) -> torch.dtype:
@@ -108,7 +109,8 @@ def test_the_state_is_parameter_shaped_and_nothing_is_cast(storage: str) -> None
     for k, shape in enumerate(SHAPES):
         assert float(saved["state"][k]["step"]) == 3.0
         for key, value in saved["state"][k].items():
-            assert key == "step" or value.shape == shape
+            # A row's bound is one number a row: of the parameter's dims the last is 1, so that both are cut alike.
+            assert key == "step" or value.shape == ((*shape[:-1], 1) if key.endswith("_bound") else shape)
             assert again["state"][k][key].dtype is value.dtype and torch.equal(again["state"][k][key], value)
 
 
@@ -172,10 +174,28 @@ def test_a_model_and_its_optimizer_are_copied_together() -> None:
 # ── the interface ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("storage", ["float32", "exact", "compact"])
+def test_what_is_kept_can_be_looked_at_by_name(storage: str) -> None:
+    """As in torch: ``state`` holds every tensor that is kept, here in words, under the names that are saved."""
+    optimizer = adamw(parameters(storage), storage)
+    take_steps(optimizer, range(1))
+    for k, p in enumerate(members(optimizer)):
+        assert optimizer.state[p].keys() == optimizer.state_dict()["state"][k].keys() - {"step"}
+
+
+def test_words_and_bounds_of_one_state_have_names_of_their_own() -> None:
+    optimizer = adamw(parameters("word")[:1], "bfloat16+e4m3-row+float32")
+    take_steps(optimizer, range(1))
+    (entry,) = optimizer.state.values()
+    assert entry.keys() == {"exp_avg", "exp_avg_sq", "exp_avg_bound"} and entry["exp_avg"].dtype is torch.int32
+
+
 @SAME
 def test_schedules_and_groups_are_obeyed(storage: str) -> None:
     one, other = parameters(storage)[:2], parameters(storage)[2:]
     optimizer = adamw([{"params": one}, {"params": other, "lr": 0.0}], storage, weight_decay=0.0)
+    # Bfloat16 is not yet what the 8-bit rows hold: a step of nothing would split it into its parts.
+    optimizer.adopt({p: p.detach().float() for p in other})
     still = [bits(p).clone() for p in other]
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     take_steps(optimizer, range(2))
@@ -303,7 +323,7 @@ def test_no_gradient_at_all_is_no_step() -> None:
 
 
 @SAME
-@pytest.mark.parametrize("shape", [(), (0,), (0, 4), (4, 0, 2), (1,)])
+@pytest.mark.parametrize("shape", [(), (0,), (0, 4), (3, 0), (4, 0, 2), (1,), (1, 1), (3, 1), (1, 7)], ids=str)
 def test_sizes_of_nothing_and_one(storage: str, shape: tuple[int, ...]) -> None:
     optimizer = adamw(parameters(storage, [shape, (2, 2)]), storage, max_grad_norm=1.0)
     start = [optimizer.stored(p) for p in members(optimizer)]
@@ -348,9 +368,10 @@ def test_clipping_is_torchs(storage: str) -> None:
     for p in members(optimizer):
         assert p.grad is not None
         wanted = 0.1 * p.grad.double() * (0.25 / (norm + 1e-6))
-        near = {"word": 2.0**-5}.get(storage, 2.0**-7) if p.ndim > 1 or storage == "naive" else 1e-6
+        # A step of the smallest binade of an 8-bit window, where there is one, is 2^-17 of the largest in the row.
+        near, floor = relative_error(storage, "exp_avg", p.ndim), 2.0**-17 * wanted.abs().max()
         error = (optimizer.stored(p, "exp_avg").double() - wanted).abs()
-        assert (error <= near * wanted.abs() + 1e-9).all()
+        assert (error <= (near + 1e-6) * wanted.abs() + (floor if near > 2.0**-5 else 1e-9)).all()
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])

@@ -30,7 +30,7 @@ _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
 _UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError)
 
 # bitsandbytes: one scale for so many neighbours in memory order, from version 0.44 on and before.
-_BLOCK_SIZES = (256,)
+_BLOCK_SIZES = (256, 2048)
 _8BIT = "__bnb_optimizer_quant_state__"
 _8BIT_KEYS = {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"}
 

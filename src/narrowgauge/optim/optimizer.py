@@ -231,7 +231,7 @@ class Optimizer(torch.optim.Optimizer):
         self._initialise(group, parameters)
         stores = [self._stores[p] for p in parameters]
         for store, gradient in zip(stores, gradients, strict=True):
-            store.gradient = gradient
+            store.gradient = local_of(gradient)
         return stores
 
     def _control(self, gradients: list[Tensor], device: torch.device) -> Tensor:
@@ -440,10 +440,6 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
             self.state = state
 
-    def _load_numbered(self, entries: Mapping[Any, dict[str, Tensor]]) -> None:
-        parameters = self._parameters()
-        self.load_states({parameters[int(k)]: entry for k, entry in entries.items()})
-
     def load_states(self, entries: dict[Tensor, dict[str, Tensor]]) -> None:
         """Restore what :meth:`states` gave, in place of all states; one that is refused changes nothing.
 
@@ -481,7 +477,8 @@ class Optimizer(torch.optim.Optimizer):
             self._start(**options)
         super().__setstate__(state)
         if saved is not None:
-            self._load_numbered(saved)
+            parameters = self._parameters()
+            self.load_states({parameters[number]: entry for number, entry in saved.items()})
 
 
 def _show_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -495,7 +492,12 @@ def _take_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
     assert isinstance(optimizer, Optimizer)
     saved = copy.deepcopy(state_dict["param_groups"])
     agree(optimizer.param_groups, saved)
-    optimizer._load_numbered(state_dict["state"])
+    # By numbers, or by names where a distributed checkpoint has put them.
+    listed = [key for group in saved for key in group["params"]]
+    members = dict(zip(listed, optimizer._parameters(), strict=True))
+    if strange := [key for key in state_dict["state"] if key not in members]:
+        raise RecipeError(f"the state to load has an entry {strange[0]!r}, which none of its param groups lists.")
+    optimizer.load_states({members[key]: entry for key, entry in state_dict["state"].items()})
     return {"state": {}, "param_groups": saved}
 
 

@@ -1,0 +1,274 @@
+"""The same bits on one process, one rank and two: every rank steps the rows it holds, and a checkpoint is cut anew.
+
+Gradients are known and shared out, so that nothing but the optimizer can differ; one small model is trained in earnest. All
+storages go through one process group, since starting ranks is what costs: they give back what they found, whole, and tests
+compare it with the optimizer of one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import narrowgauge as ng
+from narrowgauge.storages import STORAGES
+from optim.scenarios import assert_same_bits
+from ranks import run_ranks
+
+# Over two ranks: 5 and 5 rows, 4 and 3, 1 and none; vectors and more dims likewise.
+SHAPES = {"even": (10, 6), "uneven": (7, 6), "lone": (1, 8), "gain": (10,), "bias": (5,), "deep": (3, 4, 2)}
+RULES: dict[str, Callable[..., ng.Optimizer]] = {
+    "adamw": ng.AdamW,
+    "lion": ng.Lion,
+    "muon": ng.Muon,
+    "galore": ng.GaLore,
+}
+KEPT = ("word", "compact", "states8", "exact", "kahan", "float32", "collage-plus")
+CASES = [
+    *(f"adamw {storage}" for storage in KEPT),
+    *(f"lion {storage}" for storage in KEPT),
+    "adamw float8/collage-light",
+    "muon word",
+    "muon compact",
+    "galore exact",
+]
+FIRST, LATER = range(3), range(3, 5)
+
+
+class Weights(nn.Module):
+    """Parameters of ``SHAPES``, and nothing to compute."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+
+
+def start(case: str, mesh: Any = None) -> tuple[nn.Module, ng.Optimizer]:
+    """A fresh model and its optimizer; its rows shared out where there is a mesh."""
+    rule, storage = case.split()
+    model: nn.Module = Weights(getattr(torch, STORAGES[storage].visible))
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    options: dict[str, Any] = {"lr": 0.05, "max_grad_norm": 3.0, "audit_every": 2, "compile": False}
+    if rule == "galore":
+        options |= {"rank": 2, "update_proj_gap": 2}
+    return model, RULES[rule](model.named_parameters(), storage=storage, **options)
+
+
+def take_steps(model: nn.Module, optimizer: ng.Optimizer, steps: range, bad: tuple[str, int] | None = None) -> None:
+    """Steps with known gradients; ``bad`` says in which row of which parameter one value is infinite."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 + step)
+        for name, p in model.named_parameters():
+            gradient = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
+            if bad is not None and name == bad[0]:
+                gradient[bad[1], -1] = math.inf
+            if isinstance(p, DTensor):
+                gradient = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
+            p.grad = gradient
+        optimizer.step()
+
+
+def whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def everything(model: nn.Module, optimizer: ng.Optimizer) -> dict[str, Tensor]:
+    """Visible weights and all that is kept, gathered; only float tensors of 2 and 4 bytes are compared by their bits."""
+    result = {f"{name} visible": whole(p) for name, p in model.named_parameters()}
+    state = optimizer.state_dict()["state"]
+    for k, (name, p) in enumerate(model.named_parameters()):
+        result[f"{name} weight"] = whole(optimizer.stored(p))
+        result |= {f"{name} {what}": whole(value) for what, value in state[k].items()}
+    return {name: value.float() if value.element_size() == 1 else value for name, value in result.items()}
+
+
+def saved(model: nn.Module, optimizer: ng.Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def restore(model: nn.Module, optimizer: ng.Optimizer, place: Path, **options: Any) -> None:
+    state = saved(model, optimizer)
+    dcp.load(state, checkpoint_id=place, **options)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def strangers(model: nn.Module, optimizer: ng.Optimizer) -> list[str]:
+    """What is handed out and not placed like its parameter, of the parameter's rows."""
+    state, found = optimizer.state_dict()["state"], []
+    for k, (name, p) in enumerate(model.named_parameters()):
+        handed = {"weight": optimizer.stored(p), **state[k]}
+        for what, value in handed.items():
+            rows_alike = value.ndim == p.ndim and value.shape[:-1] == p.shape[:-1]
+            if rows_alike and not (isinstance(value, DTensor) and value.placements == p.placements):
+                found.append(f"{name} {what}")
+    return found
+
+
+# ── what ranks do ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def step_save_and_load(rank: int, own: Path, others: Path) -> dict[str, Any]:
+    """Every case: steps, saved under ``own``; and the checkpoint of ``others``, gone on with."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    results: dict[str, Any] = {}
+    for case in CASES:
+        model, optimizer = start(case, mesh)
+        take_steps(model, optimizer, FIRST)
+        heard = {name: reading.edq for name, reading in ng.audit(optimizer).items()}
+        results[case] = {
+            "first": everything(model, optimizer),
+            "rows": [p.to_local().shape[0] for p in model.parameters()],
+            "strangers": strangers(model, optimizer),
+            "audit": heard,
+        }
+        dcp.save(saved(model, optimizer), checkpoint_id=own / case)
+        model, optimizer = start(case, mesh)
+        restore(model, optimizer, others / case)
+        take_steps(model, optimizer, LATER)
+        results[case]["later"] = everything(model, optimizer)
+    model, optimizer = start("adamw word", mesh)
+    take_steps(model, optimizer, FIRST)
+    take_steps(model, optimizer, range(9, 10), bad=("even", 9))
+    results["overflow"] = (everything(model, optimizer), optimizer.num_skipped, optimizer.last_overflow)
+    results["earnest"] = learn(mesh)
+    return results
+
+
+def learn(mesh: Any = None) -> dict[str, Tensor]:
+    """Forward and backward in earnest; every rank has the same data, so that their mean is exact."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 7), nn.GELU(), nn.Linear(7, 1)).bfloat16()
+    if mesh is not None:
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    optimizer = ng.AdamW(model.parameters(), lr=1e-2, storage="word", max_grad_norm=1.0, compile=False)
+    # States before the first forward, as `narrowgauge.prepare` makes them: FSDP may still move its memory then.
+    optimizer.adopt({p: whole(p).float() if mesh is None else p.detach().float() for p in model.parameters()})
+    inputs = torch.randn(16, 6, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(inputs).float().square().mean().backward()
+        optimizer.step()
+    return everything(model, optimizer)
+
+
+def fail_on_the_second(rank: int) -> None:
+    if rank == 1:
+        raise RuntimeError("the second rank has had enough")
+    dist.barrier()
+
+
+# ── what is found ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def found(place: Path) -> Iterator[dict[int, list[dict[str, Any]]]]:
+    """What one rank and two ranks found; the one goes on from a single process, the two from the one."""
+    for case in CASES:
+        model, optimizer = start(case)
+        take_steps(model, optimizer, FIRST)
+        dcp.save(saved(model, optimizer), checkpoint_id=place / "0" / case, no_dist=True)
+    one = run_ranks(step_save_and_load, 1, place / "ranks1", place / "1", place / "0")
+    two = run_ranks(step_save_and_load, 2, place / "ranks2", place / "2", place / "1")
+    yield {1: one, 2: two}
+
+
+def expected(case: str, steps: range) -> dict[str, Tensor]:
+    model, optimizer = start(case)
+    take_steps(model, optimizer, steps)
+    return everything(model, optimizer)
+
+
+Found = dict[int, list[dict[str, Any]]]
+EVERY = pytest.mark.parametrize("case", CASES)
+RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@EVERY
+@RANKS
+def test_ranks_have_the_bits_of_one_process(case: str, num_ranks: int, found: Found) -> None:
+    for result in found[num_ranks]:
+        assert_same_bits(expected(case, FIRST), result[case]["first"])
+
+
+@EVERY
+@RANKS
+def test_a_checkpoint_of_other_ranks_goes_on_with_the_same_bits(case: str, num_ranks: int, found: Found) -> None:
+    for result in found[num_ranks]:
+        assert_same_bits(expected(case, range(5)), result[case]["later"])
+
+
+@EVERY
+@RANKS
+def test_one_process_goes_on_from_ranks(case: str, num_ranks: int, found: Found, place: Path) -> None:
+    model, optimizer = start(case)
+    restore(model, optimizer, place / str(num_ranks) / case, no_dist=True)
+    take_steps(model, optimizer, LATER)
+    assert_same_bits(expected(case, range(5)), everything(model, optimizer))
+
+
+def test_rows_are_shared_out_unevenly(found: Found) -> None:
+    """Or the tests above would prove little."""
+    assert [result["adamw word"]["rows"] for result in found[2]] == [[5, 4, 1, 5, 3, 2], [5, 3, 0, 5, 2, 1]]
+
+
+@EVERY
+@RANKS
+def test_what_is_handed_out_is_placed_like_the_parameter(case: str, num_ranks: int, found: Found) -> None:
+    assert all(result[case]["strangers"] == [] for result in found[num_ranks])
+
+
+@EVERY
+def test_each_rank_audits_its_own_rows(case: str, found: Found) -> None:
+    for result in found[2]:
+        heard = result[case]["audit"]
+        # Muon's and GaLore's steps are as large as others', AdamW's too: a tenth of a weight, which no row loses.
+        assert heard.keys() == {"", *SHAPES} and abs(heard[""] - 1) < 0.1
+        assert math.isnan(heard["lone"]) == (result[case]["rows"][2] == 0)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(found: Found) -> None:
+    for rank, result in enumerate(found[2]):
+        kept, num_skipped, named = result["overflow"]
+        assert num_skipped == 1
+        assert_same_bits(expected("adamw word", FIRST), kept)
+        assert named == (["even"] if rank == 1 else [])  # the rows of the last one are not here
+
+
+@RANKS
+def test_a_model_trained_in_earnest(num_ranks: int, found: Found) -> None:
+    for result in found[num_ranks]:
+        assert_same_bits(learn(), result["earnest"])
+
+
+def test_a_rank_that_fails_is_shown_and_none_is_left_waiting(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="the second rank has had enough"):
+        run_ranks(fail_on_the_second, 2, tmp_path)
