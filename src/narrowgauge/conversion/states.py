@@ -57,7 +57,7 @@ def convert(
         DataError: files that cannot be read, states of another rule than Adam's, names or shapes that do not match.
         RecordError: a damaged checkpoint, ``out`` exists and is not empty, or the disk refuses.
 
-    Cost: memory of about 40 bytes a parameter, one read and one write.
+    Cost: memory of 20 to 55 bytes a parameter, one read and one write.
 
     Example:
         >>> import tempfile, torch, narrowgauge as ng

@@ -163,8 +163,8 @@ class Store:
             seed: 0-d int32; with it, a code that rounds stochastically does so here too.
         """
         value = self._fresh("weight", values)
-        addend = self._addend("weight", value, seed)
-        seen, fields = arithmetics.write_weight(self.storage, self._lane(), value, addend)
+        lane = self._lane()
+        seen, fields = arithmetics.write_weight(self.storage, lane, value, self._addend("weight", lane, seed))
         visible = codes.seen_value(self.storage.visible, seen).reshape(self.parameter.shape)
         visible = visible.to(getattr(torch, self.storage.visible))
         if self.parameter.dtype is visible.dtype:
@@ -179,8 +179,8 @@ class Store:
             self.extras[name].copy_(values)
             return
         value = self._fresh(name, values)
-        addend = self._addend(name, value, seed)
-        self._fill(arithmetics.write_state(self.storage, self._lane(), name, value, addend))
+        lane = self._lane()
+        self._fill(arithmetics.write_state(self.storage, lane, name, value, self._addend(name, lane, seed)))
 
     def _fresh(self, name: str, values: Tensor) -> Tensor:
         """Values as a matrix, and the row's bound made theirs."""
@@ -192,11 +192,12 @@ class Store:
             self.bounds[name].copy_(weight_bound(peaks) if name == "weight" else peaks)
         return value
 
-    def _addend(self, name: str, value: Tensor, seed: Tensor | None) -> Tensor | int:
+    def _addend(self, name: str, lane: arithmetics.Lane, seed: Tensor | None) -> Tensor | int:
+        """What is added before cutting: the random bits are a hash of the stored weights, as in a step."""
         if seed is None:
             return half(codes.dropped_bits(self.storage.code(name)))
-        nothing = torch.zeros_like(value, dtype=torch.int32)
-        return arithmetics.addends(self.storage, value, nothing, seed)[name]
+        weight = arithmetics.read_weight(self.storage, lane)
+        return arithmetics.addends(self.storage, weight, torch.zeros_like(lane.seen), seed)[name]
 
     def _fill(self, fields: dict[str, Tensor]) -> None:
         """Write fields, in the parameter's order and in their places, over what was there."""

@@ -1,0 +1,298 @@
+"""Keeping: what an optimizer holds of its parameters, and how that is handed out, taken back and saved.
+
+Each parameter has a :class:`~narrowgauge.optim.stores.Store`, made at its first step or when float32 weights are adopted.
+What a store holds are words whose layout nobody else knows; here they become tensors shaped like the parameter, in
+torch's own ``state_dict`` and hooks, uncast and without losing a bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.rounding import step_seed
+from narrowgauge.optim.checks import agree, check_rule, check_visible, known_row
+from narrowgauge.optim.elementwise import ADAMW, Rule
+from narrowgauge.optim.kernels import StepKernel
+from narrowgauge.optim.matrix import MatrixRule
+from narrowgauge.optim.shards import local_of, placed_like
+from narrowgauge.optim.stores import Bucket, Store, make_stores
+from narrowgauge.storages import Storage, for_vectors
+
+WORTH_COMPILING = 1 << 18
+"""Elements of one storage from which compiling its kernel pays within a short run."""
+
+
+class Keeping(torch.optim.Optimizer):
+    """The part of :class:`narrowgauge.Optimizer` that holds states; the other part takes steps."""
+
+    rule: Rule | MatrixRule
+    rows: dict[str, Storage]
+    compile: bool | None
+    released: set[Tensor]
+    _stores: dict[Tensor, Store]
+    _buckets: list[Bucket]
+    _kernels: dict[tuple[str, Storage], StepKernel]
+
+    def settle(self) -> None:
+        """Take note of what the last step decided."""
+        raise NotImplementedError
+
+    def _forget_last_step(self) -> None:
+        """States were loaded: what the last step decided belongs to others."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as in ``torch.optim``; the group may name its own ``storage``.
+
+        Raises:
+            RecipeError: an unknown storage, or a parameter in another format than its visible one.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _name_each_once(group)
+        try:
+            row = known_row(group["storage"], self.rows)
+            self.rows[row.name], group["storage"] = row, row.name
+            for parameter in group["params"]:
+                check_visible(parameter, self._storage_of(group, parameter))
+                check_rule(self._rule_of(group, parameter), self._storage_of(group, parameter))
+        except RecipeError:
+            self.param_groups.pop()
+            raise
+
+    def _storage_of(self, group: dict[str, Any], parameter: Tensor) -> Storage:
+        row = known_row(group["storage"], self.rows)
+        return for_vectors(row) if parameter.ndim < 2 else row
+
+    def _rule_of(self, group: dict[str, Any], parameter: Tensor) -> Rule | MatrixRule:
+        """AdamW for what is no matrix, and for groups that ask for it, where the optimizer's rule takes matrices."""
+        plain = parameter.ndim < 2 or group.get("rule") == ADAMW.name
+        return ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
+
+    def _worth_compiling(self, num_elements: int) -> bool:
+        return self.compile if self.compile is not None else num_elements >= WORTH_COMPILING
+
+    def _initialise(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Give states to parameters that have none."""
+        alike: dict[tuple[str, Storage, torch.device], list[Tensor]] = {}
+        extras: dict[Tensor, dict[str, Tensor]] = {}
+        for parameter in parameters:
+            if parameter in self._stores:
+                continue
+            rule, row = self._rule_of(group, parameter), self._storage_of(group, parameter)
+            if isinstance(rule, MatrixRule):
+                kept = rule.states(tuple(parameter.shape), group)
+                row = row.keeping(tuple((name, k.role) for name, k in kept.items() if k.role is not None))
+                extras[parameter] = {
+                    name: torch.zeros(k.shape, device=parameter.device) for name, k in kept.items() if k.role is None
+                }
+            else:
+                row = row.keeping(rule.kept)
+            alike.setdefault((rule.name, row, parameter.device), []).append(parameter)
+        for (name, row, _), members in alike.items():
+            matrix = isinstance(self.rule, MatrixRule) and name == self.rule.name
+            stores, buckets = make_stores(members, row, self._kernel(name, row), joined=not matrix)
+            self._buckets += buckets
+            for store in stores:
+                store.extras = extras.get(store.owner, {})
+                if row.master:
+                    store.adopt(store.parameter)
+                self._stores[store.owner] = store
+                # Internal words; state_dict() says them in order.
+                bounds = {f"{name}_bound": bound for name, bound in store.bounds.items()}
+                self.state[store.owner] = {**store.words, **bounds, **store.extras}
+
+    def _kernel(self, rule: str, storage: Storage) -> StepKernel:
+        if (rule, storage) not in self._kernels:
+            own = ADAMW if rule == ADAMW.name and isinstance(self.rule, MatrixRule) else self.rule
+            if isinstance(own, MatrixRule):
+                # It decides on whole matrices; the kernel is only told what to write.
+                names = tuple(state for state, _ in storage.states)
+                self._kernels[rule, storage] = StepKernel(
+                    Rule(rule, names, (), lambda group, step: (), own.update), storage, compile=False
+                )
+            else:
+                rows = [(self._storage_of(g, p), p) for g in self.param_groups for p in g["params"]]
+                total = sum(p.numel() for row, p in rows if row.keeping(own.kept) == storage)
+                self._kernels[rule, storage] = StepKernel(own, storage, compile=self._worth_compiling(total))
+        return self._kernels[rule, storage]
+
+    # ── what is kept ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def adopt(
+        self, values: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None
+    ) -> None:
+        """Take float32 weights, and perhaps states, into the storage: parameters become their visible part.
+
+        Args:
+            values: the float32 weight of each parameter, of its shape; cut to the nearest.
+            states: of each parameter its states as float32, by name, and under ``step`` the number of steps taken. A
+                code that rounds stochastically does so here: the nearest of many equal values would all err alike.
+        """
+        for group in self.param_groups:
+            mine = [p for p in group["params"] if p in values]
+            self._initialise(group, mine)
+            for place, parameter in enumerate(mine):
+                store, given = self._stores[parameter], (states or {}).get(parameter, {})
+                store.adopt(local_of(values[parameter]))
+                store.step = int(given.get("step", store.step))
+                seed = torch.tensor(
+                    step_seed(group["seed"], -1 - place), dtype=torch.int32, device=store.parameter.device
+                )
+                for name, value in given.items():
+                    if isinstance(value, Tensor) and name != "step":
+                        store.put(name, local_of(value), seed)
+
+    def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
+        """The value that is kept, as float32.
+
+        Args:
+            parameter: one of the optimizer's parameters.
+            name: ``"weight"``, or a state such as ``"exp_avg"`` or ``"exp_avg_sq"``.
+        Returns:
+            float32 tensor of the parameter's shape, a copy (a DTensor where the parameter is one). Before the first step
+            the weight is the parameter itself and moments are zero.
+        Raises:
+            KeyError: the parameter or the name is unknown.
+        """
+        if parameter not in self._stores:
+            group = next((g for g in self.param_groups if any(parameter is p for p in g["params"])), None)
+            if group is None:
+                raise KeyError("this tensor is not one of the optimizer's parameters")
+            rule = self._rule_of(group, parameter)
+            known = rule.states(tuple(parameter.shape), group) if isinstance(rule, MatrixRule) else rule.states
+            if name != "weight" and name not in known:
+                raise KeyError(f"rule '{rule.name}' keeps {('weight', *known)}, not '{name}'")
+            return parameter.detach().float().clone() if name == "weight" else torch.zeros_like(parameter).float()
+        return placed_like(parameter, self._stores[parameter].stored(name))
+
+    def bytes_per_param(self) -> float:
+        """Bytes of weights, gradients (in the parameters' format) and states per parameter, counted from live tensors.
+
+        A gradient that is released as it arrives (:func:`narrowgauge.optim.release.release_gradients`) is not counted.
+        """
+        parameters = [local_of(p) for p in self._parameters()]
+        held = [local_of(p) for p in self._parameters() if p not in self.released]
+        states = [words for store in self._stores.values() for words in store.tensors()]
+        total = sum(t.numel() * t.element_size() for t in [*parameters, *held, *states])
+        return total / max(1, sum(p.numel() for p in parameters))
+
+    def parameter_names(self) -> dict[Tensor, str]:
+        """The name of each parameter: as given, else ``"param 0"``, ``"param 1"`` …"""
+        names: dict[Tensor, str] = {}
+        for group in self.param_groups:
+            given = group.get("param_names") or [None] * len(group["params"])
+            for parameter, name in zip(group["params"], given, strict=True):
+                names[parameter] = name or f"param {len(names)}"
+        return names
+
+    # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, lossless: every plane as a tensor of the parameter's shape in its packed form.
+
+        Returns:
+            As in ``torch.optim``; a state that is a plain tensor has torch's key (``exp_avg``), others are ``tail``,
+            ``master`` (float32), ``weight_low`` and ``packed``, and ``…_bound`` is the scale of each row. ``step`` is a 0-d
+            float32 tensor. DTensors where the parameter is one.
+        """
+        handle = self.register_state_dict_post_hook(_show_states, prepend=True)  # before hooks of others see it
+        try:
+            result: dict[str, Any] = super().state_dict()
+            return result
+        finally:
+            handle.remove()
+
+    def _numbered_states(self) -> dict[int, dict[str, Tensor]]:
+        index = {p: k for k, p in enumerate(self._parameters())}
+        return {index[p]: entry for p, entry in self.states().items()}
+
+    def states(self) -> dict[Tensor, dict[str, Tensor]]:
+        """The part of :meth:`state_dict` that belongs to each parameter."""
+        self.settle()
+        result = {}
+        for parameter, store in self._stores.items():
+            values = {
+                name: value if name in store.extras else placed_like(parameter, value)
+                for name, value in store.in_parameter_order().items()
+            }
+            result[parameter] = {"step": torch.tensor(float(store.step)), **values}
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave; nothing is cast, and a state that is refused changes nothing.
+
+        Raises:
+            RecipeError: the state was saved from another storage or shape.
+            ValueError: the groups do not match, as in ``torch.optim``.
+        """
+        state = self.state
+        handle = self.register_load_state_dict_pre_hook(_take_states)  # after hooks of others have changed it
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self.state = state
+
+    def load_states(self, entries: dict[Tensor, dict[str, Tensor]]) -> None:
+        """Restore what :meth:`states` gave, in place of all states; one that is refused changes nothing.
+
+        Raises:
+            RecipeError: a state was saved from another storage or shape.
+        """
+        before = self._stores, self._buckets, dict(self.state)
+        self._stores, self._buckets = {}, []
+        self.state.clear()
+        try:
+            for group in self.param_groups:
+                loaded = [p for p in group["params"] if p in entries]
+                self._initialise(group, loaded)
+                for parameter in loaded:
+                    self._stores[parameter].take({n: local_of(v) for n, v in entries[parameter].items()})
+                    self._stores[parameter].step = int(entries[parameter]["step"])
+        except BaseException:
+            self._stores, self._buckets = before[:2]
+            self.state.clear()
+            self.state.update(before[2])
+            raise
+        self._forget_last_step()
+
+    def _parameters(self) -> list[Tensor]:
+        """All parameters, in the order of :meth:`state_dict`."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+
+def _show_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """A hook: what is kept, as it is handed out, in place of the words it is kept in."""
+    assert isinstance(optimizer, Keeping)
+    state_dict["state"] = optimizer._numbered_states()
+
+
+def _take_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A hook: load what belongs to parameters, uncast, and leave the groups to torch."""
+    assert isinstance(optimizer, Keeping)
+    saved = copy.deepcopy(state_dict["param_groups"])
+    agree(optimizer.param_groups, saved)
+    # By numbers, or by names where a distributed checkpoint has put them.
+    listed = [key for group in saved for key in group["params"]]
+    members = dict(zip(listed, optimizer._parameters(), strict=True))
+    if strange := [key for key in state_dict["state"] if key not in members]:
+        raise RecipeError(f"the state to load has an entry {strange[0]!r}, which none of its param groups lists.")
+    optimizer.load_states({members[key]: entry for key, entry in state_dict["state"].items()})
+    return {"state": {}, "param_groups": saved}
+
+
+def _name_each_once(group: dict[str, Any]) -> None:
+    """A tied weight that is given twice is one parameter, under its first name; torch has warned of it."""
+    first: dict[Tensor, int] = {}
+    for place, parameter in enumerate(group["params"]):
+        first.setdefault(parameter, place)
+    for key in ("params", "param_names"):
+        if key in group:
+            group[key] = [group[key][place] for place in first.values()]
