@@ -58,6 +58,17 @@ def test_own_loop_learns_and_loses_little(capsys: pytest.CaptureFixture[str]) ->
     assert len(losses) == 4 and losses[-1] < losses[0] and lines[-1].startswith("8.")
 
 
+def test_own_rule_fits_its_promise_and_learns_alike_in_every_storage(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (EXAMPLES / "own_rule.py").read_text()
+    rule = [line for line in text[text.index("def scalars") : text.index("OPTIONS")].splitlines() if line.strip()]
+    assert len(rule) <= 15 and len(text.splitlines()) < 80
+    runpy.run_path(str(EXAMPLES / "own_rule.py"), run_name="__main__")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    losses, sizes = [float(line[-1]) for line in lines], [float(line[1]) for line in lines]
+    assert max(losses) < 1.1 * losses[0] < 0.06 and sizes[0] == 20.0
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 8
+
+
 def test_first_minute_compares_two_runs(first_minute: Start, tmp_path: Path) -> None:
     status, said, _ = first_minute("--audit-every", "1")
     assert status == 0

@@ -12,6 +12,7 @@ import narrowgauge as ng
 from narrowgauge.numerics.measures import UPDATE_SUMS, update_sums
 from narrowgauge.optim.auditing import CONFIDENCE, FEWEST, THRESHOLD, WINDOW, Auditor, margin, read
 from narrowgauge.storages import STORAGES
+from optim.scenarios import REPRESENTATIVES, gradients, parameters
 
 
 def row(**sums: float) -> Tensor:
@@ -183,3 +184,29 @@ def test_audit_reads_each_tensor_and_all_of_them() -> None:
     assert readings["small"].edq == pytest.approx(1.0, abs=0.01) and readings["small"].lost_fraction == 0.0
     assert readings[""].lost_fraction == 0.5 and readings[""].edq == pytest.approx(0.5, abs=0.01)
     assert {r.num_audits for r in readings.values()} == {3}
+
+
+@pytest.mark.parametrize("storage", REPRESENTATIVES)
+@pytest.mark.parametrize("shapes", [[(7, 5)], [(64, 66), (3, 4, 5)], [(5,), (1,), (2, 2)], [(301, 30)]], ids=str)
+def test_the_sums_are_those_of_what_is_kept(storage: str, shapes: list[tuple[int, ...]]) -> None:
+    """Words that were filled up count nothing; every element counts once, whatever lane, part, piece or bucket it is in."""
+    params = parameters(storage, shapes)
+    optimizer = ng.AdamW(params, lr=1e-3, storage=storage, audit_every=1, compile=False)
+    optimizer.adopt({p: p.detach().float() for p in params})
+    for step in range(3):
+        before = [(optimizer.stored(p).double(), p.detach().double()) for p in params]
+        for p, gradient in zip(params, gradients(shapes, step, dtype=params[0].dtype), strict=True):
+            p.grad = gradient
+        optimizer.step()
+        stored = [optimizer.stored(p).double() - old for p, (old, _) in zip(params, before, strict=True)]
+        seen = [p.detach().double() - old for p, (_, old) in zip(params, before, strict=True)]
+        assert optimizer.last_audit is not None
+        sums = dict(zip(UPDATE_SUMS, optimizer.last_audit.tolist(), strict=True))
+        assert sums["nonzero"] == sum(p.numel() for p in params)
+        assert sums["lost"] == sum(int((change == 0).sum()) for change in stored)
+        assert sums["unseen"] == sum(int((change == 0).sum()) for change in seen)
+        for name, changes in (("ee", stored), ("vv", seen)):
+            assert sums[name] == pytest.approx(sum(float(c.square().sum()) for c in changes), rel=1e-4)
+        # Cauchy and Schwarz: the intended change lies along what was taken, and is as long as AdamW's.
+        assert 0 < sums["de"] ** 2 <= 1.0001 * sums["dd"] * sums["ee"] or sums["lost"] == sums["nonzero"]
+        assert 0.01e-3 < math.sqrt(sums["dd"] / sums["nonzero"]) < 1.01e-3 * 1.2

@@ -83,7 +83,13 @@ def test_large_gradients_in_odd_places_are_read_in_chunks(monkeypatch: pytest.Mo
 
 def test_nothing_and_zeros_have_the_norm_zero() -> None:
     norm = GradientNorm(compile=False)
-    for given in ([], [torch.zeros(0)], [torch.zeros(3, 0)] * 2, [torch.zeros(5), torch.zeros(0)], [torch.zeros(9000, dtype=torch.bfloat16)]):
+    for given in (
+        [],
+        [torch.zeros(0)],
+        [torch.zeros(3, 0)] * 2,
+        [torch.zeros(5), torch.zeros(0)],
+        [torch.zeros(9000, dtype=torch.bfloat16)],
+    ):
         assert float(norm(given)) == 0.0
 
 

@@ -124,7 +124,8 @@ def strangers(model: nn.Module, optimizer: ng.Optimizer) -> list[str]:
     for k, (name, p) in enumerate(model.named_parameters()):
         handed = {"weight": optimizer.stored(p), **state[k]}
         for what, value in handed.items():
-            belongs = value.shape == p.shape or what.endswith("_bound")
+            # What GaLore keeps of its subspace is whole on every rank, whatever its shape.
+            belongs = "project" not in what and (value.shape == p.shape or what.endswith("_bound"))
             if belongs and not (isinstance(value, DTensor) and value.placements == p.placements):
                 found.append(f"{name} {what}")
     return found
@@ -134,7 +135,7 @@ def gathered(model: nn.Module, optimizer: ng.Optimizer) -> dict[str, Tensor] | s
     """The optimizer's whole state on the first rank, as torch gathers it; or why it could not."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     try:
-        state = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+        state = get_optimizer_state_dict(model, optimizer, options=options).get("state", {})
     except RuntimeError as error:
         return str(error)
     return {f"{name} {what}": value for name, entry in state.items() for what, value in entry.items()}
@@ -271,7 +272,9 @@ def test_vectors_kept_relative_to_their_row_do_not_depend_on_ranks_either(found:
 
 
 SHORT = pytest.mark.xfail(strict=True, reason="gloo and NCCL cannot send planes of 16-bit integers")
-SIXTEEN = ("adamw exact", "lion exact", "galore exact", "lion compact", "muon compact")
+SIXTEEN = [f"{rule} {storage}" for rule in ("lion", "muon") for storage in ("word", "compact")] + [
+    "adamw compact", "adamw states8", "adamw exact", "lion exact", "galore exact",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,13 @@ class GradientAccumulator:
         self._compiled: dict[tuple[int, torch.device], Compiled | None] = {}
         self._warn(num_micro_batches or 0)
 
+    def allocate(self) -> None:
+        """Make the planes now, and not with the first gradients."""
+        for parameter in self._mine:
+            if parameter.requires_grad:
+                self._planes_of(parameter, local_of(parameter.detach()))
+        self._filled.clear()
+
     @torch.no_grad()
     def accumulate(self) -> None:
         """Take in the gradients of one micro-batch; ``p.grad`` is ``None`` afterwards (where autograd sums, it stays).

@@ -65,10 +65,11 @@ def release_gradients(optimizer: Optimizer) -> Release:
                 f"gradients were to be released as they arrive, and {option} = {value} needs all of them first.",
                 f"Build the optimizer with {option}=None, or keep the gradients.",
             )
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    # By number: loading a state puts new groups in place of these.
+    places = {p: place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
     def arrived(parameter: Tensor) -> None:
-        optimizer.step_alone(groups[parameter], parameter)
+        optimizer.step_alone(optimizer.param_groups[places[parameter]], parameter)
 
-    wanted = [parameter for parameter in groups if parameter.requires_grad]
+    wanted = [parameter for parameter in places if parameter.requires_grad]
     return Release([p.register_post_accumulate_grad_hook(arrived) for p in wanted], optimizer)

@@ -227,7 +227,8 @@ class Store:
             words = self._parts(values)
         if words is not None:
             return self.kernel.peaks(words).unsqueeze(1)
-        return values.reshape(matrix).abs().amax(1, keepdim=True).float()
+        pieces = values.reshape(matrix).split(max(1, BUCKET_WORDS // matrix[1]))
+        return torch.cat([piece.abs().amax(1, keepdim=True) for piece in pieces]).float()
 
     def _parts(self, tensor: Tensor) -> list[Tensor] | None:
         """A tensor of the parameter's shape as the words that a kernel takes, where it lies, or ``None``."""

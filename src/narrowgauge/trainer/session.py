@@ -184,6 +184,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         accumulator = GradientAccumulator(
             model.parameters(), config.accumulation_dtype, config.seed, num_micro_batches=parts
         )
+        accumulator.allocate()  # so that a run that is resumed at its end counts them too
     return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator)
 
 

@@ -1,0 +1,159 @@
+"""The table of rule × storage: which pairs there are, and small trainings of any of them.
+
+All of it is eager, on small shapes. A contract names the pairs that it is asked of:
+
+- ``EVERY``: all that are legal.
+- ``MOST``: in the two float8 rows, where the arithmetic of expansions takes 30 ms a step, only rules that differ from the
+  others in more than their text; without a second moment the two rows are one.
+- ``ELEMENTWISE``: of these, the rules that see no matrix.
+- ``SOME``: every rule in a flat and a row-wise storage, every storage under AdamW: for what neither a rule nor a storage
+  has any part in alone.
+- ``FEW``: one for each way that stores are stepped, for what belongs to the optimizer and not to a pair.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.storages import STORAGES
+
+Shape = tuple[int, ...]
+SHAPES: list[Shape] = [(12, 10), (7, 9), (5,)]
+
+
+# ── the table ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def example(name: str) -> ModuleType:
+    """An example as a module, which others can name: a rule is pickled by the names of its functions."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def own(params: Any, *, lr: float, betas: tuple[float, ...], alpha: float, **options: Any) -> ng.Optimizer:
+    """The rule of the example; as a user's own, it is given its options by hand."""
+    return ng.Optimizer(params, OWN.ADEMAMIX, {"lr": lr, "betas": betas, "alpha": alpha}, **options)
+
+
+OWN = example("own_rule")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rule of the table.
+
+    Args:
+        make: what builds its optimizer.
+        options: with which it learns fast.
+        share: what 24 steps leave of the loss in float32; every storage may leave a quarter more.
+        looser: storages that may leave more than that, and how many times as much as float32.
+        matrix: whether it looks at whole matrices.
+    """
+
+    make: Callable[..., ng.Optimizer]
+    options: dict[str, Any]
+    share: float
+    looser: dict[str, float] = field(default_factory=dict)
+    matrix: bool = False
+
+
+NAIVE, FLOAT8 = ("naive", "no-master"), ("float8/collage-light", "float8/collage-plus")
+SUBSPACE = {"lr": 0.4, "rank": 4, "update_proj_gap": 3, "scale": 1.0}
+RULES = {
+    "adamw": Row(ng.AdamW, {"lr": 0.3}, 0.026),
+    "adam": Row(ng.Adam, {"lr": 0.3, "weight_decay": 1e-3}, 0.029),
+    "sgd": Row(ng.SGD, {"lr": 0.2, "momentum": 0.8}, 3.4e-3),
+    "nesterov": Row(ng.SGD, {"lr": 0.2, "momentum": 0.8, "nesterov": True}, 3.1e-4, dict.fromkeys(FLOAT8, 4.5)),
+    "plain sgd": Row(ng.SGD, {"lr": 0.5}, 4.8e-4, dict.fromkeys(NAIVE, 1.5) | dict.fromkeys(FLOAT8, 2.3)),
+    "lion": Row(ng.Lion, {"lr": 0.2}, 0.03),
+    "own": Row(own, {"lr": 0.1, "betas": (0.9, 0.999, 0.99), "alpha": 2.0}, 0.14),
+    "muon": Row(ng.Muon, {"lr": 0.5, "weight_decay": 0.0}, 0.113, matrix=True),
+    "adafactor": Row(ng.Adafactor, {"lr": 0.3, "beta1": 0.9}, 0.029, matrix=True),
+    "galore": Row(ng.GaLore, SUBSPACE, 0.052, matrix=True),
+    "gradnorm_lorp": Row(ng.GradNormLoRP, SUBSPACE, 0.083, matrix=True),
+}
+
+
+def is_legal(rule: str, storage: str) -> bool:
+    return not (RULES[rule].matrix and STORAGES[storage].arithmetic == "expansion")
+
+
+PAIRS = [(rule, storage) for rule in RULES for storage in STORAGES if is_legal(rule, storage)]
+COSTLY = [(rule, FLOAT8[0]) for rule in ("adam", "nesterov", "lion")] + [
+    (rule, FLOAT8[1]) for rule in ("adam", "sgd", "nesterov", "plain sgd", "lion")
+]
+MOST_PAIRS = [pair for pair in PAIRS if pair not in COSTLY]
+SOME_PAIRS = [pair for pair in PAIRS if pair[1] in ("word", "compact") or pair[0] == "adamw"]
+
+
+def over(pairs: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("rule", "storage"), pairs, ids=["-".join(pair) for pair in pairs])
+
+
+EVERY, MOST, SOME = over(PAIRS), over(MOST_PAIRS), over(SOME_PAIRS)
+ELEMENTWISE = over([pair for pair in MOST_PAIRS if not RULES[pair[0]].matrix])
+FEW = over([("adamw", "word"), ("sgd", "compact"), ("own", "split8"), ("muon", "kahan"), ("lion", "float16/split")])
+
+
+def build(rule: str, params: Any, storage: str, **options: Any) -> ng.Optimizer:
+    row = RULES[rule]
+    return row.make(params, storage=storage, compile=False, **{**row.options, **options})
+
+
+def parameters(storage: str, shapes: Sequence[Shape] = SHAPES, scale: float = 0.5) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) * scale for shape in shapes]
+    return [nn.Parameter(value.to(getattr(torch, STORAGES[storage].visible))) for value in values]
+
+
+def members(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def gradients(params: Sequence[Tensor], step: int) -> list[Tensor]:
+    """Gaussian gradients of one step, in the parameters' format."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return [torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype) for p in params]
+
+
+def take_steps(optimizer: ng.Optimizer, steps: range) -> None:
+    params = members(optimizer)
+    for step in steps:
+        for p, gradient in zip(params, gradients(params, step), strict=True):
+            p.grad = gradient
+        optimizer.step()
+
+
+def everything(optimizer: ng.Optimizer) -> dict[str, Tensor]:
+    """Visible weights and all that is kept, copied, in the parameters' order."""
+    result = {f"{k} visible": p.detach().clone() for k, p in enumerate(members(optimizer))}
+    for k, entry in optimizer.state_dict()["state"].items():
+        result |= {f"{k} {name}": value.clone() for name, value in entry.items()}
+    return result
+
+
+def bits(value: Tensor) -> Tensor:
+    # A single element may be called contiguous with any stride, and is then no row of bytes.
+    return torch.cat([value.reshape(-1)]).view(torch.uint8)
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Equal names, shapes, dtypes and bits."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
+        assert torch.equal(bits(value), bits(other[name])), name
