@@ -29,7 +29,7 @@ def run_ranks(
     Args:
         function: at the top of its module; it runs in a fresh interpreter, in that module imported anew.
         num_ranks: how many processes.
-        place: an empty folder for what they exchange, or one that does not exist yet.
+        place: a folder for what they exchange, made if need be; no other ranks are using it.
         arguments: what can be pickled.
         timeout_seconds: after which all are ended, and the test fails.
     Returns:
@@ -38,6 +38,7 @@ def run_ranks(
         AssertionError: a rank failed, or took too long; with what it wrote.
     """
     place.mkdir(parents=True, exist_ok=True)
+    (place / "meeting").unlink(missing_ok=True)  # of ranks that failed here before
     (place / "call").write_bytes(pickle.dumps((inspect.getfile(function), function.__name__, arguments)))
     # Fresh ranks are as many as there are tests that start some; none may take all processors, or another interface.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -81,7 +81,6 @@ SECOND24 = Code("e8m15", 8, 15, rounding="stochastic")
 MOMENT8 = Code("e4m3", 4, 3, rounding="stochastic", lowest=-14, scaled=True)
 SECOND8 = Code("e5m3", 5, 3, signed=False, rounding="stochastic", lowest=-30, hold=True, scaled=True)
 FLOAT8 = Code("float8_e4m3fn", 4, 3, lowest=-14, scaled=True)
-FLOAT8_PAIR = Code("float8_e4m3fn × 2", 4, 3, lowest=-14, scaled=True, parts=2)
 FLOAT8_TRIPLE = Code("float8_e4m3fn × 3", 4, 3, lowest=-14, scaled=True, parts=3)
 
 WEIGHT_CODES: dict[str, Code] = {
@@ -337,13 +336,13 @@ STORAGES: dict[str, Storage] = {
             source="Narrowgauge: the tail of a float16, which float16's own exponents end at 2^-24",
         ),
         Storage(
-            "float8/collage-light", "bfloat16", FLOAT8_TRIPLE, FLOAT8, FLOAT8, vectors=None, cure="compact",
+            "float8/collage-light", "bfloat16", FLOAT8_TRIPLE, FLOAT8, FLOAT8, cure="compact",
             arithmetic="expansion",
             loses="2^-5 of every operation, updates below 2^-13 of the weight; second moments freeze from beta2 0.97 on",
             source="Yu et al. 2024 say that Collage extends to 8 bits; this is that",
         ),
         Storage(
-            "float8/collage-plus", "bfloat16", FLOAT8_TRIPLE, FLOAT8, FLOAT8_TRIPLE, vectors=None, cure="compact",
+            "float8/collage-plus", "bfloat16", FLOAT8_TRIPLE, FLOAT8, FLOAT8_TRIPLE, cure="compact",
             arithmetic="expansion",
             loses="2^-5 of every operation, updates below 2^-13 of the weight",
             source="Yu et al. 2024 say that Collage extends to 8 bits; this is that",

@@ -10,37 +10,70 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.storages import STORAGES
-from optim.scenarios import assert_same_bits, kept, parameters, stall, train
+from optim.scenarios import REPRESENTATIVES, assert_same_bits, kept, parameters, stall, train, visible_dtype
+from oracles.adamw import AdamW64
 
-LIMITS = {"word": 0.10, "split": 0.01, "exact": 0.002, "master": 0.002, "float32": 0.002}
+# Of the stored displacement, relative; what no storage of weights without a tail can hold is below.
+LIMITS = {
+    "float32": 0.002, "master": 0.002, "exact": 0.002, "split": 0.01, "split8": 0.12, "word": 0.10, "compact": 0.15,
+    "kahan": 0.08, "collage-light": 0.08, "collage-plus": 0.08, "float16/master": 0.002, "float16/split": 0.01,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("storage", LIMITS)
 def test_stall_case_is_survived(storage: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = stall(storage)
+        result = stall(storage, side=256 if storage == "word" else 128)
     assert result.error <= LIMITS[storage]
     assert abs(result.reading.edq - 1) < 0.05
 
 
-def test_naive_stalls_and_warns() -> None:
-    with pytest.warns(ng.UpdateLossWarning, match=r"'weight' loses 100% .* 'word' would keep it"):
-        result = stall("naive")
-    assert result.error > 0.9
-    assert result.reading.lost_fraction > 0.99
+@pytest.mark.parametrize("storage", ["states8", "stochastic"])
+def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(storage: str) -> None:
+    """Updates are 2^-9 of a spacing: hardly one in 200 is seen, and those that are arrive whole."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = stall(storage, side=128)
+    assert 1.0 < result.error < 2.0 and result.reading.noise > 10
+    assert abs(result.reading.edq - 1) < 4 * result.reading.edq_error < 0.4
 
 
-@pytest.mark.parametrize("beta2", [0.9, 0.99, 0.999, 0.9999])
-@pytest.mark.parametrize(("storage", "bound"), [("split", 1e-3), ("exact", 1e-3), ("word", 1e-2)])
-def test_second_moment_of_a_constant_gradient(storage: str, bound: float, beta2: float) -> None:
+@pytest.mark.parametrize(
+    ("storage", "cure"),
+    [("naive", "word"), ("no-master", "word"), ("float8/collage-light", "compact"), ("float8/collage-plus", "compact")],
+)
+def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str, cure: str) -> None:
+    with pytest.warns(ng.UpdateLossWarning, match=rf"'weight' loses \d+% .* '{cure}' would keep it"):
+        result = stall(storage, side=128)
+    bare = storage in ("naive", "no-master")
+    assert result.error > (0.9 if bare else 0.5)
+    assert result.reading.lost_fraction > (0.99 if bare else 0.5)
+    assert result.error > 4 * LIMITS[cure]
+
+
+def test_every_storage_is_held_to_something_in_the_stall_case() -> None:
+    assert LIMITS.keys() | {"states8", "stochastic", "naive", "no-master"} == {n for n in STORAGES if "float8" not in n}
+
+
+@pytest.mark.parametrize(
+    ("storage", "beta2", "bound"),
+    [
+        *((storage, beta2, 0.01) for storage in ("word", "compact", "states8") for beta2 in (0.9, 0.99, 0.999, 0.9999)),
+        *((storage, 0.999, 1e-3) for storage in ("split", "split8")),
+        *(("collage-plus", beta2, 0.05) for beta2 in (0.95, 0.999)),
+    ],
+)
+def test_second_moment_of_a_constant_gradient(storage: str, beta2: float, bound: float) -> None:
     """From 5 % below its limit on for four times 1/(1 - beta2) steps or 3,000: where short dithers stop short."""
     side = 32 if beta2 > 0.999 else 64
     gradient = torch.full((side, side), 0.013).bfloat16()
     limit = float(gradient[0, 0]) ** 2
-    # Elements with equal weight and gradient round alike, so the weights differ: the mean is over their hashes.
-    (weight,) = parameters(storage, [(side, side)])
-    optimizer = ng.AdamW([weight], lr=1e-4, betas=(0.9, beta2), storage=storage, compile=False, audit_every=0)
+    # Elements with equal weight and gradient round alike, so the weights differ and stay: the mean is over their hashes.
+    weight = torch.nn.Parameter(
+        (torch.arange(side * side) + 0x3F00).to(torch.int16).view(torch.bfloat16).view(side, side)
+    )
+    optimizer = ng.AdamW([weight], lr=1e-30, betas=(0.9, beta2), storage=storage, compile=False, audit_every=0)
     # A first step with beta2 = 0 and a gradient of the right size puts the moment near where it will end.
     optimizer.param_groups[0]["betas"] = (0.9, 0.0)
     weight.grad = (gradient.float() * 0.975).to(weight.dtype)
@@ -57,6 +90,25 @@ def test_second_moment_of_a_constant_gradient(storage: str, bound: float, beta2:
     assert abs(mean / exact - 1) < bound
 
 
+@pytest.mark.parametrize(
+    "storage", ["naive", "kahan", "collage-light", "float8/collage-light", "collage-plus", "float8/collage-plus"]
+)
+def test_second_moments_of_single_narrow_words_freeze_and_those_of_more_parts_do_not(storage: str) -> None:
+    """Small gradients after large ones: their shares, 2^-9 of the moment, are less than half a spacing."""
+    weight = torch.nn.Parameter(torch.ones(4, 4).bfloat16())
+    optimizer = ng.AdamW([weight], lr=1e-30, betas=(0.9, 0.999), storage=storage, compile=False, audit_every=0)
+    for step in range(600):
+        weight.grad = torch.full_like(weight, 1.0 if step < 20 else 0.25)
+        optimizer.step()
+    exact = 1 - 0.999**20
+    exact = 0.0625 + (exact - 0.0625) * 0.999**580
+    found = optimizer.stored(weight, "exp_avg_sq") / exact
+    if STORAGES[storage].exp_avg_sq.parts == 1:
+        assert (found < 0.85).all()
+    else:
+        assert ((found - 1).abs() < 0.05).all()
+
+
 @pytest.mark.parametrize(("shape", "lr"), [((32, 32), 1e-3), ((7, 13), 1e-2), ((1, 301), 1e-5)])
 def test_exact_is_master_to_the_bit(shape: tuple[int, int], lr: float) -> None:
     results = []
@@ -67,44 +119,102 @@ def test_exact_is_master_to_the_bit(shape: tuple[int, int], lr: float) -> None:
     assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("storage", ["word", "master", "exact", "float32"])
+@pytest.mark.parametrize("storage", [name for name in REPRESENTATIVES if STORAGES[name].visible != "float16"])
 def test_power_of_two_scaled_gradients_give_the_same_weights(storage: str) -> None:
-    shape = (64, 64)
+    shape, row = (24, 20), STORAGES[storage]
     results = []
     for scale in (1.0, 2.0**-20):
         optimizer = ng.AdamW(parameters(storage, [shape]), lr=1e-3, eps=0.0, storage=storage, compile=False)
         (weight,) = optimizer.param_groups[0]["params"]
+        ever = torch.zeros(shape, dtype=torch.bool)
         for step in range(50):
             generator = torch.Generator().manual_seed(step)
             gradient = (torch.randn(shape, generator=generator) * 1e-2).bfloat16()
             gradient[:4] = 0  # never sees anything: its moments stay zero, and it takes no step but decay
+            gradient[4:8] *= step < 2  # and these nothing any more
             weight.grad = (gradient * scale).to(weight.dtype)
             optimizer.step()
+            ever |= weight.grad != 0
             second = optimizer.stored(weight, "exp_avg_sq")
             assert not second[:4].any() and not optimizer.stored(weight, "exp_avg")[:4].any()
-            assert (second[weight.grad != 0] > 0).all()
+            if row.exp_avg_sq.hold or not row.exp_avg_sq.is_window:
+                assert torch.equal(second > 0, ever)
         results.append({"seen": weight.detach().clone(), "stored": optimizer.stored(weight)})
     assert torch.isfinite(results[0]["stored"]).all()
     assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", [*STORAGES, "tail8+bfloat16+float32", "bfloat16-pair+e4m3-row+e5m3-row"])
 def test_a_tensor_cut_by_rows_has_the_same_bits(storage: str) -> None:
-    rows, columns, cuts = 48, 33, (1, 17, 30)  # odd pieces: their words do not fall on the whole's
-    whole = ng.AdamW(parameters(storage, [(rows, columns)]), lr=1e-3, storage=storage, compile=False)
-    (weight,) = whole.param_groups[0]["params"]
+    rows, columns, cuts = 48, 33, (1, 2, 3, 17, 25)  # odd pieces: their words do not fall on the whole's
+    start = parameters(storage, [(rows, columns)])[0].detach() * torch.logspace(-3, 3, rows).unsqueeze(1)
+    weight = torch.nn.Parameter(start.bfloat16().to(visible_dtype(storage)))
+    whole = ng.AdamW([weight], lr=1e-3, storage=storage, compile=False, max_grad_norm=1.0)
     pieces = [torch.nn.Parameter(p.clone()) for p in weight.detach().split(cuts)]
-    parts = ng.AdamW(pieces, lr=1e-3, storage=storage, compile=False)
-    for step in range(30):
+    parts = ng.AdamW(pieces, lr=1e-3, storage=storage, compile=False, max_grad_norm=1.0)
+    for step in range(12):
         generator = torch.Generator().manual_seed(step)
-        weight.grad = (torch.randn(rows, columns, generator=generator) * 1e-2).bfloat16().to(weight.dtype)
+        spread = torch.logspace(0, -4, rows).unsqueeze(1)
+        weight.grad = (torch.randn(rows, columns, generator=generator) * spread).bfloat16().to(weight.dtype)
         for piece, gradient in zip(pieces, weight.grad.split(cuts), strict=True):
             piece.grad = gradient.clone()
         whole.step()
         parts.step()
+    saved = parts.state_dict()["state"]
+    for name, value in whole.state_dict()["state"][0].items():
+        if name != "step":
+            assert_same_bits({name: value}, {name: torch.cat([saved[k][name] for k in range(len(cuts))])})
     for name in ("weight", "exp_avg", "exp_avg_sq"):
         joined = torch.cat([parts.stored(p, name) for p in pieces])
         assert_same_bits({name: whole.stored(weight, name)}, {name: joined})
+    assert_same_bits({"seen": weight.detach()}, {"seen": torch.cat([p.detach() for p in pieces])})
+
+
+@pytest.mark.parametrize("storage", ["compact", "states8"])
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+@pytest.mark.parametrize("shape", [(16, 64), (15, 61)], ids=["where it lies", "in copies"])
+def test_the_bounds_of_a_row_are_its_peaks_averaged_and_nothing_saturates(
+    storage: str, beta2: float, shape: tuple[int, int]
+) -> None:
+    """A row's bounds follow the rule from peak to peak, so no exact moment lies above them, and no window ends below."""
+    generator = torch.Generator().manual_seed(1)
+    size = torch.exp(3 * torch.randn(shape[0], 1, generator=generator) + torch.randn(shape, generator=generator))
+    (weight,) = parameters(storage, [shape])
+    optimizer = ng.AdamW([weight], lr=1e-4, betas=(0.9, beta2), storage=storage, compile=False, audit_every=0)
+    exact = AdamW64(weight.detach(), 1e-4, betas=(0.9, beta2))
+    peaks = AdamW64(torch.zeros(shape[0], 1), 1e-4, betas=(0.9, beta2))
+    for step in range(150):
+        weight.grad = (torch.randn(shape, generator=generator) * size).bfloat16()
+        optimizer.step()
+        exact.step(weight.grad)
+        peaks.step(weight.grad.abs().amax(1, keepdim=True))
+        if step % 10:
+            continue
+        saved = optimizer.state_dict()["state"][0]
+        for name in ("exp_avg", "exp_avg_sq"):
+            bound, wanted = saved[f"{name}_bound"].double(), getattr(peaks, name)
+            torch.testing.assert_close(bound, wanted, rtol=1e-5, atol=0)
+            assert (getattr(exact, name).abs() <= bound * (1 + 1e-5)).all()
+            code = STORAGES[storage].code(name)
+            end = 2.0 ** bound.log2().ceil() * (2 - 2.0**-code.mantissa_bits)
+            assert (optimizer.stored(weight, name).abs() < end).all()
+
+
+@pytest.mark.parametrize("storage", ["compact", "states8", "word"])
+def test_second_moments_are_right_over_many_binades(storage: str) -> None:
+    """Gradients whose sizes differ from column to column by up to 2^-12: of each size the mean is right, and none is zero."""
+    sizes, shape = 2.0 ** -torch.arange(13.0), (512, 13)
+    weight = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16())
+    optimizer = ng.AdamW([weight], lr=1e-30, betas=(0.9, 0.99), storage=storage, compile=False, audit_every=0)
+    exact = AdamW64(weight.detach(), 1e-30, betas=(0.9, 0.99))
+    for step in range(300):
+        generator = torch.Generator().manual_seed(step)
+        weight.grad = (torch.randn(shape, generator=generator) * sizes).bfloat16()
+        optimizer.step()
+        exact.step(weight.grad)
+    found = optimizer.stored(weight, "exp_avg_sq").double()
+    assert (found > 0).all()
+    assert ((found.mean(0) / exact.exp_avg_sq.mean(0) - 1).abs() < 0.05).all()
 
 
 def against_torch(lr: float, weight_decay: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -169,12 +279,12 @@ def test_alarm_names_stalls_and_only_stalls() -> None:
     assert stalling == [{"big"}] * 20
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", REPRESENTATIVES)
 def test_an_audited_step_is_the_same_step(storage: str) -> None:
     shapes = [(300, 300), (5,), (9, 9)]
     results = []
     for audit_every in (0, 1):
         optimizer = ng.AdamW(parameters(storage, shapes), storage=storage, compile=False, audit_every=audit_every)
-        train(optimizer, shapes, range(10))
+        train(optimizer, shapes, range(4))
         results.append(kept(optimizer))
     assert_same_bits(*results)

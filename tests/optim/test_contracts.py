@@ -58,6 +58,31 @@ def test_what_a_rule_cannot_use_is_refused_with_the_reason(rule: str) -> None:
         assert f"Take '{row.cure}', or an elementwise rule." in str(refused.value)
 
 
+TORCHS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.8, 0.9)}),
+    "adam": (torch.optim.Adam, {"weight_decay": 0.1, "eps": 1e-3}),
+    "sgd": (torch.optim.SGD, {"weight_decay": 0.1, "dampening": 0.3}),
+    "nesterov": (torch.optim.SGD, {"weight_decay": 0.1}),
+    "plain sgd": (torch.optim.SGD, {"weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("rule", TORCHS)
+def test_in_float32_it_is_torchs_own_to_the_last_bits(rule: str) -> None:
+    """Against float64; a first step, a later one and one after a change of rate differ in their formulas."""
+    make, options = TORCHS[rule]
+    ours = build(rule, parameters("float32"), "float32", **options)
+    theirs = make([p.detach().double().requires_grad_() for p in members(ours)], **{**RULES[rule].options, **options})
+    for step in range(6):
+        for p, q, gradient in zip(members(ours), members(theirs), gradients(members(ours), step), strict=True):
+            p.grad, q.grad = gradient, gradient.double()
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["lr"] *= 0.5 if step == 3 else 1.0
+            optimizer.step()
+        for p, q in zip(members(ours), members(theirs), strict=True):
+            torch.testing.assert_close(p.detach().double(), q.detach(), rtol=1e-6, atol=1e-6)
+
+
 def left_over(rule: str, storage: str, steps: int = 24) -> list[float]:
     """What share of its loss is left of a linear regression (a matrix) and of a parabola (a vector)."""
     params = parameters(storage, [(7, 9), (5,)])
