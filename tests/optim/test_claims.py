@@ -177,17 +177,20 @@ def test_the_bounds_of_a_row_are_its_peaks_averaged_and_nothing_saturates(
     storage: str, beta2: float, shape: tuple[int, int]
 ) -> None:
     """A row's bounds follow the rule from peak to peak, so no exact moment lies above them, and no window ends below."""
+    # Clipped to a norm that no step reaches: what counts is the gradient that the rule sees.
     generator = torch.Generator().manual_seed(1)
     size = torch.exp(3 * torch.randn(shape[0], 1, generator=generator) + torch.randn(shape, generator=generator))
     (weight,) = parameters(storage, [shape])
-    optimizer = ng.AdamW([weight], lr=1e-4, betas=(0.9, beta2), storage=storage, compile=False, audit_every=0)
+    options = {"lr": 1e-4, "betas": (0.9, beta2), "max_grad_norm": 1.0}
+    optimizer = ng.AdamW([weight], **options, storage=storage, compile=False, audit_every=0)
     exact = AdamW64(weight.detach(), 1e-4, betas=(0.9, beta2))
     peaks = AdamW64(torch.zeros(shape[0], 1), 1e-4, betas=(0.9, beta2))
     for step in range(150):
         weight.grad = (torch.randn(shape, generator=generator) * size).bfloat16()
         optimizer.step()
-        exact.step(weight.grad)
-        peaks.step(weight.grad.abs().amax(1, keepdim=True))
+        clipped = weight.grad.double() / (weight.grad.double().norm() + 1e-6)
+        exact.step(clipped)
+        peaks.step(clipped.abs().amax(1, keepdim=True))
         if step % 10:
             continue
         saved = optimizer.state_dict()["state"][0]
