@@ -36,12 +36,14 @@ def placed_like(owner: Any, part: Tensor) -> Tensor:
         owner: the parameter.
         part: parameter-shaped, or with a last dimension of 1 in place of the parameter's.
     Returns:
-        A tensor that a distributed checkpoint saves and cuts anew.
+        A tensor that a distributed checkpoint saves and cuts anew; integers of 16 bits become int32.
     """
     if not is_sharded(owner) or part.ndim != owner.ndim:
         return part
     from torch.distributed.tensor import DTensor
 
+    if part.dtype is torch.int16:
+        part = part.to(torch.int32)  # neither gloo nor NCCL sends integers of 16 bits
     shape = owner.shape if part.shape[-1] == local_of(owner).shape[-1] else (*owner.shape[:-1], 1)
     stride = torch.empty(shape, device="meta").stride()
     result: Tensor = DTensor.from_local(

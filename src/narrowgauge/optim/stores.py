@@ -122,6 +122,8 @@ class Store:
                 "Build the optimizer with the storage the state was saved from.",
             )
         value = values[name].to(self.parameter.device)
+        if dtype is torch.int16 and value.dtype is torch.int32:
+            value = value.to(dtype)  # as shards are handed out
         if tuple(value.shape) != shape or value.dtype != dtype:
             raise RecipeError(
                 f"'{name}' of storage '{self.storage.name}' is {dtype} of shape {shape}, and {value.dtype} of shape "
