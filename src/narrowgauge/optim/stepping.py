@@ -223,7 +223,8 @@ def _new_bounds(
     states = [old.get(name, torch.zeros_like(slopes)) for name in rule.states]
     either = [rule.update(weights, sign * slopes, *states, scalars)[1:] for sign in (1.0, -1.0)]
     new = {
-        name: torch.maximum(plus.abs(), minus.abs())
+        # A gradient that is not finite must not stay in a bound: inf - inf would be NaN for good.
+        name: torch.maximum(plus.abs(), minus.abs()).nan_to_num(nan=3e38, posinf=3e38)
         for name, plus, minus in zip(rule.states, *either, strict=True)
         if name in old
     }
