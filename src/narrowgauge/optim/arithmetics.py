@@ -165,9 +165,8 @@ def write_weight(storage: Storage, lane: Lane, value: Tensor, addend: Tensor | i
         code, zero = storage.weight, torch.zeros((), dtype=torch.int32, device=value.device)
         alone = replace(lane, fields={**lane.fields, "weight": (zero, 32 - code.bits if not code.is_window else 0)})
         fields = write_state(storage, alone, "weight", value, addend)
-        first = codes.decode(
-            code, fields.pop("weight"), alone.fields["weight"][1], _of_after(code, lane.scales, "weight")
-        )
+        shift, into = alone.fields["weight"][1], _into(code, lane.scales, "weight", 0)
+        first = codes.decode(code, fields.pop("weight"), shift, _inverse(into))
         return codes.seen_bits(storage.visible, first), fields
     seen, field, _ = codes.encode_weight(storage, value, addend)
     return seen, {} if field is None else _placed(storage, lane, field)
@@ -179,8 +178,8 @@ def _placed(storage: Storage, lane: Lane, field: Tensor) -> dict[str, Tensor]:
     return {name: field if storage.master else codes.place_tail(storage, field, lane.fields[name][1])}
 
 
-def _of_after(code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str) -> Tensor | None:
-    into = _into(code, scales, name, 0)
+def _inverse(into: Tensor | None) -> Tensor | None:
+    """Out of the window that ``into`` leads into: as what is written now will be read."""
     return None if into is None else 1.0 / into
 
 
@@ -193,8 +192,7 @@ def write_state(storage: Storage, lane: Lane, name: str, value: Tensor, addend: 
         into = _into(code, lane.scales, name, place)
         fields[part] = codes.encode(code, rest, addend, shift, into)
         if part != names[-1]:
-            # Where the new value will be read: with the scales of after the step.
-            rest = rest - codes.decode(code, fields[part], shift, None if into is None else 1.0 / into)
+            rest = rest - codes.decode(code, fields[part], shift, _inverse(into))
     return fields
 
 
@@ -228,7 +226,7 @@ def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, se
             into = _into(code, lane.scales, name, place)
             bits = codes.encode(code, part, half(codes.dropped_bits(code)), shift, into)
             if name == "weight":
-                kept.append(codes.decode(code, bits, shift, None if into is None else 1.0 / into))
+                kept.append(codes.decode(code, bits, shift, _inverse(into)))
             if own != "weight":
                 fields[own] = bits
     seen = codes.seen_bits(storage.visible, kept[0])

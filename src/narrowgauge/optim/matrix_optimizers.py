@@ -14,7 +14,7 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.optim.checks import check_range
-from narrowgauge.optim.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, LR_SCALES, MUON
+from narrowgauge.optim.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, LR_SCALES, MUON, MatrixRule
 from narrowgauge.optim.optimizer import Optimizer
 
 if TYPE_CHECKING:
@@ -38,10 +38,35 @@ def _check_name(option: str, name: str, known: Iterable[str]) -> None:
         raise RecipeError(f"{option} = '{name}' was asked for; it is one of {listed}.", suggestion(name, known))
 
 
-def _check_subspace(rank: int, update_proj_gap: int, scale: float) -> None:
-    check_range("rank", rank, 1)
-    check_range("update_proj_gap", update_proj_gap, 1)
-    check_range("scale", scale, 0)
+class _InSubspace(Optimizer):
+    """An optimizer that steps in a low-rank subspace: the options they share, checked."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        rule: MatrixRule,
+        lr: float | Tensor,
+        subspace: tuple[int, int, float],
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        options: Options,
+    ) -> None:
+        rank, update_proj_gap, scale = subspace
+        _check_adam(lr, betas, eps, weight_decay)
+        check_range("rank", rank, 1)
+        check_range("update_proj_gap", update_proj_gap, 1)
+        check_range("scale", scale, 0)
+        defaults = {
+            "lr": lr,
+            "rank": rank,
+            "update_proj_gap": update_proj_gap,
+            "scale": scale,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, rule, defaults, **options)
 
 
 class Muon(Optimizer):
@@ -203,7 +228,7 @@ class Adafactor(Optimizer):
         super().__init__(params, ADAFACTOR, defaults, **options)
 
 
-class GaLore(Optimizer):
+class GaLore(_InSubspace):
     """GaLore: AdamW on the coordinates of each gradient in a low-rank subspace.
 
     Law: gradients are projected on the ``rank`` leading singular vectors of the shorter side, found anew every
@@ -254,21 +279,11 @@ class GaLore(Optimizer):
         weight_decay: float = 0.01,
         **options: Unpack[Options],
     ) -> None:
-        _check_adam(lr, betas, eps, weight_decay)
-        _check_subspace(rank, update_proj_gap, scale)
-        defaults = {
-            "lr": lr,
-            "rank": rank,
-            "update_proj_gap": update_proj_gap,
-            "scale": scale,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, GALORE, defaults, **options)
+        subspace = (rank, update_proj_gap, scale)
+        super().__init__(params, GALORE, lr, subspace, betas, eps, weight_decay, options)
 
 
-class GradNormLoRP(Optimizer):
+class GradNormLoRP(_InSubspace):
     """GradNormLoRP: lengths and directions of a weight's columns trained apart, directions in a low-rank subspace.
 
     The paper trains a length ``M`` per column and thin factors ``I``, ``J`` in ``W = M (W0 + I J) / ‖W0 + I J‖_col``. This
@@ -320,15 +335,5 @@ class GradNormLoRP(Optimizer):
         weight_decay: float = 0.01,
         **options: Unpack[Options],
     ) -> None:
-        _check_adam(lr, betas, eps, weight_decay)
-        _check_subspace(rank, update_proj_gap, scale)
-        defaults = {
-            "lr": lr,
-            "rank": rank,
-            "update_proj_gap": update_proj_gap,
-            "scale": scale,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, GRADNORM_LORP, defaults, **options)
+        subspace = (rank, update_proj_gap, scale)
+        super().__init__(params, GRADNORM_LORP, lr, subspace, betas, eps, weight_decay, options)

@@ -121,8 +121,7 @@ class Stepper:
         first = work.words[0]
         row = first[0].numel() if first.numel() else 1
         for part, watched in audited_parts(first.shape[0], turn, row):
-            piece = work.piece(part.start or 0, first.shape[0] if part.stop is None else part.stop)
-            sums = store.kernel.run(piece, numbers.values, numbers.seed, audited=watched)
+            sums = store.kernel.run(work.piece(part.start, part.stop), numbers.values, numbers.seed, audited=watched)
             if sums is not None:
                 self.auditor.add(store.owner, sums)
 
@@ -145,20 +144,10 @@ class Stepper:
             if store.storage.scaled:
                 batches.setdefault((store.kernel, store.step + 1), []).append(store)
         for (kernel, count), batch in batches.items():
-            numbers = self.numbers(kernel.rule, count)
-            sizes = [len(next(iter(store.bounds.values()))) for store in batch]
+            values = self.numbers(kernel.rule, count).values
             # All rows of all matrices at once: thirty small operations, not thirty for each matrix.
             old = {name: torch.cat([store.bounds[name] for store in batch]) for name in kernel.storage.scaled}
-            new = _new_bounds(kernel, batch, old, numbers.values)
-            into, back = {}, {}
-            for name in old:
-                code = kernel.storage.code(name)
-                new[name] = torch.where(numbers.values[1] != 0, old[name], new[name])
-                into[name] = codes.multipliers(code, new[name])[0].split(sizes)
-                back[name] = codes.multipliers(code, old[name])[1].split(sizes)
-                torch._foreach_copy_([store.bounds[name] for store in batch], list(new[name].split(sizes)))
-            for place, store in enumerate(batch):
-                store.set_scales({n: into[n][place] for n in into}, {n: back[n][place] for n in back})
+            _rescale(batch, old, _new_bounds(kernel, batch, old, values), values[1] != 0)
 
     # ── matrix rules ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -173,8 +162,8 @@ class Stepper:
         for name, extra in store.extras.items():
             extra.copy_(torch.where(skip, extra, new[name]))
         parts = [own_part(owner, value) for value in (change, *(new[name] for name in own))]
-        moments = zip(own, parts[1:], strict=True)
-        self._rescale(store, {n: store.peaks_of(part) for n, part in moments if n in store.bounds}, skip)
+        peaks = {n: store.peaks_of(part) for n, part in zip(own, parts[1:], strict=True) if n in store.bounds}
+        _rescale([store], store.bounds, peaks, skip)
         decided, done = [_in_lanes(store, part) for part in parts], 0
         total = []
         for work, copies in _chunks(store):
@@ -188,14 +177,24 @@ class Stepper:
         if numbers.audited and total:
             self.auditor.add(store.owner, torch.stack(total).sum(0))
 
-    def _rescale(self, store: Store, peaks: Mapping[str, Tensor], skip: Tensor) -> None:
-        into, back = {}, {}
-        for name, bound in store.bounds.items():
-            new = torch.where(skip, bound, peaks[name])
-            code = store.storage.code(name)
-            into[name], back[name] = codes.multipliers(code, new)[0], codes.multipliers(code, bound)[1]
-            bound.copy_(new)
-        store.set_scales(into, back)
+
+def _rescale(batch: Sequence[Store], old: Mapping[str, Tensor], new: Mapping[str, Tensor], skip: Tensor) -> None:
+    """Give stores of one storage their rows' new bounds, where the step is not skipped, and the scales of this step.
+
+    Args:
+        batch: the stores.
+        old, new: of each scaled code the bounds of all their rows, one store's after the other's.
+        skip: 0-d bool.
+    """
+    sizes = [store.num_rows for store in batch]
+    into, back = {}, {}
+    for name in old:
+        code, bound = batch[0].storage.code(name), torch.where(skip, old[name], new[name])
+        into[name] = codes.multipliers(code, bound)[0].split(sizes)
+        back[name] = codes.multipliers(code, old[name])[1].split(sizes)
+        torch._foreach_copy_([store.bounds[name] for store in batch], list(bound.split(sizes)))
+    for place, store in enumerate(batch):
+        store.set_scales({n: into[n][place] for n in into}, {n: back[n][place] for n in back})
 
 
 def _chunks(store: Store) -> Iterator[tuple[Work, list[tuple[Tensor, Tensor]]]]:

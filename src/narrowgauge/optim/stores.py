@@ -75,11 +75,15 @@ class Store:
         shape, device = self.parameter.shape, self.parameter.device
         for plane in layouts.planes(self.storage):
             self.words[plane.name] = layouts.allocate(self.storage, plane, shape, device)
-        rows = layouts.matrix_of(self.storage, shape)[0]
         for name in self.storage.scaled:
-            self.bounds[name] = torch.zeros(rows, 1, device=device)
+            self.bounds[name] = torch.zeros(self.num_rows, 1, device=device)
         if "weight" in self.bounds:
             self.bounds["weight"].copy_(weight_bound(self.peaks_of(self.parameter.detach())))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the matrix in which it is kept, where it is."""
+        return layouts.matrix_of(self.storage, self.parameter.shape)[0]
 
     @cached_property
     def plane_words(self) -> list[Tensor]:
@@ -99,19 +103,22 @@ class Store:
             plane.name: layouts.to_parameter_order(self.storage, plane, self.words[plane.name], shape)
             for plane in layouts.planes(self.storage)
         }
-        rows = (*shape[:-1], 1) if shape else (1,)
-        bounds = {f"{name}_bound": bound.reshape(rows).clone() for name, bound in self.bounds.items()}
+        bounds = {f"{name}_bound": bound.reshape(self._rows_shape).clone() for name, bound in self.bounds.items()}
         return {**planes, **bounds, **{name: value.clone() for name, value in self.extras.items()}}
+
+    @property
+    def _rows_shape(self) -> tuple[int, ...]:
+        """The parameter's shape with one value for each of its rows."""
+        return (*self.parameter.shape[:-1], 1)
 
     def take(self, values: dict[str, Tensor]) -> None:
         """Fill the planes from tensors made by :meth:`in_parameter_order`."""
         for plane in layouts.planes(self.storage):
             value = self._checked(values, plane.name, plane.dtype, tuple(self.parameter.shape))
             self.words[plane.name].copy_(layouts.from_parameter_order(self.storage, plane, value))
-        shape = self.parameter.shape
         for name, bound in self.bounds.items():
-            rows = (*shape[:-1], 1) if shape else (1,)
-            bound.copy_(self._checked(values, f"{name}_bound", bound.dtype, rows).reshape(bound.shape))
+            given = self._checked(values, f"{name}_bound", bound.dtype, self._rows_shape)
+            bound.copy_(given.reshape(bound.shape))
         for name, extra in self.extras.items():
             extra.copy_(self._checked(values, name, extra.dtype, tuple(extra.shape)))
 
@@ -132,13 +139,17 @@ class Store:
             )
         return value
 
+    def _bits(self, plane: layouts.Plane) -> Tensor:
+        """A plane's bits in the parameter's order and shape, int32."""
+        words = layouts.to_parameter_order(self.storage, plane, self.words[plane.name], self.parameter.shape)
+        return words.view(layouts.INTEGER[plane.bits]).to(torch.int32)
+
     def _lane(self) -> arithmetics.Lane:
         """The store as one lane in the parameter's order, a matrix or flat."""
-        shape, matrix = self.parameter.shape, layouts.matrix_of(self.storage, self.parameter.shape)
+        matrix = layouts.matrix_of(self.storage, self.parameter.shape)
         fields = {}
         for plane in layouts.planes(self.storage):
-            words = layouts.to_parameter_order(self.storage, plane, self.words[plane.name], shape).reshape(matrix)
-            raw = words.view(layouts.INTEGER[plane.bits]).to(torch.int32)
+            raw = self._bits(plane).reshape(matrix)
             fields.update({name: (raw, shift) for name, shift, _ in plane.fields})
         scales = {n: codes.multipliers(self.storage.code(n), bound) for n, bound in self.bounds.items()}
         seen = codes.seen_bits(self.storage.visible, self.parameter.detach().float().reshape(matrix).contiguous())
@@ -208,13 +219,11 @@ class Store:
             mine = [(name, shift, bits) for name, shift, bits in plane.fields if name in fields]
             if not mine:
                 continue
-            integer = layouts.INTEGER[plane.bits]
-            words = layouts.to_parameter_order(self.storage, plane, self.words[plane.name], shape)
-            raw = words.view(integer).to(torch.int32)
+            raw = self._bits(plane)
             for name, shift, bits in mine:
                 mask = ((1 << bits) - 1) << shift if bits < 32 else -1
                 raw = (raw & ~mask) | (fields[name].reshape(shape) & mask)
-            value = raw.to(integer).view(plane.dtype)
+            value = raw.to(layouts.INTEGER[plane.bits]).view(plane.dtype)
             self.words[plane.name].copy_(layouts.from_parameter_order(self.storage, plane, value))
 
     # ── words, as a kernel takes them ───────────────────────────────────────────────────────────────────────────────
