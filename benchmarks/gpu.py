@@ -1,32 +1,53 @@
-"""The checks and benchmarks on CUDA: first that every bit is right, then how near a step comes to the memory's limit.
+"""The checks and benchmarks on CUDA: first that every bit is right, then how fast it is.
 
 Claim: the kernels compiled for a GPU give the same bits as the definition run eagerly on a CPU, for every storage; the
 stall case reads the same; and a step moves its bytes at nearly the rate of a plain copy. Bytes per element: the visible
 weight read and written, the gradient read, every state read and written (``word`` 14, a float32 AdamW 28). Cases: a
-llama-1b's tensors, and 300 small ones.
+llama-1b's tensors, and 300 small ones. Every cast of the table of computes gives the CPU's bits too, along both dimensions;
+every product, native or emulated, is within its stated bound of the float64 product of its operands; and every row trains.
+How fast the narrow layers and whole steps must be is said in ``narrow_linear.py`` and ``narrow_training.py``.
 
 Yardstick: ``torch.optim.AdamW(fused=True)`` in float32 for the ratio, and a device-to-device copy of 1 GiB (read and
-written) for the share of the bandwidth.
+written) for the share of the bandwidth; bfloat16, compiled, for layers and whole steps.
 
-Run: ``./dev gpu [--quick]``. A failed check ends with status 1 and nothing is timed; without a GPU, status 2.
+Run: ``./dev gpu [--sections …] [--quick]``. A failed check ends with status 1 and nothing is timed; without a GPU, status 2.
+Sections: storages, casts, products, training are checked; steps, layers, models are timed. Each takes some minutes.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
+from unittest.mock import patch
 
+import narrow_linear
+import narrow_training
 import torch
 from optimizer_step import OPTIONS, Case, fused, model_shapes, ours, small_shapes
+from peers import reason
+from quality import over_word
 from stall import Stall
 from stall import ours as stall_trainee
 from timing import Contender, Report, Row, measure, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.computes import COMPUTES, Cast, Compute
 from narrowgauge.errors import ChipError
+from narrowgauge.matmul import casts, randomness
+from narrowgauge.matmul.casts import Operand, cast_matrix
+from narrowgauge.matmul.linear import EmulationNotice
+from narrowgauge.matmul.products import is_native, multiply, operand_dtype
+from narrowgauge.matmul.randomness import random_words
+from narrowgauge.models import get_model
 from narrowgauge.storages import STORAGES, VISIBLE, Storage
+from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.data import prepare_data
+from narrowgauge.trainer.loop import train_step
+from narrowgauge.trainer.session import build
 
 SHAPES = ((130, 66), (65, 67), (5, 1), (300, 300), (1, 1), (512, 1024))
 """Even and odd lengths, one element, in a bucket and alone, and one that is audited in turns."""
@@ -125,14 +146,190 @@ def stall_row(storage: str, case: Stall) -> Row:
     }
 
 
-def check(report: Report, quick: bool) -> bool:
-    """All checks of correctness; whether they pass."""
-    bits = [bits_row(storage, 10 if quick else 50) for storage in STORAGES]
-    report.add("bits: eager CPU against compiled CUDA", bits)
+def check_storages(quick: bool) -> dict[str, list[Row]]:
+    """Every storage: its bits, and the stall case."""
     case = Stall.make(256, 400)
-    stalls = [stall_row(storage, case) for storage in STORAGES]
-    report.add("the stall case on CUDA", stalls)
-    return all(row["passes"] == "yes" for row in (*bits, *stalls))
+    return {
+        "bits: eager CPU against compiled CUDA": [bits_row(storage, 10 if quick else 50) for storage in STORAGES],
+        "the stall case on CUDA": [stall_row(storage, case) for storage in STORAGES],
+    }
+
+
+def distinct_casts() -> dict[Cast, str]:
+    """Every cast of the table of computes that has arithmetic of its own, with the place that it is first found in."""
+    found: dict[Cast, str] = {}
+    for row in COMPUTES.values():
+        for name, cast in row.casts.items():
+            if not cast.is_wide or cast.format == "tfloat32":
+                found.setdefault(cast, f"{row.name} {name}")
+    return found
+
+
+def ordinary(rows: int, columns: int) -> Tensor:
+    """Values of all sizes in bfloat16, subnormal ones among them."""
+    generator = torch.Generator().manual_seed(rows * columns)
+    sizes = torch.randint(-14, 6, (rows, columns), generator=generator).float().exp2()
+    values = torch.randn(rows, columns, generator=generator) * sizes
+    values[:, 0] *= 1e-39
+    return values.bfloat16()
+
+
+def special(rows: int, columns: int) -> Tensor:
+    """The same with a row and a column of zeros, an infinity and a NaN."""
+    values = ordinary(rows, columns)
+    values[1], values[:, 2] = 0, 0
+    values[3, 5], values[40, 70] = torch.inf, torch.nan
+    return values
+
+
+STATE = torch.tensor([12_345, 3, 7, 99], dtype=torch.int32)
+"""Of a layer: seed of the step, step, first sequence, number."""
+
+
+def cast_bits(cast: Cast, dim: int, x: Tensor, device: str, compile: bool) -> list[Tensor]:
+    """Codes and scale of a cast, on the CPU as float32 (which holds each exactly); codes under a scale of NaN may be any."""
+    if cast.is_wide:
+        dtype = torch.float32
+    else:
+        dtype = torch.bfloat16 if cast.block is not None else getattr(torch, cast.format)
+    x, state = x.to(device), STATE.to(device)
+    finite = x.float().nan_to_num(0, 0, 0)
+    amax = finite.abs().amax().view(1, 1) / 2 if cast.scaling == "delayed" else None
+    fold = finite.abs().amax(dim, keepdim=True) + 1 if cast.format == "int8" else None
+    least = 0 if compile else sys.maxsize
+    with patch.object(casts, "COMPILE_ELEMENTS", least), patch.object(randomness, "COMPILE_ELEMENTS", least):
+        words = random_words(cast, x, dim, state, 0, 1)
+        made = cast_matrix(x, cast, dim, dtype, words=words, fold=fold, amax=amax)
+    data, outer = (None if part is None else part.float().cpu() for part in made)
+    assert data is not None
+    return [data] if outer is None else [torch.where(outer.isnan(), torch.nan, data), outer]
+
+
+def differing(expected: Sequence[Tensor], found: Sequence[Tensor]) -> int:
+    """How many values have other bits; a NaN is a NaN."""
+    return sum(
+        int(((a.view(torch.int32) != b.view(torch.int32)) & ~(a.isnan() & b.isnan())).sum())
+        for a, b in zip(expected, found, strict=True)
+    )
+
+
+def cast_row(cast: Cast, where: str, device: str) -> Row:
+    """How many bits of a cast differ between the eager CPU and a device, eager and compiled, along both dimensions."""
+    row: Row = {"cast": str(cast), "of": where}
+    for name, x in (("ordinary", ordinary(300, 520)), ("special", special(200, 300))):
+        for dim in (0, 1):
+            expected = cast_bits(cast, dim, x, "cpu", compile=False)
+            found = [differing(expected, cast_bits(cast, dim, x, device, way)) for way in (False, True)]
+            row[f"{name}, dim {dim}"] = f"{found[0]}, {found[1]}"
+    row["passes"] = "NO" if any(row[key] != "0, 0" for key in row if "dim" in key) else "yes"
+    return row
+
+
+DIMS = {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)}
+"""The dimension that each operand of a product is contracted along, as a linear layer has them."""
+SIDES = (128, 192, 1024)
+"""Rows, columns and contraction of the products that are checked."""
+
+
+def operands_of(row: Compute, place: str, device: torch.device) -> tuple[Operand, Operand]:
+    """Both operands of a product, as the operators make them."""
+    product, dims, (rows, columns, terms) = row.products[place], DIMS[place], SIDES
+
+    def made(side: Cast, dim: int, size: int, fold: Tensor | None) -> Operand:
+        generator = torch.Generator().manual_seed(size)
+        values = torch.randn(*((size, terms) if dim else (terms, size)), generator=generator)
+        x = values.to(device, torch.bfloat16)
+        words = random_words(side, x, dim, STATE.to(device), 0, 1)
+        return cast_matrix(x, side, dim, operand_dtype(side, product, device), words=words, fold=fold)
+
+    right, fold = made(product.right, dims[1], columns, None), None
+    if product.right.granularity == "column":
+        assert right.outer is not None
+        right, fold = Operand(right.data, None), right.outer.view((1, -1) if dims[0] else (-1, 1))
+    return made(product.left, dims[0], rows, fold), right
+
+
+def dequantized(operand: Operand, dim: int) -> Tensor:
+    """An operand as float64 ``[rows, contraction]``."""
+    values = operand.data.double() * (1.0 if operand.outer is None else operand.outer.double())
+    return values if dim else values.t()
+
+
+def product_row(row: Compute, place: str, device: torch.device) -> Row:
+    """The largest error of a product, as a share of what is allowed."""
+    product, dims, dtype = row.products[place], DIMS[place], getattr(torch, row.dtype)
+    left, right = operands_of(row, place, device)
+    found = multiply(left, right, dims, product, dtype).double()
+    a, b = dequantized(left, dims[0]), dequantized(right, dims[1])
+    exact, summed = a @ b.t(), product.bound(SIDES[2]) * (a.abs() @ b.abs().t())
+    # Rounded to the result's format once before the scales and once after them.
+    allowed = summed + 2 * 2.0 ** -_bits(dtype) * (exact.abs() + summed) + 1e-30
+    share = float(((found - exact).abs() / allowed).max())
+    return {
+        "row": row.name,
+        "product": place,
+        "native": "yes" if is_native(product, device) else "no",
+        "accumulation": product.accumulation,
+        "error / bound": share,
+        "passes": "yes" if share <= 1 else "NO",
+    }
+
+
+def _bits(dtype: torch.dtype) -> int:
+    """Significant bits of a format, the implicit one included."""
+    return {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
+
+
+TRAINING_STEPS = 20
+
+
+def training_rows(device: torch.device) -> list[Row]:
+    """Some steps of a llama-1m in every row: losses that are finite, fall, and end where bfloat16's does."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = prepare_data("stdlib", folder, vocab_size=get_model("llama-1m").vocab_size)
+        for compute in ("bfloat16", *(other for other in COMPUTES if other != "bfloat16")):
+            config = TrainConfig(
+                model="llama-1m", recipe=over_word(compute), steps=TRAINING_STEPS, sequence_length=128, warmup_steps=2
+            )
+            row: Row = {"recipe": over_word(compute)}
+            try:
+                session = build(config, folder, data)
+                assert session.device.type == device.type
+                losses = [train_step(session)["loss"] for _ in range(TRAINING_STEPS)]
+            except Exception as error:  # one that fails must not keep the others from being checked
+                rows.append({**row, "passes": "NO", "why": reason(error)})
+                continue
+            base = rows[0]["last loss"] if rows and "last loss" in rows[0] else losses[-1]
+            fell, near = losses[-1] < losses[0] - 0.3, abs(losses[-1] - base) < 0.05 * base
+            row |= {"first loss": losses[0], "last loss": losses[-1]}
+            rows.append({**row, "passes": "yes" if fell and near else "NO"})
+    return rows
+
+
+def checks(section: str, quick: bool, device: torch.device) -> dict[str, list[Row]]:
+    """The tables of a section of checks, by title."""
+    if section == "storages":
+        return check_storages(quick)
+    if section == "casts":
+        found = list(distinct_casts().items())[: 4 if quick else None]
+        title = "casts: values whose bits differ from the eager CPU's; eager, compiled"
+        return {title: [cast_row(cast, where, str(device)) for cast, where in found]}
+    if section == "products":
+        rows = [product_row(row, place, device) for row in COMPUTES.values() for place in DIMS]
+        return {f"products of {SIDES[0]} × {SIDES[1]}, {SIDES[2]} terms, against float64": rows}
+    return {f"{TRAINING_STEPS} training steps of a llama-1m": training_rows(device)}
+
+
+def check(report: Report, sections: Sequence[str], quick: bool, device: torch.device) -> bool:
+    """All checks of correctness that were asked for; whether they pass."""
+    passed = True
+    for section in sections:
+        for title, rows in checks(section, quick, device).items():
+            report.add(title, rows)
+            passed &= all(row["passes"] == "yes" for row in rows)
+    return passed
 
 
 def copy_bandwidth(rounds: int) -> float:
@@ -175,22 +372,57 @@ def time_steps(report: Report, quick: bool, rounds: int) -> None:
         report.add(f"{case.title}; ratio to {YARDSTICK}", speed_rows(case, bandwidth, rounds))
 
 
+def time_layers(report: Report, quick: bool, rounds: int) -> None:
+    """Linear layers of a model of 5 billion parameters, in every row and torchao's."""
+    names = [*narrow_linear.ROWS, *narrow_linear.peer_names(report)]
+    chosen, device = narrow_linear.SETS["quick" if quick else "5b"], torch.device("cuda")
+    narrow_linear.tell(report, chosen, names, rounds, device)
+    for line in narrow_linear.notes(names, device):
+        report.note(line)
+
+
+MODEL_RECIPES = ("bfloat16/word", "float8-tensor/word", "float8-delayed/word", "float8-row/word")
+MODEL_PEERS = ("torchao float8 tensorwise", "torchao float8 rowwise")
+
+
+def time_models(report: Report, quick: bool, rounds: int, threads: int | None) -> None:
+    """Whole training steps of a llama-1b."""
+    size = ("llama-1m", "2", "64") if quick else ("llama-1b", "4", "2048")
+    given = ["--model", size[0], "--batch-size", size[1], "--sequence-length", size[2], "--rounds", str(rounds)]
+    options = narrow_training.flags().parse_args(given + (["--quick"] if quick else []))
+    options.threads = threads
+    peers = MODEL_PEERS if narrow_linear.peer_names(report) else ()
+    narrow_training.tell(report, [*MODEL_RECIPES, *peers], options)
+
+
+CHECKED, TIMED = ("storages", "casts", "products", "training"), ("steps", "layers", "models")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, then measure."""
-    options = parser(__doc__, rounds=25).parse_args(arguments)
+    flags = parser(__doc__, rounds=25)
+    both = (*CHECKED, *TIMED)
+    flags.add_argument("--sections", nargs="+", choices=both, default=both, metavar="NAME", help=", ".join(both))
+    options = flags.parse_args(arguments)
     try:
         require_device()
     except ChipError as error:
         print(f"ChipError: {error}", file=sys.stderr)
         return 2
-    report = Report("gpu", options)
-    passed = check(report, options.quick)
-    if passed:
-        time_steps(report, options.quick, 5 if options.quick else options.rounds)
-    else:
+    warnings.simplefilter("ignore", EmulationNotice)
+    report, rounds = Report("gpu", options, ("torchao",)), 5 if options.quick else options.rounds
+    passed = check(report, [s for s in options.sections if s in CHECKED], options.quick, torch.device("cuda"))
+    if not passed:
         report.note("a check failed, so nothing was timed")
-    report.end()
-    return 0 if passed else 1
+        report.end()
+        return 1
+    if "steps" in options.sections:
+        time_steps(report, options.quick, rounds)
+    if "layers" in options.sections:
+        time_layers(report, options.quick, rounds)
+    if "models" in options.sections:
+        time_models(report, options.quick, rounds, options.threads)
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What each storage costs in training quality: one small model, every storage, the same starts and batches.
+"""What each storage and each compute costs in training quality: one small model, the same starts and batches.
 
 Claim: word, split and exact end where master ends. A llama-1m learns the standard library's source; beta2, peak learning
 rate (a usual one, and one so small that naive bfloat16 stalls), seed and storage are crossed. A seed fixes the initial
@@ -11,10 +11,17 @@ gives the mean of the cells' means; cells are what was chosen and only seeds are
 cells' own, Σ s²/n, divided by the squared number of cells, with Satterthwaite's degrees of freedom rounded down. "within
 0.01" asks whether that last interval lies inside ± 0.01 nats.
 
-Run: ``./dev bench quality [--out FOLDER] [--storages …] [--seeds …] [--report-only] [--quick]``. Each run is a run folder
-under ``--out``; a finished one is reused, an interrupted one resumed, and the tables are made from the folders alone.
-Several processes may share the folder: each claims the run that it works on. A storage whose arithmetic was changed must
-be run again: remove its folders, ``FOLDER/STORAGE-*``. No times are compared, so ``--rounds`` has no effect.
+With ``--computes`` the rows of computes are compared, over ``word``, with ``bfloat16/word`` as yardstick. Claim: float8-*,
+mxfp8 and int8-row end within 1 % of its loss. A second table compares *at equal time*: both validated every so many
+steps, the loss between two validations read off a straight line, and the difference given at shares of the time that the
+faster of the two takes. Time is that of the training steps alone, those that compile (five times the median and more)
+counted as a median one; it means something only where nothing else ran, and with ``--schedule constant``, since with
+another one the faster run is also further in its schedule at the same second.
+
+Run: ``./dev bench quality [--out FOLDER] [--storages … | --computes …] [--seeds …] [--report-only] [--quick]``. Each run
+is a run folder under ``--out``; a finished one is reused, an interrupted one resumed, and the tables are made from the
+folders alone. Several processes may share the folder: each claims the run that it works on. A storage whose arithmetic
+was changed must be run again: remove its folders, ``FOLDER/STORAGE-*``. ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
@@ -30,28 +37,53 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from timing import Report, Row, parser
 
-from narrowgauge.errors import RecordError
+from narrowgauge.computes import COMPUTES
+from narrowgauge.errors import RecipeError, RecordError
+from narrowgauge.matmul.linear import EmulationNotice
+from narrowgauge.recipes import DEFAULT_STORAGE, parse
 from narrowgauge.runs.files import lock
-from narrowgauge.runs.record import read_run
+from narrowgauge.runs.record import Run, read_run
 from narrowgauge.storages import STORAGES
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import prepare_data
 from narrowgauge.trainer.loop import resume, train, vocabulary_size
 
-BASELINE = "master"
-BOUND = 0.01
-"""Nats within which a storage's interval must lie to be called the baseline's equal."""
 BETAS, LRS, SEEDS = (0.95, 0.999), (1e-3, 1e-4), (0, 1, 2)
 QUICK: dict[str, Any] = {"steps": 6, "batch_size": 2, "sequence_length": 32, "eval_batches": 2}
 _VARIED = ("recipe", "beta2", "lr", "seed", "out", "stop_after")
 """Settings in which runs of one table may differ."""
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What a table compares with, and when it calls a row its equal.
+
+    Args:
+        name: of the storage, as :class:`Job` has it.
+        bound: within which the interval of a difference must lie.
+        is_relative: the bound is a share of the yardstick's loss, not nats.
+    """
+
+    name: str
+    bound: float = 0.01
+    is_relative: bool = False
+
+    @property
+    def column(self) -> str:
+        """The heading of the answers."""
+        return f"within {self.bound:.0%}" if self.is_relative else f"within {self.bound:g}"
+
+
+STORED, COMPUTED = Yardstick("master"), Yardstick("word", is_relative=True)
 
 
 @dataclass(frozen=True)
@@ -85,7 +117,8 @@ class Job:
             beta2=self.beta2,
             seed=self.seed,
             out=str(options.out / self.name),
-            eval_every=0,
+            schedule=options.schedule,
+            eval_every=options.eval_every,
             eval_batches=options.eval_batches,
             checkpoint_every=options.checkpoint_every,
             keep_checkpoints=1,
@@ -95,9 +128,17 @@ class Job:
 
 def jobs(options: argparse.Namespace) -> list[Job]:
     """All runs asked for, so ordered that what is done at any moment is comparable: the baseline first, seed by seed."""
-    names = sorted(options.storages, key=lambda name: name != BASELINE)
+    names = sorted(options.storages, key=lambda name: name != options.yardstick.name)
     crossed = itertools.product(options.seeds, options.betas, options.lrs, names)
     return [Job(name, beta2, lr, seed) for seed, beta2, lr, name in crossed]
+
+
+def over_word(compute: str) -> str:
+    """The recipe that a compute is tried in: over ``word``, or over a storage of its own where it takes no other."""
+    try:
+        return parse(f"{compute}/{COMPUTED.name}").name
+    except RecipeError:
+        return f"{compute}/{DEFAULT_STORAGE[compute]}"
 
 
 def identity(pid: int) -> str:
@@ -223,6 +264,7 @@ class Result:
     seed: int
     common: tuple[tuple[str, Any], ...]
     summary: Mapping[str, Any]
+    run: Run
 
 
 def common(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,18 +282,20 @@ def results_in(out: Path) -> tuple[list[Result], int]:
             continue
         c = run.config
         storage, cell = str(c["recipe"]).removeprefix("bfloat16/"), (float(c["beta2"]), float(c["lr"]))
-        results.append(Result(storage, cell, int(c["seed"]), tuple(common(c).items()), run.summary))
+        results.append(Result(storage, cell, int(c["seed"]), tuple(common(c).items()), run.summary, run))
     return results, unfinished
 
 
-def paired(results: Sequence[Result]) -> dict[str, dict[Cell, list[float]]]:
-    """Differences from the baseline's validation loss, by storage and cell, a number per seed that both have."""
+def paired(
+    results: Sequence[Result], yardstick: Yardstick, *, as_shares: bool = False
+) -> dict[str, dict[Cell, list[float]]]:
+    """Differences from the yardstick's validation loss, by storage and cell, a number per seed that both have."""
     losses = {(r.storage, r.cell, r.seed): float(r.summary["val_loss"]) for r in results}
     found: dict[str, dict[Cell, list[float]]] = {}
     for (storage, cell, seed), loss in sorted(losses.items()):
-        baseline = losses.get((BASELINE, cell, seed))
-        if baseline is not None and storage != BASELINE:
-            found.setdefault(storage, {}).setdefault(cell, []).append(loss - baseline)
+        base = losses.get((yardstick.name, cell, seed))
+        if base is not None and storage != yardstick.name:
+            found.setdefault(storage, {}).setdefault(cell, []).append((loss - base) / (base if as_shares else 1.0))
     return found
 
 
@@ -285,34 +329,95 @@ def _shown(mean: float, half: float) -> str:
     return f"{mean:+.4f} ± {half:.4f}" if math.isfinite(half) else f"{mean:+.4f}"
 
 
+def _percent(mean: float, half: float) -> str:
+    return f"{mean:+.2%} ± {half:.2%}" if math.isfinite(half) else f"{mean:+.2%}"
+
+
 def _storages(results: Sequence[Result]) -> list[str]:
-    """Storages that have results, in the order of the table of storages; unknown ones last."""
-    order = {name: place for place, name in enumerate(STORAGES)}
-    return sorted({r.storage for r in results}, key=lambda name: (order.get(name, len(order)), name))
+    """Storages that have results, in the order of the tables of storages and of computes; unknown ones last."""
+    order = {name: place for place, name in enumerate((*STORAGES, *COMPUTES))}
+
+    def place(name: str) -> tuple[int, str]:
+        return order.get(name, order.get(name.partition("/")[0], len(order))), name
+
+    return sorted({r.storage for r in results}, key=place)
 
 
-def difference_rows(results: Sequence[Result]) -> list[Row]:
-    """A row per storage: bytes, the difference from the baseline in each cell and over all of them."""
+def difference_rows(results: Sequence[Result], yardstick: Yardstick) -> list[Row]:
+    """A row per storage: bytes, the difference from the yardstick in each cell and over all of them."""
     cells = sorted({r.cell for r in results})
-    differences = paired(results)
+    differences, answered = paired(results, yardstick), paired(results, yardstick, as_shares=yardstick.is_relative)
     rows: list[Row] = []
     for storage in _storages(results):
         mine = [r for r in results if r.storage == storage]
         row: Row = {"": storage, "B/param": f"{mine[0].summary['bytes_per_param']:.2f}"}
-        row |= {_cell_name(cell): "–" for cell in cells} | {"all cells": "–", f"within {BOUND:g}": ""}
+        row |= {_cell_name(cell): "–" for cell in cells} | {"all cells": "–", yardstick.column: ""}
         found = differences.get(storage, {})
         row |= {_cell_name(cell): _shown(*interval([found[cell]])) for cell in found}
-        if storage == BASELINE:
+        if storage == yardstick.name:
             for cell in {r.cell for r in mine}:
                 row[_cell_name(cell)] = (
                     f"({statistics.fmean(r.summary['val_loss'] for r in mine if r.cell == cell):.4f})"
                 )
             row["all cells"] = "(its own loss)"
         elif len(found) == len(cells):
-            mean, half = interval(list(found.values()))
-            row |= {"all cells": _shown(mean, half), f"within {BOUND:g}": "yes" if abs(mean) + half <= BOUND else "no"}
+            mean, half = interval(list(answered[storage].values()))
+            row["all cells"] = _percent(mean, half) if yardstick.is_relative else _shown(mean, half)
+            row[yardstick.column] = "yes" if abs(mean) + half <= yardstick.bound else "no"
         rows.append(row)
     return rows
+
+
+class Curve:
+    """The validation losses of a run by the seconds of training before them."""
+
+    def __init__(self, run: Run) -> None:
+        seconds = [float(row["seconds"]) for row in run.steps]
+        self.step_seconds = statistics.median(seconds)
+        # Steps that compile, the first of every sitting among them, are not what is compared.
+        plain = (s if s < 5 * self.step_seconds else self.step_seconds for s in seconds)
+        at = {int(row["step"]): total for row, total in zip(run.steps, itertools.accumulate(plain), strict=True)}
+        self.points = [(at[int(row["step"])], float(row["val_loss"])) for row in run.evals]
+
+    def loss_at(self, seconds: float) -> float | None:
+        """The loss at that time, on a line between two validations; ``None`` before the first and after the last."""
+        for (early, before), (late, after) in itertools.pairwise(self.points):
+            if early <= seconds <= late:
+                return before + (after - before) * (seconds - early) / (late - early)
+        return None
+
+
+SHARES = (0.25, 0.5, 0.75, 1.0)
+
+
+def time_rows(results: Sequence[Result], yardstick: Yardstick) -> list[Row]:
+    """A row per storage and cell: its speed, and the differences of losses after the same seconds."""
+    curves = {(r.storage, r.cell, r.seed): Curve(r.run) for r in results if len(r.run.evals) > 1}
+    rows: list[Row] = []
+    for storage, cell in itertools.product(_storages(results), sorted({r.cell for r in results})):
+        pairs = [
+            (curve, curves[yardstick.name, cell, seed])
+            for (name, own, seed), curve in curves.items()
+            if (name, own) == (storage, cell) and (yardstick.name, cell, seed) in curves
+        ]
+        if not pairs or storage == yardstick.name:
+            continue
+        row: Row = {"": storage, "cell": _cell_name(cell)}
+        row["times as fast"] = statistics.median(base.step_seconds / own.step_seconds for own, base in pairs)
+        row["seconds"] = statistics.median(min(own.points[-1][0], base.points[-1][0]) for own, base in pairs)
+        for share in SHARES:
+            found = [_apart(own, base, share) for own, base in pairs]
+            known = [difference for difference in found if difference is not None]
+            row[f"after {share:.0%}"] = _shown(*interval([known])) if known else "–"
+        rows.append(row)
+    return rows
+
+
+def _apart(own: Curve, base: Curve, share: float) -> float | None:
+    """The difference of two losses at a share of the time that the faster one took."""
+    seconds = share * min(own.points[-1][0], base.points[-1][0])
+    mine, theirs = own.loss_at(seconds), base.loss_at(seconds)
+    return None if mine is None or theirs is None else mine - theirs
 
 
 def run_rows(results: Sequence[Result]) -> list[Row]:
@@ -342,9 +447,12 @@ def tell(report: Report, options: argparse.Namespace) -> None:
     results, unfinished = results_in(options.out)
     for settings in sorted({r.common for r in results}, key=repr):
         alike = [r for r in results if r.common == settings]
-        said, table = dict(settings), difference_rows(alike)
+        said, table = dict(settings), difference_rows(alike, options.yardstick)
         title = f"{said['model']}, {said['steps']} steps of {said['batch_size']} × {said['sequence_length']} tokens"
-        report.add(f"validation loss minus {BASELINE}'s, in nats; {title}; {len({r.seed for r in alike})} seeds", table)
+        seeds, name = len({r.seed for r in alike}), options.yardstick.name
+        report.add(f"validation loss minus {name}'s, in nats; {title}; {seeds} seeds", table)
+        if timed := time_rows(alike, options.yardstick):
+            report.add(f"the same at equal time; {title}, {said['schedule']} schedule; {seeds} seeds", timed)
         if options.markdown:
             print(f"\n{markdown(table)}")
         report.tables[f"runs; {title}"] = run_rows(alike)  # for --json alone: too long to read
@@ -357,12 +465,18 @@ def flags() -> argparse.ArgumentParser:
     made = parser(__doc__, rounds=1)
     made.add_argument("--out", type=Path, help="folder of the runs (default runs/quality; --quick: a temporary one)")
     made.add_argument("--report-only", action="store_true", help="only the tables of what is there")
-    made.add_argument("--storages", nargs="+", choices=list(STORAGES), metavar="NAME", help="default: all")
-    made.add_argument("--betas", nargs="+", type=float, default=BETAS, metavar="BETA2")
-    made.add_argument("--lrs", nargs="+", type=float, default=LRS, metavar="LR", help="peak learning rates")
+    what = made.add_mutually_exclusive_group()
+    what.add_argument("--storages", nargs="+", choices=list(STORAGES), metavar="NAME", help="default: all")
+    what.add_argument("--computes", nargs="+", choices=["all", *COMPUTES], metavar="NAME", help="over word, or all")
+    made.add_argument("--betas", nargs="+", type=float, metavar="BETA2", help="default: 0.95 0.999; computes: 0.95")
+    made.add_argument(
+        "--lrs", nargs="+", type=float, metavar="LR", help="peak rates; default: 1e-3 1e-4; computes: 1e-3"
+    )
     made.add_argument("--seeds", nargs="+", type=int, metavar="SEED", help="default: 0 1 2")
     made.add_argument("--model", default="llama-1m")
     made.add_argument("--steps", type=int, default=300)
+    made.add_argument("--schedule", default="cosine", help="of the learning rate (default cosine)")
+    made.add_argument("--eval-every", type=int, help="steps between validations; default: none; computes: a tenth")
     made.add_argument("--batch-size", type=int, default=8, help="sequences per step")
     made.add_argument("--sequence-length", type=int, default=128, help="tokens per sequence")
     made.add_argument("--eval-batches", type=int, default=64, help="batches of the validation at the end")
@@ -372,17 +486,36 @@ def flags() -> argparse.ArgumentParser:
     return made
 
 
+def fill(options: argparse.Namespace) -> None:
+    """Work out what follows from whether storages or computes are compared."""
+    computes = bool(options.computes)
+    options.yardstick = COMPUTED if computes else STORED
+    options.betas = options.betas or (BETAS[:1] if computes else BETAS)
+    options.lrs = options.lrs or (LRS[:1] if computes else LRS)
+    if options.eval_every is None:
+        options.eval_every = max(1, options.steps // 10) if computes else 0
+    if computes:
+        asked = list(COMPUTES) if "all" in options.computes else options.computes
+        options.storages = [COMPUTED.name, *(over_word(compute) for compute in asked if compute != "bfloat16")]
+    elif not options.storages:
+        options.storages = ["master", "word", "naive"] if options.quick else list(STORAGES)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     options = flags().parse_args(arguments)
-    options.storages = options.storages or (["master", "word", "naive"] if options.quick else list(STORAGES))
     options.seeds = options.seeds or ((0, 1) if options.quick else SEEDS)
     if options.quick:
         vars(options).update(QUICK)
+    fill(options)
     report, failures = Report("quality", options), 0
+    if any(name.startswith("float16") for name in options.storages) and not torch.cuda.is_available():
+        report.note("float16 matmuls are emulated on a CPU: float32 ones of the same numbers, rounded.")
+    warnings.simplefilter("ignore", EmulationNotice)
     with contextlib.ExitStack() as stack:
         if options.out is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory()) if options.quick else "runs/quality"
+            usual = "runs/quality-computes" if options.computes else "runs/quality"
+            folder = stack.enter_context(tempfile.TemporaryDirectory()) if options.quick else usual
             options.out = Path(folder)
         if not options.report_only:
             failures = train_all(jobs(options), options)

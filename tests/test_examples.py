@@ -106,3 +106,22 @@ def test_first_minute_refuses_before_it_trains(words: tuple[str, ...], first_min
     status, said, complained = first_minute(*words)
     assert (status, said) == (2, "") and words[0] in complained
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["a text", "tiny"]
+
+
+def test_float8_training_learns_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (EXAMPLES / "float8_training.py").read_text()
+    runpy.run_path(str(EXAMPLES / "float8_training.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    for line in lines[:3]:
+        first, last = (float(line.split()[place].rstrip(";")) for place in (2, 4))
+        assert last < first / 50
+    assert len(text.splitlines()) < 80 and "float8-row multiplies" in lines[3]
+
+
+def test_int8_inference_loses_little_where_outliers_stay_wide(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (EXAMPLES / "int8_inference.py").read_text()
+    runpy.run_path(str(EXAMPLES / "int8_inference.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    by_row, by_outlier = (float(line.rsplit(" ", 1)[1].rstrip("%")) for line in lines[:2])
+    assert by_outlier < by_row / 2
+    assert "the same bits" in lines[2] and "it goes on with" in lines[3] and len(text.splitlines()) < 80

@@ -12,12 +12,14 @@ import pytest
 
 from narrowgauge import formats, recipes, show, tables
 from narrowgauge.chips import CHIPS
+from narrowgauge.computes import COMPUTES, PLACES
 from narrowgauge.errors import FormatError, NarrowgaugeError, RecipeError
 from narrowgauge.models import MODELS
 
 NAMES = {
     "formats": list(formats.FORMATS),
-    "recipes": recipes.full_names(),
+    "recipes": recipes.representative_names(),
+    "computes": list(COMPUTES),
     "storages": list(recipes.STORAGES),
     "chips": list(CHIPS),
     "models": list(MODELS),
@@ -59,7 +61,44 @@ def test_recipe_rows_parse_back_and_carry_the_words_figures() -> None:
 
 def test_every_alias_of_a_recipe_is_marked_once() -> None:
     marked = [alias for row in show.rows("recipes") for alias in row["aliases"]]
-    assert sorted(marked) == sorted([*recipes.ALIASES, *recipes.COMPUTES])
+    assert sorted(marked) == sorted([*recipes.ALIASES, *COMPUTES])
+
+
+def test_each_compute_and_storage_is_described_once_and_named_elsewhere() -> None:
+    table = show.table("recipes")
+    cells = [{column.title: column.cell(row) for column in table.columns} for row in table.rows]
+    assert list(cells[0]) == ["recipe", "also called", "B/param", "for", "loses", "native"]
+    told = [cell["for"] for cell in cells if not cell["for"].startswith("as ")]
+    assert told == [row.purpose for row in COMPUTES.values()]
+    lost = [cell["loses"] for cell in cells if not cell["loses"].startswith("as ")]
+    assert sorted(lost) == sorted(row.loses for row in recipes.STORAGES.values())
+    by_name = {row["name"]: row for row in table.rows}
+    for row, cell in zip(table.rows, cells, strict=True):
+        for title, key in (("for", "purpose"), ("loses", "loses")):
+            told_at = cell[title].removeprefix("as ") if cell[title].startswith("as ") else row["name"]
+            assert by_name[told_at][key] == row[key]
+
+
+def test_rows_of_computes_say_every_cast() -> None:
+    rows = {row["name"]: row for row in show.rows("computes")}
+    for name, row in rows.items():
+        assert list(row["casts"]) == [f"{place}.{side}" for place in PLACES for side in ("left", "right")]
+        assert recipes.parse(name).storage.name == row["storage"]
+    cast = rows["float8-block"]["casts"]["output.right"]
+    assert (cast["format"], cast["granularity"], cast["scale"]) == ("float8_e4m3fn", "128x128", "power-of-two")
+    assert rows["nvfp4"]["casts"]["grad_weight.left"]["bits"] == 4.5
+    assert (rows["int8-row"]["kept_bytes"], rows["float8-row"]["kept_bytes"], rows["float32"]["kept_bytes"]) == (
+        1,
+        2,
+        4,
+    )
+    assert rows["mxfp8"]["native"] == "" and "nowhere: emulated" in show.table("computes").plain()
+    lines = {line.split()[0]: line for line in show.table("computes").plain().splitlines()}
+    assert (
+        "float8_e4m3fn, per tensor  " in lines["float8-tensor-e5m2"]
+        and "float8_e5m2, per" in lines["float8-tensor-e5m2"]
+    )
+    assert lines["bfloat16"].count("bfloat16") == 3  # its name, both operands at once, the gradients
 
 
 def test_bytes_of_the_flagship_are_those_of_naive_bfloat16() -> None:
@@ -80,9 +119,12 @@ def test_markdown_has_a_cell_for_each_row_and_column(table: str) -> None:
 
 @pytest.mark.parametrize("table", NAMES)
 def test_plain_text_is_aligned_and_uncut(table: str) -> None:
-    lines = show.table(table).plain().splitlines()
+    found = show.table(table)
+    lines = found.plain().splitlines()
     assert [line.split("  ")[0] for line in lines[1:]] == NAMES[table]
-    assert not any(line.endswith(" ") or "…" in line for line in lines)
+    assert not any(line.endswith(" ") for line in lines)
+    for line, row in zip(lines[1:], found.rows, strict=True):
+        assert all(column.cell(row) in line for column in found.columns)
 
 
 def test_right_aligned_figures_end_where_their_head_ends() -> None:
@@ -99,7 +141,11 @@ def test_a_bar_inside_a_cell_does_not_split_it() -> None:
 
 
 def test_parts_of_a_recipe_sum_to_its_bytes() -> None:
-    for name in [*recipes.full_names(), "bfloat16/tail8+bfloat16+float32", "bfloat16/bfloat16-pair+e6m5+float32"]:
+    for name in [
+        *recipes.representative_names(),
+        "bfloat16/tail8+bfloat16+float32",
+        "bfloat16/bfloat16-pair+e6m5+float32",
+    ]:
         detail = show.detail_recipe(name)
         assert sum(part["bytes"] for part in detail["stored"]) == detail["bytes_per_param"], name
         assert detail["example_memory_bytes"] == detail["bytes_per_param"] * detail["example_parameters"]
@@ -113,6 +159,42 @@ def test_a_recipe_in_full() -> None:
     rounding = {part["what"]: part["rounding"] for part in detail["stored"]}
     assert rounding["weight that the model sees"] == "nearest"
     assert rounding["tail of the weight"] == rounding["first moment"] == "stochastic"
+
+
+def test_the_casts_of_a_recipe_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    detail = show.detail_recipe("fp8-tensor-e5m2/master")
+    assert detail["casts"] == {
+        "output.left": "float8_e4m3fn, per tensor", "output.right": "float8_e4m3fn, per tensor",
+        "grad_input.left": "float8_e5m2, per tensor", "grad_input.right": "float8_e4m3fn, per tensor",
+        "grad_weight.left": "float8_e5m2, per tensor", "grad_weight.right": "float8_e4m3fn, per tensor",
+    }  # fmt: skip
+    assert detail["accumulation"] == {"output": "fast", "grad_input": "promoted", "grad_weight": "promoted"}
+    assert detail["kept_bytes"] == 1 and detail["linears_kept"] == ["lm_head", "*.lm_head", "*.gate", "*.router"]
+    assert (detail["phases"], detail["evaluation"], detail["transform"]) == ([], None, "")
+    tables.write(show.page_recipe("fp8-tensor-e5m2/master"))
+    lines = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
+    gradient = ["float8_e5m2, per tensor", "float8_e4m3fn, per tensor", "promoted"]
+    assert ["output", *["float8_e4m3fn, per tensor"] * 2, "fast"] in lines and ["grad_weight", *gradient] in lines
+    assert ["kept for backward", "float8_e4m3fn codes, 1 byte"] in lines
+    assert ["linears left plain", "lm_head, *.lm_head, *.gate, *.router"] in lines
+    assert ["native", COMPUTES["float8-tensor-e5m2"].native] in lines
+
+
+def test_what_changes_within_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'recipe = "bf16/word"\nevaluation = "fp32"\n[[phase]]\nuntil = 0.1\ncompute = "fp16"\n'
+        '[[phase]]\nuntil = 0.9\ncompute = "mxfp8"\n[[override]]\npattern = "*.up_proj"\ncompute = "int8-row"\n'
+    )
+    detail = show.detail_recipe(str(path))
+    assert detail["phases"] == [{"until": 0.1, "compute": "float16"}, {"until": 0.9, "compute": "mxfp8"}]
+    assert detail["evaluation"] == "float32"
+    assert detail["overrides"] == [{"pattern": "*.up_proj", "storage": None, "compute": "int8-row"}]
+    tables.write(show.page_recipe(str(path)))
+    out = capsys.readouterr().out
+    assert "float16 until 0.1, mxfp8 until 0.9, then bfloat16\n" in out
+    assert re.search(r"^computed otherwise +\*\.up_proj in int8-row$", out, re.MULTILINE)
+    assert re.search(r"^evaluated in +float32$", out, re.MULTILINE) and "stored otherwise" not in out
 
 
 def test_what_is_not_cut_is_not_rounded() -> None:
@@ -139,7 +221,7 @@ def test_a_recipe_file_shows_its_exceptions(tmp_path: Path, capsys: pytest.Captu
     )
     detail = show.detail_recipe(str(path))
     assert detail["keep"] == ["lm_head"]
-    assert detail["overrides"] == [{"pattern": "*.embed*", "storage": "split"}]
+    assert detail["overrides"] == [{"pattern": "*.embed*", "storage": "split", "compute": None}]
     tables.write(show.page_recipe(str(path)))
     assert "*.embed* as split" in capsys.readouterr().out
 

@@ -44,6 +44,7 @@ FIGURES: dict[str, tuple[float, int, int, tuple[str, ...]]] = {
     "naive": (8, 0, 0, ()),
     "float16/master": (16, 0, 0, ("master",)),
     "float16/split": (12, 0, 13, ("tail",)),
+    "float16-throughout/naive": (8, 0, 0, ()),
     "float8/collage-light": (8, 12, 0, ("weight_low", "weight_low2")),
     "float8/collage-plus": (10, 12, 0, ("weight_low", "weight_low2")),
 }
@@ -79,6 +80,17 @@ def test_cures_and_vectors_are_rows_of_the_same_weight_that_lose_less(storage: S
         assert {storage.visible, other.visible} in ({storage.visible}, {"float32", "bfloat16"})
     assert cure.name not in ("naive", "no-master") and vectors.bytes_per_param >= storage.bytes_per_param
     assert for_vectors(vectors) == vectors
+
+
+def test_throughout_holds_nothing_but_float16() -> None:
+    row = STORAGES["float16-throughout/naive"]
+    assert row.visible == "float16" and dict(row.fields) == {"exp_avg": 16, "exp_avg_sq": 15}
+    for code in (row.weight, row.exp_avg, row.exp_avg_sq):
+        # The normal numbers of float16 begin at 2^-14, its steps at 2^-24; what IEEE calls infinite is one more binade.
+        assert (code.exponent_bits, code.mantissa_bits, code.lowest, code.highest) == (5, 10, -14, 16)
+        assert code.rounding == "nearest" and code.is_window and not code.scaled
+    # A second moment of zero would make the next step unbounded.
+    assert row.exp_avg_sq.hold and not row.exp_avg_sq.signed
 
 
 def test_ours_keep_vectors_whole_and_baselines_as_their_sources_do() -> None:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from narrowgauge.assembly import prepare as prepare
     from narrowgauge.chips import CHIPS as CHIPS
     from narrowgauge.chips import Chip as Chip
+    from narrowgauge.computes import COMPUTES as COMPUTES
+    from narrowgauge.computes import Cast as Cast
+    from narrowgauge.computes import Compute as Compute
+    from narrowgauge.computes import Product as Product
     from narrowgauge.conversion.states import convert as convert
     from narrowgauge.conversion.states import restore as restore
     from narrowgauge.errors import ChipError as ChipError
@@ -29,6 +33,12 @@ if TYPE_CHECKING:
     from narrowgauge.errors import RecordError as RecordError
     from narrowgauge.formats import FORMATS as FORMATS
     from narrowgauge.formats import Format as Format
+    from narrowgauge.matmul.inference import inference_bytes as inference_bytes
+    from narrowgauge.matmul.inference import quantize_for_inference as quantize_for_inference
+    from narrowgauge.matmul.linear import Linears as Linears
+    from narrowgauge.matmul.linear import linears_of as linears_of
+    from narrowgauge.matmul.linear import swap_linears as swap_linears
+    from narrowgauge.matmul.weights import cached_weights as cached_weights
     from narrowgauge.numerics.casting import round_to as round_to
     from narrowgauge.numerics.scaling import LossScaler as LossScaler
     from narrowgauge.numerics.summation import fingerprint as fingerprint
@@ -49,8 +59,6 @@ if TYPE_CHECKING:
     from narrowgauge.optim.matrix_optimizers import Muon as Muon
     from narrowgauge.optim.optimizer import Optimizer as Optimizer
     from narrowgauge.optim.release import release_gradients as release_gradients
-    from narrowgauge.recipes import COMPUTES as COMPUTES
-    from narrowgauge.recipes import Compute as Compute
     from narrowgauge.recipes import Recipe as Recipe
     from narrowgauge.recipes import parse as parse
     from narrowgauge.storages import STORAGES as STORAGES
@@ -82,13 +90,21 @@ _HOMES = {
     "Alarm": "optim.auditing",
     "Reading": "optim.auditing",
     "UpdateLossWarning": "optim.auditing",
+    "swap_linears": "matmul.linear",
+    "linears_of": "matmul.linear",
+    "Linears": "matmul.linear",
+    "cached_weights": "matmul.weights",
+    "quantize_for_inference": "matmul.inference",
+    "inference_bytes": "matmul.inference",
     "round_to": "numerics.casting",
     "fingerprint": "numerics.summation",
     "parse": "recipes",
     "Recipe": "recipes",
-    "Compute": "recipes",
+    "Compute": "computes",
+    "Product": "computes",
+    "Cast": "computes",
+    "COMPUTES": "computes",
     "Storage": "storages",
-    "COMPUTES": "recipes",
     "STORAGES": "storages",
     "Format": "formats",
     "FORMATS": "formats",

@@ -6,6 +6,9 @@
     Calls the package without 10 us of tree flattening. The way out: calling the package itself.
 Option names of ``torch._inductor.config``
     Keep every reduction in one loop; round as eager mode does on CUDA. The way out: eager kernels.
+``types.CodeType.replace`` under ``torch.compile``
+    Dynamo counts how often it compiled a *code object* anew and gives up after eight; one definition compiled for many casts
+    needs a code object for each. The way out: raising ``torch._dynamo.config.recompile_limit``.
 ``torch.backends.cpu.get_cpu_capability``
     Part of the kernel cache's key. The way out: the processor's name.
 
@@ -21,6 +24,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -104,6 +108,24 @@ def load_ahead(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
     with _quiet(), torch._inductor.config.patch(_TRUST_COMPILER):
         run: Callable[[list[Tensor]], list[Tensor]] = torch._inductor.aoti_load_package(str(path)).loader.boxed_run
     return run
+
+
+def compile_any_shape(function: FunctionType, name: str) -> Callable[..., Any]:
+    """``torch.compile`` of a function for tensors of any shape, apart from what else was compiled of the same lines.
+
+    Args:
+        function: pure; tensors to tensors.
+        name: what profiles and logs call it.
+    """
+    own = FunctionType(
+        function.__code__.replace(co_name=name),
+        function.__globals__,
+        name,
+        function.__defaults__,
+        function.__closure__,
+    )
+    options = _AS_EAGER if torch.cuda.is_available() else _TRUST_COMPILER
+    return torch.compile(own, fullgraph=True, dynamic=True, options=options)
 
 
 class _Module(torch.nn.Module):

@@ -1,7 +1,8 @@
 """The one joint: a model and a recipe become a model and an optimizer that train.
 
-There is one legal order. Tails must be taken from the float32 weights *before* they are cut; the optimizer must see the
-parameters *after*; autocast and the casts around kept modules go on last. ``prepare`` is that order.
+There is one legal order. Unit scaling redraws the weights first. Tails must be taken from the float32 weights *before* they
+are cut; the optimizer must see the parameters *after*; linear layers become narrow, and follow the optimizer's steps;
+propagated scales, autocast and the casts around kept modules go on last. ``prepare`` is that order.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError
+from narrowgauge.matmul.experts import projections
+from narrowgauge.matmul.linear import Linears, is_linear, swap_linears
 from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.elementwise_optimizers import AdamW
@@ -72,9 +77,10 @@ def prepare(
     """
     policy = parse(recipe)
     _check(model, policy)
+    factors = _rebuild(model, policy, seed)
     values = _cut_parameters(model, policy)
     optimizer = AdamW(
-        _groups(model, policy, weight_decay),
+        _groups(model, policy, weight_decay, lr, factors),
         lr=lr,
         betas=betas,
         eps=eps,
@@ -84,14 +90,57 @@ def prepare(
         seed=seed,
         audit_every=audit_every,
         compile=compile,
-        loss_scaler=(loss_scaler or LossScaler()) if policy.compute.scales_loss else loss_scaler,
+        loss_scaler=(loss_scaler or LossScaler()) if any(c.scales_loss for c in policy.computes) else loss_scaler,
     )
     optimizer.adopt(values)
+    if narrow := narrow_linears(model, policy, seed):
+        narrow.follow(optimizer)
+    _propagate_scales(model, policy)
     _widen_kept(model, policy)
     scope = compute_scope(policy, next(model.parameters()).device)
     if isinstance(scope, torch.autocast):
         model.forward = _Scoped(model, policy)
     return model, optimizer
+
+
+def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> Linears | None:
+    """Let the linear layers compute as the recipe says, where that is not what they do anyway.
+
+    A layer that is plain at first and narrow in a later phase, or in evaluation, is swapped too.
+    """
+    plain = {"float32", recipe.dtype} if recipe.dtype != "float16" else {"float32"}
+    moments = [0.0, *(phase.until for phase in recipe.phases)]
+    computes = [recipe, replace(recipe, compute=recipe.evaluation, phases=())] if recipe.evaluation else [recipe]
+    wanted: dict[str, Compute] = {}
+    for name in _linear_names(model):
+        rows = {each.compute_of(name, at).name for each in computes for at in moments}
+        if not rows <= plain:
+            wanted[name] = recipe.compute_of(name, 0.0)
+    return swap_linears(model, wanted.get, seed=seed) if wanted else None
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    """The names of linear layers, and of mixtures' experts' projections."""
+    return [*(name for name, module in model.named_modules() if is_linear(module)), *projections(model)]
+
+
+def _rebuild(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, float]:
+    """Redraw the model as the compute asks; each parameter's share of the learning rate comes back."""
+    if recipe.compute.transform != "unit":
+        return {}
+    # Only here: it knows transformers' models, which take seconds to load.
+    from narrowgauge.transforms import unit_scaling
+
+    unit_scaling.unit_scale(model, seed)
+    return unit_scaling.learning_rate_factors(model)
+
+
+def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
+    """Let tensors carry scales, as the compute asks; the linear layers are what they will be by now."""
+    if recipe.compute.transform == "scalify":
+        from narrowgauge.transforms import scalify
+
+        scalify.scalify(model)
 
 
 def _check(model: nn.Module, recipe: Recipe) -> None:
@@ -119,6 +168,14 @@ def _check(model: nn.Module, recipe: Recipe) -> None:
         if not any(single.keeps(name) for name in [*names, *modules]):
             raise RecipeError(f"keep pattern '{pattern}' matches no module of {type(model).__name__}.", _first(modules))
     for override in recipe.overrides:
+        linears = _linear_names(model)
+        if override.compute is not None and not any(override.matches(name) for name in linears):
+            raise RecipeError(
+                f"override pattern '{override.pattern}' matches no linear layer of {type(model).__name__}.",
+                _first(linears),
+            )
+        if override.storage is None:
+            continue
         if not any(override.matches(name) for name in names):
             raise RecipeError(
                 f"override pattern '{override.pattern}' matches no parameter of {type(model).__name__}.", _first(names)
@@ -183,26 +240,36 @@ def _cut_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
     return values
 
 
+# The rate at which a unit-scaled model's weight decay means what it means elsewhere.
+_DECAYED_AT = 1e-3
 _ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
 
 
-def _groups(model: nn.Module, recipe: Recipe, weight_decay: float) -> list[dict[str, Any]]:
-    """Param groups by (storage, decayed or not), with names, for ``torch.optim``."""
-    groups: dict[tuple[str, bool], list[tuple[str, Tensor]]] = {}
+def _groups(
+    model: nn.Module, recipe: Recipe, weight_decay: float, lr: float | Tensor, factors: dict[str, float]
+) -> list[dict[str, Any]]:
+    """Param groups by (storage, decayed or not, share of the learning rate), with names, for ``torch.optim``."""
+    groups: dict[tuple[str, bool, float], list[tuple[str, Tensor]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # Vectors change row inside the optimizer, by the row of their group.
             storage = recipe.storage_of(name, max(2, parameter.ndim))
-            groups.setdefault((storage.name, parameter.ndim >= 2), []).append((name, parameter))
-    return [
-        {"params": members, "storage": storage, "weight_decay": weight_decay if decayed else 0.0}
-        for (storage, decayed), members in groups.items()
-    ]
+            groups.setdefault((storage.name, parameter.ndim >= 2, factors.get(name, 1.0)), []).append((name, parameter))
+    made = []
+    for (storage_name, decayed, factor), members in groups.items():
+        decay = weight_decay if decayed else 0.0
+        group: dict[str, Any] = {"params": members, "storage": storage_name, "weight_decay": decay}
+        if factors:
+            # Independent decay: what a rate of 1e-3 would make of it, whatever the rate is here.
+            group |= {"lr": lr * factor, "lr_factor": factor}
+            group["weight_decay"] = float(decay * _DECAYED_AT / (lr * factor))
+        made.append(group)
+    return made
 
 
 def _widen_kept(model: nn.Module, recipe: Recipe) -> None:
     """Casts around the outermost kept modules: float32 in and inside, the model's own format out."""
-    if not recipe.keep or recipe.compute.output == "float32":
+    if not recipe.keep or recipe.dtype == "float32":
         return
     done: list[str] = []
     for name, module in model.named_modules():
@@ -275,6 +342,6 @@ def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManage
 
     ``prepare`` puts it around the model's own forward; a loop that calls parts of the model enters it itself.
     """
-    if recipe.compute.output == recipe.storage.visible:
+    if recipe.dtype == recipe.storage.visible:
         return nullcontext()
-    return torch.autocast(device.type, getattr(torch, recipe.compute.output))
+    return torch.autocast(device.type, getattr(torch, recipe.dtype))

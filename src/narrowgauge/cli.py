@@ -100,7 +100,7 @@ def main(context: click.Context) -> None:
 @main.group("show", invoke_without_command=True)
 @click.pass_context
 def show_group(context: click.Context) -> None:
-    """Print the tables: formats, recipes, storages, chips, models, and one of them in full."""
+    """Print the tables: formats, recipes, computes, storages, chips, models, and one of them in full."""
     _help_without_command(context)
 
 
@@ -120,7 +120,8 @@ def _add_table(name: str, help: str) -> None:
 
 
 _add_table("formats", "Number formats: what each can hold.")
-_add_table("recipes", "Every recipe: bytes per parameter and what it loses.")
+_add_table("recipes", "Recipes: what each is for, bytes per parameter, what it loses, native where.")
+_add_table("computes", "How the operands of a linear layer's three matmuls are cast.")
 _add_table("storages", "How weights and moments are kept between steps.")
 _add_table("chips", "Accelerators: memory, bandwidth, peak rates, links.")
 _add_table("models", "Preset models: shapes and parameter counts.")
@@ -225,6 +226,36 @@ def convert(source: Path, recipe: str, out: Path | None, optimizer: Path | None,
         tables.write_json(report.row())
     else:
         tables.write(report.table())
+
+
+@main.command("profile")
+@click.option(
+    "--model", required=True, metavar="TEXT", help="A preset (narrowgauge show models) or a folder with a config.json."
+)
+@click.option(
+    "--recipes", required=True, metavar="A,B,…", help="Recipes to compare with bfloat16 (narrowgauge show recipes)."
+)
+@click.option(
+    "--chip", metavar="NAME", help="Predict for this chip (narrowgauge show chips) instead of measuring here."
+)
+@click.option("--numerics", is_flag=True, help="Also train some steps on text and say what each layer's casts lose.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences per step.")
+@click.option(
+    "--sequence-length", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per sequence."
+)
+@_as_json
+def profile(as_json: bool, **asked: Any) -> None:
+    """Say what recipes would cost a model: each layer's casts and matmuls, the whole step, memory, and the fastest mixture."""
+    from narrowgauge.profiling.profiler import profile as profiled
+
+    found = profiled(
+        asked.pop("model"), asked.pop("recipes"), **asked, say=lambda line: click.echo(f"{line} …", err=True)
+    )
+    if as_json:
+        tables.write_json(found.rows())
+    else:
+        tables.write(found.tables())
+        click.echo(f"\n{found.text()}")
 
 
 @main.command("sample")

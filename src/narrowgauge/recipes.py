@@ -2,88 +2,26 @@
 
 A recipe has up to three parts, ``compute/storage/reduction``: how operands enter a matmul, how weights and moments are
 cut to be kept, and how gradients are summed across ranks. Three small tables, N + M + K rows, stand for N x M x K named
-classes; a row is a value that tests, docs, ``narrowgauge show``, the optimizer and the trainer all read. Storages have a file of
-their own, :mod:`narrowgauge.storages`.
+classes; a row is a value that tests, docs, ``narrowgauge show``, the optimizer and the trainer all read. Computes and
+storages have files of their own, :mod:`narrowgauge.computes` and :mod:`narrowgauge.storages`.
+
+A TOML file can say more than a name: which modules stay wide, which take another compute or storage, which compute holds
+in which part of a run, and which one evaluates.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from narrowgauge import storages
+from narrowgauge.computes import COMPUTES, Compute
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.storages import STORAGES, Storage, for_vectors
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """How the operands of a linear layer's three matmuls are cast, and the dtype of all else.
-
-    Args:
-        name: the row's name.
-        output, grad_input, grad_weight: format of both operands of each matmul.
-        purpose: when to use it.
-        source: where it comes from.
-    """
-
-    name: str
-    output: str
-    grad_input: str
-    grad_weight: str
-    purpose: str
-    source: str
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether gradients need a loss scale to stay in range."""
-        return self.output == "float16"
-
-    def dtypes(self, storage: Storage) -> dict[str, str]:
-        """The dtype of everything outside the matmuls, for weights kept in ``storage``."""
-        autocast = self.output != storage.visible
-        stream = storage.visible
-        return {
-            "weights seen": storage.visible,
-            "norms": f"float32 inside, {stream} out",
-            "softmax": "float32",
-            "rotary buffers": "float32",
-            "residual": stream,
-            "kept for backward": self.output,
-            "logits": self.output if autocast else stream,
-            "loss": "float32",
-        }
-
-
-COMPUTES: dict[str, Compute] = {
-    row.name: row
-    for row in (
-        Compute(
-            "float32", "float32", "float32", "float32",
-            "the reference every other row is compared with",
-            "IEEE 754",
-        ),
-        Compute(
-            "bfloat16", "bfloat16", "bfloat16", "bfloat16",
-            "the field's default: 8 bits of precision, float32's range, sums inside a matmul in float32",
-            "Kalamkar et al. 2019",
-        ),
-        Compute(
-            "float16", "float16", "float16", "float16",
-            "11 bits of precision, 2^-24 … 65504 only: the loss is scaled, and steps that overflow are skipped",
-            "Micikevicius et al. 2018",
-        ),
-        Compute(
-            "float8", "bfloat16", "bfloat16", "bfloat16",
-            "weights that are float8 numbers of their row's scale, multiplied as bfloat16",
-            "Yu et al. 2024, whose storages are its only ones",
-        ),
-    )
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,26 +42,44 @@ REDUCTIONS: dict[str, Reduction] = {
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A storage for the parameters whose name matches ``pattern`` (shell wildcards)."""
+    """Another storage, compute or both for what has a name like ``pattern`` (shell wildcards; ``*`` crosses dots).
+
+    A storage is for the parameters of such names, a compute for the linear layers.
+    """
 
     pattern: str
-    storage: Storage
+    storage: Storage | None = None
+    compute: Compute | None = None
 
     def matches(self, name: str) -> bool:
-        """Whether the parameter ``name`` is meant."""
+        """Whether the parameter or module ``name`` is meant."""
         return fnmatch.fnmatchcase(name, self.pattern)
 
 
 @dataclass(frozen=True, slots=True)
+class Phase:
+    """The compute of all steps before the share ``until`` of a run is done, and after the phase before."""
+
+    until: float
+    compute: Compute
+
+
+OWN_STORAGES_ONLY = ("float16-throughout", "float8")
+"""Computes that say how weights are kept, and so take no storage but those that bear their name."""
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
-    """A policy for a whole model: one row of each table, and the exceptions by module name.
+    """A policy for a whole model: one row of each table, and the exceptions by module name and by progress.
 
     Args:
-        compute: how operands enter matmuls.
+        compute: how operands enter matmuls, after the last of ``phases``.
         storage: how weights and moments are kept.
         reduction: how gradients are summed across ranks.
         keep: patterns of module names that stay in float32 altogether.
-        overrides: other storages by pattern of parameter name; the last match wins.
+        overrides: other storages and computes by pattern of name; the last match wins.
+        phases: other computes for the earlier parts of a run, in order.
+        evaluation: the compute in which the model is evaluated, where that is another.
 
     Raises:
         RecipeError: when the parts contradict each other.
@@ -140,22 +96,24 @@ class Recipe:
     reduction: Reduction = REDUCTIONS["native"]
     keep: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
+    phases: tuple[Phase, ...] = ()
+    evaluation: Compute | None = None
 
     def __post_init__(self) -> None:
-        if self.compute.name == "float32" and self.storage.visible != "float32":
-            raise RecipeError(
-                f"compute 'float32' was asked for over storage '{self.storage.name}', whose weights are "
-                f"{self.storage.visible}.",
-                "Take 'float32/float32', or compute 'bfloat16'.",
-            )
-        bound = self.storage.name.partition("/")[0] if "/" in self.storage.name else None
-        other = self.compute.name in ("float16", "float8") and self.storage.visible != "float32" and bound is None
-        if other or bound not in (None, self.compute.name) or (self.compute.name == "float8" and bound is None):
-            fitting = [n.partition("/")[2] for n in STORAGES if n.startswith(f"{self.compute.name}/")]
-            raise RecipeError(
-                f"compute '{self.compute.name}' was asked for over storage '{self.storage.name}', which is not its own.",
-                f"Take storage {', '.join(map(repr, fitting))}." if fitting else f"Take compute '{bound}'.",
-            )
+        _check_pair(self.compute, self.storage)
+        _check_ends([phase.until for phase in self.phases])
+        for where, other in self._others():
+            _check_beside(self, where, other)
+
+    def _others(self) -> Iterator[tuple[str, Compute]]:
+        """Every compute that is named beside the recipe's own, and where."""
+        for phase in self.phases:
+            yield f"the phase until {phase.until:g}", phase.compute
+        for override in self.overrides:
+            if override.compute is not None:
+                yield f"override '{override.pattern}'", override.compute
+        if self.evaluation is not None:
+            yield "evaluation", self.evaluation
 
     @property
     def name(self) -> str:
@@ -168,6 +126,36 @@ class Recipe:
         """Bytes per parameter of weight, gradient and states, for matrices."""
         return self.storage.bytes_per_param
 
+    @property
+    def computes(self) -> tuple[Compute, ...]:
+        """Every compute that the recipe names, its own first, none twice."""
+        return tuple(dict.fromkeys([self.compute, *(other for _, other in self._others())]))
+
+    @property
+    def dtype(self) -> str:
+        """What a plain linear layer computes in: the weights' own dtype, or over float32 weights the compute's, by autocast."""
+        return self.compute.dtype if self.storage.visible == "float32" else self.storage.visible
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The dtype of everything outside the casts, by place.
+
+        Example:
+            >>> parse("int8-row/word").dtypes["kept for backward"]
+            'int8 codes, 1 byte'
+        """
+        stream = self.storage.visible
+        return {
+            "weights seen": stream,
+            "norms": f"float32 inside, {stream} out",
+            "softmax": "float32",
+            "rotary buffers": "float32",
+            "residual": stream,
+            "kept for backward": _kept_for_backward(self.compute),
+            "logits": self.dtype,
+            "loss": "float32",
+        }
+
     def storage_of(self, name: str, num_dims: int) -> Storage:
         """The row for the parameter ``name`` with ``num_dims`` dimensions.
 
@@ -179,18 +167,47 @@ class Recipe:
         """
         if self.keeps(name):
             return STORAGES["float32"]
-        matches = (o.storage for o in reversed(self.overrides) if o.matches(name))
+        matches = (o.storage for o in reversed(self.overrides) if o.storage is not None and o.matches(name))
         row = next(matches, self.storage)
         return for_vectors(row) if num_dims < 2 else row
 
+    def compute_of(self, name: str, progress: float = 1.0) -> Compute:
+        """The row for the linear layer ``name``.
+
+        Law: float32 for what the recipe keeps; else the last override that names it; else, for what the row in force
+        keeps, the plain row of the recipe's ``dtype``; else the row in force.
+
+        Args:
+            name: dotted module name.
+            progress: as for :meth:`compute_at`.
+        Returns:
+            A row of ``COMPUTES``.
+        Example:
+            >>> recipe = parse("float8-row/word")
+            >>> [recipe.compute_of(name).name for name in ("model.layers.0.mlp.up_proj", "lm_head")]
+            ['float8-row', 'bfloat16']
+        """
+        if self.keeps(name):
+            return COMPUTES["float32"]
+        asked = (o.compute for o in reversed(self.overrides) if o.compute is not None and o.matches(name))
+        if (row := next(asked, None)) is not None:
+            return row
+        row = self.compute_at(progress)
+        return COMPUTES[self.dtype] if _lies_under(name, row.keep) else row
+
+    def compute_at(self, progress: float) -> Compute:
+        """The row in force at a step.
+
+        Args:
+            progress: the share of all steps that was done before it, 0 to 1; 1 stands for the end of the run.
+        Returns:
+            The compute of the first phase that has not ended, the recipe's own after the last.
+        """
+        return next((phase.compute for phase in self.phases if progress < phase.until), self.compute)
+
     def keeps(self, name: str) -> bool:
         """Whether the module or parameter ``name`` lies under a ``keep`` pattern."""
-        parts = name.split(".")
-        return any(
-            fnmatch.fnmatchcase(".".join(parts[:end]), pattern)
-            for pattern in self.keep
-            for end in range(1, len(parts) + 1)
-        )
+        return _lies_under(name, self.keep)
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as a TOML table that :func:`parse_table` reads back to an equal recipe."""
@@ -199,11 +216,89 @@ class Recipe:
             "storage": own_name(self.storage),
             "reduction": self.reduction.name,
         }
+        if self.evaluation is not None:
+            table["evaluation"] = self.evaluation.name
         if self.keep:
             table["keep"] = list(self.keep)
         if self.overrides:
-            table["override"] = [{"pattern": o.pattern, "storage": own_name(o.storage)} for o in self.overrides]
+            table["override"] = [_override_table(override) for override in self.overrides]
+        if self.phases:
+            table["phase"] = [{"until": phase.until, "compute": phase.compute.name} for phase in self.phases]
         return table
+
+
+def _lies_under(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern matches ``name`` or a module above it."""
+    parts = name.split(".")
+    above = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns for module in above)
+
+
+def _override_table(override: Override) -> dict[str, str]:
+    table = {"pattern": override.pattern}
+    if override.storage is not None:
+        table["storage"] = own_name(override.storage)
+    if override.compute is not None:
+        table["compute"] = override.compute.name
+    return table
+
+
+def _kept_for_backward(compute: Compute) -> str:
+    """What a linear layer keeps of each element of its input."""
+    form = compute.output.left.format
+    what = f"{form} codes" if compute.keeps_codes else form if compute.is_wide else compute.dtype
+    return f"{what}, {compute.kept_bytes:g} byte{'' if compute.kept_bytes == 1 else 's'}"
+
+
+def _check_pair(compute: Compute, storage: Storage) -> None:
+    """Refuse a storage that belongs to another compute, or that this compute does not take."""
+    fitting = [n.partition("/")[2] for n in STORAGES if n.startswith(f"{compute.name}/")]
+    owner, slash, name = storage.name.rpartition("/")
+    if slash:
+        fits = owner == compute.name
+    else:
+        fits = compute.name not in OWN_STORAGES_ONLY and name not in fitting
+    if fits:
+        return
+    if name in fitting:
+        advice = f"Take the row '{compute.name}/{name}'."
+    else:
+        advice = f"Take storage {', '.join(map(repr, fitting))}." if fitting else f"Take compute '{owner}'."
+    raise RecipeError(
+        f"compute '{compute.name}' was asked for over storage '{storage.name}', which is not its own.", advice
+    )
+
+
+def _check_ends(ends: list[float]) -> None:
+    """Refuse phases that do not follow each other within a run."""
+    for before, end in zip([0.0, *ends], ends, strict=False):
+        if not before < end <= 1:
+            raise RecipeError(
+                f"a phase until {end:g} was asked for after {before:g} of the run.",
+                "Each until is a share of the run, above the one before and at most 1.",
+            )
+
+
+def _check_beside(recipe: Recipe, where: str, other: Compute) -> None:
+    """Refuse a compute that a model prepared for the recipe's own could not take."""
+    own = recipe.compute
+    asked = f"{where} asks for compute '{other.name}'"
+    if other != own and other.name in OWN_STORAGES_ONLY:
+        raise RecipeError(f"{asked} in a recipe of '{own.name}'; it takes storages of its own only.", "Take another.")
+    if other.transform != own.transform:
+        raise RecipeError(
+            f"{asked}{_transforming(other)}, in a recipe of '{own.name}'{_transforming(own)}.",
+            "A transform changes the whole model once: take computes that share it.",
+        )
+    if recipe.storage.visible == "float32" and other.dtype != own.dtype:
+        raise RecipeError(
+            f"{asked} of {other.dtype} in a recipe of '{own.name}', which casts float32 weights to {own.dtype}.",
+            "Take computes of one dtype, or a storage of narrow weights such as 'word'.",
+        )
+
+
+def _transforming(compute: Compute) -> str:
+    return f" with transform '{compute.transform}'" if compute.transform else " without a transform"
 
 
 def own_name(storage: Storage) -> str:
@@ -219,8 +314,17 @@ ALIASES: dict[str, str] = {
     "collage-light": "bfloat16/collage-light",
     "collage-plus": "bfloat16/collage-plus",
 }
-SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp16": "float16", "fp8": "float8"}
-DEFAULT_STORAGE = {"float32": "float32", "bfloat16": "word", "float16": "split", "float8": "collage-plus"}
+SPELLINGS = {
+    "bf16": "bfloat16", "fp32": "float32", "f32": "float32", "tf32": "tfloat32", "fp16": "float16", "fp8": "float8",
+}  # fmt: skip
+DEFAULT_STORAGE: dict[str, str] = {
+    **dict.fromkeys(COMPUTES, "word"),
+    **dict.fromkeys(("float32", "tfloat32"), "float32"),
+    "float16": "split",
+    "float16-throughout": "naive",
+    "float8": "collage-plus",
+}
+"""The storage that a compute named alone is taken with."""
 
 
 def full_names() -> list[str]:
@@ -233,6 +337,19 @@ def full_names() -> list[str]:
             except RecipeError:
                 continue
     return names
+
+
+def representative_names() -> list[str]:
+    """Names in which every compute, every storage and every alias occurs: what tables list and tests try.
+
+    Returns:
+        Each compute with its default storage; each storage under bfloat16, or under the compute that it belongs to; then
+        the aliases' recipes, and ``word`` under all computes that take it.
+    """
+    names = [f"{compute}/{storage}" for compute, storage in DEFAULT_STORAGE.items()]
+    names += [name if "/" in name else f"bfloat16/{name}" for name in STORAGES]
+    names += [*ALIASES.values(), *(name for name in full_names() if name.endswith("/word"))]
+    return list(dict.fromkeys(names))
 
 
 def known_names() -> list[str]:
@@ -291,16 +408,22 @@ def parse_file(path: Path) -> Recipe:
 
 
 def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Recipe:
-    """Read a recipe from a TOML table: ``compute``, ``storage``, ``reduction``, ``keep`` and ``[[override]]``.
+    """Read a recipe from a TOML table.
 
     Args:
-        table: ``{"compute": "bfloat16", "storage": "word", "keep": ["lm_head"], "override": [{"pattern": …,
-            "storage": …}]}``; ``recipe = "bfloat16/word"`` may stand for the first three.
+        table: ``compute``, ``storage``, ``reduction``, for which ``recipe = "bfloat16/word"`` may stand; ``evaluation``
+            (a compute), ``keep`` (patterns), ``override`` (a list of tables with ``pattern`` and ``storage``, ``compute``
+            or both) and ``phase`` (a list of tables with ``until`` and ``compute``).
         where: what to call the table in an error.
     Returns:
         The recipe.
     Raises:
         RecipeError: for an unknown key or row, or a value of the wrong kind.
+
+    Example:
+        >>> recipe = parse_table({"recipe": "bfloat16/word", "phase": [{"until": 0.9, "compute": "float8-row"}]})
+        >>> recipe.compute_at(0.0).name, recipe.compute_at(0.9).name
+        ('float8-row', 'bfloat16')
     """
     for key in table:
         if key not in _KEYS:
@@ -325,6 +448,8 @@ def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Re
         _row(REDUCTIONS, parts.get("reduction", base["reduction"])),
         _patterns(table, where),
         _overrides(table, where, compute.name),
+        _phases(table, where),
+        _compute(table, "evaluation", where) if "evaluation" in table else None,
     )
 
 
@@ -344,20 +469,49 @@ def _patterns(table: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 
 def _overrides(table: Mapping[str, Any], where: str, compute: str) -> tuple[Override, ...]:
-    entries = table.get("override", [])
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise RecipeError(f"{where} has override = {entries!r}.", "Write [[override]] above each pattern and storage.")
-    for entry in entries:
-        if set(entry) != {"pattern", "storage"}:
-            raise RecipeError(
-                f"an [[override]] of {where} has the keys {', '.join(sorted(entry)) or 'none'}.",
-                "It takes pattern and storage.",
-            )
     within = f"an [[override]] of {where}"
-    return tuple(
-        Override(_text(entry, "pattern", within), _storage(_text(entry, "storage", within), compute))
-        for entry in entries
-    )
+    overrides = []
+    for entry in _entries(
+        table, "override", where, "Write [[override]] above each pattern with its storage or compute."
+    ):
+        if "pattern" not in entry or not {"pattern"} < set(entry) <= {"pattern", "storage", "compute"}:
+            raise RecipeError(
+                f"{within} has the keys {_listed(entry)}.", "It takes pattern, and storage, compute or both."
+            )
+        storage = _storage(_text(entry, "storage", within), compute) if "storage" in entry else None
+        other = _compute(entry, "compute", within) if "compute" in entry else None
+        overrides.append(Override(_text(entry, "pattern", within), storage, other))
+    return tuple(overrides)
+
+
+def _phases(table: Mapping[str, Any], where: str) -> tuple[Phase, ...]:
+    within = f"a [[phase]] of {where}"
+    phases = []
+    for entry in _entries(table, "phase", where, "Write [[phase]] above each until and compute."):
+        if set(entry) != {"until", "compute"}:
+            raise RecipeError(f"{within} has the keys {_listed(entry)}.", "It takes until and compute.")
+        until = entry["until"]
+        if isinstance(until, bool) or not isinstance(until, (int, float)):
+            raise RecipeError(f"{within} has until = {until!r}, which is no number.", "For instance until = 0.9.")
+        phases.append(Phase(float(until), _compute(entry, "compute", within)))
+    return tuple(phases)
+
+
+def _entries(table: Mapping[str, Any], key: str, where: str, advice: str) -> list[dict[str, Any]]:
+    """The tables under a key, none where there is no such key."""
+    entries = table.get(key, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise RecipeError(f"{where} has {key} = {entries!r}.", advice)
+    return entries
+
+
+def _listed(entry: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(entry)) or "none"
+
+
+def _compute(table: Mapping[str, Any], key: str, where: str) -> Compute:
+    row: Compute = _row(COMPUTES, _spelled(_text(table, key, where)))
+    return row
 
 
 def load_toml(text: str) -> dict[str, Any]:
@@ -369,7 +523,7 @@ def load_toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-_KEYS = ("recipe", "compute", "storage", "reduction", "keep", "override")
+_KEYS = ("recipe", "compute", "storage", "reduction", "evaluation", "keep", "override", "phase")
 _SEE = "(narrowgauge show recipes lists all.)"
 
 

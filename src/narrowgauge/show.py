@@ -1,9 +1,9 @@
 """The words, shown: one set of rows, and every reader of them.
 
-Each table (formats, recipes, storages, chips, models) is a list of plain dicts worked out from the rows that the rest
-of the program computes with. ``--json`` prints those dicts; a terminal, a pipe and the documentation print a few of
-their columns, as a rich table, as aligned text or as GitHub markdown. No figure is typed twice, and nothing here needs
-PyTorch.
+Each table (formats, recipes, computes, storages, chips, models) is a list of plain dicts worked out from the rows that
+the rest of the program computes with. ``--json`` prints those dicts; a terminal, a pipe and the documentation print a
+few of their columns, as a rich table, as aligned text or as GitHub markdown. No figure is typed twice, and nothing here
+needs PyTorch.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from narrowgauge import formats, recipes, storages
 from narrowgauge.chips import CHIPS
+from narrowgauge.computes import COMPUTES, Compute
 from narrowgauge.errors import FormatError, NarrowgaugeError, suggestion
 from narrowgauge.models import MODELS
 from narrowgauge.recipes import Recipe
@@ -29,9 +31,10 @@ def rows(name: str) -> list[Row]:
     """One table of the words, as plain values that JSON can hold.
 
     Args:
-        name: formats, recipes, storages, chips or models.
+        name: formats, recipes, computes, storages, chips or models.
     Returns:
-        A dict per row, each with ``name``; ``recipes`` has every legal full name, with its aliases.
+        A dict per row, each with ``name``; ``recipes`` has each compute with its usual storage, and each storage with
+        its usual compute (:func:`narrowgauge.recipes.representative_names`).
     Raises:
         NarrowgaugeError: there is no such table.
     Example:
@@ -100,13 +103,16 @@ def detail_recipe(name: str) -> Row:
         name: a full name, an alias, or a ``.toml`` file.
     Returns:
         Its row of ``rows("recipes")`` and: ``stored`` (a dict per part: what, format, bytes per parameter, rounding),
-        ``vectors`` (the storage of norm gains and biases), ``matmuls`` and ``dtypes`` (by place), ``keep``,
-        ``overrides``, and ``example_memory_bytes`` at ``example_parameters``.
+        ``vectors`` (the storage of norm gains and biases), ``casts`` and ``accumulation`` (by place), ``kept_bytes`` (of
+        each element of a layer's input), ``linears_kept`` (patterns that the compute leaves plain), ``dtypes`` (by place),
+        ``keep``, ``overrides``, ``phases``, ``evaluation``, and ``example_memory_bytes`` at ``example_parameters``.
     Raises:
         RecipeError: no recipe has that name.
     Example:
         >>> [part["bytes"] for part in detail_recipe("bfloat16/word")["stored"]]
         [2.0, 1.0, 1.5, 1.5, 2.0]
+        >>> detail_recipe("int8-row/word")["casts"]["grad_weight.left"]
+        'int8, per row, stochastic'
     """
     recipe = recipes.parse(name)
     compute, vectors = recipe.compute, storages.for_vectors(recipe.storage)
@@ -114,13 +120,24 @@ def detail_recipe(name: str) -> Row:
         **_recipe_row(recipe),
         "stored": _stored_parts(recipe.storage),
         "vectors": {"storage": vectors.name, "bytes_per_param": vectors.bytes_per_param},
-        "matmuls": {place: getattr(compute, place) for place in ("output", "grad_input", "grad_weight")},
-        "dtypes": compute.dtypes(recipe.storage),
+        "casts": {place: str(cast) for place, cast in compute.casts.items()},
+        "accumulation": {place: product.accumulation for place, product in compute.products.items()},
+        "kept_bytes": compute.kept_bytes,
+        "transform": compute.transform,
+        "linears_kept": list(compute.keep),
+        "dtypes": recipe.dtypes,
         "keep": list(recipe.keep),
-        "overrides": [{"pattern": o.pattern, "storage": o.storage.name} for o in recipe.overrides],
+        "overrides": [_override_row(override) for override in recipe.overrides],
+        "phases": [{"until": phase.until, "compute": phase.compute.name} for phase in recipe.phases],
+        "evaluation": recipe.evaluation.name if recipe.evaluation else None,
         "example_parameters": _EXAMPLE_PARAMETERS,
         "example_memory_bytes": round(recipe.bytes_per_param * _EXAMPLE_PARAMETERS),
     }
+
+
+def _override_row(override: recipes.Override) -> Row:
+    rows = {"storage": override.storage, "compute": override.compute}
+    return {"pattern": override.pattern, **{part: row.name if row else None for part, row in rows.items()}}
 
 
 def page_format(name: str) -> list[Table]:
@@ -146,27 +163,48 @@ def page_recipe(name: str) -> list[Table]:
     """:func:`detail_recipe` for a person."""
     row = detail_recipe(name)
     in_all = {"what": "in all", "format": "", "bytes": row["bytes_per_param"], "rounding": ""}
-    memory = f"{row['example_memory_bytes'] / 1e9:g} GB at {row['example_parameters'] / 1e9:g} billion parameters"
     stored = (
         *_left(stored_of_each_parameter="what", format="format"),
         *_right(bytes="bytes"),
         *_left(rounding="rounding"),
     )
-    vectors = row["vectors"]
+    matmuls = [
+        {"matmul": place, "left": row["casts"][f"{place}.left"], "right": row["casts"][f"{place}.right"], "in": sums}
+        for place, sums in row["accumulation"].items()
+    ]
+    return [
+        _pairs(("recipe", str(row["name"])), _facts(row)),
+        Table(stored, [*row["stored"], in_all]),
+        Table(_left(matmul="matmul", left="left", right="right", added_up_in="in"), matmuls),
+        _pairs(("computed", "in"), row["dtypes"]),
+    ]
+
+
+def _facts(row: Row) -> dict[str, str]:
+    """What there is to say of a recipe beside its tables, in the order of reading."""
+    memory = f"{row['example_memory_bytes'] / 1e9:g} GB at {row['example_parameters'] / 1e9:g} billion parameters"
     facts = {
         "for": row["purpose"],
         "loses": row["loses"],
-        "norm gains, biases": f"stored as {vectors['storage']}, {said(vectors['bytes_per_param'])} bytes each",
+        "native": _native(row),
+        "source": row["source"],
+        "transform": row["transform"],
+        "norm gains, biases": f"stored as {row['vectors']['storage']}, {said(row['vectors']['bytes_per_param'])} bytes each",
         "memory": f"{memory}, before activations",
+        "linears left plain": ", ".join(row["linears_kept"]),
         "kept in float32": ", ".join(row["keep"]),
-        "stored otherwise": ", ".join(f"{other['pattern']} as {other['storage']}" for other in row["overrides"]),
+        "stored otherwise": ", ".join(f"{o['pattern']} as {o['storage']}" for o in row["overrides"] if o["storage"]),
+        "computed otherwise": ", ".join(f"{o['pattern']} in {o['compute']}" for o in row["overrides"] if o["compute"]),
+        "phases": ", ".join(f"{p['compute']} until {p['until']:g}" for p in row["phases"]),
+        "evaluated in": row["evaluation"] or "",
     }
-    places = {f"matmul {place}": operands for place, operands in row["matmuls"].items()}
-    return [
-        _pairs(("recipe", str(row["name"])), {what: said for what, said in facts.items() if said}),
-        Table(stored, [*row["stored"], in_all]),
-        _pairs(("computed", "in"), {**places, **row["dtypes"]}),
-    ]
+    if facts["phases"]:
+        facts["phases"] += f", then {row['compute']}"
+    return {what: text for what, text in facts.items() if text}
+
+
+def _native(row: Row) -> str:
+    return row["native"] or "nowhere: emulated"
 
 
 def _pairs(heads: tuple[str, str], entries: dict[str, Any]) -> Table:
@@ -206,7 +244,36 @@ def _recipe_row(recipe: Recipe) -> Row:
         **{part: storage[part] for part in ("weight", "exp_avg", "exp_avg_sq")},
         "purpose": recipe.compute.purpose,
         "loses": recipe.storage.loses,
+        "native": recipe.compute.native,
+        "source": recipe.compute.source,
     }
+
+
+def _compute_row(compute: Compute) -> Row:
+    usual = recipes.parse(compute.name)
+    return {
+        "name": compute.name,
+        "storage": usual.storage.name,
+        "dtype": compute.dtype,
+        "casts": {
+            place: {"text": str(cast), **_fields(cast), "bits": cast.bits} for place, cast in compute.casts.items()
+        },
+        "accumulation": {place: product.accumulation for place, product in compute.products.items()},
+        "kept_bytes": compute.kept_bytes,
+        "stochastic": compute.is_stochastic,
+        "delayed": compute.is_delayed,
+        "scales_loss": compute.scales_loss,
+        "transform": compute.transform,
+        "keep": list(compute.keep),
+        "native": compute.native,
+        "purpose": compute.purpose,
+        "source": compute.source,
+    }
+
+
+def _operands(*places: str) -> Callable[[Row], str]:
+    """The casts at these places, the equal ones once."""
+    return lambda row: " × ".join(dict.fromkeys(row["casts"][place]["text"] for place in places))
 
 
 def _storage_row(storage: Storage) -> Row:
@@ -284,6 +351,25 @@ def _maker(name: str) -> Callable[[], list[Row]]:
     return _MAKERS[name]
 
 
+@lru_cache
+def _first_rows(part: str) -> dict[str, str]:
+    """The first row of ``recipes`` with each compute or storage."""
+    first: dict[str, str] = {}
+    for name in recipes.representative_names():
+        first.setdefault(getattr(recipes.parse(name), part).name, name)
+    return first
+
+
+def _told_once(key: str, part: str) -> Callable[[Row], str]:
+    """The text about a row's compute or storage where it comes first, and the name of that row elsewhere."""
+
+    def text(row: Row) -> str:
+        first = _first_rows(part)[row[part]]
+        return str(row[key]) if first == row["name"] else f"as {first}"
+
+    return text
+
+
 def _percent(ratio: float | None) -> str:
     return "" if ratio is None else f"{100 * ratio:.3g} %"
 
@@ -307,7 +393,8 @@ def _names(**keys: Key) -> tuple[Column, ...]:
 
 _MAKERS: dict[str, Callable[[], list[Row]]] = {
     "formats": lambda: [_format_row(row) for row in formats.FORMATS.values()],
-    "recipes": lambda: [_recipe_row(recipes.parse(name)) for name in recipes.full_names()],
+    "recipes": lambda: [_recipe_row(recipes.parse(name)) for name in recipes.representative_names()],
+    "computes": lambda: [_compute_row(row) for row in COMPUTES.values()],
     "storages": lambda: [_storage_row(row) for row in storages.STORAGES.values()],
     "chips": _chip_rows,
     "models": _model_rows,
@@ -324,7 +411,15 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ),
         *_left(inf="infinities", NaN="nans", purpose="purpose"),
     ),
-    "recipes": (*_names(recipe="name"), *_left(also_called="aliases"), _BYTES, *_left(loses="loses")),
+    "recipes": (
+        *_names(recipe="name"), *_left(also_called="aliases"), _BYTES, Column("for", _told_once("purpose", "compute")),
+        *_left(loses=_told_once("loses", "storage"), native=_native),
+    ),
+    "computes": (
+        *_names(compute="name"), *_left(forward=_operands("output.left", "output.right")),
+        *_left(gradients=_operands("grad_input.left", "grad_weight.left")), Column("B kept", "kept_bytes", right=True),
+        *_left(native=_native),
+    ),
     "storages": (
         *_names(storage="name"), *_left(weight="weight", first_moment="exp_avg", second_moment="exp_avg_sq"), _BYTES,
         *_left(vectors="vectors", loses="loses"),

@@ -72,6 +72,9 @@ BFLOAT16_PAIR = Code("bfloat16 + bfloat16", 8, 7, parts=2)
 TAIL16 = Code("bfloat16 + 16-bit tail", 8, 23)
 TAIL8 = Code("bfloat16 + 8-bit tail", 8, 15, rounding="stochastic")
 FLOAT16_TAIL = Code("float16 + 13-bit tail", 8, 23)
+FLOAT16 = Code("float16", 5, 10, lowest=-14)
+# Held: the square of a gradient under 2^-12 would be zero, and the next step would divide by epsilon alone.
+FLOAT16_HELD = Code("float16", 5, 10, signed=False, lowest=-14, hold=True)
 # The windows of `word`: the second moment needs twice the binades of the first, and both are centred so that gradients
 # from 2^-54 to 2^9 survive; measured against other splits of the 32 bits in benchmarks/word_split.py.
 MOMENT12 = Code("e6m5", 6, 5, rounding="stochastic", lowest=-54)
@@ -334,6 +337,11 @@ STORAGES: dict[str, Storage] = {
             cure="float16/master",
             loses="16 bits of the first moment; of weights under 2^-14, what lies under 2^-38; none above 65504",
             source="Narrowgauge: the tail of a float16, which float16's own exponents end at 2^-24",
+        ),
+        Storage(
+            "float16-throughout/naive", "float16", FLOAT16, FLOAT16, FLOAT16_HELD, vectors=None, cure="float16/split",
+            loses="every update below half a spacing (2^-12 of the weight); second moments are held at 2^-24 or more",
+            source="what the abstract of 1911.07384 claims: no float32 copy of anything",
         ),
         Storage(
             "float8/collage-light", "bfloat16", FLOAT8_TRIPLE, FLOAT8, FLOAT8, cure="compact",

@@ -25,6 +25,7 @@ REPRESENTATIVES = {
     "collage-plus": "the arithmetic of expansions, two parts",
     "float16/master": "float16 with a full copy",
     "float16/split": "float16 with a tail",
+    "float16-throughout/naive": "float16, and nothing beside it",
     "float8/collage-plus": "three parts, each relative to its row",
 }
 """One storage of each kind, with what it stands for; a test of the layouts holds that none is missing."""

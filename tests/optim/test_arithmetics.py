@@ -100,7 +100,7 @@ def test_a_state_is_the_sum_of_its_parts(storage: Storage, name: str) -> None:
         left = value.double() - sum((p.double() for p in parts[:place]), torch.zeros(()).double())
         step = 2.0**-(code.mantissa_bits) * 2.0 ** left.abs().clamp(min=2.0**-60).log2().floor()
         finest = 2.0 ** (np.ceil(np.log2(value.abs().max())) + code.lowest - code.mantissa_bits - 4 * place)
-        floor = finest if code.scaled else 0.0
+        floor = finest if code.scaled else 2.0 ** (code.lowest - code.mantissa_bits) if code.is_window else 0.0
         assert bool(((left - part).abs() <= 0.5 * step.clamp(min=floor)).all())
     # What is kept is kept again as it is, though a tie may be shared out to its parts the other way round.
     kept = read_state(storage, full, name)

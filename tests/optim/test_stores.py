@@ -319,6 +319,11 @@ def expected_weight(storage: Storage, values: Tensor) -> Tensor:
     """What a weight of one part is to the nearest, float64."""
     if storage.master or storage.visible == "float32":
         return values.double()
+    if storage.visible == "float16" and not storage.tail_bits:
+        scaled = (
+            bits_of(values * 2.0**-112).numpy().astype("int64") % 2**32
+        )  # float16's own exponents, subnormals included
+        return torch.from_numpy(oracle.cut(scaled, 13).astype(np.uint32).view(np.float32)).double() * 2.0**112
     if storage.visible == "float16":
         return torch.from_numpy(
             np.where(values.abs() < 2.0**-14, np.rint(values.double() * 2.0**37) * 2.0**-37, values)

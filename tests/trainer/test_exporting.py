@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import narrowgauge.trainer.exporting as exporting
 from narrowgauge.errors import DataError, RecordError
+from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.exporting import continue_text, write_folder
 from narrowgauge.trainer.language_model import build
 from narrowgauge.trainer.texts import Document, Texts
@@ -39,6 +40,7 @@ class FakeRun:
     model: PreTrainedModel
     optimizer: Optimizer
     tokenizer_path: Path | None
+    config: TrainConfig = field(default_factory=TrainConfig)
 
 
 @pytest.fixture(scope="module")

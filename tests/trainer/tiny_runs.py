@@ -59,4 +59,6 @@ CASES: dict[str, dict[str, Any]] = {
     "split, checkpointed": {"recipe": "bfloat16/split", "activation_checkpointing": True},
     "naive": {"recipe": "bfloat16/naive"},
     "autocast": {"recipe": "bfloat16/float32", "schedule": "linear", "warmup_steps": 3},
+    "int8, accumulated": {"recipe": "int8-row/word", "gradient_accumulation_steps": 2},
+    "delayed": {"recipe": "float8-delayed/word"},
 }

@@ -166,7 +166,7 @@ def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Te
     if storage.master:
         return _in_range(storage, cut(scaled, below, half(below))), bits_of(x), x
     if not storage.tail_bits:
-        seen = cut(scaled, below, addend)
+        seen = _in_range(storage, cut(scaled, below, addend))
         return seen, None, seen_value(storage.visible, seen)
     whole = cut(scaled, dropped_bits(storage.weight), addend)
     # The nearest visible value, and the signed rest: adding half of the tail's range carries exactly where the rest is

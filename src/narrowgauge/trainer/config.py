@@ -26,6 +26,9 @@ SCHEDULES = ("cosine", "linear", "constant")
 # Llamas on source text bear in every storage; from there on the published rates (GPT-3, arXiv 2005.14165, table 2.1).
 LEARNING_RATES = ((4e6, 3e-3), (6e7, 1e-3), (6e8, 6e-4), (math.inf, 3e-4))
 
+# Of unit-scaled models, whatever their width: the best of those tried at 1 million parameters.
+UNIT_LEARNING_RATE = 0.5
+
 # From here on a compiled model wins back its compilation within a short run.
 COMPILE_PARAMETERS = 5_000_000
 COMPILE_STEPS = 1000
@@ -79,7 +82,7 @@ class TrainConfig:
     lr: float | None = _setting(
         None,
         "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
-        "0.0003]",
+        "0.0003; unit-scaled models: 0.5]",
         "above 0 and finite",
         lambda value: 0 < value < math.inf,
     )
@@ -192,7 +195,9 @@ class TrainConfig:
         filled = self
         if self.warmup_steps is None:
             filled = replace(filled, warmup_steps=min(self.steps // 10, 100))
-        if self.lr is None and num_parameters is not None:
+        if self.lr is None and parse(self.recipe).compute.transform == "unit":
+            filled = replace(filled, lr=UNIT_LEARNING_RATE)
+        elif self.lr is None and num_parameters is not None:
             filled = replace(filled, lr=next(rate for bound, rate in LEARNING_RATES if num_parameters < bound))
         if self.compile is None and (self.steps >= COMPILE_STEPS or num_parameters is not None):
             large = num_parameters is not None and num_parameters >= COMPILE_PARAMETERS

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from narrowgauge.errors import DataError, RecordError
+from narrowgauge.recipes import parse
 from narrowgauge.runs.files import disk_error, disk_errors, sync_file, sync_folder, temporary_name
+from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.language_model import without_progress_bars
 from narrowgauge.trainer.session import load
 from narrowgauge.trainer.tokens import load_tokenizer
@@ -41,6 +43,10 @@ class Run(Protocol):
     @property
     def model(self) -> PreTrainedModel:
         """The model with its visible weights."""
+
+    @property
+    def config(self) -> TrainConfig:
+        """The settings."""
 
     @property
     def optimizer(self) -> Stored:
@@ -175,11 +181,31 @@ def _write(run: Run, folder: Path, dtype: Dtype) -> None:
 
 def _weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
     """Every entry of the model's state, once; a tied parameter has its first name."""
+    if parse(run.config.recipe).compute.transform == "unit":
+        return _plain_weights(run, dtype)
     kept = run.model.state_dict().keys()
     weights = {name: buffer for name, buffer in run.model.named_buffers() if name in kept}
     for name, parameter in run.model.named_parameters():
         weights[name] = run.optimizer.stored(parameter) if dtype == "float32" else parameter
     return {name: tensor.detach().contiguous() for name, tensor in weights.items()}
+
+
+def _plain_weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
+    """The weights with which the plain class computes what a unit-scaled model does, in float32."""
+    # Only here: it knows the model classes, which take seconds to load.
+    from narrowgauge.transforms.unit_export import plain_state_dict
+
+    seen = {parameter: parameter.data for parameter in run.model.parameters()}
+    try:
+        if dtype == "float32":
+            for parameter in seen:
+                parameter.data = run.optimizer.stored(parameter)
+        plain = plain_state_dict(run.model)
+    finally:
+        for parameter, data in seen.items():
+            parameter.data = data
+    names = {name for name, _ in run.model.named_parameters()} | {name for name, _ in run.model.named_buffers()}
+    return {name: tensor.contiguous() for name, tensor in plain.items() if name in names}
 
 
 def _write_tokenizer(run: Run, folder: Path, positions: int | None) -> int:

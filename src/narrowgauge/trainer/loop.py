@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from narrowgauge.errors import DataError, RecordError
+from narrowgauge.matmul.weights import cached_weights
 from narrowgauge.models import MODELS
 from narrowgauge.numerics import measures
 from narrowgauge.optim import compilation
@@ -181,10 +182,14 @@ def _run(session: Session, writer: RunWriter) -> None:
         session.optimizer.on_alarm = lambda alarms: _report_alarms(alarms, session, writer, console)
         compilation.announce[:] = [console.say]
         console.start(str(config.to_dict()["recipe"]), session.step)
+        saturated = False
         while session.step < config.steps:
             row = train_step(session)
             writer.step(row)
             console.step(row)
+            if row.get("saturated") and not saturated:
+                saturated = True
+                writer.event(Event("warning", session.step, _what_saturated(session)))
             if row["skipped"]:
                 writer.event(Event("skip", session.step, _why_skipped(session)))
             if config.eval_every and session.step % config.eval_every == 0 and session.step < config.steps:
@@ -221,11 +226,11 @@ def train_step(session: Session) -> Row:
     config, optimizer = session.config, session.optimizer
     rate = config.learning_rate(session.step + 1)
     for group in optimizer.param_groups:
-        group["lr"] = rate
-    losses = (session.loss(tokens) / config.tokens_per_step for tokens in session.batch())
+        group["lr"] = rate * group.get("lr_factor", 1.0)
     if session.accumulator is not None:
         session.accumulator.step = session.step
-    total = backward_in_parts(losses, session.accumulator, optimizer.loss_scaler)
+    with cached_weights() if session.accumulator is not None else nullcontext():
+        total = backward_in_parts(_losses(session), session.accumulator, optimizer.loss_scaler)
     skipped = optimizer.num_skipped
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -246,11 +251,26 @@ def train_step(session: Session) -> Row:
         "peak_memory_bytes": peak_memory_bytes(),
         "skipped": optimizer.num_skipped > skipped,
     }
+    if session.linears is not None and (overflows := session.linears.overflows(session.step - 1)):
+        row["saturated"] = sum(sum(counts) for counts in overflows.values())
     if optimizer.last_audit is not None:
         session.audit_total += optimizer.last_audit
         row |= audit_figures(optimizer.last_audit)
         optimizer.last_audit = None
     return row
+
+
+def _losses(session: Session) -> Iterator[torch.Tensor]:
+    """The loss of each micro-batch, as its share of the step's; the narrow layers are told which one it is."""
+    linears, first = session.linears, 0
+    if linears is not None:
+        session.set_compute()
+        linears.step = session.step
+    for tokens in session.batch():
+        if linears is not None:
+            linears.set_first_sequence(first)
+        first += len(tokens)
+        yield session.loss(tokens) / session.config.tokens_per_step
 
 
 def _why_skipped(session: Session) -> str:
@@ -259,6 +279,18 @@ def _why_skipped(session: Session) -> str:
     where = f" in '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
     scale = "" if scaler is None else f"; the loss scale is now {float(scaler.scale_tensor):g}"
     return f"gradients are not finite{where}; nothing was changed{scale}"
+
+
+def _what_saturated(session: Session) -> str:
+    """Where most values lay beyond their delayed scale."""
+    assert session.linears is not None
+    counts = session.linears.overflows(session.step - 1)
+    name, worst = max(counts.items(), key=lambda item: sum(item[1]))
+    operand = ("input", "weight", "gradient")[worst.index(max(worst))]
+    return (
+        f"{max(worst)} values of the {operand} of '{name}' lay beyond their delayed scale and were held at its end; every "
+        "step's count is its 'saturated'"
+    )
 
 
 def audit_figures(sums: torch.Tensor) -> Row:
@@ -277,6 +309,7 @@ def evaluate(session: Session) -> float:
     """The mean loss in nats per token over the validation batches."""
     config = session.config
     total, count = 0.0, 0
+    session.set_compute(evaluating=True)
     for batch in session.data.valid_batches(config.micro_batch_size, config.sequence_length, config.eval_batches):
         tokens = torch.from_numpy(batch).to(session.device)
         total += float(session.loss(tokens))

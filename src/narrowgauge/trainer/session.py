@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 import narrowgauge
 from narrowgauge.assembly import compute_scope, prepare
 from narrowgauge.errors import RecordError
+from narrowgauge.matmul.linear import Linears, linears_of
 from narrowgauge.numerics.measures import UPDATE_SUMS
 from narrowgauge.numerics.summation import fingerprint_all
 from narrowgauge.optim.accumulation import GradientAccumulator
@@ -34,6 +35,7 @@ from narrowgauge.trainer import language_model
 from narrowgauge.trainer.checkpoint import latest_checkpoint, save_checkpoint
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset, open_data
+from narrowgauge.transforms.unit_scaling import fix_batch
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Session:
         model, optimizer: as ``prepare`` made them.
         loss: ``(tokens) -> summed cross entropy`` of the model, compiled or not.
         accumulator: what sums the gradients of micro-batches, where there are several.
+        linears: the model's narrow layers, where its recipe has some.
         step: optimizer steps done.
         tokens: tokens trained on.
         seconds: wall time up to the last checkpoint, over all sittings.
@@ -60,6 +63,7 @@ class Session:
     optimizer: AdamW
     loss: Callable[[Tensor], Tensor]
     accumulator: GradientAccumulator | None = None
+    linears: Linears | None = None
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -85,6 +89,15 @@ class Session:
         tokens = torch.from_numpy(self.data.batch(self.step, c.batch_size, c.sequence_length, c.seed))
         return list(tokens.to(self.device).split(c.micro_batch_size))
 
+    def set_compute(self, evaluating: bool = False) -> None:
+        """Let the narrow layers compute as the recipe says at this step, or in evaluation."""
+        if self.linears is None:
+            return
+        recipe, progress = parse(self.config.recipe), self.step / self.config.steps
+        if evaluating and recipe.evaluation is not None:
+            recipe = dataclasses.replace(recipe, compute=recipe.evaluation, phases=())
+        self.linears.set_compute(lambda name: recipe.compute_of(name, progress))
+
     def fingerprint(self) -> str:
         """64 bits of the stored weights, as 16 hexadecimal digits."""
         return fingerprint_all({name: self.optimizer.stored(p) for name, p in self.named_parameters()})
@@ -97,6 +110,8 @@ class Session:
             tensors.update({f"optimizer.{names[parameter]}.{key}": value for key, value in entry.items()})
         for parameter, window in self.optimizer.auditor.windows.items():
             tensors[f"audit.{names[parameter]}"] = torch.stack(list(window))
+        if self.linears is not None:
+            tensors |= {f"matmul.{name}": history for name, history in self.linears.histories().items()}
         state = {
             "step": self.step,
             "tokens": self.tokens,
@@ -141,6 +156,10 @@ class Session:
         if self.optimizer.loss_scaler is not None and "loss_scaler" in state:
             self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        if self.linears is not None:
+            self.set_compute()
+            histories = {key.removeprefix("matmul."): t for key, t in tensors.items() if key.startswith("matmul.")}
+            self.linears.load_histories(histories)
         self.audit_total = torch.tensor(state["audit_total"], dtype=torch.float64)
         if state["fingerprint"] != self.fingerprint():
             raise RecordError(
@@ -185,7 +204,10 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
             model.parameters(), config.accumulation_dtype, config.seed, num_micro_batches=parts
         )
         accumulator.allocate()  # so that a run that is resumed at its end counts them too
-    return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator)
+    linears = linears_of(model)
+    if parse(config.recipe).compute.transform == "unit":
+        fix_batch(model, sequence_length=config.sequence_length, tokens=config.tokens_per_step)
+    return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator, linears)
 
 
 def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,349 @@
+"""Inference from weights of a byte each: codes and scales are all that stays of them.
+
+In training a narrow linear layer casts its weight anew after every step, so the 16-bit weight must stay. Without training one
+cast is enough: the layer keeps the codes and the scales, and multiplies its input by them in the same casts and products as a
+row of :mod:`narrowgauge.computes` says of its ``output``. In ``int8-outlier``, LLM.int8(), features of the input with a
+magnitude from 6 on multiply in 16 bits, all others in int8; the weights that they meet are the int8 ones too, widened, as the
+released bitsandbytes has it, where the paper kept 16-bit columns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.computes import COMPUTES, Cast, Compute
+from narrowgauge.errors import FormatError, RecipeError
+from narrowgauge.matmul import operators
+from narrowgauge.matmul.casts import Operand, cast_matrix, outer_shape
+from narrowgauge.matmul.experts import is_experts
+from narrowgauge.matmul.linear import _chosen, _tell, is_linear
+from narrowgauge.matmul.outliers import outlier_columns
+from narrowgauge.matmul.products import multiply, operand_dtype
+from narrowgauge.matmul.sharing import LastCast
+from narrowgauge.numerics.quantization import blocked, padded, quantize
+
+EXACT = ("weight_codes", "weight_scales")
+
+
+class InferenceBytes(NamedTuple):
+    """What a model's parameters and buffers take, in bytes, each storage counted once.
+
+    Attributes:
+        before: with the weights that were quantized in the dtype they had.
+        after: as they are.
+    """
+
+    before: int
+    after: int
+
+
+def _cast(x: Tensor, row: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x ``[tokens, in]`` cast for ``output``: data, the outer scale and which columns hold outliers (empty without)."""
+    product = operators.ROWS[row].output
+    left, is_outlier = product.left, x.new_empty(0, dtype=torch.bool)
+    source = x
+    if left.outliers:
+        is_outlier = outlier_columns(x, left.outliers)
+        source = torch.where(is_outlier, 0, x)
+    data, outer = cast_matrix(source, left, 1, operand_dtype(left, product, x.device))
+    return data, x.new_empty(0, dtype=torch.float32) if outer is None else outer, is_outlier
+
+
+def _multiply(
+    data: Tensor, outer: Tensor, is_outlier: Tensor, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None,
+    row: str,
+) -> Tensor:  # fmt: skip
+    """``output [tokens, out]`` of an input cast for the row, and of kept codes ``[out, in]``; outliers come from ``x``."""
+    product = operators.ROWS[row].output
+    left = Operand(data, outer if outer.numel() else None)
+    result = multiply(left, _operand(codes, scales, product.right), (1, 1), product, x.dtype, bias)
+    result = result[: x.shape[0], : codes.shape[0]].contiguous()
+    return _add_outliers(result, x, codes, scales, is_outlier.nonzero().view(-1)) if product.left.outliers else result
+
+
+# What a compiler sees of them: it would cast anew at each use, and stop where the number of outliers matters.
+cast_quantized = torch.library.custom_op("narrowgauge::cast_quantized", mutates_args=())(_cast)
+multiply_quantized = torch.library.custom_op("narrowgauge::multiply_quantized", mutates_args=())(_multiply)
+
+
+@torch.library.custom_op("narrowgauge::refuse_gradient", mutates_args=())
+def refuse_gradient(grad: Tensor, x_shape: list[int]) -> Tensor:
+    """Says that there is none: an operator, so that a compiler meets it only where backward is really run."""
+    raise RecipeError(
+        "backward() came to a linear layer that was quantized for inference and has no gradients.",
+        "Train with swap_linears or prepare, and quantize afterwards; or call the model under torch.no_grad().",
+    )
+
+
+@cast_quantized.register_fake
+def _(x: Tensor, row: str) -> tuple[Tensor, Tensor, Tensor]:
+    product = operators.ROWS[row].output
+    left, shape = product.left, padded(x, product.left, 1).shape
+    data = x.new_empty(shape, dtype=operand_dtype(left, product, x.device))
+    outer = x.new_empty(outer_shape(shape, left, 1) or 0, dtype=torch.float32)
+    return data, outer, x.new_empty(x.shape[1] if left.outliers else 0, dtype=torch.bool)
+
+
+@multiply_quantized.register_fake
+def _(
+    data: Tensor, outer: Tensor, is_outlier: Tensor, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None,
+    row: str,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], codes.shape[0]))
+
+
+@refuse_gradient.register_fake
+def _(grad: Tensor, x_shape: list[int]) -> Tensor:
+    return grad.new_empty(x_shape)
+
+
+class _Product(torch.autograd.Function):
+    """The product of an input with kept codes; its gradient is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, row: str) -> Tensor:
+        ctx.x_shape = list(x.shape)
+        y: Tensor = multiply_quantized(*cast_quantized(x, row), x, codes, scales, bias, row)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Never."""
+        return refuse_gradient(grads[0], ctx.x_shape), None, None, None, None
+
+
+_with_refusal = cast(Callable[..., Tensor], _Product.apply)
+_last_cast = LastCast(cast(Any, _cast))
+
+
+def _product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, row: str) -> Tensor:
+    """The product by the shortest way: operators cost a single token more than its arithmetic does."""
+    is_asked = x.requires_grad or (bias is not None and bias.requires_grad)
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and is_asked):
+        return _with_refusal(x, codes, scales, bias, row)
+    # An inference tensor does not count its changes, so no cast of it can be recognized as still true.
+    made: Any = _last_cast(codes, x, row)
+    data, outer, is_outlier = made
+    return _multiply(data, outer, is_outlier, x, codes, scales, bias, row)
+
+
+def _operand(codes: Tensor, scales: Tensor, right: Cast) -> Operand:
+    """The weight as its matmul takes it: codes with a scale beside them, or block by block widened without error."""
+    if right.block is None:
+        return Operand(codes, scales)
+    values = padded(codes.to(torch.bfloat16), right, 1)
+    blocks = blocked(values, right.block) * scales.to(torch.bfloat16)[:, None, :, None]
+    return Operand(blocks.view(values.shape), None)
+
+
+def _add_outliers(result: Tensor, x: Tensor, codes: Tensor, scales: Tensor, columns: Tensor) -> Tensor:
+    if not len(columns):
+        return result
+    weight = (codes[:, columns] * scales).to(result.dtype)
+    return torch.addmm(result, x[:, columns], weight.t())
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer that has codes and scales in place of a weight; made by :func:`quantize_for_inference`.
+
+    Its ``state_dict`` holds ``weight_codes``, ``weight_scales`` and, where the layer has one, ``bias``. A change of the model's
+    dtype leaves codes and scales alone.
+
+    Attributes:
+        compute: the row whose ``output`` it computes.
+        weight_codes: ``[out, in]``, in the row's format.
+        weight_scales: float32 ``[out, 1]`` or ``[1, 1]``; of blocks, float8_e8m0fnu, one for each.
+        replaced_bytes: what the weight took that is gone.
+    """
+
+    compute: Compute
+    row: str  # by which operators know it
+    in_features: int
+    out_features: int
+    weight_codes: Tensor
+    weight_scales: Tensor
+    bias: Tensor | None
+    replaced_bytes: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., in]`` to ``[..., out]``, in the input's dtype (under autocast, in that)."""
+        device = input.device.type
+        x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
+        rows = x.reshape(-1, self.in_features)
+        y = _product(rows, self.weight_codes, self.weight_scales, self.bias, self.row)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def dequantize(self) -> Tensor:
+        """The weight that the codes stand for: float32 ``[out, in]``."""
+        operand = _operand(self.weight_codes, self.weight_scales, self.compute.output.right)
+        values = operand.data.float() if operand.outer is None else operand.data.float() * operand.outer
+        return values[: self.out_features, : self.in_features]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        exact = {name: self.get_buffer(name) for name in EXACT}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, before in exact.items():
+            after = self.get_buffer(name)
+            if after.dtype != before.dtype:
+                self.register_buffer(name, before.to(after.device))
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.row = operators.register(self.compute)  # another process does not know it yet
+
+    def extra_repr(self) -> str:
+        """Sizes and row."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, compute={self.compute.name!r}"
+
+
+def quantize_for_inference(
+    model: nn.Module, compute: str | Compute = "int8-outlier", keep: tuple[str, ...] | None = None
+) -> nn.Module:
+    """Replace the weights of a model's linear layers by codes of a byte, in place: 1 byte a parameter and 4 a row.
+
+    Law: a layer's output is the row's product of the cast input and the codes, the same bits eager and compiled; the same
+    ``state_dict`` in a model quantized alike gives the same bits again. What is an outlier, and the scale of a whole tensor,
+    depend on all tokens of a call; in the other rows each token is on its own.
+
+    Args:
+        model: any module with ``nn.Linear`` or transformers' ``Conv1D`` layers; on the meta device, codes come out empty, to be
+            loaded with ``load_state_dict(…, assign=True)``.
+        compute: a row, or its name, whose weights are codes of 8 bits with scales of their own: ``int8-outlier``,
+            ``int8-row``, ``float8-row``, ``float8-tensor``, ``float8-block``, ``mxfp8``.
+        keep: patterns of names (shell wildcards) of layers to leave alone; ``None`` takes the row's own, which is the
+            language model's head.
+    Returns:
+        The model, in evaluation mode. It computes in the dtype of what it is given.
+    Raises:
+        RecipeError: no such row, or one without such codes; no linear layer to quantize. Later, backward() raises it too.
+
+    Cost: some float32 copies of one weight at a time. In use, where the product is emulated or in blocks, a bfloat16 copy of
+        one weight at a time.
+    Source: Dettmers et al. 2022, LLM.int8() (2208.07339).
+    Example:
+        >>> model = nn.Sequential(nn.Linear(512, 512, bias=False, dtype=torch.bfloat16))
+        >>> inference_bytes(quantize_for_inference(model))
+        InferenceBytes(before=524288, after=264192)
+    """
+    row = _served(compute)
+    choose = _chosen(row, keep)
+    layers: dict[str, Any] = {
+        name: each for name, each in model.named_modules() if is_linear(each) and choose(name) is not None
+    }
+    _check(model, layers, choose)
+    uses = Counter(id(own) for each in model.modules() for own in each._parameters.values())
+    uses.subtract(id(each.weight) for each in layers.values())
+    shared: dict[int, tuple[Tensor, Tensor]] = {}
+    for each in layers.values():
+        weight = cast(Tensor, each.weight)
+        is_gone = not uses[id(weight)] and id(weight) not in shared
+        _quantize(each, row, shared, weight.nbytes if is_gone else 0)
+    device = next(iter(layers.values())).weight_codes.device
+    if device.type != "meta":
+        _tell(row, device)
+    return model.eval()
+
+
+def inference_bytes(model: nn.Module) -> InferenceBytes:
+    """What a model's parameters and buffers take, before and after :func:`quantize_for_inference`.
+
+    Args:
+        model: any module, quantized or not.
+    Returns:
+        Bytes before and after; equal where nothing was quantized.
+    Example:
+        >>> inference_bytes(nn.Linear(4, 4))
+        InferenceBytes(before=80, after=80)
+    """
+    codes: dict[int, int] = {}
+    everything: dict[int, int] = {}
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                everything[tensor.untyped_storage()._cdata] = size = tensor.untyped_storage().nbytes()
+                if isinstance(module, QuantizedLinear) and name in EXACT:
+                    codes[tensor.untyped_storage()._cdata] = size
+    after = sum(everything.values())
+    replaced = sum(module.replaced_bytes for module in model.modules() if isinstance(module, QuantizedLinear))
+    return InferenceBytes(after - sum(codes.values()) + replaced, after)
+
+
+def _served(compute: str | Compute) -> Compute:
+    row = _chosen(compute, ())("")
+    assert row is not None
+    if not _serves(row):
+        names = ", ".join(name for name, each in COMPUTES.items() if _serves(each))
+        raise RecipeError(
+            f"compute '{row.name}' was asked for inference, whose weights are no codes of 8 bits with scales of their own "
+            f"({row.output.right}).",
+            f"Take one of {names}.",
+        )
+    return row
+
+
+def _serves(row: Compute) -> bool:
+    """Whether a weight can be kept as a byte a value, and an input cast with nothing known but itself."""
+    right, left = row.output.right, row.output.left
+    is_one_level = right.scale != "float8_e4m3fn" and right.rotation == "none"
+    return right.element.bits == 8 and is_one_level and right.scaling == left.scaling == "current"
+
+
+def _check(model: nn.Module, layers: dict[str, Any], choose: Callable[[str], Compute | None]) -> None:
+    for name, module in model.named_modules():
+        if is_experts(module) and choose(name) is not None:
+            raise RecipeError(
+                f"the experts '{name}' would stay as they are: only single linear layers are quantized for inference.",
+                f'Say so with keep = ["lm_head", "*{name[name.rfind(".") :]}"].',
+            )
+    if not layers:
+        raise RecipeError(
+            f"{type(model).__name__} has no linear layer to quantize.",
+            "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
+        )
+
+
+def _quantize(module: Any, row: Compute, shared: dict[int, tuple[Tensor, Tensor]], replaced_bytes: int) -> None:
+    """The module as a :class:`QuantizedLinear`; the same object, so that hooks and references to it hold."""
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    is_transposed = type(module).__name__ == "Conv1D" or getattr(module, "is_transposed", False)
+    matrix = weight.t() if is_transposed else weight
+    if id(weight) not in shared:
+        shared[id(weight)] = _codes_of(matrix.detach(), row.output.right)
+    for own in (module._parameters, module._buffers, module._non_persistent_buffers_set):
+        own.clear()
+    module.__class__ = QuantizedLinear
+    module.row, module.compute, module.replaced_bytes = operators.register(row), row, replaced_bytes
+    module.out_features, module.in_features = matrix.shape
+    for name, tensor in zip(EXACT, shared[id(weight)], strict=True):
+        module.register_buffer(name, tensor)
+    module.register_parameter("bias", bias)
+    module.register_load_state_dict_pre_hook(_check_formats)
+
+
+def _codes_of(weight: Tensor, right: Cast) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a weight ``[out, in]``."""
+    found = quantize(padded(weight, right, 1), right)
+    codes = found.codes[: weight.shape[0], : weight.shape[1]].to(getattr(torch, right.format)).contiguous()
+    if found.inner is not None:
+        return codes, found.inner.to(torch.float8_e8m0fnu)  # powers of two, all of them
+    assert found.outer is not None
+    return codes, found.outer
+
+
+def _check_formats(module: QuantizedLinear, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Codes of another format would be taken for numbers, and rounded to the layer's own."""
+    for name in EXACT:
+        given, own = state_dict.get(prefix + name), module.get_buffer(name)
+        if given is not None and given.dtype != own.dtype:
+            raise FormatError(
+                f"'{prefix}{name}' was saved in {given.dtype}, and a layer quantized as '{module.compute.name}' keeps "
+                f"{own.dtype}.",
+                "Quantize the model in the row that was saved, then load.",
+            )

@@ -1,0 +1,384 @@
+"""One Linear for every format: three matmuls, six casts, and what is kept between forward and backward.
+
+A narrow linear layer is an ``nn.Linear`` (or transformers' ``Conv1D``) whose product is computed as a row of
+:mod:`narrowgauge.computes` says; parameters, names and ``state_dict`` are the plain layer's. :func:`swap_linears` changes a
+model's layers in place and returns a :class:`Linears`, the handle by which a loop tells them the step, the micro-batch, or to
+go on in another row.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from narrowgauge.computes import COMPUTES, Compute
+from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.matmul import operators, randomness
+from narrowgauge.matmul.delayed import count_overflows, new_history
+from narrowgauge.matmul.products import told
+from narrowgauge.matmul.sharing import cast_input, cast_kept
+from narrowgauge.numerics.rounding import step_seed
+
+# Layers that get the same input, by their names beside each other: they share its delayed scale, and so its cast.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class EmulationNotice(UserWarning):
+    """Told once per row and device: matmuls are emulated there."""
+
+
+class _Product(torch.autograd.Function):
+    """``x · wᵀ + b`` and its gradients, in a row's casts.
+
+    ``elder`` is the state and history that the cast of the input goes by: those of the first of several layers that get
+    the same one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, row: str, state: Tensor, history: Tensor | None,
+        elder: tuple[Tensor | None, Tensor | None], sequence_length: int, record: bool,
+    ) -> Tensor:  # fmt: skip
+        compute = operators.ROWS[row]
+        data, outer = cast_input(state, x, row, *elder, record)
+        source = x if compute.output.left.outliers else None
+        y: Tensor = operators.multiply_output(
+            data, outer, source, weight, bias, row, state, history, record, x.shape[0], x.dtype
+        )
+        kept = (data, outer) if compute.output.left.serves(compute.grad_weight.right) else (x, None)
+        ctx.save_for_backward(*kept, weight, state, history)
+        ctx.row, ctx.sequence_length, ctx.record, ctx.has_bias = row, sequence_length, record, bias is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """The three gradients."""
+        data, outer, weight, state, history = ctx.saved_tensors
+        compute, grad = operators.ROWS[ctx.row], grads[0].contiguous()
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
+        given: list[Tensor | None] = [None, None]
+        if outer is None:
+            outer = grad.new_empty(0, dtype=torch.float32)
+            right = compute.grad_weight.right
+            if wanted[1] and not right.is_wide:
+                drawn = state if right.rounding == "stochastic" else None
+                data, outer = cast_kept(state, data, ctx.row, drawn)
+        if any(wanted):
+            found = operators.gradients(
+                grad, data, outer, weight, ctx.row, state, history, ctx.sequence_length, wanted, ctx.record
+            )
+            given = [gradient if asked else None for gradient, asked in zip(found, wanted, strict=True)]
+        by_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return (*given, by_bias, None, None, None, None, None, None)
+
+
+class Linear(nn.Linear):
+    """A linear layer computed in a row of computes; made by :func:`swap_linears`.
+
+    Law: the output and both gradients are the row's products of the row's casts, the same bits eager and compiled; what
+    is kept for backward is what ``Compute.kept_bytes`` says.
+
+    Attributes:
+        compute: the row in force.
+        state: int32 ``[seed of the step, step, first sequence, layer]``.
+    """
+
+    compute: Compute
+    # The name by which operators know it.
+    row: str
+    state: Tensor
+    amax_history: Tensor | None
+    # By whose state and history the input is cast where its scale is delayed: those of a sibling, else its own.
+    elder: tuple[Linear, ...] = ()
+    step: int = 0
+    seed: int = 0
+    # Of transformers' Conv1D: whether the weight is [in, out].
+    is_transposed: bool = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., in]`` to ``[..., out]``."""
+        return self.multiply(input, self.weight, self.bias)
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The layer's product with a weight of the caller's: ``[..., in]``, ``[out, in]`` to ``[..., out]``.
+
+        Raises:
+            RecipeError: autocast asks for another dtype than the row's.
+        """
+        weight = weight.t() if self.is_transposed else weight
+        x = self._streamed(x)
+        if is_plain(self.compute, x.dtype, x.device.type):
+            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        length = x.shape[-2] if x.ndim > 2 else 1
+        y = _Product.apply(  # type: ignore[no-untyped-call]
+            x.reshape(-1, x.shape[-1]), weight, bias, self.row, self.state, self.amax_history,
+            self._cast_by(), length,
+            torch.is_grad_enabled() and self.training,
+        )  # fmt: skip
+        return cast(Tensor, y).view(*x.shape[:-1], weight.shape[0])
+
+    def _cast_by(self) -> tuple[Tensor | None, Tensor | None]:
+        """The state and the history that the cast of the input goes by; nothing where its scale is not delayed."""
+        if self.compute.output.left.scaling != "delayed":
+            return None, None
+        elder = self.elder[0] if self.elder else self
+        return elder.state, elder.amax_history
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
+        history = self.amax_history
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if history is not None and self.amax_history is not None and self.amax_history.dtype != history.dtype:
+            # A cast of the model is none of its histories.
+            self.amax_history = history.to(self.amax_history.device)
+        return self
+
+    def _streamed(self, x: Tensor) -> Tensor:
+        """The input in the dtype in which the model computes around the layer."""
+        if not torch.is_autocast_enabled(x.device.type):
+            return x
+        dtype = torch.get_autocast_dtype(x.device.type)
+        if dtype != getattr(torch, self.compute.dtype):
+            raise RecipeError(
+                f"a layer of compute '{self.compute.name}' works in {self.compute.dtype}, and was called under autocast to "
+                f"{str(dtype).removeprefix('torch.')}.",
+                f"Take torch.autocast(…, torch.{self.compute.dtype}).",
+            )
+        return x.to(dtype)
+
+    def set_step(self, step: int, seed: int) -> None:
+        """Say how many optimizer steps are done, and what seeds the stochastic casts."""
+        self.step, self.seed = step, seed
+        self.state[randomness.STEP_SEED] = step_seed(seed, step)
+        self.state[randomness.STEP] = step
+
+    def set_compute(self, row: Compute) -> None:
+        """Go on in another row."""
+        self.row, self.compute = operators.register(row), row
+        if row.is_delayed and self.amax_history is None:
+            length = max(c.history for c in row.casts.values())
+            self.amax_history = new_history(length, self.weight.device)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.row = operators.register(self.compute)  # another process does not know it yet
+
+    def extra_repr(self) -> str:
+        """The plain layer's, and the row."""
+        return f"{super().extra_repr()}, compute={self.compute.name!r}"
+
+
+def is_plain(row: Compute, dtype: torch.dtype, device: str) -> bool:
+    """Whether PyTorch's own linear function computes the row for a stream of that dtype."""
+    formats = {c.format for c in row.casts.values()}
+    slow = device == "cpu" and dtype == torch.float16
+    return row.is_wide and formats == {str(dtype).removeprefix("torch.")} and not slow
+
+
+class Linears:
+    """The narrow layers of a model, told together what changes with the step.
+
+    The step seeds stochastic casts and places delayed scales. It goes on with every step of any optimizer, or of the one
+    that :meth:`follow` names (``prepare`` does); a loop that resumes sets it.
+
+    Attributes:
+        layers: the layers by name.
+        seed: of the stochastic casts.
+    """
+
+    def __init__(self, layers: dict[str, Linear], seed: int) -> None:
+        self.layers, self.seed = layers, seed
+        self._hook: Any = None
+        self.step = self.step
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return next(iter(self.layers.values())).step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        for layer in self.layers.values():
+            layer.set_step(step, self.seed)
+
+    def set_first_sequence(self, index: int) -> None:
+        """Say which sequence of the whole batch the next micro-batch begins with: its random bits are then the batch's."""
+        for layer in self.layers.values():
+            layer.state[randomness.FIRST_SEQUENCE] = index
+
+    def set_compute(self, choose: Callable[[str], Compute]) -> None:
+        """Go on in other rows: ``choose`` gets each layer's name."""
+        for name, layer in self.layers.items():
+            layer.set_compute(choose(name))
+        _share_histories(self.layers)
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the steps of this optimizer alone."""
+        if self._hook is not None:
+            self._hook.remove()
+
+        _LOOSE.difference_update(self.layers.values())
+
+        def advance(*_: Any) -> None:
+            self.step += 1
+
+        self._hook = optimizer.register_step_post_hook(advance)
+
+    def overflows(self, step: int | None = None) -> dict[str, list[int]]:
+        """Values beyond a delayed scale, of input, weight and gradient: in one step, or in all that the histories hold."""
+        return {name: count_overflows(history, step).tolist() for name, history in self.histories().items()}
+
+    def histories(self) -> dict[str, Tensor]:
+        """The layers' delayed scales, which a checkpoint must hold to go on with the same bits."""
+        return {name: layer.amax_history for name, layer in self.layers.items() if layer.amax_history is not None}
+
+    def load_histories(self, histories: dict[str, Tensor]) -> None:
+        """Take back what :meth:`histories` gave."""
+        for name, history in self.histories().items():
+            if name in histories:
+                history.copy_(histories[name])
+
+
+def swap_linears(
+    model: nn.Module,
+    compute: str | Compute | Callable[[str], Compute | None],
+    *,
+    keep: tuple[str, ...] | None = None,
+    seed: int = 0,
+) -> Linears:
+    """Let a model's linear layers compute in a row of ``COMPUTES``, in place.
+
+    Law: parameters, buffers of the ``state_dict`` and names stay; a layer is swapped unless its name matches ``keep``.
+
+    Args:
+        model: any module with ``nn.Linear``, transformers' ``Conv1D`` or its mixtures' experts.
+        compute: a row, its name, or a function from a layer's name to its row (``None`` leaves it alone).
+        keep: patterns of names (shell wildcards) of layers to leave alone; ``None`` takes the row's own, which is the
+            language model's head.
+        seed: of stochastic casts.
+    Returns:
+        A handle on the swapped layers.
+    Raises:
+        RecipeError: no such row, or the model has no linear layer to swap.
+
+    Cost: none until the layers are used; the first use of a row compiles its casts, some seconds for each.
+    Example:
+        >>> model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).bfloat16()
+        >>> linears = swap_linears(model, "bfloat16")
+        >>> sorted(linears.layers)
+        ['0', '2']
+    """
+    choose = compute if callable(compute) else _chosen(compute, keep)
+    layers: dict[str, Linear] = {}
+    for name, module in list(model.named_modules()):
+        row = choose(name) if is_linear(module) else None
+        if row is not None:
+            layers[name] = _swapped(model, name, module, row)
+    layers |= experts().grouped_layers(model, choose)
+    if not layers:
+        raise RecipeError(
+            f"{type(model).__name__} has no linear layer to compute narrowly.",
+            "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
+        )
+    _share_histories(layers)
+    for row in {layer.compute.name: layer.compute for layer in layers.values()}.values():
+        _tell(row, next(iter(layers.values())).state.device)
+    linears = Linears(layers, seed)
+    _LOOSE.update(layers.values())
+    return linears
+
+
+# Layers whose steps are those of whatever optimizer steps.
+_LOOSE: weakref.WeakSet[Linear] = weakref.WeakSet()
+
+
+def _advance(*_: Any) -> None:
+    for layer in list(_LOOSE):
+        layer.set_step(layer.step + 1, layer.seed)
+
+
+register_optimizer_step_post_hook(_advance)
+
+
+def experts() -> Any:
+    """The module of mixtures' experts, which stands on this one."""
+    from narrowgauge.matmul import experts
+
+    return experts
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a plain linear layer of a kind we can compute."""
+    return type(module) in (nn.Linear, Linear) or type(module).__name__ == "Conv1D"
+
+
+def linears_of(model: nn.Module) -> Linears | None:
+    """A handle on the narrow layers of a model, for a loop that has only the model.
+
+    Args:
+        model: any module.
+    Returns:
+        The handle, with the seed and at the step that the layers have, or ``None`` where there are none.
+    Example:
+        >>> linears_of(nn.Linear(2, 2)) is None
+        True
+    """
+    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    layers |= experts().grouped_layers_of(model)
+    return Linears(layers, next(iter(layers.values())).seed) if layers else None
+
+
+def _chosen(compute: str | Compute, keep: tuple[str, ...] | None) -> Callable[[str], Compute | None]:
+    if isinstance(compute, str) and compute not in COMPUTES:
+        advice = f"{suggestion(compute, COMPUTES)} (narrowgauge show recipes lists all.)".strip()
+        raise RecipeError(f"no compute is named '{compute}'.", advice)
+    row = COMPUTES[compute] if isinstance(compute, str) else compute
+    patterns = row.keep if keep is None else keep
+    return lambda name: None if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) else row
+
+
+def _swapped(model: nn.Module, name: str, module: nn.Module, row: Compute) -> Linear:
+    """The module as a :class:`Linear`; the same object, so that hooks and references to it hold."""
+    transposed = type(module).__name__ == "Conv1D" or getattr(module, "is_transposed", False)
+    weight = cast(Tensor, module.weight)
+    sides = weight.shape if transposed else weight.shape[::-1]
+    module.__class__ = Linear
+    layer = cast(Linear, module)
+    layer.in_features, layer.out_features = sides
+    layer.is_transposed = transposed
+    state = torch.zeros(4, dtype=torch.int32, device=weight.device)
+    state[randomness.LAYER] = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little", signed=True)
+    layer.register_buffer("state", state, persistent=False)
+    layer.register_buffer("amax_history", None, persistent=False)
+    layer.set_compute(row)
+    return layer
+
+
+def _share_histories(layers: dict[str, Linear]) -> None:
+    """Siblings scale their common input alike: by the first one's history."""
+    for name, layer in layers.items():
+        parent, _, own = name.rpartition(".")
+        for first, *others in SIBLINGS:
+            elder = layers.get(f"{parent}.{first}" if parent else first)
+            if own in others and elder is not None and None not in (elder.amax_history, layer.amax_history):
+                layer.elder = (elder,)
+
+
+_TOLD: set[tuple[str, str]] = set()
+
+
+def _tell(row: Compute, device: torch.device) -> None:
+    if (row.name, str(device)) in _TOLD or row.name == row.dtype:
+        return
+    _TOLD.add((row.name, str(device)))
+    text = told(row, device)
+    if "emulated" in text:
+        warnings.warn(text, EmulationNotice, stacklevel=3)

@@ -1,0 +1,378 @@
+"""Quantization: a matrix becomes codes of a narrow format and scales that say what the codes stand for.
+
+The values that share a scale are a *group*: a tensor, a row, a column, a block. The scale takes the group's largest magnitude
+to the end of the format, each value divided by it is rounded, and value ≈ code × scale. These few lines are the definition
+and, compiled, the kernel: floats only, each operation exact or correctly rounded, so that eager and compiled, CPU and GPU
+give the same bits. A code is computed as the float32 that it stands for. Rounding never looks at bits, which is slow beside
+bfloat16 loads on a CPU: it adds and takes away a number so large that only the format's bits survive.
+
+What happens to special values: a group with a NaN or an infinity gets the scale NaN, and so becomes NaN throughout, never
+silently finite; magnitudes below 2^-100 count as 2^-100 when a scale is made; zeros may lose their sign.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from narrowgauge.computes import ROTATION_SIZE, Cast
+from narrowgauge.errors import FormatError
+from narrowgauge.formats import Format, get_format
+from narrowgauge.numerics.rounding import bits_of, float_of, random_bits
+
+TINY = 2.0**-100
+_E4M3 = get_format("float8_e4m3fn")
+_OTHER = 0x2545F491
+
+
+class Quantized(NamedTuple):
+    """A quantized matrix ``[rows, columns]``; its values are ``codes * inner * outer``.
+
+    Attributes:
+        codes: float32, each a value of the format.
+        inner: float32, the scales of blocks, broadcastable over ``codes`` once :func:`spread`; ``None`` without blocks.
+        outer: float32 ``[rows, 1]``, ``[1, columns]`` or ``[1, 1]``: the scale that can be applied after the matmul, or,
+            for granularity ``column``, multiplied into the other operand; ``None`` without one.
+    """
+
+    codes: Tensor
+    inner: Tensor | None
+    outer: Tensor | None
+
+    def operand(self) -> Tensor:
+        """``codes * inner`` in float32: what is multiplied where the codes themselves cannot be."""
+        return self.codes if self.inner is None else self.codes * spread(self.inner, self.codes.shape)
+
+    def values(self) -> Tensor:
+        """The matrix it stands for, in float32."""
+        return self.operand() if self.outer is None else self.operand() * self.outer
+
+
+def quantize(
+    x: Tensor,
+    cast: Cast,
+    dim: int = 1,
+    *,
+    words: tuple[Tensor, Tensor] | None = None,
+    fold: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> Quantized:
+    """Cast a matrix to codes and scales.
+
+    Law: with ``granularity="row"`` no row's result depends on another; quantizing the values of a result again, under the
+    same scales, changes nothing.
+
+    Args:
+        x: floating-point ``[rows, columns]``; along ``dim`` and, for square blocks, along both, whole blocks (see
+            :func:`padded`).
+        cast: how.
+        dim: the dimension that the matmul contracts: ``row`` means one scale for all of it.
+        words: for stochastic rounding, from :func:`random_words`.
+        fold: float32, broadcastable: multiplied into ``x`` first; the other operand's ``column`` scales.
+        amax: float32 ``[1, 1]``: the largest magnitude to make a tensor's scale from, in place of the tensor's own.
+    Returns:
+        Codes and scales.
+    Raises:
+        FormatError: a stochastic cast without words, or a matrix that is not made of whole blocks.
+    Cost: compiled, one pass for the scales and one for the codes.
+    Example:
+        >>> q = quantize(torch.tensor([[1.0, -2.0, 0.3]]), Cast("int8", "row"))
+        >>> q.codes
+        tensor([[  64., -127.,   19.]])
+    """
+    if cast.rounding == "stochastic" and words is None:
+        raise FormatError(f"a cast to {cast} was asked for without random words.", "Give words = random_words(…).")
+    if cast.block is None:
+        codes, outer = quantize_whole(x, cast, dim, words, fold, amax)
+        return Quantized(codes, None, outer)
+    values = x if fold is None else x.float() * fold
+    if cast.rotation == "hadamard":
+        values = rotate(values, dim)
+    sides = sides_of(cast, dim)
+    chances = None if words is None else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
+    codes, inner, _, outer = quantize_blocks(blocked(values, sides), cast, chances, amax)
+    return Quantized(codes.reshape(x.shape), inner.flatten(0, 1).flatten(1, 2), outer)
+
+
+def quantize_whole(
+    x: Tensor,
+    cast: Cast,
+    dim: int,
+    words: tuple[Tensor, Tensor] | None = None,
+    fold: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`quantize` for a cast without blocks: codes and the outer scale."""
+    values = x.float() if fold is None else x.float() * fold
+    inverse, outer = _whole_scale(values, cast, dim, amax)
+    return _codes(values, inverse, cast, words), outer
+
+
+def quantize_blocks(
+    blocks: Tensor,
+    cast: Cast,
+    words: tuple[Tensor, Tensor] | None = None,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """:func:`quantize` for a cast in blocks, on a matrix that is rotated already and cut by :func:`blocked`, as the words are.
+
+    A compiler that gets the blocks' sides as the tensor's own makes loops of constant length of them, and one that must
+    hand out the scales and their inverses computes them once, not again at each value: that is four times faster.
+
+    Args:
+        blocks: ``[row blocks, rows, column blocks, columns]``.
+        cast, words, amax: as for :func:`quantize`.
+    Returns:
+        Codes shaped like ``blocks``, inner scales ``[row blocks, 1, column blocks, 1]``, what values were multiplied by, and
+        the outer scale or ``None``.
+    """
+    values = blocks.float()
+    inverse, inner, outer = _block_scales(values, cast, amax)
+    return _codes(values, inverse, cast, words), inner, inverse, outer
+
+
+def sides_of(cast: Cast, dim: int) -> tuple[int, int]:
+    """Rows and columns of a block of a matrix that is contracted along ``dim``."""
+    sides = cast.block or (1, 1)
+    return sides if dim == 1 else sides[::-1]
+
+
+def _whole_scale(values: Tensor, cast: Cast, dim: int, amax: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What values of a tensor, row or column are multiplied by, and its inverse, the scale."""
+    if cast.is_wide or cast.scaling == "static":
+        return None, None
+    along = {"tensor": (0, 1), "row": (dim,), "column": (1 - dim,)}[cast.granularity]
+    largest = values.abs().amax(along, keepdim=True) if amax is None else amax
+    outer = _or_nan(largest.clamp_min(TINY) * (1 / cast.element.max), largest)
+    return outer.reciprocal(), outer
+
+
+def _block_scales(blocks: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What values of ``[row blocks, rows, column blocks, columns]`` are multiplied by, and the scales of both levels."""
+    largest = blocks.abs().amax((1, 3), keepdim=True)
+    unbiased = cast.rounding == "stochastic"
+    if cast.scale != "float8_e4m3fn":
+        inner = power_of_two_scale(largest, cast.element, up=unbiased or cast.scale == "power-of-two")
+        return inner.reciprocal(), inner, None
+    whole = largest.amax((0, 2), keepdim=True) if amax is None else amax.view(1, 1, 1, 1)
+    outer = _or_nan(whole.clamp_min(TINY) * (1 / (_E4M3.max * cast.element.max)), whole)
+    inner = _e4m3_scale(largest * (1 / cast.element.max) * outer.reciprocal(), up=unbiased)
+    return (inner * outer).reciprocal(), inner, outer.view(1, 1)
+
+
+def _codes(values: Tensor, inverse: Tensor | None, cast: Cast, words: tuple[Tensor, Tensor] | None) -> Tensor:
+    scaled = values if inverse is None else values * inverse
+    if cast.rounding == "nearest" or words is None:
+        return round_nearest(scaled, cast.element)
+    return round_stochastic(scaled, cast.element, uniform(words))
+
+
+def random_words(rows: int, columns: int, key: Tensor, first_row: Tensor | int = 0) -> tuple[Tensor, Tensor]:
+    """Random words from counters: one for each row, one for each column; see :func:`uniform`.
+
+    Law: a pure function of the key and the logical indices, so any chunk of rows gets the words it has in the whole.
+
+    Args:
+        rows, columns: how many.
+        key: 0-d int32: what is particular to the seed, the step, the layer and the operand, well mixed: of two keys that
+            differ in low bits only, one has the other's words in another order.
+        first_row: the logical index of the first row.
+    Returns:
+        float32 in [0, 1): ``[rows, 1]`` of 16 bits and ``[1, columns]`` of 16 bits and half a last one.
+    """
+    row, column = (torch.arange(count, dtype=torch.int32, device=key.device) for count in (rows, columns))
+    return words_of(row, column, key, torch.as_tensor(first_row, dtype=torch.int32, device=key.device))
+
+
+def words_of(row: Tensor, column: Tensor, key: Tensor, first_row: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`random_words` for int32 counters of rows and columns."""
+    other = random_bits(torch.full_like(key, _OTHER), key)
+    by_row, by_column = random_bits(row + first_row, key), random_bits(column, other)
+    return (
+        ((by_row >> 16) & 0xFFFF).float()[:, None] * 2.0**-16,
+        ((by_column >> 16) & 0xFFFF).float()[None, :] * 2.0**-16 + 2.0**-17,
+    )
+
+
+def uniform(words: tuple[Tensor, Tensor]) -> Tensor:
+    """A uniform number in [0, 1) for each place of a matrix: the sum of its row's and its column's, modulo 1.
+
+    One of the 65,536 middles of equal parts: their mean is 1/2, and any of them added to a whole number up to 127 is exact in
+    float32, so that what needs no rounding is never moved.
+
+    Of any two places the numbers are independent, whatever the values there; so a dot product's rounding error has the
+    variance of independent roundings. (Four at the corners of a rectangle are not; a hash for each place costs three times
+    the cast.)
+    """
+    total = words[0] + words[1]
+    return total - total.floor()
+
+
+def round_nearest(v: Tensor, row: Format) -> Tensor:
+    """Float32 values rounded to a format's own, ties to even; beyond its end, its end (16-bit and wider floats: infinity).
+
+    Law: equals ``round_to``, saturated for narrow formats, but for the sign of zero; NaN stays NaN in formats without one;
+    integers end at -max, so that they are as many on both sides.
+    """
+    if row.name == "float32":
+        return v
+    if row.name in ("bfloat16", "tfloat32"):
+        # Not by conversion: a compiler drops one that is undone at once.
+        dropped = 23 - row.mantissa_bits
+        bits = bits_of(v)
+        half = (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)
+        return torch.where(v.isfinite(), float_of((bits + half) & -(1 << dropped)), v)
+    if row.kind == "int":
+        return torch.round(v.clamp(-row.max, row.max))
+    if row.name == "float16":
+        near = _nearest(v.clamp(2 * row.min, 2 * row.max), row)
+        return torch.where(near.abs() > row.max, near * torch.inf, near)
+    return _nearest(v.clamp(row.min, row.max), row)
+
+
+def _nearest(held: Tensor, row: Format) -> Tensor:
+    """The nearest number of a format of which only the low end is seen."""
+    # 1.5 × 2^k added and taken away leaves multiples of the smallest spacing.
+    magic = 1.5 * 2.0 ** (23 + row.finest_exponent)
+    subnormal = (held + magic) - magic
+    return torch.where(held.abs() < 2.0**row.min_exponent, subnormal, _shortened(held, row))
+
+
+def _shortened(v: Tensor, row: Format) -> Tensor:
+    """Rounded to the format's significant bits, ties to even, as if its exponents had no end.
+
+    Source: Dekker 1971, Veltkamp's splitting; it needs a product that is rounded before it is subtracted, which a GPU's
+    fused multiply-add is not, so there the binade is read from the bits.
+    """
+    if v.is_cuda:
+        magic = _binade(v, row) * (1.5 * 2.0 ** (23 - row.mantissa_bits))
+        return (v + magic) - magic
+    product = v * (2.0 ** (23 - row.mantissa_bits) + 1)
+    return product - (product - v)
+
+
+def round_stochastic(v: Tensor, row: Format, u: Tensor) -> Tensor:
+    """Float32 values rounded to one of their two neighbours, without bias to 2^-16 of a spacing.
+
+    Args:
+        v: float32, within the format's range.
+        row: a format of at most 8 bits.
+        u: uniform in [0, 1), see :func:`uniform`.
+    """
+    if row.kind == "int":
+        return torch.floor(v + u).clamp(-row.max, row.max)
+    binade, inverse = _binade_by_steps(v, row) if row.exponent_bits < 3 else _binade_by_bits(v, row)
+    steps = torch.floor(v * (inverse * 2.0**row.mantissa_bits) + u)
+    return (steps * (binade * 2.0**-row.mantissa_bits)).clamp(row.min, row.max)
+
+
+def _binade(v: Tensor, row: Format) -> Tensor:
+    """The power of two at or below each magnitude, at least the format's smallest normal number."""
+    return float_of(bits_of(v) & 0x7F800000).clamp_min(2.0**row.min_exponent)
+
+
+def _binade_by_bits(v: Tensor, row: Format) -> tuple[Tensor, Tensor]:
+    """:func:`_binade` and its inverse."""
+    binade = _binade(v, row)
+    return binade, binade.reciprocal()
+
+
+def _binade_by_steps(v: Tensor, row: Format) -> tuple[Tensor, Tensor]:
+    """The same for a format of few exponents, by comparing: bits are slow to read beside bfloat16 loads on a CPU."""
+    magnitude = v.abs()
+    binade = torch.full_like(v, 2.0**row.min_exponent)
+    inverse = torch.full_like(v, 2.0**-row.min_exponent)
+    for exponent in range(row.min_exponent + 1, row.max_exponent + 1):
+        binade = torch.where(magnitude < 2.0**exponent, binade, 2.0**exponent)
+        inverse = torch.where(magnitude < 2.0**exponent, inverse, 2.0**-exponent)
+    return binade, inverse
+
+
+def power_of_two_scale(amax: Tensor, row: Format, *, up: bool) -> Tensor:
+    """The power of two by which a group with that largest magnitude is divided.
+
+    Args:
+        amax: float32.
+        row: the elements' format.
+        up: take the smallest at which nothing saturates; else the OCP rule, the exponent of ``amax`` less the format's.
+    """
+    mantissa = int(math.frexp(row.max)[0] * (1 << 24)) - (1 << 23)
+    bits = bits_of(amax.clamp_min(TINY)) + (0x7FFFFF - mantissa if up else 0)
+    return _or_nan(float_of((bits & 0x7F800000) - (row.max_exponent << 23)), amax)
+
+
+def _e4m3_scale(ratio: Tensor, *, up: bool) -> Tensor:
+    """The e4m3 number nearest to ``ratio``, or the least that is not below it; never zero."""
+    smallest = 2.0**_E4M3.finest_exponent
+    scale = round_nearest(ratio, _E4M3)
+    if up:
+        spacing = _binade(ratio, _E4M3) * 2.0**-_E4M3.mantissa_bits
+        scale = torch.where(scale < ratio, scale + spacing, scale).clamp_max(_E4M3.max)
+    return scale.clamp_min(smallest)
+
+
+def _or_nan(scale: Tensor, amax: Tensor) -> Tensor:
+    return torch.where(amax < torch.inf, scale, torch.nan)
+
+
+def rotate(x: Tensor, dim: int) -> Tensor:
+    """Each 16 consecutive places along ``dim`` mixed by a random Hadamard matrix: ``H(signs · x) / 4``, orthogonal.
+
+    The signs repeat every 16 places and never change, as in the published recipe; two operands rotated alike multiply to
+    what they did before.
+
+    Args:
+        x: float32 ``[rows, columns]``, ``dim`` a multiple of 16 long.
+        dim: along which.
+    Raises:
+        FormatError: the dimension is not made of whole sixteens.
+    Source: NVIDIA 2025 (2509.25149), section 4.2; Ashkboos et al. 2024 (2404.00456).
+    """
+    if x.shape[dim] % ROTATION_SIZE:
+        raise FormatError(
+            f"a matrix of {x.shape[0]} × {x.shape[1]} was to be rotated by {ROTATION_SIZE} places along dim {dim}.",
+            "Fill it up with zeros: padded(x, cast, dim).",
+        )
+    blocks = x.float().unflatten(dim, (-1, ROTATION_SIZE))
+    places = [blocks.select(dim + 1, place) * sign for place, sign in enumerate(_SIGNS)]
+    # Sixteen tensors, not one of sixteen rows: compiled, each is loaded once, and 64 additions make all results.
+    for size in (2, 4, 8, 16):
+        half = size // 2
+        for start in range(0, ROTATION_SIZE, size):
+            for place in range(start, start + half):
+                low, high = places[place], places[place + half]
+                places[place], places[place + half] = low + high, low - high
+    return torch.stack([place * 0.25 for place in places], dim + 1).flatten(dim, dim + 1)
+
+
+# The bits of 0x9E37, the golden ratio's.
+_SIGNS = [1.0 if 0x9E37 >> place & 1 else -1.0 for place in range(ROTATION_SIZE)]
+
+
+def padded(x: Tensor, cast: Cast, dim: int) -> Tensor:
+    """``x`` with zeros added until it is made of whole blocks, and of whole rotations."""
+    sides = list(sides_of(cast, dim))
+    if cast.rotation != "none":
+        sides[dim] = math.lcm(sides[dim], ROTATION_SIZE)
+    extra = [-size % side for size, side in zip(x.shape, sides, strict=True)]
+    return F.pad(x, (0, extra[1], 0, extra[0])) if any(extra) else x
+
+
+def spread(inner: Tensor, shape: torch.Size) -> Tensor:
+    """A scale for each place of a matrix, from a scale for each block."""
+    sides = [size // count for size, count in zip(shape, inner.shape, strict=True)]
+    return inner.repeat_interleave(sides[0], 0).repeat_interleave(sides[1], 1)
+
+
+def blocked(x: Tensor, sides: tuple[int, int]) -> Tensor:
+    """``[row blocks, rows, column blocks, columns]`` of a matrix."""
+    if x.shape[0] % sides[0] or x.shape[1] % sides[1]:
+        raise FormatError(
+            f"a matrix of {x.shape[0]} × {x.shape[1]} was to be cut into blocks of {sides[0]} × {sides[1]}.",
+            "Fill it up with zeros: padded(x, cast, dim).",
+        )
+    return x.view(x.shape[0] // sides[0], sides[0], x.shape[1] // sides[1], sides[1])

@@ -1,0 +1,200 @@
+"""What the casts of each layer lose on real text: noise, what lies beyond a format's end, what becomes zero.
+
+A few training steps are taken in the plain recipe, uncompiled, and every linear layer's input, weight and output gradient
+are cast as each row asked for would cast them, beside the training and without a trace in it. Delayed scales come from the
+batches before.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.computes import COMPUTES, Cast
+from narrowgauge.matmul.linear import is_linear
+from narrowgauge.matmul.outliers import without_outliers
+from narrowgauge.numerics.quantization import padded, quantize, random_words, rotate, spread
+from narrowgauge.profiling.linears import Kind, Shape
+from narrowgauge.profiling.report import Loss
+from narrowgauge.profiling.settings import base_of, casts_made, rows_of
+from narrowgauge.recipes import Recipe
+from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.data import prepare_data
+from narrowgauge.trainer.loop import train_step, vocabulary_size
+from narrowgauge.trainer.session import Session, build
+
+NUM_BATCHES = 3
+OPERANDS = {
+    "output.left": ("input", 1),
+    "output.right": ("weight", 1),
+    "grad_input.left": ("gradient", 1),
+    "grad_input.right": ("weight", 0),
+    "grad_weight.left": ("gradient", 0),
+    "grad_weight.right": ("input", 0),
+}
+"""Of each cast, which operand it takes and which of its dimensions the matmul contracts."""
+
+
+@dataclass
+class Sums:
+    """What is added up of one cast over batches, float64 or counts."""
+
+    signal: float = 0.0
+    error: float = 0.0
+    beyond: int = 0
+    zeroed: int = 0
+    nonzero: int = 0
+    total: int = 0
+
+    def loss(self, layer: str, name: str) -> Loss:
+        """The readings."""
+        sqnr = torch.tensor(self.signal / self.error if self.error else torch.inf).log10() * 10
+        shares = self.beyond / max(self.total, 1), self.zeroed / max(self.nonzero, 1)
+        return Loss(layer, name, OPERANDS[name][0], float(sqnr), *shares)
+
+
+def add_cast(
+    sums: Sums, x: Tensor, cast: Cast, dim: int, fold: Tensor | None = None, amax: Tensor | None = None
+) -> Tensor | None:
+    """Cast a matrix and add up what that loses.
+
+    Args:
+        sums: added to.
+        x: ``[rows, columns]``.
+        cast: how.
+        dim: the dimension that the matmul contracts.
+        fold: multiplied into ``x`` first; the other operand's scales.
+        amax: the largest magnitude to scale by, in place of its own.
+    Returns:
+        The outer scale.
+    """
+    meant = padded(without_outliers(x, cast.outliers) if cast.outliers else x, cast, dim).float()
+    words = None
+    if cast.rounding == "stochastic":
+        words = random_words(meant.shape[0], meant.shape[1], torch.zeros((), dtype=torch.int32, device=x.device))
+    quantized = quantize(meant, cast, dim, words=words, fold=fold, amax=amax)
+    meant = meant if fold is None else meant * fold
+    meant = meant if cast.rotation == "none" else rotate(meant, dim)
+    scaled = meant if quantized.inner is None else meant / spread(quantized.inner, meant.shape)
+    scaled = scaled if quantized.outer is None else scaled / quantized.outer
+    # What rounds to the end lies within it: half a spacing more.
+    row = cast.element
+    end = row.max + (0.5 if row.kind == "int" else 2.0 ** (row.max_exponent - row.mantissa_bits - 1))
+    kept = quantized.values()
+    sums.signal += float(meant.double().square().sum())
+    sums.error += float((meant.double() - kept.double()).square().sum())
+    sums.beyond += int((scaled.abs() > end).sum())
+    sums.zeroed += int(((kept == 0) & (meant != 0)).sum())
+    sums.nonzero += int((meant != 0).sum())
+    sums.total += x.numel()
+    return quantized.outer
+
+
+@dataclass
+class Watch:
+    """The layers of a model in training, each watched for some rows.
+
+    Args:
+        rows: the rows of computes to try, by layer.
+    """
+
+    rows: dict[str, list[str]]
+    sums: dict[tuple[str, str, str], Sums] = field(default_factory=lambda: defaultdict(Sums))
+    largest: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    outers: dict[tuple[str, str, str], Tensor | None] = field(default_factory=dict)
+
+    @contextmanager
+    def attached(self, model: nn.Module) -> Iterator[None]:
+        """Within it, every forward and backward pass is watched."""
+        watched = [(n, m) for n, m in model.named_modules() if is_linear(m) and self.rows.get(n)]
+        handles = [module.register_forward_hook(self._hook(name)) for name, module in watched]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str) -> Any:
+        def after(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            weight = cast(Tensor, module.weight).detach()
+            x = inputs[0].detach().flatten(0, -2)
+            self._read(name, "input", x)
+            self._read(name, "weight", weight.t() if type(module).__name__ == "Conv1D" else weight)
+            if output.requires_grad:
+                output.register_hook(lambda grad: self._read(name, "gradient", grad.detach().flatten(0, -2)))
+
+        return after
+
+    @torch.no_grad()
+    def _read(self, layer: str, operand: str, x: Tensor) -> None:
+        for row in self.rows[layer]:
+            for name in casts_made(COMPUTES[row]):
+                what, dim = OPERANDS[name]
+                if what == operand:
+                    own = COMPUTES[row].casts[name]
+                    amax = self.largest.get((layer, operand)) if own.scaling == "delayed" else None
+                    fold = self._fold(layer, row, name)
+                    self.outers[layer, row, name] = add_cast(self.sums[layer, row, name], x, own, dim, fold, amax)
+        amax, before = x.abs().amax().float().view(1, 1), self.largest.get((layer, operand))
+        self.largest[layer, operand] = amax if before is None else torch.maximum(before, amax)
+
+    def _fold(self, layer: str, row: str, name: str) -> Tensor | None:
+        """The scales of the right operand, where they go into the left one."""
+        place, side = name.split(".")
+        if side == "right" or COMPUTES[row].products[place].right.granularity != "column":
+            return None
+        source, sides = {"grad_input": ("output.right", (1, -1)), "grad_weight": ("output.left", (-1, 1))}[place]
+        outer = self.outers[layer, row, source]
+        return None if outer is None else outer.view(sides)
+
+
+def losses(recipes: Sequence[Recipe], config: TrainConfig) -> list[tuple[Loss, ...]]:
+    """What each recipe's casts lose on the first batches of a training.
+
+    Args:
+        recipes: whose casts are tried.
+        config: the model, the data and the size of a step; its recipe is not read.
+    Returns:
+        For each recipe the readings of all its casts, worst first.
+    """
+    found: dict[Recipe, tuple[Loss, ...]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        vocabulary = vocabulary_size(config)
+        data = prepare_data(config.data, Path(folder), vocab_size=vocabulary, seed=config.seed)
+        for base in dict.fromkeys(map(base_of, recipes)):
+            own = [recipe for recipe in recipes if base_of(recipe) == base]
+            session = build(replace(config, recipe=base, compile=False, audit_every=0), Path(folder), data)
+            found |= _losses_beside(session, own)
+    return [found[recipe] for recipe in recipes]
+
+
+def _losses_beside(session: Session, recipes: Sequence[Recipe]) -> dict[Recipe, tuple[Loss, ...]]:
+    """The readings of some recipes, from one training."""
+    names = [name for name, module in session.model.named_modules() if is_linear(module)]
+    chosen = {recipe: _rows(names, recipe) for recipe in recipes}
+    watch = Watch({name: list(dict.fromkeys(filter(None, (own[name] for own in chosen.values())))) for name in names})
+    with watch.attached(session.model):
+        for _ in range(NUM_BATCHES):
+            train_step(session)
+    return {recipe: _worst_first(watch, own) for recipe, own in chosen.items()}
+
+
+def _rows(names: Sequence[str], recipe: Recipe) -> dict[str, str]:
+    """The row of each layer, nothing where it is plain."""
+    # Only the name of a layer decides.
+    kinds = {name: Kind(name, Shape(0, 0), 1) for name in names}
+    settings = rows_of(kinds.values(), recipe)
+    return {name: "" if settings[kind].is_plain else settings[kind].row for name, kind in kinds.items()}
+
+
+def _worst_first(watch: Watch, rows: dict[str, str]) -> tuple[Loss, ...]:
+    readings = [s.loss(layer, name) for (layer, row, name), s in watch.sums.items() if row and rows[layer] == row]
+    return tuple(sorted(readings, key=lambda loss: loss.sqnr_db))

@@ -1,0 +1,349 @@
+"""A tensor that carries a power-of-two scale, and the rules by which arithmetic hands the scale on.
+
+A :class:`Scaled` tensor stands for ``data * scale``: ``data`` is a plain tensor whose mean square is near one, and all
+of the magnitude is in ``scale``, one power of two. Each operation guesses the size of its result from the sizes of what
+goes in, as for independent random numbers: a product has the product of the scales, a sum of n numbers the root of n
+times their scale. Nothing is measured. The guess decides only where ``data`` lies in its format's range, never the
+value: ``data * scale`` is what the operation would have given anyway, with the same rounding, since multiplying by a
+power of two rounds nothing until a number falls out of the range.
+
+The rules stand below automatic differentiation. The operations of a backward pass are looked up in the same table, so
+gradients are scaled tensors too, and where two meet they are added by the rule for addition. What has no rule is an
+error: computing on without scales would be something else than what was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.rounding import bits_of, float_of
+
+# The exponent bits of a float32: what is left of a number when its mantissa is cleared.
+_EXPONENT = 0x7F800000
+
+aten = torch.ops.aten
+
+
+class Scaled(Tensor):
+    """A tensor as ``data * scale``, with ``scale`` a power of two.
+
+    Law: an operation on scaled tensors has the value of the same operation on their values, rounded as in the format of
+    ``data``; only magnitudes that leave that format's range can differ. Gradients are scaled tensors of their own.
+
+    Args:
+        data: a plain floating-point tensor; its shape, dtype and device are those of the whole.
+        scale: a power of two, as a number or as a 0-d float32 tensor on the device of ``data``. Not checked, since that
+            would wait for the device.
+
+    Raises:
+        RecipeError: from an operation that no rule is known for.
+
+    Example:
+        >>> x, y = Scaled(torch.tensor([1.0, -1.5]), 2**-10), Scaled(torch.tensor([1.0, 1.0]), 2**-8)
+        >>> x * y, x + y
+        (Scaled([1.0, -1.5] * 2^-18), Scaled([1.25, 0.625] * 2^-8))
+        >>> (x + y).value()
+        tensor([0.0049, 0.0024])
+
+    Source: Balança et al., Scalify, arXiv 2407.17353, and graphcore-research/jax-scalify, whose default of rounding
+    scales down is taken.
+    """
+
+    _data: Tensor
+    _scale: Tensor
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale: Tensor | float) -> Scaled:
+        made: Scaled = Tensor._make_wrapper_subclass(
+            cls,
+            data.size(),
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            device=data.device,
+            layout=data.layout,
+        )
+        return made
+
+    def __init__(self, data: Tensor, scale: Tensor | float) -> None:
+        self._data = data
+        self._scale = scale if isinstance(scale, Tensor) else _number(scale, torch.float32, data.device)
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The plain tensor near one in size."""
+        return self._data
+
+    @property
+    def scale(self) -> Tensor:
+        """The power of two, a 0-d float32 tensor."""
+        return self._scale
+
+    def value(self) -> Tensor:
+        """``data * scale`` as a plain tensor, outside of differentiation."""
+        value: Tensor = self._data * self._scale
+        return value
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        data = self._data.tolist() if self.numel() <= 8 and _has_values(self._data) else [*self.shape, str(self.dtype)]
+        scale = f" * 2^{math.log2(self._scale.item()):g}" if _has_values(self._scale) else ""
+        return f"Scaled({data}{scale})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_data", "_scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], _: None, size: object, stride: object) -> Scaled:
+        return Scaled(inner["_data"], inner["_scale"])
+
+    def _stable_hash_for_caching(self) -> str:
+        data = self._data
+        return f"{tuple(data.shape)} {data.stride()} {data.dtype} {data.device} {self.requires_grad}"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        rule = FUNCTIONS.get(func)
+        if rule is not None:
+            return rule(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _VIEWS:
+            return return_and_correct_aliasing(func, args, kwargs, _as_one(func, *args, **kwargs))
+        rule = _RULES.get(func)
+        if rule is None:
+            raise unknown(f"{str(func).removesuffix('.default')} of a scaled tensor")
+        return rule(func, *args, **kwargs)
+
+
+Rule = Callable[..., Any]
+
+FUNCTIONS: dict[Any, Rule] = {}
+"""Rules for whole functions, looked up before PyTorch takes them apart; filled by ``scaled_functions``."""
+
+
+def unknown(what: str) -> RecipeError:
+    """The error for an operation without a rule."""
+    return RecipeError(
+        f"scalify has no rule for {what}.",
+        "It knows the Llama and GPT-2 models of transformers with sdpa attention and without dropout.",
+    )
+
+
+def _has_values(x: Tensor) -> bool:
+    """False while a compiler traces."""
+    return type(x) is Tensor and x.device.type != "meta"
+
+
+def _number(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(float(number), dtype=dtype, device=device)
+
+
+# --- powers of two ----------------------------------------------------------------------------------------------------
+
+
+def power_below(x: Tensor) -> Tensor:
+    """The largest power of two not above each of these positive float32 numbers; 0 for subnormals.
+
+    Example:
+        >>> power_below(torch.tensor([1.0, 5.0, 0.3]))
+        tensor([1.0000, 4.0000, 0.2500])
+    """
+    return float_of(bits_of(x) & _EXPONENT)
+
+
+def root_below(count: int) -> float:
+    """The largest power of two not above ``sqrt(count)``: by how much a sum of so many numbers outgrows them.
+
+    By comparisons alone, so that a compiled graph of dynamic shape holds for all counts between two powers of four.
+
+    Example:
+        >>> root_below(128), root_below(64), root_below(3)
+        (8.0, 8.0, 1.0)
+    """
+    power = 1
+    while 4 * power * power <= count:
+        power *= 2
+    return float(power)
+
+
+def measured(x: Tensor) -> Tensor:
+    """The largest power of two not above the root mean square of ``x``, detached; 1 where there is none.
+
+    That is: 1 for zeros, and for tensors whose mean square is not a float32. Nothing is hidden by it: an infinity stays
+    one in ``data``.
+
+    Example:
+        >>> measured(torch.tensor([3e-6, -5e-6])).log2()
+        tensor(-18.)
+    """
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    found = power_below(wide.square().mean().sqrt().float())
+    return torch.where((found > 0) & (found < torch.inf), found, torch.ones_like(found))
+
+
+def rescaled(x: Tensor) -> Scaled:
+    """``x``, plain or scaled, with its scale set anew from its measured root mean square: the *dynamic rescale*.
+
+    Example:
+        >>> rescaled(Scaled(torch.tensor([0.25, -0.5]), 2.0))
+        Scaled([1.0, -2.0] * 2^-1)
+    """
+    data, scale = (x._data, x._scale) if isinstance(x, Scaled) else (x, None)
+    size = measured(data)
+    return Scaled(data / size, size if scale is None else scale * size)
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def _as_one(func: Any, x: Scaled, *args: Any, **kwargs: Any) -> Any:
+    """What moves, copies, casts or negates elements: done to the data, under the same scale."""
+    moved = func(x._data, *args, **kwargs)
+    if isinstance(moved, Tensor):
+        return Scaled(moved, x._scale.to(moved.device))
+    return [Scaled(part, x._scale) for part in moved]
+
+
+def _multiply(func: Any, a: Any, b: Any) -> Scaled:
+    """Scales multiply. A number is split into a power of two and a rest; a plain tensor has scale 1."""
+    if not isinstance(a, Scaled):
+        a, b = b, a
+    if isinstance(b, Scaled):
+        return Scaled(a._data * b._data, a._scale * b._scale)
+    if isinstance(b, Tensor):
+        return Scaled(a._data * _constant(func, b), a._scale)
+    mantissa, power = _split(b)
+    return Scaled(a._data * mantissa, a._scale * power)
+
+
+def _divide(func: Any, a: Any, b: Any) -> Scaled:
+    """Scales divide; else as for products."""
+    if not isinstance(b, Scaled):
+        if isinstance(b, Tensor):
+            return Scaled(a._data / _constant(func, b), a._scale)
+        mantissa, power = _split(b)
+        return Scaled(a._data / mantissa, a._scale / power)
+    if isinstance(a, Scaled):
+        return Scaled(a._data / b._data, a._scale / b._scale)
+    return Scaled(_constant(func, a) / b._data, 1 / b._scale)
+
+
+def _split(number: float) -> tuple[float, float]:
+    """``number`` as a mantissa of magnitude 1 to 2 and a power of two; what is not finite or zero has power 1."""
+    mantissa, exponent = math.frexp(number)
+    if not math.isfinite(number) or number == 0:
+        return number, 1.0
+    return 2 * mantissa, math.ldexp(1.0, exponent - 1)
+
+
+def _constant(func: Any, x: Any) -> Any:
+    """A plain operand. One that wants a gradient would get a scaled one, where a plain one is expected."""
+    if isinstance(x, Tensor) and not isinstance(x, Scaled) and x.requires_grad and torch.is_grad_enabled():
+        raise unknown(f"{func} of a scaled tensor with a plain one that wants a gradient")
+    return x
+
+
+def _add(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
+    """The root of the sum of the squared scales, rounded down to a power of two: which is the larger scale."""
+    if alpha != 1:
+        raise unknown(f"{func} of a scaled tensor with alpha = {alpha}")
+    left, right, scale = _aligned(func, [a, b])
+    return Scaled(func(left, right), scale)
+
+
+def _concatenate(func: Any, tensors: Sequence[Any], dim: int = 0) -> Scaled:
+    """At the largest scale."""
+    *parts, scale = _aligned(func, tensors)
+    return Scaled(func(parts, dim), scale)
+
+
+def _aligned(func: Any, operands: Sequence[Any]) -> list[Tensor]:
+    """The data of all at the largest of their scales, which comes last. A plain tensor joins at its measured scale."""
+    first = operands[0]
+    if all(isinstance(x, Scaled) and x._scale is first._scale for x in operands):
+        return [*(x._data for x in operands), first._scale]
+    pairs = [_pair(_constant(func, x), operands) for x in operands]
+    scale = pairs[0][1]
+    for _, other in pairs[1:]:
+        scale = torch.maximum(scale, other)
+    return [*(data * (own / scale) for data, own in pairs), scale]
+
+
+def _pair(x: Any, operands: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Data and scale. Zeros have no size: like a plain zero, they take the scale of the others."""
+    if isinstance(x, Scaled):
+        return x._data, x._scale
+    other = next(operand for operand in operands if isinstance(operand, Scaled))
+    wide = torch.promote_types(other.dtype, torch.float32)
+    plain = x if isinstance(x, Tensor) else _number(x, wide, other.device)
+    scale = other._scale
+    size = torch.where(plain.detach().abs().amax() > 0, measured(plain), scale) if plain.numel() else scale
+    return plain / size, size
+
+
+def _sum(func: Any, x: Scaled, dims: Sequence[int] | None = None, keepdim: bool = False, **kwargs: Any) -> Scaled:
+    """The root of the number of terms, rounded down to a power of two."""
+    count = 1
+    for dim in dims or range(x.ndim):
+        count = count * x.shape[dim]
+    size = root_below(count)
+    return Scaled(aten.sum.dim_IntList(x._data, dims, keepdim, **kwargs) / size, x._scale * size)
+
+
+def _table(rows: Sequence[tuple[Rule, Sequence[Any]]]) -> dict[Any, Rule]:
+    return {operation: rule for rule, operations in rows for operation in operations}
+
+
+# What gives another look at the same memory: the result must be an alias for PyTorch too.
+_VIEWS = {
+    aten.alias.default,
+    aten.detach.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+}
+
+_RULES = _table(
+    [
+        (
+            _as_one,
+            (
+                aten._to_copy.default,
+                aten._unsafe_view.default,
+                aten.clone.default,
+                aten.neg.default,
+                aten.select_backward.default,
+                aten.slice_backward.default,
+            ),
+        ),
+        (_multiply, (aten.mul.Tensor, aten.mul.Scalar)),
+        (_divide, (aten.div.Tensor, aten.div.Scalar)),
+        (_add, (aten.add.Tensor, aten.sub.Tensor)),
+        (_concatenate, (aten.cat.default,)),
+        (_sum, (aten.sum.dim_IntList, aten.sum.default)),
+    ]
+)

@@ -1,0 +1,207 @@
+"""The modules of a Llama or GPT-2 with unit scaling's constants in their forward.
+
+Each class is Hugging Face's own with another ``forward``: a module becomes one by taking its class, so its parameters,
+names, hooks and place in the model stay. Linear layers inside a decoder layer are *called*, whatever class they have.
+
+What differs between layers is in a tensor, not in a number: compiled layers then share one graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block
+from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward as gpt2_eager
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+)
+from transformers.models.llama.modeling_llama import eager_attention_forward as llama_eager
+
+from narrowgauge.transforms import unit_rules as rules
+from narrowgauge.transforms.unit_rules import Batch, linear, scaled
+
+
+class UnitEmbedding(nn.Embedding):
+    """Rows of unit variance; each is met ``tokens / rows`` times."""
+
+    unit: Batch
+    unit_output: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.unit.sequences = input.shape[0]
+        return self._rows(input, input.numel())
+
+    def _rows(self, input: Tensor, num_tokens: int) -> Tensor:
+        tokens = self.unit.tokens or num_tokens
+        weight = scaled(self.weight, backward=(self.num_embeddings / tokens) ** 0.5)
+        rows = F.embedding(input, weight, self.padding_idx)
+        return rows if self.unit_output == 1 else rows * self.unit_output
+
+
+class UnitPositions(UnitEmbedding):
+    """GPT-2's learned positions: looked up once for all sequences, so their gradient sums over those as well."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._rows(input, input.numel() * (self.unit.sequences if input.shape[0] == 1 else 1))
+
+
+class UnitRMSNorm(LlamaRMSNorm):
+    """Llama's norm, float32 inside; its gain's gradient sums over tokens."""
+
+    unit: Batch
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        wide = hidden_states.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return scaled(self.weight, backward=self.unit.tokens_of(wide) ** -0.5) * wide.to(hidden_states.dtype)
+
+
+class UnitLayerNorm(nn.LayerNorm):
+    """GPT-2's norm; the gradients of gain and bias sum over tokens."""
+
+    unit: Batch
+
+    def forward(self, input: Tensor) -> Tensor:
+        factor = self.unit.tokens_of(input) ** -0.5
+        gain, bias = scaled(self.weight, backward=factor), scaled(self.bias, backward=factor)
+        return F.layer_norm(input, self.normalized_shape, gain, bias, self.eps)
+
+
+class UnitReadout(nn.Linear):
+    """The head: logits are divided by ``fan_in`` itself, so that they do not grow with the width.
+
+    The loss is outside the model, and its gradient comes in as ``(softmax - onehot) / tokens``. The head alone stays wide, so it
+    takes that as it is; what it hands on, to its weight and to the layers below, has unit variance. All constants stand on
+    its operands: the logits, the largest tensor of a step, are not touched.
+    """
+
+    unit: Batch
+
+    def forward(self, input: Tensor) -> Tensor:
+        tokens = self.unit.tokens_of(input)
+        arriving = tokens * rules.cross_entropy_gradient(self.out_features)
+        x = scaled(input, forward=1 / self.in_features, backward=arriving * self.out_features**-0.5)
+        weight = scaled(self.weight, backward=arriving * tokens**-0.5 * self.in_features)
+        return F.linear(x, weight)
+
+
+def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, eager: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """The model's own attention function, logits divided by the head's width, outputs at unit variance."""
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
+    mixed, weights = function(module, query, key, value, scaling=1 / module.head_dim, dropout=0.0, **kwargs)
+    length = module.unit.sequence_length or key.shape[-2]
+    return mixed.flatten(-2) * rules.attention_output(length, module.head_dim), weights
+
+
+class UnitLlamaAttention(LlamaAttention):
+    """Self-attention."""
+
+    unit: Batch
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        assert position_embeddings is not None
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        # One tensor for all three, so that a narrow format casts it once.
+        x = scaled(hidden_states, backward=hidden_states.shape[-1] ** -0.5)
+        query, key, value = (
+            linear(projection, x, self.unit).view(shape).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        mixed, weights = attend(self, query, key, value, llama_eager, attention_mask=attention_mask, **kwargs)
+        return linear(self.o_proj, mixed, self.unit, mixed.shape[-1] ** -0.5), weights
+
+
+class UnitLlamaMLP(LlamaMLP):
+    """Gate and up divide gradients by the root of *their* outputs, down by the root of its own: together, exact."""
+
+    unit: Batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = scaled(x, backward=self.intermediate_size**-0.5)
+        gate, up = linear(self.gate_proj, x, self.unit), linear(self.up_proj, x, self.unit)
+        return linear(self.down_proj, F.silu(gate) * up * rules.SILU_GLU, self.unit, self.hidden_size**-0.5)
+
+
+class UnitLlamaLayer(LlamaDecoderLayer):
+    """Two branches, each with its share of the stream; gradients inside a branch do not carry that share."""
+
+    unit_residual: Tensor
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        skip, branch, skip_mlp, branch_mlp = self.unit_residual.unbind()
+        x = self.input_layernorm(scaled(hidden_states, backward=branch))
+        x, _ = self.self_attn(x, *args, **kwargs)
+        hidden_states = hidden_states * skip + scaled(x, forward=branch)
+        x = self.mlp(self.post_attention_layernorm(scaled(hidden_states, backward=branch_mlp)))
+        return hidden_states * skip_mlp + scaled(x, forward=branch_mlp)
+
+
+class UnitGPT2Attention(GPT2Attention):
+    """Self-attention; q, k and v come out of one matrix."""
+
+    unit: Batch
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        fused = linear(self.c_attn, hidden_states, self.unit, self.embed_dim**-0.5)
+        query, key, value = (part.view(shape).transpose(1, 2) for part in fused.split(self.embed_dim, dim=-1))
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        mixed, weights = attend(self, query, key, value, gpt2_eager, attention_mask=attention_mask, **kwargs)
+        return linear(self.c_proj, mixed, self.unit, self.embed_dim**-0.5), weights
+
+
+class UnitGPT2MLP(GPT2MLP):
+    """As in Llama's, the two matrices make up for each other's gradients."""
+
+    unit: Batch
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        (width, inner) = rules.fans(self.c_fc)
+        x = self.act(linear(self.c_fc, hidden_states, self.unit, inner**-0.5)) * rules.GELU
+        return linear(self.c_proj, x, self.unit, width**-0.5)
+
+
+class UnitGPT2Block(GPT2Block):
+    """GPT-2's layer, as :class:`UnitLlamaLayer`."""
+
+    unit_residual: Tensor
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        skip, branch, skip_mlp, branch_mlp = self.unit_residual.unbind()
+        x = self.ln_1(scaled(hidden_states, backward=branch))
+        x, _ = self.attn(x, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs)
+        hidden_states = hidden_states * skip + scaled(x, forward=branch)
+        x = self.mlp(self.ln_2(scaled(hidden_states, backward=branch_mlp)))
+        return hidden_states * skip_mlp + scaled(x, forward=branch_mlp)

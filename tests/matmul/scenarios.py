@@ -1,0 +1,177 @@
+"""What the tests of the matmuls share: layers of every row, and the operands that a row promises, cast one by one."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.computes import COMPUTES, PLACES, Cast, Compute
+from narrowgauge.matmul import operators, randomness
+from narrowgauge.matmul.linear import EmulationNotice, Linear, Linears, swap_linears
+from narrowgauge.matmul.outliers import without_outliers
+from narrowgauge.matmul.products import is_native
+from narrowgauge.numerics.quantization import Quantized, padded, quantize, random_words
+from narrowgauge.numerics.rounding import random_bits
+from oracles.linear import ROUNDING, Product, product
+
+ROWS = list(COMPUTES.values())
+NARROW = [row for row in ROWS if not row.is_wide]
+STOCHASTIC = [row for row in ROWS if any(cast.rounding == "stochastic" for cast in row.casts.values())]
+DELAYED = [row for row in ROWS if row.is_delayed]
+CPU = torch.device("cpu")
+KEY = torch.tensor(1234567, dtype=torch.int32)
+# The dimension that each matmul contracts of what a layer has: x and w, dy and w, dy and x.
+DIMS = {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)}
+names = {"ids": lambda row: row.name}
+
+
+def gaussian(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def make_layer(
+    row: Compute | str,
+    inputs: int = 65,
+    outputs: int = 17,
+    *,
+    bias: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> tuple[Linear, Linears]:
+    """A layer called ``fc``, in training, and the handle on it."""
+    plain = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        plain.weight.copy_(gaussian(outputs, inputs, dtype=dtype, seed=seed + 1, scale=inputs**-0.5))
+        if bias:
+            plain.bias.copy_(gaussian(outputs, dtype=dtype, seed=seed + 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EmulationNotice)
+        linears = swap_linears(nn.Sequential(OrderedDict(fc=plain)), row, keep=())
+    return linears.layers["fc"], linears
+
+
+class Result(NamedTuple):
+    """What one pass forward and backward gives."""
+
+    output: Tensor
+    grad_input: Tensor
+    grad_weight: Tensor
+    grad_bias: Tensor
+
+
+def passed(layer: nn.Module, x: Tensor, grad: Tensor, call: Callable[[Tensor], Tensor] | None = None) -> Result:
+    """Forward and backward through a layer, from fresh gradients; ``call`` is the layer compiled, say."""
+    x = x.detach().clone().requires_grad_()
+    layer.zero_grad()
+    y = (layer if call is None else call)(x)
+    y.backward(grad)
+    bias = layer.bias.grad.clone() if layer.bias is not None else torch.zeros(0)
+    assert x.grad is not None
+    return Result(y.detach(), x.grad, layer.weight.grad.clone(), bias)
+
+
+def same(one: Result, other: Result) -> bool:
+    """Whether two results agree bit for bit, NaN for NaN."""
+    return all(a.dtype == b.dtype and torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True))
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of each value as integers; every NaN alike."""
+    x = torch.where(x.isnan(), torch.nan, x) if x.dtype.itemsize > 1 else x
+    return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
+
+
+def exact(cast: Quantized) -> Tensor:
+    """The values that codes and scales stand for, in float64, where their product is exact."""
+    values = cast.operand().double()
+    return values if cast.outer is None else values * cast.outer.double()
+
+
+def words_for(
+    x: Tensor, cast: Cast, dim: int, key: Tensor, first_row: Tensor | int = 0
+) -> tuple[Tensor, Tensor] | None:
+    """Random words for each place of the matrix filled up, where a cast asks for them."""
+    if cast.rounding == "nearest":
+        return None
+    x = padded(x, cast, dim)
+    return random_words(x.shape[0], x.shape[1], key, first_row)
+
+
+def quantized(x: Tensor, cast: Cast, dim: int, *, key: Tensor = KEY, fold: Tensor | None = None) -> Quantized:
+    """A matrix cast as the definition says, filled up to whole blocks."""
+    x = x.detach()
+    return quantize(padded(x, cast, dim), cast, dim, words=words_for(x, cast, dim, key), fold=fold)
+
+
+def key_of(layer: Linear, place: str) -> Tensor:
+    """What is particular to the seed, the step, the layer and the cast of its gradient for a matmul."""
+    operand = operators.GRADIENT + DIMS[place][0]
+    return random_bits(layer.state[randomness.LAYER] + operand * 0x3C6EF372, layer.state[randomness.STEP_SEED])
+
+
+def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Both operands of each matmul as float64 ``[rows, contraction]``, each cast for itself from what the table says.
+
+    Nothing is shared or kept here: that a layer may do so is what the comparison proves.
+    """
+    row, weight = layer.compute, layer.weight.t() if layer.is_transposed else layer.weight
+    outliers = row.output.left.outliers
+    sources = {
+        "output": (without_outliers(x, outliers) if outliers else x, weight),
+        "grad_input": (grad, weight),
+        "grad_weight": (grad, x),
+    }
+    found = {}
+    for place in PLACES:
+        (first, second), (of_left, of_right), matmul = sources[place], DIMS[place], row.products[place]
+        right = quantized(second, matmul.right, of_right)
+        fold = None
+        if matmul.right.granularity == "column":
+            # Scales along the contraction: a factor of the left operand, before it is cast.
+            assert right.outer is not None
+            fold, right = (
+                right.outer.view(1, -1) if of_left == 1 else right.outer.view(-1, 1),
+                right._replace(outer=None),
+            )
+        left = quantized(first, matmul.left, of_left, key=key_of(layer, place), fold=fold)
+        found[place] = (
+            exact(left) if of_left == 1 else exact(left).t(),
+            exact(right) if of_right == 1 else exact(right).t(),
+        )
+    return found
+
+
+def off(exactly: Product, row: Compute, place: str, num_terms: int, dtype: torch.dtype) -> Tensor:
+    """How far a matmul of a row may be off here: what the row states, or what an emulation keeps to where that is less."""
+    matmul = row.products[place]
+    emulated = num_terms * 2.0**-23
+    native = is_native(matmul, CPU) and not matmul.is_wide
+    return exactly.off(matmul.bound(num_terms) if native else emulated, roundings(row, place, dtype))
+
+
+def roundings(row: Compute, place: str, dtype: torch.dtype) -> list[float]:
+    """What is done to a sum, each within half a spacing: the CPU's matmul rounds, two scales, the result's dtype."""
+    formats = {row.products[place].left.format, row.products[place].right.format}
+    own = ROUNDING[torch.float32 if formats <= {"int8", "float32", "tfloat32", "float16"} else torch.bfloat16]
+    return [own, ROUNDING[torch.float32], ROUNDING[torch.float32], ROUNDING[dtype]]
+
+
+def expected(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """What each matmul and the bias's gradient must be, cut to size, and how far off: the straight-through oracle's word."""
+    row, rows, (outputs, inputs) = layer.compute, x.shape[0], (layer.out_features, layer.in_features)
+    sizes = {"output": (rows, outputs), "grad_input": (rows, inputs), "grad_weight": (outputs, inputs)}
+    dtypes = {"output": x.dtype, "grad_input": x.dtype, "grad_weight": layer.weight.dtype}
+    found = {}
+    for place, (left, right) in operands(layer, x, grad).items():
+        whole = product(left, right)
+        height, width = sizes[place]
+        cut = Product(whole.value[:height, :width], whole.magnitude[:height, :width])
+        found[place] = cut.value, off(cut, row, place, left.shape[1], dtypes[place])
+    sums = grad.double().sum(0)
+    found["grad_bias"] = sums, rows * 2.0**-23 * grad.double().abs().sum(0) + ROUNDING[layer.weight.dtype] * sums.abs()
+    return found

@@ -1,0 +1,112 @@
+"""Outlier features: which columns they are, and that int8 plus the thin 16-bit product is the whole one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from matmul.scenarios import CPU, exact, gaussian, make_layer, passed, quantized
+from narrowgauge.computes import COMPUTES
+from narrowgauge.matmul.linear import swap_linears
+from narrowgauge.matmul.outliers import multiply_outliers, outlier_columns, without_outliers
+from narrowgauge.matmul.products import is_native
+from oracles.linear import ROUNDING, Product, product
+
+ROW = COMPUTES["int8-outlier"]
+THRESHOLD = ROW.output.left.outliers
+
+
+def with_outliers(columns: tuple[int, ...] = (3, 40), rows: int = 33) -> torch.Tensor:
+    """Activations whose named columns are large in every row."""
+    x = gaussian(rows, 65).clamp(-5, 5)
+    for place, column in enumerate(columns):
+        x[:, column] = x[:, column].sign() * (60.0 + place) + x[:, column]
+    return x
+
+
+def test_a_column_with_one_magnitude_at_the_threshold_is_an_outlier() -> None:
+    x = torch.zeros(4, 6)
+    x[0, 1], x[3, 2], x[1, 3], x[2, 4], x[2, 5] = 6.0, -6.0, 5.99, torch.nan, torch.inf
+    assert outlier_columns(x, 6.0).tolist() == [False, True, True, False, True, True]
+    assert outlier_columns(torch.zeros(0, 3), 6.0).tolist() == [False] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_without_them_the_rest_is_as_it_was(dtype: torch.dtype) -> None:
+    x = with_outliers().to(dtype)
+    rest = without_outliers(x, THRESHOLD)
+    kept = [c for c in range(65) if c not in (3, 40)]
+    assert rest.dtype == dtype and not rest[:, [3, 40]].any()
+    assert torch.equal(rest[:, kept], x[:, kept])
+    assert without_outliers(torch.full((2, 1), torch.inf), THRESHOLD).tolist() == [[0.0], [0.0]]
+
+
+@pytest.mark.parametrize("columns", [(), (3,), (3, 40), tuple(range(65))], ids=len)
+def test_the_output_is_int8_plus_the_thin_product_in_16_bits(columns: tuple[int, ...]) -> None:
+    layer, _ = make_layer(ROW)
+    x = with_outliers(columns)
+    found = passed(layer, x, gaussian(33, 17)).output.double()
+    rest, weight = without_outliers(x, THRESHOLD), layer.weight.detach()
+    narrow = product(exact(quantized(rest, ROW.output.left, 1)), exact(quantized(weight, ROW.output.right, 1)))
+    wide = product(x[:, list(columns)], weight[:, list(columns)])
+    u = ROUNDING[torch.bfloat16]
+    assert layer.bias is not None
+    first = narrow.value + layer.bias.detach().double()
+    # Rounded as it leaves the first matmul, and once more with the second's sum.
+    off = narrow.off(0, [2.0**-22]) + u * first.abs()
+    value = first + wide.value
+    off = (
+        off + Product(value, wide.magnitude).off(max(len(columns), 1) * 2.0**-23, [u]) + u * off + u * wide.value.abs()
+    )
+    assert ((found - value).abs() <= off).all()
+
+
+def test_without_outliers_the_output_is_int8_row_s_bit_for_bit() -> None:
+    x = gaussian(33, 65).clamp(-5, 5)
+    one, other = make_layer(ROW)[0], make_layer("int8-row")[0]
+    assert torch.equal(one(x), other(x))
+
+
+def test_outliers_no_longer_cost_the_others_their_codes() -> None:
+    """The claim of the method: one hundredfold feature, and the error of the rest stays that of int8 without it."""
+    x, layers = with_outliers(), {name: make_layer(name, bias=False)[0] for name in ("int8-row", "int8-outlier")}
+    whole = product(x, layers["int8-row"].weight.detach()).value
+    error = {name: (layer(x).detach().double() - whole).norm().item() for name, layer in layers.items()}
+    # What is left in the second is the rounding of the result, of some tens, to bfloat16.
+    assert error["int8-outlier"] < 0.5 * error["int8-row"]
+
+
+def test_the_backward_pass_multiplies_the_whole_input_in_16_bits() -> None:
+    layer, _ = make_layer(ROW)
+    x, grad = with_outliers(), gaussian(33, 17, seed=5)
+    found = passed(layer, x, grad)
+    u = ROUNDING[torch.bfloat16]
+    for got, exactly in (
+        (found.grad_input, product(grad, layer.weight.detach().t())),
+        (found.grad_weight, product(grad.t(), x.t())),
+    ):
+        assert ((got.double() - exactly.value).abs() <= exactly.off(33 * 2.0**-23, [u])).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_token_and_is_not_lost(bad: float) -> None:
+    layer, _ = make_layer(ROW)
+    x = with_outliers(())
+    before = layer(x)
+    x[5, 7] = bad
+    after = layer(x)
+    others = [token for token in range(33) if token != 5]
+    assert not after[5].isfinite().any()
+    assert after[others].isfinite().all()
+    # The column now multiplies in 16 bits for all: nearer to the truth, not the same bits.
+    assert not torch.equal(after[others], before[others])
+
+
+def test_float32_streams_keep_float32_outliers() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False))
+    swap_linears(model, ROW, keep=())
+    x = torch.tensor([[1000.1, 0.5, 0.25, 0.125]])
+    weight = model[0].weight.detach()
+    exactly = multiply_outliers(torch.zeros(1, 3), x, weight, THRESHOLD)
+    assert torch.equal(exactly, x[:, :1] @ weight[:, :1].t())
+    assert is_native(ROW.output, CPU)

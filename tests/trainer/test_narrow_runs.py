@@ -1,0 +1,136 @@
+"""Trainings whose matmuls are narrow: every row runs from the command line's own door, phases change it on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from narrowgauge.computes import COMPUTES
+from narrowgauge.errors import RecipeError
+from narrowgauge.recipes import OWN_STORAGES_ONLY, Recipe, parse, parse_table
+from narrowgauge.runs.record import read_run
+from narrowgauge.trainer import exporting, loop, session
+from trainer.tiny_runs import settings
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::narrowgauge.matmul.linear.EmulationNotice"),
+]
+
+ROWS = [name for name in COMPUTES if name not in OWN_STORAGES_ONLY]
+PHASED = {
+    "compute": "bfloat16",
+    "storage": "word",
+    "evaluation": "float32",
+    "phase": [{"until": 0.5, "compute": "float8-row"}],
+    "override": [{"pattern": "*.down_proj", "compute": "int8-row"}],
+}
+
+
+def trained(place: Path, out: Path, **changes: Any) -> Any:
+    return read_run(loop.train(settings(place, out, **changes)))
+
+
+@pytest.fixture(scope="module")
+def wide(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return trained(place, tmp_path_factory.mktemp("wide") / "run", recipe="bfloat16/word", steps=4)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_trains_over_word(name: str, place: Path, tmp_path: Path, wide: Any) -> None:
+    run = trained(place, tmp_path / "run", recipe=f"{name}/word", steps=4)
+    assert run.summary["recipe"] == f"{name}/word" and run.summary["num_skipped"] == 0
+    first, last = wide.steps[0]["loss"], run.summary["val_loss"]
+    # A unit-scaled model is another model: it starts from its own weights. The others differ by their casts alone.
+    assert last < first * 1.1
+    if not COMPUTES[name].transform:
+        assert run.steps[0]["loss"] == pytest.approx(first, rel=0.02)
+        assert last == pytest.approx(wide.summary["val_loss"], rel=0.05)
+    if not COMPUTES[name].is_wide:  # wide rows may round these few sums alike
+        assert run.summary["weights_fingerprint"] != wide.summary["weights_fingerprint"]
+
+
+@pytest.mark.parametrize("name", sorted(OWN_STORAGES_ONLY))
+def test_a_compute_with_storages_of_its_own_trains_over_them(name: str, place: Path, tmp_path: Path) -> None:
+    run = trained(place, tmp_path / "run", recipe=name, steps=4)
+    assert run.summary["val_loss"] < run.steps[0]["loss"] * 1.05
+
+
+def made(place: Path, folder: Path, recipe: str | Recipe) -> session.Session:
+    config = settings(place, folder, recipe=recipe, steps=4).validated()
+    return session.build(config, folder, loop._prepared_data(config, folder))
+
+
+def test_phases_overrides_and_evaluation_choose_the_row_of_each_layer(place: Path, tmp_path: Path) -> None:
+    run = made(place, tmp_path / "run", parse_table(PHASED))
+    assert run.linears is not None
+    seen: list[set[str]] = []
+
+    def rows() -> dict[str, str]:
+        assert run.linears is not None
+        return {name: layer.compute.name for name, layer in run.linears.layers.items()}
+
+    for _ in range(4):
+        loop.train_step(run)
+        seen.append({row for name, row in rows().items() if not name.endswith("down_proj")})
+        assert {row for name, row in rows().items() if name.endswith("down_proj")} == {"int8-row"}
+    assert seen == [{"float8-row"}, {"float8-row"}, {"bfloat16"}, {"bfloat16"}]
+    loop.evaluate(run)
+    assert set(rows().values()) == {"float32", "int8-row"}
+    assert "lm_head" not in rows()
+
+
+def test_a_phase_that_ended_leaves_the_plain_run_no_trace_but_its_weights(place: Path, tmp_path: Path) -> None:
+    """A phase of bfloat16 over bfloat16 changes nothing: swapped layers compute the plain row as plain layers do."""
+    table = {"compute": "bfloat16", "storage": "word", "phase": [{"until": 0.25, "compute": "bfloat16"}]}
+    plain = trained(place, tmp_path / "plain", recipe="bfloat16/word", steps=4)
+    phased = trained(place, tmp_path / "phased", recipe=parse_table(table), steps=4)
+    assert phased.summary["weights_fingerprint"] == plain.summary["weights_fingerprint"]
+
+
+@pytest.mark.parametrize("name", ["int8-row/word", "nvfp4/word"])
+def test_micro_batches_draw_the_random_bits_of_the_whole_batch(name: str, place: Path, tmp_path: Path) -> None:
+    """A row's casts of a token are the same in any micro-batch, so gradients of the input side agree to the last bit there;
+    the weights' are sums over tokens whose scales span the batch, so the runs agree to rounding."""
+    runs = [
+        trained(place, tmp_path / str(parts), recipe=name, steps=3, gradient_accumulation_steps=parts)
+        for parts in (1, 2)
+    ]
+    assert runs[0].steps[0]["loss"] == pytest.approx(runs[1].steps[0]["loss"], rel=1e-3)
+    assert runs[0].summary["val_loss"] == pytest.approx(runs[1].summary["val_loss"], rel=2e-2)
+
+
+def test_an_override_that_names_no_linear_layer_is_refused(place: Path, tmp_path: Path) -> None:
+    table = {"recipe": "bfloat16/word", "override": [{"pattern": "model.embed_tokens", "compute": "int8-row"}]}
+    with pytest.raises(RecipeError, match="matches no linear layer"):
+        made(place, tmp_path / "run", parse_table(table))
+
+
+def test_a_plain_recipe_swaps_no_layer(place: Path, tmp_path: Path) -> None:
+    assert made(place, tmp_path / "run", parse("bfloat16/word")).linears is None
+
+
+def test_what_a_delayed_scale_cuts_off_is_counted_and_told(place: Path, tmp_path: Path) -> None:
+    run = trained(place, tmp_path / "run", recipe="float8-delayed/word")
+    counts = [row["saturated"] for row in run.steps]
+    assert counts[0] == 0 and sum(counts) > 0  # the first step's scales are its own
+    told = [row for row in run.events if row["kind"] == "warning" and "beyond their delayed scale" in row["message"]]
+    assert len(told) == 1 and told[0]["step"] == 1 + next(k for k, count in enumerate(counts) if count)
+    assert "saturated" not in trained(place, tmp_path / "other", recipe="float8-tensor/word", steps=2).steps[0]
+
+
+@pytest.mark.parametrize("dtype", ["visible", "float32"])
+def test_a_unit_scaled_run_exports_a_plain_model_that_says_the_same(dtype: Any, place: Path, tmp_path: Path) -> None:
+    folder = loop.train(settings(place, tmp_path / "run", recipe="unit/word", steps=4))
+    run = session.load(folder)
+    plain = AutoModelForCausalLM.from_pretrained(exporting.export(folder, tmp_path / dtype, dtype))
+    tokens = torch.arange(16)[None]  # as many as in training: attention's constant is that of this length
+    for layer in run.linears.layers.values():  # type: ignore[union-attr]
+        layer.set_compute(COMPUTES["float32"])
+    with torch.no_grad():
+        said, exported = run.model(input_ids=tokens).logits.float(), plain.float()(input_ids=tokens).logits
+    assert said.std() > 0.05 and (said - exported).std() < 0.02 * said.std()
