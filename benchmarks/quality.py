@@ -12,7 +12,8 @@ cells' own, Σ s²/n, divided by the squared number of cells, with Satterthwaite
 0.01" asks whether that last interval lies inside ± 0.01 nats.
 
 With ``--computes`` the rows of computes are compared, over ``word``, with ``bfloat16/word`` as yardstick. Claim: float8-*,
-mxfp8 and int8-row end within 1 % of its loss. A second table compares *at equal time*: both validated every so many
+mxfp8 and int8-row end within 1 % of its loss. (Where others train at a peak rate of 1e-3, unit-scaled models take the
+trainer's own for them: their rates count in other units.) A second table compares *at equal time*: both validated every so many
 steps, the loss between two validations read off a straight line, and the difference given at shares of the time that the
 faster of the two takes. Time is that of the training steps alone, those that compile (five times the median and more)
 counted as a median one; it means something only where nothing else ran, and with ``--schedule constant``, since with
@@ -53,7 +54,7 @@ from narrowgauge.recipes import DEFAULT_STORAGE, parse
 from narrowgauge.runs.files import lock
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.storages import STORAGES
-from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.config import UNIT_LEARNING_RATE, TrainConfig
 from narrowgauge.trainer.data import prepare_data
 from narrowgauge.trainer.loop import resume, train, vocabulary_size
 
@@ -101,6 +102,12 @@ class Job:
         return self.storage if "/" in self.storage else f"bfloat16/{self.storage}"
 
     @property
+    def rate(self) -> float:
+        """The peak rate: the cell's, or of a unit-scaled model its own one, moved as the cell's is from the usual one."""
+        is_unit = parse(self.recipe).compute.transform == "unit"
+        return UNIT_LEARNING_RATE * self.lr / LRS[0] if is_unit else self.lr
+
+    @property
     def name(self) -> str:
         """Its folder's name."""
         return f"{self.storage.replace('/', '-')}-beta{self.beta2:g}-lr{self.lr:g}-seed{self.seed}"
@@ -113,7 +120,7 @@ class Job:
             steps=options.steps,
             batch_size=options.batch_size,
             sequence_length=options.sequence_length,
-            lr=self.lr,
+            lr=self.rate,
             beta2=self.beta2,
             seed=self.seed,
             out=str(options.out / self.name),
@@ -124,6 +131,11 @@ class Job:
             keep_checkpoints=1,
             compile=options.compile,
         )
+
+
+def nominal_lr(folder: Path) -> float:
+    """The rate of the cell that a run belongs to, from its folder's name."""
+    return float(folder.name.rpartition("-seed")[0].rpartition("-lr")[2])
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
@@ -281,7 +293,7 @@ def results_in(out: Path) -> tuple[list[Result], int]:
             unfinished += 1
             continue
         c = run.config
-        storage, cell = str(c["recipe"]).removeprefix("bfloat16/"), (float(c["beta2"]), float(c["lr"]))
+        storage, cell = str(c["recipe"]).removeprefix("bfloat16/"), (float(c["beta2"]), nominal_lr(file.parent))
         results.append(Result(storage, cell, int(c["seed"]), tuple(common(c).items()), run.summary, run))
     return results, unfinished
 

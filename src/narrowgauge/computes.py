@@ -164,7 +164,7 @@ class Compute:
     source: str
     dtype: str = "bfloat16"
     native: str = ""
-    keep: tuple[str, ...] = ("lm_head", "*.lm_head", "*.gate", "*.router")
+    keep: tuple[str, ...] = ("lm_head", "*.lm_head", "*gate", "*router")
     transform: str = ""
 
     @property

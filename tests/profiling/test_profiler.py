@@ -138,5 +138,8 @@ def test_recipes_come_in_a_list_too() -> None:
         profile("llama-1m", [], chip="H200")
 
 
-def test_a_transform_is_not_passed_over_in_silence() -> None:
-    assert any("unit changes the whole model" in note for note in profile("llama-1m", "unit", chip="H200").notes)
+def test_what_is_not_counted_is_told(tmp_path: Path) -> None:
+    (tmp_path / "phases.toml").write_text('recipe = "bfloat16/word"\n[[phase]]\nuntil = 0.9\ncompute = "int8-row"\n')
+    notes = " ".join(profile("llama-1m", ["unit", str(tmp_path / "phases.toml")], chip="H200").notes)
+    assert "unit changes the whole model" in notes
+    assert "bfloat16/word has phases; what is told is its last, in bfloat16." in notes

@@ -295,6 +295,13 @@ class GroupedLinear(nn.Module):
             sequence_length=x.shape[0], record=torch.is_grad_enabled() and self.training,
         )  # fmt: skip
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:
+        history = self.amax_history
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if history is not None and self.amax_history is not None and self.amax_history.dtype != history.dtype:
+            self.amax_history = history.to(self.amax_history.device)  # a cast of the model is none of its histories
+        return self
+
     def extra_repr(self) -> str:
         """The number of experts, and the row."""
         return f"{self.num_experts}, compute={self.compute.name!r}"

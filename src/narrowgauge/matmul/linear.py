@@ -163,8 +163,8 @@ class Linear(nn.Linear):
     def set_compute(self, row: Compute) -> None:
         """Go on in another row."""
         self.row, self.compute = operators.register(row), row
-        if row.is_delayed and self.amax_history is None:
-            length = max(c.history for c in row.casts.values())
+        length = max(c.history for c in row.casts.values())
+        if row.is_delayed and (self.amax_history is None or self.amax_history.shape[-1] < length):
             self.amax_history = new_history(length, self.weight.device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -376,7 +376,7 @@ _TOLD: set[tuple[str, str]] = set()
 
 
 def _tell(row: Compute, device: torch.device) -> None:
-    if (row.name, str(device)) in _TOLD or row.name == row.dtype:
+    if (row.name, str(device)) in _TOLD or row.name == row.dtype or device.type == "meta":
         return
     _TOLD.add((row.name, str(device)))
     text = told(row, device)

@@ -86,12 +86,12 @@ def quantize(
     """
     if cast.rounding == "stochastic" and words is None:
         raise FormatError(f"a cast to {cast} was asked for without random words.", "Give words = random_words(…).")
-    if cast.block is None:
-        codes, outer = quantize_whole(x, cast, dim, words, fold, amax)
-        return Quantized(codes, None, outer)
     values = x if fold is None else x.float() * fold
     if cast.rotation == "hadamard":
         values = rotate(values, dim)
+    if cast.block is None:
+        codes, outer = quantize_whole(values, cast, dim, words, amax=amax)
+        return Quantized(codes, None, outer)
     sides = sides_of(cast, dim)
     chances = None if words is None else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
     codes, inner, _, outer = quantize_blocks(blocked(values, sides), cast, chances, amax)

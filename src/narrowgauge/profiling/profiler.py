@@ -90,7 +90,7 @@ def _predicted(row: Model, kinds: Sequence[Kind], recipes: list[Recipe], config:
         notes=(
             f"a prediction from the figures of {chip.name}; nothing was run. It takes:",
             *predicting.assumptions(recipes, chip),
-            *_transform_notes(recipes),
+            *_recipe_notes(recipes),
         ),
     )
 
@@ -108,7 +108,7 @@ def _measured(
     measuring.require_memory(row, recipes, config)
     device = measuring.device_here()
     rounds = measuring.measure(kinds, recipes, config, say=say)
-    notes, losses = [*measuring.noise_notes(rounds), *_transform_notes(recipes)], list[tuple[Loss, ...]]()
+    notes, losses = [*measuring.noise_notes(rounds), *_recipe_notes(recipes)], list[tuple[Loss, ...]]()
     if numerics:
         from narrowgauge.profiling import numerics as reading
 
@@ -140,9 +140,16 @@ def _costs(
     return tuple(cost_of(recipe, kinds, rounds, config.tokens_per_step, of_weights) for recipe in recipes)
 
 
-def _transform_notes(recipes: Sequence[Recipe]) -> list[str]:
-    return [
+def _recipe_notes(recipes: Sequence[Recipe]) -> list[str]:
+    """What of a recipe is not counted."""
+    transforms = [
         f"{recipe.compute.name} changes the whole model; what its transform costs beside the linear layers is not counted."
         for recipe in recipes
         if recipe.compute.transform
     ]
+    phases = [
+        f"{recipe.name} has phases; what is told is its last, in {recipe.compute.name}."
+        for recipe in recipes
+        if recipe.phases
+    ]
+    return transforms + phases
