@@ -134,3 +134,12 @@ def test_a_unit_scaled_run_exports_a_plain_model_that_says_the_same(dtype: Any, 
     with torch.no_grad():
         said, exported = run.model(input_ids=tokens).logits.float(), plain.float()(input_ids=tokens).logits
     assert said.std() > 0.05 and (said - exported).std() < 0.02 * said.std()
+
+
+def test_emulation_is_told_once_in_a_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained(place, tmp_path / "run", recipe="float8-row/word", steps=1)
+    line = (
+        "float8-row multiplies float8_e4m3fn, which this CPU cannot; it is emulated here (exact values, no speed-up)."
+    )
+    assert capsys.readouterr().err.splitlines().count(f"note: {line}") == 1
+    assert [row["message"] for row in run.events if row["kind"] == "note"] == [line]

@@ -70,7 +70,7 @@ def train(config: TrainConfig) -> Path:
             writer.event(
                 Event("note", 0, "the data were prepared by an earlier command that ended before its first step")
             )
-        for note in data.notes:
+        for note in [*data.notes, *session.notes]:
             writer.event(Event("note", 0, note))
         writer.event(Event("start", 0, f"{Path(config.model).name} in {session.config.to_dict()['recipe']}"))
         _run(session, writer)
@@ -179,6 +179,8 @@ def _run(session: Session, writer: RunWriter) -> None:
     config, began = session.config, time.perf_counter() - session.seconds
     with Console(config.steps, config.log_every) as console, _interruptible() as interrupted:
         console.say(f"{Path(config.model).name} · {config.to_dict()['recipe']} · {session.folder}")
+        for note in session.notes:
+            print(f"note: {note}", file=sys.stderr)
         session.optimizer.on_alarm = lambda alarms: _report_alarms(alarms, session, writer, console)
         compilation.announce[:] = [console.say]
         console.start(str(config.to_dict()["recipe"]), session.step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import platform
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +25,8 @@ from transformers import PreTrainedModel
 import narrowgauge
 from narrowgauge.assembly import compute_scope, prepare
 from narrowgauge.errors import RecordError
-from narrowgauge.matmul.linear import Linears, linears_of
+from narrowgauge.matmul.linear import EmulationNotice, Linears, linears_of
+from narrowgauge.matmul.products import told
 from narrowgauge.numerics.measures import UPDATE_SUMS
 from narrowgauge.numerics.summation import fingerprint_all
 from narrowgauge.optim.accumulation import GradientAccumulator
@@ -73,6 +75,13 @@ class Session:
     def device(self) -> torch.device:
         """Where the model lies."""
         return next(self.model.parameters()).device
+
+    @property
+    def notes(self) -> list[str]:
+        """What there is to tell of how the recipe's matmuls run here."""
+        rows = () if self.linears is None else parse(self.config.recipe).computes
+        notes = [told(row, self.device) for row in rows if row.name != row.dtype]
+        return [note for note in notes if "emulated" in note]
 
     @property
     def tokenizer_path(self) -> Path | None:
@@ -187,17 +196,19 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     nn.Module.to(model, device)
     if config.activation_checkpointing:
         language_model.enable_activation_checkpointing(model)
-    _, optimizer = prepare(
-        model,
-        config.recipe,
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-        seed=config.seed,
-        audit_every=config.audit_every,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EmulationNotice)  # told by the loop, as a note
+        _, optimizer = prepare(
+            model,
+            config.recipe,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            seed=config.seed,
+            audit_every=config.audit_every,
+        )
     accumulator, parts = None, config.gradient_accumulation_steps
     if parts > 1:
         accumulator = GradientAccumulator(
