@@ -162,7 +162,7 @@ class Count:
     @property
     def is_found(self) -> bool:
         """Whether autograd was handed each kept tensor of linear layers, once for each layer, in a storage of its own."""
-        wanted = Counter(kept.kind for kept in self.layer if any(kept.of_linears))
+        wanted = Counter(kept.kind for kept in self.layer if any(kept.of_linears) and kept.num_bytes)
         held = Counter(kind for _, kinds in self.storages.values() for kind in kinds)
         return bool(wanted) and all(held[kind] >= self.num_layers * count for kind, count in wanted.items())
 
