@@ -46,8 +46,8 @@ from narrowgauge.models import get_model
 from narrowgauge.storages import STORAGES, VISIBLE, Storage
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import prepare_data
-from narrowgauge.trainer.loop import train_step
 from narrowgauge.trainer.session import build
+from narrowgauge.trainer.steps import train_step
 
 SHAPES = ((130, 66), (65, 67), (5, 1), (300, 300), (1, 1), (512, 1024))
 """Even and odd lengths, one element, in a bucket and alone, and one that is audited in turns."""

@@ -45,8 +45,8 @@ from narrowgauge.recipes import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset, open_data, prepare_data
-from narrowgauge.trainer.loop import train_step
 from narrowgauge.trainer.session import Session, build
+from narrowgauge.trainer.steps import train_step
 
 YARDSTICK = "bfloat16/word"
 RECIPES = tuple(
@@ -79,6 +79,7 @@ def settings(options: argparse.Namespace, recipe: str) -> TrainConfig:
         schedule="constant",
         warmup_steps=0,
         audit_every=0,
+        gauges_every=0,
         compile=True,
     )
 

@@ -31,7 +31,7 @@ from narrowgauge.profiling.linears import Kind, read_model
 from narrowgauge.profiling.settings import yardstick_of
 from narrowgauge.recipes import Recipe, parse
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.loop import train_step
+from narrowgauge.trainer.steps import train_step
 
 CASES = {
     "llama-8m": ["int8-row/word", "float8-row/word"],

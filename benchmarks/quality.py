@@ -51,6 +51,8 @@ from narrowgauge.computes import COMPUTES
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.matmul.linear import EmulationNotice
 from narrowgauge.recipes import DEFAULT_STORAGE, parse
+from narrowgauge.runs.comparing.intervals import interval
+from narrowgauge.runs.comparing.trials import Curve
 from narrowgauge.runs.files import lock
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.storages import STORAGES
@@ -311,28 +313,6 @@ def paired(
     return found
 
 
-def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t: a table, then the expansion in 1/degrees (Fisher and Cornish 1960)."""
-    table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-    if degrees <= len(table):
-        return table[degrees - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    return z + first / degrees + second / degrees**2
-
-
-def interval(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Mean of the cells' means and the half width of its 95 % interval; infinite where any cell has a single seed."""
-    mean = statistics.fmean(statistics.fmean(cell) for cell in cells)
-    if min(len(cell) for cell in cells) < 2 or not math.isfinite(mean):
-        return mean, math.inf
-    shares = [statistics.variance(cell) / len(cell) for cell in cells]
-    if not sum(shares):
-        return mean, 0.0
-    degrees = sum(shares) ** 2 / sum(s**2 / (len(cell) - 1) for s, cell in zip(shares, cells, strict=True))
-    return mean, student(int(degrees + 1e-9)) * math.sqrt(sum(shares)) / len(cells)
-
-
 def _cell_name(cell: Cell) -> str:
     return f"beta2 {cell[0]:g}, lr {cell[1]:g}"
 
@@ -380,31 +360,12 @@ def difference_rows(results: Sequence[Result], yardstick: Yardstick) -> list[Row
     return rows
 
 
-class Curve:
-    """The validation losses of a run by the seconds of training before them."""
-
-    def __init__(self, run: Run) -> None:
-        seconds = [float(row["seconds"]) for row in run.steps]
-        self.step_seconds = statistics.median(seconds)
-        # Steps that compile, the first of every sitting among them, are not what is compared.
-        plain = (s if s < 5 * self.step_seconds else self.step_seconds for s in seconds)
-        at = {int(row["step"]): total for row, total in zip(run.steps, itertools.accumulate(plain), strict=True)}
-        self.points = [(at[int(row["step"])], float(row["val_loss"])) for row in run.evals]
-
-    def loss_at(self, seconds: float) -> float | None:
-        """The loss at that time, on a line between two validations; ``None`` before the first and after the last."""
-        for (early, before), (late, after) in itertools.pairwise(self.points):
-            if early <= seconds <= late:
-                return before + (after - before) * (seconds - early) / (late - early)
-        return None
-
-
 SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 def time_rows(results: Sequence[Result], yardstick: Yardstick) -> list[Row]:
     """A row per storage and cell: its speed, and the differences of losses after the same seconds."""
-    curves = {(r.storage, r.cell, r.seed): Curve(r.run) for r in results if len(r.run.evals) > 1}
+    curves = {(r.storage, r.cell, r.seed): Curve.of(r.run) for r in results if len(r.run.evals) > 1}
     rows: list[Row] = []
     for storage, cell in itertools.product(_storages(results), sorted({r.cell for r in results})):
         pairs = [
@@ -415,8 +376,8 @@ def time_rows(results: Sequence[Result], yardstick: Yardstick) -> list[Row]:
         if not pairs or storage == yardstick.name:
             continue
         row: Row = {"": storage, "cell": _cell_name(cell)}
-        row["times as fast"] = statistics.median(base.step_seconds / own.step_seconds for own, base in pairs)
-        row["seconds"] = statistics.median(min(own.points[-1][0], base.points[-1][0]) for own, base in pairs)
+        row["times as fast"] = statistics.median(_seconds(base) / _seconds(own) for own, base in pairs)
+        row["seconds"] = statistics.median(min(own.end, base.end) for own, base in pairs)
         for share in SHARES:
             found = [_apart(own, base, share) for own, base in pairs]
             known = [difference for difference in found if difference is not None]
@@ -425,9 +386,14 @@ def time_rows(results: Sequence[Result], yardstick: Yardstick) -> list[Row]:
     return rows
 
 
+def _seconds(curve: Curve) -> float:
+    assert curve.step_seconds is not None  # the trainer times every step
+    return curve.step_seconds
+
+
 def _apart(own: Curve, base: Curve, share: float) -> float | None:
     """The difference of two losses at a share of the time that the faster one took."""
-    seconds = share * min(own.points[-1][0], base.points[-1][0])
+    seconds = share * min(own.end, base.end)
     mine, theirs = own.loss_at(seconds), base.loss_at(seconds)
     return None if mine is None or theirs is None else mine - theirs
 

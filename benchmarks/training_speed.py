@@ -39,8 +39,8 @@ from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.data import Dataset, prepare_data
-from narrowgauge.trainer.loop import train_step
 from narrowgauge.trainer.session import Session, build, describe, keep_pages
+from narrowgauge.trainer.steps import train_step
 
 OURS = "ours, bfloat16/word"
 STRIPPED = "ours, without logging and audit"

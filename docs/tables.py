@@ -1,16 +1,24 @@
 """Write the tables and the reference into the pages from the rows the program itself reads.
 
 A page says ``<!-- table: formats -->`` where a table belongs and ``<!-- reference -->`` where the public names do. Both
-are filled in at each build, so that no figure in the documentation is typed twice.
+are filled in at each build, so that no figure in the documentation is typed twice. Most tables are those of ``narrowgauge
+show``; what a run is watched for (``OWN``) only the documentation shows.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import groupby
 
 import narrowgauge
 from narrowgauge import show
+from narrowgauge.runs.events import KINDS
+from narrowgauge.runs.readings import FIELDS
+from narrowgauge.runs.readings import KINDS as WATCHED
+from narrowgauge.runs.watching.conditions import CONDITIONS, Detector
+from narrowgauge.runs.watching.detectors import DETECTORS, SERIOUS
+from narrowgauge.tables import Column, Row, Table
 
 TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 REFERENCE = "<!-- reference -->"
@@ -18,8 +26,17 @@ REFERENCE = "<!-- reference -->"
 
 def on_page_markdown(markdown: str, **_context: object) -> str:
     """Fill in what one page asks for; MkDocs calls this for every page."""
-    markdown = TABLE.sub(lambda found: show.markdown(found.group(1)), markdown)
+    markdown = TABLE.sub(lambda found: table(found.group(1)), markdown)
     return markdown.replace(REFERENCE, reference())
+
+
+def table(name: str) -> str:
+    """The table of that name as GitHub markdown.
+
+    Args:
+        name: a key of :data:`OWN`, or a table of ``narrowgauge show``.
+    """
+    return OWN[name]() if name in OWN else show.markdown(name)
 
 
 def reference() -> str:
@@ -29,3 +46,99 @@ def reference() -> str:
         parts.append(f"## {home.replace('.', ' · ')}\n")
         parts += [f"::: narrowgauge.{home}.{name}\n" for name, _ in entries]
     return "\n".join(parts)
+
+
+# ── what a run is watched for ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def watched() -> str:
+    """The kinds of tensor that gauges watch."""
+    return _pairs(("kind", "what it is"), WATCHED)
+
+
+def readings() -> str:
+    """Every column of a row of gauges."""
+    rows = [
+        {"table": name, "column": field, "says": says}
+        for name, fields in FIELDS.items()
+        for field, says in fields.items()
+    ]
+    return _markdown(rows, Column("table", "table", code=True), Column("column", "column", code=True), says="says")
+
+
+def detectors() -> str:
+    """Every detector: what it reads, when it trips, and where that comes from; serious ones first."""
+    rows = [
+        {"name": row.name, "kind": row.kind, "trips": f"{row.reads} {trips(row)}", "source": row.source}
+        for row in _by_kind()
+    ]
+    heads = Column("detector", "name"), Column("event", "kind", code=True)
+    return _markdown(rows, *heads, **{"trips at": "trips", "after": "source"})
+
+
+def advice() -> str:
+    """What each kind of event advises, none twice."""
+    words = {"cure": "STORAGE", "safer": "COMPUTE", "module": "MODULE"}
+    told = dict.fromkeys((row.kind, row.advice.format(**words)) for row in _by_kind())
+    rows = [{"kind": kind, "advice": advised} for kind, advised in told]
+    return _markdown(rows, Column("event", "kind", code=True), **{"what to do": "advice"})
+
+
+def _by_kind() -> list[Detector]:
+    return sorted(DETECTORS.values(), key=lambda row: (row.kind not in SERIOUS, list(KINDS).index(row.kind)))
+
+
+def conditions() -> str:
+    """What else must be so, in words."""
+    return _pairs(("condition", "holds where"), {name: words for name, (words, _) in CONDITIONS.items()})
+
+
+def serious() -> str:
+    """The kinds of alarm to wake a person for."""
+    return _pairs(("kind", "why it is serious"), SERIOUS)
+
+
+def kinds() -> str:
+    """Every kind of event."""
+    return _pairs(("kind", "says"), KINDS)
+
+
+def trips(row: Detector) -> str:
+    """When a detector trips, in words."""
+    if row.name in ("loss-spike", "gradient-spike"):
+        return f"more than {row.threshold:g} robust standard deviations above the median"
+    side = "at least" if row.side == "above" else "at most"
+    said = f"{side} {row.threshold:g}"
+    if row.past:
+        whose = (
+            f"the lowest median of {row.window} readings so far" if row.lowest else "the median of its last readings"
+        )
+        said = f"{row.threshold:g} times {whose}" + (
+            f", and at least {row.threshold * row.floor:g}" if row.floor else ""
+        )
+    elif row.window:
+        said += f" over {row.window} steps"
+    said += f", {row.readings} readings in a row" if row.readings > 1 else ""
+    said += f"; of {' and '.join(row.tensors)}" if row.tensors else ""
+    return said + (f"; if *{row.only}*" if row.only else "")
+
+
+def _pairs(heads: tuple[str, str], entries: dict[str, str]) -> str:
+    rows = [{"name": name, "says": says} for name, says in entries.items()]
+    return _markdown(rows, Column(heads[0], "name", code=True), **{heads[1]: "says"})
+
+
+def _markdown(rows: list[Row], *heads: Column, **others: str) -> str:
+    return Table((*heads, *(Column(title, key) for title, key in others.items())), rows).markdown()
+
+
+OWN: dict[str, Callable[[], str]] = {
+    "watched": watched,
+    "readings": readings,
+    "detectors": detectors,
+    "advice": advice,
+    "conditions": conditions,
+    "serious": serious,
+    "events": kinds,
+}
+"""The tables that only the documentation shows, by name."""

@@ -1,103 +1,51 @@
-"""Two trainings from one start on one text, at the same 8 bytes per parameter: what each lost.
+"""What each recipe costs: three from the same starts on the same text, and one page that says it.
 
-``./dev train`` runs this. Arguments are those of ``narrowgauge train``, without --recipe and --out; a --config file
-takes the place of the settings below, and flags overrule both.
+``./dev train`` runs this. It is ``narrowgauge compare`` with settings that show something within minutes on a laptop; every
+flag of that command may be given too, and overrules them.
 """
 
 from __future__ import annotations
 
-import shlex
-import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import click
+from narrowgauge.cli import main
+from narrowgauge.recipes import load_toml
 
-from narrowgauge.cli import train as train_command
-from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.runs.record import read_run
-from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.console import Console
-from narrowgauge.trainer.loop import train
-
-RECIPES = ("bfloat16/naive", "bfloat16/word")
+RECIPES = ("bfloat16/master", "bfloat16/word", "bfloat16/naive")
 # A rate as late in a run: the updates of a bfloat16 weight are then near half its spacing, and naive rounding begins to tell.
-SETTINGS = TrainConfig(model="llama-1m", steps=300, lr=5e-4, eval_every=0, log_every=50)
+SETTINGS = {"--recipes": ",".join(RECIPES), "--seeds": "3", "--steps": "200", "--lr": "5e-4", "--gauges-every": "10"}
 
 
-def asked(words: list[str]) -> TrainConfig:
-    """The settings of both trainings, from the words of a command line."""
-    flags = train_command.make_context("./dev train", words).params
-    file = flags.pop("file")
-    given = {name: value for name, value in flags.items() if value is not None}
-    config = replace(TrainConfig.from_toml(file) if file else SETTINGS, **given)
-    if "recipe" in given or config.out is not None:
-        raise click.UsageError(
-            f"{' and '.join(RECIPES)} are trained, each in a folder of its own: leave out --recipe and --out."
-        )
-    return config
+def words(given: list[str]) -> list[str]:
+    """The words of the command: the settings above, less those that were given or that would gainsay what was."""
+    flags = {word.partition("=")[0] for word in given if word.startswith("--")}
+    out, file = (value_of(flag, given) for flag in ("--out", "--config"))
+    goes_on = out is not None and (Path(out) / "compare.toml").is_file()
+    if goes_on or "--help" in flags:
+        return ["compare", *given]
+    taken = flags | keys_of(file) | ({"--steps"} if flags & {"--seconds", "--tokens"} else set())
+    return ["compare", *(part for flag in SETTINGS.items() if flag[0] not in taken for part in flag), *given]
 
 
-def verdict(naive: dict[str, Any], word: dict[str, Any]) -> str:
-    """What the two runs show, in a sentence."""
-    gap = naive["val_loss"] - word["val_loss"]
-    ends = f"ends {abs(gap):.3f} nats {'behind' if gap > 0 else 'ahead of'} word"
-    if naive["edq"] is None or word["edq"] is None:
-        return f"naive bfloat16 {ends}, which stores as many bytes. What each lost was not audited."
-    lost = 1 - naive["edq"]
-    if lost < 0.01:
-        return "At these settings naive bfloat16 lost nothing to speak of: its updates are large against its spacing."
-    return (
-        f"naive bfloat16 rounded {lost:.0%} of its updates away (nothing but this audit would have said so) and {ends}, "
-        f"which stores as many bytes and lost {max(0.0, 1 - word['edq']):.1%}."
-    )
+def value_of(flag: str, given: list[str]) -> str | None:
+    """What a flag was given, as ``--out DIR`` or ``--out=DIR``."""
+    for word, following in zip(given, [*given[1:], None], strict=True):
+        if word == flag:
+            return following
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return None
 
 
-def command(*words: str | Path) -> str:
-    """A line that runs ``narrowgauge`` with these words from here."""
-    script = shutil.which("narrowgauge", path=str(Path(sys.executable).parent))
-    if script is None:
-        return shlex.join([sys.executable, "-m", "narrowgauge", *map(str, words)])
-    path = Path(script)
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return shlex.join([str(shown), *map(str, words)])
-
-
-def compare(folders: list[Path]) -> None:
-    """Say what the two runs show, or how to go on with them."""
-    summaries = [read_run(folder).summary for folder in folders]
-    finished = [summary for summary in summaries if summary is not None]
-    print()
-    if len(finished) == len(folders):
-        Console(1, 1).summary(finished)
-        print(f"\n{verdict(*finished)}")
-    print(f"The runs lie in {folders[0]} and {folders[1]}.")
-    if len(finished) == len(folders):
-        print(f"Next: {command('sample', folders[1], 'def main(')}   or   {command('train', '--help')}")
-        return
-    print("They were stopped before their last step, as asked. Go on with:")
-    for folder in folders:
-        print(f"  {command('resume', folder)}")
-
-
-def main() -> None:
-    """Train both, then compare."""
+def keys_of(file: str | None) -> set[str]:
+    """The settings of a file, as flags; none of a file that the command itself will complain of."""
     try:
-        config = asked(sys.argv[1:])
-        compare([train(replace(config, recipe=recipe)) for recipe in RECIPES])
-    except NarrowgaugeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except click.exceptions.Exit as stop:  # --help
-        sys.exit(stop.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        table = load_toml(Path(file).read_text(encoding="utf-8")) if file else {}
+    except (OSError, ValueError):
+        return set()
+    return {f"--{key.replace('_', '-')}" for key in table}
 
 
 if __name__ == "__main__":
-    main()
+    main.main(words(sys.argv[1:]), prog_name="narrowgauge")

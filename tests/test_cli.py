@@ -20,6 +20,7 @@ import narrowgauge.trainer
 from narrowgauge import show
 from narrowgauge.cli import main
 from narrowgauge.errors import ChipError
+from narrowgauge.runs.record import RunWriter
 from narrowgauge.trainer.config import TrainConfig, kind_of
 
 # The package that is tested, wherever a process is started.
@@ -266,6 +267,59 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+from narrowgauge.cli import main
+main(sys.argv[1:], prog_name="narrowgauge")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits on files")
+@pytest.mark.parametrize("words", [("show", "chips"), ("show", "chips", "--json"), ("train", "--help")])
+def test_output_that_cannot_be_written_costs_one_line_and_status_2(words: tuple[str, ...], tmp_path: Path) -> None:
+    with (tmp_path / "out").open("wb") as out:
+        result = subprocess.run(
+            [sys.executable, "-B", "-c", LIMITED, *words], stdout=out, stderr=subprocess.PIPE, text=True, check=False,
+            env=ENVIRONMENT,
+        )  # fmt: skip
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith("OSError: Cannot write to standard output: File too large.")
+
+
+def test_another_refusal_of_the_system_is_a_fault_of_ours(calls: dict[str, Calls]) -> None:
+    calls["train"].answer = FileNotFoundError(2, "No such file or directory", "ours")
+    assert isinstance(call("train").exception, FileNotFoundError)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pipes with names")
+def test_a_page_does_not_take_the_place_of_a_pipe(tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path / "run", {"config": {"recipe": "bfloat16/word", "seed": 0}}) as writer:
+        writer.step({"step": 1, "loss": 1.0})
+    os.mkfifo(tmp_path / "pipe")
+    result = call("report", str(tmp_path / "run"), "--out", str(tmp_path / "pipe"))
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1) and "no ordinary file" in result.stderr
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--seeds", "2"), "Missing option '--recipes'"),
+        (("--out", "new", "--seeds", "2"), "it has no compare.toml. Name recipes with --recipes."),
+        (("--recipes", "bfloat16/word", "--config", "a.toml"), "a.toml has seed = 3"),
+        (("--recipes", "bfloat16/word", "--seconds", "inf"), "above 0 and finite"),
+    ],
+)
+def test_a_comparison_that_is_asked_for_wrongly_costs_one_line(
+    words: tuple[str, ...], says: str, calls: dict[str, Calls], tmp_path: Path
+) -> None:
+    (tmp_path / "a.toml").write_text("seed = 3\n")
+    result = call("compare", *words)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1) and says in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a.toml"]
 
 
 @pytest.mark.parametrize("words", [["train", "--help"], ["train", "--lr", "-1"], ["show", "chips"]])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import runpy
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +35,10 @@ def first_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     def start(*words: str) -> tuple[int, str, str]:
         small = ("--steps", "3", "--sequence-length", "16", "--batch-size", "2", "--eval-batches", "1")
-        monkeypatch.setattr(sys, "argv", ["first_minute.py", "--model", "./tiny", "--data", "a text", *small, *words])
+        return alone("--model", "./tiny", "--data", "a text", *small, *words)
+
+    def alone(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["first_minute.py", *words])
         status = 0
         try:
             runpy.run_path(str(EXAMPLES / "first_minute.py"), run_name="__main__")
@@ -44,11 +46,8 @@ def first_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
             status = int(stop.code or 0)
         return status, *capsys.readouterr()
 
+    start.alone = alone  # type: ignore[attr-defined]
     return start
-
-
-def runs(place: Path) -> list[Path]:
-    return sorted((place / "runs").iterdir())
 
 
 def test_own_loop_learns_and_loses_little(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,43 +68,90 @@ def test_own_rule_fits_its_promise_and_learns_alike_in_every_storage(capsys: pyt
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 8
 
 
-def test_first_minute_compares_two_runs(first_minute: Start, tmp_path: Path) -> None:
-    status, said, _ = first_minute("--audit-every", "1")
+def test_first_minute_compares_three_recipes_and_ends_with_a_page(first_minute: Start, tmp_path: Path) -> None:
+    status, said, _ = first_minute("--seeds", "2", "--out", "here")
     assert status == 0
-    assert [run.name for run in runs(tmp_path)] == ["tiny-bfloat16-naive-1", "tiny-bfloat16-word-1"]
-    assert "bfloat16/naive" in said and "without a word" not in said
-    script = shlex.split(said.splitlines()[-1].removeprefix("Next: "))[0]
-    assert Path(script).is_file() and Path(script).parent == Path(sys.executable).parent
+    rows = json.loads((tmp_path / "here" / "compare.json").read_text())
+    assert [row["recipe"] for row in rows] == ["bfloat16/master", "bfloat16/word", "bfloat16/naive"]
+    assert all(row["num_seeds"] == 2 for row in rows)
+    assert Path(said.splitlines()[-1]).resolve() == tmp_path / "here" / "report.html"
+    page = (tmp_path / "here" / "report.html").read_text()
+    assert all(row["recipe"] in page for row in rows)
+    lines = [line for line in said.splitlines() if "validation loss" in line and line[0].isdigit()]
+    assert [line.split()[0] for line in lines] == [f"{k}/6" for k in range(1, 7)]
 
 
-def test_first_minute_without_an_audit_claims_no_loss(first_minute: Start) -> None:
-    status, said, _ = first_minute("--audit-every", "0")
-    assert status == 0
-    assert "was not audited" in said and "rounded" not in said
-
-
-def test_first_minute_stopped_says_how_to_go_on(first_minute: Start, tmp_path: Path) -> None:
-    status, said, _ = first_minute("--stop-after", "1")
-    assert status == 0
-    assert "bytes/param" not in said and "Next" not in said
-    assert [shlex.split(line)[1:] for line in said.splitlines()[-2:]] == [
-        ["resume", f"runs/{run.name}"] for run in runs(tmp_path)
-    ]
+def test_first_minute_goes_on_with_what_was_stopped(first_minute: Start, tmp_path: Path) -> None:
+    first_minute("--seeds", "1", "--out", "here")
+    before = (tmp_path / "here" / "compare.json").read_text()
+    status, *_ = first_minute_alone(first_minute, "--out", "here")
+    assert status == 0 and (tmp_path / "here" / "compare.json").read_text() == before
 
 
 def test_first_minute_takes_a_file_of_settings_and_flags_overrule_it(first_minute: Start, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text("steps = 50\nlr = 0.25\nseed = 7\n")
-    status, *_ = first_minute("--config", "mine.toml", "--seed", "8")
+    (tmp_path / "mine.toml").write_text("steps = 50\nweight_decay = 0.25\nbeta2 = 0.5\n")
+    status, *_ = first_minute("--config", "mine.toml", "--beta2", "0.75", "--seeds", "1", "--out", "here")
     assert status == 0
-    config = read_run(runs(tmp_path)[0]).config
-    assert (config["steps"], config["lr"], config["seed"]) == (3, 0.25, 8)
+    config = read_run(tmp_path / "here" / "bfloat16-word-seed0").config
+    assert (config["steps"], config["weight_decay"], config["beta2"]) == (3, 0.25, 0.75)
 
 
-@pytest.mark.parametrize("words", [("--wrong", "1"), ("--out", "here"), ("--recipe", "float32"), ("--data", "")])
+def test_first_minute_adds_seeds_to_what_is_there(first_minute: Start, tmp_path: Path) -> None:
+    first_minute("--seeds", "1", "--out", "here")
+    status, said, _ = first_minute_alone(first_minute, "--out=here", "--seeds", "2", "--json")
+    assert status == 0 and [row["num_seeds"] for row in json.loads(said)] == [2, 2, 2]
+
+
+def words_of_first_minute(given: list[str]) -> list[str]:
+    """What the example makes of these words, but for the name of the command."""
+    name, *found = runpy.run_path(str(EXAMPLES / "first_minute.py"))["words"](given)
+    assert name == "compare" and found[len(found) - len(given) :] == given
+    return list(found[: len(found) - len(given)])
+
+
+@pytest.mark.parametrize(
+    ("given", "left_out"),
+    [
+        (["--seconds", "5"], {"--steps"}),
+        (["--tokens=900"], {"--steps"}),
+        (["--lr=1e-3", "--json"], {"--lr"}),
+        (["--config", "mine.toml"], {"--lr", "--gauges-every"}),
+        (["--config=mine.toml", "--steps", "9"], {"--lr", "--gauges-every", "--steps"}),
+        (["--config", "nowhere.toml"], set()),
+        (["--out=new"], set()),
+    ],
+)
+def test_first_minute_leaves_out_what_was_said_otherwise(
+    given: list[str], left_out: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text("lr = 0.01\ngauges_every = 0\n")
+    flags = {word for word in words_of_first_minute(given) if word.startswith("--")}
+    assert flags == {"--recipes", "--seeds", "--steps", "--lr", "--gauges-every"} - left_out
+
+
+@pytest.mark.parametrize("given", [["--out", "here"], ["--out=here"], ["--out", "here", "--json"], ["--help"]])
+def test_first_minute_says_nothing_of_its_own_where_all_is_said(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "compare.toml").touch()
+    assert words_of_first_minute(given) == []
+
+
+@pytest.mark.parametrize("words", [("--wrong", "1"), ("--recipes", "nonsense"), ("--seeds", "0"), ("--data", "")])
 def test_first_minute_refuses_before_it_trains(words: tuple[str, ...], first_minute: Start, tmp_path: Path) -> None:
     status, said, complained = first_minute(*words)
-    assert (status, said) == (2, "") and words[0] in complained
+    assert (status, said) == (2, "") and complained.count("\n") == 1
+    assert words[0].strip("-") in complained or words[1] in complained
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["a text", "tiny"]
+
+
+def first_minute_alone(first_minute: Start, *words: str) -> tuple[int, str, str]:
+    """The example with these words and no others."""
+    alone: Start = first_minute.alone  # type: ignore[attr-defined]
+    return alone(*words)
 
 
 def test_float8_training_learns_and_counts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,13 @@ if TYPE_CHECKING:
     from narrowgauge.errors import RecordError as RecordError
     from narrowgauge.formats import FORMATS as FORMATS
     from narrowgauge.formats import Format as Format
+    from narrowgauge.gauges.bad_value import BadValue as BadValue
+    from narrowgauge.gauges.panel import GaugeNotice as GaugeNotice
+    from narrowgauge.gauges.panel import Gauges as Gauges
+    from narrowgauge.gauges.panel import attach_gauges as attach_gauges
+    from narrowgauge.gauges.replay import Replay as Replay
+    from narrowgauge.gauges.replay import first_bad_value as first_bad_value
+    from narrowgauge.gauges.replay import replay as replay
     from narrowgauge.matmul.inference import inference_bytes as inference_bytes
     from narrowgauge.matmul.inference import quantize_for_inference as quantize_for_inference
     from narrowgauge.matmul.linear import Linears as Linears
@@ -61,6 +68,13 @@ if TYPE_CHECKING:
     from narrowgauge.optim.release import release_gradients as release_gradients
     from narrowgauge.recipes import Recipe as Recipe
     from narrowgauge.recipes import parse as parse
+    from narrowgauge.runs.comparing.comparison import Comparison as Comparison
+    from narrowgauge.runs.comparing.comparison import compare_runs as compare_runs
+    from narrowgauge.runs.comparing.own_loop import compare as compare
+    from narrowgauge.runs.events import Event as Event
+    from narrowgauge.runs.events import on_event as on_event
+    from narrowgauge.runs.record import Run as Run
+    from narrowgauge.runs.record import read_run as read_run
     from narrowgauge.storages import STORAGES as STORAGES
     from narrowgauge.storages import Storage as Storage
 
@@ -87,6 +101,20 @@ _HOMES = {
     "release_gradients": "optim.release",
     "Optimizer": "optim.optimizer",
     "audit": "optim.auditing",
+    "attach_gauges": "gauges.panel",
+    "Gauges": "gauges.panel",
+    "GaugeNotice": "gauges.panel",
+    "first_bad_value": "gauges.replay",
+    "replay": "gauges.replay",
+    "BadValue": "gauges.bad_value",
+    "Replay": "gauges.replay",
+    "on_event": "runs.events",
+    "Event": "runs.events",
+    "compare": "runs.comparing.own_loop",
+    "compare_runs": "runs.comparing.comparison",
+    "Comparison": "runs.comparing.comparison",
+    "read_run": "runs.record",
+    "Run": "runs.record",
     "Alarm": "optim.auditing",
     "Reading": "optim.auditing",
     "UpdateLossWarning": "optim.auditing",

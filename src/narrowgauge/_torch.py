@@ -9,6 +9,11 @@ Option names of ``torch._inductor.config``
 ``types.CodeType.replace`` under ``torch.compile``
     Dynamo counts how often it compiled a *code object* anew and gives up after eight; one definition compiled for many casts
     needs a code object for each. The way out: raising ``torch._dynamo.config.recompile_limit``.
+``torch._higher_order_ops.effects._register_effectful_op``
+    Gauges mark tensors from inside compiled code; the operator returns nothing and must not be taken for dead. The way out:
+    ``torch.library.Library.register_effect`` once it is public, or marking in eager mode only.
+``torch._dynamo.config.skip_nnmodule_hook_guards``
+    By default code that was compiled before a hook was attached goes on without it. The way out: attaching before compiling.
 ``torch.backends.cpu.get_cpu_capability``
     Part of the kernel cache's key. The way out: the processor's name.
 
@@ -126,6 +131,18 @@ def compile_any_shape(function: FunctionType, name: str) -> Callable[..., Any]:
     )
     options = _AS_EAGER if torch.cuda.is_available() else _TRUST_COMPILER
     return torch.compile(own, fullgraph=True, dynamic=True, options=options)
+
+
+def keep_effect(operator: Any) -> None:
+    """Tell the compiler that a custom operator does something beside what it returns, so that no call is left out."""
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    _register_effectful_op(operator._opoverload, _EffectType.ORDERED)
+
+
+def heed_hooks() -> None:
+    """Let code that is compiled from now on be compiled anew where a module's hooks have changed."""
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
 
 
 class _Module(torch.nn.Module):

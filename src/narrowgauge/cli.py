@@ -8,8 +8,10 @@ are the same thing; a flag overrules the file, and the file the default. Each mi
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -35,6 +37,12 @@ class Door(click.Group):
             status = _complain("Interrupted", str(abort) or "the command was stopped.", 130)
         except click.ClickException as error:
             status = _complain("UsageError", _with_advice(error), 2)
+        except OSError as error:
+            status = _refused(error)
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            status = _refused(error)
         sys.exit(status if isinstance(status, int) else 0)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -51,6 +59,21 @@ def _complain(kind: str, message: str, status: int) -> int:
     return status
 
 
+def _refused(error: OSError) -> int:
+    """Standard output took no more; anything else is a fault of ours."""
+    if error.filename is not None or error.errno not in _UNWRITABLE:
+        raise error
+    # What is left in its buffer would be tried again at the end of the process, with a traceback.
+    sys.stdout = io.StringIO()
+    # A reader who has seen enough, such as head, is no mistake.
+    if error.errno == errno.EPIPE:
+        return 1
+    return _complain("OSError", f"Cannot write to standard output: {error.strerror}. Send it elsewhere.", 2)
+
+
+_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
 def _with_advice(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     if context is None:
@@ -63,13 +86,15 @@ def _with_advice(error: click.ClickException) -> str:
     return f"{said} ({context.command_path} --help says more.)"
 
 
-def _flags() -> list[click.Parameter]:
-    """A flag per setting of a training run; None until it is given, so that a file may say otherwise."""
+def _flags(without: Collection[str] = ()) -> list[click.Parameter]:
+    """A flag per setting of a training run, some left out; None until it is given, so that a file may say otherwise."""
     # Not at the top: this module is of a layer that mostly needs torch, though the settings do not.
     from narrowgauge.trainer.config import TrainConfig, kind_of
 
     flags: list[click.Parameter] = []
     for field in dataclasses.fields(TrainConfig):
+        if field.name in without:
+            continue
         name = field.name.replace("_", "-")
         told = "" if field.default is None else f"  [default: {str(field.default).lower()}]"
         switch = kind_of(field) is bool
@@ -187,6 +212,70 @@ def resume(folder: Path, stop_after: int | None) -> None:
     from narrowgauge.trainer import loop
 
     click.echo(loop.resume(folder, stop_after))
+
+
+@main.command("compare", params=_flags(without=("recipe", "seed", "out", "stop_after")))
+@click.option(
+    "--recipes", metavar="A,B,…", help="Recipes or .toml files; to go on with --out, those it has, unless given."
+)
+@click.option(
+    "--seeds", type=click.IntRange(min=1), metavar="N", help="Starts per recipe; 3 give useful intervals.  [default: 1]"
+)
+@click.option("--seconds", type=float, metavar="X", help="Seconds of training steps per run, instead of --steps.")
+@click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="Tokens per run, instead of --steps.")
+@click.option(
+    "--out", metavar="DIR", type=click.Path(path_type=Path),
+    help="Folder of the comparison: new, empty, or one to go on with.  [default: comparisons/MODEL-N, the first free N]",
+)  # fmt: skip
+@click.option(
+    "--config", "file", metavar="FILE", type=click.Path(path_type=Path),
+    help="A TOML file of the same settings (batch_size = 8); flags overrule it.",
+)  # fmt: skip
+@_as_json
+def compare(
+    recipes: str | None,
+    seeds: int | None,
+    seconds: float | None,
+    tokens: int | None,
+    out: Path | None,
+    file: Path | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Train in several recipes from the same starts on the same text, and say in words what each costs.
+
+    What was stopped goes on with: narrowgauge compare --out DIR. More seeds or recipes are added with --seeds N or --recipes
+    (all of them); what is not given stays as it was.
+    """
+    from narrowgauge.trainer import comparing, question
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    lengths = [f"--{name}" for name, value in (("seconds", seconds), ("tokens", tokens)) if value is not None]
+    if lengths and "steps" in given:
+        raise click.UsageError(
+            f"--steps and {lengths[0]} were given: a run has one length.", click.get_current_context()
+        )
+    if recipes is None and out is None:
+        raise click.UsageError("Missing option '--recipes'.", click.get_current_context())
+    asked = question.read_flags(recipes, given, file=file, seeds=seeds, seconds=seconds, tokens=tokens, out=out)
+    found, page = comparing.answer(asked, out, sys.stderr if as_json else sys.stdout)
+    if as_json:
+        return tables.write_json(found.rows)
+    tables.write(found.table())
+    click.echo(f"\n{found.text()}\n\n{page}")
+
+
+@main.command("report")
+@click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out", metavar="FILE", type=click.Path(path_type=Path),
+    help="The page to write.  [default: report.html in the one folder named]",
+)  # fmt: skip
+def report(runs: tuple[Path, ...], out: Path | None) -> None:
+    """Write one page on the runs in folders, each a run's or a comparison's."""
+    from narrowgauge.runs.comparing import publishing
+
+    click.echo(publishing.report(runs, out))
 
 
 @main.command("export")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import fnmatch
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ class Recipe:
         overrides: other storages and computes by pattern of name; the last match wins.
         phases: other computes for the earlier parts of a run, in order.
         evaluation: the compute in which the model is evaluated, where that is another.
+        label: what its writer calls it, to tell it from others of one name; no part of what it is.
 
     Raises:
         RecipeError: when the parts contradict each other.
@@ -98,6 +99,7 @@ class Recipe:
     overrides: tuple[Override, ...] = ()
     phases: tuple[Phase, ...] = ()
     evaluation: Compute | None = None
+    label: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         _check_pair(self.compute, self.storage)
@@ -216,6 +218,8 @@ class Recipe:
             "storage": own_name(self.storage),
             "reduction": self.reduction.name,
         }
+        if self.label:
+            table["name"] = self.label
         if self.evaluation is not None:
             table["evaluation"] = self.evaluation.name
         if self.keep:
@@ -394,7 +398,7 @@ def parse_file(path: Path) -> Recipe:
     Args:
         path: a UTF-8 TOML file.
     Returns:
-        The recipe.
+        The recipe, labelled by its ``name``, else by the file's.
     Raises:
         RecipeError: when the file is missing, is not TOML, or names something unknown.
     """
@@ -404,16 +408,17 @@ def parse_file(path: Path) -> Recipe:
         raise RecipeError(f"the recipe file '{path}' does not exist.", _SEE) from None
     except (ValueError, OSError) as error:
         raise RecipeError(f"the recipe file '{path}' cannot be read: {error}.") from None
-    return parse_table(table, str(path))
+    recipe = parse_table(table, str(path))
+    return recipe if recipe.label else replace(recipe, label=path.stem)
 
 
 def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Recipe:
     """Read a recipe from a TOML table.
 
     Args:
-        table: ``compute``, ``storage``, ``reduction``, for which ``recipe = "bfloat16/word"`` may stand; ``evaluation``
-            (a compute), ``keep`` (patterns), ``override`` (a list of tables with ``pattern`` and ``storage``, ``compute``
-            or both) and ``phase`` (a list of tables with ``until`` and ``compute``).
+        table: ``compute``, ``storage``, ``reduction``, for which ``recipe = "bfloat16/word"`` may stand; ``name`` (what to
+            call it beside others); ``evaluation`` (a compute), ``keep`` (patterns), ``override`` (a list of tables with
+            ``pattern`` and ``storage``, ``compute`` or both) and ``phase`` (a list of tables with ``until`` and ``compute``).
         where: what to call the table in an error.
     Returns:
         The recipe.
@@ -450,6 +455,7 @@ def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Re
         _overrides(table, where, compute.name),
         _phases(table, where),
         _compute(table, "evaluation", where) if "evaluation" in table else None,
+        " ".join(_text(table, "name", where).split()) if "name" in table else "",
     )
 
 
@@ -523,7 +529,7 @@ def load_toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-_KEYS = ("recipe", "compute", "storage", "reduction", "evaluation", "keep", "override", "phase")
+_KEYS = ("recipe", "name", "compute", "storage", "reduction", "evaluation", "keep", "override", "phase")
 _SEE = "(narrowgauge show recipes lists all.)"
 
 

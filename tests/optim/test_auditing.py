@@ -126,6 +126,20 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     assert raised[0].message.startswith("'b' loses ") and "'word' would keep it" in raised[0].message
 
 
+@pytest.mark.parametrize(("storage", "stalls"), [("stochastic", False), ("naive", True)])
+def test_a_rare_arrival_that_has_not_come_yet_is_no_stall(storage: str, stalls: bool) -> None:
+    """A gain of 1 moves by 2^-7 with probability 1e-3 where it is rounded stochastically: five audits may see nothing."""
+    auditor, gain, names = Auditor(), torch.zeros(1), {}
+    rows = {gain: STORAGES[storage]}
+    names[gain] = "norm.weight"
+    raised = []
+    for _ in range(FEWEST):
+        auditor.add(gain, torch.tensor([1e-10, 0, 0, 0, 0, 128, 128, 128], dtype=torch.float64))
+        auditor.settle()
+        raised += auditor.alarms(names, rows)
+    assert bool(raised) is stalls
+
+
 def test_dropped_sums_never_count() -> None:
     (tensor,) = tensors(1)
     auditor = Auditor()

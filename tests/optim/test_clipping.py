@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import narrowgauge as ng
 from narrowgauge.numerics import summation
 from narrowgauge.optim.clipping import GradientNorm, control_scalars
 from narrowgauge.optim.stores import SMALL
@@ -130,3 +131,24 @@ def test_clipping_scales_as_torch_does() -> None:
     torch.nn.utils.clip_grad_norm_([parameter], 0.25)
     scale = control_scalars(GradientNorm(compile=False)([given]), 0.25, CPU)[0]
     torch.testing.assert_close(given * scale, parameter.grad, rtol=1e-6, atol=0)
+
+
+def test_a_limit_of_the_norm_skips_without_clipping_too() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = ng.AdamW([weight], lr=0.1, storage="float32", audit_every=0)
+    for limit, skipped in ((1.0, 1), (100.0, 1)):
+        optimizer.skip_above = limit
+        weight.grad = torch.ones(4, 4)
+        optimizer.step()
+        assert optimizer.num_skipped == skipped
+    assert not torch.equal(weight, torch.ones(4, 4))
+
+
+def test_a_spike_that_is_skipped_does_not_lower_the_loss_scale() -> None:
+    scaler = ng.LossScaler(initial=4.0, hysteresis=1)
+    weight = torch.nn.Parameter(torch.ones(4, 4).half())
+    optimizer = ng.AdamW([weight], lr=0.1, storage="float16/split", audit_every=0, loss_scaler=scaler)
+    optimizer.skip_above = 1.0
+    weight.grad = torch.full((4, 4), 8.0).half()
+    optimizer.step()
+    assert optimizer.num_skipped == 1 and float(scaler.scale_tensor) == 4.0

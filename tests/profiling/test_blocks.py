@@ -13,8 +13,8 @@ from narrowgauge.matmul.linear import Linear
 from narrowgauge.profiling.blocks import blocks_of, many_rows, training_block, training_session
 from narrowgauge.recipes import parse, parse_table
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.loop import train_step
 from narrowgauge.trainer.session import Session
+from narrowgauge.trainer.steps import train_step
 
 SHAPES = {
     "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from narrowgauge.computes import COMPUTES, Cast
+from narrowgauge.numerics.statistics import cast_sums
 from narrowgauge.profiling import numerics
-from narrowgauge.profiling.numerics import Sums, add_cast, losses
+from narrowgauge.profiling.numerics import loss_of, losses
 from narrowgauge.profiling.report import Loss
 from narrowgauge.profiling.settings import casts_made
 from narrowgauge.recipes import parse
@@ -25,9 +26,7 @@ WORDS = ["def", "return", "the", "quick", "brown", "fox", "jumps", "over", "impo
 
 
 def reading(x: torch.Tensor, cast: Cast, dim: int = 1, **options: torch.Tensor) -> Loss:
-    sums = Sums()
-    add_cast(sums, x, cast, dim, **options)
-    return sums.loss("layer", "output.left")
+    return loss_of(cast_sums(x, cast, dim, **options).sum(0), "layer", "output.left")
 
 
 def gaussian(rows: int, columns: int) -> torch.Tensor:
@@ -85,10 +84,8 @@ def test_stochastic_rounding_is_twice_as_noisy() -> None:
 
 def test_batches_add_up() -> None:
     x, cast = gaussian(8, 64), Cast("int8", "row")
-    sums = Sums()
-    for part in x.split(4):
-        add_cast(sums, part, cast, 1)
-    assert sums.loss("layer", "output.left") == reading(x, cast)
+    sums = sum(cast_sums(part, cast, 1).sum(0) for part in x.split(4))
+    assert loss_of(sums, "layer", "output.left") == reading(x, cast)
 
 
 def test_every_cast_of_every_layer_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,3 +234,79 @@ def test_what_a_resume_needs_is_there_or_the_record_is_damaged(
     RunWriter.create(tmp_path / "run", run).close()
     with pytest.raises(RecordError, match=rf"run\.toml is damaged: .*{says}"):
         print(read_run(tmp_path / "run").config, read_run(tmp_path / "run").data_fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "says"),
+    [
+        ("steps", '{"step": 2, "loss": "low"}', "line 2 of 5 has loss = 'low', which is no number"),
+        ("steps", '{"step": 2, "edq": [1.0]}', r"edq = \[1\.0\], which is no number"),
+        ("steps", '{"loss": 1.0}', "line 2 of 5 has no step"),
+        ("steps", '{"step": "2"}', "step = '2', which is no whole number"),
+        ("steps", '{"step": "nan"}', "step = nan, which is no whole number"),
+        ("evals", '{"step": 2, "val_loss": {}}', "val_loss = {}, which is no number"),
+        ("events", '{"kind": 3, "step": 1, "message": "a"}', "kind = 3, which is no text"),
+        ("events", '{"kind": "note", "step": 1, "message": ["a"]}', "message = .* no text"),
+        ("gauges", '{"step": 1, "tensors": 5}', "line 2 of 2 has tensors = 5, which is no table"),
+        ("gauges", '{"step": 1, "updates": {"a": 1}}', "a = 1 in updates, which is no list"),
+        (
+            "gauges",
+            '{"step": 1, "histograms": {"weight": [1, "x"]}}',
+            "weight = .* in histograms, which are no numbers",
+        ),
+        ("gauges", '{"step": 1, "logits": {"max": "high"}}', "in logits, which are no numbers"),
+    ],
+)
+def test_a_value_that_no_reader_could_reckon_with_is_refused_with_its_line(
+    name: str, line: str, says: str, folder: Path
+) -> None:
+    file = folder / f"{name}.jsonl"
+    first, *others = file.read_text().splitlines() or ['{"step": 1}']
+    file.write_text("\n".join([first, line, *others]) + "\n")
+    with pytest.raises(RecordError, match=rf"{name}\.jsonl is damaged: .*{says}"):
+        print(read_run(folder).gauges)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 5, "loss": "inf", "own": {"a": ["b"]}, "saturated": null, "skipped": true}',
+        '{"step": 5.0, "loss": "nan"}',
+    ],
+)
+def test_what_nobody_reckons_with_may_be_anything(line: str, folder: Path) -> None:
+    with (folder / "steps.jsonl").open("a") as stream:
+        stream.write(line + "\n")
+    assert len(read_run(folder).steps) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('"abc"', "'abc' is not an object"),
+        ("[1]", r"\[1\] is not an object"),
+        ('{"val_loss": "abc"}', "val_loss = 'abc'"),
+    ],
+)
+def test_a_summary_of_another_kind_is_refused(text: str, says: str, folder: Path) -> None:
+    (folder / "summary.json").write_text(text)
+    with pytest.raises(RecordError, match=rf"summary\.json is damaged: .*{says}"):
+        read_run(folder)
+
+
+def test_settings_of_another_kind_are_refused(tmp_path: Path) -> None:
+    RunWriter.create(tmp_path / "run", {"config": {"recipe": "bfloat16/word", "seed": "one"}}).close()
+    with pytest.raises(RecordError, match=r"run\.toml is damaged: its seed = 'one' is no whole number"):
+        read_run(tmp_path / "run")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pipes with names")
+def test_a_pipe_or_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(pipe)
+    for place in (pipe, folder, tmp_path / "link"):
+        with pytest.raises(RecordError, match="it is no ordinary file"):
+            write_whole(place, b"whole")
+    assert pipe.is_fifo() and {path.name for path in tmp_path.iterdir()} == {"pipe", "folder", "link"}

@@ -136,7 +136,7 @@ def test_a_lost_update_is_an_event_that_names_tensor_and_cure(
 ) -> None:
     config = settings(place, tmp_path / "run", recipe="bfloat16/naive", lr=1e-6, schedule="constant", audit_every=1)
     run = read_run(loop.train(config))
-    warnings = [e for e in run.events if e["kind"] == "warning"]
+    warnings = [e for e in run.events if e["kind"] == "lost_updates"]
     assert any("mlp.down_proj.weight" in e["tensor"] for e in warnings)
     assert all(e["advice"] == "storage 'word'" and e["value"] < 0.9 for e in warnings)
     assert all("'bfloat16'" not in e["message"] and e["tensor"] in e["message"] for e in warnings)

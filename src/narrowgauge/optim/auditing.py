@@ -188,11 +188,19 @@ class Auditor:
             suspicious = sum(de for _, de in products) < THRESHOLD * sum(dd for dd, _ in products)
             reading = read(self.windows[parameter]) if suspicious else None
             stalls = reading is not None and reading.stalls
+            if stalls and reading is not None and reading.lost_fraction == 1 and is_stochastic(storages[parameter]):
+                # Of a rare arrival that has not come yet no spread is known; on average it arrives.
+                stalls = False
             if reading is not None and stalls and not self.alarmed.get(parameter):
                 storage = storages[parameter]
                 result.append(Alarm(names[parameter], storage.name, storage.cure, reading))
             self.alarmed[parameter] = stalls
         return result
+
+
+def is_stochastic(storage: Storage) -> bool:
+    """Whether the stored weight is cut stochastically, so that what a single step loses arrives on average."""
+    return storage.weight.rounding == "stochastic"
 
 
 def audited_parts(length: int, turn: int, row: int = 1) -> list[tuple[slice, bool]]:

@@ -8,7 +8,7 @@ torch's own ``state_dict`` and hooks, uncast and without losing a bit.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.optim.checks import agree, check_rule, check_visible, known_row
 from narrowgauge.optim.elementwise import ADAMW, Rule
 from narrowgauge.optim.kernels import StepKernel
+from narrowgauge.optim.leading import read_leading
 from narrowgauge.optim.matrix import MatrixRule
 from narrowgauge.optim.shards import local_of, placed_like
 from narrowgauge.optim.stores import Bucket, Store, make_stores
@@ -171,6 +172,26 @@ class Keeping(torch.optim.Optimizer):
                 raise KeyError(f"rule '{rule.name}' keeps {('weight', *known)}, not '{name}'")
             return parameter.detach().float().clone() if name == "weight" else torch.zeros_like(parameter).float()
         return placed_like(parameter, self._stores[parameter].stored(name))
+
+    def leading(self, parameters: Iterable[Tensor], count: int, name: str = "weight") -> list[Tensor | None]:
+        """The first values of :meth:`stored` of some parameters, without reading the others.
+
+        Args:
+            parameters: of this optimizer; of a sharded one the part that is here is meant.
+            count: how many of each; fewer where there are fewer.
+            name: ``"weight"``, or a state.
+        Returns:
+            float32 ``[count]`` for each, or ``None`` where nothing is kept under that name yet.
+        """
+        stores = [self._stores.get(parameter) for parameter in parameters]
+        known = [s for s in stores if s is not None and (name == "weight" or name in dict(s.storage.states))]
+        values = dict(zip(map(id, known), read_leading(known, count, name), strict=True))
+        return [values.get(id(store)) for store in stores]
+
+    def num_steps(self, parameter: Tensor) -> int:
+        """Steps that a parameter has taken; 0 before the first."""
+        store = self._stores.get(parameter)
+        return 0 if store is None else store.step
 
     def bytes_per_param(self) -> float:
         """Bytes of weights, gradients (in the parameters' format) and states per parameter, counted from live tensors.

@@ -112,6 +112,9 @@ class Optimizer(Keeping):
         self.compile: bool | None = options["compile"]
         self.loss_scaler: LossScaler | None = options["loss_scaler"]
         self.grad_norm: Tensor | None = None
+        self.last_control: Tensor | None = None
+        # A gradient norm above which a step is skipped; a loop that judges spikes sets it before each step.
+        self.skip_above = math.inf
         self.num_skipped = 0
         self.last_overflow: list[str] = []
         self.last_audit: Tensor | None = None
@@ -158,11 +161,12 @@ class Optimizer(Keeping):
                 kernel.compile_audit_elsewhere(stores[0].parameter.device)
         gradients = [store.owner.grad for store in stores]
         control = self._control([g for g in gradients if g is not None], stores[0].parameter.device)
+        self.last_control = control
         for group, members in work:
             self._advance(group, members, control)
         on_cpu = control.device.type == "cpu"
         # What the host reads later must not hold on to gradients: one flag for each says enough.
-        may_skip = self.max_grad_norm is not None or self.loss_scaler is not None
+        may_skip = self.max_grad_norm is not None or self.loss_scaler is not None or self.skip_above < math.inf
         flagged = may_skip and not on_cpu
         finite = torch._foreach_norm([store.gradient for store in stores], math.inf) if flagged else []
         self._unsettled = (control, stores, list(finite))
@@ -207,7 +211,7 @@ class Optimizer(Keeping):
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self.loss_scaler is not None:
             scale = self.loss_scaler.scale_tensor.to(device)
-        if self.max_grad_norm is None and self.loss_scaler is None:
+        if self.max_grad_norm is None and self.loss_scaler is None and self.skip_above == math.inf:
             return control_scalars(None, None, device, scale, found)
         if self._norm is None:
             self._norm = GradientNorm(compile=self._worth_compiling(sum(g.numel() for g in gradients)))
@@ -216,6 +220,8 @@ class Optimizer(Keeping):
         self.grad_norm = norm if scale is None else norm / scale.to(norm.device)
         if self.loss_scaler is not None:
             self.loss_scaler.update_(control[1] != 0)
+        if self.skip_above < math.inf:
+            control[1] = torch.maximum(control[1], (self.grad_norm > self.skip_above).to(control))
         return control
 
     def settle(self) -> None:

@@ -45,7 +45,7 @@ def training_session(config: TrainConfig, *, compile: bool = True) -> Session:
     count = max(_RANDOM_TOKENS, 2 * config.tokens_per_step)
     tokens = np.random.default_rng(config.seed).integers(0, size, count).astype(np.uint32)
     data = Dataset(Path(), tokens, tokens[:0], {"vocab_size": size, "request": {"held_out": 0}, "notes": []})
-    return build(replace(config, compile=compile, audit_every=0), Path(), data)
+    return build(replace(config, compile=compile, audit_every=0, gauges_every=0), Path(), data)
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -30,7 +30,7 @@ from narrowgauge.profiling.settings import Setting, base_of, settings_of, yardst
 from narrowgauge.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.language_model import LARGE_VOCABULARY
-from narrowgauge.trainer.loop import train_step
+from narrowgauge.trainer.steps import train_step
 
 ROUNDS = 7
 # A part that is shorter is timed as often as makes it so long.

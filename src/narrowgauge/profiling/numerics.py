@@ -8,7 +8,6 @@ batches before.
 from __future__ import annotations
 
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,18 +17,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.computes import COMPUTES, Cast
+from narrowgauge.computes import COMPUTES
 from narrowgauge.matmul.linear import is_linear
 from narrowgauge.matmul.outliers import without_outliers
-from narrowgauge.numerics.quantization import padded, quantize, random_words, rotate, spread
+from narrowgauge.numerics.statistics import cast_and_sum, sqnr_of_sums
 from narrowgauge.profiling.linears import Kind, Shape
 from narrowgauge.profiling.report import Loss
 from narrowgauge.profiling.settings import base_of, casts_made, rows_of
 from narrowgauge.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import prepare_data
-from narrowgauge.trainer.loop import train_step, vocabulary_size
+from narrowgauge.trainer.loop import vocabulary_size
 from narrowgauge.trainer.session import Session, build
+from narrowgauge.trainer.steps import train_step
 
 NUM_BATCHES = 3
 OPERANDS = {
@@ -43,59 +43,11 @@ OPERANDS = {
 """Of each cast, which operand it takes and which of its dimensions the matmul contracts."""
 
 
-@dataclass
-class Sums:
-    """What is added up of one cast over batches, float64 or counts."""
-
-    signal: float = 0.0
-    error: float = 0.0
-    beyond: int = 0
-    zeroed: int = 0
-    nonzero: int = 0
-    total: int = 0
-
-    def loss(self, layer: str, name: str) -> Loss:
-        """The readings."""
-        sqnr = torch.tensor(self.signal / self.error if self.error else torch.inf).log10() * 10
-        shares = self.beyond / max(self.total, 1), self.zeroed / max(self.nonzero, 1)
-        return Loss(layer, name, OPERANDS[name][0], float(sqnr), *shares)
-
-
-def add_cast(
-    sums: Sums, x: Tensor, cast: Cast, dim: int, fold: Tensor | None = None, amax: Tensor | None = None
-) -> Tensor | None:
-    """Cast a matrix and add up what that loses.
-
-    Args:
-        sums: added to.
-        x: ``[rows, columns]``.
-        cast: how.
-        dim: the dimension that the matmul contracts.
-        fold: multiplied into ``x`` first; the other operand's scales.
-        amax: the largest magnitude to scale by, in place of its own.
-    Returns:
-        The outer scale.
-    """
-    meant = padded(without_outliers(x, cast.outliers) if cast.outliers else x, cast, dim).float()
-    words = None
-    if cast.rounding == "stochastic":
-        words = random_words(meant.shape[0], meant.shape[1], torch.zeros((), dtype=torch.int32, device=x.device))
-    quantized = quantize(meant, cast, dim, words=words, fold=fold, amax=amax)
-    meant = meant if fold is None else meant * fold
-    meant = meant if cast.rotation == "none" else rotate(meant, dim)
-    scaled = meant if quantized.inner is None else meant / spread(quantized.inner, meant.shape)
-    scaled = scaled if quantized.outer is None else scaled / quantized.outer
-    # What rounds to the end lies within it: half a spacing more.
-    row = cast.element
-    end = row.max + (0.5 if row.kind == "int" else 2.0 ** (row.max_exponent - row.mantissa_bits - 1))
-    kept = quantized.values()
-    sums.signal += float(meant.double().square().sum())
-    sums.error += float((meant.double() - kept.double()).square().sum())
-    sums.beyond += int((scaled.abs() > end).sum())
-    sums.zeroed += int(((kept == 0) & (meant != 0)).sum())
-    sums.nonzero += int((meant != 0).sum())
-    sums.total += x.numel()
-    return quantized.outer
+def loss_of(sums: Tensor, layer: str, name: str) -> Loss:
+    """The readings of a cast's sums over batches, see :data:`narrowgauge.numerics.statistics.CAST_SUMS`."""
+    _, _, beyond, zeroed, nonzero, total = sums.tolist()
+    shares = beyond / max(total, 1), zeroed / max(nonzero, 1)
+    return Loss(layer, name, OPERANDS[name][0], float(sqnr_of_sums(sums)), *shares)
 
 
 @dataclass
@@ -107,7 +59,7 @@ class Watch:
     """
 
     rows: dict[str, list[str]]
-    sums: dict[tuple[str, str, str], Sums] = field(default_factory=lambda: defaultdict(Sums))
+    sums: dict[tuple[str, str, str], Tensor] = field(default_factory=dict)
     largest: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     outers: dict[tuple[str, str, str], Tensor | None] = field(default_factory=dict)
 
@@ -142,7 +94,9 @@ class Watch:
                     own = COMPUTES[row].casts[name]
                     amax = self.largest.get((layer, operand)) if own.scaling == "delayed" else None
                     fold = self._fold(layer, row, name)
-                    self.outers[layer, row, name] = add_cast(self.sums[layer, row, name], x, own, dim, fold, amax)
+                    source = without_outliers(x, own.outliers) if own.outliers else x
+                    sums, self.outers[layer, row, name] = cast_and_sum(source, own, dim, fold=fold, amax=amax)
+                    self.sums[layer, row, name] = sums.sum(0) + self.sums.get((layer, row, name), 0.0)
         amax, before = x.abs().amax().float().view(1, 1), self.largest.get((layer, operand))
         self.largest[layer, operand] = amax if before is None else torch.maximum(before, amax)
 
@@ -171,7 +125,9 @@ def losses(recipes: Sequence[Recipe], config: TrainConfig) -> list[tuple[Loss, .
         data = prepare_data(config.data, Path(folder), vocab_size=vocabulary, seed=config.seed)
         for base in dict.fromkeys(map(base_of, recipes)):
             own = [recipe for recipe in recipes if base_of(recipe) == base]
-            session = build(replace(config, recipe=base, compile=False, audit_every=0), Path(folder), data)
+            session = build(
+                replace(config, recipe=base, compile=False, audit_every=0, gauges_every=0), Path(folder), data
+            )
             found |= _losses_beside(session, own)
     return [found[recipe] for recipe in recipes]
 
@@ -196,5 +152,5 @@ def _rows(names: Sequence[str], recipe: Recipe) -> dict[str, str]:
 
 
 def _worst_first(watch: Watch, rows: dict[str, str]) -> tuple[Loss, ...]:
-    readings = [s.loss(layer, name) for (layer, row, name), s in watch.sums.items() if row and rows[layer] == row]
+    readings = [loss_of(s, layer, name) for (layer, row, name), s in watch.sums.items() if row and rows[layer] == row]
     return tuple(sorted(readings, key=lambda loss: loss.sqnr_db))

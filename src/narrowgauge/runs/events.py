@@ -7,6 +7,7 @@ what to do. The same rows feed the screen during training, ``events.jsonl``, the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -18,13 +19,30 @@ KINDS: dict[str, str] = {
     "stop": "the run was stopped before its last step, by request or signal",
     "finish": "the last step was done",
     "note": "a choice was made for the user that he may want to know of",
-    "warning": "a gauge crossed its threshold: something is being lost",
-    "skip": "an update was not applied, because a gradient was not finite",
-    "divergence": "the loss or a gradient norm is no longer finite, or far above its past",
+    "warning": "something is being lost that has no kind of its own",
+    "skip": "an update was not applied, because a gradient was not finite or the step was a spike",
+    "divergence": "training goes nowhere: 25 steps in a row failed, or it stopped as --on-spike asks",
+    "rollback": "the run went back to a checkpoint and round the data that led to a spike",
+    "first_bad_value": "the operation that made the first value that is not finite, found by doing the step again",
+    "lost_updates": "a storage loses part of the updates",
+    "noise": "a storage adds more to the updates than they are",
+    "frozen_moments": "second moments no longer follow the gradients",
+    "underflow": "a cast makes much of a tensor zero",
+    "overflow": "a cast cuts off much of a tensor",
+    "outliers": "a tensor's largest values grow away from the others",
+    "attention": "attention logits grow, or attend to one place only",
+    "logits": "the model's logits drift away from zero",
+    "loss_scale": "the loss scale collapses",
+    "loss_spike": "the loss jumped above its past",
+    "gradient_spike": "the gradient norm jumped above its past",
+    "dead_layer": "a layer no longer learns",
+    "nonfinite": "a tensor holds values that are not finite",
     "checkpoint": "a checkpoint was written",
     "checkpoint_damaged": "a checkpoint did not match its manifest and was passed over",
 }
 """Every kind of event and its meaning."""
+
+_LISTENERS: list[Callable[[Event], object]] = []
 
 
 @dataclass(frozen=True)
@@ -71,3 +89,38 @@ class Event:
         """The event of a row; fields this version does not know are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in {"message": "", **row}.items() if name in known})
+
+
+def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:
+    """Be told of every event of every run and gauge of this process, as it happens.
+
+    Law: events are told in the order in which they are written, after they were; what a callback raises ends the run, as
+    any error of the caller's would.
+
+    Args:
+        callback: gets an event with ``kind``, ``step``, ``message`` and, where they apply, ``tensor``, ``value``,
+            ``threshold`` and ``advice``.
+    Returns:
+        A function that ends it.
+    Example:
+        >>> told = []
+        >>> stop = on_event(lambda event: told.append(event.kind))
+        >>> tell(Event("note", 0, "bits may differ"))
+        >>> stop()
+        >>> tell(Event("finish", 9, "done"))
+        >>> told
+        ['note']
+    """
+    _LISTENERS.append(callback)
+
+    def stop() -> None:
+        if callback in _LISTENERS:
+            _LISTENERS.remove(callback)
+
+    return stop
+
+
+def tell(event: Event) -> None:
+    """Tell an event to all who asked; writers of runs and gauges call it once it is written."""
+    for callback in list(_LISTENERS):
+        callback(event)

@@ -116,7 +116,8 @@ def write_whole(path: Path, data: bytes) -> None:
         data: everything the file shall hold.
 
     Raises:
-        RecordError: the operating system refused; ``path`` is as it was.
+        RecordError: the operating system refused, or what lies there is no file (a folder, a device, a pipe), which a
+            rename would do away with; ``path`` is as it was.
 
     Cost: two fsyncs, a few milliseconds.
 
@@ -129,6 +130,8 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     temporary = temporary_name(path)
     with disk_errors(path):
+        if path.exists() and not path.is_file():
+            raise RecordError(f"Cannot write {path}: it is no ordinary file.", "Name a file, new or old.")
         try:
             temporary.write_bytes(data)
             sync_file(temporary)
@@ -171,6 +174,27 @@ def digest(path: Path) -> str:
         while block := stream.read(1 << 20):
             state.update(block)
     return state.hexdigest()
+
+
+@contextlib.contextmanager
+def held_folder(path: Path) -> Iterator[bool]:
+    """Hold a folder for this process alone during the block; nothing is written.
+
+    Args:
+        path: a folder that exists.
+
+    Returns:
+        Whether it is held, as :func:`lock` says.
+    """
+    if sys.platform == "win32":
+        yield True
+        return
+    with disk_errors(path):
+        descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield lock(descriptor, wait=False)
+    finally:
+        os.close(descriptor)
 
 
 def lock(descriptor: int, *, wait: bool) -> bool:

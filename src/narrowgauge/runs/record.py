@@ -6,6 +6,7 @@
     steps.jsonl      a row per optimizer step
     evals.jsonl      a row per evaluation
     events.jsonl     a row per event (see events.py)
+    gauges.jsonl     a row per step that the gauges sampled (see readings.py)
     summary.json     the figures of the finished run
     checkpoints/     see trainer/checkpoint.py
     data/            see trainer/data.py
@@ -24,14 +25,16 @@ import os
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.events import Event
+from narrowgauge.runs.events import Event, tell
 from narrowgauge.runs.files import append_whole, disk_errors, lock, sync_file, write_whole
+from narrowgauge.runs.row_types import TEXT, is_whole, short, wrong_type
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -43,9 +46,9 @@ SCHEMA_VERSION = 1
 
 Row = dict[str, Any]
 
-_ROWS = ("steps", "evals", "events")
-_TEXT = frozenset({"kind", "message", "tensor", "advice"})
+_ROWS = ("steps", "evals", "events", "gauges")
 _NOT_FINITE = frozenset({"nan", "inf", "-inf"})
+_QUOTED = tuple(f'"{name}"'.encode() for name in sorted(_NOT_FINITE))
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,15 @@ class Run:
     evals: list[Row] = field(default_factory=list)
     events: list[Row] = field(default_factory=list)
     summary: Row | None = None
+
+    @cached_property
+    def gauges(self) -> list[Row]:
+        """The rows of ``gauges.jsonl``, read when they are asked for: they are the longest by far.
+
+        Raises:
+            RecordError: a line in the middle of the file is damaged.
+        """
+        return _read_rows(self.path / "gauges.jsonl")
 
     @property
     def config(self) -> Row:
@@ -101,7 +113,8 @@ class Run:
 def read_run(path: str | Path) -> Run:
     """Read a run folder, finished or not, even one that is being written.
 
-    Law: a torn last line is dropped; a damaged line anywhere else is refused.
+    Law: a torn last line is dropped; a damaged line anywhere else is refused, and so is a whole one that has text or a
+    table where readers reckon with a number.
 
     Args:
         path: the run folder.
@@ -122,7 +135,8 @@ def read_run(path: str | Path) -> Run:
     """
     path = Path(path)
     run = _read_run_toml(path)
-    rows = {name: _read_rows(path / f"{name}.jsonl") for name in _ROWS}
+    _require_settings(path / "run.toml", run)
+    rows = {name: _read_rows(path / f"{name}.jsonl") for name in _ROWS if name != "gauges"}
     return Run(path, run, rows["steps"], rows["evals"], rows["events"], _read_summary(path / "summary.json"))
 
 
@@ -179,13 +193,13 @@ class RunWriter:
     def rewind(self, step: int) -> None:
         """Forget what came after a step, because a resume from its checkpoint will write it again.
 
-        Rows of steps and evals from the first one beyond ``step`` on are deleted and kept nowhere, and so is a summary
+        Rows of steps, evals and gauges from the first one beyond ``step`` on are deleted and kept nowhere, and so is a summary
         of more steps. Events stay: they tell what happened, including what was undone.
 
         Args:
             step: the last optimizer step to keep.
         """
-        for name in ("steps", "evals"):
+        for name in ("steps", "evals", "gauges"):
             file = self.path / f"{name}.jsonl"
             length = 0
             for line, row in _whole_lines(file):
@@ -207,8 +221,13 @@ class RunWriter:
         self._append("evals", row)
 
     def event(self, event: Event | Row) -> None:
-        """Append an event to ``events.jsonl``."""
+        """Append an event to ``events.jsonl``, and tell it to those who asked (``ng.on_event``)."""
         self._append("events", event.row() if isinstance(event, Event) else event)
+        tell(event if isinstance(event, Event) else Event.from_row(event))
+
+    def gauge(self, row: Row) -> None:
+        """Append a row to ``gauges.jsonl``; see :mod:`narrowgauge.runs.readings`."""
+        self._append("gauges", row)
 
     def summary(self, row: Row) -> None:
         """Write ``summary.json``, in place of an earlier one."""
@@ -315,7 +334,20 @@ def _whole_lines(file: Path) -> Iterator[tuple[bytes, Row]]:
             raise RecordError(
                 f"{file} is damaged: line {number} of {len(lines)} is not a row ({error}).", "Delete that line."
             ) from error
-        yield line, _revived(row)
+        # A hundred thousand numbers of a long run need no look each.
+        row = _revived(row) if any(name in line for name in _QUOTED) else row
+        if wrong := wrong_type(file.stem, row):
+            raise RecordError(f"{file} is damaged: line {number} of {len(lines)} has {wrong}.", "Delete that line.")
+        yield line, row
+
+
+def _require_settings(file: Path, run: Row) -> None:
+    """What readers reckon with among the settings."""
+    config: Any = run.get("config")
+    for key in ("seed", "steps") if isinstance(config, dict) else ():
+        if key in config and not is_whole(config[key]):
+            reason = f"its {key} = {short(config[key])} is no whole number"
+            raise RecordError(f"{file} is damaged: {reason}.", "Restore the file from a copy.")
 
 
 def _read_summary(file: Path) -> Row | None:
@@ -324,6 +356,10 @@ def _read_summary(file: Path) -> Row | None:
     try:
         with disk_errors(file):
             summary: Row = _revived(json.loads(file.read_bytes()))
+        if not isinstance(summary, dict):
+            raise ValueError(f"{short(summary)} is not an object")
+        if wrong := wrong_type("summary", summary):
+            raise ValueError(f"it has {wrong}")
     except ValueError as error:
         advice = "Delete it; narrowgauge resume writes it again."
         raise RecordError(f"{file} is damaged: {error}.", advice) from error
@@ -350,7 +386,7 @@ def _revived(value: Any, key: str = "") -> Any:
         return {name: _revived(item, name) for name, item in value.items()}
     if isinstance(value, list):
         return [_revived(item, key) for item in value]
-    if isinstance(value, str) and value in _NOT_FINITE and key not in _TEXT:
+    if isinstance(value, str) and value in _NOT_FINITE and key not in TEXT:
         return float(value)
     return value
 

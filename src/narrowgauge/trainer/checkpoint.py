@@ -139,6 +139,32 @@ def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None]) -> 
     return None
 
 
+def go_back(folder: Path, every: int) -> int | None:
+    """Remove the checkpoints that a stop asked for since the last regular one, and say of which step that is.
+
+    A run that was stopped and one that was not then go back to the same place.
+
+    Args:
+        folder: the run folder.
+        every: steps from one regular checkpoint to the next.
+
+    Returns:
+        Steps done at the checkpoint to go back to, or ``None`` without a good one. Where the regular one is gone already,
+        it is the newest that is there.
+    """
+    newest = latest_checkpoint(folder, lambda path, reason: None)
+    if newest is None:
+        return None
+    place = Path(folder) / _FOLDER
+    with disk_errors(place), _writing(place, wait=True):
+        good = [found for found in _listed(place) if not _damage(found.path)]
+        regular = next((found for found in good if found.step % every == 0), newest)
+        for later in good:
+            if later.step > regular.step:
+                _remove(later.path)
+    return regular.step
+
+
 def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Read a checkpoint after checking every byte of it.
 

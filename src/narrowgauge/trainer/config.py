@@ -9,6 +9,7 @@ stated in their help; ``validated`` fills them in, so that the record of a run n
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -21,6 +22,7 @@ from narrowgauge.models import MODELS, get_model
 from narrowgauge.recipes import Recipe, load_toml, parse, parse_table
 
 SCHEDULES = ("cosine", "linear", "constant")
+SPIKE_ACTIONS = ("report", "skip", "rollback", "stop")
 
 # Peak learning rate by number of parameters, up to and without the bound. Between 1 and 100 million it is what small
 # Llamas on source text bear in every storage; from there on the published rates (GPT-3, arXiv 2005.14165, table 2.1).
@@ -128,6 +130,16 @@ class TrainConfig:
         lambda value: value in ACCUMULATIONS,
     )
     audit_every: int = _count(10, "Steps between audits of the update; 0: never.", 0)
+    gauges_every: int = _count(20, "Steps between samples of the gauges; 0: none.", 0)
+    on_spike: str = _setting(
+        "report",
+        "What to do about a spike of loss or gradient norm: report it, skip the batch, rollback to the last checkpoint and go "
+        "round the data, or stop.",
+        f"one of {', '.join(SPIKE_ACTIONS)}",
+        lambda value: value in SPIKE_ACTIONS,
+    )
+    max_rollbacks: int = _count(3, "Rollbacks after which a spike stops the run.", 0)
+    tensorboard: bool = _setting(False, "Also write TensorBoard's event files, to the run folder's tensorboard/.")
     log_every: int = _count(10, "Steps between printed lines; every step is recorded.")
     stop_after: int | None = _count(
         None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]"
@@ -227,6 +239,26 @@ class TrainConfig:
         named._require_sources()
         return replace(named, out=_free_folder(named.model, recipe.name) if named.out is None else named._free_out())
 
+    def located(self) -> TrainConfig:
+        """The same settings with full paths, so that a run or a comparison can go on from any folder.
+
+        Law: idempotent; what is no path here (a preset, ``stdlib``, a name on the hub) stays as it is.
+
+        Returns:
+            The settings.
+        Example:
+            >>> TrainConfig(data=".").located().data == str(Path.cwd())
+            True
+        """
+
+        def full(name: str) -> str:
+            path = Path(name).expanduser()
+            return str(path.resolve()) if path.exists() else name
+
+        model = self.model if self.model in MODELS else full(self.model)
+        data = self.data if self.data == "stdlib" else full(self.data)
+        return replace(self, model=model, data=data, tokenizer=self.tokenizer and full(self.tokenizer))
+
     def to_dict(self) -> dict[str, Any]:
         """A TOML table with a key per setting; None is left out, and a recipe without a name is written out."""
         table = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -297,6 +329,14 @@ class TrainConfig:
             raise NarrowgaugeError(
                 f"a warm-up of {self.warmup_steps} steps was asked for in a run of {self.steps}.",
                 "Lower --warmup-steps.",
+            )
+        if self.on_spike == "rollback" and not self.checkpoint_every:
+            raise NarrowgaugeError(
+                "a rollback to the last checkpoint was asked for, and no checkpoints.", "Give --checkpoint-every."
+            )
+        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise NarrowgaugeError(
+                "files for TensorBoard were asked for, and it is not installed.", "pip install tensorboard."
             )
         model = MODELS.get(self.model)
         if model is not None and self.sequence_length > model.max_positions:

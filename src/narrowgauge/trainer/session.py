@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 import narrowgauge
 from narrowgauge.assembly import compute_scope, prepare
 from narrowgauge.errors import RecordError
+from narrowgauge.gauges.panel import Gauges, attach_gauges
 from narrowgauge.matmul.linear import EmulationNotice, Linears, linears_of
 from narrowgauge.matmul.products import told
 from narrowgauge.numerics.measures import UPDATE_SUMS
@@ -37,6 +38,7 @@ from narrowgauge.trainer import language_model
 from narrowgauge.trainer.checkpoint import latest_checkpoint, save_checkpoint
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset, open_data
+from narrowgauge.trainer.detours import Detour, batch_index
 from narrowgauge.transforms.unit_scaling import fix_batch
 
 
@@ -56,6 +58,10 @@ class Session:
         tokens: tokens trained on.
         seconds: wall time up to the last checkpoint, over all sittings.
         audit_total: the audit's sums over the whole run.
+        gauges: what watches the run, where it is watched.
+        detours: batches that rollbacks went round.
+        loss_scale: by which the last step's loss was multiplied.
+        has_saturated: whether it was told that delayed scales cut values off.
     """
 
     config: TrainConfig
@@ -70,6 +76,10 @@ class Session:
     tokens: int = 0
     seconds: float = 0.0
     audit_total: Tensor = field(default_factory=lambda: torch.zeros(len(UPDATE_SUMS), dtype=torch.float64))
+    gauges: Gauges | None = None
+    detours: list[Detour] = field(default_factory=list)
+    loss_scale: float = 1.0
+    has_saturated: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +105,8 @@ class Session:
     def batch(self) -> list[Tensor]:
         """The micro-batches of the next step: int64 ``[micro_batch_size, sequence_length + 1]`` each."""
         c = self.config
-        tokens = torch.from_numpy(self.data.batch(self.step, c.batch_size, c.sequence_length, c.seed))
+        place = batch_index(self.step, self.detours)
+        tokens = torch.from_numpy(self.data.batch(place, c.batch_size, c.sequence_length, c.seed))
         return list(tokens.to(self.device).split(c.micro_batch_size))
 
     def set_compute(self, evaluating: bool = False) -> None:
@@ -131,7 +142,9 @@ class Session:
         }
         if self.optimizer.loss_scaler is not None:
             state["loss_scaler"] = self.optimizer.loss_scaler.state_dict()
-        return save_checkpoint(self.folder, self.step, tensors, state, self.config.keep_checkpoints)
+        # One that a stop asks for must not take the place of the one that a rollback would go to.
+        extra = self.config.on_spike == "rollback" and self.step % max(1, self.config.checkpoint_every) != 0
+        return save_checkpoint(self.folder, self.step, tensors, state, self.config.keep_checkpoints + extra)
 
     def restore(self, on_damaged: Callable[[Path, str], None]) -> None:
         """Go to the latest good checkpoint, or stay at the start where there is none.
@@ -165,6 +178,8 @@ class Session:
         if self.optimizer.loss_scaler is not None and "loss_scaler" in state:
             self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        if self.gauges is not None:
+            self.gauges.restart(self.step)
         if self.linears is not None:
             self.set_compute()
             histories = {key.removeprefix("matmul."): t for key, t in tensors.items() if key.startswith("matmul.")}
@@ -218,7 +233,9 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     linears = linears_of(model)
     if parse(config.recipe).compute.transform == "unit":
         fix_batch(model, sequence_length=config.sequence_length, tokens=config.tokens_per_step)
-    return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator, linears)
+    # Before anything is compiled, which would otherwise not know of them.
+    gauges = attach_gauges(model, optimizer, every=config.gauges_every, alarms=False) if config.gauges_every else None
+    return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator, linears, gauges=gauges)
 
 
 def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:

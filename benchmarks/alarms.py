@@ -1,0 +1,161 @@
+"""What a run notices by itself: faults that it must tell of, and healthy runs that it must leave in peace.
+
+Claim: every fault of ``faults.py`` is told of within the stated steps or samples of the gauges, by an event of the expected
+kind that names the right tensor; and of at least 20 healthy runs across recipes none raises a serious alarm
+(``narrowgauge.runs.watching.detectors.SERIOUS``). Other alarms of healthy runs are counted beside.
+
+Yardstick: the table of faults, made before the runs. Each fault strikes a run of its own, at a step at which gauges have been
+read a few times; it is in time when the event comes no later than the column *by*. The last column has every other
+alarm of that run since: a fault has consequences, so they are not false. Gauges are sampled more often than by default, so
+that a short run has as many readings as a longer one; what is due in samples then comes as much later in steps.
+Healthy runs have the trainer's own rates and schedule; ``naive``, which loses updates at those, has a larger constant one.
+
+Run: ``./dev bench alarms [--faults …] [--recipes …] [--quick]``. No times are taken, so ``--rounds`` has no effect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from faults import FAULTS, Fault, struck
+from timing import Report, Row, parser
+
+from narrowgauge.matmul.linear import EmulationNotice
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.watching.detectors import DETECTORS, SERIOUS
+from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.loop import train
+
+_USUAL = (
+    "bfloat16/word", "bfloat16/compact", "bfloat16/states8", "bfloat16/master", "bfloat16/exact", "bfloat16/split",
+    "bfloat16/split8", "bfloat16/stochastic", "bfloat16/kahan", "bfloat16/collage-plus", "bfloat16/float32",
+    "float32/float32", "int8-row/word", "int8-row/states8", "float8-row/word", "float8-tensor/word",
+    "float8-delayed/word", "float8-block/split", "float8-tensor-e5m2/word", "mxfp8/word", "mxfp4/word",
+    "nvfp4/compact", "unit/word", "scalify/word", "float16/split",
+)  # fmt: skip
+HEALTHY: dict[str, Mapping[str, Any]] = {
+    **{recipe: {} for recipe in _USUAL},
+    "bfloat16/naive": {"lr": 1e-2, "schedule": "constant"},
+}
+"""Recipes of healthy runs, and settings that differ from the trainer's own."""
+ALARMS = {row.kind for row in DETECTORS.values()} | {"first_bad_value", "warning", "divergence"}
+"""Kinds of event that are a word of warning."""
+STRUCK_AT, EVERY_STRUCK, EVERY_HEALTHY = 41, 10, 5
+
+
+def run_of(folder: Path, options: argparse.Namespace, within: AbstractContextManager[None], **settings: Any) -> Run:
+    """One run, without a word on the screen."""
+    given = {"log_every": 1 << 20, "eval_every": 0, "checkpoint_every": 0, "eval_batches": 2, **settings}
+    config = TrainConfig(
+        model=options.model,
+        batch_size=options.batch_size,
+        sequence_length=options.sequence_length,
+        out=str(folder),
+        **given,
+    )
+    quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    with within, quiet[0], quiet[1]:
+        train(config)
+    return read_run(folder)
+
+
+def counted(events: Sequence[Mapping[str, Any]]) -> str:
+    """Alarms by kind: how many, and the first one's step."""
+    alarms = [event for event in events if event["kind"] in ALARMS]
+    first = {event["kind"]: event["step"] for event in reversed(alarms)}
+    numbers = Counter(event["kind"] for event in alarms)
+    told = [f"{kind}{f' ×{n}' if n > 1 else ''} @{first[kind]}" for kind, n in numbers.items()]
+    return ", ".join(told) or "none"
+
+
+def fault_row(fault: Fault, folder: Path, options: argparse.Namespace) -> Row:
+    """The table's row of a fault."""
+    every, at = fault.settings.get("gauges_every", EVERY_STRUCK), fault.at(STRUCK_AT)
+    by = fault.deadline(at, every)
+    settings = {"gauges_every": every, "schedule": "constant", "steps": by + 1, **fault.settings}
+    run = run_of(folder, options, struck(fault, at), **settings)
+    told = fault.told(run.events, at) or {}
+    others = [event for event in run.events if event["step"] >= at and not fault.is_told_by(event)]
+    return {
+        "": fault.name,
+        "recipe": run.config["recipe"],
+        "struck at": str(at),
+        "expected": " or ".join(fault.kinds),
+        "by": str(by),
+        "told at": str(told.get("step", "never")),
+        "names": told.get("tensor", "the run" if told else ""),
+        "in time": "yes" if told and told["step"] <= by else "NO",
+        "before it": counted([event for event in run.events if event["step"] < at]),
+        "other alarms": counted(others),
+    }
+
+
+def healthy_row(recipe: str, folder: Path, options: argparse.Namespace) -> Row:
+    """The table's row of a healthy run."""
+    settings = {"steps": options.steps, "gauges_every": EVERY_HEALTHY, "recipe": recipe, **HEALTHY.get(recipe, {})}
+    run = run_of(folder, options, nullcontext(), **settings)
+    serious = [event for event in run.events if event["kind"] in SERIOUS]
+    light = [event for event in run.events if event["kind"] not in SERIOUS]
+    return {
+        "": recipe,
+        "lr": f"{run.config['lr']:g}",
+        "validation loss": run.summary["val_loss"] if run.summary is not None else float("nan"),
+        "readings": len(run.gauges),
+        "serious alarms": counted(serious),
+        "of": ", ".join(dict.fromkeys(event.get("tensor") or "the run" for event in serious)),
+        "others": counted(light),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    flags = parser(__doc__, rounds=1)
+    flags.add_argument("--model", default="llama-1m", help="a preset (default llama-1m)")
+    flags.add_argument("--faults", nargs="*", choices=list(FAULTS), default=list(FAULTS), metavar="FAULT")
+    flags.add_argument("--recipes", nargs="*", default=list(HEALTHY), metavar="RECIPE", help="of healthy runs")
+    flags.add_argument("--steps", type=int, default=120, help="of a healthy run")
+    flags.add_argument("--batch-size", type=int, default=8, help="sequences per step")
+    flags.add_argument("--sequence-length", type=int, default=128, help="tokens per sequence")
+    options = flags.parse_args(arguments)
+    report = Report("alarms", options)
+    warnings.simplefilter("ignore", EmulationNotice)
+    if options.quick:
+        vars(options).update({"batch_size": 2, "sequence_length": 32, "steps": 20})
+        options.faults, options.recipes = options.faults[:2], options.recipes[:2]
+    tell(report, options)
+    return report.end()
+
+
+def tell(report: Report, options: argparse.Namespace) -> None:
+    """Run everything and print both tables; a line as each is done, since it takes minutes."""
+    rows: list[Row] = []
+    healthy: list[Row] = []
+    with tempfile.TemporaryDirectory() as place:
+        for number, name in enumerate(options.faults):
+            rows.append(fault_row(FAULTS[name], Path(place) / f"fault{number}", options))
+            print(f"{name}: told at {rows[-1]['told at']}, in time {rows[-1]['in time']}", flush=True)
+        for number, name in enumerate(options.recipes):
+            healthy.append(healthy_row(name, Path(place) / f"healthy{number}", options))
+            print(f"{name}: {healthy[-1]['serious alarms']}; {healthy[-1]['others']}", flush=True)
+    tokens = f"{options.model}, {options.batch_size} × {options.sequence_length} tokens a step"
+    report.add(f"faults, {tokens}, gauges every {EVERY_STRUCK} steps unless a fault says otherwise", rows)
+    report.add(f"healthy runs, {tokens}, {options.steps} steps, gauges every {EVERY_HEALTHY}", healthy)
+    noticed = sum(row["in time"] == "yes" for row in rows)
+    cried = sum(row["serious alarms"] != "none" for row in healthy)
+    other = sum(row["others"] != "none" for row in healthy)
+    report.note(f"{noticed} of {len(rows)} faults told in time")
+    report.note(f"{cried} of {len(healthy)} healthy runs raised a serious alarm, {other} one of another kind")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

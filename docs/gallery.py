@@ -1,0 +1,134 @@
+"""The gallery: pages on runs that were kept, made anew from their run folders at each build of the documentation.
+
+A page holds two megabytes of Plotly and some hundred kilobytes of figures, so pages are not kept; the run folders are, in
+``docs/gallery/runs/PAGE/RUN``, thin enough for a repository. MkDocs calls :func:`on_files`, which adds the pages to the
+site. By hand::
+
+    python docs/gallery.py write FOLDER            every page, as FOLDER/PAGE.html
+    python docs/gallery.py take PAGE RUN…          keep the run folders RUN… as those of a page
+
+What is kept of a run: ``run.toml``, with names in place of paths; ``evals.jsonl``, ``events.jsonl`` and ``summary.json``
+as they were; ``gauges.jsonl``, where there is one, of the first seed; of ``steps.jsonl`` the columns of :data:`DIGITS`,
+shortened to so many digits. The verdict of the kept runs
+is that of the whole ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+import narrowgauge
+
+RUNS = Path(__file__).parent / "gallery" / "runs"
+
+TITLES = {
+    "first-minute": "What ./dev train shows: a llama-1m at a small learning rate",
+    "storages": "Storages of a llama-1m at a learning rate of 1e-3",
+    "storages-small-rate": "Storages of a llama-1m at a learning rate of 1e-4",
+    "storages-8m": "Storages of a llama-8m at a learning rate of 3e-4",
+    "computes": "Computes of a llama-1m at a learning rate of 1e-3",
+}
+"""The pages, and what stands on top of each."""
+
+DIGITS = {
+    "step": 0, "loss": 7, "lr": 4, "grad_norm": 5, "tokens": 0, "seconds": 6, "skipped": 0, "saturated": 0, "loss_scale": 9,
+    "spike": 0, "edq": 6, "noise": 4, "lost_fraction": 4, "unseen_fraction": 4,
+}  # fmt: skip
+"""The columns of ``steps.jsonl`` that are kept, with their digits; 0 keeps a value as it is."""
+
+_AS_THEY_ARE = ("evals.jsonl", "events.jsonl", "summary.json")
+
+
+def page(name: str, runs: Path = RUNS) -> str:
+    """The HTML of one page.
+
+    Args:
+        name: a key of :data:`TITLES`.
+        runs: where its folder lies.
+    """
+    # Here: MkDocs loads this file for every command, and a page needs what the others do not.
+    from narrowgauge.runs.pages.page import render
+
+    found = [narrowgauge.read_run(file.parent) for file in sorted((runs / name).glob("*/run.toml"))]
+    found.sort(key=lambda run: -round((run.summary or {}).get("bytes_per_param", 0.0), 1))  # as the tables list them
+    compared = narrowgauge.compare_runs(found)
+    return render(found, rows=list(compared.rows), verdict=list(compared.verdict), title=TITLES[name])
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages to the site, so that links to them are checked as all others are; MkDocs calls this."""
+    from mkdocs.structure.files import File
+
+    for name in TITLES:
+        files.append(File.generated(config, f"gallery/{name}.html", content=page(name)))
+    return files
+
+
+def take(folder: Path, runs: Path) -> Path:
+    """Keep one run, thin, in the folder of a page; its new place."""
+    run = narrowgauge.read_run(folder)
+    place = runs / f"{str(run.config['recipe']).replace('/', '-')}-seed{run.config['seed']}"
+    place.mkdir(parents=True)
+    (place / "run.toml").write_text(tomli_w.dumps(_without_paths(run.run, place.name)), encoding="utf-8")
+    lines = (json.dumps(_shortened(row), separators=(",", ":"), allow_nan=False) + "\n" for row in run.steps)
+    (place / "steps.jsonl").write_text("".join(lines), encoding="utf-8")
+    sampled = ("gauges.jsonl",) if run.config["seed"] == 0 else ()
+    for file in (*_AS_THEY_ARE, *sampled):
+        if (folder / file).exists():
+            shutil.copyfile(folder / file, place / file)
+    return place
+
+
+def _without_paths(run: dict[str, Any], name: str) -> dict[str, Any]:
+    """What was asked for, without where it lay and which kernel the machine ran."""
+    plain = {key: Path(run["config"][key]).name for key in ("model", "data", "tokenizer") if key in run["config"]}
+    machine = run.get("machine", {})
+    system = {"system": str(machine["system"]).partition("-")[0]} if "system" in machine else {}
+    return run | {"config": run["config"] | plain | {"out": name}, "machine": machine | system}
+
+
+def _shortened(row: dict[str, Any]) -> dict[str, Any]:
+    """The columns that are kept; a step that was not skipped does not say so, and what JSON has no word for is a name."""
+    kept = {key: row[key] for key in DIGITS if row.get(key) not in (None, False)}
+    return {key: _rounded(value, DIGITS[key]) for key, value in kept.items()}
+
+
+def _rounded(value: Any, digits: int) -> Any:
+    if not isinstance(value, float) or not digits:
+        return value
+    short = float(f"{value:.{digits}g}")
+    return short if abs(short) < float("inf") else str(short)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write pages, or keep runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    write = commands.add_parser("write", help="write every page")
+    write.add_argument("folder", type=Path)
+    keep = commands.add_parser("take", help="keep runs, thin, as those of a page")
+    keep.add_argument("page", choices=TITLES)
+    keep.add_argument("runs", nargs="+", type=Path)
+    asked = parser.parse_args(arguments)
+    if asked.command == "take":
+        for folder in asked.runs:
+            print(take(folder, RUNS / asked.page))
+        return 0
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    for name in TITLES:
+        file = asked.folder / f"{name}.html"
+        file.write_text(page(name), encoding="utf-8")
+        print(file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

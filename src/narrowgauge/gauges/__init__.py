@@ -1,0 +1,1 @@
+"""Eyes: gauges that watch a training step, and the search for its first bad value."""

@@ -1,0 +1,1 @@
+"""The page: figures and tables of runs as one document that opens from a disk."""

@@ -1,0 +1,289 @@
+// The page's one script: it dresses the figures, draws them, and answers to its buttons. Nothing here fetches anything.
+"use strict";
+(() => {
+  const root = document.documentElement;
+  const all = (query, from = document) => [...from.querySelectorAll(query)];
+  const read = (id) => document.getElementById(id).textContent;
+  const NARROW = 520; // pixels below which a figure shows less text
+  const figures = {}; // what is drawn, by name: {spec, view, log}
+  const hidden = new Set(); // places of recipes that the reader switched off
+  let data;
+
+  root.classList.add("scripted");
+  root.dataset.drawn = "0";
+
+  // ── light and dark ──────────────────────────────────────────────────────────────────────────────────────────────
+  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+  const asked = () => ["#dark", "#light"].includes(location.hash) && location.hash.slice(1);
+  const kept = () => { try { return localStorage.getItem("narrowgauge-theme"); } catch { return null; } };
+  const keep = (theme) => { try { localStorage.setItem("narrowgauge-theme", theme); } catch { /* a file may have no storage */ } };
+  const isDark = () => (root.dataset.theme || (prefersDark.matches ? "dark" : "light")) === "dark";
+
+  function dressPage(theme) {
+    if (theme === "dark" || theme === "light") root.dataset.theme = theme;
+    document.getElementById("theme").setAttribute("aria-label", isDark() ? "Switch to light" : "Switch to dark");
+    drawAll();
+  }
+
+  // Colours in the figures are names like "@c2" or "@c2/0.2": properties of the style sheet, with an opacity.
+  const probe = document.createElement("i");
+  probe.hidden = true;
+  let palette = {};
+  function colourOf(name) {
+    if (!(name in palette)) {
+      const [property, opacity] = name.slice(1).split("/");
+      probe.style.color = `var(--${property})`;
+      const parts = getComputedStyle(probe).color.match(/[\d.]+/g).map(Number);
+      palette[name] = `rgba(${parts.slice(0, 3).join(",")},${opacity ?? parts[3] ?? 1})`;
+    }
+    return palette[name];
+  }
+  const COLOUR_KEYS = new Set(["color", "fillcolor", "bgcolor", "bordercolor"]);
+  function dressed(value, key) {
+    if (typeof value === "string") return COLOUR_KEYS.has(key) && value[0] === "@" ? colourOf(value) : value;
+    if (key === "colorscale") return value.map(([at, name]) => [at, colourOf(name)]);
+    if (!value || typeof value !== "object" || ["x", "y", "z", "text", "customdata", "ticktext", "meta"].includes(key)) return value;
+    if (Array.isArray(value)) return value.map((item) => dressed(item, key));
+    return Object.fromEntries(Object.entries(value).map(([name, item]) => [name, dressed(item, name)]));
+  }
+
+  // ── drawing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+  const CONFIG = { responsive: true, displaylogo: false, displayModeBar: false };
+  const clipped = (label, most) => {
+    const letters = label.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&");
+    if (letters.length <= most) return label;
+    const short = letters.slice(0, Math.ceil(most / 3)) + "…" + letters.slice(-Math.floor((2 * most) / 3));
+    return short.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+  };
+
+  function layoutOf(spec, width, log) {
+    const narrow = width < NARROW;
+    const layout = dressed(structuredClone(spec.layout));
+    const axis = { exponentformat: "power", gridcolor: "@grid", linecolor: "@line", zerolinecolor: "@muted", zeroline: false, automargin: true, tickcolor: "@line" };
+    for (const name of Object.keys(layout).filter((name) => /^[xy]axis\d*$/.test(name))) {
+      const asked = layout[name];
+      layout[name] = { ...dressedAxis(axis), ...asked };
+      if (log.has(name)) Object.assign(layout[name], { type: "log", autorange: true });
+      if (layout[name].type === "log") layout[name] = { dtick: undefined, minor: { showgrid: false }, ...layout[name] };
+      if (asked.title) layout[name].title = { ...asked.title, standoff: 10, font: { size: 12, color: colourOf("@muted") } };
+      if (asked.ticktext) layout[name].ticktext = asked.ticktext.map((label) => (narrow ? clipped(label.replace(/^(\w+:)?[a-z_.]*\.(?=\d+\.)/, "$1"), 20) : clipped(label, 46)));
+      if (narrow && name.startsWith("x")) layout[name].nticks = 6;
+      if (narrow && layout[name].dtick === 8) layout[name].dtick = 16;
+    }
+    return {
+      paper_bgcolor: "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: getComputedStyle(document.body).fontFamily, size: narrow ? 11 : 12, color: colourOf("@muted") },
+      margin: { l: narrow ? 44 : 56, r: narrow ? 10 : 18, t: 12, b: 44, pad: 2 },
+      hovermode: "closest",
+      hoverlabel: { bgcolor: colourOf("@card"), bordercolor: colourOf("@line"), font: { color: colourOf("@ink"), size: 12 }, namelength: -1, align: "left" },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colourOf("@muted"), activecolor: colourOf("@accent"), orientation: "v" },
+      showlegend: false,
+      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { color: colourOf("@ink") }, itemclick: false, itemdoubleclick: false },
+      dragmode: narrow ? false : "zoom",
+      ...layout,
+    };
+  }
+  const dressedAxis = (axis) => Object.fromEntries(Object.entries(axis).map(([key, value]) => [key, typeof value === "string" ? colourOf(value) : value]));
+
+  function tracesOf(spec, view) {
+    return spec.data.map((trace) => {
+      const meta = trace.meta || {};
+      const visible = !(view && meta.view && meta.view !== view) && !hidden.has(meta.group);
+      return { ...dressed(trace), visible };
+    });
+  }
+
+  function draw(name) {
+    const { spec, view, log } = figures[name];
+    const place = document.querySelector(`[data-plot="${name}"]`);
+    if (!place || !spec) return undefined;
+    const layout = layoutOf(spec, place.clientWidth, log);
+    // The range was chosen for the first view; another shows everything.
+    if ((view ?? null) !== (spec.view ?? null) && layout.yaxis.range) delete layout.yaxis.range;
+    place.style.minHeight = `${layout.height}px`;
+    return Plotly.react(place, tracesOf(spec, view), layout, CONFIG).then(() => { place.dataset.ready = "yes"; });
+  }
+  function drawAll() {
+    if (!window.Plotly || !data) return;
+    palette = {};
+    Promise.all(Object.keys(figures).map(draw)).then(() => { root.dataset.drawn = String(all("[data-ready]").length); }, complain);
+  }
+  function show(name, spec, view) {
+    const before = figures[name] || { log: new Set() };
+    figures[name] = { ...before, spec, view: view ?? before.view };
+  }
+
+  // ── inside one run ──────────────────────────────────────────────────────────────────────────────────────────────
+  const choices = (name) => all(`[data-choice="${name}"]`);
+  const chosen = (name) => choices(name)[0]?.value;
+
+  const isNarrow = (name) => document.querySelector(`[data-plot="${name}"]`).clientWidth < NARROW;
+
+  function showHeat() {
+    const select = choices("measure")[0];
+    if (!select) return;
+    const maps = data.gauges[chosen("run")].heat;
+    for (const option of select.options) option.disabled = !(option.value in maps);
+    if (!(select.value in maps)) select.value = Object.keys(maps)[0] ?? "";
+    const map = maps[select.value];
+    const caption = document.getElementById("heat-how");
+    if (!map) { caption.textContent = "The gauges of this run took no readings per tensor."; return; }
+    caption.textContent = map.how;
+    const [trace] = map.data;
+    const { names, log } = trace.meta;
+    const digits = (z) => (z === null ? "" : log ? Number((10 ** z).toPrecision(2)).toString() : z.toString());
+    const customdata = trace.z.map((row, place) => row.map((z) => [names[place], digits(z)]));
+    const ticks = log ? { tickprefix: "10<sup>", ticksuffix: "</sup>", dtick: 1 } : {};
+    const colorbar = { thickness: 10, outlinewidth: 0, ...ticks, ...(isNarrow("heat") ? { orientation: "h", y: 1, yanchor: "bottom", len: 1, lenmode: "fraction" } : { x: 1.01 }) };
+    const hovertemplate = "%{customdata[0]}<br>%{customdata[1]} at step %{x}<extra></extra>";
+    const layout = isNarrow("heat") ? withTitleBelow(map.layout) : map.layout;
+    show("heat", { data: [{ ...trace, customdata, colorbar, hovertemplate }], layout });
+  }
+
+  // Where a colour bar lies on top, Plotly puts the title of the steps between their ticks; here it gets a line of its own.
+  function withTitleBelow(layout) {
+    const { title, ...xaxis } = layout.xaxis;
+    const said = { text: title.text, xref: "paper", x: 0.5, showarrow: false, yref: "paper", y: 0, yanchor: "top", yshift: -20, font: { color: "@muted", size: 12 } };
+    return { ...layout, xaxis, annotations: [said] };
+  }
+
+  function showRanges() {
+    const slider = choices("step")[0];
+    if (!slider) return;
+    const spec = data.gauges[chosen("run")].histogram;
+    const said = document.getElementById("step-said");
+    if (!spec) { said.textContent = "This run has no histograms."; return; }
+    const last = spec.steps.length - 1;
+    if (Number(slider.max) !== last) { slider.max = last; slider.value = last; }
+    const at = Number(slider.value);
+    slider.setAttribute("aria-valuetext", `step ${spec.steps[at]}`);
+    said.textContent = `${spec.steps[at]} (${at + 1} of ${last + 1} sampled)`;
+    const format = data.formats.find((row) => row.name === chosen("format"));
+    const annotations = [];
+    const traces = spec.data.map((trace, panel) => {
+      if (trace.type !== "bar") {
+        const mine = trace.meta.format === format.name;
+        return { ...trace, line: { ...trace.line, color: mine ? "@accent" : "@muted" }, opacity: mine ? 1 : 0.55 };
+      }
+      const y = spec.frames[at][panel];
+      annotations.push(panelTitle(trace, y, format, panel));
+      return { ...trace, y: y || [] };
+    });
+    const edge = (x, dash) => ({ type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: "@accent", width: 1, dash } });
+    const shapes = [
+      { type: "rect", xref: "x", yref: "paper", x0: format.normal, x1: format.max, y0: 0, y1: 1, fillcolor: "@band", line: { width: 0 }, layer: "below" },
+      edge(format.subnormal, "dot"), edge(format.normal, "solid"), edge(format.max, "solid"),
+    ];
+    show("ranges-figure", { data: traces, layout: withNames("ranges-figure", { ...spec.layout, shapes, annotations }) });
+  }
+
+  // On a narrow page the names of lines stand above them, not beside.
+  function withNames(figure, layout) {
+    if (!isNarrow(figure)) return layout;
+    const names = layout.yaxis.ticktext.map((text, line) => ({
+      text: clipped(text, 46), xref: "paper", x: 0, xanchor: "left", xshift: 8, showarrow: false, yref: "y", y: line, yanchor: "bottom", yshift: 3,
+      font: { color: "@muted", size: 10 },
+    }));
+    return { ...layout, yaxis: { ...layout.yaxis, showticklabels: false }, annotations: [...(layout.annotations || []), ...names] };
+  }
+
+  function panelTitle(trace, y, format, panel) {
+    const outside = (test) => (y || []).reduce((sum, value, place) => sum + (test(trace.x[place]) ? value || 0 : 0), 0);
+    const [tooSmall, tooLarge] = [(x) => x < format.zero_below, (x) => x > format.last];
+    const narrow = isNarrow("ranges-figure");
+    const percent = (value) => Number((100 * value).toPrecision(3)).toString();
+    const both = narrow ? `${percent(outside(tooSmall) + outside(tooLarge))} % outside` : `${percent(outside(tooSmall))} % to zero, ${percent(outside(tooLarge))} % over`;
+    const reading = y ? both : "not sampled at this step";
+    return {
+      text: `<b>${trace.meta.title}</b>  ${reading}`, xref: "paper", x: 0, xanchor: "left", showarrow: false,
+      yref: `y${panel + 2} domain`, y: 1, yanchor: "bottom", font: { color: "@ink", size: narrow ? 11 : 12 },
+    };
+  }
+
+  // ── what the reader does ────────────────────────────────────────────────────────────────────────────────────────
+  const redraw = (name) => Promise.resolve(draw(name)).catch(complain);
+  function listen() {
+    document.getElementById("theme").addEventListener("click", () => { keep(isDark() ? "light" : "dark"); dressPage(kept() || (isDark() ? "light" : "dark")); });
+    prefersDark.addEventListener("change", () => dressPage());
+    addEventListener("hashchange", () => asked() && dressPage(asked()));
+    for (const button of all("[data-group]")) button.addEventListener("click", () => {
+      const place = Number(button.dataset.group);
+      const shown = button.getAttribute("aria-pressed") !== "true";
+      button.setAttribute("aria-pressed", shown);
+      if (shown) hidden.delete(place); else hidden.add(place);
+      Object.keys(figures).forEach(redraw);
+    });
+    for (const button of all("[data-view]")) button.addEventListener("click", () => {
+      const { figure, view } = button.dataset;
+      for (const other of all(`[data-view][data-figure="${figure}"]`)) other.setAttribute("aria-pressed", other === button);
+      figures[figure].view = view;
+      redraw(figure);
+    });
+    for (const button of all("[data-log]")) button.addEventListener("click", () => {
+      const pressed = button.getAttribute("aria-pressed") !== "true";
+      button.setAttribute("aria-pressed", pressed);
+      figures[button.dataset.figure].log[pressed ? "add" : "delete"](button.dataset.log);
+      redraw(button.dataset.figure);
+    });
+    for (const select of choices("run")) select.addEventListener("change", () => {
+      for (const other of choices("run")) other.value = select.value;
+      showHeat(); showRanges(); redraw("heat"); redraw("ranges-figure");
+    });
+    for (const select of choices("measure")) select.addEventListener("change", () => { showHeat(); redraw("heat"); });
+    for (const select of [...choices("format"), ...choices("step")]) select.addEventListener("input", () => { showRanges(); redraw("ranges-figure"); });
+  }
+
+  function makeSortable(table) {
+    const heads = all("thead th", table);
+    heads.forEach((head, place) => {
+      if (!("sort" in head.dataset)) return;
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = head.textContent;
+      head.replaceChildren(button);
+      button.addEventListener("click", () => {
+        const descending = head.getAttribute("aria-sort") === "ascending";
+        for (const other of heads) other.removeAttribute("aria-sort");
+        head.setAttribute("aria-sort", descending ? "descending" : "ascending");
+        const key = (row) => { const cell = row.cells[place]; return cell.dataset.value === undefined ? cell.textContent : cell.dataset.value === "" ? Infinity : Number(cell.dataset.value); };
+        const order = (a, b) => (typeof a === "number" ? a - b : a.localeCompare(b));
+        const rows = [...table.tBodies[0].rows].sort((a, b) => order(key(a), key(b)));
+        table.tBodies[0].append(...(descending ? rows.reverse() : rows));
+      });
+    });
+  }
+
+  // ── beginning ───────────────────────────────────────────────────────────────────────────────────────────────────
+  function complain(error) {
+    const trouble = document.getElementById("trouble");
+    trouble.hidden = false;
+    trouble.textContent = `The figures cannot be drawn here: ${error.message || error}`;
+    console.error(error);
+  }
+  async function inflated(letters) {
+    if (!window.DecompressionStream) throw new Error("this browser is too old (Chrome 80, Firefox 113 or Safari 16.4 can).");
+    const bytes = Uint8Array.from(atob(letters), (letter) => letter.charCodeAt(0));
+const unpacking = new DecompressionStream("gzip");
+    const writer = unpacking.writable.getWriter();
+    writer.write(bytes).then(() => writer.close()).catch(() => { /* the reader below hears of it too */ });
+    return new Response(unpacking.readable).text();
+  }
+  async function begin() {
+    document.body.append(probe);
+    all("table.sortable").forEach(makeSortable);
+    if (asked() || kept()) root.dataset.theme = asked() || kept();
+    data = JSON.parse(read("data"));
+    data.gauges = JSON.parse(await inflated(read("gauges")));
+    const script = document.createElement("script");
+    script.textContent = await inflated(read("plotly"));
+    document.head.append(script);
+    for (const [name, figure] of Object.entries(data.figures)) show(name, figure, figure.view);
+    if (data.strip) show("strip", { ...data.strip, layout: withNames("strip", data.strip.layout) });
+    showHeat();
+    showRanges();
+    listen();
+    dressPage();
+  }
+  begin().catch(complain);
+})();

@@ -1,0 +1,99 @@
+"""How the recipes of a page stand beside each other: which are not to be used, and which is best beyond chance.
+
+A table that prints the lowest number in bold gives a prize for luck. So a figure that varies from run to run is told as
+the best only where the seeds tell it apart from those of every other recipe that is fit for use: a loss by the interval
+of the paired differences, time and memory where every seed agrees. Bytes per parameter do not vary; less than a tenth of
+one is a few vectors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from narrowgauge.runs.comparing.comparison import Comparison
+from narrowgauge.runs.comparing.evidence import Evidence
+from narrowgauge.runs.comparing.intervals import interval
+from narrowgauge.runs.comparing.names import seed_of
+from narrowgauge.runs.comparing.trials import Trial, divergence, late_reading
+from narrowgauge.runs.pages.groups import Group
+from narrowgauge.runs.pages.series import number
+from narrowgauge.runs.record import Row
+
+MARGIN = 1.1
+"""With one seed in common, a figure of time or memory is apart from another where it is so many times as good."""
+
+
+def trials_of(group: Group) -> list[Trial]:
+    """The runs of a group as the comparison asks them."""
+    return [Trial(group.label, seed_of(run), run, divergence(run)) for run in group.runs]
+
+
+def faults_of(groups: Sequence[Group], found: Comparison | None) -> dict[str, list[str]]:
+    """Why recipes are not to be used, as the verdict has it: by label, ends of sentences that begin with it.
+
+    Args:
+        groups: of the page.
+        found: the comparison of the same runs.
+    """
+    if found is None:
+        return {}
+    rows = {str(row["recipe"]): row for row in found.rows}
+    trials = {group.label: trials_of(group) for group in groups}
+    differences = {row.recipe: row for row in found.differences}
+    evidence = Evidence({label: trials[label] for label in rows}, rows, found.yardstick, differences, found.equal_time)
+    return {label: why for label, why in evidence.faults.items() if why}
+
+
+def late_of(group: Group | None, figure: str) -> float | None:
+    """What the audit read last of the runs that count: the figure that the verdict judges by."""
+    return number(late_reading(trials_of(group), figure)) if group is not None else None
+
+
+def best_of(
+    figure: str, is_low: bool, rows: Sequence[Row], members: Mapping[str, Group], out: Mapping[str, object]
+) -> frozenset[str]:
+    """The recipes whose figure is the best beyond chance: one, several that spend the same, or none.
+
+    Args:
+        figure: a column of ``rows``.
+        is_low: whether less is better.
+        rows: of ``compare.json``.
+        members: the groups, by label.
+        out: recipes not to be used, which are no one's measure.
+    """
+    known = {
+        str(row.get("recipe")): value
+        for row in rows
+        if not row.get("diverged") and row.get("recipe") not in out and (value := number(row.get(figure))) is not None
+    }
+    if len(known) < 2:
+        return frozenset()
+    if figure == "bytes_per_param":
+        sizes = {label: round(value, 1) for label, value in known.items()}
+        least = {label for label, size in sizes.items() if size == min(sizes.values())}
+        return frozenset(least if len(least) < len(sizes) else ())
+    first = (min if is_low else max)(known, key=lambda label: known[label])
+    others = [members.get(label) for label in known if label != first]
+    return frozenset([first] if all(_leads(figure, is_low, members.get(first), other) for other in others) else ())
+
+
+def _leads(figure: str, is_low: bool, group: Group | None, other: Group | None) -> bool:
+    """Whether the seeds that both groups have tell them apart."""
+    mine, theirs = _figures(group, figure), _figures(other, figure)
+    pairs = [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
+    if not pairs:
+        return False
+    if figure == "val_loss":
+        mean, half = interval([[a - b for a, b in pairs]])
+        return mean + half < 0 if is_low else mean - half > 0
+    ratios = [(b / a if is_low else a / b) if a > 0 and b > 0 else math.nan for a, b in pairs]
+    return all(ratio > (1.0 if len(pairs) > 1 else MARGIN) for ratio in ratios)
+
+
+def _figures(group: Group | None, figure: str) -> dict[int, float]:
+    """A figure of the runs that count, by seed."""
+    if group is None:
+        return {}
+    summaries = {trial.seed: trial.run.summary or {} for trial in trials_of(group) if trial.counts}
+    return {seed: value for seed, summary in summaries.items() if (value := number(summary.get(figure))) is not None}

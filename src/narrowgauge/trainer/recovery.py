@@ -1,0 +1,200 @@
+"""What a run does about a step that went wrong: look where it began, and then what was asked for.
+
+A *spike* is judged by the steps before it. Unless it is only to be reported, the judgement comes before the update: the
+weights of a step that is skipped, rolled back or stopped at are those from before it. A value that is not finite is looked
+for in a replay of the step, from the same weights and data, which is possible since such a step changed nothing. Every
+decision is an event of the run folder, written before it is acted on, so that a resume decides alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.gauges.replay import replay
+from narrowgauge.runs.events import Event
+from narrowgauge.runs.record import Row, read_run
+from narrowgauge.runs.watching.spikes import SpikeJudge
+from narrowgauge.trainer.checkpoint import go_back
+from narrowgauge.trainer.detours import detours_of
+from narrowgauge.trainer.reporting import Reporter
+from narrowgauge.trainer.session import Session
+from narrowgauge.trainer.steps import losses
+
+FAILURES = 25
+"""Failed steps in a row after which a run is said to go nowhere."""
+
+REPLAYS = 3
+"""Failed steps of one sitting that are done again: each costs some steps, and the first tells most."""
+
+
+_BACK = "Lower --lr or look at the data of that step; narrowgauge resume goes on from the last checkpoint."
+
+
+class DivergenceError(NarrowgaugeError):
+    """Training was stopped, as asked, where it went wrong."""
+
+
+class Recovery:
+    """Decides on each step of a run.
+
+    Args:
+        session: the run.
+        reporter: who writes decisions down.
+    """
+
+    def __init__(self, session: Session, reporter: Reporter) -> None:
+        self.session, self.reporter, self.action = session, reporter, session.config.on_spike
+        self.replays = self.failures = 0
+        self._read_detours()
+
+    def _read_detours(self) -> None:
+        self.session.detours = detours_of(read_run(self.reporter.folder).events)
+
+    @property
+    def judge(self) -> SpikeJudge | None:
+        """Who is asked before an update; nobody where spikes are only reported."""
+        return None if self.action == "report" else self.reporter.alarms.judge
+
+    def takes_over(self, row: Row) -> bool:
+        """Do what is to be done about a step, before its row is written.
+
+        Args:
+            row: of the step that was just taken.
+        Returns:
+            Whether the run went back, and the row is not to be written.
+        Raises:
+            DivergenceError: the run is to stop; what must be saved is saved.
+        """
+        failed = row["skipped"] and not _is_finite(row) and not self._is_rescaled(row)
+        self.failures = self.failures + 1 if failed else 0
+        if failed:
+            self._investigate(row)
+        if self.action == "rollback" and (failed or "spike" in row):
+            return self._roll_back(row, _told(row))
+        return False
+
+    def after(self, row: Row, save: Callable[[], None]) -> None:
+        """Tell of a step that changed nothing, once its row is written; stop if that was asked for.
+
+        Args:
+            row: of the step.
+            save: writes a checkpoint.
+        Raises:
+            DivergenceError: as asked with ``--on-spike stop``.
+        """
+        if not row["skipped"]:
+            return
+        spike = row.get("spike")
+        if spike is None:
+            self.reporter.event(Event("skip", row["step"], self._why_skipped()))
+        else:
+            told = f"{_told(row)}; the batch was left out and nothing was changed"
+            figures = {"value": spike["value"], "threshold": spike["threshold"]}
+            self.reporter.event(Event("skip", row["step"], told, **figures), shown=True)
+        if self.failures == FAILURES:
+            told = f"the last {FAILURES} steps changed nothing: {_told(row)}"
+            self.reporter.event(Event("divergence", row["step"], told, advice=_BACK), shown=True)
+        if self.action == "stop" and (spike is not None or not self._is_rescaled(row)):
+            save()
+            self._stop(row, _told(row))
+
+    def _is_rescaled(self, row: Row) -> bool:
+        """Whether an overflow is what dynamic loss scaling is for, and costs no more than the step."""
+        scaler = self.session.optimizer.loss_scaler
+        return scaler is not None and math.isfinite(row["loss"]) and self.session.loss_scale > scaler.floor
+
+    def _roll_back(self, row: Row, told: str) -> bool:
+        session, events = self.session, read_run(self.reporter.folder).events
+        done = sum(event.get("kind") == "rollback" for event in events)
+        if done >= session.config.max_rollbacks:
+            self._stop(row, f"{told}, and {done} rollbacks are spent")
+        # First of all: a run that is killed before the event is written comes to the same decision.
+        to, spike = go_back(session.folder, session.config.checkpoint_every), row.get("spike") or {}
+        if to is None:
+            self._stop(row, f"{told}, and there is no good checkpoint to go back to")
+        event = {
+            "kind": "rollback",
+            "step": row["step"],
+            "message": f"{told}; the run goes back to step {to} and round the {row['step'] - to} batches since",
+            "to_step": to,
+            "batches": row["step"] - to,
+            **{name: spike[name] for name in ("value", "threshold") if name in spike},
+        }
+        self.reporter.event(event, shown=True)
+        self.reporter.go_back(to)
+        session.restore(lambda path, reason: None)
+        self._read_detours()
+        return True
+
+    def _stop(self, row: Row, told: str) -> NoReturn:
+        self.reporter.event(Event("divergence", row["step"], told, advice=_BACK))
+        raise DivergenceError(f"stopped after step {row['step']}: {told}.", _BACK)
+
+    def _investigate(self, row: Row) -> None:
+        """Do the failed step again, and say which operation made the first bad value."""
+        if self.replays >= REPLAYS:
+            return
+        self.replays += 1
+        found = replay_last_step(self.session, self.reporter.console.say)
+        place = found.bad.tensor if found.bad is not None else None
+        self.reporter.event(Event("first_bad_value", row["step"], found.message, tensor=place or None), shown=True)
+
+    def _why_skipped(self) -> str:
+        """What overflowed, and the scale that goes on."""
+        optimizer = self.session.optimizer
+        names, scaler = optimizer.last_overflow, optimizer.loss_scaler
+        where = f" in '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
+        scale = "" if scaler is None else f"; the loss scale is now {float(scaler.scale_tensor):g}"
+        return f"gradients are not finite{where}; nothing was changed{scale}"
+
+
+def replay_last_step(session: Session, say: Callable[[str], object] = lambda _: None) -> Any:
+    """Do the step again that changed nothing, from the same weights, data and random bits.
+
+    Args:
+        session: just after the step.
+        say: gets a sentence for each attempt.
+    Returns:
+        A :class:`narrowgauge.gauges.replay.Replay`.
+    """
+    gauges, linears, scaler = session.gauges, session.linears, session.optimizer.loss_scaler
+    was_sampling = gauges is not None and gauges.sampling
+
+    def step() -> torch.Tensor:
+        total = torch.zeros((), device=session.device)
+        for loss in losses(session):
+            # The scale of that step: the scaler has backed off since.
+            (loss if scaler is None else loss * session.loss_scale).backward()
+            total = total + loss.detach()
+        return total
+
+    session.step -= 1
+    try:
+        if gauges is not None:
+            gauges.sampling = False
+        return replay(session.model, step, say=say)
+    finally:
+        session.step += 1
+        if linears is not None:
+            linears.step = session.step
+        if gauges is not None:
+            gauges.sampling = was_sampling
+
+
+def _is_finite(row: Row) -> bool:
+    norm = row["grad_norm"]
+    return math.isfinite(row["loss"]) and (norm is None or math.isfinite(norm))
+
+
+def _told(row: Row) -> str:
+    """What was wrong with a step, without a full stop."""
+    spike = row.get("spike")
+    if spike is None:
+        return f"the loss is {row['loss']:g} and the gradient norm {row['grad_norm']}"
+    name = "the loss" if spike["what"] == "loss" else "the gradient norm"
+    return f"{name} jumped to {spike['value']:.4g} (limit {spike['threshold']:.4g}, z = {spike['z']:.0f})"

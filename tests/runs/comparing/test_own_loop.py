@@ -1,0 +1,110 @@
+"""A comparison in a training loop of one's own."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.runs.comparing.comparison import compare_runs
+from narrowgauge.runs.comparing.own_loop import RunLog, compare
+from narrowgauge.runs.comparing.publishing import read_runs
+from narrowgauge.runs.record import read_run
+from runs.made_runs import SIZES
+
+
+def trained(recipe: str, seed: int, log: RunLog) -> dict[str, float]:
+    for step in range(1, 11):
+        log.step({"loss": 5.0 - step / 10, "tokens": 100 * step})
+        if step % 5 == 0:
+            log.eval({"val_loss": 4.5 - step / 10})
+    return {"val_loss": 4.0 + seed / 10, "bytes_per_param": SIZES[recipe]}
+
+
+def test_a_loop_of_ones_own_is_compared_in_order_and_kept(tmp_path: Path) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def train(recipe: str, seed: int, log: RunLog) -> dict[str, float]:
+        asked.append((recipe, seed))
+        return trained(recipe, seed, log)
+
+    found = compare(train, ["bfloat16/master", "bfloat16/word"], seeds=2, out=tmp_path / "out")
+    assert asked == [(recipe, seed) for seed in (0, 1) for recipe in ("bfloat16/master", "bfloat16/word")]
+    assert found.verdict[0].startswith("bfloat16/word is the cheapest") and found.rows[0]["tokens_per_second"] > 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "compare.json", "report.html", "bfloat16-master-seed0", "bfloat16-master-seed1", "bfloat16-word-seed0",
+        "bfloat16-word-seed1",
+    }  # fmt: skip
+    run = read_run(tmp_path / "out" / "bfloat16-word-seed1")
+    assert [row["step"] for row in run.steps] == list(range(1, 11)) and [row["step"] for row in run.evals] == [5, 10]
+    assert all(row["seconds"] >= 0 for row in (*run.steps, *run.evals))
+    assert run.summary is not None and run.summary["val_loss"] == 4.1 and run.summary["steps"] == 10
+    assert compare_runs(read_runs([tmp_path / "out"])).rows == found.rows
+    with pytest.raises(RecordError, match="is not empty"):
+        compare(train, ["bfloat16/word"], out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("returned", "loss"), [(3.5, 3.5), (None, 2.5), ({"bytes_per_param": 8.0}, 2.5), ({"val_loss": math.nan}, None)]
+)
+def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
+    def train(recipe: str, seed: int, log: RunLog) -> Any:
+        log.eval({"val_loss": 2.5})
+        return returned
+
+    found = compare(train, ["anything at all"])
+    assert found.rows[0]["val_loss"] == loss and found.rows[0]["diverged"] is (loss is None)
+
+
+def test_what_cannot_be_asked_of_a_loop() -> None:
+    with pytest.raises(NarrowgaugeError, match="gave no validation loss for mine"):
+        compare(lambda recipe, seed, log: None, ["mine"])
+    with pytest.raises(NarrowgaugeError, match="no recipe was named"):
+        compare(trained, [])
+    with pytest.raises(NarrowgaugeError, match="named twice"):
+        compare(trained, ["bf16/word", "bfloat16/word"])
+    with pytest.raises(NarrowgaugeError, match="seeds = 0"):
+        compare(trained, ["bfloat16/word"], seeds=0)
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda log: "abc", "val_loss = 'abc', which is no number"),
+        (lambda log: {"val_loss": [1.0]}, r"val_loss = \[1.0\], which is no number"),
+        (lambda log: log.step(2.5), "log.step was given 2.5"),
+        (lambda log: log.step({"loss": "low"}), "log.step gave loss = 'low'"),
+        (lambda log: log.step({"step": 0.5}), "step = 0.5"),
+        (lambda log: log.eval([("val_loss", 1.0)]), "log.eval was given"),
+        (lambda log: log.eval({"val_loss": object()}), "which is no number"),
+    ],
+)
+def test_what_is_no_figure_is_refused_in_a_line(act: Any, says: str) -> None:
+    with pytest.raises(NarrowgaugeError, match=says):
+        compare(lambda recipe, seed, log: act(log), ["mine"])
+
+
+def test_tensors_of_one_number_are_numbers_and_a_missing_figure_may_be_none() -> None:
+    class Tensor:
+        def __float__(self) -> float:
+            return 2.5
+
+    def train(recipe: str, seed: int, log: RunLog) -> Any:
+        log.step({"loss": Tensor(), "tokens": None, "grad_norm": None})
+        log.eval({"val_loss": Tensor()})
+
+    assert compare(train, ["mine"]).rows[0]["val_loss"] == 2.5
+
+
+def test_losses_alone_ask_for_no_bytes_and_no_flags() -> None:
+    found = compare(lambda recipe, seed, log: 4.0 + seed / 10, ["mine", "yours"], seeds=2)
+    assert found.verdict == (
+        "Nothing says how many bytes per parameter these recipes take, so none is named the cheapest.",
+        "Within the noise of mine: yours (0.0000\u00a0±\u00a00.0000).",
+        "No step was audited, so nothing here says whether updates get lost.",
+    )
+    alone = compare(lambda recipe, seed, log: 4.0, ["mine", "yours"])
+    assert len(alone.verdict) == 2 and alone.verdict[0].startswith("One seed each")

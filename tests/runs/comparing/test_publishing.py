@@ -1,0 +1,77 @@
+"""From folders to a page and a file of rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.runs.comparing.comparison import compare_runs
+from narrowgauge.runs.comparing.publishing import publish, read_runs, report, write_page
+from narrowgauge.runs.pages import page
+from narrowgauge.runs.record import RunWriter
+from runs.made_runs import COLUMNS, MASTER, seeds, sentence
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A comparison on the disk: two recipes, two seeds, one run not finished and torn."""
+    for run in [*MASTER[:2], *seeds("bfloat16/word", (4.0, None))]:
+        with RunWriter.create(tmp_path / "there" / run.path, run.run) as writer:
+            for row in run.steps:
+                writer.step(row)
+            if run.summary is not None:
+                writer.summary(run.summary)
+    with (tmp_path / "there" / "bfloat16-word-seed1" / "steps.jsonl").open("ab") as stream:
+        stream.write(b'{"step":11,"lo')
+    return tmp_path / "there"
+
+
+def test_runs_are_found_in_the_folder_of_a_comparison_and_by_name_once(folder: Path) -> None:
+    names = ["bfloat16-master-seed0", "bfloat16-master-seed1", "bfloat16-word-seed0", "bfloat16-word-seed1"]
+    assert [run.path.name for run in read_runs([folder])] == names
+    assert [run.path.name for run in read_runs([folder / names[2], folder])] == [names[2], *names[:2], names[3]]
+    found = compare_runs(read_runs([folder]))
+    assert [row["num_seeds"] for row in found.rows] == [2, 1] and "(10 of 10 steps)" in sentence(found, "Not finished")
+
+
+def test_where_no_run_is_the_refusal_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="there is no such folder"):
+        read_runs([tmp_path / "nowhere"])
+    with pytest.raises(RecordError, match=r"neither it nor a folder in it has a run\.toml"):
+        read_runs([tmp_path])
+    with pytest.raises(RecordError, match="no run was named"):
+        compare_runs([])
+
+
+def test_compare_json_is_a_list_of_rows_and_valid_whatever_the_figures(folder: Path, tmp_path: Path) -> None:
+    found = compare_runs([*MASTER, *seeds("bfloat16/word", (math.inf, math.nan))])
+    page = publish(found, read_runs([folder]), tmp_path)
+    rows = json.loads((tmp_path / "compare.json").read_text(), parse_constant=lambda word: pytest.fail(word))
+    assert [list(row) for row in rows] == [COLUMNS] * 2 and [row["diverged"] for row in rows] == [False, True]
+    assert page == tmp_path / "report.html" and page.stat().st_size
+
+
+def test_a_report_goes_into_the_one_folder_or_where_it_is_told(folder: Path, tmp_path: Path) -> None:
+    assert report([folder]) == folder / "report.html" and "bfloat16/word" in (folder / "report.html").read_text()
+    runs = [folder / "bfloat16-word-seed0", folder / "bfloat16-master-seed0"]
+    assert report(runs, tmp_path / "both.html").is_file()
+    with pytest.raises(NarrowgaugeError, match=r"2 folders were named.*--out page\.html"):
+        report(runs)
+    with pytest.raises(RecordError, match="it is a folder"):
+        report(runs, tmp_path)
+
+
+def test_the_page_is_held_against_the_comparisons_own_yardstick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(page, "render", lambda runs, **more: str(asked.append(more)))
+    runs = [*MASTER, *seeds("bfloat16/word", (4.0, 4.1, 4.2))]
+    for yardstick in (None, "bf16/word"):
+        write_page(compare_runs(runs, yardstick), runs, tmp_path / "page.html")
+    assert [more["yardstick"] for more in asked] == ["bfloat16/master", "bfloat16/word"]
+    assert asked[0]["title"] == "a model in bfloat16/master and bfloat16/word"

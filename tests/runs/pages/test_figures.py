@@ -1,0 +1,263 @@
+"""The figures' data: known answers on made-up runs, one colour per recipe, and a sentence for every reader."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from narrowgauge.runs.comparing.trials import Curve
+from narrowgauge.runs.pages import figures, history_figures
+from narrowgauge.runs.pages.curves import Figure, colour, dash_of, plain, symbol_of
+from narrowgauge.runs.pages.figures import comparison_figures
+from narrowgauge.runs.pages.groups import Group, group_runs, run_names
+from narrowgauge.runs.pages.history_figures import event_strip
+from narrowgauge.runs.record import Run
+
+MakeRun = Callable[..., Run]
+
+
+def mean_of(figure: Figure | None, place: int, view: str | None = None) -> dict[str, Any]:
+    """The line of a group's mean."""
+    assert figure is not None
+    (found,) = (
+        trace
+        for trace in figure.data
+        if trace["meta"]["group"] == place and trace.get("name") and trace["meta"].get("view") == view
+    )
+    return found
+
+
+def bands_of(figure: Figure | None) -> list[dict[str, Any]]:
+    assert figure is not None
+    return [trace for trace in figure.data if trace.get("fill") == "toself"]
+
+
+@pytest.fixture
+def groups(make_run: MakeRun) -> list[Group]:
+    """Two seeds of one recipe half a nat apart, and one of another, a nat worse at half the bytes."""
+    return group_runs(
+        [
+            make_run("bfloat16/master", 0, loss=lambda step: 3.0, bytes_per_param=16.0),
+            make_run("bfloat16/master", 1, loss=lambda step: 3.5, bytes_per_param=16.0),
+            make_run("bfloat16/word", 0, loss=lambda step: 4.0, bytes_per_param=8.0),
+        ]
+    )
+
+
+def test_seeds_become_a_mean_and_a_band(groups: list[Group]) -> None:
+    figure = figures.validation_loss(groups)
+    assert mean_of(figure, 0)["x"] == [20, 40, 60, 80, 100]
+    assert mean_of(figure, 0)["y"] == pytest.approx([3.35] * 5)
+    (band,) = bands_of(figure)
+    assert band["meta"]["group"] == 0
+    assert (min(band["y"]), max(band["y"])) == (3.1, 3.6)
+
+
+def test_training_loss_is_there_smoothed_and_raw(make_run: MakeRun) -> None:
+    figure = figures.training_loss(group_runs([make_run(steps=1000, loss=lambda step: 50.0 if step == 500 else 1.0)]))
+    assert figure is not None
+    assert [view for view, _ in figure.views] == ["smoothed", "raw"]
+    assert max(mean_of(figure, 0, "raw")["y"]) == 50.0
+    assert 1.0 < max(mean_of(figure, 0, "smoothed")["y"]) < 10.0
+
+
+def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross(make_run: MakeRun) -> None:
+    run = make_run(steps=100, loss=lambda step: math.nan if step in (30, 31) else 1.0)
+    figure = figures.training_loss(group_runs([run]))
+    line = mean_of(figure, 0, "raw")
+    assert [x for x, y in zip(line["x"], line["y"], strict=True) if y is None] == [30, 31]
+    assert figure is not None
+    (crosses,) = (trace for trace in figure.data if trace.get("yaxis") == "y2" and trace["meta"]["view"] == "raw")
+    assert crosses["x"] == [30, 31]
+
+
+def test_differences_are_paired_by_seed(make_run: MakeRun) -> None:
+    made = [make_run("bfloat16/master", seed, loss=lambda step, seed=seed: 3.0 + seed) for seed in (0, 1)]
+    made += [make_run("bfloat16/word", seed, loss=lambda step, seed=seed: 3.25 + seed) for seed in (0, 1, 2)]
+    figure = figures.difference(group_runs(made), "bfloat16/master")
+    assert figure is not None
+    # Seeds lie a whole nat apart; each pair differs by a quarter, so the band has no height.
+    assert mean_of(figure, 1)["y"] == pytest.approx([0.25] * 5)
+    assert set(bands_of(figure)[0]["y"]) == {0.25}
+    assert "bfloat16/master" in figure.title
+    assert figures.difference(group_runs(made[:2])) is None
+
+
+def test_loss_stands_over_bytes_and_the_axis_begins_at_zero(groups: list[Group]) -> None:
+    figure = figures.loss_against_bytes(groups)
+    assert figure is not None
+    assert [(trace["x"], trace["y"]) for trace in figure.data] == [([16.0], [3.35]), ([8.0], [4.1])]
+    assert figure.data[0]["error_y"]["array"] == pytest.approx([0.25])
+    assert figure.layout["xaxis"]["range"][0] == 0
+
+
+def test_what_cannot_be_placed_is_named(make_run: MakeRun) -> None:
+    made = [make_run("bfloat16/word"), make_run("bfloat16/naive", finished=False)]
+    figure = figures.loss_against_bytes(group_runs(made))
+    assert figure is not None
+    assert "bfloat16/naive" in figure.how
+    assert figures.loss_against_bytes(group_runs(made[1:])) is None
+
+
+def test_seconds_are_sums_of_steps(groups: list[Group]) -> None:
+    assert mean_of(figures.loss_against_seconds(groups), 0)["x"] == pytest.approx([10, 20, 30, 40, 50], rel=1e-6)
+
+
+def test_losses_far_apart_get_a_log_axis(make_run: MakeRun) -> None:
+    near = figures.validation_loss(group_runs([make_run()]))
+    far = figures.validation_loss(group_runs([make_run(loss=lambda step: 1e5 / step**3)]))
+    assert near is not None and far is not None
+    assert (near.layout["yaxis"]["type"], far.layout["yaxis"]["type"]) == ("linear", "log")
+
+
+def test_scale_and_counts_are_drawn_only_where_they_tell(make_run: MakeRun) -> None:
+    plain_run = group_runs([make_run(more={"skipped": False, "saturated": 0})])
+    assert history_figures.loss_scale(plain_run) is None
+    assert history_figures.skipped(plain_run) is None
+    scaled = group_runs([make_run(more={"skipped": True, "loss_scale": 1024.0})])
+    counted, scale = history_figures.skipped(scaled), history_figures.loss_scale(scaled)
+    assert mean_of(counted, 0)["y"][-1] == 100
+    assert set(mean_of(scale, 0)["y"]) == {1024.0}
+    assert scale is not None and scale.layout["yaxis"]["type"] == "log"
+
+
+def test_the_worst_tensor_is_named_per_step(make_run: MakeRun) -> None:
+    from_gauges = [
+        {"step": 10, "tensors": {"input:<i>a</i>": [1, 1, 0, 0.25, 0, None], "input:b": [1, 1, 0, 0.125, 0, None]}},
+        {"step": 20, "tensors": {"input:<i>a</i>": [1, 1, 0, None, 0, None], "input:b": [1, 1, 0, 0.5, 0, None]}},
+    ]
+    made = group_runs([make_run(gauges=from_gauges)])
+    line = mean_of(history_figures.worst_underflow(made), 0)
+    assert (line["x"], line["y"]) == ([10, 20], [0.25, 0.5])
+    assert line["customdata"] == ["input:&lt;i&gt;a&lt;/i&gt;", "input:b"]
+    assert history_figures.worst_overflow(made) is None
+
+
+def test_events_stand_on_their_steps_by_kind(make_run: MakeRun) -> None:
+    happened = (
+        {"kind": "start", "step": 0, "message": "begun"},
+        {"kind": "warning", "step": 7, "message": "<b>lost</b>"},
+        {"kind": "never heard of", "step": 9},
+        {"kind": "note"},
+    )
+    strip = event_strip(run_names(group_runs([make_run(events=happened)])))
+    assert strip is not None
+    found = {trace["name"]: (trace["x"], trace["text"]) for trace in strip["data"]}
+    assert found["routine"] == ([0], ["start: begun"])
+    assert found["warning"] == ([7], ["warning: &lt;b&gt;lost&lt;/b&gt;"])
+    assert found["never heard of"][0] == [9]
+    assert event_strip(run_names(group_runs([make_run()]))) is None
+
+
+def test_a_recipe_has_one_colour_in_every_figure(groups: list[Group]) -> None:
+    for found in comparison_figures(groups).values():
+        for figure in found:
+            for trace in figure.data:
+                own = {colour(trace["meta"]["group"]), colour(trace["meta"]["group"], 0.18)}
+                marker = trace.get("marker", {})
+                used = {trace.get("fillcolor"), trace.get("line", {}).get("color"), marker.get("color")}
+                assert used - {None} <= own, (figure.name, used)
+
+
+def test_beyond_the_palette_recipes_differ_by_dash_or_marker() -> None:
+    # Lines have no marker and points no dash, so each must tell apart alone.
+    for look in (dash_of, symbol_of):
+        assert len({(colour(place), look(place)) for place in range(32)}) == 32, look
+
+
+def test_crosses_of_two_recipes_on_one_step_are_both_seen(make_run: MakeRun) -> None:
+    made = [make_run(f"bfloat16/{name}", loss=lambda step: math.nan) for name in ("word", "naive")]
+    figure = figures.training_loss(group_runs(made))
+    assert figure is not None
+    crosses = [trace for trace in figure.data if trace.get("yaxis") == "y2" and trace["meta"]["view"] == "raw"]
+    assert [trace["x"] for trace in crosses] == [list(range(1, 101))] * 2
+    assert crosses[0]["y"][0] != crosses[1]["y"][0]
+
+
+def test_an_axis_of_differences_holds_zero_and_shows_no_last_digits(make_run: MakeRun) -> None:
+    made = [make_run("bfloat16/master", loss=lambda step: 3.9), make_run("bfloat16/word", loss=lambda step: 3.9 + 1e-9)]
+    figure = figures.difference(group_runs(made), "bfloat16/master")
+    assert figure is not None
+    assert figure.layout["yaxis"]["autorangeoptions"]["include"] == pytest.approx([-0.002, 0.002])
+    assert "is no difference" not in figure.how
+    spread = figures.loss_against_bytes(group_runs(made))
+    assert spread is not None
+    assert spread.layout["yaxis"]["autorangeoptions"]["include"] == pytest.approx([3.998, 4.002])
+    broken = [made[0], make_run("bfloat16/word", loss=lambda step: math.nan)]
+    assert figures.difference(group_runs(broken), "bfloat16/master") is None
+
+
+def test_seconds_are_those_of_the_verdict(make_run: MakeRun) -> None:
+    run = make_run(steps=100)
+    # The first step compiled: it counts as a median one, as in the comparison.
+    run.steps[0]["seconds"] = 60.0
+    line = mean_of(figures.loss_against_seconds(group_runs([run])), 0)
+    assert line["x"] == pytest.approx([seconds for seconds, _ in Curve.of(run).points], rel=1e-6)
+    assert line["x"][0] == pytest.approx(10.0)
+
+
+def test_what_is_not_counted_is_not_called_healthy(make_run: MakeRun) -> None:
+    # Overflow of a cast is sampled; only delayed scales are counted in every step.
+    rows = [{"step": 1, "tensors": {"input:a": [1, 1, 0, 0.0, 0.02, None]}}]
+    groups = group_runs([make_run(gauges=rows, more={"skipped": False})])
+    drawn = comparison_figures(groups)["history"]
+    said = history_figures.absent(groups, drawn)
+    assert "worst-overflow" in {figure.name for figure in drawn}
+    assert "No update was skipped." in said and "saturated" not in said
+    counted = group_runs([make_run(more={"skipped": False, "saturated": 0})])
+    assert "no value lay beyond a delayed scale" in history_figures.absent(counted, [])
+
+
+def test_every_figure_says_how_to_read_it_and_is_valid_json(make_run: MakeRun) -> None:
+    rows = [{"step": 1, "tensors": {"input:a": [1, 1, 0, 0.1, 0.1, None]}}]
+    made = [
+        make_run(
+            "bfloat16/word",
+            gauges=rows,
+            more={"skipped": True, "loss_scale": 2.0},
+            loss=lambda step: math.inf if step == 5 else 2.0,
+        ),
+        make_run("bfloat16/naive", loss=lambda step: 3.0),
+    ]
+    found = [figure for section in comparison_figures(group_runs(made)).values() for figure in section]
+    assert len({figure.name for figure in found}) == len(found) == 10
+    for figure in found:
+        assert len(figure.how) > 60 and figure.how.endswith("."), figure.name
+        json.dumps([figure.data, figure.layout], allow_nan=False)
+        assert figure.layout["xaxis"]["title"]["text"] and figure.layout["yaxis"]["title"]["text"]
+
+
+def test_runs_that_wrote_nothing_make_no_figures(make_run: MakeRun) -> None:
+    bare = make_run(steps=0, finished=False)
+    assert comparison_figures(group_runs([bare])) == {"loss": [], "cost": [], "history": []}
+
+
+def test_plotly_reads_tags_in_labels_so_they_are_escaped() -> None:
+    assert plain("</script>&amp;") == "&lt;/script&gt;&amp;amp;"
+
+
+def test_what_diverged_does_not_flatten_the_others_and_is_named(make_run: MakeRun) -> None:
+    made = [
+        make_run("bfloat16/master"),
+        make_run("bfloat16/word", loss=lambda step: 2.01 + 5.0 * math.exp(-step / 30)),
+        make_run("bfloat16/naive", loss=lambda step: 7.0 + step),
+    ]
+    for make in (figures.training_loss, figures.validation_loss, figures.loss_against_seconds, figures.difference):
+        figure = make(group_runs(made))
+        assert figure is not None
+        assert figure.layout["yaxis"]["range"][1] < 80, figure.name
+        assert "beyond it goes bfloat16/naive." in figure.how, figure.name
+        calm = make(group_runs(made[:2]))
+        assert calm is not None and "range" not in calm.layout["yaxis"] and "beyond it" not in calm.how
+
+
+def test_a_loss_scale_is_ticked_at_powers_of_two(make_run: MakeRun) -> None:
+    made = [make_run("float16/master", more={"loss_scale": 2.0**scale}) for scale in (3,)]
+    figure = history_figures.loss_scale(group_runs(made))
+    assert figure is not None
+    assert figure.layout["yaxis"]["tickvals"] == [8.0]
+    assert figure.layout["yaxis"]["ticktext"] == ["2<sup>3</sup>"]

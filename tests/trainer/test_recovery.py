@@ -1,0 +1,303 @@
+"""What a run does about steps that go wrong: each fault is injected once, at a known step and place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.runs.events import on_event
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.trainer import loop
+from narrowgauge.trainer.recovery import DivergenceError
+from narrowgauge.trainer.session import Session
+from trainer.tiny_runs import assert_same_run, call, lasting, settings, words_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+QUIET = {"log_every": 100, "eval_every": 0, "eval_batches": 1, "audit_every": 0}
+SPIKE_STEP = 27
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, batches: set[int], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change the loss of some batches of the data, by their place in it: the fault comes again with the batch."""
+    from narrowgauge.trainer import session as module
+    from narrowgauge.trainer.detours import batch_index
+
+    true_loss = module._loss
+
+    def build_loss(model: Any, config: Any) -> Any:
+        loss = true_loss(model, config)
+        return lambda tokens: change(loss(tokens)) if STATE.get("spoiled") and torch.is_grad_enabled() else loss(tokens)
+
+    def batch(self: Session) -> list[torch.Tensor]:
+        STATE["spoiled"] = batch_index(self.step, self.detours) in batches
+        return true_batch(self)
+
+    true_batch = Session.batch
+    monkeypatch.setattr(module, "_loss", build_loss)
+    monkeypatch.setattr(Session, "batch", batch)
+
+
+STATE: dict[str, bool] = {}
+
+
+def run_with(place: Path, folder: Path, **changes: Any) -> Run:
+    """A run of 34 steps; the detectors know enough after 20."""
+    return read_run(loop.train(settings(place, folder, **{**QUIET, "steps": 34, "checkpoint_every": 10, **changes})))
+
+
+def kinds(run: Run, *wanted: str) -> list[tuple[str, int]]:
+    return [(e["kind"], e["step"]) for e in run.events if e["kind"] in wanted]
+
+
+def test_a_spike_is_reported_at_its_step(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss * 20)
+    told: list[str] = []
+    stop = on_event(lambda event: told.append(event.kind))
+    try:
+        run = run_with(place, tmp_path / "run")
+    finally:
+        stop()
+    assert ("loss_spike", SPIKE_STEP) in kinds(run, "loss_spike") and "loss_spike" in told
+    assert kinds(run, "loss_spike", "rollback", "skip") == [("loss_spike", SPIKE_STEP)]
+    assert not any(row["skipped"] for row in run.steps) and "loss spike: " in capsys.readouterr().out
+
+
+def test_a_spike_is_skipped_before_it_changes_a_weight(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss * 20)
+    run = run_with(place, tmp_path / "run", on_spike="skip")
+    assert [row["step"] for row in run.steps if row["skipped"]] == [SPIKE_STEP]
+    assert run.steps[SPIKE_STEP - 1]["spike"]["what"] == "loss" and kinds(run, "skip") == [("skip", SPIKE_STEP)]
+    reported = run_with(place, tmp_path / "reported", on_spike="report")
+    assert run.summary is not None and reported.summary is not None
+    assert run.summary["weights_fingerprint"] != reported.summary["weights_fingerprint"]
+
+
+def test_a_gradient_that_jumps_alone_is_skipped_too(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss keeps its value; only what flows back is a thousand times too large."""
+    spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss.detach() + 1000 * (loss - loss.detach()))
+    run = run_with(place, tmp_path / "run", on_spike="skip")
+    assert [row["step"] for row in run.steps if row["skipped"]] == [SPIKE_STEP]
+    assert run.steps[SPIKE_STEP - 1]["spike"]["what"] == "gradient"
+
+
+def test_a_rollback_goes_round_the_data_and_is_the_same_after_a_resume(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss * 20)
+    whole = run_with(place, tmp_path / "whole", on_spike="rollback")
+    (back,) = [e for e in whole.events if e["kind"] == "rollback"]
+    assert (back["step"], back["to_step"], back["batches"]) == (SPIKE_STEP, 20, 7)
+    assert [row["step"] for row in whole.steps] == list(range(1, 35)) and not any(r["skipped"] for r in whole.steps)
+    run_with(place, tmp_path / "cut", on_spike="rollback", stop_after=24)
+    loop.resume(tmp_path / "cut")
+    assert_same_run(whole, read_run(tmp_path / "cut"))
+
+
+def test_a_run_killed_right_after_a_rollback_takes_the_same_detour(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss * 20)
+    whole = run_with(place, tmp_path / "whole", on_spike="rollback")
+
+    class Killed(BaseException):
+        pass
+
+    true_restore = Session.restore
+
+    def restore(self: Session, on_damaged: Any) -> None:
+        if self.step == SPIKE_STEP:
+            raise Killed
+        true_restore(self, on_damaged)
+
+    monkeypatch.setattr(Session, "restore", restore)
+    with pytest.raises(Killed):
+        run_with(place, tmp_path / "killed", on_spike="rollback")
+    loop.resume(tmp_path / "killed")
+    assert_same_run(whole, read_run(tmp_path / "killed"))
+
+
+def test_rollbacks_are_bounded_and_then_the_run_stops(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, set(range(SPIKE_STEP - 1, 99)), lambda loss: loss * 20)
+    with pytest.raises(DivergenceError, match="2 rollbacks are spent"):
+        run_with(place, tmp_path / "run", on_spike="rollback", max_rollbacks=2)
+    run = read_run(tmp_path / "run")
+    assert len(kinds(run, "rollback")) == 2 and len(kinds(run, "divergence")) == 1
+    assert [row["step"] for row in run.steps] == list(range(1, 21))
+
+
+def test_a_stop_leaves_a_run_that_can_go_on(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss * 20)
+    with pytest.raises(NarrowgaugeError, match=f"stopped after step {SPIKE_STEP}: the loss jumped to"):
+        run_with(place, tmp_path / "run", on_spike="stop")
+    loop.resume(tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    assert run.summary is not None and run.summary["steps"] == 34
+    assert [row["step"] for row in run.steps if row["skipped"]] == [SPIKE_STEP]
+
+
+def test_a_loss_that_is_not_finite_is_traced_to_its_operation(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_build = loop.build
+
+    def build(*arguments: Any) -> Session:
+        session = true_build(*arguments)
+        layer = session.model.get_submodule("model.layers.1.mlp.up_proj")
+
+        def explode(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            return output * math.inf if session.step == 4 and torch.is_grad_enabled() else output
+
+        layer.register_forward_hook(explode)
+        return session
+
+    monkeypatch.setattr(loop, "build", build)
+    run = run_with(place, tmp_path / "run", steps=8)
+    (found,) = [e for e in run.events if e["kind"] == "first_bad_value"]
+    assert found["step"] == 5 and "aten.mul in model.layers.1.mlp (forward) made inf" in found["message"]
+    assert kinds(run, "skip") == [("skip", 5)] and [r["step"] for r in run.steps if r["skipped"]] == [5]
+
+
+def test_watching_changes_no_bit(place: Path, tmp_path: Path) -> None:
+    runs = [run_with(place, tmp_path / str(every), steps=6, gauges_every=every) for every in (0, 2)]
+    assert_same_run(*runs)
+    assert [row["step"] for row in runs[1].gauges] == [2, 4, 6] and runs[0].gauges == []
+    assert {key.partition(":")[0] for key in runs[1].gauges[0]["tensors"]} == {"input", "output_grad", "weight", "grad"}
+
+
+def test_gauges_go_on_after_a_resume(place: Path, tmp_path: Path) -> None:
+    whole = run_with(place, tmp_path / "whole", steps=8, gauges_every=2)
+    run_with(place, tmp_path / "cut", steps=8, gauges_every=2, stop_after=5)
+    loop.resume(tmp_path / "cut")
+    cut = read_run(tmp_path / "cut")
+    assert [row["step"] for row in cut.gauges] == [row["step"] for row in whole.gauges]
+    one, other = whole.gauges[-1], cut.gauges[-1]
+    for table in ("tensors", "attention", "logits", "histograms"):
+        assert one[table] == other[table]
+
+
+def test_tensorboard_holds_the_same_figures(place: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = run_with(place, tmp_path / "run", steps=6, gauges_every=2, eval_every=3, tensorboard=True)
+    found = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    found.Reload()
+    losses = [(point.step, point.value) for point in found.Scalars("train/loss")]
+    assert losses == [(row["step"], pytest.approx(row["loss"], rel=1e-6)) for row in run.steps]
+    assert "exponents/weight" in found.Tags()["histograms"] and "validation/loss" in found.Tags()["scalars"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"on_spike": "panic"},
+            "on_spike = 'panic' was asked for, and it must be one of report, skip, rollback, stop.",
+        ),
+        (
+            {"on_spike": "rollback", "checkpoint_every": 0},
+            "a rollback to the last checkpoint was asked for, and no check",
+        ),
+    ],
+)
+def test_bad_settings_are_one_line(place: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    result = call(*words_of(settings(place, tmp_path / "run", **changes)))
+    assert result.exit_code == 2 and said in result.stderr and result.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_of_a_rollback_are_the_rows_of_the_detour(place: Path, tmp_path: Path) -> None:
+    """A run without spikes is the same whatever it was asked to do about them."""
+    runs = [run_with(place, tmp_path / action, steps=6, on_spike=action) for action in ("report", "rollback", "skip")]
+    assert all([lasting(r) for r in runs[0].steps] == [lasting(r) for r in run.steps] for run in runs)
+
+
+@pytest.mark.parametrize("every", [3, 9])
+def test_a_step_that_was_undone_leaves_no_reading(
+    every: int, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The spike strikes on a sampled step, and what was sampled of it goes with it."""
+    spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss * math.nan)
+    run = run_with(place, tmp_path / "run", on_spike="rollback", gauges_every=every)
+    steps = [row["step"] for row in run.gauges]
+    assert steps == list(range(every, 35, every)) and kinds(run, "rollback") == [("rollback", SPIKE_STEP)]
+    assert not [e for e in run.events if e["kind"] == "nonfinite"]
+
+
+def test_a_run_that_goes_nowhere_is_said_to(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, set(range(3, 99)), lambda loss: loss * math.nan)
+    run = run_with(place, tmp_path / "run", gauges_every=0)
+    assert kinds(run, "divergence") == [("divergence", 28)] and len(kinds(run, "first_bad_value")) == 3
+
+
+def test_a_stop_loses_no_evaluation(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss * 20)
+    with pytest.raises(DivergenceError):
+        run_with(place, tmp_path / "run", on_spike="stop", eval_every=9)
+    loop.resume(tmp_path / "run")
+    assert [row["step"] for row in read_run(tmp_path / "run").evals] == [9, 18, 27, 34]
+
+
+def test_a_stop_does_not_take_the_place_of_where_a_rollback_goes(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss * 20)
+    whole = run_with(place, tmp_path / "whole", on_spike="rollback", keep_checkpoints=1)
+    run_with(place, tmp_path / "cut", on_spike="rollback", keep_checkpoints=1, stop_after=24)
+    loop.resume(tmp_path / "cut")
+    assert_same_run(whole, read_run(tmp_path / "cut"))
+
+
+def test_a_bad_weight_is_named_as_such(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true_step = loop.train_step
+
+    def train_step(session: Session, judge: Any = None) -> Any:
+        if session.step == 4:
+            with torch.no_grad():
+                session.model.get_parameter("model.layers.1.mlp.down_proj.weight")[0, 0] = math.nan
+        return true_step(session, judge)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    run = run_with(place, tmp_path / "run", steps=6)
+    found = [e for e in run.events if e["kind"] == "first_bad_value"]
+    assert found[0]["tensor"] == "model.layers.1.mlp.down_proj.weight"
+
+
+def test_gauges_of_a_finished_run_sample_no_more(place: Path, tmp_path: Path) -> None:
+    import gc
+
+    from narrowgauge.gauges.board import SWITCH
+
+    gc.collect()
+    run_with(place, tmp_path / "run", steps=5, gauges_every=6)
+    assert not SWITCH.is_on
+
+
+def test_an_overflow_is_replayed_at_the_scale_it_was_found_at(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the floor an overflow is no search for a scale; after it the scaler has backed off, and the replay has not."""
+    from narrowgauge.numerics.scaling import LossScaler
+
+    kept = LossScaler.__init__.__kwdefaults__ or {}
+    monkeypatch.setattr(LossScaler.__init__, "__kwdefaults__", {**kept, "floor": 2.0**15})
+    monkeypatch.setattr(LossScaler.__init__, "__defaults__", (2.0**15,))
+    spoil(monkeypatch, {4}, lambda loss: loss * 1e6)
+    run = run_with(place, tmp_path / "run", recipe="float16/split", steps=6)
+    found = [e for e in run.events if e["kind"] == "first_bad_value"]
+    assert [row["step"] for row in run.steps if row["skipped"]] == [5]
+    assert len(found) == 1 and "transient" not in found[0]["message"]
