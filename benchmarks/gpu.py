@@ -4,18 +4,20 @@ Claim: the kernels compiled for a GPU give the same bits as the definition run e
 stall case reads the same; and a step moves its bytes at nearly the rate of a plain copy. Bytes per element: the visible
 weight read and written, the gradient read, every state read and written (``word`` 14, a float32 AdamW 28). Cases: a
 llama-1b's tensors, and 300 small ones. Every cast of the table of computes gives the CPU's bits too, along both dimensions;
-every product, native or emulated, is within its stated bound of the float64 product of its operands; and every row trains.
+every product, native or emulated, is within its stated bound of the float64 product of its operands; every row trains; and a
+training that gauges watch has the bits of one that they do not.
 How fast the narrow layers and whole steps must be is said in ``narrow_linear.py`` and ``narrow_training.py``.
 
 Yardstick: ``torch.optim.AdamW(fused=True)`` in float32 for the ratio, and a device-to-device copy of 1 GiB (read and
 written) for the share of the bandwidth; bfloat16, compiled, for layers and whole steps.
 
 Run: ``./dev gpu [--sections …] [--quick]``. A failed check ends with status 1 and nothing is timed; without a GPU, status 2.
-Sections: storages, casts, products, training are checked; steps, layers, models are timed. Each takes some minutes.
+Sections: storages, casts, products, training, gauges are checked; steps, layers, models are timed. Each takes some minutes.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 import warnings
@@ -37,6 +39,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.computes import COMPUTES, Cast, Compute
 from narrowgauge.errors import ChipError
+from narrowgauge.gauges.panel import Gauges
 from narrowgauge.matmul import casts, randomness
 from narrowgauge.matmul.casts import Operand, cast_matrix
 from narrowgauge.matmul.linear import EmulationNotice
@@ -45,7 +48,7 @@ from narrowgauge.matmul.randomness import random_words
 from narrowgauge.models import get_model
 from narrowgauge.storages import STORAGES, VISIBLE, Storage
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data import prepare_data
+from narrowgauge.trainer.data import Dataset, prepare_data
 from narrowgauge.trainer.session import build
 from narrowgauge.trainer.steps import train_step
 
@@ -308,6 +311,43 @@ def training_rows(device: torch.device) -> list[Row]:
     return rows
 
 
+WATCHED_RECIPES = ("bfloat16/word", "float8-row/word", "float8-delayed/word")
+WATCHED_STEPS = 6
+
+
+def watched(
+    recipe: str, every: int, compile: bool, data: Dataset, folder: Path
+) -> tuple[list[float], str, Gauges | None]:
+    """Losses, weights and gauges of some steps, watched every so many."""
+    config = TrainConfig(model="llama-1m", recipe=recipe, steps=WATCHED_STEPS, sequence_length=128, warmup_steps=2,
+                         gauges_every=every, compile=compile)  # fmt: skip
+    session = build(config, folder, data)
+    losses = [train_step(session)["loss"] for _ in range(WATCHED_STEPS)]
+    return losses, session.fingerprint(), session.gauges
+
+
+def gauge_rows(device: torch.device) -> list[Row]:
+    """A watched training has the bits of one that is not, eager and compiled, and every kind of tensor is read."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = prepare_data("stdlib", folder, vocab_size=get_model("llama-1m").vocab_size)
+        for recipe, compile in itertools.product(WATCHED_RECIPES, (False, True)):
+            row: Row = {"recipe": recipe, "compiled": compile}
+            try:
+                plain = watched(recipe, 0, compile, data, folder)
+                seen = watched(recipe, 2, compile, data, folder)
+            except Exception as error:  # one that fails must not keep the others from being checked
+                rows.append({**row, "passes": "NO", "why": reason(error)})
+                continue
+            last = seen[2].last if seen[2] is not None and seen[2].last is not None else {}
+            kinds = {key.partition(":")[0] for key in last.get("tensors", ())}
+            same, whole = plain[:2] == seen[:2], kinds == {"input", "output_grad", "weight", "grad"}
+            row |= {"same bits": same, "tensors": len(last.get("tensors", ())), "device": device.type}
+            rows.append({**row, "passes": "yes" if same and whole else "NO"})
+    return rows
+
+
 def checks(section: str, quick: bool, device: torch.device) -> dict[str, list[Row]]:
     """The tables of a section of checks, by title."""
     if section == "storages":
@@ -319,6 +359,8 @@ def checks(section: str, quick: bool, device: torch.device) -> dict[str, list[Ro
     if section == "products":
         rows = [product_row(row, place, device) for row in COMPUTES.values() for place in DIMS]
         return {f"products of {SIDES[0]} × {SIDES[1]}, {SIDES[2]} terms, against float64": rows}
+    if section == "gauges":
+        return {f"{WATCHED_STEPS} training steps of a llama-1m, watched and not": gauge_rows(device)}
     return {f"{TRAINING_STEPS} training steps of a llama-1m": training_rows(device)}
 
 
@@ -395,7 +437,7 @@ def time_models(report: Report, quick: bool, rounds: int, threads: int | None) -
     narrow_training.tell(report, [*MODEL_RECIPES, *peers], options)
 
 
-CHECKED, TIMED = ("storages", "casts", "products", "training"), ("steps", "layers", "models")
+CHECKED, TIMED = ("storages", "casts", "products", "training", "gauges"), ("steps", "layers", "models")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

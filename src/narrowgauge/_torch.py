@@ -12,8 +12,11 @@ Option names of ``torch._inductor.config``
 ``torch._higher_order_ops.effects._register_effectful_op``
     Gauges mark tensors from inside compiled code; the operator returns nothing and must not be taken for dead. The way out:
     ``torch.library.Library.register_effect`` once it is public, or marking in eager mode only.
-``torch._dynamo.config.skip_nnmodule_hook_guards``
-    By default code that was compiled before a hook was attached goes on without it. The way out: attaching before compiling.
+``torch._dynamo.config.skip_nnmodule_hook_guards``, ``torch._dynamo.config.recompile_limit``
+    By default code that was compiled before a hook was attached goes on without it, and is compiled eight
+    times at most. The way out: attaching before compiling; ``torch.compiler.reset`` between models.
+``torch._C._current_autograd_node``, ``_current_graph_task_id``, ``_autograd._get_sequence_nr``; ``Node._sequence_nr``
+    Which module a backward operation belongs to, in the search for the first bad value. The way out: naming the node alone.
 ``torch.backends.cpu.get_cpu_capability``
     Part of the kernel cache's key. The way out: the processor's name.
 
@@ -133,6 +136,26 @@ def compile_any_shape(function: FunctionType, name: str) -> Callable[..., Any]:
     return torch.compile(own, fullgraph=True, dynamic=True, options=options)
 
 
+def autograd_node() -> Any:
+    """The node of the backward pass whose operations run now; ``None`` outside of one."""
+    return torch._C._current_autograd_node()
+
+
+def runs_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def next_sequence_number() -> int:
+    """The number that the next node of the autograd graph will have."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def sequence_number(node: Any) -> int:
+    """The number of a node; -1 for none."""
+    return -1 if node is None else int(node._sequence_nr())
+
+
 def keep_effect(operator: Any) -> None:
     """Tell the compiler that a custom operator does something beside what it returns, so that no call is left out."""
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
@@ -141,8 +164,13 @@ def keep_effect(operator: Any) -> None:
 
 
 def heed_hooks() -> None:
-    """Let code that is compiled from now on be compiled anew where a module's hooks have changed."""
-    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    """Let code that is compiled from now on be compiled anew where a module's hooks have changed.
+
+    A watched model has two versions of each, and a process may train several models of one class.
+    """
+    config = torch._dynamo.config
+    config.skip_nnmodule_hook_guards = False
+    config.recompile_limit = max(config.recompile_limit, 64)
 
 
 class _Module(torch.nn.Module):

@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from narrowgauge import _torch
 from narrowgauge.computes import PLACES
 from narrowgauge.gauges.bad_value import BadValue, Phase
 from narrowgauge.gauges.operations import (
@@ -210,7 +211,7 @@ class Watch(TorchDispatchMode):
         phase, module = self._where()
         named = [(self.labels.name_of(self._copied.get(id(x), x)) or name, x) for name, x in operands]
         bad = bad_value(phase, module, name_of(func), result, named)
-        node = torch._C._current_autograd_node()
+        node = _torch.autograd_node()
         variable = getattr(node, "variable", None)
         row = self.computes.get(module)
         casts = [
@@ -228,9 +229,9 @@ class Watch(TorchDispatchMode):
 
     def _note_gradient(self, args: Any) -> None:
         """See what arrives at a parameter, whatever becomes of it there."""
-        if torch._C._current_graph_task_id() == -1:
+        if not _torch.runs_backward():
             return
-        variable = getattr(torch._C._current_autograd_node(), "variable", None)
+        variable = getattr(_torch.autograd_node(), "variable", None)
         name = None if variable is None else self.labels.name_of(variable)
         if name in self.parameters:
             for x in tree_leaves(args):
@@ -261,29 +262,29 @@ class Watch(TorchDispatchMode):
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
         if (name := self.modules.get(id(module))) is not None:
-            self._path.append((name, torch._C._autograd._get_sequence_nr()))
+            self._path.append((name, _torch.next_sequence_number()))
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
         if id(module) in self.modules and self._path:
             name, first = self._path.pop()
-            if torch._C._current_graph_task_id() == -1:
-                self._spans.append((first, torch._C._autograd._get_sequence_nr(), name))
+            if not _torch.runs_backward():
+                self._spans.append((first, _torch.next_sequence_number(), name))
 
     def _where(self) -> tuple[Phase, str]:
         """Phase and innermost module of the operation at work."""
         inside = self._path[-1][0] if self._path else None
-        if torch._C._current_graph_task_id() == -1:
+        if not _torch.runs_backward():
             return "forward", inside or ""
         if inside is not None:
             return "backward-recompute", inside
-        node = torch._C._current_autograd_node()
+        node = _torch.autograd_node()
         # Backward itself builds no graph; what a checkpoint computes again does.
         return "backward-recompute" if torch.is_grad_enabled() else "backward", self._module_of(node)
 
     def _module_of(self, node: Any) -> str:
         if (variable := getattr(node, "variable", None)) is not None:
             return (self.labels.name_of(variable) or "").rpartition(".")[0]
-        number = -1 if node is None else node._sequence_nr()
+        number = _torch.sequence_number(node)
         # Inner modules end before those around them.
         return next((name for first, end, name in self._spans if first <= number < end), "")
 
