@@ -30,9 +30,9 @@ def words(given: list[str]) -> list[str]:
 
 def value_of(flag: str, given: list[str]) -> str | None:
     """What a flag was given, as ``--out DIR`` or ``--out=DIR``."""
-    for word, following in zip(given, [*given[1:], None], strict=True):
+    for place, word in enumerate(given):
         if word == flag:
-            return following
+            return next(iter(given[place + 1 :]), None)
         if word.startswith(f"{flag}="):
             return word.partition("=")[2]
     return None

@@ -112,6 +112,8 @@ def words_of_first_minute(given: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("given", "left_out"),
     [
+        ([], set()),
+        (["--out"], set()),
         (["--seconds", "5"], {"--steps"}),
         (["--tokens=900"], {"--steps"}),
         (["--lr=1e-3", "--json"], {"--lr"}),
