@@ -23,28 +23,19 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import _torch
-from narrowgauge.computes import Cast
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges import attention, hooks
 from narrowgauge.gauges.board import SWITCH, Board, Watched
+from narrowgauge.gauges.casts import Casts
 from narrowgauge.gauges.reading import Packed, measure, rounded, row_of
 from narrowgauge.gauges.updates import Shadow, States, Updates
-from narrowgauge.matmul.delayed import delayed_amax
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.randomness import STEP
 from narrowgauge.optim.auditing import audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.shards import is_sharded, local_of
 from narrowgauge.runs.events import tell
 from narrowgauge.runs.readings import Row
 from narrowgauge.runs.watching.alarms import Alarms
-
-_ITS_OPERAND = {
-    "input": ("output", "left", 0),
-    "weight": ("output", "right", 1),
-    "output_grad": ("grad_input", "left", 2),
-}
-"""Of each kind, the product and side whose cast it enters, and its number in a delayed scale's history."""
 
 
 class GaugeNotice(UserWarning):
@@ -76,7 +67,6 @@ class Gauges:
         self.model, self.optimizer, self.every, self.on_row = model, optimizer, every, on_row
         self.last: Row | None = None
         self.alarms = Alarms({"recipe": _recipe_of(model, optimizer)}) if alarms else None
-        self._delayed: dict[Watched, Tensor | None] = {}
         self._step = 0
         self._handles: list[Any] = []
         self._layers: dict[str, nn.Module] = {}
@@ -96,7 +86,9 @@ class Gauges:
         for kind in ("weight", "grad"):
             self._watched += [Watched(kind, name) for name in self.parameters]
         self.board = Board(self._watched, device)
-        _end_with(self, self.board.number)
+        # Gauges that are dropped sample no more.
+        weakref.finalize(self, _close, self.board.number)
+        self.casts = Casts(self._layers)
         self._attach(outputs)
         self.states: States | None = None
         self.updates: Updates | None = None
@@ -131,9 +123,7 @@ class Gauges:
         if value and not self.board.is_open:
             self.board.clear()
         self.board.is_open = value
-        _OPEN.discard(self.board.number)
-        if value:
-            _OPEN.add(self.board.number)
+        (_OPEN.add if value else _OPEN.discard)(self.board.number)
         SWITCH.is_on = bool(_OPEN)
 
     def restart(self, step: int) -> None:
@@ -224,7 +214,7 @@ class Gauges:
             if parameter.grad is not None:
                 self.board.mark(self._index[Watched("grad", name)], local_of(parameter.grad))
         # Before the layers are told of the next step: a delayed scale is that of the steps before this one.
-        self._delayed = {watched: self._delayed_amax(watched) for watched in self._watched}
+        self.casts.note(self.board)
         if self.updates is not None:
             self.updates.note()
 
@@ -242,7 +232,7 @@ class Gauges:
         packed = Packed()
         if self.states is not None:
             self.states.forget()
-        groups = measure(self.board, self._cast_of, packed)
+        groups = measure(self.board, self.casts.of, packed)
         if self.updates is not None and self.shadow is not None:
             self.updates.measure(packed)
             self.shadow.measure(packed)
@@ -270,33 +260,6 @@ class Gauges:
         for event in self.alarms.on_gauges(row) if self.alarms is not None else ():
             if event.kind != "lost_updates" or not isinstance(self.optimizer, Optimizer):  # ours says that itself
                 tell(event)
-
-    def _cast_of(self, watched: Watched) -> tuple[Cast | None, Tensor | None]:
-        """By which cast a tensor enters its matmul, and its delayed scale's magnitude."""
-        layer = self._narrow_layer(watched)
-        if layer is None:
-            return None, None
-        product, side, _ = _ITS_OPERAND[watched.kind]
-        cast = getattr(layer.compute.products[product], side)
-        if cast.is_wide and cast.format == str(layer.weight.dtype).removeprefix("torch."):
-            return None, None
-        return cast, self._delayed.get(watched)
-
-    def _narrow_layer(self, watched: Watched) -> Linear | None:
-        name = watched.name.removesuffix(".weight") if watched.kind == "weight" else watched.name
-        layer = self._layers.get(name)
-        return layer if watched.kind in _ITS_OPERAND and isinstance(layer, Linear) else None
-
-    def _delayed_amax(self, watched: Watched) -> Tensor | None:
-        """The magnitude by which the step that has just run scaled a tensor, where that came from earlier steps."""
-        layer = self._narrow_layer(watched)
-        if layer is None or layer.amax_history is None:
-            return None
-        product, side, operand = _ITS_OPERAND[watched.kind]
-        cast = getattr(layer.compute.products[product], side)
-        mark = self.board.marks.get(self._index[watched])
-        own = torch.ones(1, device=layer.weight.device) if mark is None else mark[0].reshape(1)
-        return delayed_amax(own, cast, layer.amax_history, operand, layer.state[STEP], record=False)
 
     def _head_logits(self) -> Tensor | None:
         """Largest logit and mean log Z of sampled places, from what entered the head."""
@@ -335,11 +298,6 @@ _OPEN: set[int] = set()
 def _close(number: int) -> None:
     _OPEN.discard(number)
     SWITCH.is_on = bool(_OPEN)
-
-
-def _end_with(gauges: Gauges, number: int) -> None:
-    """Gauges that are dropped sample no more."""
-    weakref.finalize(gauges, _close, number)
 
 
 def _recipe_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str:

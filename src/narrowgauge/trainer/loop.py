@@ -22,14 +22,14 @@ from narrowgauge.models import MODELS
 from narrowgauge.optim import compilation
 from narrowgauge.runs.comparing.names import recipe_name
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.record import RunWriter, read_run, require_free
+from narrowgauge.runs.record import Row, RunWriter, read_run, require_free
 from narrowgauge.trainer.config import TrainConfig, left_by_a_kill
 from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.data import Dataset, open_data, prepare_data
 from narrowgauge.trainer.recovery import Recovery
 from narrowgauge.trainer.reporting import Reporter
 from narrowgauge.trainer.session import Session, build, describe, differences
-from narrowgauge.trainer.steps import Row, evaluate, summarize, train_step
+from narrowgauge.trainer.steps import evaluate, summarize, train_step
 
 
 def train(config: TrainConfig, *, lent: bool = False) -> Path:
@@ -164,7 +164,6 @@ def _run(session: Session, writer: RunWriter) -> None:
         reporter = Reporter(writer, console, config.to_dict(), config.tensorboard, session.step)
         _announce(session, console)
         session.optimizer.on_alarm = lambda alarms: reporter.stalls(alarms, session.step + 1)
-        reporter.rebuild()
         recovery = Recovery(session, reporter)
         console.start(recipe_name(config.recipe), session.step)
 

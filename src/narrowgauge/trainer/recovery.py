@@ -17,7 +17,7 @@ import torch
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.replay import replay
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.record import Row, read_run
+from narrowgauge.runs.record import Row
 from narrowgauge.runs.watching.spikes import SpikeJudge
 from narrowgauge.trainer.checkpoint import go_back
 from narrowgauge.trainer.detours import detours_of
@@ -30,7 +30,6 @@ FAILURES = 25
 
 REPLAYS = 3
 """Failed steps of one sitting that are done again: each costs some steps, and the first tells most."""
-
 
 _BACK = "Lower --lr or look at the data of that step; narrowgauge resume goes on from the last checkpoint."
 
@@ -50,10 +49,7 @@ class Recovery:
     def __init__(self, session: Session, reporter: Reporter) -> None:
         self.session, self.reporter, self.action = session, reporter, session.config.on_spike
         self.replays = self.failures = 0
-        self._read_detours()
-
-    def _read_detours(self) -> None:
-        self.session.detours = detours_of(read_run(self.reporter.folder).events)
+        session.detours = detours_of(reporter.rebuild().events)
 
     @property
     def judge(self) -> SpikeJudge | None:
@@ -109,8 +105,7 @@ class Recovery:
         return scaler is not None and math.isfinite(row["loss"]) and self.session.loss_scale > scaler.floor
 
     def _roll_back(self, row: Row, told: str) -> bool:
-        session, events = self.session, read_run(self.reporter.folder).events
-        done = sum(event.get("kind") == "rollback" for event in events)
+        session, done = self.session, len(self.session.detours)
         if done >= session.config.max_rollbacks:
             self._stop(row, f"{told}, and {done} rollbacks are spent")
         # First of all: a run that is killed before the event is written comes to the same decision.
@@ -126,9 +121,8 @@ class Recovery:
             **{name: spike[name] for name in ("value", "threshold") if name in spike},
         }
         self.reporter.event(event, shown=True)
-        self.reporter.go_back(to)
+        session.detours = detours_of(self.reporter.go_back(to).events)
         session.restore(lambda path, reason: None)
-        self._read_detours()
         return True
 
     def _stop(self, row: Row, told: str) -> NoReturn:

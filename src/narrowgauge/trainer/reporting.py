@@ -12,7 +12,7 @@ from typing import Any
 from narrowgauge.optim.auditing import Alarm
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.readings import Row
-from narrowgauge.runs.record import RunWriter, read_run
+from narrowgauge.runs.record import Run, RunWriter, read_run
 from narrowgauge.runs.watching.alarms import Alarms
 from narrowgauge.trainer.console import Console
 
@@ -45,18 +45,19 @@ class Reporter:
         """The run folder."""
         return self.writer.path
 
-    def go_back(self, step: int) -> None:
-        """Forget what came after ``step``, which will be done again."""
+    def go_back(self, step: int) -> Run:
+        """Forget what came after ``step``, which will be done again; what is left."""
         self.writer.sync()
         self.writer.rewind(step)
         if self.board is not None:
             self.board.go_back(step)
-        self.rebuild()
+        return self.rebuild()
 
-    def rebuild(self) -> None:
-        """Begin anew from what the folder holds."""
+    def rebuild(self) -> Run:
+        """Begin anew from what the folder holds, which comes back."""
         run = read_run(self.folder)
         self.alarms = Alarms.rebuilt(self.config, run.steps, run.gauges)
+        return run
 
     def step(self, row: Row) -> None:
         """A row of ``steps.jsonl``."""
@@ -88,8 +89,8 @@ class Reporter:
         self.writer.event(event)
         told = event if isinstance(event, Event) else Event.from_row(event)
         if shown:
-            said = [told.message.rstrip("."), told.advice.rstrip(".")] if told.advice else [told.message.rstrip(".")]
-            self.console.say(f"{told.kind.replace('_', ' ')}: {'. '.join(said)}.")
+            said = ". ".join(sentence.rstrip(".") for sentence in (told.message, told.advice) if sentence)
+            self.console.say(f"{told.kind.replace('_', ' ')}: {said}.")
         if self.board is not None:
             self.board.event(told)
 

@@ -263,13 +263,13 @@ def load(folder: str | Path) -> Session:
     Args:
         folder: a run folder.
     Returns:
-        The session; its model is not compiled.
+        The session; its model is not compiled, and nothing watches it.
     Raises:
         RecordError: no such run, or one of a newer version, or no good checkpoint.
     """
     folder = Path(folder)
     config = TrainConfig.from_dict(read_run(folder).config, str(folder / "run.toml"))
-    session = build(dataclasses.replace(config, compile=False), folder, open_data(folder))
+    session = build(dataclasses.replace(config, compile=False, gauges_every=0), folder, open_data(folder))
     damaged: list[str] = []
     session.restore(lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"))
     if session.step == 0:

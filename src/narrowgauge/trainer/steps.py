@@ -11,18 +11,16 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import asdict
 
 import torch
 
 from narrowgauge.matmul.weights import cached_weights
 from narrowgauge.numerics import measures
 from narrowgauge.optim.accumulation import backward_in_parts
-from narrowgauge.runs.record import read_run
+from narrowgauge.runs.record import Row, read_run
 from narrowgauge.runs.watching.spikes import Spike, SpikeJudge
 from narrowgauge.trainer.session import Session
-
-Row = dict[str, Any]
 
 
 def train_step(session: Session, judge: SpikeJudge | None = None) -> Row:
@@ -79,7 +77,7 @@ def _also(session: Session, row: Row, judge: SpikeJudge | None) -> Row:
     if judge is not None:
         spike: Spike | None = judge.loss(row["loss"]) or judge.norm(row["grad_norm"])
         if spike is not None:
-            also["spike"] = {"what": spike.what, "value": spike.value, "threshold": spike.threshold, "z": spike.z}
+            also["spike"] = asdict(spike)
     if session.optimizer.loss_scaler is not None:
         also["loss_scale"] = float(session.optimizer.loss_scaler.scale_tensor)
     if session.linears is not None and (overflows := session.linears.overflows(session.step - 1)):

@@ -57,7 +57,7 @@ def test_recipes_not_to_be_used_have_a_badge_and_nothing_in_bold(make_run: MakeR
     runs = master + word + naive
     found = compare_runs(runs)
     groups = group_runs(runs, found.rows)
-    assert list(faults_of(groups, found)) == ["bfloat16/naive"]
+    assert list(faults_of(found)) == ["bfloat16/naive"]
     assert bold(runs) == {"bfloat16/master": [], "bfloat16/word": ["8.04"], "bfloat16/naive": []}
     (row,) = (row for row in cost_table(groups, found.rows, found).split("<tr>") if "naive" in row)
     assert "not to be used" in row and "loses its updates" in row

@@ -19,9 +19,7 @@ from narrowgauge.runs.comparing.comparison import Comparison, compare_runs
 from narrowgauge.runs.comparing.names import recipe_name, run_name
 from narrowgauge.runs.comparing.publishing import publish
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.record import Run, RunWriter, read_run, require_free
-
-Row = dict[str, Any]
+from narrowgauge.runs.record import Row, Run, RunWriter, read_run, require_free
 
 
 class RunLog:

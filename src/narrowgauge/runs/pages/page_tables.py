@@ -51,7 +51,7 @@ def cost_table(groups: Sequence[Group], rows: Sequence[Row], found: Comparison |
     """
     members = {group.label: group for group in groups}
     minus = {row.recipe: row.text for row in found.differences} if found else {}
-    faults = faults_of(groups, found)
+    faults = faults_of(found)
     columns = [column for column in _COLUMNS if any(_has(column, row, members) for row in rows)]
     best = {
         column.title: best_of(column.name, column.least_is_best, rows, members, faults)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 from narrowgauge.runs.comparing.comparison import Comparison
-from narrowgauge.runs.comparing.evidence import Evidence
 from narrowgauge.runs.comparing.intervals import interval
 from narrowgauge.runs.comparing.names import seed_of
 from narrowgauge.runs.comparing.trials import Trial, divergence, late_reading
@@ -29,20 +28,13 @@ def trials_of(group: Group) -> list[Trial]:
     return [Trial(group.label, seed_of(run), run, divergence(run)) for run in group.runs]
 
 
-def faults_of(groups: Sequence[Group], found: Comparison | None) -> dict[str, list[str]]:
+def faults_of(found: Comparison | None) -> dict[str, list[str]]:
     """Why recipes are not to be used, as the verdict has it: by label, ends of sentences that begin with it.
 
     Args:
-        groups: of the page.
-        found: the comparison of the same runs.
+        found: the comparison of the page's runs, where there is one.
     """
-    if found is None:
-        return {}
-    rows = {str(row["recipe"]): row for row in found.rows}
-    trials = {group.label: trials_of(group) for group in groups}
-    differences = {row.recipe: row for row in found.differences}
-    evidence = Evidence({label: trials[label] for label in rows}, rows, found.yardstick, differences, found.equal_time)
-    return {label: why for label, why in evidence.faults.items() if why}
+    return {} if found is None else {label: list(why) for label, why in found.not_to_be_used.items()}
 
 
 def late_of(group: Group | None, figure: str) -> float | None:

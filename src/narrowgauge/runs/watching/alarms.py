@@ -16,18 +16,15 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.recipes import Recipe, parse, parse_table
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.readings import FIELDS
+from narrowgauge.runs.readings import FIELDS, Row
 from narrowgauge.runs.watching.conditions import CONDITIONS, Detector, Facts, Figures
 from narrowgauge.runs.watching.detectors import DETECTORS, SAFER
 from narrowgauge.runs.watching.spikes import Spike, SpikeJudge
 from narrowgauge.runs.watching.symptoms import StepFigures, gauge_figures, number
-
-Row = dict[str, Any]
 
 FEWEST_READINGS = 3
 """Readings that a past is at least taken from, where only the latest matter."""

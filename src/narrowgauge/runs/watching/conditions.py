@@ -157,7 +157,7 @@ CONDITIONS: dict[str, tuple[str, Callable[[Figures, Facts], bool]]] = {
     ),
     "drowned": (
         f"the cast's signal to noise is below {MIN_SQNR_DB:g} dB",
-        lambda figures, facts: (figures.get("sqnr_db") if figures.get("sqnr_db") is not None else 99.0) < MIN_SQNR_DB,  # type: ignore[operator]
+        lambda figures, facts: (sqnr := figures.get("sqnr_db")) is not None and sqnr < MIN_SQNR_DB,
     ),
     "cast": (
         "the tensor enters its matmul through a narrow cast",

@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from narrowgauge.runs.readings import FIELDS
+from narrowgauge.runs.readings import FIELDS, Row
 from narrowgauge.runs.watching.conditions import Figures
 from narrowgauge.runs.watching.detectors import DETECTORS
-
-Row = dict[str, Any]
 
 SETTLING_STEPS = 100
 """Steps at the beginning in which a loss scale is still being found: halvings and skips are not counted."""
