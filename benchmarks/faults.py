@@ -31,6 +31,9 @@ Strike = Callable[[Session, int], None]
 """Called before every step from the fault's own on, with the number of steps since."""
 Events = Sequence[Mapping[str, Any]]
 
+STEPS_ONLY = {"gauges_every": 0, "audit_every": 0}
+"""For faults that show in the rows of steps: their runs are long, and faster without gauges."""
+
 LAYER = "model.layers.1"
 WEIGHT = f"{LAYER}.mlp.down_proj.weight"
 
@@ -171,13 +174,13 @@ def dead_layer(session: Session) -> None:
     wrap_forward(session.model.get_submodule(f"{LAYER}.mlp"), lambda output: output * 0.0)
 
 
-def scale_gradients(session: Session, factor: float) -> None:
-    """Gradients times a factor; the loss keeps its value."""
-    true_loss = session.loss
+def scale_gradients(session: Session, factor: float, growth: float = 1.0) -> None:
+    """Gradients times a factor that grows by another one a step; the loss keeps its value."""
+    true_loss, began = session.loss, session.step
 
     def loss(tokens: Tensor) -> Tensor:
-        value = true_loss(tokens)
-        return value.detach() + factor * (value - value.detach()) if torch.is_grad_enabled() else value
+        value, now = true_loss(tokens), factor * growth ** (session.step - began)
+        return value.detach() + now * (value - value.detach()) if torch.is_grad_enabled() else value
 
     session.loss = loss
 
@@ -219,6 +222,28 @@ def growing_attention(session: Session, since: int) -> None:
     """Queries and keys that grow by six percent a step."""
     for name in ("q_proj", "k_proj"):
         session.model.get_parameter(f"{LAYER}.self_attn.{name}.weight").mul_(1.06)
+
+
+@torch.no_grad()
+def growing_weight(session: Session, since: int) -> None:
+    """A weight that grows by five percent a step."""
+    session.model.get_parameter(WEIGHT).mul_(1.05)
+
+
+def growing_noise(session: Session) -> None:
+    """Data of which one token in a thousand more means nothing with every step: nothing to see in any one batch."""
+    began, true_batch, size = session.step, session.batch, session.data.vocab_size
+
+    def batch() -> list[Tensor]:
+        generator = torch.Generator().manual_seed(session.step)
+        parts = []
+        for part in true_batch():
+            spoiled = torch.rand(part.shape, generator=generator) < 0.001 * (session.step - began)
+            nonsense = torch.randint(size, part.shape, generator=generator)
+            parts.append(torch.where(spoiled.to(part.device), nonsense.to(part.device), part))
+        return parts
+
+    session.batch = batch  # type: ignore[method-assign]
 
 
 def growing_feature(session: Session, since: int) -> None:
@@ -284,6 +309,16 @@ _ROWS = (
     ),
     Fault(
         "attention logits that grow", growing_attention, ("attention",), f"{LAYER}.self_attn", samples=10,
+    ),
+    Fault(
+        "a loss that climbs slowly", once(growing_noise), ("loss_climb",), steps=250, earliest=241, settings=STEPS_ONLY,
+    ),
+    Fault(
+        "a gradient norm that climbs slowly", once(lambda session: scale_gradients(session, 1.0, 1.02)), ("growth",),
+        steps=200, earliest=241, settings=STEPS_ONLY,
+    ),
+    Fault(
+        "a weight that grows", growing_weight, ("outliers",), f"weight:{WEIGHT}", samples=14,
     ),
     Fault(
         "a feature that grows", growing_feature, ("outliers", "underflow"), f"input:{LAYER}.mlp.down_proj", samples=10,

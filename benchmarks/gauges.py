@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from narrow_training import settings
 from timing import Contender, Report, Row, Timing, measure, nothing, parser
 
 from narrowgauge.gauges.panel import GaugeNotice, Gauges, attach_gauges
-from narrowgauge.matmul.linear import EmulationNotice
+from narrowgauge.matmul.choosing import EmulationNotice
 from narrowgauge.models import get_model
-from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import open_data, prepare_data
 from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.steps import train_step
@@ -41,24 +41,12 @@ class Trainee:
     """A session, perhaps with gauges, whose steps are timed."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, watch: bool = False, outputs: str = "") -> None:
-        config = TrainConfig(
-            model=options.model,
-            recipe=options.recipe,
-            batch_size=options.batch_size,
-            sequence_length=options.sequence_length,
-            steps=100_000,
-            schedule="constant",
-            warmup_steps=0,
-            audit_every=0,
-            gauges_every=NEVER if watch and not outputs else 0,
-            compile=True,
-        )
-        true_attach = outputs and (lambda s: attach_gauges(s.model, s.optimizer, every=NEVER, outputs=outputs))
-        self.session: Session = build(config, folder, open_data(folder))
-        self.gauges: Gauges | None = true_attach(self.session) if true_attach else self.session.gauges
+        self.session: Session = build(settings(options, options.recipe), folder, open_data(folder))
+        self.gauges: Gauges | None = None
         self.losses: list[float] = []
         self.hooks: list[float] = []
-        if self.gauges is not None:
+        if watch:
+            self.gauges = attach_gauges(self.session.model, self.session.optimizer, every=NEVER, outputs=outputs or ())
             self._time_hooks(self.gauges)
 
     def _time_hooks(self, gauges: Gauges) -> None:

@@ -42,7 +42,7 @@ from narrowgauge.errors import ChipError
 from narrowgauge.gauges.panel import Gauges
 from narrowgauge.matmul import casts, randomness
 from narrowgauge.matmul.casts import Operand, cast_matrix
-from narrowgauge.matmul.linear import EmulationNotice
+from narrowgauge.matmul.choosing import EmulationNotice
 from narrowgauge.matmul.products import is_native, multiply, operand_dtype
 from narrowgauge.matmul.randomness import random_words
 from narrowgauge.models import get_model
@@ -322,8 +322,10 @@ def watched(
     config = TrainConfig(model="llama-1m", recipe=recipe, steps=WATCHED_STEPS, sequence_length=128, warmup_steps=2,
                          gauges_every=every, compile=compile)  # fmt: skip
     session = build(config, folder, data)
-    losses = [train_step(session)["loss"] for _ in range(WATCHED_STEPS)]
-    return losses, session.fingerprint(), session.gauges
+    with session.watched():
+        gauges = session.gauges
+        losses = [train_step(session)["loss"] for _ in range(WATCHED_STEPS)]
+    return losses, session.fingerprint(), gauges
 
 
 def gauge_rows(device: torch.device) -> list[Row]:

@@ -41,7 +41,7 @@ from torch.fx import Graph, Node
 from transformers import PreTrainedModel
 
 import narrowgauge as ng
-from narrowgauge.matmul.linear import EmulationNotice
+from narrowgauge.matmul.choosing import EmulationNotice
 from narrowgauge.models import get_model
 from narrowgauge.trainer.language_model import build, compiled_loss
 

@@ -33,8 +33,9 @@ from timing import NOT_INSTALLED, Contender, Report, Row, measure, nothing, pars
 from torch import Tensor, nn
 
 from narrowgauge.computes import COMPUTES
-from narrowgauge.matmul.linear import EmulationNotice, swap_linears
+from narrowgauge.matmul.choosing import EmulationNotice
 from narrowgauge.matmul.products import told
+from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.profiling.costs import Setting
 from narrowgauge.profiling.linears import Shape
 from narrowgauge.profiling.parts import operands, parts_of

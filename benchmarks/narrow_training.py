@@ -39,9 +39,9 @@ from narrow_linear import PEERS, multiplies_float8, notes, peer_names
 from peers import reason
 from timing import Contender, Report, Row, Timing, measure, nothing, parser
 
-from narrowgauge.matmul.linear import EmulationNotice
+from narrowgauge.matmul.choosing import EmulationNotice
 from narrowgauge.models import get_model
-from narrowgauge.recipes import parse
+from narrowgauge.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset, open_data, prepare_data
@@ -79,7 +79,6 @@ def settings(options: argparse.Namespace, recipe: str) -> TrainConfig:
         schedule="constant",
         warmup_steps=0,
         audit_every=0,
-        gauges_every=0,
         compile=True,
     )
 

@@ -23,13 +23,14 @@ from functools import partial
 import torch
 from timing import Contender, Report, Row, Timing, measure, parser
 
-from narrowgauge.matmul.linear import EmulationNotice
+from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.notation import parse
 from narrowgauge.profiling import measuring
 from narrowgauge.profiling.blocks import many_rows, training_session
 from narrowgauge.profiling.costs import RecipeCost, Round, cost_of
 from narrowgauge.profiling.linears import Kind, read_model
 from narrowgauge.profiling.settings import yardstick_of
-from narrowgauge.recipes import Recipe, parse
+from narrowgauge.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.steps import train_step
 

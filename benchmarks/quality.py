@@ -49,8 +49,8 @@ from timing import Report, Row, parser
 
 from narrowgauge.computes import COMPUTES
 from narrowgauge.errors import RecipeError, RecordError
-from narrowgauge.matmul.linear import EmulationNotice
-from narrowgauge.recipes import DEFAULT_STORAGE, parse
+from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.notation import DEFAULT_STORAGE, parse
 from narrowgauge.runs.comparing.intervals import interval
 from narrowgauge.runs.comparing.trials import Curve
 from narrowgauge.runs.files import lock

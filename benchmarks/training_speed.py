@@ -230,7 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
                 for name, step in loops.items()
             ]
-            first, *others = measure(contenders, yardstick=OURS, rounds=rounds, warmup=1)
+            with ours.session.watched():
+                first, *others = measure(contenders, yardstick=OURS, rounds=rounds, warmup=1)
     rows = [row_of(timing, config.tokens_per_step) for timing in (first, *others)]
     tokens = f"{config.batch_size} × {config.sequence_length} tokens a step"
     report.add(f"{config.model}, {tokens}, {rounds} rounds of {per_round} steps", rows)

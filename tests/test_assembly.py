@@ -15,8 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
 from narrowgauge.assembly import compute_scope
-from narrowgauge.matmul.linear import linears_of
-from narrowgauge.recipes import Override, Recipe, parse, parse_table, representative_names
+from narrowgauge.matmul.swapping import linears_of
+from narrowgauge.notation import parse, parse_table, representative_names
+from narrowgauge.recipes import Override, Recipe
 from narrowgauge.storages import STORAGES
 
 RECIPES = representative_names()

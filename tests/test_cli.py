@@ -22,6 +22,7 @@ from narrowgauge.cli import main
 from narrowgauge.errors import ChipError
 from narrowgauge.runs.record import RunWriter
 from narrowgauge.trainer.config import TrainConfig, kind_of
+from narrowgauge.trainer.question import read_settings
 
 # The package that is tested, wherever a process is started.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
@@ -83,6 +84,16 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
         assert bool(option.secondary_opts) == (kind_of(field) is bool)
         assert option.get_default(click.Context(train)) is None, "a flag that is not given must not overrule a file"
         assert option.help is not None and "[default: " in option.help
+
+
+def test_the_help_of_a_comparison_tells_its_own_defaults() -> None:
+    told = {option.name: str(getattr(option, "help", "")) for option in main.commands["compare"].params}
+    config, num_evals = read_settings({}, None)
+    assert f"[default: steps / {num_evals}]" in told["eval_every"]
+    others = {name for name, value in dataclasses.asdict(config).items() if value != getattr(TrainConfig(), name)}
+    assert others == {"keep_checkpoints"}
+    assert f"[default: {config.keep_checkpoints}]" in told["keep_checkpoints"]
+    assert "[default: 100]" in told["checkpoint_every"]
 
 
 def test_without_flags_the_defaults_run(calls: dict[str, Calls]) -> None:

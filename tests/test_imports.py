@@ -26,6 +26,7 @@ LAYERS = {
         "chips",
         "models",
         "computes",
+        "notation",
         "recipes",
         "storages",
         "accumulations",

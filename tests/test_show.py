@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge import formats, recipes, show, tables
+from narrowgauge import formats, notation, recipes, show, tables
 from narrowgauge.chips import CHIPS
 from narrowgauge.computes import COMPUTES, PLACES
 from narrowgauge.errors import FormatError, NarrowgaugeError, RecipeError
@@ -18,7 +18,7 @@ from narrowgauge.models import MODELS
 
 NAMES = {
     "formats": list(formats.FORMATS),
-    "recipes": recipes.representative_names(),
+    "recipes": notation.representative_names(),
     "computes": list(COMPUTES),
     "storages": list(recipes.STORAGES),
     "chips": list(CHIPS),
@@ -53,15 +53,15 @@ def test_an_unknown_table_names_the_nearest() -> None:
 
 def test_recipe_rows_parse_back_and_carry_the_words_figures() -> None:
     for row in show.rows("recipes"):
-        recipe = recipes.parse(row["name"])
+        recipe = notation.parse(row["name"])
         assert recipe.name == row["name"]
         assert recipe.bytes_per_param == row["bytes_per_param"]
-        assert all(recipes.parse(alias) == recipe for alias in row["aliases"])
+        assert all(notation.parse(alias) == recipe for alias in row["aliases"])
 
 
 def test_every_alias_of_a_recipe_is_marked_once() -> None:
     marked = [alias for row in show.rows("recipes") for alias in row["aliases"]]
-    assert sorted(marked) == sorted([*recipes.ALIASES, *COMPUTES])
+    assert sorted(marked) == sorted([*notation.ALIASES, *COMPUTES])
 
 
 def test_each_compute_and_storage_is_described_once_and_named_elsewhere() -> None:
@@ -83,7 +83,7 @@ def test_rows_of_computes_say_every_cast() -> None:
     rows = {row["name"]: row for row in show.rows("computes")}
     for name, row in rows.items():
         assert list(row["casts"]) == [f"{place}.{side}" for place in PLACES for side in ("left", "right")]
-        assert recipes.parse(name).storage.name == row["storage"]
+        assert notation.parse(name).storage.name == row["storage"]
     cast = rows["float8-block"]["casts"]["output.right"]
     assert (cast["format"], cast["granularity"], cast["scale"]) == ("float8_e4m3fn", "128x128", "power-of-two")
     assert rows["nvfp4"]["casts"]["grad_weight.left"]["bits"] == 4.5
@@ -142,7 +142,7 @@ def test_a_bar_inside_a_cell_does_not_split_it() -> None:
 
 def test_parts_of_a_recipe_sum_to_its_bytes() -> None:
     for name in [
-        *recipes.representative_names(),
+        *notation.representative_names(),
         "bfloat16/tail8+bfloat16+float32",
         "bfloat16/bfloat16-pair+e6m5+float32",
     ]:

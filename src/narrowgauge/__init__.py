@@ -42,10 +42,11 @@ if TYPE_CHECKING:
     from narrowgauge.gauges.replay import replay as replay
     from narrowgauge.matmul.inference import inference_bytes as inference_bytes
     from narrowgauge.matmul.inference import quantize_for_inference as quantize_for_inference
-    from narrowgauge.matmul.linear import Linears as Linears
-    from narrowgauge.matmul.linear import linears_of as linears_of
-    from narrowgauge.matmul.linear import swap_linears as swap_linears
+    from narrowgauge.matmul.linears import Linears as Linears
+    from narrowgauge.matmul.swapping import linears_of as linears_of
+    from narrowgauge.matmul.swapping import swap_linears as swap_linears
     from narrowgauge.matmul.weights import cached_weights as cached_weights
+    from narrowgauge.notation import parse as parse
     from narrowgauge.numerics.casting import round_to as round_to
     from narrowgauge.numerics.scaling import LossScaler as LossScaler
     from narrowgauge.numerics.summation import fingerprint as fingerprint
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     from narrowgauge.optim.optimizer import Optimizer as Optimizer
     from narrowgauge.optim.release import release_gradients as release_gradients
     from narrowgauge.recipes import Recipe as Recipe
-    from narrowgauge.recipes import parse as parse
     from narrowgauge.runs.comparing.comparison import Comparison as Comparison
     from narrowgauge.runs.comparing.comparison import compare_runs as compare_runs
     from narrowgauge.runs.comparing.own_loop import compare as compare
@@ -118,15 +118,15 @@ _HOMES = {
     "Alarm": "optim.auditing",
     "Reading": "optim.auditing",
     "UpdateLossWarning": "optim.auditing",
-    "swap_linears": "matmul.linear",
-    "linears_of": "matmul.linear",
-    "Linears": "matmul.linear",
+    "swap_linears": "matmul.swapping",
+    "linears_of": "matmul.swapping",
+    "Linears": "matmul.linears",
     "cached_weights": "matmul.weights",
     "quantize_for_inference": "matmul.inference",
     "inference_bytes": "matmul.inference",
     "round_to": "numerics.casting",
     "fingerprint": "numerics.summation",
-    "parse": "recipes",
+    "parse": "notation",
     "Recipe": "recipes",
     "Compute": "computes",
     "Product": "computes",

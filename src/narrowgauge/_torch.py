@@ -163,6 +163,10 @@ def keep_effect(operator: Any) -> None:
     _register_effectful_op(operator._opoverload, _EffectType.ORDERED)
 
 
+MANY_VERSIONS = 64
+"""How often one piece of code may be compiled anew, where several rows or several models share it."""
+
+
 def heed_hooks() -> None:
     """Let code that is compiled from now on be compiled anew where a module's hooks have changed.
 
@@ -170,7 +174,7 @@ def heed_hooks() -> None:
     """
     config = torch._dynamo.config
     config.skip_nnmodule_hook_guards = False
-    config.recompile_limit = max(config.recompile_limit, 64)
+    config.recompile_limit = max(config.recompile_limit, MANY_VERSIONS)
 
 
 class _Module(torch.nn.Module):

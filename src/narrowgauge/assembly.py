@@ -21,11 +21,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.experts import projections
-from narrowgauge.matmul.linear import Linears, is_linear, swap_linears
+from narrowgauge.matmul.linear import is_linear
+from narrowgauge.matmul.linears import Linears
+from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.notation import parse
 from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.elementwise_optimizers import AdamW
-from narrowgauge.recipes import Recipe, parse
+from narrowgauge.recipes import Recipe
 
 
 def prepare(

@@ -11,7 +11,7 @@ import dataclasses
 import errno
 import io
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -86,8 +86,11 @@ def _with_advice(error: click.ClickException) -> str:
     return f"{said} ({context.command_path} --help says more.)"
 
 
-def _flags(without: Collection[str] = ()) -> list[click.Parameter]:
-    """A flag per setting of a training run, some left out; None until it is given, so that a file may say otherwise."""
+def _flags(without: Collection[str] = (), defaults: Mapping[str, str] | None = None) -> list[click.Parameter]:
+    """A flag per setting of a training run, some left out; None until it is given, so that a file may say otherwise.
+
+    What a setting is where nobody gives it is told as ``defaults`` has it, and else as the run's own default.
+    """
     # Not at the top: this module is of a layer that mostly needs torch, though the settings do not.
     from narrowgauge.trainer.config import TrainConfig, kind_of
 
@@ -96,7 +99,8 @@ def _flags(without: Collection[str] = ()) -> list[click.Parameter]:
         if field.name in without:
             continue
         name = field.name.replace("_", "-")
-        told = "" if field.default is None else f"  [default: {str(field.default).lower()}]"
+        default = (defaults or {}).get(field.name, field.default)
+        told = "" if default is None else f"  [default: {str(default).lower()}]"
         switch = kind_of(field) is bool
         flags.append(
             click.Option(
@@ -108,6 +112,12 @@ def _flags(without: Collection[str] = ()) -> list[click.Parameter]:
             )
         )
     return flags
+
+
+def _flags_of_compare() -> list[click.Parameter]:
+    from narrowgauge.trainer.config import COMPARED, OF_A_RUN
+
+    return _flags(without=OF_A_RUN, defaults=COMPARED)
 
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print a list of objects instead.")
@@ -214,7 +224,7 @@ def resume(folder: Path, stop_after: int | None) -> None:
     click.echo(loop.resume(folder, stop_after))
 
 
-@main.command("compare", params=_flags(without=("recipe", "seed", "out", "stop_after")))
+@main.command("compare", params=_flags_of_compare())
 @click.option(
     "--recipes", metavar="A,B,…", help="Recipes or .toml files; to go on with --out, those it has, unless given."
 )

@@ -5,22 +5,18 @@ cut to be kept, and how gradients are summed across ranks. Three small tables, N
 classes; a row is a value that tests, docs, ``narrowgauge show``, the optimizer and the trainer all read. Computes and
 storages have files of their own, :mod:`narrowgauge.computes` and :mod:`narrowgauge.storages`.
 
-A TOML file can say more than a name: which modules stay wide, which take another compute or storage, which compute holds
-in which part of a run, and which one evaluates.
+How recipes are written, as names or as TOML tables, is :mod:`narrowgauge.notation`.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from narrowgauge import storages
 from narrowgauge.computes import COMPUTES, Compute
-from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.errors import RecipeError
 from narrowgauge.storages import STORAGES, Storage, for_vectors
 
 
@@ -86,6 +82,7 @@ class Recipe:
         RecipeError: when the parts contradict each other.
 
     Example:
+        >>> from narrowgauge.notation import parse
         >>> parse("bf16/word").name
         'bfloat16/word'
         >>> parse("bfloat16/word").bytes_per_param
@@ -143,6 +140,7 @@ class Recipe:
         """The dtype of everything outside the casts, by place.
 
         Example:
+            >>> from narrowgauge.notation import parse
             >>> parse("int8-row/word").dtypes["kept for backward"]
             'int8 codes, 1 byte'
         """
@@ -185,6 +183,7 @@ class Recipe:
         Returns:
             A row of ``COMPUTES``.
         Example:
+            >>> from narrowgauge.notation import parse
             >>> recipe = parse("float8-row/word")
             >>> [recipe.compute_of(name).name for name in ("model.layers.0.mlp.up_proj", "lm_head")]
             ['float8-row', 'bfloat16']
@@ -212,7 +211,7 @@ class Recipe:
         return _lies_under(name, self.keep)
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as a TOML table that :func:`parse_table` reads back to an equal recipe."""
+        """The recipe as a TOML table that :func:`~narrowgauge.notation.parse_table` reads back to an equal recipe."""
         table: dict[str, Any] = {
             "compute": self.compute.name,
             "storage": own_name(self.storage),
@@ -308,251 +307,3 @@ def _transforming(compute: Compute) -> str:
 def own_name(storage: Storage) -> str:
     """A storage's name without that of the compute it belongs to."""
     return storage.name.rpartition("/")[2]
-
-
-ALIASES: dict[str, str] = {
-    "bfloat16-mixed": "bfloat16/float32",
-    "bfloat16-true": "bfloat16/naive",
-    "float32-true": "float32/float32",
-    "float16-mixed": "float16/float32",
-    "collage-light": "bfloat16/collage-light",
-    "collage-plus": "bfloat16/collage-plus",
-}
-SPELLINGS = {
-    "bf16": "bfloat16", "fp32": "float32", "f32": "float32", "tf32": "tfloat32", "fp16": "float16", "fp8": "float8",
-}  # fmt: skip
-DEFAULT_STORAGE: dict[str, str] = {
-    **dict.fromkeys(COMPUTES, "word"),
-    **dict.fromkeys(("float32", "tfloat32"), "float32"),
-    "float16": "split",
-    "float16-throughout": "naive",
-    "float8": "collage-plus",
-}
-"""The storage that a compute named alone is taken with."""
-
-
-def full_names() -> list[str]:
-    """Every legal ``compute/storage`` name, in table order."""
-    names = []
-    for compute in COMPUTES.values():
-        for storage in STORAGES:
-            try:
-                names.append(Recipe(compute, STORAGES[storage]).name)
-            except RecipeError:
-                continue
-    return names
-
-
-def representative_names() -> list[str]:
-    """Names in which every compute, every storage and every alias occurs: what tables list and tests try.
-
-    Returns:
-        Each compute with its default storage; each storage under bfloat16, or under the compute that it belongs to; then
-        the aliases' recipes, and ``word`` under all computes that take it.
-    """
-    names = [f"{compute}/{storage}" for compute, storage in DEFAULT_STORAGE.items()]
-    names += [name if "/" in name else f"bfloat16/{name}" for name in STORAGES]
-    names += [*ALIASES.values(), *(name for name in full_names() if name.endswith("/word"))]
-    return list(dict.fromkeys(names))
-
-
-def known_names() -> list[str]:
-    """Everything :func:`parse` takes for a whole recipe, but for spellings and files."""
-    return [*ALIASES, *full_names(), *COMPUTES]
-
-
-def parse(text: str | Path | Recipe) -> Recipe:
-    """Read a recipe from its name or from a TOML file.
-
-    Args:
-        text: ``"bfloat16/word"``, an alias such as ``"bfloat16-mixed"``, a compute alone (its default storage is
-            added), the path of a ``.toml`` file, or a recipe, which is returned as it is.
-    Returns:
-        The recipe.
-    Raises:
-        RecipeError: for an unknown part, parts that contradict each other, or a file that cannot be read.
-
-    Example:
-        >>> parse("bf16-mixed").name, parse("bfloat16").name
-        ('bfloat16/float32', 'bfloat16/word')
-    """
-    if isinstance(text, Recipe):
-        return text
-    if str(text).endswith(".toml"):
-        return parse_file(Path(text))
-    name = "/".join(_spelled(part) for part in str(text).strip().split("/"))
-    name = ALIASES.get(name, name)
-    compute, *rest = name.split("/")
-    if len(rest) > 2 or (not rest and compute not in COMPUTES):
-        # A storage alone is a likely slip, and too short to resemble any full name.
-        near = f"Did you mean 'bfloat16/{name}'?" if name in STORAGES else suggestion(name, known_names())
-        raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
-    row = _row(COMPUTES, compute)
-    storage = _storage(rest[0] if rest else DEFAULT_STORAGE[row.name], row.name)
-    return Recipe(row, storage, _row(REDUCTIONS, rest[1]) if len(rest) == 2 else REDUCTIONS["native"])
-
-
-def parse_file(path: Path) -> Recipe:
-    """Read a recipe from a TOML file; see :func:`parse_table` for its keys.
-
-    Args:
-        path: a UTF-8 TOML file.
-    Returns:
-        The recipe, labelled by its ``name``, else by the file's.
-    Raises:
-        RecipeError: when the file is missing, is not TOML, or names something unknown.
-    """
-    try:
-        table = load_toml(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecipeError(f"the recipe file '{path}' does not exist.", _SEE) from None
-    except (ValueError, OSError) as error:
-        raise RecipeError(f"the recipe file '{path}' cannot be read: {error}.") from None
-    recipe = parse_table(table, str(path))
-    return recipe if recipe.label else replace(recipe, label=path.stem)
-
-
-def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Recipe:
-    """Read a recipe from a TOML table.
-
-    Args:
-        table: ``compute``, ``storage``, ``reduction``, for which ``recipe = "bfloat16/word"`` may stand; ``name`` (what to
-            call it beside others); ``evaluation`` (a compute), ``keep`` (patterns), ``override`` (a list of tables with
-            ``pattern`` and ``storage``, ``compute`` or both) and ``phase`` (a list of tables with ``until`` and ``compute``).
-        where: what to call the table in an error.
-    Returns:
-        The recipe.
-    Raises:
-        RecipeError: for an unknown key or row, or a value of the wrong kind.
-
-    Example:
-        >>> recipe = parse_table({"recipe": "bfloat16/word", "phase": [{"until": 0.9, "compute": "float8-row"}]})
-        >>> recipe.compute_at(0.0).name, recipe.compute_at(0.9).name
-        ('float8-row', 'bfloat16')
-    """
-    for key in table:
-        if key not in _KEYS:
-            raise RecipeError(
-                f"{where} has an unknown key '{key}'.", suggestion(key, _KEYS) or f"It takes {', '.join(_KEYS)}."
-            )
-    parts = {key: _text(table, key, where) for key in ("recipe", "compute", "storage", "reduction") if key in table}
-    if "recipe" in parts:
-        # A file that named itself would be read for ever.
-        if parts["recipe"].endswith(".toml"):
-            raise RecipeError(f"{where} takes its recipe from another file, {parts['recipe']}.", "Write it out here.")
-        base = parse(parts["recipe"]).to_dict()
-    elif "compute" in parts:
-        compute = _spelled(parts["compute"])
-        base = {"compute": compute, "storage": DEFAULT_STORAGE.get(compute, ""), "reduction": "native"}
-    else:
-        raise RecipeError(f"{where} names no compute.", 'Add compute = "bfloat16" or recipe = "bfloat16/word".')
-    compute = _row(COMPUTES, _spelled(parts.get("compute", base["compute"])))
-    return Recipe(
-        compute,
-        _storage(parts.get("storage", base["storage"]), compute.name),
-        _row(REDUCTIONS, parts.get("reduction", base["reduction"])),
-        _patterns(table, where),
-        _overrides(table, where, compute.name),
-        _phases(table, where),
-        _compute(table, "evaluation", where) if "evaluation" in table else None,
-        " ".join(_text(table, "name", where).split()) if "name" in table else "",
-    )
-
-
-def _text(table: Mapping[str, Any], key: str, where: str) -> str:
-    if not isinstance(table[key], str):
-        raise RecipeError(f"{where} has {key} = {table[key]!r}, which is no text.", "Write a name in quotes.")
-    return str(table[key])
-
-
-def _patterns(table: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    keep = table.get("keep", [])
-    if not isinstance(keep, list) or not all(isinstance(pattern, str) for pattern in keep):
-        raise RecipeError(
-            f"{where} has keep = {keep!r}, which is no list of patterns.", 'For instance keep = ["lm_head"].'
-        )
-    return tuple(keep)
-
-
-def _overrides(table: Mapping[str, Any], where: str, compute: str) -> tuple[Override, ...]:
-    within = f"an [[override]] of {where}"
-    overrides = []
-    for entry in _entries(
-        table, "override", where, "Write [[override]] above each pattern with its storage or compute."
-    ):
-        if "pattern" not in entry or not {"pattern"} < set(entry) <= {"pattern", "storage", "compute"}:
-            raise RecipeError(
-                f"{within} has the keys {_listed(entry)}.", "It takes pattern, and storage, compute or both."
-            )
-        storage = _storage(_text(entry, "storage", within), compute) if "storage" in entry else None
-        other = _compute(entry, "compute", within) if "compute" in entry else None
-        overrides.append(Override(_text(entry, "pattern", within), storage, other))
-    return tuple(overrides)
-
-
-def _phases(table: Mapping[str, Any], where: str) -> tuple[Phase, ...]:
-    within = f"a [[phase]] of {where}"
-    phases = []
-    for entry in _entries(table, "phase", where, "Write [[phase]] above each until and compute."):
-        if set(entry) != {"until", "compute"}:
-            raise RecipeError(f"{within} has the keys {_listed(entry)}.", "It takes until and compute.")
-        until = entry["until"]
-        if isinstance(until, bool) or not isinstance(until, (int, float)):
-            raise RecipeError(f"{within} has until = {until!r}, which is no number.", "For instance until = 0.9.")
-        phases.append(Phase(float(until), _compute(entry, "compute", within)))
-    return tuple(phases)
-
-
-def _entries(table: Mapping[str, Any], key: str, where: str, advice: str) -> list[dict[str, Any]]:
-    """The tables under a key, none where there is no such key."""
-    entries = table.get(key, [])
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise RecipeError(f"{where} has {key} = {entries!r}.", advice)
-    return entries
-
-
-def _listed(entry: Mapping[str, Any]) -> str:
-    return ", ".join(sorted(entry)) or "none"
-
-
-def _compute(table: Mapping[str, Any], key: str, where: str) -> Compute:
-    row: Compute = _row(COMPUTES, _spelled(_text(table, key, where)))
-    return row
-
-
-def load_toml(text: str) -> dict[str, Any]:
-    """Parse TOML text with the standard library, or with ``tomli`` before Python 3.11."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    return tomllib.loads(text)
-
-
-_KEYS = ("recipe", "name", "compute", "storage", "reduction", "evaluation", "keep", "override", "phase")
-_SEE = "(narrowgauge show recipes lists all.)"
-
-
-def _spelled(part: str) -> str:
-    """The full spelling of a part: ``bf16-mixed`` becomes ``bfloat16-mixed``."""
-    head, dash, rest = part.strip().lower().partition("-")
-    return SPELLINGS.get(head, head) + dash + rest
-
-
-def _storage(name: str, compute: str) -> Storage:
-    """The storage of that name that belongs to the compute, else the one that belongs to none, else a composed one."""
-    spelled = name.strip().lower() if "+" in name else _spelled(name)
-    row = storages.find(f"{compute}/{spelled}") or storages.find(spelled)
-    if row is None:
-        names = [
-            own_name(known) for known in STORAGES.values() if known.name.partition("/")[0] in (known.name, compute)
-        ]
-        raise RecipeError(f"no recipe part is named '{spelled}'.", f"{suggestion(spelled, names)} {_SEE}".strip())
-    return row
-
-
-def _row(table: Mapping[str, Any], name: str) -> Any:
-    """The row of one of the three tables, or an error that suggests the nearest."""
-    if name in table:
-        return table[name]
-    raise RecipeError(f"no recipe part is named '{name}'.", f"{suggestion(name, table)} {_SEE}".strip())

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from narrowgauge import formats, recipes, storages
+from narrowgauge import formats, notation, recipes, storages
 from narrowgauge.chips import CHIPS
 from narrowgauge.computes import COMPUTES, Compute
 from narrowgauge.errors import FormatError, NarrowgaugeError, suggestion
@@ -34,7 +34,7 @@ def rows(name: str) -> list[Row]:
         name: formats, recipes, computes, storages, chips or models.
     Returns:
         A dict per row, each with ``name``; ``recipes`` has each compute with its usual storage, and each storage with
-        its usual compute (:func:`narrowgauge.recipes.representative_names`).
+        its usual compute (:func:`narrowgauge.notation.representative_names`).
     Raises:
         NarrowgaugeError: there is no such table.
     Example:
@@ -114,7 +114,7 @@ def detail_recipe(name: str) -> Row:
         >>> detail_recipe("int8-row/word")["casts"]["grad_weight.left"]
         'int8, per row, stochastic'
     """
-    recipe = recipes.parse(name)
+    recipe = notation.parse(name)
     compute, vectors = recipe.compute, storages.for_vectors(recipe.storage)
     return {
         **_recipe_row(recipe),
@@ -232,11 +232,11 @@ def _format_row(row: formats.Format) -> Row:
 
 def _recipe_row(recipe: Recipe) -> Row:
     own = recipes.own_name(recipe.storage)
-    short = [recipe.compute.name] if recipes.DEFAULT_STORAGE[recipe.compute.name] == own else []
+    short = [recipe.compute.name] if notation.DEFAULT_STORAGE[recipe.compute.name] == own else []
     storage = _storage_row(recipe.storage)
     return {
         "name": recipe.name,
-        "aliases": [*(alias for alias, name in recipes.ALIASES.items() if name == recipe.name), *short],
+        "aliases": [*(alias for alias, name in notation.ALIASES.items() if name == recipe.name), *short],
         "compute": recipe.compute.name,
         "storage": recipe.storage.name,
         "reduction": recipe.reduction.name,
@@ -250,7 +250,7 @@ def _recipe_row(recipe: Recipe) -> Row:
 
 
 def _compute_row(compute: Compute) -> Row:
-    usual = recipes.parse(compute.name)
+    usual = notation.parse(compute.name)
     return {
         "name": compute.name,
         "storage": usual.storage.name,
@@ -355,8 +355,8 @@ def _maker(name: str) -> Callable[[], list[Row]]:
 def _first_rows(part: str) -> dict[str, str]:
     """The first row of ``recipes`` with each compute or storage."""
     first: dict[str, str] = {}
-    for name in recipes.representative_names():
-        first.setdefault(getattr(recipes.parse(name), part).name, name)
+    for name in notation.representative_names():
+        first.setdefault(getattr(notation.parse(name), part).name, name)
     return first
 
 
@@ -393,7 +393,7 @@ def _names(**keys: Key) -> tuple[Column, ...]:
 
 _MAKERS: dict[str, Callable[[], list[Row]]] = {
     "formats": lambda: [_format_row(row) for row in formats.FORMATS.values()],
-    "recipes": lambda: [_recipe_row(recipes.parse(name)) for name in recipes.representative_names()],
+    "recipes": lambda: [_recipe_row(notation.parse(name)) for name in notation.representative_names()],
     "computes": lambda: [_compute_row(row) for row in COMPUTES.values()],
     "storages": lambda: [_storage_row(row) for row in storages.STORAGES.values()],
     "chips": _chip_rows,

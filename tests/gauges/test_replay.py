@@ -15,7 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.gauges.replay import first_bad_value, replay
-from narrowgauge.matmul.linear import EmulationNotice, swap_linears
+from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.trainer import language_model
 
 INF, NAN = math.inf, math.nan

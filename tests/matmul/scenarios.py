@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from narrowgauge.computes import COMPUTES, PLACES, Cast, Compute
 from narrowgauge.matmul import operators, randomness
-from narrowgauge.matmul.linear import EmulationNotice, Linear, Linears, swap_linears
+from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.matmul.linear import Linear
+from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.outliers import without_outliers
 from narrowgauge.matmul.products import is_native
+from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.numerics.quantization import Quantized, padded, quantize, random_words
 from narrowgauge.numerics.rounding import random_bits
 from oracles.linear import ROUNDING, Product, product

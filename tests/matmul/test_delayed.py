@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from matmul.scenarios import DELAYED, gaussian, make_layer, names, passed, same
 from narrowgauge.computes import COMPUTES, Cast
 from narrowgauge.matmul.delayed import OPERANDS, count_overflows, delayed_amax, new_history
-from narrowgauge.matmul.linear import Linear, Linears, swap_linears
+from narrowgauge.matmul.linear import Linear
+from narrowgauge.matmul.linears import Linears
+from narrowgauge.matmul.swapping import swap_linears
 
 every_row = pytest.mark.parametrize("row", DELAYED, **names)
 CAST = COMPUTES["float8-delayed"].output.left

@@ -24,7 +24,7 @@ from narrowgauge.computes import COMPUTES
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.experts import IMPLEMENTATION, swap_experts
 from narrowgauge.matmul.grouped import GroupedLinear
-from narrowgauge.matmul.linear import swap_linears
+from narrowgauge.matmul.swapping import swap_linears
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -15,7 +15,8 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import operators, randomness
 from narrowgauge.matmul.delayed import count_overflows
 from narrowgauge.matmul.grouped import GroupedLinear, grouped_linear, grouped_output, new_state
-from narrowgauge.matmul.linear import Linear, swap_linears
+from narrowgauge.matmul.linear import Linear
+from narrowgauge.matmul.swapping import swap_linears
 
 ENDS = (10, 10, 30, 37)  # the second of four experts got no tokens
 TOKENS, IN, OUT = 40, 48, 40  # and three tokens have no expert

@@ -27,7 +27,7 @@ from narrowgauge.matmul.inference import (
     multiply_quantized,
     quantize_for_inference,
 )
-from narrowgauge.matmul.linear import swap_linears
+from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.numerics.quantization import padded, quantize
 from oracles.linear import ROUNDING, product
 

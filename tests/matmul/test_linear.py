@@ -38,8 +38,11 @@ from matmul.scenarios import (
 from narrowgauge._torch import _TRUST_COMPILER
 from narrowgauge.computes import COMPUTES, Compute
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import casts, linear, operators, products, randomness
-from narrowgauge.matmul.linear import EmulationNotice, Linear, linears_of, swap_linears
+from narrowgauge.matmul import casts, choosing, operators, products, randomness
+from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.matmul.linear import Linear
+from narrowgauge.matmul.linears import Linears
+from narrowgauge.matmul.swapping import linears_of, swap_linears
 from narrowgauge.numerics.quantization import padded, rotate
 from oracles import linear as oracle
 
@@ -70,7 +73,7 @@ def batch(shape: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> t
     return gaussian(tokens, inputs, dtype=dtype, seed=3), gaussian(tokens, outputs, dtype=dtype, seed=4)
 
 
-def silently(model: nn.Module, row: str | Compute | Callable[[str], Any], **options: Any) -> linear.Linears:
+def silently(model: nn.Module, row: str | Compute | Callable[[str], Any], **options: Any) -> Linears:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)
         return swap_linears(model, row, **options)
@@ -590,7 +593,7 @@ def test_what_cannot_be_swapped_is_said() -> None:
 
 
 def test_emulation_is_told_once_and_native_rows_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_TOLD", set())
+    monkeypatch.setattr(choosing, "_TOLD", set())
     with pytest.warns(EmulationNotice, match="float8-row multiplies float8_e4m3fn, which this CPU cannot"):
         swap_linears(Model(), "float8-row")
     with warnings.catch_warnings():

@@ -206,6 +206,8 @@ def test_codes_multiply_as_they_are_and_as_bfloat16_alike(
     row: Compute, place: str, shape: tuple[int, int, int], with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The way to the float8 kernel, walked on the CPU's own slow one: layouts, filling up, scales."""
+    if row.products[place].left.granularity == "row" and torch.__version__ < "2.13":
+        pytest.skip("on CPUs this PyTorch multiplies float8 with one scale for a tensor only")
     left, right = operands_of(row, place, shape, native=True)
     bias = gaussian(shape[2], seed=5) if with_bias else None
     matmul = row.products[place]

@@ -30,9 +30,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import narrowgauge as ng
+from narrowgauge.optim.clipping import GradientNorm
 from narrowgauge.storages import STORAGES
 from optim.scenarios import assert_same_bits
 from ranks import run_ranks
@@ -55,6 +57,13 @@ CASES = [
     "galore exact",
 ]
 FIRST, LATER = range(3), range(3, 5)
+CUTS = {
+    "by FSDP": ("line", [Shard(0)]),
+    "by FSDP and TP": ("rows", [Shard(0), Shard(1)]),
+    "by TP, then FSDP": ("rows", [_StridedShard(0, split_factor=1), Shard(0)]),
+    "by FSDP beside TP": ("columns", [Shard(0), Replicate()]),
+    "not at all": ("rows", [Replicate(), Replicate()]),
+}
 
 
 class Weights(nn.Module):
@@ -171,7 +180,21 @@ def step_save_and_load(rank: int, own: Path, others: Path) -> dict[str, Any]:
     take_steps(model, optimizer, range(9, 10), bad=("even", 9))
     results["overflow"] = (everything(model, optimizer), optimizer.num_skipped, optimizer.last_overflow)
     results["earnest"] = learn(mesh)
+    results["norm"] = GradientNorm(compile=False)(list(over_meshes(mesh).values()))
     return results
+
+
+def over_meshes(mesh: Any = None) -> dict[str, Tensor]:
+    """Gradients cut in every way that a model has them in at once, by one axis of a mesh or by both; whole without one."""
+    values = {name: torch.randn(8, 6, generator=torch.Generator().manual_seed(k)) for k, name in enumerate(CUTS)}
+    if mesh is None:
+        return values
+    ranks = mesh.size()
+    meshes = {"line": mesh, "rows": init_device_mesh("cpu", (ranks, 1)), "columns": init_device_mesh("cpu", (1, ranks))}
+    return {
+        name: distribute_tensor(value, meshes[CUTS[name][0]], CUTS[name][1], src_data_rank=None)
+        for name, value in values.items()
+    }
 
 
 def learn(mesh: Any = None) -> dict[str, Tensor]:
@@ -303,6 +326,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(found: Found) -> None:
         assert num_skipped == 1
         assert_same_bits(expected("adamw word", 3), kept)
         assert named == (["even"] if rank == 1 else [])  # the rows of the last one are not here
+
+
+@RANKS
+def test_the_norm_is_that_of_all_elements_however_they_are_cut(num_ranks: int, found: Found) -> None:
+    whole_norm = GradientNorm(compile=False)(list(over_meshes().values()))
+    for result in found[num_ranks]:
+        assert_same_bits({"norm": whole_norm}, {"norm": result["norm"]})
 
 
 @RANKS

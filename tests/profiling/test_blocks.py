@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from narrowgauge.matmul.linear import Linear
+from narrowgauge.notation import parse, parse_table
 from narrowgauge.profiling.blocks import blocks_of, many_rows, training_block, training_session
-from narrowgauge.recipes import parse, parse_table
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.steps import train_step
@@ -83,11 +83,12 @@ def test_a_pass_makes_every_gradient_and_leaves_none(session: Session) -> None:
     assert all(leaf.grad is None for leaf in block.leaves)
 
 
-def test_the_compilers_limit_is_its_own_again_afterwards() -> None:
-    before = torch._dynamo.config.recompile_limit
-    with many_rows():
-        assert torch._dynamo.config.recompile_limit > before
-    assert torch._dynamo.config.recompile_limit == before
+@pytest.mark.parametrize("own", [8, 64, 200])
+def test_the_compilers_limit_is_its_own_again_afterwards(own: int) -> None:
+    with torch._dynamo.config.patch(recompile_limit=own):
+        with many_rows():
+            assert torch._dynamo.config.recompile_limit == max(own, 64), "never fewer than were allowed before"
+        assert torch._dynamo.config.recompile_limit == own
 
 
 def test_a_model_without_blocks_has_none() -> None:

@@ -11,13 +11,13 @@ import torch
 from narrowgauge.computes import COMPUTES
 from narrowgauge.errors import ChipError
 from narrowgauge.models import MODELS
+from narrowgauge.notation import parse
 from narrowgauge.profiling import measuring
 from narrowgauge.profiling.blocks import training_block, training_session
 from narrowgauge.profiling.costs import Round, cost_of
 from narrowgauge.profiling.linears import read_model
 from narrowgauge.profiling.measuring import weight_bytes
 from narrowgauge.profiling.settings import Setting, settings_of
-from narrowgauge.recipes import parse
 from narrowgauge.trainer.config import TrainConfig
 
 CPU = torch.device("cpu")

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from narrowgauge.computes import COMPUTES, Cast
+from narrowgauge.notation import parse
 from narrowgauge.numerics.statistics import cast_sums
 from narrowgauge.profiling import numerics
 from narrowgauge.profiling.numerics import loss_of, losses
 from narrowgauge.profiling.report import Loss
 from narrowgauge.profiling.settings import casts_made
-from narrowgauge.recipes import parse
 from narrowgauge.trainer.config import TrainConfig
 
 SHAPE = {

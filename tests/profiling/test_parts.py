@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from narrowgauge.computes import COMPUTES, Compute
-from narrowgauge.matmul.linear import swap_linears
+from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.profiling.linears import Shape
 from narrowgauge.profiling.parts import narrow_parts, operands, parts_of
 from narrowgauge.profiling.settings import Setting, casts_made

@@ -11,12 +11,12 @@ from narrowgauge.chips import CHIPS, get_chip
 from narrowgauge.computes import COMPUTES
 from narrowgauge.errors import ChipError
 from narrowgauge.models import MODELS, get_model
+from narrowgauge.notation import parse
 from narrowgauge.profiling import predicting
 from narrowgauge.profiling.costs import cost_of
 from narrowgauge.profiling.linears import Shape, kinds_of_preset
 from narrowgauge.profiling.predicting import Step, bytes_seconds, efficiency, matmul_seconds, parts_of, predict, told
 from narrowgauge.profiling.settings import Setting, casts_made
-from narrowgauge.recipes import parse
 
 H200 = get_chip("H200")
 NARROW = [row for row in COMPUTES.values() if not row.is_wide]

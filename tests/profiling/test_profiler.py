@@ -11,12 +11,13 @@ from click.testing import CliRunner, Result
 
 from narrowgauge.cli import main
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.notation import parse, parse_table
 from narrowgauge.profiling import measuring, numerics
 from narrowgauge.profiling.costs import Round
 from narrowgauge.profiling.profiler import profile
 from narrowgauge.profiling.report import Loss
 from narrowgauge.profiling.settings import casts_made, settings_of
-from narrowgauge.recipes import Recipe, parse, parse_table
+from narrowgauge.recipes import Recipe
 
 
 def call(*words: str) -> Result:

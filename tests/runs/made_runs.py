@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from narrowgauge.runs.comparing.comparison import Comparison
 from narrowgauge.runs.comparing.names import run_name
@@ -62,3 +66,15 @@ def sentence(found: Comparison, start: str) -> str:
 
 
 MASTER = seeds("bfloat16/master", (4.0, 4.1, 4.2))
+
+
+def close(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let nobody look into a folder, not even the superuser, for whom the system makes an exception."""
+    true_stat = os.stat
+
+    def stat(path: Any, *more: Any, **named: Any) -> os.stat_result:
+        if isinstance(path, str | Path) and folder in Path(path).parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return true_stat(path, *more, **named)
+
+    monkeypatch.setattr(os, "stat", stat)

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import narrowgauge.runs.files
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.events import KINDS, Event
 from narrowgauge.runs.files import write_whole
-from narrowgauge.runs.record import SCHEMA_VERSION, RunWriter, read_run
+from narrowgauge.runs.record import SCHEMA_VERSION, Run, RunWriter, read_run
 
 RUN = {"recipe": "bfloat16/word", "lr": 1e-3, "eval_every": None, "versions": {"torch": "2.13.0"}, "out": Path("a")}
 
@@ -310,3 +311,51 @@ def test_a_pipe_or_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
         with pytest.raises(RecordError, match="it is no ordinary file"):
             write_whole(place, b"whole")
     assert pipe.is_fifo() and {path.name for path in tmp_path.iterdir()} == {"pipe", "folder", "link"}
+
+
+def test_an_event_that_is_none_is_not_written(tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path / "run", RUN) as writer, pytest.raises(ValueError, match="Did you mean 'warning'"):
+        writer.event({"kind": "warnin", "step": 1, "message": "told"})
+    assert read_run(tmp_path / "run").events == []
+
+
+def nested(depth: int) -> str:
+    return f'{{"step":5,"loss":1.0,"histograms":{{"weight":{"[" * depth}"nan"{"]" * depth}}}}}\n'
+
+
+@pytest.mark.parametrize("name", ["steps", "evals", "events", "gauges"])
+def test_a_line_that_is_nested_too_deep_is_damaged(name: str, folder: Path) -> None:
+    with (folder / f"{name}.jsonl").open("a") as stream:
+        stream.write(nested(100_000) * 2)
+    with pytest.raises(RecordError, match=rf"{name}\.jsonl is damaged: line .* \(maximum recursion depth"):
+        read_run(folder).gauges  # noqa: B018
+
+
+@pytest.mark.parametrize("depth", range(100, 1000, 50))
+def test_a_line_that_is_nested_as_deep_as_python_goes_is_a_row_or_damaged(depth: int, folder: Path) -> None:
+    """Reading goes less deep than parsing."""
+    (folder / "steps.jsonl").write_text(nested(depth) * 2)
+    (folder / "gauges.jsonl").write_text(nested(depth) * 2)
+    for read in (lambda: read_run(folder), lambda: Run(folder, {}).gauges):
+        with suppress(RecordError):
+            read()
+
+
+def test_a_table_or_summary_that_is_nested_too_deep_is_damaged(folder: Path) -> None:
+    (folder / "summary.json").write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(RecordError, match=r"summary\.json is damaged: maximum recursion depth exceeded"):
+        read_run(folder)
+    (folder / "run.toml").write_text("a = " + "[" * 100_000 + "]" * 100_000)
+    with pytest.raises(RecordError, match=r"run\.toml is damaged: maximum recursion depth exceeded"):
+        read_run(folder)
+
+
+def test_a_newer_summary_is_refused(folder: Path) -> None:
+    (folder / "summary.json").write_text(f'{{"schema_version": {SCHEMA_VERSION + 1}, "steps": 4}}')
+    with pytest.raises(RecordError, match=f"has record schema {SCHEMA_VERSION + 1}; this version reads up to"):
+        read_run(folder)
+    (folder / "summary.json").write_text('{"schema_version": "two", "steps": 4}')
+    with pytest.raises(RecordError, match=r"schema_version = 'two', which is no number"):
+        read_run(folder)
+    (folder / "summary.json").write_text('{"steps": 4}')
+    assert read_run(folder).summary == {"steps": 4}

@@ -21,7 +21,8 @@ from narrowgauge.trainer.board import Board
 from narrowgauge.trainer.comparing import compare
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.question import Question, ask, read_flags, read_settings
-from trainer.tiny_runs import lasting, settings
+from runs.made_runs import close
+from trainer.tiny_runs import call, lasting, settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -235,6 +236,22 @@ def test_output_that_nobody_takes_is_told_with_how_to_go_on(base: TrainConfig, t
     with pytest.raises(RecordError, match=rf"not taken \({error.strerror}\): 1 of 2 runs .* --out {tmp_path}"):
         compare(RECIPES, base=short, out=tmp_path, stream=Full(1, error))
     assert "earlier" in done(short, tmp_path, recipes=None)
+
+
+def test_runs_that_were_done_before_count_as_done(first: tuple[Path, str], base: TrainConfig) -> None:
+    with pytest.raises(RecordError, match=r"\(Broken pipe\): 4 of 4 runs are done\."):
+        compare(RECIPES, base=base, seeds=2, out=first[0], stream=Full(2, BrokenPipeError(errno.EPIPE, "Broken pipe")))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["a run", "the folder"])
+def test_a_folder_that_may_not_be_looked_into_costs_one_line(
+    inside: bool, first: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = first[0] / NAMES[0] if inside else first[0]
+    close(monkeypatch, closed)
+    result = call("compare", "--out", str(first[0]))
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.exception
+    assert f"RecordError: Cannot use {closed}" in result.stderr and "Permission denied" in result.stderr
 
 
 def test_a_terminal_gets_a_table_where_it_is_wide_enough(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:

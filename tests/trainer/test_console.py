@@ -80,6 +80,13 @@ def test_a_terminal_sees_a_bar_and_a_table() -> None:
     assert "lr 1.00e-03" not in said, "lines are for pipes"
 
 
+@pytest.mark.parametrize("columns", ["40", "70"])
+def test_a_narrow_terminal_cuts_no_figure(columns: str) -> None:
+    said = on_terminal(TERM="xterm-256color", COLUMNS=columns)
+    last = said.splitlines()[-1]
+    assert "┃" not in said and last.split()[:3] == ["bfloat16/word", "2.2500", "–"], said
+
+
 def test_a_terminal_that_cannot_move_its_cursor_sees_lines() -> None:
     said = on_terminal(TERM="dumb")
     assert "\x1b" not in said and "step      4/4  loss 2.5000" in said

@@ -37,7 +37,6 @@ faults = _load("faults")
 EVERY, AT = 4, 25
 NEEDS_WIDTH = {
     "noise above the updates": "a tiny model's updates at that rate are a third of the noise that the alarm begins at",
-    "a feature that grows": "of 24 features none can be more than 4.9 times the rms of all",
 }
 SEEN_LATER = {"attention logits that grow": 8}
 """Steps between samples where a tiny model takes longer: its logits begin at a hundredth of a large one's."""

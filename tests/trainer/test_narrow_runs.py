@@ -11,14 +11,15 @@ from transformers import AutoModelForCausalLM
 
 from narrowgauge.computes import COMPUTES
 from narrowgauge.errors import RecipeError
-from narrowgauge.recipes import OWN_STORAGES_ONLY, Recipe, parse, parse_table
+from narrowgauge.notation import parse, parse_table
+from narrowgauge.recipes import OWN_STORAGES_ONLY, Recipe
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import exporting, loop, session
 from trainer.tiny_runs import settings
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::narrowgauge.matmul.linear.EmulationNotice"),
+    pytest.mark.filterwarnings("ignore::narrowgauge.matmul.choosing.EmulationNotice"),
 ]
 
 ROWS = [name for name in COMPUTES if name not in OWN_STORAGES_ONLY]

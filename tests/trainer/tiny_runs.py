@@ -47,9 +47,25 @@ def lasting(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in TIMINGS}
 
 
-def assert_same_run(one: Run, other: Run) -> None:
+SITTINGS = {"start", "resume", "stop", "note", "checkpoint_damaged"}
+"""Events of how often a run was stopped, and where."""
+
+
+def told(run: Run) -> list[str]:
+    """What happened in a run, however often it was stopped; a step that was taken again after a kill tells it again."""
+    return list(dict.fromkeys(repr(event) for event in run.events if event["kind"] not in SITTINGS))
+
+
+def read_again(run: Run) -> list[str]:
+    """What gauges read in any sitting: the shadow that moments are held against begins anew with each."""
+    return [repr({name: table for name, table in lasting(row).items() if name != "moments"}) for row in run.gauges]
+
+
+def assert_same_run(one: Run, other: Run, *, gauges: bool = True) -> None:
     assert [lasting(row) for row in one.steps] == [lasting(row) for row in other.steps]
     assert one.evals == other.evals
+    assert not gauges or read_again(one) == read_again(other)
+    assert told(one) == told(other)
     assert one.summary is not None and other.summary is not None
     assert lasting(one.summary) == {**lasting(other.summary)}
 

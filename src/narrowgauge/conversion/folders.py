@@ -27,7 +27,8 @@ from torch import Tensor
 from narrowgauge.conversion.report import Report
 from narrowgauge.conversion.source import Source, matched, numbers_of
 from narrowgauge.errors import RecordError
-from narrowgauge.recipes import Recipe, parse, parse_table
+from narrowgauge.notation import parse, parse_table
+from narrowgauge.recipes import Recipe
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.files import digest, disk_error, disk_errors, sync_file, sync_folder, temporary_name
 from narrowgauge.runs.record import Run, RunWriter, read_run

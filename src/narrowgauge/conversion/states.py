@@ -25,11 +25,12 @@ from narrowgauge.conversion.foreign import read_foreign
 from narrowgauge.conversion.report import Kept, Pair, Report, compare
 from narrowgauge.conversion.source import Source
 from narrowgauge.errors import DataError, RecipeError, RecordError
+from narrowgauge.notation import parse
 from narrowgauge.numerics.measures import UPDATE_SUMS
 from narrowgauge.numerics.summation import fingerprint_all
 from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.recipes import Recipe, parse
+from narrowgauge.recipes import Recipe
 from narrowgauge.runs.record import require_free
 from narrowgauge.storages import STATE_NAMES, Storage
 

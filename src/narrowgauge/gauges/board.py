@@ -39,6 +39,12 @@ class Switch:
 SWITCH = Switch()
 
 
+def is_sampled(module: torch.nn.Module) -> bool:
+    """Whether what a module does now is looked at."""
+    # In this order, so that code compiled for evaluation is not guarded by the switch.
+    return torch.is_grad_enabled() and module.training and SWITCH.is_on
+
+
 @dataclass(frozen=True)
 class Watched:
     """A tensor that has a place on the board.
@@ -72,6 +78,7 @@ class Board:
     is_open: bool = False
     marks: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     samples: dict[int, Tensor] = field(default_factory=dict)
+    places: dict[int, Tensor] = field(default_factory=dict)
     number: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,19 +87,25 @@ class Board:
 
     def place(self, index: int) -> Tensor:
         """What names a place in a graph: a tensor, so that layers share a graph; on the CPU, so that nothing waits."""
-        return torch.tensor([self.number, index])
+        place = self.places[index] = torch.tensor([self.number, index])
+        return place
 
     def clear(self) -> None:
         """Forget the marks of the last sampled step."""
         self.samples.clear()
         self.marks.clear()
 
+    @property
+    def marked_on(self) -> torch.device:
+        """Where the marks are."""
+        return next((mark[0].device for mark in self.marks.values()), self.device)
+
     def figures(self) -> Tensor:
         """Largest magnitude, rms and count of bad values of every place, float32 ``[places, 3]``; NaN where none was marked.
 
         Of an attention it is the largest logit and the entropy.
         """
-        device = next((mark[0].device for mark in self.marks.values()), self.device)
+        device = self.marked_on
         none = torch.full((3,), torch.nan, device=device)
         rows = [torch.stack(self.marks[k]) if k in self.marks else none for k in range(len(self.watched))]
         return torch.stack([row.to(device) for row in rows])
@@ -112,14 +125,20 @@ class Board:
         self.marks[index] = largest, rms(x), bad
         self.samples[index] = sample_rows(x)
 
-    def mark_attention(self, index: int, query: Tensor, key: Tensor, scale: float) -> None:
-        """Note the logits of the first sequence of a batch: ``[batch, heads, tokens, width]``."""
-        if not self.is_open:
+    def mark_attention(self, index: int, query: Tensor, key: Tensor, scale: float, is_causal: bool) -> None:
+        """Note the logits of the first sequence of a batch: ``[(batch,) heads, tokens, width]``."""
+        if not self.is_open or not query.numel() or not key.numel():
             return
-        length = query.shape[2]
-        places = torch.arange(1, QUERIES + 1, device=query.device) * length // QUERIES - 1
-        found = attention_statistics(query[0], key[0], scale, places.clamp(min=0))
-        self.marks[index] = (found[0], found[1], torch.zeros_like(found[0]))
+        query, key = (x[(0,) * max(0, x.ndim - 3)] for x in (query, key))
+        if query.ndim != 3 or query.shape[0] % key.shape[0]:
+            return
+        with torch.autocast(query.device.type, enabled=False):
+            if is_causal:
+                places = torch.arange(1, QUERIES + 1, device=query.device) * query.shape[1] // QUERIES - 1
+                largest, entropy = attention_statistics(query, key, scale, places.clamp(min=0))
+            else:
+                largest, entropy = _of_all_keys(query, key, scale)
+        self.marks[index] = (largest, entropy, torch.zeros_like(largest))
 
 
 def sample_rows(x: Tensor) -> Tensor:
@@ -137,29 +156,44 @@ def sample_rows(x: Tensor) -> Tensor:
     return matrix[:: rows // count][:count].to(torch.float32, copy=True)
 
 
+def _of_all_keys(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Largest logit and mean entropy of some queries, each of which sees all keys, as the last of causal ones does."""
+    last = torch.full((1,), key.shape[1] - 1, device=key.device)
+    places = [max(0, k * query.shape[1] // QUERIES - 1) for k in range(1, QUERIES + 1)]
+    queries = (query[:, place, None].expand(-1, key.shape[1], -1) for place in places)
+    each = torch.stack([attention_statistics(one, key, scale, last) for one in queries])
+    return each[:, 0].amax(), each[:, 1].mean()
+
+
 # Weakly held: a board ends with the gauges that made it. Places are never used again, since compiled code may hold one.
 _BOARDS: list[weakref.ref[Board]] = []
 
 
-def _board_of(place: Tensor) -> tuple[Board | None, int]:
+def board_of(place: Tensor) -> tuple[Board | None, int]:
+    """The board that a place is on, where it is still there, and the place's number.
+
+    The place of a copied model is a copy, and on no board.
+    """
     number, index = place.tolist()
-    return _BOARDS[number](), index
+    board = _BOARDS[number]() if number < len(_BOARDS) else None
+    own = board.places.get(index) if board is not None else None
+    return (board, index) if own is not None and own.data_ptr() == place.data_ptr() else (None, index)
 
 
 @torch.library.custom_op("narrowgauge::mark", mutates_args=())
 def mark(x: Tensor, place: Tensor) -> None:
     """Note a tensor at a place of a board."""
-    board, index = _board_of(place)
+    board, index = board_of(place)
     if board is not None:
         board.mark(index, x)
 
 
 @torch.library.custom_op("narrowgauge::mark_attention", mutates_args=())
-def mark_attention(query: Tensor, key: Tensor, scale: float, place: Tensor) -> None:
+def mark_attention(query: Tensor, key: Tensor, scale: float, place: Tensor, is_causal: bool) -> None:
     """Note an attention's logits at a place of a board."""
-    board, index = _board_of(place)
+    board, index = board_of(place)
     if board is not None:
-        board.mark_attention(index, query, key, scale)
+        board.mark_attention(index, query, key, scale, is_causal)
 
 
 @mark.register_fake
@@ -168,7 +202,7 @@ def _(x: Tensor, place: Tensor) -> None:
 
 
 @mark_attention.register_fake
-def _(query: Tensor, key: Tensor, scale: float, place: Tensor) -> None:
+def _(query: Tensor, key: Tensor, scale: float, place: Tensor, is_causal: bool) -> None:
     return None
 
 
@@ -182,7 +216,8 @@ class _MarkGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, y: Tensor, place: Tensor) -> Tensor:
         ctx.place = place  # type: ignore[attr-defined]
-        return y.view_as(y)
+        # Not a view of it, which compiled code could not change in place; the compiler drops the copy where nobody does.
+        return y.clone()
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
@@ -191,15 +226,19 @@ class _MarkGradient(torch.autograd.Function):
         return grads[0], None
 
 
-def mark_tensor(x: Tensor, place: Tensor) -> None:
+def mark_tensor(x: Tensor, place: Tensor | None) -> None:
     """Mark a tensor of any kind: of one that carries its scale its data, which is what a cast without looking takes."""
+    if place is None:
+        return
     data = x._data if isinstance(x, Scaled) else x
     if type(data) in (Tensor, torch.nn.Parameter):
         mark(data.detach(), place)
 
 
-def mark_gradient(y: Tensor, place: Tensor) -> Tensor:
+def mark_gradient(y: Tensor, place: Tensor | None) -> Tensor:
     """``y``, whose gradient will be marked."""
+    if place is None:
+        return y
     if torch.compiler.is_compiling():
         if isinstance(y, Scaled):  # one that carries its scale is not followed into a graph
             return y

@@ -1,8 +1,9 @@
-"""By which cast a watched tensor enters its matmul, and by which scale where that comes from earlier steps."""
+"""By which cast a watched tensor enters its matmul, by which scale where that comes from earlier steps, and what is lost."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,11 @@ from torch import Tensor, nn
 from narrowgauge.computes import Cast
 from narrowgauge.gauges.board import Board, Watched
 from narrowgauge.matmul.delayed import delayed_amax
+from narrowgauge.matmul.grouped import GroupedLinear
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.randomness import STEP
+from narrowgauge.numerics import statistics
+from narrowgauge.numerics.quantization import padded, quantize
 
 _ITS_OPERAND = {
     "input": ("output", "left", 0),
@@ -51,7 +55,7 @@ class Casts:
         """The cast of a tensor, and its delayed scale's magnitude; nothing where it enters as it is."""
         used = self._used(watched)
         if used is None:
-            return None, None
+            return self._of_experts(watched), None
         layer, cast, _ = used
         if cast.is_wide and cast.format == str(layer.weight.dtype).removeprefix("torch."):
             return None, None
@@ -66,3 +70,37 @@ class Casts:
         product, side, operand = _ITS_OPERAND[watched.kind]
         cast: Cast = getattr(layer.compute.products[product], side)
         return layer, cast, operand
+
+    def _of_experts(self, watched: Watched) -> Cast | None:
+        """The cast by which tokens enter their experts, where no expert has a scale of its own for all of its tokens."""
+        layer = self.layers.get(watched.name)
+        if not isinstance(layer, GroupedLinear) or watched.kind not in ("input", "output_grad"):
+            return None
+        product, side, _ = _ITS_OPERAND[watched.kind]
+        cast: Cast = getattr(layer.compute.products[product], side)
+        whole = cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"
+        return None if whole or cast.is_wide else cast
+
+
+def cast_figures(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
+    """``[samples, 6]``, as :data:`narrowgauge.numerics.statistics.CAST_SUMS`."""
+    if cast.block is not None:  # blocks of several rows must not reach into the next tensor
+        whole = amax.view(-1, 1, 1) if cast.scale == "float8_e4m3fn" else [None] * len(samples)
+        sums = [statistics.cast_sums(x, cast, amax=own).sum(0) for x, own in zip(samples, whole, strict=True)]
+        return torch.stack(sums)
+    count, rows, columns = samples.shape
+    scale = amax.view(-1, 1).repeat_interleave(rows, 0) if cast.granularity == "tensor" else None
+    return statistics.cast_sums(samples.view(-1, columns), cast, amax=scale).view(count, rows, -1).sum(1)
+
+
+def block_exponents(sample: Tensor, cast: Cast) -> Tensor:
+    """Lowest, median, highest exponent of the sample's block scales."""
+    inner = quantize(padded(sample, cast, 1), replace(cast, rounding="nearest"), 1).inner
+    return statistics.block_scale_exponents(inner if inner is not None else sample.new_zeros(1))
+
+
+def lost_shares(sums: Tensor) -> list[float | None]:
+    """Underflow, overflow and SQNR of one tensor's sums of a cast."""
+    _, _, beyond, zeroed, nonzero, total = sums.tolist()
+    sqnr = float(statistics.sqnr_of_sums(sums))
+    return [zeroed / nonzero if nonzero else None, beyond / total, sqnr if nonzero else None]

@@ -17,6 +17,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges import attention, hooks
 from narrowgauge.gauges.board import SWITCH, Board, Watched
 from narrowgauge.gauges.casts import Casts
+from narrowgauge.gauges.hooks import plain_name
 from narrowgauge.gauges.reading import Packed, measure, rounded, row_of
+from narrowgauge.gauges.shards import Shards
 from narrowgauge.gauges.updates import Shadow, States, Updates
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.optim.auditing import audit
@@ -69,18 +72,19 @@ class Gauges:
         self.alarms = Alarms({"recipe": _recipe_of(model, optimizer)}) if alarms else None
         self._step = 0
         self._handles: list[Any] = []
+        self._placed: list[nn.Module] = []
         self._layers: dict[str, nn.Module] = {}
         self._watched: list[Watched] = []
         self._told = False
-        names = [name for name, _ in model.named_parameters()]
+        named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
         own = {p for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
-        self.parameters = {n: p for n, p in model.named_parameters() if hooks.matches(n, patterns) and p in own}
+        self.parameters = {n: p for n, p in named.items() if hooks.matches(n, patterns) and p in own}
         self._choose(patterns, outputs)
         if not self._watched and not self.parameters:
             raise NarrowgaugeError(
                 f"gauges were asked for {', '.join(map(repr, patterns))}, and nothing of {type(model).__name__} has such a "
                 "name.",
-                f"Its names are like '{names[0]}'." if names else "",
+                f"Its names are like '{next(iter(named))}'." if named else "",
             )
         device = next(model.parameters()).device
         for kind in ("weight", "grad"):
@@ -89,6 +93,7 @@ class Gauges:
         # Gauges that are dropped sample no more.
         weakref.finalize(self, _close, self.board.number)
         self.casts = Casts(self._layers)
+        self.shards = Shards.of(self.parameters)
         self._attach(outputs)
         self.states: States | None = None
         self.updates: Updates | None = None
@@ -99,8 +104,9 @@ class Gauges:
             matrices = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
             self.shadow = Shadow(self.states, matrices if every else {})
             self._handles.append(optimizer.register_load_state_dict_post_hook(self._forget))
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            # An optimizer's step may be compiled; what reads it is not worth compiling.
+            self._handles.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)))
+            self._handles.append(optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)))
         self.step = 0
 
     @property
@@ -145,38 +151,40 @@ class Gauges:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for module in self.model.modules():
+        for module in self._placed:
             module.__dict__.pop("gauge_places", None)
+        self._placed.clear()
 
     # ── what is watched ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _choose(self, patterns: Sequence[str], outputs: Sequence[str]) -> None:
-        for name, module in self.model.named_modules():
+        for name, module in hooks.named_modules(self.model).items():
             if hooks.multiplies(module) and hooks.matches(name, patterns):
                 self._layers[name] = module
                 kinds = ("output_grad",) if hooks.shares_input(name, self._layers) else ("input", "output_grad")
                 self._watched += [Watched(kind, name) for kind in kinds]
-            elif attention.is_attention(module) and hooks.matches(name, patterns):
+            elif hooks.matches(name, patterns) and attention.way_of(module) is not None:
                 self._watched.append(Watched("attention", name))
             if outputs and name and hooks.matches(name, outputs):
                 self._watched.append(Watched("output", name))
 
     def _attach(self, outputs: Sequence[str]) -> None:
         _torch.heed_hooks()
-        modules = dict(self.model.named_modules())
+        modules = hooks.named_modules(self.model)
         places: dict[str, dict[str, Tensor]] = {}
         for index, watched in enumerate(self._watched):
             if watched.kind not in ("weight", "grad"):
                 places.setdefault(watched.name, {})[watched.kind] = self.board.place(index)
-        taken = next((name for name in places if "gauge_places" in modules[name].__dict__), None)
+        taken = next((name for name in places if hooks.is_taken(modules[name])), None)
         if taken is not None:
             raise NarrowgaugeError(
                 f"gauges were asked for '{taken}', which has some already.", "Call detach() of those first."
             )
         for name, own in places.items():
-            module = modules[name]
+            module: Any = modules[name]
             # Attributes, not what a closure holds: layers that differ in nothing else share compiled code.
             module.gauge_places = (own.get("input"), own.get("output_grad"), own.get("attention"), own.get("output"))
+            self._placed.append(module)
             if "output_grad" in own:
                 self._handles.append(module.register_forward_hook(hooks.mark_linear))
             if "attention" in own:
@@ -195,6 +203,7 @@ class Gauges:
         place, *others = head.gauge_places
         head.gauge_places = (None, *others)
         body.gauge_places = (place, None, None, None)  # type: ignore[assignment]
+        self._placed.append(body)
         self._handles.append(body.register_forward_hook(hooks.mark_hidden))
 
     @property
@@ -209,10 +218,17 @@ class Gauges:
     def _before_step(self, *_: Any) -> None:
         if not self.sampling:
             return
+        if self.alarms is not None and getattr(self.optimizer, "grad_scale", None) is not None:
+            # A fused optimizer of torch's under torch.amp.GradScaler, which lets gradients overflow to find its scale.
+            self.alarms.facts = replace(self.alarms.facts, scales_loss=True)
         for name, parameter in self.parameters.items():
+            if self.shards is not None and not self.shards.share[name]:
+                continue
             self.board.mark(self._index[Watched("weight", name)], local_of(parameter))
             if parameter.grad is not None:
                 self.board.mark(self._index[Watched("grad", name)], local_of(parameter.grad))
+        if self.shards is not None:
+            self.shards.join_largest(self.board)
         # Before the layers are told of the next step: a delayed scale is that of the steps before this one.
         self.casts.note(self.board)
         if self.updates is not None:
@@ -229,7 +245,7 @@ class Gauges:
     def _read(self, step: int) -> None:
         """Make the row of a sampled step and hand it on."""
         began = time.perf_counter()
-        packed = Packed()
+        packed = Packed(self.shards)
         if self.states is not None:
             self.states.forget()
         groups = measure(self.board, self.casts.of, packed)
@@ -258,8 +274,7 @@ class Gauges:
         if self.on_row is not None:
             self.on_row(row)
         for event in self.alarms.on_gauges(row) if self.alarms is not None else ():
-            if event.kind != "lost_updates" or not isinstance(self.optimizer, Optimizer):  # ours says that itself
-                tell(event)
+            tell(event)
 
     def _head_logits(self) -> Tensor | None:
         """Largest logit and mean log Z of sampled places, from what entered the head."""
@@ -289,6 +304,10 @@ class Gauges:
                 GaugeNotice,
                 stacklevel=2,
             )
+        attentions = [watched.name for watched in self._watched if watched.kind == "attention"]
+        if not self._told and attentions and "attention" not in row:
+            self._told = True
+            warnings.warn(attention.unseen(attentions, row["step"]), GaugeNotice, stacklevel=2)
 
 
 # Boards whose step is sampled.
@@ -323,8 +342,19 @@ def attach_gauges(
     Law: a run with gauges has the same bits as one without, eager or compiled, except with ``outputs``. The host waits for
     the device once on a sampled step, and never on the others.
 
+    On several ranks call it on each of them, with the same arguments. Where they share parameters out (FSDP2, over a mesh
+    of any number of axes) a sampled step makes two reductions over these ranks, and every rank's row says the same of weights,
+    gradients, updates and moments. Largest magnitudes, rms, counts, casts, histograms and the audit's figures are of all
+    shards. What is taken of a sample (outlier, kurtosis, top feature, update to weight and to ulp, moments) is the mean of
+    what the shards show, by their sizes. Operands, attention, block scales and logits are each rank's own; logits are left
+    out where the head is shared out. Where parameters lie on several meshes everything is each rank's own.
+
+    Attaching sets two options of ``torch.compile`` for the whole process, without which code that was compiled before would not
+    see the hooks: guards on modules' hooks are kept, and a function may be compiled 64 times.
+
     Args:
-        model: any module, prepared or not, compiled after this call or not at all; linear layers in it are watched.
+        model: any module, prepared or not, compiled after this call or not at all; linear layers, narrow experts and
+            attention in it are watched.
         optimizer: the one that steps it, ours or torch's; its steps are counted. Without one nothing is sampled.
         patterns: names of modules and parameters to watch, shell wildcards.
         every: steps from one sample to the next; 0 never.

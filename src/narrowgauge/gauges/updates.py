@@ -6,20 +6,26 @@ which the ratio of their sums shows long before the loss does. And the size of a
 weight's format says beforehand what rounding will take: below half a spacing, everything.
 
 The shadow begins with what is stored when it is attached, so after a resume it begins anew.
+
+Of parameters that ranks share out each rank looks at the first values it has itself; the row holds the mean over the ranks.
+What the optimizer's audit summed up is added up over them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.formats import get_format
-from narrowgauge.gauges.reading import Packed, exponents, rounded
+from narrowgauge.gauges.reading import Packed, rounded
+from narrowgauge.gauges.shards import Shards
 from narrowgauge.numerics import statistics
+from narrowgauge.numerics.measures import UPDATE_SUMS
+from narrowgauge.optim import auditing
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.shards import local_of
 from narrowgauge.runs.readings import Row
@@ -62,11 +68,12 @@ class States:
         """The param group of each parameter as it is now: loading a state replaces them."""
         return {p: group for group in self.optimizer.param_groups for p in group["params"]}
 
-    def steps(self, parameter: Tensor) -> int:
-        """Steps that a parameter has taken."""
+    def steps(self, parameter: Tensor) -> float | Tensor:
+        """Steps that a parameter has taken; torch's fused optimizers count them on the device."""
         if isinstance(self.optimizer, Optimizer):
             return self.optimizer.num_steps(parameter)
-        return int(self.optimizer.state.get(parameter, {}).get("step", 0))
+        steps: float | Tensor = self.optimizer.state.get(parameter, {}).get("step", 0)
+        return steps
 
 
 class Shadow:
@@ -116,7 +123,7 @@ class Shadow:
         self.states.forget()
         groups = self.states.groups()
         kept = {name: p for name, p in self.candidates.items() if "betas" in groups.get(p, {})}
-        found = {name: p for name, p in kept.items() if self.states.leading(p, "exp_avg_sq") is not None}
+        found = {name: p for name, p in kept.items() if self._has_moments(p)}
         every = -(-len(found) // FOLLOWED) if found else 1
         self.parameters = dict(list(found.items())[::every])
         self._sizes = [min(SHADOWED, local_of(p).numel()) for p in self.parameters.values()]
@@ -126,6 +133,11 @@ class Shadow:
             parts = [torch.full((n,), 1 - beta) for n, beta in zip(self._sizes, betas, strict=True)]
             self._weight = torch.cat(parts).to(self.exact.device)
         self.states.forget()
+
+    def _has_moments(self, parameter: Tensor) -> bool:
+        """Whether a second moment is kept for each value: some optimizers keep one for all."""
+        kept = self.states.leading(parameter, "exp_avg_sq")
+        return kept is not None and len(kept) == min(SHADOWED, local_of(parameter).numel())
 
     def _present(self, slopes: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
         """Weights and gradients where some parameters have none: these take no step."""
@@ -142,9 +154,8 @@ class Shadow:
         control = getattr(self.optimizer, "last_control", None)
         if control is not None:
             return control[0], control[1]
-        # A fused optimizer of torch's takes both from torch.amp.GradScaler.
-        scale = getattr(self.optimizer, "grad_scale", None)
-        return None if scale is None else 1.0 / scale, getattr(self.optimizer, "found_inf", None)
+        # What torch.amp.GradScaler gives a fused optimizer of torch's, which writes the gradients back unscaled.
+        return None, getattr(self.optimizer, "found_inf", None)
 
     def forget(self) -> None:
         """Begin anew with what is stored after the next step."""
@@ -159,9 +170,19 @@ class Shadow:
 
     def measure(self, packed: Packed) -> None:
         """Add each parameter's bias and frozen share to what is fetched."""
+        found = self._compared()
+        if packed.shards is not None and self.candidates:  # as many on every rank, whichever it follows
+            none = torch.full((2,), math.nan, dtype=torch.float64, device=next(iter(self.candidates.values())).device)
+            own = dict(zip(self.parameters, found, strict=True)) if found is not None else {}
+            packed.add_mean("moments", torch.stack([own.get(n, none) for n in self.candidates]), self.candidates)
+        elif found is not None:
+            packed.add("moments", found)
+
+    def _compared(self) -> Tensor | None:
+        """Bias and frozen share of each parameter that is followed, float64 ``[parameters, 2]``."""
         stored = self.stored()
         if stored is None or self.exact is None or stored.shape != self.exact.shape:
-            return
+            return None
         old_stored, old_exact = self.before or (stored, self.exact)
         first = self.before is None
         self.before = stored, self.exact
@@ -169,17 +190,19 @@ class Shadow:
         moved = (self.exact - old_exact).abs() > old_exact * 2.0**-7
         frozen = moved & (stored == old_stored)
         pairs = zip(stored.split(self._sizes), self.exact.split(self._sizes), strict=True)
-        packed.add("moment bias", torch.stack([statistics.moment_bias(s, e) for s, e in pairs]))
+        biases = torch.stack([statistics.moment_bias(s, e) for s, e in pairs])
         shares = zip(frozen.split(self._sizes), moved.split(self._sizes), strict=True)
-        frozen_shares = [f.sum() / m.sum() for f, m in shares]
-        packed.add("moment frozen", torch.stack(frozen_shares) * (math.nan if first else 1.0))
+        frozen_shares = torch.stack([f.sum() / m.sum() for f, m in shares]) * (math.nan if first else 1.0)
+        return torch.stack([biases, frozen_shares.double()], 1)
 
     def rows(self, fetched: Mapping[str, Tensor]) -> Row:
         """The table ``moments``."""
-        if "moment bias" not in fetched:
+        if "moments" not in fetched:
             return {}
-        values = zip(fetched["moment bias"].tolist(), fetched["moment frozen"].tolist(), strict=True)
-        return {name: [rounded(v) for v in pair] for name, pair in zip(self.parameters, values, strict=True)}
+        table = fetched["moments"].tolist()
+        names = self.parameters if len(table) == len(self.parameters) else self.candidates
+        rows = {name: [rounded(v) for v in pair] for name, pair in zip(names, table, strict=True)}
+        return {name: row for name, row in rows.items() if name in self.parameters or row != [None, None]}
 
 
 class Updates:
@@ -209,45 +232,67 @@ class Updates:
         if self.before is None or self.spread is None:
             return
         after = _joined([_spread(p) for p in self.parameters.values()])
-        packed.add("update to weight", statistics.update_to_weight(self.spread, after))
+        packed.add_mean("update to weight", statistics.update_to_weight(self.spread, after), self.parameters)
         moments = {
             name: [self.states.leading(p, name) for p in self.parameters.values()] for name in ("exp_avg", "exp_avg_sq")
         }
         for name, parts in moments.items():
-            if known := [part for part in parts if part is not None]:
-                packed.add(f"histogram {name}", exponents(torch.cat(known)))
-        packed.add("update to ulp", self._in_spacings(moments["exp_avg"], moments["exp_avg_sq"]))
+            told = zip(self.parameters, parts, strict=True)
+            own = [part for p, part in told if part is not None and (packed.shards is None or packed.shards.share[p])]
+            packed.add_histogram(name, own, after.device)
+        ulps = self._in_spacings(moments["exp_avg"], moments["exp_avg_sq"])
+        packed.add_mean("update to ulp", ulps, self.parameters)
+        if packed.shards is not None and isinstance(self.states.optimizer, Optimizer):
+            packed.add_sum("audit", self._audited(self.states.optimizer, packed.shards).to(after.device))
         self.forget()
+
+    def _audited(self, optimizer: Optimizer, shards: Shards) -> Tensor:
+        """The sums of each parameter's audits, as far as this rank tells, and how many these were."""
+        optimizer.settle()
+        table = torch.zeros(len(self.parameters), len(UPDATE_SUMS) + 1, dtype=torch.float64)
+        for row, (name, parameter) in zip(table, self.parameters.items(), strict=True):
+            window = optimizer.auditor.windows.get(parameter)
+            if window and shards.share[name]:
+                row[:-1], row[-1] = torch.stack(tuple(window)).sum(0), len(window)
+        return table
 
     def _in_spacings(self, first: list[Tensor | None], second: list[Tensor | None]) -> Tensor:
         """The intended change over the visible weight's spacing, where Adam's moments tell what was intended."""
         assert self.before is not None
-        groups = self.states.groups()
-        scales, epsilons, bits = [], [], []
-        for parameter, m, v in zip(self.parameters.values(), first, second, strict=True):
-            group, step = groups.get(parameter, {}), self.states.steps(parameter)
-            tells = m is not None and v is not None and "betas" in group and step > 0
-            beta1, beta2 = map(float, group["betas"]) if tells else (0.0, 0.0)
-            correction = math.sqrt(1 - beta2 ** max(step, 1)) / (1 - beta1 ** max(step, 1))
-            scales.append(float(group["lr"]) * correction if tells else math.nan)
-            epsilons.append(float(group.get("eps", 0.0)) * math.sqrt(1 - beta2 ** max(step, 1)))
-            bits.append(get_format(str(parameter.dtype).removeprefix("torch.")).mantissa_bits)
+        groups, names = self.states.groups(), list(self.parameters.values())
+        own = [
+            group if _tells(group := groups.get(p, {}), m, v) else None
+            for p, m, v in zip(names, first, second, strict=True)
+        ]
+        device = self.before.device
+        beta1, beta2 = (_column([group["betas"][k] if group else math.nan for group in own], device) for k in (0, 1))
+        rates = _column([group["lr"] if group else math.nan for group in own], device)
+        epsilons = _column([group["eps"] if group else math.nan for group in own], device)
+        steps = _column([self.states.steps(p) for p in names], device)
+        bits = _column([get_format(str(p.dtype).removeprefix("torch.")).mantissa_bits for p in names], device)
         none = self.before.new_zeros(1)
-        m, v = (_joined([none if part is None else part for part in parts]) for parts in (first, second))
-        factors = torch.tensor([scales, epsilons], device=m.device).unsqueeze(-1)
-        root = v.sqrt() + factors[1]
-        intended = factors[0] * m / torch.where(root > 0, root, 1.0)
-        return statistics.update_to_ulp(intended, self.before, torch.tensor(bits, device=m.device).unsqueeze(-1))
+        m, v = (
+            _joined([part if group and part is not None else none for part, group in zip(parts, own, strict=True)])
+            for parts in (first, second)
+        )
+        unbias = torch.sqrt(1 - beta2**steps)
+        root = v.sqrt() + epsilons * unbias
+        intended = rates * unbias / (1 - beta1**steps) * m / torch.where(root > 0, root, 1.0)
+        return statistics.update_to_ulp(intended, self.before, bits)
 
     def rows(self, fetched: Mapping[str, Tensor], readings: Mapping[str, Any]) -> Row:
         """The table ``updates``.
 
         Args:
             fetched: from :meth:`narrowgauge.gauges.reading.Packed.fetch`.
-            readings: the audit's by parameter, from :func:`narrowgauge.audit`.
+            readings: the audit's by parameter, from :func:`narrowgauge.audit`; where ranks share parameters out, the sums
+                of all ranks count in their place.
         """
         if "update to weight" not in fetched:
             return {}
+        if "audit" in fetched:
+            sums = zip(self.parameters, fetched["audit"], strict=True)
+            readings = {name: auditing.read([row[:-1]]) for name, row in sums if row[-1]}
         changes, sizes = fetched["update to weight"].tolist(), fetched["update to ulp"].tolist()
         table = {}
         # A parameter that was stepped alone, as its gradient arrived, was not seen before its step.
@@ -264,10 +309,31 @@ class Updates:
         return table
 
 
+def _tells(group: Mapping[str, Any], *moments: Tensor | None) -> bool:
+    """Whether a param group is one of Adam's, whose moments tell what was intended."""
+    betas, eps = group.get("betas", ()), group.get("eps")
+    return len(betas) == 2 and isinstance(eps, (int, float)) and all(moment is not None for moment in moments)
+
+
+def _column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
+    """One number for each parameter, float64 ``[parameters, 1]``, without waiting for the device."""
+    on_device = any(isinstance(value, Tensor) and value.device == device for value in values)
+    if not on_device:
+        return torch.tensor([float(value) for value in values], dtype=torch.float64).to(device, non_blocking=True)[
+            :, None
+        ]
+    parts = [
+        v.double() if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device) for v in values
+    ]
+    return torch.stack([part.reshape(()).to(device) for part in parts])[:, None]
+
+
 def leading_of(x: Tensor) -> Tensor:
     """The first values of a tensor, or of the part of it that is here."""
     if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
         x = local_of(x)
+    if type(x).dequantize is not Tensor.dequantize:  # codes of their own, as torchao's optimizers keep
+        x = x.dequantize()
     if x.is_contiguous():  # one call, where there are hundreds of tensors every step
         return x.as_strided((min(SHADOWED, x.numel()),), (1,))
     return x.reshape(-1)[:SHADOWED]

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from narrowgauge import _torch
 from narrowgauge.computes import PLACES
 from narrowgauge.gauges.bad_value import BadValue, Phase
+from narrowgauge.gauges.hooks import plain_name
 from narrowgauge.gauges.operations import (
     Kinds,
     Labels,
@@ -49,7 +50,6 @@ _CASTS = {
     "cast_input": ("output",), "multiply_output": ("output",), "grouped_output": ("output",), "cast_kept": ("grad_weight",),
     "gradients": ("grad_input", "grad_weight"), "grouped_gradients": ("grad_input", "grad_weight"),
 }  # fmt: skip
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,12 @@ class Watch(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
-        self.modules = {id(m): _plain_name(name) for name, m in model.named_modules()}
-        self.computes = {_plain_name(name): _row_of(m) for name, m in model.named_modules()}
-        self.parameters = {_plain_name(name) for name, _ in model.named_parameters()}
+        self.modules = {id(m): plain_name(name) for name, m in model.named_modules()}
+        self.computes = {plain_name(name): _row_of(m) for name, m in model.named_modules()}
+        self.parameters = {plain_name(name) for name, _ in model.named_parameters()}
         self.labels = Labels()
         for name, x in [*model.named_parameters(), *model.named_buffers()]:
-            self.labels.add(_plain_name(name), x)
+            self.labels.add(plain_name(name), x)
         self.sources: dict[int, tuple[StorageWeakRef, Source]] = {}
         self.inputs: dict[str, Source] = {}
         self.reached: list[tuple[Source, str]] = []
@@ -130,7 +130,7 @@ class Watch(TorchDispatchMode):
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None and (kinds := kinds_of(parameter.grad)):
                 reached.append(
-                    (self._source(parameter.grad, kinds, "the caller"), f"the gradient of {_plain_name(name)}")
+                    (self._source(parameter.grad, kinds, "the caller"), f"the gradient of {plain_name(name)}")
                 )
         if not reached:
             return None
@@ -293,9 +293,3 @@ def _row_of(module: nn.Module) -> str | None:
     """The name by which operators know a narrow layer's row."""
     row = getattr(module, "row", None)
     return row if isinstance(row, str) and row in ROWS else None
-
-
-def _plain_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

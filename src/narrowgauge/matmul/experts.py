@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError
+from narrowgauge.matmul.choosing import row_chooser, tell_emulation
 from narrowgauge.matmul.grouped import GroupedLinear, grouped_linear
-from narrowgauge.matmul.linear import _LOOSE, Linears, _chosen, _tell
+from narrowgauge.matmul.linears import Linears
 
 IMPLEMENTATION = "narrowgauge"
 """What transformers calls these experts, beside its own ``eager``, ``batched_mm`` and ``grouped_mm``."""
@@ -106,7 +107,7 @@ def swap_experts(
 ) -> Linears:
     """Let the experts of a transformers model compute in a row of ``COMPUTES``, in place.
 
-    Law: as for :func:`~narrowgauge.matmul.linear.swap_linears`; an expert's values are those of a linear layer of the row
+    Law: as for :func:`~narrowgauge.matmul.swapping.swap_linears`; an expert's values are those of a linear layer of the row
     on that expert's tokens.
 
     Args:
@@ -127,16 +128,16 @@ def swap_experts(
         >>> sorted(swap_experts(MixtralForCausalLM(small), "int8-row").layers)
         ['model.layers.0.mlp.experts.down_proj', 'model.layers.0.mlp.experts.gate_up_proj']
     """
-    layers = grouped_layers(model, compute if callable(compute) else _chosen(compute, keep))
+    layers = grouped_layers(model, compute if callable(compute) else row_chooser(compute, keep))
     if not layers:
         raise RecipeError(
             f"{type(model).__name__} has no experts to compute narrowly.",
             "They must lie in one 3-D parameter as transformers 5 keeps them, and not all be kept.",
         )
     for layer in {layer.compute.name: layer for layer in layers.values()}.values():
-        _tell(layer.compute, layer.state.device)
-    linears = Linears(cast(Any, layers), seed)
-    _LOOSE.update(cast(Any, layers.values()))
+        tell_emulation(layer.compute, layer.state.device)
+    linears = Linears(layers, seed)
+    linears.follow_any()
     return linears
 
 

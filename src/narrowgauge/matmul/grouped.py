@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import operators, randomness
+from narrowgauge.matmul.choosing import row_chooser
 from narrowgauge.matmul.delayed import new_history
-from narrowgauge.matmul.linear import Linear, _chosen, is_plain
+from narrowgauge.matmul.linear import Linear, is_plain
 from narrowgauge.matmul.products import operand_dtype
 from narrowgauge.numerics.rounding import step_seed
 
@@ -228,7 +229,7 @@ def grouped_linear(
 
 
 def _row(compute: str | Compute) -> Compute:
-    row = _chosen(compute, ())("")
+    row = row_chooser(compute, ())("")
     assert row is not None
     return row
 

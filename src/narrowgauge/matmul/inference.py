@@ -20,8 +20,9 @@ from narrowgauge.computes import COMPUTES, Cast, Compute
 from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul import operators
 from narrowgauge.matmul.casts import Operand, cast_matrix, outer_shape
+from narrowgauge.matmul.choosing import row_chooser, tell_emulation
 from narrowgauge.matmul.experts import is_experts
-from narrowgauge.matmul.linear import _chosen, _tell, is_linear
+from narrowgauge.matmul.linear import is_linear
 from narrowgauge.matmul.outliers import outlier_columns
 from narrowgauge.matmul.products import multiply, operand_dtype
 from narrowgauge.matmul.sharing import LastCast
@@ -233,7 +234,7 @@ def quantize_for_inference(
         InferenceBytes(before=524288, after=264192)
     """
     row = _served(compute)
-    choose = _chosen(row, keep)
+    choose = row_chooser(row, keep)
     layers: dict[str, Any] = {
         name: each for name, each in model.named_modules() if is_linear(each) and choose(name) is not None
     }
@@ -247,7 +248,7 @@ def quantize_for_inference(
         _quantize(each, row, shared, weight.nbytes if is_gone else 0)
     device = next(iter(layers.values())).weight_codes.device
     if device.type != "meta":
-        _tell(row, device)
+        tell_emulation(row, device)
     return model.eval()
 
 
@@ -276,7 +277,7 @@ def inference_bytes(model: nn.Module) -> InferenceBytes:
 
 
 def _served(compute: str | Compute) -> Compute:
-    row = _chosen(compute, ())("")
+    row = row_chooser(compute, ())("")
     assert row is not None
     if not _serves(row):
         names = ", ".join(name for name, each in COMPUTES.items() if _serves(each))

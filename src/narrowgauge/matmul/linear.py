@@ -1,39 +1,29 @@
 """One Linear for every format: three matmuls, six casts, and what is kept between forward and backward.
 
 A narrow linear layer is an ``nn.Linear`` (or transformers' ``Conv1D``) whose product is computed as a row of
-:mod:`narrowgauge.computes` says; parameters, names and ``state_dict`` are the plain layer's. :func:`swap_linears` changes a
-model's layers in place and returns a :class:`Linears`, the handle by which a loop tells them the step, the micro-batch, or to
-go on in another row.
+:mod:`narrowgauge.computes` says; parameters, names and ``state_dict`` are the plain layer's. A model's layers are swapped in
+place by :func:`narrowgauge.matmul.swapping.swap_linears`.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
-import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from narrowgauge.computes import COMPUTES, Compute
-from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.computes import Compute
+from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import operators, randomness
-from narrowgauge.matmul.delayed import count_overflows, new_history
-from narrowgauge.matmul.products import told
+from narrowgauge.matmul.delayed import new_history
 from narrowgauge.matmul.sharing import cast_input, cast_kept
 from narrowgauge.numerics.rounding import step_seed
 
 # Layers that get the same input, by their names beside each other: they share its delayed scale, and so its cast.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-class EmulationNotice(UserWarning):
-    """Told once per row and device: matmuls are emulated there."""
 
 
 class _Product(torch.autograd.Function):
@@ -183,169 +173,12 @@ def is_plain(row: Compute, dtype: torch.dtype, device: str) -> bool:
     return row.is_wide and formats == {str(dtype).removeprefix("torch.")} and not slow
 
 
-class Linears:
-    """The narrow layers of a model, told together what changes with the step.
-
-    The step seeds stochastic casts and places delayed scales. It goes on with every step of any optimizer, or of the one
-    that :meth:`follow` names (``prepare`` does); a loop that resumes sets it.
-
-    Attributes:
-        layers: the layers by name.
-        seed: of the stochastic casts.
-    """
-
-    def __init__(self, layers: dict[str, Linear], seed: int) -> None:
-        self.layers, self.seed = layers, seed
-        self._hook: Any = None
-        self.step = self.step
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        return next(iter(self.layers.values())).step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        for layer in self.layers.values():
-            layer.set_step(step, self.seed)
-
-    def set_first_sequence(self, index: int) -> None:
-        """Say which sequence of the whole batch the next micro-batch begins with: its random bits are then the batch's."""
-        for layer in self.layers.values():
-            layer.state[randomness.FIRST_SEQUENCE] = index
-
-    def set_compute(self, choose: Callable[[str], Compute]) -> None:
-        """Go on in other rows: ``choose`` gets each layer's name."""
-        for name, layer in self.layers.items():
-            layer.set_compute(choose(name))
-        _share_histories(self.layers)
-
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the steps of this optimizer alone."""
-        if self._hook is not None:
-            self._hook.remove()
-
-        _LOOSE.difference_update(self.layers.values())
-
-        def advance(*_: Any) -> None:
-            self.step += 1
-
-        self._hook = optimizer.register_step_post_hook(advance)
-
-    def overflows(self, step: int | None = None) -> dict[str, list[int]]:
-        """Values beyond a delayed scale, of input, weight and gradient: in one step, or in all that the histories hold."""
-        return {name: count_overflows(history, step).tolist() for name, history in self.histories().items()}
-
-    def histories(self) -> dict[str, Tensor]:
-        """The layers' delayed scales, which a checkpoint must hold to go on with the same bits."""
-        return {name: layer.amax_history for name, layer in self.layers.items() if layer.amax_history is not None}
-
-    def load_histories(self, histories: dict[str, Tensor]) -> None:
-        """Take back what :meth:`histories` gave."""
-        for name, history in self.histories().items():
-            if name in histories:
-                history.copy_(histories[name])
-
-
-def swap_linears(
-    model: nn.Module,
-    compute: str | Compute | Callable[[str], Compute | None],
-    *,
-    keep: tuple[str, ...] | None = None,
-    seed: int = 0,
-) -> Linears:
-    """Let a model's linear layers compute in a row of ``COMPUTES``, in place.
-
-    Law: parameters, buffers of the ``state_dict`` and names stay; a layer is swapped unless its name matches ``keep``.
-
-    Args:
-        model: any module with ``nn.Linear``, transformers' ``Conv1D`` or its mixtures' experts.
-        compute: a row, its name, or a function from a layer's name to its row (``None`` leaves it alone).
-        keep: patterns of names (shell wildcards) of layers to leave alone; ``None`` takes the row's own, which is the
-            language model's head.
-        seed: of stochastic casts.
-    Returns:
-        A handle on the swapped layers.
-    Raises:
-        RecipeError: no such row, or the model has no linear layer to swap.
-
-    Cost: none until the layers are used; the first use of a row compiles its casts, some seconds for each.
-    Example:
-        >>> model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).bfloat16()
-        >>> linears = swap_linears(model, "bfloat16")
-        >>> sorted(linears.layers)
-        ['0', '2']
-    """
-    choose = compute if callable(compute) else _chosen(compute, keep)
-    layers: dict[str, Linear] = {}
-    for name, module in list(model.named_modules()):
-        row = choose(name) if is_linear(module) else None
-        if row is not None:
-            layers[name] = _swapped(model, name, module, row)
-    layers |= experts().grouped_layers(model, choose)
-    if not layers:
-        raise RecipeError(
-            f"{type(model).__name__} has no linear layer to compute narrowly.",
-            "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
-        )
-    _share_histories(layers)
-    for row in {layer.compute.name: layer.compute for layer in layers.values()}.values():
-        _tell(row, next(iter(layers.values())).state.device)
-    linears = Linears(layers, seed)
-    _LOOSE.update(layers.values())
-    return linears
-
-
-# Layers whose steps are those of whatever optimizer steps.
-_LOOSE: weakref.WeakSet[Linear] = weakref.WeakSet()
-
-
-def _advance(*_: Any) -> None:
-    for layer in list(_LOOSE):
-        layer.set_step(layer.step + 1, layer.seed)
-
-
-register_optimizer_step_post_hook(_advance)
-
-
-def experts() -> Any:
-    """The module of mixtures' experts, which stands on this one."""
-    from narrowgauge.matmul import experts
-
-    return experts
-
-
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a plain linear layer of a kind we can compute."""
     return type(module) in (nn.Linear, Linear) or type(module).__name__ == "Conv1D"
 
 
-def linears_of(model: nn.Module) -> Linears | None:
-    """A handle on the narrow layers of a model, for a loop that has only the model.
-
-    Args:
-        model: any module.
-    Returns:
-        The handle, with the seed and at the step that the layers have, or ``None`` where there are none.
-    Example:
-        >>> linears_of(nn.Linear(2, 2)) is None
-        True
-    """
-    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    layers |= experts().grouped_layers_of(model)
-    return Linears(layers, next(iter(layers.values())).seed) if layers else None
-
-
-def _chosen(compute: str | Compute, keep: tuple[str, ...] | None) -> Callable[[str], Compute | None]:
-    if isinstance(compute, str) and compute not in COMPUTES:
-        advice = f"{suggestion(compute, COMPUTES)} (narrowgauge show recipes lists all.)".strip()
-        raise RecipeError(f"no compute is named '{compute}'.", advice)
-    row = COMPUTES[compute] if isinstance(compute, str) else compute
-    patterns = row.keep if keep is None else keep
-    return lambda name: None if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) else row
-
-
-def _swapped(model: nn.Module, name: str, module: nn.Module, row: Compute) -> Linear:
+def narrowed(name: str, module: nn.Module, row: Compute) -> Linear:
     """The module as a :class:`Linear`; the same object, so that hooks and references to it hold."""
     transposed = type(module).__name__ == "Conv1D" or getattr(module, "is_transposed", False)
     weight = cast(Tensor, module.weight)
@@ -360,25 +193,3 @@ def _swapped(model: nn.Module, name: str, module: nn.Module, row: Compute) -> Li
     layer.register_buffer("amax_history", None, persistent=False)
     layer.set_compute(row)
     return layer
-
-
-def _share_histories(layers: dict[str, Linear]) -> None:
-    """Siblings scale their common input alike: by the first one's history."""
-    for name, layer in layers.items():
-        parent, _, own = name.rpartition(".")
-        for first, *others in SIBLINGS:
-            elder = layers.get(f"{parent}.{first}" if parent else first)
-            if own in others and elder is not None and None not in (elder.amax_history, layer.amax_history):
-                layer.elder = (elder,)
-
-
-_TOLD: set[tuple[str, str]] = set()
-
-
-def _tell(row: Compute, device: torch.device) -> None:
-    if (row.name, str(device)) in _TOLD or row.name == row.dtype or device.type == "meta":
-        return
-    _TOLD.add((row.name, str(device)))
-    text = told(row, device)
-    if "emulated" in text:
-        warnings.warn(text, EmulationNotice, stacklevel=3)

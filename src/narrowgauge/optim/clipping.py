@@ -13,7 +13,7 @@ from torch import Tensor
 
 from narrowgauge.numerics import summation
 from narrowgauge.optim.compilation import Compiled, compiled
-from narrowgauge.optim.shards import add_up, is_shared_out, local_of, reduction_groups
+from narrowgauge.optim.shards import add_up, by_reduction, local_of
 from narrowgauge.optim.stores import SMALL, as_words
 
 
@@ -67,16 +67,14 @@ class GradientNorm:
         """The norm, float32 0-d; NaN or infinite where any gradient is. Of DTensors it is that of the whole, on all ranks."""
         if not gradients:
             return torch.zeros(())
-        groups = reduction_groups(gradients)
-        shared = _Sorted([local_of(g) for g in gradients if is_shared_out(g)])
-        own = _Sorted([local_of(g) for g in gradients if not is_shared_out(g)])
+        parts = [(groups, _Sorted(members)) for groups, members in by_reduction(gradients)]
         device = local_of(gradients[0]).device
         nothing = torch.zeros(2, dtype=torch.float64, device=device)
-        peaks = [self._peak(part, nothing, device) for part in (shared, own)]
-        peak = torch.maximum(add_up(peaks[0], groups, "max"), peaks[1])
+        peaks = [add_up(self._peak(part, nothing, device), groups, "max") for groups, part in parts]
+        peak = torch.stack(peaks).amax()
         scales = summation.grid_scales(peak, max(1, sum(g.numel() for g in gradients)))
-        steps = [self._steps(part, scales, device) for part in (shared, own)]
-        return summation.root(summation.from_grid(add_up(steps[0], groups, "sum") + steps[1], scales, peak))
+        steps = [add_up(self._steps(part, scales, device), groups, "sum") for groups, part in parts]
+        return summation.root(summation.from_grid(torch.stack(steps).sum(0), scales, peak))
 
     def _peak(self, part: _Sorted, nothing: Tensor, device: torch.device) -> Tensor:
         """The largest magnitude, 0 where there is nothing."""

@@ -21,7 +21,12 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def is_shared_out(tensor: Any) -> bool:
     """Whether other ranks hold other elements of a tensor."""
-    return is_sharded(tensor) and any(placement.is_shard() for placement in tensor.placements)
+    return is_sharded(tensor) and any(map(_cuts, tensor.placements))
+
+
+def _cuts(placement: Any) -> bool:
+    """Whether ranks hold different elements along an axis; what two axes cut together says no to ``is_shard()``."""
+    return not (placement.is_replicate() or placement.is_partial())
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -52,19 +57,23 @@ def placed_like(owner: Any, part: Tensor) -> Tensor:
     return result
 
 
-def reduction_groups(tensors: Iterable[Any]) -> list[Any]:
-    """The process groups over which sums over all elements of sharded tensors must be added up.
+def by_reduction(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Tensor]]]:
+    """Tensors by the process groups over which sums over all their elements must be added up.
 
     Args:
-        tensors: DTensors of one mesh and others.
+        tensors: DTensors and others, on any meshes; all ranks give them in the same order.
     Returns:
-        A group for each axis of the mesh along which elements are shared out; none where nothing is sharded.
+        Groups, one for each axis of the mesh along which elements are shared out, and this rank's parts of the tensors
+        that they are for. What is shared out along no axis has no groups, and comes first, perhaps without a tensor.
     """
+    found: dict[tuple[str, ...], tuple[list[Any], list[Tensor]]] = {(): ([], [])}
     for tensor in tensors:
+        groups = []
         if is_shared_out(tensor):
             mesh, placements = tensor.device_mesh, tensor.placements
-            return [mesh.get_group(axis) for axis, placement in enumerate(placements) if placement.is_shard()]
-    return []
+            groups = [mesh.get_group(axis) for axis, placement in enumerate(placements) if _cuts(placement)]
+        found.setdefault(tuple(group.group_name for group in groups), (groups, []))[1].append(local_of(tensor))
+    return list(found.values())
 
 
 def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:

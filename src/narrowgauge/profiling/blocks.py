@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from narrowgauge import _torch
 from narrowgauge.assembly import compute_scope
-from narrowgauge.matmul.linear import EmulationNotice, swap_linears
+from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset
@@ -30,7 +32,6 @@ from narrowgauge.trainer.loop import vocabulary_size
 from narrowgauge.trainer.session import Session, build
 
 _RANDOM_TOKENS = 1 << 18
-_MOST_VERSIONS = 64
 
 
 def training_session(config: TrainConfig, *, compile: bool = True) -> Session:
@@ -45,7 +46,7 @@ def training_session(config: TrainConfig, *, compile: bool = True) -> Session:
     count = max(_RANDOM_TOKENS, 2 * config.tokens_per_step)
     tokens = np.random.default_rng(config.seed).integers(0, size, count).astype(np.uint32)
     data = Dataset(Path(), tokens, tokens[:0], {"vocab_size": size, "request": {"held_out": 0}, "notes": []})
-    return build(replace(config, compile=compile, audit_every=0, gauges_every=0), Path(), data)
+    return build(replace(config, compile=compile, audit_every=0), Path(), data)
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -115,7 +116,8 @@ def training_block(session: Session, recipe: Recipe, *, compile: bool = True) ->
 @contextmanager
 def many_rows() -> Iterator[None]:
     """Within it the compiler makes as many versions of a block as there are rows; by itself it gives up after eight."""
-    with torch._dynamo.config.patch(recompile_limit=_MOST_VERSIONS):
+    limit = max(torch._dynamo.config.recompile_limit, _torch.MANY_VERSIONS)
+    with torch._dynamo.config.patch(recompile_limit=limit):
         yield
 
 

@@ -130,7 +130,7 @@ class RecipeCost:
 
     @property
     def fastest(self) -> dict[str, object]:
-        """The recipe with the overrides, as a table that :func:`narrowgauge.recipes.parse_table` reads."""
+        """The recipe with the overrides, as a table that :func:`narrowgauge.notation.parse_table` reads."""
         given = self.recipe.to_dict()
         narrow = {cost.kind.pattern for cost in self.kinds if not cost.setting.is_plain}
         if narrow and narrow == set(self.overrides):

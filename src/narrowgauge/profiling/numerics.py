@@ -125,9 +125,7 @@ def losses(recipes: Sequence[Recipe], config: TrainConfig) -> list[tuple[Loss, .
         data = prepare_data(config.data, Path(folder), vocab_size=vocabulary, seed=config.seed)
         for base in dict.fromkeys(map(base_of, recipes)):
             own = [recipe for recipe in recipes if base_of(recipe) == base]
-            session = build(
-                replace(config, recipe=base, compile=False, audit_every=0, gauges_every=0), Path(folder), data
-            )
+            session = build(replace(config, recipe=base, compile=False, audit_every=0), Path(folder), data)
             found |= _losses_beside(session, own)
     return [found[recipe] for recipe in recipes]
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from narrowgauge.chips import Chip, get_chip
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.models import Model
+from narrowgauge.notation import parse
 from narrowgauge.profiling import predicting
 from narrowgauge.profiling.costs import RecipeCost, Round, cost_of
 from narrowgauge.profiling.linears import Kind, read_model
 from narrowgauge.profiling.report import Loss, Profile
 from narrowgauge.profiling.settings import Setting, rows_of
-from narrowgauge.recipes import Recipe, parse
+from narrowgauge.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from narrowgauge.computes import COMPUTES, Compute
+from narrowgauge.notation import parse
 from narrowgauge.profiling.linears import Kind, Shape
-from narrowgauge.recipes import Recipe, parse
+from narrowgauge.recipes import Recipe
 
 
 class Setting(NamedTuple):

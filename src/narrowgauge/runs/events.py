@@ -35,6 +35,8 @@ KINDS: dict[str, str] = {
     "loss_scale": "the loss scale collapses",
     "loss_spike": "the loss jumped above its past",
     "gradient_spike": "the gradient norm jumped above its past",
+    "loss_climb": "the loss climbs slowly, and does not come back",
+    "growth": "a weight or the gradient norm grows far beyond what it was",
     "dead_layer": "a layer no longer learns",
     "nonfinite": "a tensor holds values that are not finite",
     "checkpoint": "a checkpoint was written",

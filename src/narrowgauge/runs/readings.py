@@ -36,6 +36,7 @@ TENSOR_FIELDS: dict[str, str] = {
     "outlier": "largest magnitude over the rms, of the sampled rows",
     "kurtosis": "fourth moment over the squared second, of the sampled rows; 3 for a normal distribution",
     "top_feature": "largest rms of one feature (column) over that of all, of the sampled rows",
+    "top_to_rest": "energy of that feature over the energy of all others together",
 }
 """The figures of a tensor, in the order of their columns. Underflow, overflow and SQNR are of the cast by which the tensor
 enters its matmul, and null where it enters as it is."""

@@ -110,6 +110,18 @@ class Run:
         return RecordError(f"{self.path / 'run.toml'} is damaged: {reason}.", "Restore the file from a copy.")
 
 
+def is_run(path: Path) -> bool:
+    """Whether a run lies in a folder, finished or not.
+
+    Args:
+        path: a folder, or anything.
+    Raises:
+        RecordError: nobody may look into it.
+    """
+    with disk_errors(path):
+        return (path / "run.toml").is_file()
+
+
 def read_run(path: str | Path) -> Run:
     """Read a run folder, finished or not, even one that is being written.
 
@@ -222,8 +234,10 @@ class RunWriter:
 
     def event(self, event: Event | Row) -> None:
         """Append an event to ``events.jsonl``, and tell it to those who asked (``ng.on_event``)."""
+        # First of all: what is no event is refused, and not written.
+        told = event if isinstance(event, Event) else Event.from_row(event)
         self._append("events", event.row() if isinstance(event, Event) else event)
-        tell(event if isinstance(event, Event) else Event.from_row(event))
+        tell(told)
 
     def gauge(self, row: Row) -> None:
         """Append a row to ``gauges.jsonl``; see :mod:`narrowgauge.runs.readings`."""
@@ -283,34 +297,38 @@ def require_free(path: str | Path, *, beside: Collection[str] = ()) -> None:
     path = Path(path)
     with disk_errors(path):
         if path.exists() and not path.is_dir():
-            raise RecordError(f"Cannot create a run in {path}: it is a file.", "Choose another --out.")
+            raise RecordError(f"Cannot create a run in {path}: it is a file.", "Choose another folder.")
         found = sorted(set(os.listdir(path)) - set(beside)) if path.exists() else []
     if "run.toml" in found:
-        advice = f"Choose another --out, or go on with narrowgauge resume {path}"
+        advice = f"Choose another folder, or go on with narrowgauge resume {path}"
         raise RecordError(f"Cannot create a run in {path}: a run is there already.", advice)
     if found:
         raise RecordError(
-            f"Cannot create a run in {path}: the folder is not empty (it holds {found[0]}).", "Choose another --out."
+            f"Cannot create a run in {path}: the folder is not empty (it holds {found[0]}).", "Choose another folder."
         )
 
 
 def _read_run_toml(path: Path) -> Row:
     file = path / "run.toml"
-    if not file.is_file():
+    if not is_run(path):
         found = "the folder has no run.toml" if path.is_dir() else "there is no such folder"
         raise RecordError(f"No run in {path}: {found}.", "Name the folder that was given as --out.")
     try:
         with disk_errors(file):
             run: Row = tomllib.loads(file.read_bytes().decode())
         version = int(run["schema_version"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
+    _require_known(version, path)
+    return run
+
+
+def _require_known(version: int, path: Path) -> None:
     if version > SCHEMA_VERSION:
         raise RecordError(
             f"The run {path} has record schema {version}; this version reads up to {SCHEMA_VERSION}.",
             "Upgrade with pip install --upgrade narrowgauge.",
         )
-    return run
 
 
 def _read_rows(file: Path) -> list[Row]:
@@ -328,15 +346,17 @@ def _whole_lines(file: Path) -> Iterator[tuple[bytes, Row]]:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError("not an object")
-        except ValueError as error:
+            # A hundred thousand numbers of a long run need no look each.
+            row = _revived(row) if any(name in line for name in _QUOTED) else row
+            wrong = wrong_type(file.stem, row)
+        # A line can be nested deeper than Python goes.
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 return
             raise RecordError(
                 f"{file} is damaged: line {number} of {len(lines)} is not a row ({error}).", "Delete that line."
             ) from error
-        # A hundred thousand numbers of a long run need no look each.
-        row = _revived(row) if any(name in line for name in _QUOTED) else row
-        if wrong := wrong_type(file.stem, row):
+        if wrong:
             raise RecordError(f"{file} is damaged: line {number} of {len(lines)} has {wrong}.", "Delete that line.")
         yield line, row
 
@@ -360,9 +380,10 @@ def _read_summary(file: Path) -> Row | None:
             raise ValueError(f"{short(summary)} is not an object")
         if wrong := wrong_type("summary", summary):
             raise ValueError(f"it has {wrong}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         advice = "Delete it; narrowgauge resume writes it again."
         raise RecordError(f"{file} is damaged: {error}.", advice) from error
+    _require_known(summary.get("schema_version") or 0, file.parent)
     return summary
 
 

@@ -15,15 +15,14 @@ TEXT = frozenset({"kind", "message", "tensor", "advice"})
 """Columns of events that hold text."""
 
 _AUDIT = ("edq", "noise", "lost_fraction", "unseen_fraction")
+_TOTALS = ("schema_version", "val_loss", "steps", "num_skipped", "bytes_per_param", "wall_seconds", "saturated")
 _RATES = ("tokens", "tokens_per_second", "seconds", "peak_memory_bytes")
 _NUMBERS: dict[str, frozenset[str]] = {
     "steps": frozenset({"loss", "lr", "grad_norm", "skipped", "saturated", "loss_scale", *_RATES, *_AUDIT}),
     "evals": frozenset({"val_loss", *_RATES}),
     "events": frozenset({"value", "threshold", "to_step", "batches"}),
     "gauges": frozenset(),
-    "summary": frozenset(
-        {"val_loss", "steps", "num_skipped", "bytes_per_param", "wall_seconds", "saturated", *_RATES, *_AUDIT}
-    ),
+    "summary": frozenset({*_TOTALS, *_RATES, *_AUDIT}),
 }
 _NUMBERED = frozenset({"steps", "evals", "gauges"})
 _FIGURE = frozenset({int, float, bool, type(None)})

@@ -31,12 +31,12 @@ from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.recipes import Recipe
 from narrowgauge.runs.comparing.comparison import Comparison, compare_runs
 from narrowgauge.runs.comparing.names import recipe_name, run_name
-from narrowgauge.runs.comparing.publishing import publish
+from narrowgauge.runs.comparing.publishing import publish, runs_inside
 from narrowgauge.runs.files import TEMPORARY, disk_errors, held_folder
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.trainer.board import Board
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.question import QUESTION_FILE, Question, ask, past
+from narrowgauge.trainer.question import QUESTION_FILE, Question, ask, has_question, past
 
 CALIBRATION_STEPS = (12, 200)
 """Fewest and most steps of the training that only measures; the first three, which compile, do not count."""
@@ -99,7 +99,7 @@ def answer(question: Question, out: str | Path | None = None, stream: TextIO | N
         question = _with_past(question, place)
         _require_same(question, place)
         question.write(place)
-        with Board(question, place, stream or sys.stdout) as board, _explained(board, place):
+        with Board(question, place, stream or sys.stdout) as board, _explained(question, place, board):
             question = _measured(question, place, board)
             runs = _train_all(question, place, board)
         found = compare_runs(runs)
@@ -109,11 +109,11 @@ def answer(question: Question, out: str | Path | None = None, stream: TextIO | N
 @contextlib.contextmanager
 def _held(place: Path) -> Iterator[None]:
     """Make the folder and hold it for this process; leave nothing of it where no run came about."""
-    if place.exists() and not place.is_dir():
-        raise RecordError(f"Cannot compare in {place}: it is a file.", "Choose another --out.")
-    absent = [folder for folder in (place, *place.parents) if not folder.exists()]
-    asked_before = (place / QUESTION_FILE).exists()
     with disk_errors(place):
+        if place.exists() and not place.is_dir():
+            raise RecordError(f"Cannot compare in {place}: it is a file.", "Choose another --out.")
+        absent = [folder for folder in (place, *place.parents) if not folder.exists()]
+        asked_before = (place / QUESTION_FILE).exists()
         place.mkdir(parents=True, exist_ok=True)
     with held_folder(place) as is_held:
         if not is_held:
@@ -123,7 +123,7 @@ def _held(place: Path) -> Iterator[None]:
         try:
             yield
         except (NarrowgaugeError, OSError):
-            if not asked_before and (place / QUESTION_FILE).exists() and not _has_runs(place):
+            if not asked_before and (place / QUESTION_FILE).exists() and not runs_inside(place):
                 _clear(Question.read(place), place)
                 (place / QUESTION_FILE).unlink()
             for folder in absent:
@@ -133,22 +133,23 @@ def _held(place: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(board: Board, place: Path) -> Iterator[None]:
+def _explained(question: Question, place: Path, board: Board) -> Iterator[None]:
     """Say how to go on after Ctrl-C, and where nobody takes what is printed."""
-    done, go_on = f"of {len(board.lines)} runs are done.", f"Go on with: narrowgauge compare --out {place}"
+    go_on = f"Go on with: narrowgauge compare --out {place}"
+
+    def done() -> str:
+        folders = [Path(str(question.config(*pair, place).out)) for pair in question.pairs()]
+        return f"{sum(map(ended, folders))} of {len(folders)} runs are done."
+
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{board.num_done} {done} {go_on}") from None
+        raise KeyboardInterrupt(f"{done()} {go_on}") from None
     except OSError as error:
         if error is not board.refused:
             raise
-        told = f"the comparison stopped where its output was not taken ({error.strerror}): {board.num_done} {done}"
+        told = f"the comparison stopped where its output was not taken ({error.strerror}): {done()}"
         raise RecordError(told, go_on) from error
-
-
-def _has_runs(out: Path) -> bool:
-    return any(out.glob("*/run.toml"))
 
 
 def _clear(question: Question, out: Path) -> None:
@@ -163,12 +164,12 @@ def _clear(question: Question, out: Path) -> None:
 
 def _with_past(question: Question, out: Path) -> Question:
     """The question, with what an earlier command measured for it; refuse a folder that holds anything else."""
-    if (out / QUESTION_FILE).is_file():
+    if has_question(out):
         before = Question.read(out)
         try:
             return question.grown_from(before, out)
         except RecordError:
-            if _has_runs(out):
+            if runs_inside(out):
                 raise
         # Nothing was done for it: the mistake in it can be put right.
         _clear(before, out)
@@ -186,7 +187,7 @@ def _require_same(question: Question, out: Path) -> None:
     for recipe, seed in question.pairs():
         config = question.config(recipe, seed, out)
         folder = Path(str(config.out))
-        if not (folder / "run.toml").is_file():
+        if not is_run(folder):
             continue
         there = read_run(folder).config
         for key, wanted in config.to_dict().items():
@@ -272,7 +273,7 @@ def _train_all(question: Question, out: Path, board: Board) -> list[Run]:
 
 def ended(folder: Path) -> bool:
     """Whether a run is there and will not go on: it is finished, or it diverged for good."""
-    if not (folder / "run.toml").is_file():
+    if not is_run(folder):
         return False
     run = read_run(folder)
     return run.summary is not None or any(event.get("kind") == "divergence" for event in run.events)
@@ -286,7 +287,7 @@ def _perform(config: TrainConfig, folder: Path, lenders: Sequence[Path], board: 
     _fresh_start()
     with contextlib.redirect_stdout(board.latest), contextlib.redirect_stderr(board.notes):
         try:
-            if (folder / "run.toml").is_file():
+            if is_run(folder):
                 loop.resume(folder)
             else:
                 _share_data(folder, lenders)

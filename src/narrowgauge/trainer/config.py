@@ -19,7 +19,8 @@ from typing import Any
 from narrowgauge.accumulations import ACCUMULATIONS
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.models import MODELS, get_model
-from narrowgauge.recipes import Recipe, load_toml, parse, parse_table
+from narrowgauge.notation import load_toml, parse, parse_table
+from narrowgauge.recipes import Recipe
 
 SCHEDULES = ("cosine", "linear", "constant")
 SPIKE_ACTIONS = ("report", "skip", "rollback", "stop")
@@ -30,6 +31,15 @@ LEARNING_RATES = ((4e6, 3e-3), (6e7, 1e-3), (6e8, 6e-4), (math.inf, 3e-4))
 
 # Of unit-scaled models, whatever their width: the best of those tried at 1 million parameters.
 UNIT_LEARNING_RATE = 0.5
+
+OF_A_RUN = ("recipe", "seed", "out", "stop_after")
+"""Settings that the runs of a comparison do not share."""
+NUM_EVALS = 10
+"""Validations per run of a comparison, where nothing says: enough to read a loss off at any second."""
+KEPT_CHECKPOINTS = 1
+"""Checkpoints kept per run of a comparison, where nothing says: one is enough to go on from."""
+COMPARED = {"eval_every": f"steps / {NUM_EVALS}", "keep_checkpoints": str(KEPT_CHECKPOINTS)}
+"""Settings whose default is another in a comparison, and what it is there, in words."""
 
 # From here on a compiled model wins back its compilation within a short run.
 COMPILE_PARAMETERS = 5_000_000

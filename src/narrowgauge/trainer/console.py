@@ -76,7 +76,11 @@ class Console:
         """The table at the end: a line per run."""
         if self.progress is not None:
             self.progress.stop()
-        self.rich.print(summary_table(rows) if self.on_terminal else plain_table(rows), markup=False, soft_wrap=True)
+        table = summary_table(rows)
+        # A table that does not fit would be cut to nothing; lines only wrap. Only in plenty of room does it say what it takes.
+        natural = self.rich.measure(table, options=self.rich.options.update(width=1000)).maximum
+        fits = self.on_terminal and natural <= self.rich.width
+        self.rich.print(table if fits else plain_table(rows), markup=False, soft_wrap=True)
 
 
 _COLUMNS = (

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.recipes import parse
+from narrowgauge.notation import parse
 from narrowgauge.runs.files import disk_error, disk_errors, sync_file, sync_folder, temporary_name
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.language_model import without_progress_bars

@@ -117,6 +117,7 @@ def resume(folder: str | Path, stop_after: int | None = None) -> Path:
         for difference in differences(run.run, describe(session)):
             writer.event(Event("note", session.step, difference))
             print(f"note: {difference}.", file=sys.stderr)
+        session.has_saturated = any(event.get("kind") == "warning" for event in run.events)
         writer.event(Event("resume", session.step, f"from step {session.step}"))
         _run(session, writer)
     return folder
@@ -160,7 +161,7 @@ def vocabulary_size(config: TrainConfig) -> int | None:
 
 def _run(session: Session, writer: RunWriter) -> None:
     config, began = session.config, time.perf_counter() - session.seconds
-    with Console(config.steps, config.log_every) as console, _interruptible() as interrupted:
+    with Console(config.steps, config.log_every) as console, _interruptible() as interrupted, session.watched():
         reporter = Reporter(writer, console, config.to_dict(), config.tensorboard, session.step)
         _announce(session, console)
         session.optimizer.on_alarm = lambda alarms: reporter.stalls(alarms, session.step + 1)
@@ -193,8 +194,6 @@ def _run(session: Session, writer: RunWriter) -> None:
             _finish(session, reporter, time.perf_counter() - began)
         finally:
             reporter.close()
-            if session.gauges is not None:
-                session.gauges.detach()
 
 
 def _announce(session: Session, console: Console) -> None:

@@ -14,17 +14,14 @@ from typing import Any
 import tomli_w
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError
-from narrowgauge.recipes import Recipe, load_toml, parse
+from narrowgauge.notation import load_toml, parse
+from narrowgauge.recipes import Recipe
 from narrowgauge.runs.comparing.names import recipe_name, run_name
 from narrowgauge.runs.files import disk_errors, write_whole
-from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.config import KEPT_CHECKPOINTS, NUM_EVALS, OF_A_RUN, TrainConfig
 
 SCHEMA_VERSION = 1
 QUESTION_FILE = "compare.toml"
-NUM_EVALS = 10
-"""Validations per run, where none are asked for: enough to read a loss off at any second."""
-
-_OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class Question:
 
     def to_dict(self) -> dict[str, Any]:
         """A TOML table."""
-        base = {key: value for key, value in self.base.to_dict().items() if key not in _OF_A_RUN}
+        base = {key: value for key, value in self.base.to_dict().items() if key not in OF_A_RUN}
         table = {
             "schema_version": SCHEMA_VERSION,
             "recipes": [TrainConfig(recipe=_plain(recipe)).to_dict()["recipe"] for recipe in self.recipes],
@@ -106,7 +103,7 @@ class Question:
                 table.get("num_evals"),
                 {name: (row["steps"], row["compile"]) for name, row in table["measured"].items()},
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
 
     def write(self, out: Path) -> None:
@@ -144,7 +141,7 @@ class Question:
         for setting in fields(TrainConfig):
             found, wanted = (getattr(one.base, setting.name) for one in (self, other))
             spread = setting.name == "eval_every" and self.num_evals is not None
-            if found != wanted and not spread and setting.name not in _OF_A_RUN:
+            if found != wanted and not spread and setting.name not in OF_A_RUN:
                 yield _flag(setting.name, found), _flag(setting.name, wanted)
 
     def _length(self) -> str:
@@ -184,13 +181,15 @@ def read_settings(
         NarrowgaugeError: the file cannot be read, has an unknown key, or one that is each run's own.
     """
     start, num_evals = (
-        (TrainConfig(keep_checkpoints=1), NUM_EVALS) if before is None else (before.base, before.num_evals)
+        (TrainConfig(keep_checkpoints=KEPT_CHECKPOINTS), NUM_EVALS)
+        if before is None
+        else (before.base, before.num_evals)
     )
     told: dict[str, Any] = {}
     if file is not None:
         asked = TrainConfig.from_toml(file)
         told = {name: getattr(asked, name) for name in load_toml(file.read_text(encoding="utf-8"))}
-        for name in _OF_A_RUN:
+        for name in OF_A_RUN:
             if name in told:
                 raise NarrowgaugeError(
                     f"{file} has {name} = {told[name]!r}, which the runs of a comparison do not share.",
@@ -221,7 +220,7 @@ def read_flags(
     Raises:
         NarrowgaugeError: what cannot be.
     """
-    before = past(out) if out is not None and (recipes is None or (out / QUESTION_FILE).is_file()) else None
+    before = past(out) if out is not None and (recipes is None or has_question(out)) else None
     if before is not None and (recipes, file, seeds, seconds, tokens) == (None,) * 5 and not given:
         return before
     base, num_evals = read_settings(given, file, before)
@@ -238,9 +237,15 @@ def read_flags(
     )
 
 
+def has_question(out: Path) -> bool:
+    """Whether a folder is a comparison's."""
+    with disk_errors(out):
+        return (out / QUESTION_FILE).is_file()
+
+
 def past(out: Path) -> Question:
     """What the comparison in a folder was asked for, which must be there."""
-    if not (out / QUESTION_FILE).is_file():
+    if not has_question(out):
         raise RecordError(f"No comparison in {out}: it has no {QUESTION_FILE}.", "Name recipes with --recipes.")
     return Question.read(out)
 

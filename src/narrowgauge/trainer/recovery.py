@@ -3,19 +3,21 @@
 A *spike* is judged by the steps before it. Unless it is only to be reported, the judgement comes before the update: the
 weights of a step that is skipped, rolled back or stopped at are those from before it. A value that is not finite is looked
 for in a replay of the step, from the same weights and data, which is possible since such a step changed nothing. Every
-decision is an event of the run folder, written before it is acted on, so that a resume decides alike.
+decision is an event of the run folder, written before it is acted on, so that a resume decides alike. A run that may not go
+back any more stops as one that is told to: the step is left out and saved as such, so that a resume gets further.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.replay import replay
+from narrowgauge.runs.comparing.names import counted
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Row
 from narrowgauge.runs.watching.spikes import SpikeJudge
@@ -49,6 +51,7 @@ class Recovery:
     def __init__(self, session: Session, reporter: Reporter) -> None:
         self.session, self.reporter, self.action = session, reporter, session.config.on_spike
         self.replays = self.failures = 0
+        self.stuck = ""  # why a step that asked for a rollback got none
         session.detours = detours_of(reporter.rebuild().events)
 
     @property
@@ -63,15 +66,14 @@ class Recovery:
             row: of the step that was just taken.
         Returns:
             Whether the run went back, and the row is not to be written.
-        Raises:
-            DivergenceError: the run is to stop; what must be saved is saved.
         """
+        self.stuck = ""
         failed = row["skipped"] and not _is_finite(row) and not self._is_rescaled(row)
         self.failures = self.failures + 1 if failed else 0
         if failed:
             self._investigate(row)
         if self.action == "rollback" and (failed or "spike" in row):
-            return self._roll_back(row, _told(row))
+            return self._roll_back(row)
         return False
 
     def after(self, row: Row, save: Callable[[], None]) -> None:
@@ -81,7 +83,8 @@ class Recovery:
             row: of the step.
             save: writes a checkpoint.
         Raises:
-            DivergenceError: as asked with ``--on-spike stop``.
+            DivergenceError: as asked with ``--on-spike stop``, or where no rollback is left. What is saved has left the
+                step out, so a resume goes on behind it.
         """
         if not row["skipped"]:
             return
@@ -95,39 +98,40 @@ class Recovery:
         if self.failures == FAILURES:
             told = f"the last {FAILURES} steps changed nothing: {_told(row)}"
             self.reporter.event(Event("divergence", row["step"], told, advice=_BACK), shown=True)
-        if self.action == "stop" and (spike is not None or not self._is_rescaled(row)):
+        if self.stuck or (self.action == "stop" and (spike is not None or not self._is_rescaled(row))):
             save()
-            self._stop(row, _told(row))
+            told = f"{_told(row)}{self.stuck}"
+            self.reporter.event(Event("divergence", row["step"], told, advice=_BACK))
+            raise DivergenceError(f"stopped after step {row['step']}: {told}.", _BACK)
 
     def _is_rescaled(self, row: Row) -> bool:
         """Whether an overflow is what dynamic loss scaling is for, and costs no more than the step."""
         scaler = self.session.optimizer.loss_scaler
         return scaler is not None and math.isfinite(row["loss"]) and self.session.loss_scale > scaler.floor
 
-    def _roll_back(self, row: Row, told: str) -> bool:
+    def _roll_back(self, row: Row) -> bool:
         session, done = self.session, len(self.session.detours)
         if done >= session.config.max_rollbacks:
-            self._stop(row, f"{told}, and {done} rollbacks are spent")
+            self.stuck = f", and {counted(done, 'rollback')} {'is' if done == 1 else 'are'} spent"
+            return False
         # First of all: a run that is killed before the event is written comes to the same decision.
         to, spike = go_back(session.folder, session.config.checkpoint_every), row.get("spike") or {}
         if to is None:
-            self._stop(row, f"{told}, and there is no good checkpoint to go back to")
+            self.stuck = ", and there is no good checkpoint to go back to"
+            return False
+        batches = row["step"] - to
         event = {
             "kind": "rollback",
             "step": row["step"],
-            "message": f"{told}; the run goes back to step {to} and round the {row['step'] - to} batches since",
+            "message": f"{_told(row)}; the run goes back to step {to} and round the {_batches(batches)} since",
             "to_step": to,
-            "batches": row["step"] - to,
+            "batches": batches,
             **{name: spike[name] for name in ("value", "threshold") if name in spike},
         }
         self.reporter.event(event, shown=True)
         session.detours = detours_of(self.reporter.go_back(to).events)
         session.restore(lambda path, reason: None)
         return True
-
-    def _stop(self, row: Row, told: str) -> NoReturn:
-        self.reporter.event(Event("divergence", row["step"], told, advice=_BACK))
-        raise DivergenceError(f"stopped after step {row['step']}: {told}.", _BACK)
 
     def _investigate(self, row: Row) -> None:
         """Do the failed step again, and say which operation made the first bad value."""
@@ -158,6 +162,7 @@ def replay_last_step(session: Session, say: Callable[[str], object] = lambda _: 
     """
     gauges, linears, scaler = session.gauges, session.linears, session.optimizer.loss_scaler
     was_sampling = gauges is not None and gauges.sampling
+    was_at = 0 if linears is None else linears.step
 
     def step() -> torch.Tensor:
         total = torch.zeros((), device=session.device)
@@ -175,9 +180,13 @@ def replay_last_step(session: Session, say: Callable[[str], object] = lambda _: 
     finally:
         session.step += 1
         if linears is not None:
-            linears.step = session.step
+            linears.step = was_at
         if gauges is not None:
             gauges.sampling = was_sampling
+
+
+def _batches(number: int) -> str:
+    return "batch" if number == 1 else f"{number} batches"
 
 
 def _is_finite(row: Row) -> bool:

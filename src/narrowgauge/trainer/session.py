@@ -12,6 +12,7 @@ import dataclasses
 import platform
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -26,13 +27,15 @@ import narrowgauge
 from narrowgauge.assembly import compute_scope, prepare
 from narrowgauge.errors import RecordError
 from narrowgauge.gauges.panel import Gauges, attach_gauges
-from narrowgauge.matmul.linear import EmulationNotice, Linears, linears_of
+from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.products import told
+from narrowgauge.matmul.swapping import linears_of
+from narrowgauge.notation import parse
 from narrowgauge.numerics.measures import UPDATE_SUMS
 from narrowgauge.numerics.summation import fingerprint_all
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.elementwise_optimizers import AdamW
-from narrowgauge.recipes import parse
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.checkpoint import latest_checkpoint, save_checkpoint
@@ -58,7 +61,7 @@ class Session:
         tokens: tokens trained on.
         seconds: wall time up to the last checkpoint, over all sittings.
         audit_total: the audit's sums over the whole run.
-        gauges: what watches the run, where it is watched.
+        gauges: what watches the run, while it is watched; see :meth:`watched`.
         detours: batches that rollbacks went round.
         loss_scale: by which the last step's loss was multiplied.
         has_saturated: whether it was told that delayed scales cut values off.
@@ -117,6 +120,20 @@ class Session:
         if evaluating and recipe.evaluation is not None:
             recipe = dataclasses.replace(recipe, compute=recipe.evaluation, phases=())
         self.linears.set_compute(lambda name: recipe.compute_of(name, progress))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Gauges in place as the settings ask for; around the first step, whose compiled code is to know of them."""
+        if not self.config.gauges_every:
+            yield
+            return
+        self.gauges = attach_gauges(self.model, self.optimizer, every=self.config.gauges_every, alarms=False)
+        self.gauges.step = self.step
+        try:
+            yield
+        finally:
+            self.gauges.detach()
+            self.gauges = None
 
     def fingerprint(self) -> str:
         """64 bits of the stored weights, as 16 hexadecimal digits."""
@@ -233,9 +250,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     linears = linears_of(model)
     if parse(config.recipe).compute.transform == "unit":
         fix_batch(model, sequence_length=config.sequence_length, tokens=config.tokens_per_step)
-    # Before anything is compiled, which would otherwise not know of them.
-    gauges = attach_gauges(model, optimizer, every=config.gauges_every, alarms=False) if config.gauges_every else None
-    return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator, linears, gauges=gauges)
+    return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator, linears)
 
 
 def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:
@@ -269,7 +284,7 @@ def load(folder: str | Path) -> Session:
     """
     folder = Path(folder)
     config = TrainConfig.from_dict(read_run(folder).config, str(folder / "run.toml"))
-    session = build(dataclasses.replace(config, compile=False, gauges_every=0), folder, open_data(folder))
+    session = build(dataclasses.replace(config, compile=False), folder, open_data(folder))
     damaged: list[str] = []
     session.restore(lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"))
     if session.step == 0:

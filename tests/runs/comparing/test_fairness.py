@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from narrowgauge.runs.comparing.comparison import compare_runs
 from narrowgauge.runs.record import Run
 from runs.made_runs import MASTER, SIZES, made, seeds, sentence
@@ -13,13 +15,26 @@ def test_an_unfinished_run_is_said_and_left_out() -> None:
     found = compare_runs([*MASTER, *seeds("bfloat16/word", (4.0, 4.1, None), config={"steps": 40})])
     assert found.rows[1]["num_seeds"] == 2 and not found.rows[1]["diverged"]
     assert sentence(found, "Not finished") == (
-        "Not finished, and left out of every figure: bfloat16/word, seed 2 (10 of 40 steps)."
+        "Not finished, and left out of every number: bfloat16/word, seed 2 (10 of 40 steps)."
     )
 
 
 def test_a_run_of_an_older_version_differs_in_no_setting_it_did_not_have() -> None:
     word = seeds("bfloat16/word", (4.0, 4.1, 4.2), config={"new": 1})
     assert not sentence(compare_runs([*MASTER, *word]), "The runs differ")
+
+
+@pytest.mark.parametrize("key", ["gauges_every", "tensorboard", "max_rollbacks"])
+def test_settings_that_change_no_bit_may_differ(key: str) -> None:
+    word = seeds("bfloat16/word", (4.0, 4.1, 4.2), config={key: 1})
+    master = seeds("bfloat16/master", (4.0, 4.1, 4.2), config={key: 2})
+    assert not sentence(compare_runs([*master, *word]), "The runs differ")
+
+
+def test_how_often_runs_may_go_back_counts_where_they_did() -> None:
+    back = [{"kind": "rollback", "step": 7, "to_step": 5, "batches": 2}]
+    runs = [made(name, 0, 4.0, events=back, config={"max_rollbacks": n}) for n, name in enumerate(SIZES, 1)][:2]
+    assert "(max_rollbacks 1, 2)" in sentence(compare_runs(runs), "The runs differ")
 
 
 def test_numbers_of_steps_that_differ_are_told() -> None:

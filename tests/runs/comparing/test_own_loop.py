@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.runs.comparing import own_loop
 from narrowgauge.runs.comparing.comparison import compare_runs
 from narrowgauge.runs.comparing.own_loop import RunLog, compare
 from narrowgauge.runs.comparing.publishing import read_runs
-from narrowgauge.runs.record import read_run
+from narrowgauge.runs.record import Run, read_run
 from runs.made_runs import SIZES
 
 
@@ -108,3 +112,51 @@ def test_losses_alone_ask_for_no_bytes_and_no_flags() -> None:
     )
     alone = compare(lambda recipe, seed, log: 4.0, ["mine", "yours"])
     assert len(alone.verdict) == 2 and alone.verdict[0].startswith("One seed each")
+
+
+def test_a_function_that_raises_loses_nothing_that_was_done(tmp_path: Path) -> None:
+    def train(recipe: str, seed: int, log: RunLog) -> float:
+        log.step({"loss": 3.0})
+        if (recipe, seed) == ("yours", 1):
+            raise KeyError("a mistake")
+        return 2.5 + seed
+
+    with pytest.raises(KeyError, match="a mistake") as caught:
+        compare(train, ["mine", "yours"], seeds=2, out=tmp_path / "out")
+    rows = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert [(row["recipe"], row["num_seeds"]) for row in rows] == [("mine", 2), ("yours", 1)]
+    assert "Not finished" in (tmp_path / "out" / "report.html").read_text()
+    if sys.version_info >= (3, 11):
+        place = tmp_path / "out" / "report.html"
+        assert caught.value.__notes__ == [f"3 of 4 runs were done before that; {place} shows them."]
+    with pytest.raises(RecordError, match="is not empty") as refused:
+        compare(train, ["mine", "yours"], seeds=2, out=tmp_path / "out")
+    assert "--" not in str(refused.value)
+
+
+def test_a_function_that_raises_at_once_is_not_hidden_by_what_cannot_be_shown(tmp_path: Path) -> None:
+    (tmp_path / "out" / "report.html").mkdir(parents=True)
+    own_loop._keep(error := KeyError("a mistake"), tmp_path / "out", 4)
+    assert not hasattr(error, "__notes__")
+
+
+def test_a_step_does_not_last_as_long_as_the_validation_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def wait(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def train(recipe: str, seed: int, log: RunLog) -> None:
+        for _ in range(2):
+            wait(1.0)
+            log.step({"loss": 3.0})
+            wait(10.0)
+            log.eval({"val_loss": 2.5})
+        read.append(read_run(log._writer.path))
+
+    read: list[Run] = []
+    monkeypatch.setattr(own_loop, "time", SimpleNamespace(perf_counter=lambda: now))
+    compare(train, ["mine"])
+    assert [row["seconds"] for row in read[0].steps] == [1.0, 1.0]
+    assert [row["seconds"] for row in read[0].evals] == [1.0, 2.0]

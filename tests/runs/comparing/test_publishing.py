@@ -13,7 +13,7 @@ from narrowgauge.runs.comparing.comparison import compare_runs
 from narrowgauge.runs.comparing.publishing import publish, read_runs, report, write_page
 from narrowgauge.runs.pages import page
 from narrowgauge.runs.record import RunWriter
-from runs.made_runs import COLUMNS, MASTER, seeds, sentence
+from runs.made_runs import COLUMNS, MASTER, close, seeds, sentence
 
 
 @pytest.fixture
@@ -75,3 +75,31 @@ def test_the_page_is_held_against_the_comparisons_own_yardstick(
         write_page(compare_runs(runs, yardstick), runs, tmp_path / "page.html")
     assert [more["yardstick"] for more in asked] == ["bfloat16/master", "bfloat16/word"]
     assert asked[0]["title"] == "a model in bfloat16/master and bfloat16/word"
+
+
+@pytest.mark.parametrize("name", ["run.toml", "notes.txt"])
+def test_a_report_takes_no_other_files_place(name: str, folder: Path) -> None:
+    out = folder / "bfloat16-word-seed0" / name
+    if not out.exists():
+        out.write_text("mine")
+    before = out.read_bytes()
+    with pytest.raises(RecordError, match=r"the file there is no HTML page\. Name another"):
+        report([folder], out)
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["", "\n<!DOCTYPE html>\n<p>mine", "<html>"])
+def test_a_report_takes_a_pages_place(text: str, folder: Path) -> None:
+    (folder / "page.html").write_text(text)
+    assert report([folder], folder / "page.html").stat().st_size > 1000
+
+
+def test_a_run_that_may_not_be_looked_into_is_not_left_out_without_a_word(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = folder / "bfloat16-word-seed0"
+    close(monkeypatch, closed)
+    for asked in (folder, closed):
+        with pytest.raises(RecordError, match=f"Cannot use {closed}.*: Permission denied"):
+            report([asked])
+    assert not (folder / "report.html").exists()

@@ -23,6 +23,16 @@ def test_a_curve_without_timed_steps_takes_the_seconds_of_its_validations() -> N
     assert Curve.of(run) == Curve(((3.0, 2.0),), None)
 
 
+def test_a_curve_is_in_the_order_of_time_and_keeps_the_first_of_two_losses_at_once() -> None:
+    told = [
+        {"step": 1, "val_loss": loss, "seconds": at} for at, loss in ((3.0, 1.0), (1.0, 4.0), (3.0, 2.0), (5.0, 0.0))
+    ]
+    curve = Curve.of(Run(Path("a"), {}, evals=told))
+    assert curve.points == ((1.0, 4.0), (3.0, 1.0), (3.0, 2.0), (5.0, 0.0)) and curve.end == 5.0
+    assert [curve.loss_at(at) for at in (2.0, 3.0, 4.0)] == [2.5, 1.0, 1.0]
+    assert Curve(()).loss_at(1.0) is None
+
+
 def test_a_run_that_diverged_and_never_ended_has_diverged() -> None:
     run = made("bfloat16/word", 0, None)
     assert divergence(run) == ""
@@ -38,3 +48,5 @@ def test_runs_on_one_clock_are_read_as_the_verdict_reads_them() -> None:
     found = on_one_clock(curves)
     assert [at for at, _ in found] == [1.0, 2.5] and found[0][1] == [7.0, 6.0] and found[1][1] == [5.5, 3.0]
     assert all(losses == [curve.loss_at(at) for curve in curves] for at, losses in found)
+    assert on_one_clock([]) == on_one_clock([*curves, Curve(())]) == []
+    assert on_one_clock(curves[:1]) == [(1.0, [7.0]), (5.0, [3.0])]

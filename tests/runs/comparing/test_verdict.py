@@ -116,9 +116,13 @@ def test_at_equal_time_losses_are_those_when_the_fastest_was_done() -> None:
     rows = {row["recipe"]: row for row in found.equal_time}
     assert rows["bfloat16/word"]["val_loss"] == 4.0 and rows["bfloat16/master"]["val_loss"] == pytest.approx(5.5)
     assert rows["bfloat16/word"]["difference"] == pytest.approx(-1.5) and rows["bfloat16/word"]["half"] == 0.0
-    said = sentence(found, "At equal time")
-    assert said.startswith("At equal time, after 2.5 s of training steps: bfloat16/word 4.0000 (-1.5000")
-    assert sentence(found, "The slower ones had not come to the end of their schedule")
+    assert sentence(found, "At equal time") == (
+        "At equal time, after 2.5 s of training steps, bfloat16/word leads, better than bfloat16/master beyond the noise."
+    )
+    # How long runs are may have been asked for in seconds; then there is nothing to advise.
+    assert sentence(found, "The slower ones") == (
+        "The slower ones had not come to the end of their schedule by then: all take as many steps."
+    )
 
 
 def test_the_fastest_is_named_only_where_every_seed_agrees() -> None:
@@ -253,8 +257,9 @@ def test_losses_at_equal_time_differ_by_what_is_told_as_their_difference() -> No
     assert rows["bfloat16/master"]["val_loss"] == pytest.approx(5.25) and rows["bfloat16/word"]["num_seeds"] == 1
     assert rows["bfloat16/word"]["val_loss"] == pytest.approx(3.9)
     assert rows["bfloat16/word"]["difference"] == pytest.approx(3.9 - 5.25)
-    assert sentence(found, "At equal time").startswith(
-        "At equal time, after 2.5 s of training steps and over 1 of 2 seeds: bfloat16/word 3.9000 (-1.3500)"
+    assert sentence(found, "At equal time") == (
+        "At equal time, after 2.5 s of training steps and over 1 of 2 seeds, bfloat16/word has the lowest loss. No interval "
+        "says whether that is more than chance."
     )
 
 
@@ -269,9 +274,8 @@ def test_what_is_left_out_at_equal_time_is_named_and_seeds_that_one_lacks_are_no
     base = rows["bfloat16/master"]["val_loss"]
     assert all(row["val_loss"] - base == pytest.approx(row["difference"] or 0.0) for row in rows.values())
     assert rows["mine"]["num_seeds"] == 3 and rows["bfloat16/compact"]["num_seeds"] == 2
-    said = sentence(found, "At equal time")
-    assert ", 2 seeds)" in said and said.endswith(
-        "a validation before that moment with the same seeds: bfloat16/naive."
+    assert sentence(found, "At equal time").endswith(
+        "Left out, for want of a validation before that moment with the same seeds: bfloat16/naive."
     )
 
 
@@ -318,8 +322,10 @@ def test_what_is_not_drowned_is_still_ranked_at_equal_time() -> None:
     runs = [*by_the_clock("bfloat16/master", (5.0, 5.0), 0.5), *by_the_clock("bfloat16/word", (5.1, 5.1), 0.5)]
     runs += by_the_clock("bfloat16/compact", (5.2, 3.9), 0.5)
     found = compare_runs([*runs, *by_the_clock("mine", (4.0, 4.0), 0.25)])
-    said = sentence(found, "At equal time")
-    assert "bfloat16/master" in said and "bfloat16/word 5.1000 (+0.1000" in said and "compact" not in said
+    assert sentence(found, "At equal time").endswith(
+        "steps, mine leads, better than bfloat16/master beyond the noise. Worse than bfloat16/master beyond the noise: "
+        "bfloat16/word."
+    )
     assert "how bfloat16/compact compares" in sentence(found, "These seeds are too few")
 
 
@@ -331,7 +337,76 @@ def test_a_small_difference_with_a_small_interval_is_told_as_it_is() -> None:
         for recipe, losses in ends.items()
         for seed, loss in enumerate(losses)
     ]
-    assert "bfloat16/word 4.0005 (0.0000 ± 0.0127)" in sentence(compare_runs(runs), "At equal time")
+    found = compare_runs(runs)
+    assert found.equal_time[1]["half"] == pytest.approx(0.0127, rel=1e-3)
+    assert sentence(found, "At equal time").endswith(
+        "steps, bfloat16/master has the lowest loss. Within the noise: bfloat16/word."
+    )
+
+
+def ended(recipe: str, *losses: float) -> list[Run]:
+    """Runs of equal steps and times, so that what they end with is what they have at equal time."""
+    return [made(recipe, seed, loss, evals=[(5, 6.0), (10, loss)]) for seed, loss in enumerate(losses)]
+
+
+BASE = ended("bfloat16/master", 4.0, 4.1)
+STANDINGS = [
+    # Differences of the others from the yardstick, with each of two seeds; who stands how.
+    ({"a": (0.1, 0.1), "b": (0.2, 0.2)}, "bfloat16/master leads. Worse beyond the noise: a and b."),
+    ({"a": (-0.1, -0.1), "b": (-0.2, -0.2)}, "b leads, better than {Y} beyond the noise. Better than {Y} beyond the noise: a."),
+    ({"a": (0.001, -0.001), "b": (0.2, 0.2)}, "{Y} has the lowest loss. Within the noise: a. Worse beyond the noise: b."),
+    ({"a": (-0.003, 0.001)}, "a has the lowest loss, within the noise of {Y}."),
+    (
+        {"a": (0.001, -0.003), "b": (0.003, 0.003), "c": (-0.0005, -0.0003), "d": (0.2, 0.2)},
+        "a has the lowest loss, within the noise of {Y}. Within the noise of {Y} or within a thousandth of the loss: c and b. "
+        "Worse than {Y} beyond the noise: d.",
+    ),
+    (
+        {"a": (-0.003, -0.003), "b": (0.0, 0.0)},
+        "a has the lowest loss, within a thousandth of {Y}'s. Within the noise of {Y}: b.",
+    ),
+    (
+        {"a": (0.1,), "b": (0.2, 0.2)},
+        "{Y} has the lowest loss. Worse beyond the noise: b. Without an interval, for want of two seeds in common with {Y}: a.",
+    ),
+    ({"a": (-0.1,), "b": (0.2, 0.2)}, "a has the lowest loss, but no interval beside {Y}. Worse than {Y} beyond the noise: b."),
+    ({"a": (0.1,), "b": (0.2,)}, "{Y} has the lowest loss. No interval says whether that is more than chance."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("differences", "said"), STANDINGS)
+def test_at_equal_time_the_leader_and_those_behind_are_told_by_name(
+    differences: dict[str, tuple[float, ...]], said: str
+) -> None:
+    others = [ended(name, *map(sum, zip((4.0, 4.1), apart, strict=False))) for name, apart in differences.items()]
+    found = compare_runs([*BASE, *(run for group in others for run in group)], "bfloat16/master")
+    told = said.replace("{Y}", "bfloat16/master")
+    assert sentence(found, "At equal time") == f"At equal time, after 5 s of training steps, {told}"
+
+
+def test_at_equal_time_a_dozen_that_are_all_behind_need_no_list() -> None:
+    runs = [*BASE, *(run for name in "abcdefghijk" for run in ended(name, 4.1, 4.2))]
+    assert sentence(compare_runs(runs, "bfloat16/master"), "At equal time").endswith(
+        "bfloat16/master leads: every other recipe is worse beyond the noise."
+    )
+    # One that has no loss there is no other recipe that is worse.
+    spoilt = [*runs, *ended("l", math.nan, math.nan)]
+    assert "Worse beyond the noise: a, b, c" in sentence(compare_runs(spoilt, "bfloat16/master"), "At equal time")
+
+
+def test_without_the_yardstick_at_that_moment_nothing_is_called_behind() -> None:
+    late = [made("bfloat16/master", seed, 4.0, evals=[(9, 5.0), (10, 4.0)]) for seed in (0, 1)]
+    fast = [made(name, seed, 5.0, evals=[(2, 6.0), (10, 5.0)], step_seconds=0.25) for name in "ab" for seed in (0, 1)]
+    said = sentence(compare_runs([*late, *fast], "bfloat16/master"), "At equal time")
+    assert "has the lowest loss. No interval says" in said and said.endswith("with the same seeds: bfloat16/master.")
+
+
+def test_a_loss_at_equal_time_that_is_not_finite_is_none() -> None:
+    broken = [made("bfloat16/word", k, 4.0, evals=[(5, math.nan), (10, 4.0)], step_seconds=0.75) for k in (0, 1)]
+    assert [row["recipe"] for row in compare_runs([*BASE, *ended("a", 4.0, 4.1), *broken]).equal_time] == [
+        "bfloat16/master",
+        "a",
+    ]
 
 
 def test_a_yardstick_without_a_finished_run_is_said_to_have_none() -> None:

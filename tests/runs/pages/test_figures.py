@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from narrowgauge.runs.comparing.comparison import compare_runs
 from narrowgauge.runs.comparing.trials import Curve
 from narrowgauge.runs.pages import figures, history_figures
 from narrowgauge.runs.pages.curves import Figure, colour, dash_of, plain, symbol_of
@@ -105,6 +108,129 @@ def test_what_cannot_be_placed_is_named(make_run: MakeRun) -> None:
 
 def test_seconds_are_sums_of_steps(groups: list[Group]) -> None:
     assert mean_of(figures.loss_against_seconds(groups), 0)["x"] == pytest.approx([10, 20, 30, 40, 50], rel=1e-6)
+
+
+# ── loss against seconds ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def timed(run: Run, step_seconds: float) -> Run:
+    for row in run.steps:
+        row["seconds"] = step_seconds
+    return run
+
+
+def alone_of(figure: Figure | None, place: int) -> list[tuple[int, list[float], list[float]]]:
+    """The stretches of single runs of a group: seed, seconds, losses."""
+    assert figure is not None
+    found: list[tuple[int, list[float], list[float]]] = []
+    for trace in figure.data:
+        if trace["meta"]["group"] == place and "alone" in trace.get("hovertemplate", ""):
+            ends = [-1, *(at for at, y in enumerate(trace["y"]) if y is None)]
+            for before, end in itertools.pairwise(ends):
+                piece = slice(before + 1, end)
+                found.append((trace["customdata"][end], trace["x"][piece], trace["y"][piece]))
+    return found
+
+
+def test_seeds_are_joined_over_seconds_at_the_moments_that_all_share(make_run: MakeRun) -> None:
+    # Validations at 10, 20, … 50 s of one seed, at 12, 24, … 60 s of the other; losses fall by 0.01 a step.
+    made = [
+        timed(make_run(seed=seed, loss=lambda step, seed=seed: 4.0 + seed - step / 100), step)
+        for seed, step in ((0, 0.5), (1, 0.6))
+    ]
+    figure = figures.loss_against_seconds(group_runs(made))
+    line = mean_of(figure, 0)
+    assert line["x"] == pytest.approx([12, 20, 24, 30, 36, 40, 48, 50])
+    curves = [Curve.of(run) for run in made]
+    assert line["y"] == pytest.approx([statistics.fmean(c.loss_at(at) or 0.0 for c in curves) for at in line["x"]])
+    assert set(line["customdata"]) == {2}
+    (span,) = bands_of(figure)
+    sides = [curves[1].loss_at(at) for at in line["x"]] + [curves[0].loss_at(at) for at in reversed(line["x"])]
+    assert span["x"] == [*line["x"], *reversed(line["x"])] and span["y"] == pytest.approx(sides)
+    # What lies outside is each seed's own: one began before the other, which ended after it.
+    assert alone_of(figure, 0) == [
+        (0, [10.0, 12.0], pytest.approx([3.9, 3.86])),
+        (1, [50.0, 60.0], pytest.approx([4.26667, 4.1])),
+    ]
+    assert figure is not None and "equal moments" in figure.how and "single seeds" in figure.how
+
+
+def test_the_verdicts_losses_at_equal_time_lie_on_the_lines_that_are_drawn(make_run: MakeRun) -> None:
+    made = [
+        timed(make_run(recipe, seed, loss=lambda step, slope=slope: 4.0 - step / slope), step)
+        for recipe, slope, step in (("bfloat16/master", 100, 0.7), ("bfloat16/word", 90, 0.5))
+        for seed in (0, 1)
+    ]
+    found = compare_runs(made)
+    figure = figures.loss_against_seconds(group_runs(made, found.rows))
+    assert len(found.equal_time) == 2
+    for place, row in enumerate(found.equal_time):
+        line = mean_of(figure, place)
+        drawn = Curve(tuple(zip(line["x"], line["y"], strict=True)))
+        assert drawn.loss_at(row["seconds"]) == pytest.approx(row["val_loss"], rel=1e-5)
+
+
+def test_one_seed_draws_its_own_curve_over_seconds(make_run: MakeRun) -> None:
+    run = make_run(loss=lambda step: math.nan if step == 40 else 3.0)
+    figure = figures.loss_against_seconds(group_runs([run]))
+    line = mean_of(figure, 0)
+    assert (line["x"], line["y"]) == ([10, 20, 30, 40, 50], [3.1, None, 3.1, 3.1, 3.1])
+    assert figure is not None and not bands_of(figure) and not alone_of(figure, 0)
+    (crosses,) = (trace for trace in figure.data if trace.get("yaxis") == "y2")
+    assert crosses["x"] == [20]
+    assert "thick" not in figure.how and "equal moments" not in figure.how and "same seeds" not in figure.how
+
+
+def test_what_the_verdict_does_not_count_is_drawn_alone_over_seconds(make_run: MakeRun) -> None:
+    made = [make_run(seed=seed, loss=lambda step, seed=seed: 3.0 + seed) for seed in (0, 1)]
+    # One that was killed early, and one that went far away: neither shortens the others' line nor enters its mean.
+    killed = make_run(seed=2, loss=lambda step: 3.5, finished=False)
+    del killed.steps[40:], killed.evals[2:]
+    away = make_run(seed=3, loss=lambda step: 3.0 + step)
+    figure = figures.loss_against_seconds(group_runs([*made, killed, away]))
+    line = mean_of(figure, 0)
+    assert line["y"] == pytest.approx([3.6] * 5) and set(line["customdata"]) == {2}
+    assert "of 4 seeds" in line["hovertemplate"]
+    lone = alone_of(figure, 0)
+    assert [(seed, x) for seed, x, _ in lone] == [(2, [10.0, 20.0]), (3, [10.0, 20.0, 30.0, 40.0, 50.0])]
+    assert figure is not None and "beyond it goes bfloat16/word." in figure.how
+    assert figure.layout["yaxis"]["range"][1] < 40
+
+
+def test_runs_that_are_all_under_way_are_read_as_one(make_run: MakeRun) -> None:
+    made = [make_run(seed=seed, finished=False) for seed in (0, 1)]
+    figure = figures.loss_against_seconds(group_runs(made))
+    assert len(mean_of(figure, 0)["x"]) == 5 and not alone_of(figure, 0)
+    # One that has a single point yet does not take the others' line away.
+    begun = make_run(seed=2, finished=False)
+    del begun.evals[1:]
+    figure = figures.loss_against_seconds(group_runs([*made, begun]))
+    assert len(mean_of(figure, 0)["x"]) == 5 and [seed for seed, _, _ in alone_of(figure, 0)] == [2]
+
+
+def test_seeds_without_a_moment_in_common_are_points(make_run: MakeRun) -> None:
+    made = [timed(make_run(seed=seed), step) for seed, step in ((0, 0.5), (1, 0.25))]
+    for run in made:
+        del run.evals[:-1]
+    figure = figures.loss_against_seconds(group_runs(made))
+    assert figure is not None and len(figure.data) == 1 and figure.data[0]["mode"] == "lines+markers"
+    assert [(seed, x) for seed, x, _ in alone_of(figure, 0)] == [(0, [50.0]), (1, [25.0])]
+    assert figure.how.startswith("Lower and further to the left") and "thick" not in figure.how
+    json.dumps(figure.data, allow_nan=False)
+
+
+def test_recipes_of_other_seeds_are_said_not_to_compare_over_seconds(make_run: MakeRun) -> None:
+    made = [make_run("bfloat16/master", 0), make_run("bfloat16/master", 1), make_run("bfloat16/word", 0)]
+    uneven, even = (figures.loss_against_seconds(group_runs(runs)) for runs in (made, [made[0], made[2]]))
+    assert uneven is not None and even is not None
+    assert "same seeds" in uneven.how and "same seeds" not in even.how
+
+
+def test_runs_without_times_have_no_line_over_seconds(make_run: MakeRun) -> None:
+    run = make_run()
+    for row in run.steps:
+        del row["seconds"]
+    assert figures.loss_against_seconds(group_runs([run])) is None
 
 
 def test_losses_far_apart_get_a_log_axis(make_run: MakeRun) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from narrowgauge.runs.pages.groups import final_loss, group_runs, loss_over_seconds, run_names
+from narrowgauge.runs.pages.groups import final_loss, group_runs, run_names
 from narrowgauge.runs.record import Run
 
 MakeRun = Callable[..., Run]
@@ -43,8 +43,3 @@ def test_an_unfinished_run_is_read_by_its_last_evaluation(make_run: MakeRun) -> 
     run = make_run(loss=lambda step: float(step), finished=False)
     assert final_loss(run) == 100.1
     assert final_loss(make_run(steps=0, finished=False)) is None
-
-
-def test_loss_that_is_not_finite_is_a_gap_over_seconds(make_run: MakeRun) -> None:
-    line = loss_over_seconds(make_run(loss=lambda step: float("nan") if step == 20 else 1.0))
-    assert line.y == [None, 1.1, 1.1, 1.1, 1.1]

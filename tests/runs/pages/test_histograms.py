@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from narrowgauge.formats import get_format
 from narrowgauge.runs.pages.histograms import KIND_TITLES, MAX_BARS, SHOWN_FORMATS, format_ranges, histograms
+from narrowgauge.runs.pages.samples import read_samples
 from narrowgauge.runs.readings import FIRST_EXPONENT, KINDS, NUM_EXPONENTS
 from narrowgauge.runs.record import Run
 
@@ -28,7 +29,7 @@ def test_bars_are_shares_at_their_exponents(make_run: MakeRun) -> None:
         {"step": 10, "histograms": {"weight": counts(m4=1, m3=2, m1=1)}},
         {"step": 20, "histograms": {"weight": counts(m2=5), "grad": counts(p3=1)}},
     ]
-    (found,) = histograms([make_run(gauges=rows)], [2])
+    (found,) = histograms([read_samples(make_run(gauges=rows))], [2])
     assert found is not None
     assert found["steps"] == [10, 20]
     weights, grads = [trace for trace in found["data"] if trace["type"] == "bar"]
@@ -41,7 +42,7 @@ def test_bars_are_shares_at_their_exponents(make_run: MakeRun) -> None:
 
 def test_a_long_run_is_sampled_with_its_ends(make_run: MakeRun) -> None:
     rows = [{"step": step, "histograms": {"weight": counts(m4=1)}} for step in range(1, 1001)]
-    (found,) = histograms([make_run(gauges=rows)], [0])
+    (found,) = histograms([read_samples(make_run(gauges=rows))], [0])
     assert found is not None
     assert len(found["steps"]) == 60
     assert (found["steps"][0], found["steps"][-1]) == (1, 1000)
@@ -51,14 +52,17 @@ def test_a_long_run_is_sampled_with_its_ends(make_run: MakeRun) -> None:
 def test_all_histograms_of_a_page_share_one_allowance(make_run: MakeRun) -> None:
     wide = [1] * NUM_EXPONENTS
     rows = [{"step": step, "histograms": dict.fromkeys(KIND_TITLES, wide)} for step in range(50)]
-    found = histograms([make_run(seed=seed, gauges=rows) for seed in range(20)], [0] * 20)
+    found = histograms([read_samples(make_run(seed=seed, gauges=rows)) for seed in range(20)], [0] * 20)
     bars = sum(len(frame) for one in found if one for step in one["frames"] for frame in step)
     assert 0.8 * MAX_BARS <= bars <= MAX_BARS
 
 
 def test_runs_without_histograms_have_none(make_run: MakeRun) -> None:
     empty = {"step": 1, "histograms": {"weight": [0] * NUM_EXPONENTS, "unheard of": counts(p0=1)}}
-    assert histograms([make_run(), make_run(seed=1, gauges=[empty])], [0, 1]) == [None, None]
+    assert histograms([read_samples(run) for run in (make_run(), make_run(seed=1, gauges=[empty]))], [0, 1]) == [
+        None,
+        None,
+    ]
 
 
 def test_windows_are_the_formats_own() -> None:
@@ -82,7 +86,7 @@ def test_every_kind_that_gauges_watch_has_a_panel() -> None:
 
 def test_a_figure_is_valid_json_with_a_panel_per_kind(make_run: MakeRun) -> None:
     rows = [{"step": 1, "histograms": dict.fromkeys(KIND_TITLES, counts(p0=1))}]
-    (found,) = histograms([make_run(gauges=rows)], [0])
+    (found,) = histograms([read_samples(make_run(gauges=rows))], [0])
     assert found is not None
     json.dumps(found, allow_nan=False)
     axes = {trace["yaxis"] for trace in found["data"] if trace["type"] == "bar"}

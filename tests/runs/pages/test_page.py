@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.runs.pages import page
+from narrowgauge.runs.pages import packing, page
 from narrowgauge.runs.readings import NUM_EXPONENTS
 from narrowgauge.runs.record import Run
 
@@ -181,6 +181,25 @@ def test_without_rows_the_table_is_made_from_the_runs(make_run: MakeRun) -> None
     assert "unfinished: step 100 of 100" in text
 
 
+def test_losses_at_equal_time_stand_in_a_table(make_run: MakeRun) -> None:
+    def runs(recipe: str, *losses: float) -> list[Run]:
+        return [make_run(recipe, seed, loss=lambda step, loss=loss: loss) for seed, loss in enumerate(losses)]
+
+    made = [*runs("bfloat16/master", 3.0, 3.1), *runs("bfloat16/word", 3.21, 3.29), *runs(EVIL, 2.5)]
+    source = page.render(made)
+    found = re.search(r'<div id="equal-time".*?</table>', source, re.DOTALL)
+    assert found is not None
+    table = Document(found[0] + "</div></div>")
+    assert "At equal time, after 50 s" in table.text and "Minus bfloat16/master" in table.text
+    rows = re.findall(r"<tr>.*?</tr>", found[0], re.DOTALL)[1:]
+    said = [Document(row).text.strip().replace("\N{NO-BREAK SPACE}", " ") for row in rows]
+    # The lowest first; the other sort of loss is the yardstick's mean plus the paired difference.
+    assert said[0] == f"{EVIL}no interval, 1 seed2.6500-0.5000"
+    assert said[1] == "bfloat16/masterthe yardstick3.1500–"
+    assert said[2] == "bfloat16/wordworse3.3500+0.2000 ± 0.1271"
+    assert 'id="equal-time"' not in page.render(made[:2])
+
+
 def test_every_figure_has_a_visible_sentence(troubled: list[Run]) -> None:
     source = page.render(troubled)
     cards = re.findall(r"<figure id=\"([^\"]+)\".*?</figure>", source, re.DOTALL)
@@ -276,7 +295,7 @@ def test_the_same_runs_give_the_same_page(troubled: list[Run]) -> None:
 
 
 def test_without_plotly_one_line_says_what_to_do(troubled: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    page._plotly.cache_clear()
+    packing.plotly_script.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(NarrowgaugeError, match="plotly") as caught:
         page.render(troubled)

@@ -183,6 +183,112 @@ def test_buttons_answer_on_a_telephone_and_foreign_scripts_stay_still(tmp_path: 
     assert said["rawRange"][1] > 100 > 2 * said["training-loss"][1]
 
 
+CHOOSE = """
+<!doctype html><meta charset="utf-8"><body style="margin:0">
+<iframe id="frame" width="900" height="800" srcdoc="SOURCE"></iframe>
+<script>
+const said = [];
+const end = (word) => { document.body.replaceChildren(JSON.stringify([...said, word])); };
+const wait = (test, then, tries = 400) => test() ? then() : tries ? setTimeout(wait, 50, test, then, tries - 1) : end("gave up");
+addEventListener("load", () => {
+  const inside = document.getElementById("frame").contentDocument;
+  const one = (query) => inside.querySelector(query);
+  const plot = (name) => one(`[data-plot='${name}']`);
+  const drawn = (name) => plot(name).data?.filter((trace) => ["bar", "heatmap"].includes(trace.type)).length;
+  const look = () => said.push([
+    drawn("ranges-figure"), drawn("heat"), one("#step-said").textContent, one("#step-choice").disabled,
+    plot("ranges-figure").textContent.includes("no histograms"), plot("heat").textContent.includes("no readings"),
+  ]);
+  const select = one("#heat [data-choice='run']");
+  const steps = [[1, () => !drawn("ranges-figure")], [2, () => drawn("ranges-figure")], [0, () => drawn("heat")]];
+  const next = () => {
+    look();
+    if (!steps.length) return end("done");
+    const [run, shown] = steps.shift();
+    select.value = run;
+    select.dispatchEvent(new Event("change"));
+    wait(shown, next);
+  };
+  wait(() => Number(inside.documentElement.dataset.drawn) > 0, next);
+});
+</script>
+"""
+
+
+def test_a_run_without_gauges_of_a_kind_shows_none_of_another_run(tmp_path: Path, make_run: MakeRun) -> None:
+    counts = [0] * 50 + [1] * 12 + [0] * 50
+    updates = {"a.weight": [0.5, 0.1, 0.1, 0.1, 0.1, 0.1]}
+    long = [{"step": step, "updates": updates, "histograms": {"weight": counts}} for step in range(1, 101)]
+    runs = [
+        make_run("bfloat16/word", gauges=long),
+        make_run("bfloat16/master", gauges=[{"step": 5, "updates": {"a.weight": [1.0]}}]),
+        make_run("bfloat16/naive", gauges=[{"step": 5, "histograms": {"weight": counts}}]),
+    ]
+    dom, console = opened(tmp_path, CHOOSE.replace("SOURCE", html.escape(page.render(runs))))
+    assert console == []
+    found = re.search(r"<body[^>]*>(.*)</body>", dom, re.DOTALL)
+    assert found is not None
+    first, without_histograms, without_readings, again, word = json.loads(html.unescape(found[1]))
+    assert word == "done"
+    assert first == again == [1, 1, "100 (60 of 60 shown, of 100 sampled)", False, False, False]
+    assert without_histograms == [0, 1, "This run has no histograms.", True, True, False]
+    assert without_readings == [1, 0, "5 (1 of 1 sampled)", False, False, True]
+
+
+COVER = """
+<!doctype html><meta charset="utf-8"><body style="margin:0">
+<iframe id="frame" width="WIDTH" height="800" srcdoc="SOURCE"></iframe>
+<script>
+const end = (word) => { document.body.replaceChildren(JSON.stringify(word)); };
+const wait = (test, then, tries = 400) => test() ? then() : tries ? setTimeout(wait, 50, test, then, tries - 1) : end("gave up");
+addEventListener("load", () => {
+  const frame = document.getElementById("frame");
+  const inside = frame.contentDocument;
+  const traces = () => [...inside.querySelectorAll("#loss-bytes .scatterlayer .trace")];
+  const box = (element) => element.getBoundingClientRect();
+  const touch = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  const look = () => {
+    const figure = box(inside.querySelector("#loss-bytes .main-svg"));
+    const names = traces().flatMap((trace) => [...trace.querySelectorAll("text")].map((text) => [trace, box(text)]));
+    const covered = names.filter(([trace, name]) => traces().some((other) => other !== trace &&
+      [...other.querySelectorAll("path.point, text")].some((mark) => touch(box(mark), name))) ||
+      [...inside.querySelectorAll("#loss-bytes .errorbars path")].some((bar) => touch(box(bar), name)));
+    const cut = names.filter(([, name]) => name.left < figure.left || name.right > figure.right);
+    return [traces().length, names.length, covered.length, cut.length];
+  };
+  wait(() => Number(inside.documentElement.dataset.drawn) > 0, () => {
+    const wide = look();
+    frame.width = 440;
+    const redrawn = () => box(inside.querySelector("#loss-bytes .main-svg")).right < 440 && look()[1] !== wide[1];
+    wait(redrawn, () => end([wide, look()]));
+  });
+});
+</script>
+"""
+
+
+@pytest.mark.parametrize("width", [1200, 820])
+def test_names_of_points_cover_nothing(tmp_path: Path, make_run: MakeRun, width: int) -> None:
+    sizes = {"master": 16.0, "exact": 14.0, "split": 12.0, "collage-plus": 12.0, "collage-light": 10.0, "split8": 10.0}
+    sizes |= {"word": 8.0, "naive": 8.0, "stochastic": 8.0, "compact": 7.0, "states8": 6.0}
+    runs = [
+        make_run(
+            f"bfloat16/{name}", seed, bytes_per_param=size, loss=lambda step, at=3 + place % 4 * 0.03 + seed / 50: at
+        )
+        for place, (name, size) in enumerate(sizes.items())
+        for seed in (0, 1)
+    ]
+    source = COVER.replace("WIDTH", str(width)).replace("SOURCE", html.escape(page.render(runs)))
+    dom, console = opened(tmp_path, source, width=1300)
+    assert console == []
+    found = re.search(r"<body[^>]*>(.*)</body>", dom, re.DOTALL)
+    assert found is not None
+    wide, narrow = json.loads(html.unescape(found[1]))
+    # There, named as far as there is room, none over another, none cut off; and the same after the page was made narrow.
+    assert wide[0] == len(sizes) and wide[1] >= 5 and wide[2:] == [0, 0], wide
+    assert narrow[0] == len(sizes) and 2 <= narrow[1] < wide[1] and narrow[2:] == [0, 0], narrow
+
+
 def test_a_run_that_has_hardly_begun_opens_in_the_light(tmp_path: Path, make_run: MakeRun) -> None:
     source = page.render([make_run(steps=3, finished=False, loss=lambda step: float("nan") if step == 2 else 2.0)])
     dom, console = opened(tmp_path, source, "#light", width=800)

@@ -85,8 +85,32 @@ def test_speed_is_the_best_where_every_seed_agrees(make_run: MakeRun) -> None:
 
     assert best([100.0, 100.0, 100.0], [101.0, 102.0, 103.0]) == {"bfloat16/word"}
     assert best([100.0, 100.0, 100.0], [120.0, 130.0, 99.0]) == frozenset()
+    # Half a percent is nothing to choose by, however well the seeds agree; nor is what is printed alike.
+    assert best([100.0, 100.0], [100.4, 100.4]) == frozenset()
+    assert best([100.0, 100.0], [101.0, 100.4]) == frozenset()
+    assert best([1000.0, 1000.0], [1006.0, 1006.0]) == {"bfloat16/word"}
     assert best([100.0], [105.0]) == frozenset()
     assert best([100.0], [120.0]) == {"bfloat16/word"}
+
+
+def test_what_is_printed_alike_is_not_in_bold(make_run: MakeRun) -> None:
+    def memory(*sizes: float) -> dict[str, list[str]]:
+        made_up = zip(("bfloat16/master", "bfloat16/word"), sizes, strict=True)
+        return bold(
+            [
+                run
+                for recipe, size in made_up
+                for run in made(make_run, recipe, [3.0, 3.0], peak_memory_bytes=size * 2**20)
+            ]
+        )
+
+    assert memory(740.12, 740.0) == {"bfloat16/master": [], "bfloat16/word": []}
+    assert memory(750.0, 740.0)["bfloat16/word"] == ["740 MiB"]
+    # More than half a percent, and yet the same on paper.
+    assert memory(3.4, 2.6) == {"bfloat16/master": [], "bfloat16/word": []}
+    worse = made(make_run, "bfloat16/master", [3.00002, 3.00002, 3.00002])
+    better = made(make_run, "bfloat16/word", [3.00001, 3.00001, 3.00001])
+    assert bold(worse + better) == {"bfloat16/master": [], "bfloat16/word": []}
 
 
 def test_recipes_that_spend_the_same_share_the_bold(make_run: MakeRun) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.computes import COMPUTES
-from narrowgauge.recipes import parse
+from narrowgauge.notation import parse
 from narrowgauge.runs.events import KINDS, Event
 from narrowgauge.runs.readings import FIELDS, TENSOR_FIELDS
 from narrowgauge.runs.watching.alarms import Alarms
@@ -29,7 +29,7 @@ ONSET = 400
 
 HEALTHY: Row = {
     "tensor": {"amax": 2.0, "rms": 0.5, "nonfinite": 0, "underflow": 0.002, "overflow": 0.0, "sqnr_db": 31.5, "outlier": 9.0,
-               "kurtosis": 6.0, "top_feature": 2.0},
+               "kurtosis": 6.0, "top_feature": 2.0, "top_to_rest": 0.03},
     "update": {"edq": 1.0, "noise": 0.006, "lost_fraction": 0.0, "unseen_fraction": 0.9, "update_to_weight": 1e-3,
                "update_to_ulp": 0.2},
     "moment": {"bias": 1.0, "frozen_fraction": 0.02},
@@ -93,6 +93,7 @@ CASES: dict[str, tuple[Row, list[Row], list[Row], str, str | None, int]] = {
     "overflow": (FLOAT8, sampled(input={"overflow": 0.02, "sqnr_db": 2.0}), [], "overflow", f"input:{LAYER}", 400),
     "growing-outliers": (FLOAT8, sampled(input={"outlier": 65.0}), [], "outliers", f"input:{LAYER}", 440),
     "growing-feature": (FLOAT8, sampled(input={"top_feature": 21.0}), [], "outliers", f"input:{LAYER}", 440),
+    "drowning-feature": (FLOAT8, sampled(input={"top_feature": 4.7, "top_to_rest": 11.0}), [], "outliers", f"input:{LAYER}", 440),
     "weight-jump": (FLOAT8, sampled(weight={"amax": 2.0**13}), [], "outliers", f"weight:{WEIGHT}", 400),
     "input-jump": (FLOAT8, sampled(input={"amax": 2.0**13}), [], "outliers", f"input:{LAYER}", 400),
     "attention-logits": (NAIVE, sampled(attention={"max_logit": 2e4}), [], "attention", ATTENTION, 400),
@@ -114,6 +115,16 @@ CASES: dict[str, tuple[Row, list[Row], list[Row], str, str | None, int]] = {
     "scale-skips": (FLOAT16, [], stepped(lambda s: {**SCALED, "skipped": s >= 400 and s % 10 == 0}), "loss_scale", None, 490),
     "loss-spike": (NAIVE, [], stepped(lambda s: {"loss": 5.0} if s == 400 else {}), "loss_spike", None, 400),
     "gradient-spike": (NAIVE, [], stepped(lambda s: {"grad_norm": 6.0} if s == 400 else {}), "gradient_spike", None, 400),
+    # A thousandth of a nat a step: the last 100 steps were lower by half of that, so 0.1 is there at 550, and is told at the
+    # end of the block of 20. The norm is five times as large after 161 steps, its level 50 later.
+    "loss-climb": (NAIVE, [], stepped(lambda s: {"loss": 3.0 + max(0, s - 400) / 1000}), "loss_climb", None, 560),
+    "gradient-growth": (NAIVE, [], stepped(lambda s: {"grad_norm": 0.5 * math.exp(max(0, s - 400) / 100)}, 660),
+                        "growth", None, 620),
+    "weight-surge": (NAIVE, sampled(weight={"amax": 9.0}), [], "outliers", f"weight:{WEIGHT}", 440),
+    # Fifty readings are known at step 1000.
+    "weight-growth": (NAIVE, sampled(1100, 1300, weight={"rms": 2.1}), [], "growth", f"weight:{WEIGHT}", 1140),
+    "weight-peak": (NAIVE, [*sampled(1100, 1580, weight={"amax": 7.0}), *sampled(0, 1780, weight={"amax": 17.0})[79:]], [],
+                    "outliers", f"weight:{WEIGHT}", 1640),
 }  # fmt: skip
 
 
@@ -169,7 +180,7 @@ def test_a_healthy_run_is_silent(recipe: str) -> None:
         # Outliers hurt no operand that enters as it is, and massive ones that were always there are no growth.
         ({"recipe": "bfloat16/word"}, {"input": {"outlier": 500.0, "top_feature": 50.0, "sqnr_db": None}}),
         (FLOAT8, {"output_grad": {"outlier": 178.0, "top_feature": 9.0}}),
-        (FLOAT8, {"input": {"outlier": 50.0, "top_feature": 15.0}}),
+        (FLOAT8, {"input": {"outlier": 50.0, "top_feature": 15.0, "top_to_rest": 3.3}}),
         # Weights that no gradient moves far enough to be seen are not dead.
         (NAIVE, {"update": {"update_to_weight": 0.0, "unseen_fraction": 1.0}}),
     ],
@@ -182,10 +193,56 @@ def test_outliers_that_were_always_there_are_no_growth() -> None:
     assert run(FLOAT8, sampled(0, 2000, input={"outlier": 500.0, "top_feature": 50.0})) == []
 
 
+def test_a_feature_that_grows_is_seen_however_few_there_are() -> None:
+    """Of 24 features none can be more than 4.9 times the rms of all; but it can drown the others."""
+    for count in (8, 24, 128, 4096):
+        rows = []
+        for k in range(140):
+            to_rest = 1.21 ** max(0, k - 20) / (count - 1)
+            peak = math.sqrt(count * to_rest / (1 + to_rest))
+            rows.append(gauges(20 * (k + 1), input={"top_feature": peak, "top_to_rest": to_rest}))
+        (event,) = run(FLOAT8, rows)
+        assert (event.kind, event.tensor) == ("outliers", f"input:{LAYER}")
+        assert event.value is not None and event.threshold == (10.0 if count < 440 else 20.0)
+
+
 def test_slow_growth_is_seen_though_no_step_of_it_is_large() -> None:
     rows = [gauges(20 * n, input={"outlier": 20.0 * 1.01**n}) for n in range(1, 300)]
     (event,) = run(FLOAT8, rows)
     assert event.kind == "outliers" and event.value is not None and 80 < event.value < 100
+
+
+def test_a_weight_that_grows_by_a_percent_a_step_is_seen_within_a_few_samples() -> None:
+    for rate, within in ((1.01, 500), (1.02, 320)):
+        rows = [gauges(s, weight={"amax": 0.5 * rate ** max(0, s - ONSET)}) for s in range(20, ONSET + 600, 20)]
+        event = run(NAIVE, rows)[0]
+        assert (event.kind, event.tensor) == ("outliers", f"weight:{WEIGHT}") and ONSET < event.step <= ONSET + within
+
+
+def test_a_weight_that_decay_does_not_hold_is_seen_and_one_that_settles_is_not() -> None:
+    """From 0.02, with updates of 0.003 at random: the rms of 10,000 steps with a decay of 0.1 and without one."""
+
+    def grown(step: int, decay: float) -> float:
+        shrink = (1 - 0.003 * decay) ** 2
+        spread = (0.2 * 0.003) ** 2 * ((1 - shrink**step) / (1 - shrink) if decay else step)
+        return math.sqrt(0.02**2 * shrink**step + spread * 8)
+
+    def told(decay: float) -> list[str]:
+        return [
+            event.kind
+            for event in run(NAIVE, [gauges(s, weight={"rms": grown(s, decay)}) for s in range(20, 40_001, 20)])
+        ]
+
+    assert told(0.0) == ["growth"] and told(0.1) == []
+
+
+def test_a_weight_that_jumped_and_stays_is_told_once() -> None:
+    assert [event.kind for event in run(NAIVE, sampled(1200, 2400, weight={"amax": 2.0**13}))] == ["outliers"]
+
+
+def test_weights_that_begin_at_zero_may_grow() -> None:
+    rows = [gauges(s, weight={"rms": 1e-5 * s, "amax": 2e-5 * s}) for s in range(0, 3000, 20)]
+    assert [event for event in run(NAIVE, rows) if event.kind in ("growth", "outliers")] == []
 
 
 def test_a_second_moment_off_its_shadow_is_frozen_however_it_is_rounded() -> None:
@@ -336,7 +393,8 @@ def test_rows_with_holes_are_normal(row: Row) -> None:
 
 def test_the_tables_name_only_what_exists() -> None:
     worked_out = {"updates.intended", "attention.nonfinite", "logits.nonfinite", "logits.log_z", "steps.halvings",
-                  "steps.skipped", "steps.nonfinite", "steps.loss_scale", "steps.loss", "steps.grad_norm"}  # fmt: skip
+                  "steps.skipped", "steps.climb", "steps.growth", "steps.nonfinite", "steps.loss_scale", "steps.loss",
+                  "steps.grad_norm"}  # fmt: skip
     known = {f"{table}.{name}" for table, names in FIELDS.items() for name in names} | worked_out
     for name, row in DETECTORS.items():
         assert row.name == name and row.kind in KINDS and row.reads in known

@@ -3,7 +3,8 @@
 Time is a machine's, and machines waver. So a recipe is called faster only where every seed says so, and with one seed only
 by a margin. Losses at equal time are read off each run's own line between two validations, at the moment when the fastest
 recipe was done *with that seed*. Each is told as the yardstick's plus the paired difference, since means over different
-seeds would differ by the seeds' luck, which is larger than what recipes differ by.
+seeds would differ by the seeds' luck, which is larger than what recipes differ by. The sentence says who leads and who is
+behind, by the intervals of these differences; their numbers are for a table.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from enum import Enum
 
 from narrowgauge.runs.comparing.evidence import WIDE, Evidence
-from narrowgauge.runs.comparing.intervals import interval, shown_difference, shown_loss
+from narrowgauge.runs.comparing.intervals import Difference, interval
 from narrowgauge.runs.comparing.names import counted, listed
 from narrowgauge.runs.comparing.trials import UNSTEADY, Trial
 from narrowgauge.runs.record import Row
@@ -59,7 +61,54 @@ def _losses_at(group: Sequence[Trial], ends: Mapping[int, float]) -> dict[int, f
     """The loss of each seed's run at that seed's moment, where it had one."""
     # Whoever happened to be done before keeps the loss it ended with.
     found = {t.seed: t.curve.loss_at(min(ends[t.seed], t.curve.end)) for t in group if t.seed in ends}
-    return {seed: loss for seed, loss in found.items() if loss is not None}
+    return {seed: loss for seed, loss in found.items() if loss is not None and math.isfinite(loss)}
+
+
+class Standing(Enum):
+    """How a recipe stands beside the yardstick at equal time, in words; better and worse are beyond the noise."""
+
+    YARDSTICK = "the yardstick"
+    BETTER = "better"
+    LEVEL = "within the noise"
+    NEAR = "within a thousandth"
+    WORSE = "worse"
+    UNKNOWN = "no interval"
+    DROWNED = "cannot be told"
+
+
+def standings(at_time: Sequence[Row], yardstick: str | None) -> dict[str, Standing]:
+    """How each recipe stands at equal time, the one with the lowest loss first.
+
+    Args:
+        at_time: rows of :func:`losses_at_equal_time`.
+        yardstick: the recipe that their differences are taken from.
+
+    Example:
+        >>> rows = [{"recipe": "a", "val_loss": 4.0, "difference": None, "half": None, "num_seeds": 3}]
+        >>> rows += [{"recipe": "b", "val_loss": 3.9, "difference": -0.1, "half": 0.01, "num_seeds": 3}]
+        >>> {recipe: standing.value for recipe, standing in standings(rows, "a").items()}
+        {'b': 'better', 'a': 'the yardstick'}
+    """
+    level = next((float(row["val_loss"]) for row in at_time if row["recipe"] == yardstick), 0.0)
+    # Where an interval dwarfs every difference, and is no small one, nothing can be said.
+    most = max(MUCH_WIDER * _largest(at_time), WIDE * abs(level))
+    ranked = sorted(at_time, key=lambda row: float(row["val_loss"]))
+    return {row["recipe"]: _standing(row, row["recipe"] == yardstick, level, most) for row in ranked}
+
+
+def _standing(row: Row, is_yardstick: bool, level: float, most: float) -> Standing:
+    if is_yardstick:
+        return Standing.YARDSTICK
+    if row["half"] is None or not math.isfinite(row["half"]):
+        return Standing.UNKNOWN
+    difference = Difference(row["recipe"], row["difference"], row["half"], row["num_seeds"])
+    if difference.half > most:
+        return Standing.DROWNED
+    if difference.is_worse(level):
+        return Standing.WORSE
+    if difference.is_better(level):
+        return Standing.BETTER
+    return Standing.LEVEL if difference.holds_zero else Standing.NEAR
 
 
 # ── sentences ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -113,20 +162,54 @@ def at_equal_time(found: Evidence) -> list[str]:
         if not asked or len({t.recipe for t in trials}) < 2 or all(t.has_curve for t in trials):
             return []
         return ["Losses at equal time cannot be given: these runs have too few validations (--eval-every)."]
-    drowned = _drowned(found)
-    ranked = sorted((row for row in found.at_time if row not in drowned), key=lambda row: float(row["val_loss"]))
+    stand = standings(found.at_time, found.yardstick)
+    drowned = [recipe for recipe, standing in stand.items() if standing is Standing.DROWNED]
+    ranked = [recipe for recipe in stand if recipe not in drowned]
     after = f"after {found.at_time[0]['seconds']:.3g} s of training steps{_seeds_left_out(found)}"
     said = []
     if len(ranked) > 1:
-        told = (f"{row['recipe']} {shown_loss(row['val_loss'])}{_apart(found, row)}" for row in ranked)
-        said.append(f"At equal time, {after}: {listed(told)}.{_recipes_left_out(found)}")
+        order = " ".join(_order(found, ranked, stand))
+        said.append(f"At equal time, {after}, {order}{_recipes_left_out(found)}")
     if drowned:
         said.append(_unsaid(found, drowned, after))
     if len(ranked) > 1 and _is_unfair(found, trials):
-        said.append(
-            "The slower ones had not come to the end of their schedule by then; --seconds gives each a whole one."
-        )
+        said.append("The slower ones had not come to the end of their schedule by then: all take as many steps.")
     return said
+
+
+def _order(found: Evidence, ranked: Sequence[str], stand: Mapping[str, Standing]) -> list[str]:
+    """Who leads, and who stands how beside the yardstick: a sentence each."""
+    first, *others = ranked
+    if {stand[recipe] for recipe in ranked} <= {Standing.YARDSTICK, Standing.UNKNOWN}:
+        return [f"{first} has the lowest loss.", "No interval says whether that is more than chance."]
+    if stand[first] is Standing.YARDSTICK and all(stand[recipe] is Standing.WORSE for recipe in others):
+        if len(others) > 3 and len(ranked) == len(found.groups):
+            return [f"{first} leads: every other recipe is worse beyond the noise."]
+        return [f"{first} leads.", f"Worse beyond the noise: {listed(others)}."]
+    head = {
+        Standing.YARDSTICK: "has the lowest loss",
+        Standing.BETTER: f"leads, better than {found.yardstick} beyond the noise",
+        Standing.LEVEL: f"has the lowest loss, within the noise of {found.yardstick}",
+        Standing.NEAR: f"has the lowest loss, within a thousandth of {found.yardstick}'s",
+        Standing.UNKNOWN: f"has the lowest loss, but no interval beside {found.yardstick}",
+    }
+    named = "" if stand[first] is Standing.YARDSTICK else f" {found.yardstick}"
+    return [f"{first} {head[stand[first]]}.", *_classes(others, stand, named, str(found.yardstick))]
+
+
+def _classes(others: Sequence[str], stand: Mapping[str, Standing], named: str, yardstick: str) -> list[str]:
+    """Recipes by their standing, the best first; the yardstick is named where the sentence before is about another."""
+    than, of = (f" than{named}", f" of{named}") if named else ("", "")
+    level = {stand[recipe] for recipe in others} & {Standing.LEVEL, Standing.NEAR}
+    near = " or within a thousandth of the loss" if Standing.NEAR in level else ""
+    told = {
+        f"Better{than} beyond the noise": {Standing.BETTER},
+        f"Within the noise{of}{near}": level,
+        f"Worse{than} beyond the noise": {Standing.WORSE},
+        f"Without an interval, for want of two seeds in common with {yardstick}": {Standing.UNKNOWN},
+    }
+    found = {words: [recipe for recipe in others if stand[recipe] in which] for words, which in told.items()}
+    return [f"{words}: {listed(recipes)}." for words, recipes in found.items() if recipes]
 
 
 def _seeds_left_out(found: Evidence) -> str:
@@ -144,33 +227,21 @@ def _recipes_left_out(found: Evidence) -> str:
     return f" Left out, for want of a validation before that moment with the same seeds: {listed(out)}." if out else ""
 
 
-def _apart(found: Evidence, row: Row) -> str:
-    few = f", {counted(row['num_seeds'], 'seed')}" if row["num_seeds"] < _base_seeds(found) else ""
-    return "" if row["difference"] is None else f" ({shown_difference(row['difference'], row['half'])}{few})"
-
-
-def _largest(found: Evidence) -> float:
+def _largest(at_time: Sequence[Row]) -> float:
     """The largest difference at equal time."""
-    return max((abs(row["difference"]) for row in found.at_time if row["difference"] is not None), default=0.0)
+    return max((abs(row["difference"]) for row in at_time if row["difference"] is not None), default=0.0)
 
 
-def _drowned(found: Evidence) -> list[Row]:
-    """Rows whose interval dwarfs every difference, and is no small one."""
-    bound = max(MUCH_WIDER * _largest(found), WIDE * abs(found.loss))
-    return [row for row in found.at_time if row["half"] is not None and bound < row["half"] < math.inf]
-
-
-def _unsaid(found: Evidence, drowned: Sequence[Row], after: str) -> str:
+def _unsaid(found: Evidence, names: Sequence[str], after: str) -> str:
     """Why nothing is said of some recipes at equal time."""
-    names = [str(row["recipe"]) for row in drowned]
     cause, advice = "These seeds are too few", "More seeds would say more"
     if any(_is_unsteady(found, name) for name in names):
         cause, advice = "This machine was too unquiet", "Run nothing else beside it, or take more seeds"
     compare = "compare" if len(names) > 1 else "compares"
-    widest = max(float(row["half"]) for row in drowned)
+    widest = max(float(row["half"]) for row in found.at_time if row["recipe"] in names)
     return (
         f"{cause} to say how {listed(names)} {compare} at equal time, {after}: no difference there is above "
-        f"{_largest(found):.2g}, and the interval reaches ± {widest:.2g}. {advice}."
+        f"{_largest(found.at_time):.2g}, and the interval reaches ± {widest:.2g}. {advice}."
     )
 
 

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.recipes import parse
+from narrowgauge.notation import parse
 from narrowgauge.runs.comparing.names import listed
 from narrowgauge.runs.comparing.trials import UNSTEADY, Trial
 
 # What may differ between runs that are to be compared; their rate and steps are looked at apart.
 _FREE = {
     "recipe", "seed", "out", "stop_after", "lr", "warmup_steps", "eval_every", "checkpoint_every", "keep_checkpoints",
-    "log_every", "audit_every", "steps",
+    "log_every", "audit_every", "gauges_every", "tensorboard", "steps",
 }  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def caveats(groups: Mapping[str, Sequence[Trial]]) -> list[str]:
     trials = [trial for group in groups.values() for trial in group]
     said = []
     if left := [_progress(t) for t in trials if not t.counts and not t.diverged]:
-        said.append(f"Not finished, and left out of every figure: {listed(left)}.")
+        said.append(f"Not finished, and left out of every number: {listed(left)}.")
     if apart := [*_settings_apart(trials), *_texts_apart(trials)]:
         told = "; ".join(apart)
         said.append(f"The runs differ in more than recipe and seed ({told}): a difference is not the recipe's alone.")
@@ -115,7 +115,9 @@ def _settings_apart(trials: Sequence[Trial]) -> list[str]:
 def _settings(trial: Trial) -> Iterator[tuple[str, Any]]:
     """What runs of one seed should share."""
     config = trial.run.config
-    yield from ((key, value) for key, value in config.items() if key not in _FREE)
+    # How often a run may go back says nothing of one that never did.
+    free = _FREE if any(event.get("kind") == "rollback" for event in trial.run.events) else {*_FREE, "max_rollbacks"}
+    yield from ((key, value) for key, value in config.items() if key not in free)
     # A unit-scaled model counts its rate in other units.
     if "lr" in config:
         yield "lr of unit-scaled models" if _is_unit(trial.recipe) else "lr", config["lr"]

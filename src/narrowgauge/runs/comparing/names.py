@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.recipes import Recipe, parse, parse_table
+from narrowgauge.notation import parse, parse_table
+from narrowgauge.recipes import Recipe
 from narrowgauge.runs.record import Run
 
 

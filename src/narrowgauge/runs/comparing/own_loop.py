@@ -8,16 +8,18 @@ trainer's, so every command that reads runs reads these too.
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.comparing.comparison import Comparison, compare_runs
-from narrowgauge.runs.comparing.names import recipe_name, run_name
-from narrowgauge.runs.comparing.publishing import publish
+from narrowgauge.runs.comparing.names import counted, recipe_name, run_name
+from narrowgauge.runs.comparing.publishing import publish, read_runs
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Row, Run, RunWriter, read_run, require_free
 
@@ -133,7 +135,8 @@ def compare(
             ``log.eval({"val_loss": …})``. ``log.step({"loss": …})`` writes down a step, ``log.eval`` a validation.
         recipes: what is handed to the function, names of recipes or any others.
         seeds: how many, from 0 on, or which ones.
-        out: a new or empty folder for the runs, ``compare.json`` and ``report.html``; ``None`` keeps nothing.
+        out: a new or empty folder for the runs, ``compare.json`` and ``report.html``, which show what was done also
+            where the function raises; ``None`` keeps nothing.
 
     Returns:
         The comparison: ``rows``, a ``verdict`` in sentences, ``differences`` from the ``yardstick``.
@@ -162,12 +165,29 @@ def compare(
         raise NarrowgaugeError(f"seeds = {seeds!r} was asked for.", "Name at least one, none twice.")
     if out is not None:
         require_free(out)
-        runs = _all(train_function, asked, numbers, Path(out))
+        try:
+            runs = _all(train_function, asked, numbers, Path(out))
+        except BaseException as error:
+            _keep(error, Path(out), len(asked) * len(numbers))
+            raise
         found = compare_runs(runs)
         publish(found, runs, Path(out))
         return found
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as folder:
         return compare_runs(_all(train_function, asked, numbers, Path(folder)))
+
+
+def _keep(error: BaseException, out: Path, num_asked: int) -> None:
+    """Publish the runs that were done before an error ended a comparison, and add to it that they are there.
+
+    They are not taken up again: whoever mends the function that failed would compare what it was with what it is.
+    """
+    with suppress(NarrowgaugeError):  # the error itself says more
+        runs = read_runs([out])
+        num_done = sum(run.summary is not None for run in runs)
+        page = publish(compare_runs(runs), runs, out)
+        if sys.version_info >= (3, 11):
+            error.add_note(f"{num_done} of {counted(num_asked, 'run')} were done before that; {page} shows them.")
 
 
 def _named(recipes: Sequence[str]) -> list[str]:

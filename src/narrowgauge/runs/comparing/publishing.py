@@ -8,8 +8,8 @@ from pathlib import Path
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.comparing.comparison import Comparison, compare_runs
 from narrowgauge.runs.comparing.names import listed, run_labels
-from narrowgauge.runs.files import write_whole
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.files import disk_errors, write_whole
+from narrowgauge.runs.record import Run, is_run, read_run
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
@@ -20,16 +20,27 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     Returns:
         The runs, in the order named; those of one folder by name. None twice.
     Raises:
-        RecordError: a folder holds no run, or a record is damaged or newer than this version.
+        RecordError: a folder holds no run, or a record is damaged, newer than this version, or not to be read.
     """
     places: dict[Path, None] = {}
     for path in map(Path, paths):
-        inside = [path] if (path / "run.toml").is_file() else sorted(file.parent for file in path.glob("*/run.toml"))
+        inside = [path] if is_run(path) else runs_inside(path)
         if not inside:
             found = "there is no such folder" if not path.exists() else "neither it nor a folder in it has a run.toml"
             raise RecordError(f"No run in {path}: {found}.", "Name a run folder, or the folder of a comparison.")
         places |= dict.fromkeys(inside)
     return [read_run(place) for place in places]
+
+
+def runs_inside(path: Path) -> list[Path]:
+    """The run folders in a folder, by name; none where there is no such folder.
+
+    Raises:
+        RecordError: one of them may not be looked into, so what it holds is not known.
+    """
+    with disk_errors(path):
+        folders = sorted(place for place in path.iterdir() if place.is_dir()) if path.is_dir() else []
+    return [place for place in folders if is_run(place)]
 
 
 def title_of(runs: Sequence[Run]) -> str:
@@ -62,7 +73,15 @@ def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
     page = Path(out) if out is not None else Path(paths[0]) / "report.html"
     if page.is_dir():
         raise RecordError(f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html.")
+    if page.is_file() and not _is_page(page):
+        raise RecordError(f"Cannot write {page}: the file there is no HTML page.", "Name another, or remove it first.")
     return write_page(compare_runs(runs), runs, page)
+
+
+def _is_page(file: Path) -> bool:
+    with disk_errors(file), file.open("rb") as stream:
+        begins = stream.read(256).lstrip().lower()
+    return not begins or begins.startswith((b"<!doctype html", b"<html"))
 
 
 def write_page(found: Comparison, runs: Sequence[Run], page: Path) -> Path:

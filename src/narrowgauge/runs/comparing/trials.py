@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 
 from narrowgauge.runs.record import Run
 
@@ -29,7 +30,7 @@ class Curve:
     """The validation losses of a run by the seconds of training before them.
 
     Args:
-        points: seconds and loss of each validation, in order.
+        points: seconds and loss of each validation, in the order of time.
         step_seconds: the median step's, where steps are timed.
     """
 
@@ -43,22 +44,20 @@ class Curve:
         Steps that compile, the first of every sitting among them, are not what is compared: those of five times the
         median and more count as a median one.
         """
+        known = [row for row in run.evals if row.get("val_loss") is not None]
         timed = [row for row in run.steps if row.get("seconds") is not None]
         if not timed:
-            known = [
-                (float(row["seconds"]), row.get("val_loss")) for row in run.evals if row.get("seconds") is not None
-            ]
-            return cls(tuple((at, float(loss)) for at, loss in known if loss is not None))
+            told = [(float(row["seconds"]), float(row["val_loss"])) for row in known if row.get("seconds") is not None]
+            return cls(tuple(sorted(told, key=itemgetter(0))))
         seconds = [float(row["seconds"]) for row in timed]
         median = statistics.median(seconds)
         totals = list(itertools.accumulate(s if s < 5 * median else median for s in seconds))
         steps = [int(row["step"]) for row in timed]
         points = []
-        for row in run.evals:
-            if row.get("val_loss") is not None:
-                place = bisect.bisect_right(steps, int(row["step"]))
-                points.append((totals[place - 1] if place else 0.0, float(row["val_loss"])))
-        return cls(tuple(points), median)
+        for row in known:
+            place = bisect.bisect_right(steps, int(row["step"]))
+            points.append((totals[place - 1] if place else 0.0, float(row["val_loss"])))
+        return cls(tuple(sorted(points, key=itemgetter(0))), median)
 
     @property
     def end(self) -> float:
@@ -67,21 +66,29 @@ class Curve:
 
     def loss_at(self, seconds: float) -> float | None:
         """The loss at that time, on a line between two validations; ``None`` before the first and after the last."""
-        for at, loss in self.points:
-            if at == seconds:
-                return loss
-        for (early, before), (late, after) in itertools.pairwise(self.points):
-            if early < seconds < late:
-                return before + (after - before) * (seconds - early) / (late - early)
-        return None
+        place = bisect.bisect_left(self.points, seconds, key=itemgetter(0))
+        if place == len(self.points):
+            return None
+        late, after = self.points[place]
+        if late == seconds:
+            return after
+        if not place:
+            return None
+        early, before = self.points[place - 1]
+        return before + (after - before) * (seconds - early) / (late - early)
 
 
 def on_one_clock(curves: Sequence[Curve]) -> list[tuple[float, list[float]]]:
     """Several runs at the same moments: seconds, and the loss of each then, read off its own line.
 
     Law: moments are those of every curve's validations that lie within all of them; at each of them a loss is exactly
-    :meth:`Curve.loss_at`, as in the verdict.
+    :meth:`Curve.loss_at`, as in the verdict. So between two moments each loss lies on a line, and their mean does.
 
+    Args:
+        curves: of any runs.
+    Returns:
+        Moments, ascending, each with a loss per curve; none where the curves share no time.
+    Cost: curves times validations, times the logarithm of the latter.
     Example:
         >>> on_one_clock([Curve(((1.0, 4.0), (3.0, 2.0))), Curve(((2.0, 5.0), (4.0, 3.0)))])
         [(2.0, [3.0, 5.0]), (3.0, [2.0, 4.0])]

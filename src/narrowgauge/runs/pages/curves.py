@@ -53,17 +53,33 @@ class Figure:
 
 @dataclass(frozen=True)
 class Curve:
-    """What a group becomes on a figure over steps.
+    """What a group becomes on a figure over steps or seconds.
 
     Args:
         group: whose it is.
         joined: mean and span of its runs.
         not_finite: where a run had a value that was not.
+        alone: stretches of single runs, each with its seed, where ``joined`` is not.
     """
 
     group: Group
     joined: Band
     not_finite: list[float] = field(default_factory=list)
+    alone: list[tuple[int, Series]] = field(default_factory=list)
+
+    @property
+    def low(self) -> list[float]:
+        """The lower side of all that is drawn."""
+        return self._side(self.joined.low)
+
+    @property
+    def high(self) -> list[float]:
+        """The upper side of all that is drawn."""
+        return self._side(self.joined.high)
+
+    def _side(self, values: Sequence[float | None]) -> list[float]:
+        lines = [values, *(line.y for _, line in self.alone)]
+        return [value for line in lines for value in line if value is not None]
 
 
 def colour(place: int, opacity: float | None = None) -> str:
@@ -116,13 +132,14 @@ def traces_of(
     dash: str | None = None,
 ) -> list[Row]:
     """Per curve its band, its mean and crosses where something was not finite, lines above all bands."""
-    curves = [curve for curve in curves if any(value is not None for value in curve.joined.mean) or curve.not_finite]
+    curves = [curve for curve in curves if curve.high or curve.not_finite]
     num_buckets = max(60, DOTS_PER_LINE * 8 // max(8, len(curves)))
     spans = [_span(curve, num_buckets // 2, view) for curve in curves if max(curve.joined.count, default=0) > 1]
-    means = [_mean(curve, num_buckets, view, name, markers, shape, dash) for curve in curves]
+    single = [_alone(curve, num_buckets, view, name) for curve in curves if curve.alone]
+    means = [_mean(curve, num_buckets, view, name, markers, shape, dash) for curve in curves if curve.joined.x]
     broken = [curve for curve in curves if curve.not_finite]
     top = [_crosses(curve, view, line) for line, curve in enumerate(broken)]
-    return [*spans, *top, *means]
+    return [*spans, *top, *single, *means]
 
 
 def _span(curve: Curve, num_buckets: int, view: str) -> Row:
@@ -153,6 +170,25 @@ def _mean(curve: Curve, num_buckets: int, view: str, name: str, markers: bool, s
         "line": {"color": colour(group.place), "width": 2, "shape": shape, "dash": dash or dash_of(group.place)},
         "marker": {"size": 6, "symbol": symbol_of(group.place)},
         "hovertemplate": f"{name} %{{y:.5~g}}{seeds}<extra>{plain(group.label)}</extra>",
+    }
+
+
+def _alone(curve: Curve, num_buckets: int, view: str, name: str) -> Row:
+    """Stretches of single runs as one thin trace, with gaps between them."""
+    line, seeds = Series([], []), list[int]()
+    for seed, found in curve.alone:
+        piece = decimate(found, num_buckets)
+        line.x.extend([*piece.x, piece.x[-1]])
+        line.y.extend([*piece.y, None])
+        seeds.extend([seed] * (len(piece) + 1))
+    place, label = curve.group.place, plain(curve.group.label)
+    return scatter(line, curve.group, view) | {
+        # A stretch of one point is no line.
+        "mode": "lines+markers" if min(len(found) for _, found in curve.alone) == 1 else "lines",
+        "line": {"color": colour(place, 0.6), "width": 1},
+        "marker": {"size": 6, "color": colour(place), "symbol": symbol_of(place)},
+        "customdata": seeds,
+        "hovertemplate": f"{name} %{{y:.5~g}}, seed %{{customdata}} alone<extra>{label}</extra>",
     }
 
 
@@ -196,11 +232,9 @@ def kept_in_view(curves: Sequence[Curve], layout: Row) -> str:
     Returns:
         A sentence for the reader, or nothing.
     """
-    tops = [(curve, max((value for value in curve.joined.high if value is not None), default=0.0)) for curve in curves]
-    firsts = [value for curve in curves if (value := next((y for y in curve.joined.high if y is not None), None))]
-    limit = 1.25 * max(firsts, default=0.0)
-    beyond = [curve.group.label for curve, top in tops if top > 1.5 * limit]
-    inside = [value for curve in curves for value in curve.joined.low if value is not None and value <= limit]
+    limit = 1.25 * max((curve.high[0] for curve in curves if curve.high), default=0.0)
+    beyond = [curve.group.label for curve in curves if max(curve.high, default=0.0) > 1.5 * limit]
+    inside = [value for curve in curves for value in curve.low if value <= limit]
     if not beyond or not inside or limit <= 0:
         return ""
     low = min(inside)
@@ -209,4 +243,5 @@ def kept_in_view(curves: Sequence[Curve], layout: Row) -> str:
 
 
 def any_wide(curves: Iterable[Curve]) -> bool:
-    return is_wide(value for curve in curves for value in curve.joined.mean)
+    lines = [line for curve in curves for line in (curve.joined.mean, *(found.y for _, found in curve.alone))]
+    return is_wide(value for line in lines for value in line)

@@ -7,8 +7,11 @@ colour for the same recipe throughout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
+from narrowgauge.runs.comparing.trials import Curve as Clock
+from narrowgauge.runs.comparing.trials import Trial, on_one_clock
 from narrowgauge.runs.pages.curves import (
     Curve,
     Figure,
@@ -21,13 +24,18 @@ from narrowgauge.runs.pages.curves import (
     symbol_of,
     traces_of,
 )
-from narrowgauge.runs.pages.groups import Group, final_loss, loss_over_seconds
+from narrowgauge.runs.pages.groups import Group, final_loss
 from narrowgauge.runs.pages.history_figures import gradient_norm, loss_scale, skipped, worst_overflow, worst_underflow
-from narrowgauge.runs.pages.series import Series, column, is_wide, number, rounded, smooth
+from narrowgauge.runs.pages.labels import keep_apart
+from narrowgauge.runs.pages.series import Series, band, column, is_wide, number, rounded, smooth
+from narrowgauge.runs.pages.standing import trials_of
 from narrowgauge.runs.record import Row
 
 SMALLEST_SPAN = 0.001
 """The least span of an axis where losses are told apart, as a share of the loss."""
+
+MOST_MARKERS = 10
+"""Markers of a line over seconds, about."""
 
 
 def comparison_figures(groups: Sequence[Group], yardstick: str | None = None) -> dict[str, list[Figure]]:
@@ -125,7 +133,6 @@ def loss_against_bytes(groups: Sequence[Group]) -> Figure | None:
         return None
     data = [_point(group, found[group.place]) for group in drawn]
     most = max(trace["x"][0] for trace in data)
-    _keep_apart(data, most)
     absent = ", ".join(group.label for group in groups if not found[group.place])
     how = (
         "Down and to the left is better: less loss for less memory. A bar reaches from the lowest seed to the highest; "
@@ -134,29 +141,31 @@ def loss_against_bytes(groups: Sequence[Group]) -> Figure | None:
         + (f" Left out, for want of a finished run with a finite loss: {absent}." if absent else "")
     )
     layout = layout_of("bytes per parameter", "validation loss (nats per token)")
-    layout["xaxis"] |= {"range": [0, 1.12 * most]}
     means = [trace["y"][0] for trace in data]
     middle = sum(means) / len(means)
     ends = [middle * (1 + sign * SMALLEST_SPAN / 2) for sign in (-1, 1)]
-    layout["yaxis"] |= {"autorangeoptions": {"include": ends}}
-    layout["yaxis"]["type"] = "log" if is_wide(means) else "linear"
+    layout["xaxis"] |= {"range": [0, 1.12 * most]}
+    layout["yaxis"] |= {"autorangeoptions": {"include": ends}, "type": "log" if is_wide(means) else "linear"}
+    reached = [*ends, *means] if is_wide(means) else [*ends, *(y for points in found.values() for _, y in points)]
+    keep_apart(data, [0, 1.12 * most], [min(reached), max(reached)], log=is_wide(means))
     return Figure("loss-bytes", "Loss against bytes per parameter", how, data, layout)
 
 
 def loss_against_seconds(groups: Sequence[Group]) -> Figure | None:
-    """Validation loss over seconds of training."""
-    curves = []
-    for group in groups:
-        lines = [line for run in group.runs if len(line := loss_over_seconds(run))]
-        curves.append(curve_of(group, _on_mean_clock(lines)))
-    data = traces_of(curves, name="validation loss", markers=True)
+    """Validation loss over seconds of training, read as the verdict reads it."""
+    trials = {group.place: [trial for trial in trials_of(group) if trial.curve.points] for group in groups}
+    joined = {place: _read_as_one(found) for place, found in trials.items()}
+    curves = [_by_the_clock(group, trials[group.place], joined[group.place]) for group in groups]
+    data = traces_of(curves, name="validation loss")
     if not data:
         return None
-    how = (
-        "At any moment the lowest line is ahead. Seconds are those of the training steps on this machine, without "
-        "evaluations and compilation; the seeds of a recipe are joined at their mean time of each evaluation. Formats "
-        "that this machine only emulates are faster where they are native."
-    )
+    for trace in data:
+        if "name" in trace:
+            # The moments of several seeds stand close together: markers at all of them would be a smear.
+            trace["mode"], trace["marker"]["maxdisplayed"] = "lines+markers", MOST_MARKERS
+    how = _how_to_read_seconds(curves)
+    if len({frozenset(trial.seed for trial in found) for found in joined.values() if found}) > 1:
+        how += " Not all recipes have the same seeds here, and seeds can differ more than recipes: go by the verdict."
     layout = layout_of("seconds of training", "validation loss (nats per token)", log_y=any_wide(curves))
     how += kept_in_view(curves, layout)
     return Figure("loss-seconds", "Loss against seconds", how, data, layout, log_axes=("xaxis",))
@@ -178,7 +187,6 @@ def _point(group: Group, points: Sequence[tuple[float, float]]) -> Row:
             "visible": len(losses) > 1,
             "color": colour(group.place),
         },
-        "mode": "markers+text",
         "text": [plain(group.label)],
         "textfont": {"color": "@ink"},
         "cliponaxis": False,
@@ -187,19 +195,6 @@ def _point(group: Group, points: Sequence[tuple[float, float]]) -> Row:
         "meta": {"group": group.place},
         "hovertemplate": f"loss %{{y:.5~g}} at %{{x:.4~g}} bytes per parameter, {seeds}<extra>{plain(group.label)}</extra>",
     }
-
-
-def _keep_apart(points: list[Row], most: float) -> None:
-    """Names stand on the inner side of their points; one that would cover another is left to the hand and the list."""
-    losses = [point["y"][0] for point in points]
-    room = 0.06 * (max(losses) - min(losses))
-    taken: dict[str, list[float]] = {}
-    for point in points:
-        point["textposition"] = side = "middle left" if point["x"][0] > most / 2 else "middle right"
-        if any(abs(point["y"][0] - other) < room for other in taken.setdefault(side, [])):
-            point["mode"] = "markers"
-        else:
-            taken[side].append(point["y"][0])
 
 
 def _least_reach(group: Group) -> float:
@@ -232,14 +227,59 @@ def _minus(line: Series, other: Series) -> Series:
     return Series(x, [None if a is None or b is None else a - b for a, b in pairs])
 
 
-def _on_mean_clock(lines: Sequence[Series]) -> list[Series]:
-    """Seeds take different times to one evaluation; each is moved to the mean of those that made it."""
-    most = max((len(line) for line in lines), default=0)
-    clock = []
-    for place in range(most):
-        times = [line.x[place] for line in lines if place < len(line)]
-        clock.append(sum(times) / len(times))
-    # Where fewer seeds remain the mean may step back; time does not.
-    for place in range(1, most):
-        clock[place] = max(clock[place], clock[place - 1] * (1 + 1e-9))
-    return [Series(clock[: len(line)], line.y) for line in lines]
+def _read_as_one(trials: Sequence[Trial]) -> list[Trial]:
+    """The runs that the verdict reads at equal time; where it reads none, all that have a curve, or else a point."""
+    curved = [trial for trial in trials if trial.has_curve]
+    return [trial for trial in curved if trial.counts] or curved or list(trials)
+
+
+def _by_the_clock(group: Group, trials: Sequence[Trial], joined: Sequence[Trial]) -> Curve:
+    """A recipe over seconds: some runs as one, at the moments common to them; all else alone.
+
+    A mean over other seeds would jump by the seeds' luck, which is larger than what recipes differ by.
+    """
+    found = on_one_clock([trial.curve for trial in joined])
+    moments = [at for at, _ in found]
+    lines = [Series(moments, [number(losses[place]) for _, losses in found]) for place in range(len(joined))]
+    among = {id(trial) for trial in joined}
+    alone = [
+        (trial.seed, line) for trial in trials for line in _outside(trial.curve, moments if id(trial) in among else [])
+    ]
+    broken = {at for trial in trials for at, loss in trial.curve.points if not math.isfinite(loss)}
+    return Curve(group, band(lines), sorted(broken), alone)
+
+
+def _how_to_read_seconds(curves: Sequence[Curve]) -> str:
+    """Of what is drawn, and of nothing else."""
+    which = "thick line" if any(curve.alone for curve in curves) else "line"
+    lines = any(len(curve.joined.x) > 1 for curve in curves)
+    said = [
+        f"At any moment the lowest {which} is ahead." if lines else "Lower and further to the left is better.",
+        "Seconds are those of training steps on this machine, without evaluations and compilation.",
+    ]
+    if any(count > 1 for curve in curves for count in curve.joined.count):
+        said.append(
+            "A recipe's seeds are joined at equal moments, each read off its own line as in the verdict; the band reaches from "
+            "the lowest to the highest."
+        )
+    if any(curve.alone for curve in curves):
+        said.append(
+            "Thin lines and lone points are single seeds: outside the moments that a recipe's seeds share, or of runs that "
+            "diverged or have not ended."
+        )
+    said.append("Formats that this machine only emulates are faster where they are native.")
+    return " ".join(said)
+
+
+def _outside(clock: Clock, moments: Sequence[float]) -> list[Series]:
+    """What a run's own line has before and after moments that lie on it; all of it where there are none."""
+    if not moments:
+        return [_line(clock.points)]
+    first, last = ((at, clock.loss_at(at)) for at in (moments[0], moments[-1]))
+    before = [point for point in clock.points if point[0] < moments[0]]
+    after = [point for point in clock.points if point[0] > moments[-1]]
+    return [_line(piece) for piece in ([*before, first], [last, *after]) if len(piece) > 1]
+
+
+def _line(points: Sequence[tuple[float, float | None]]) -> Series:
+    return Series([at for at, _ in points], [number(loss) for _, loss in points])

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from narrowgauge.runs.comparing.names import run_labels, seed_of
-from narrowgauge.runs.comparing.trials import Curve
+from narrowgauge.runs.pages.samples import Samples, read_samples
 from narrowgauge.runs.pages.series import Series, column, number
 from narrowgauge.runs.record import Row, Run
 
@@ -28,6 +29,15 @@ class Group:
     label: str
     place: int
     runs: tuple[Run, ...]
+
+    @cached_property
+    def samples(self) -> tuple[Samples, ...]:
+        """What the page keeps of each run's gauges, read when it is asked for.
+
+        Raises:
+            RecordError: a run's gauges are damaged.
+        """
+        return tuple(map(read_samples, self.runs))
 
     def lines(self, table: str, y: str) -> list[Series]:
         """One column of ``steps`` or ``evals`` of every run."""
@@ -82,9 +92,3 @@ def final_loss(run: Run) -> float | None:
     """The validation loss of a finished run; of an unfinished one, that of its last evaluation."""
     last = run.evals[-1] if run.evals else {}
     return number((run.summary or {}).get("val_loss", last.get("val_loss")))
-
-
-def loss_over_seconds(run: Run) -> Series:
-    """Validation loss over seconds of training, as the comparison counts them."""
-    points = Curve.of(run).points
-    return Series([seconds for seconds, _ in points], [number(loss) for _, loss in points])

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from narrowgauge.formats import FORMATS
 from narrowgauge.runs.pages.curves import colour
+from narrowgauge.runs.pages.samples import MOST_HISTOGRAMS, Samples, spread
 from narrowgauge.runs.pages.series import rounded
 from narrowgauge.runs.readings import FIRST_EXPONENT
-from narrowgauge.runs.record import Row, Run
+from narrowgauge.runs.record import Row
 
 SHOWN_FORMATS = (
     "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float6_e3m2fn", "float6_e2m3fn", "float4_e2m1fn",
@@ -35,25 +36,23 @@ MAX_BARS = 150_000
 """Bars of all histograms of a page together; a bar takes about two bytes of it, compressed."""
 
 
-def histograms(runs: Sequence[Run], places: Sequence[int]) -> list[Row | None]:
+def histograms(samples: Sequence[Samples], places: Sequence[int]) -> list[Row | None]:
     """The exponent histograms of every run, for a slider over its sampled steps.
 
     Args:
-        runs: of the page, in its order.
+        samples: of the page's runs, in its order.
         places: each one's place in the palette.
 
     Returns:
         Per run a Plotly figure whose ``steps`` name the sampled steps and whose ``frames`` give, per step and panel, the
         heights of the bars; or ``None`` where the run has no histograms.
     """
-    rows = [[row for row in run.gauges if row.get("histograms")] for run in runs]
-    spans = [_spans(found) for found in rows]
-    widths = sum(stop - start for found in spans for start, stop in found.values())
-    num_steps = min(60, max(5, MAX_BARS // max(1, widths)))
-    exponents = _exponent_range([span for found in spans for span in found.values()])
+    widths = sum(stop - start for found in samples for start, stop in found.spans.values())
+    num_steps = min(MOST_HISTOGRAMS, max(5, MAX_BARS // max(1, widths)))
+    exponents = _exponent_range([span for found in samples for span in found.spans.values()])
     return [
-        _histogram(found, span, place, num_steps, exponents) if span else None
-        for found, span, place in zip(rows, spans, places, strict=True)
+        _histogram(found, place, num_steps, exponents) if found.spans else None
+        for found, place in zip(samples, places, strict=True)
     ]
 
 
@@ -81,18 +80,6 @@ def format_ranges() -> list[Row]:
     return rows
 
 
-def _spans(rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
-    """Per kind the bins from the first that was ever used to the last."""
-    spans: dict[str, tuple[int, int]] = {}
-    for row in rows:
-        for kind, counts in row["histograms"].items():
-            used = [place for place, count in enumerate(counts) if count]
-            if kind in KIND_TITLES and used:
-                start, stop = spans.get(kind, (used[0], used[-1] + 1))
-                spans[kind] = (min(start, used[0]), max(stop, used[-1] + 1))
-    return {kind: spans[kind] for kind in KIND_TITLES if kind in spans}
-
-
 def _exponent_range(spans: Sequence[tuple[int, int]]) -> list[float]:
     """The exponents drawn: all that occur, and float16's whole range for comparison."""
     half = FORMATS["float16"]
@@ -101,10 +88,9 @@ def _exponent_range(spans: Sequence[tuple[int, int]]) -> list[float]:
     return [low - 2, high + 2]
 
 
-def _histogram(
-    rows: Sequence[Row], spans: dict[str, tuple[int, int]], place: int, num_steps: int, exponents: list[float]
-) -> Row:
-    chosen = _spread(rows, num_steps)
+def _histogram(samples: Samples, place: int, num_steps: int, exponents: list[float]) -> Row:
+    spans = {kind: samples.spans[kind] for kind in KIND_TITLES if kind in samples.spans}
+    chosen = spread(samples.histograms, num_steps)
     frames = [[_shares(row["histograms"].get(kind), span) for kind, span in spans.items()] for row in chosen]
     data = [
         {
@@ -123,20 +109,13 @@ def _histogram(
     return {
         "data": [*data, *_format_bars()],
         "layout": _panels(len(spans), exponents),
-        "steps": [int(row["step"]) for row in chosen],
+        "steps": [row["step"] for row in chosen],
         "frames": frames,
-        "num_sampled": len(rows),
+        "num_sampled": samples.num_histograms,
     }
 
 
-def _spread(rows: Sequence[Row], most: int) -> list[Row]:
-    """Rows evenly spread, the first and the last among them."""
-    if len(rows) <= most:
-        return list(rows)
-    return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
-
-
-def _shares(counts: Sequence[int] | None, span: tuple[int, int]) -> list[float | None] | None:
+def _shares(counts: Sequence[float] | None, span: tuple[int, int]) -> list[float | None] | None:
     total = sum(counts) if counts else 0
     if not counts or not total:
         return None

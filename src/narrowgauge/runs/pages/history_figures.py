@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from narrowgauge.runs.pages.curves import Figure, curve_of, layout_of, plain, traces_of
 from narrowgauge.runs.pages.groups import Group
-from narrowgauge.runs.pages.heat_maps import worst_of_run
 from narrowgauge.runs.pages.series import Series, accumulate, is_wide, number
 from narrowgauge.runs.record import Row, Run
 
@@ -147,7 +146,7 @@ def event_strip(named: Sequence[tuple[Run, str]]) -> Row | None:
 def _worst(groups: Sequence[Group], name: str, title: str, how: str) -> Figure | None:
     data, absent = [], []
     for group in groups:
-        found = [worst_of_run(run, name) for run in group.runs]
+        found = [samples.worst.get(name, {}) for samples in group.samples]
         lines = [Series(list(worst), [value for _, value in worst.values()]) for worst in found if worst]
         if not any(value for line in lines for value in line.y):
             absent += [group.label] if lines else []

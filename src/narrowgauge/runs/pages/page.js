@@ -86,11 +86,13 @@
   }
   const dressedAxis = (axis) => Object.fromEntries(Object.entries(axis).map(([key, value]) => [key, typeof value === "string" ? colourOf(value) : value]));
 
-  function tracesOf(spec, view) {
+  function tracesOf(spec, view, width) {
     return spec.data.map((trace) => {
       const meta = trace.meta || {};
+      // What a trace changes from certain widths on: the place of a name, for which there is room or not.
+      const fits = (meta.fits || []).filter(([least]) => least <= width).map(([, change]) => change);
       const visible = !(view && meta.view && meta.view !== view) && !hidden.has(meta.group);
-      return { ...dressed(trace), visible };
+      return Object.assign(dressed(trace), ...fits, { visible });
     });
   }
 
@@ -102,7 +104,7 @@
     // The range was chosen for the first view; another shows everything.
     if ((view ?? null) !== (spec.view ?? null) && layout.yaxis.range) delete layout.yaxis.range;
     place.style.minHeight = `${layout.height}px`;
-    return Plotly.react(place, tracesOf(spec, view), layout, CONFIG).then(() => { place.dataset.ready = "yes"; });
+    return Plotly.react(place, tracesOf(spec, view, place.clientWidth), layout, CONFIG).then(() => { place.dataset.ready = "yes"; });
   }
   function drawAll() {
     if (!window.Plotly || !data) return;
@@ -120,6 +122,14 @@
 
   const isNarrow = (name) => document.querySelector(`[data-plot="${name}"]`).clientWidth < NARROW;
 
+  // In place of a figure that a run has no data for: another run's must not stay.
+  const NO_READINGS = "The gauges of this run took no readings per tensor.";
+  const NO_HISTOGRAMS = "This run has no histograms.";
+  function nothing(why) {
+    const said = { text: why, xref: "paper", yref: "paper", x: 0.5, y: 0.5, showarrow: false, font: { color: "@muted", size: 12 } };
+    return { data: [], layout: { height: 160, xaxis: { visible: false }, yaxis: { visible: false }, annotations: [said] } };
+  }
+
   function showHeat() {
     const select = choices("measure")[0];
     if (!select) return;
@@ -128,7 +138,7 @@
     if (!(select.value in maps)) select.value = Object.keys(maps)[0] ?? "";
     const map = maps[select.value];
     const caption = document.getElementById("heat-how");
-    if (!map) { caption.textContent = "The gauges of this run took no readings per tensor."; return; }
+    if (!map) { caption.textContent = NO_READINGS; show("heat", nothing(NO_READINGS)); return; }
     caption.textContent = map.how;
     const [trace] = map.data;
     const { names, log } = trace.meta;
@@ -153,12 +163,14 @@
     if (!slider) return;
     const spec = data.gauges[chosen("run")].histogram;
     const said = document.getElementById("step-said");
-    if (!spec) { said.textContent = "This run has no histograms."; return; }
+    slider.disabled = !spec;
+    if (!spec) { said.textContent = NO_HISTOGRAMS; show("ranges-figure", nothing(NO_HISTOGRAMS)); return; }
     const last = spec.steps.length - 1;
     if (Number(slider.max) !== last) { slider.max = last; slider.value = last; }
     const at = Number(slider.value);
     slider.setAttribute("aria-valuetext", `step ${spec.steps[at]}`);
-    said.textContent = `${spec.steps[at]} (${at + 1} of ${last + 1} sampled)`;
+    const whole = spec.num_sampled === last + 1;
+    said.textContent = `${spec.steps[at]} (${at + 1} of ${last + 1} ${whole ? "sampled" : `shown, of ${spec.num_sampled} sampled`})`;
     const format = data.formats.find((row) => row.name === chosen("format"));
     const annotations = [];
     const traces = spec.data.map((trace, panel) => {
@@ -202,10 +214,18 @@
   }
 
   // ── what the reader does ────────────────────────────────────────────────────────────────────────────────────────
+  let resized;
+  // What fits depends on the width: names of points and of lines, ticks, the place of a colour bar.
+  function refit() {
+    if (data.strip) show("strip", { ...data.strip, layout: withNames("strip", data.strip.layout) });
+    showHeat(); showRanges(); drawAll();
+  }
   const redraw = (name) => Promise.resolve(draw(name)).catch(complain);
   function listen() {
     document.getElementById("theme").addEventListener("click", () => { keep(isDark() ? "light" : "dark"); dressPage(kept() || (isDark() ? "light" : "dark")); });
     prefersDark.addEventListener("change", () => dressPage());
+    let width = root.clientWidth; // A telephone's bars change the height alone.
+    addEventListener("resize", () => { if (root.clientWidth !== width) { width = root.clientWidth; clearTimeout(resized); resized = setTimeout(refit, 150); } });
     addEventListener("hashchange", () => asked() && dressPage(asked()));
     for (const button of all("[data-group]")) button.addEventListener("click", () => {
       const place = Number(button.dataset.group);
@@ -264,7 +284,7 @@
   async function inflated(letters) {
     if (!window.DecompressionStream) throw new Error("this browser is too old (Chrome 80, Firefox 113 or Safari 16.4 can).");
     const bytes = Uint8Array.from(atob(letters), (letter) => letter.charCodeAt(0));
-const unpacking = new DecompressionStream("gzip");
+    const unpacking = new DecompressionStream("gzip");
     const writer = unpacking.writable.getWriter();
     writer.write(bytes).then(() => writer.close()).catch(() => { /* the reader below hears of it too */ });
     return new Response(unpacking.readable).text();

@@ -7,29 +7,26 @@ package, named by their digests. So a tensor's name, whatever it holds, can only
 
 from __future__ import annotations
 
-import base64
 import functools
-import gzip
-import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.runs.comparing.comparison import compare_runs
+from narrowgauge.runs.comparing.comparison import Comparison, compare_runs
 from narrowgauge.runs.pages.curves import Figure
 from narrowgauge.runs.pages.event_table import events_table
 from narrowgauge.runs.pages.figures import comparison_figures
 from narrowgauge.runs.pages.groups import Group, group_runs, run_names
-from narrowgauge.runs.pages.heat_maps import MEASURES, heat_maps
+from narrowgauge.runs.pages.heat_maps import heat_maps
 from narrowgauge.runs.pages.histograms import format_ranges, histograms
 from narrowgauge.runs.pages.history_figures import absent, event_strip
 from narrowgauge.runs.pages.marks import swatch
 from narrowgauge.runs.pages.markup import text
-from narrowgauge.runs.pages.page_tables import column_hints, cost_table, environment
-from narrowgauge.runs.readings import FIELDS
+from narrowgauge.runs.pages.measures import MEASURES
+from narrowgauge.runs.pages.packing import digest_of, packed, plotly_script
+from narrowgauge.runs.pages.page_tables import column_hints, cost_table, environment, equal_time_table
+from narrowgauge.runs.pages.samples import Samples
 from narrowgauge.runs.record import Row, Run
 
 _HISTOGRAM_HOW = (
@@ -78,15 +75,18 @@ def render(
     rows = rows or (found.rows if found else ())
     groups = group_runs(runs, rows)
     named = run_names(groups)
+    samples = [found for group in groups for found in group.samples]
     figures = comparison_figures(groups, found.yardstick if found else None)
-    plotly = _plotly()
+    plotly = plotly_script()
     title = title or _default_title(groups)
     sections = [
         _section("verdict", "Verdict", _verdict(verdict)) if verdict else "",
         _section("costs", "Cost", cost_table(groups, rows, found) + _hints()),
         _section("loss", "Loss", _figures(figures["loss"]), "No run has written a loss yet."),
-        _section("price", "Loss for its price", _figures(figures["cost"]), "It takes evaluations to draw these."),
-        *_gauge_sections(named, groups),
+        _section(
+            "price", "Loss for its price", _price(figures["cost"], groups, found), "It takes evaluations to draw these."
+        ),
+        *_gauge_sections(named, samples),
         _section("history", "Scale and overflow", _figures(figures["history"]) + _absent(groups, figures["history"])),
         _section("events", "Events", _event_strip(named) + events_table(named)),
         _section("environment", "Environment", environment(named), "These runs say nothing about theirs."),
@@ -96,8 +96,8 @@ def render(
         "strip": event_strip(named),
         "formats": format_ranges(),
     }
-    gauges = json.dumps(_gauge_data(named, groups), allow_nan=False, separators=(",", ":"))
-    scripts = {"data": embedded(data), "gauges": _packed(gauges), "plotly": plotly.packed}
+    gauges = json.dumps(_gauge_data(groups), allow_nan=False, separators=(",", ":"))
+    scripts = {"data": embedded(data), "gauges": packed(gauges), "plotly": plotly.packed}
     body = f'<p class="subtitle">{text(_subtitle(runs))}</p>\n' + "\n".join(filter(None, sections))
     return _document(title, body, _legend(groups), scripts, plotly.digest)
 
@@ -161,6 +161,12 @@ def _figures(figures: Sequence[Figure]) -> str:
     return f'<div class="grid">{"".join(map(_figure, figures))}</div>' if figures else ""
 
 
+def _price(figures: Sequence[Figure], groups: Sequence[Group], found: Comparison | None) -> str:
+    """The figures of costs, and beside them losses at equal time in numbers."""
+    cards = "".join(map(_figure, figures)) + (equal_time_table(groups, found) if found else "")
+    return f'<div class="grid">{cards}</div>' if cards else ""
+
+
 def _figure(figure: Figure) -> str:
     buttons = [
         f'<button type="button" data-figure="{figure.name}" data-view="{view}" '
@@ -192,16 +198,8 @@ def _figure_data(figure: Figure) -> Row:
     }
 
 
-def _lowest_edq(run: Run) -> float:
-    """What a run's worst tensor lost last: the run to look at first."""
-    place = list(FIELDS["updates"]).index("edq")
-    last = run.gauges[-1].get("updates", {}).values()
-    # Of healthy runs the first is as good as any.
-    return round(min((v for values in last if (v := values[place]) is not None), default=1.0), 1)
-
-
-def _gauge_sections(named: Sequence[tuple[Run, str]], groups: Sequence[Group]) -> list[str]:
-    if not any(run.gauges for run, _ in named):
+def _gauge_sections(named: Sequence[tuple[Run, str]], samples: Sequence[Samples]) -> list[str]:
+    if not any(found.num_rows for found in samples):
         return [
             _section(
                 "layers",
@@ -210,11 +208,12 @@ def _gauge_sections(named: Sequence[tuple[Run, str]], groups: Sequence[Group]) -
                 "Empty: the gauges.jsonl of these runs is missing or holds no step, so nothing was sampled per layer.",
             )
         ]
-    shown = min((place for place, (run, _) in enumerate(named) if run.gauges), key=lambda k: _lowest_edq(named[k][0]))
+    sampled = [place for place, found in enumerate(samples) if found.num_rows]
+    # The run whose worst tensor lost most at last is the one to look at first; of healthy runs the first is as good as any.
+    shown = min(sampled, key=lambda place: round(samples[place].lowest_edq, 1))
     choice = "".join(
-        f'<option value="{place}"{" selected" if place == shown else ""}>{text(name)}</option>'
-        for place, (run, name) in enumerate(named)
-        if run.gauges
+        f'<option value="{place}"{" selected" if place == shown else ""}>{text(named[place][1])}</option>'
+        for place in sampled
     )
     run_choice = f'<label>Run <select data-choice="run">{choice}</select></label>'
     measures = "".join(f'<option value="{name}">{text(measure.title)}</option>' for name, measure in MEASURES.items())
@@ -232,7 +231,7 @@ def _gauge_sections(named: Sequence[tuple[Run, str]], groups: Sequence[Group]) -
             _figure_card("heat", "Every tensor over time", first.how, run_choice + measure_choice, 420, wide=True),
         )
     )
-    if any(row.get("histograms") for run, _ in named for row in run.gauges):
+    if any(found.spans for found in samples):
         slider = (
             '<div class="slider"><label for="step-choice">Step</label><input type="range" id="step-choice" data-choice="step" '
             'min="0" max="0" value="0"><output for="step-choice" id="step-said" aria-live="polite"></output></div>'
@@ -245,11 +244,10 @@ def _gauge_sections(named: Sequence[tuple[Run, str]], groups: Sequence[Group]) -
     return parts
 
 
-def _gauge_data(named: Sequence[tuple[Run, str]], groups: Sequence[Group]) -> list[Row]:
-    runs = [run for run, _ in named]
-    place_of = {id(run): group.place for group in groups for run in group.runs}
-    places = [place_of[id(run)] for run in runs]
-    found = zip(heat_maps(runs), histograms(runs, places), strict=True)
+def _gauge_data(groups: Sequence[Group]) -> list[Row]:
+    samples = [found for group in groups for found in group.samples]
+    places = [group.place for group in groups for _ in group.samples]
+    found = zip(heat_maps(samples), histograms(samples, places), strict=True)
     return [{"heat": heat, "histogram": histogram} for heat, histogram in found]
 
 
@@ -278,7 +276,7 @@ def _legend(groups: Sequence[Group]) -> str:
 def _document(title: str, body: str, legend: str, scripts: dict[str, str], digest: str) -> str:
     script, style = _asset("page.js"), _asset("page.css")
     policy = (
-        f"default-src 'none'; script-src '{_digest(script)}' '{digest}'; style-src 'unsafe-inline'; img-src data: blob:; "
+        f"default-src 'none'; script-src '{digest_of(script)}' '{digest}'; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
     )
     links = "".join(
@@ -342,31 +340,3 @@ _MARK = (
 @functools.cache
 def _asset(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8").strip()
-
-
-def _digest(script: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _packed(content: str) -> str:
-    """Compressed, in letters that mean nothing to HTML."""
-    return base64.b64encode(gzip.compress(content.encode(), 9, mtime=0)).decode()
-
-
-@dataclass(frozen=True)
-class _Plotly:
-    packed: str
-    digest: str
-
-
-@functools.cache
-def _plotly() -> _Plotly:
-    """Plotly's JavaScript, packed, and the digest of its source."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise NarrowgaugeError(
-            "The report draws its figures with plotly, which is not installed here.", "pip install plotly"
-        ) from error
-    source: str = get_plotlyjs()
-    return _Plotly(_packed(source), _digest(source))

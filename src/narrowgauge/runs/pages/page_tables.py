@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from narrowgauge.runs.comparing.clock import Standing, standings
 from narrowgauge.runs.comparing.comparison import Comparison
-from narrowgauge.runs.comparing.intervals import shown_loss
-from narrowgauge.runs.comparing.names import listed
+from narrowgauge.runs.comparing.intervals import shown_difference, shown_loss
+from narrowgauge.runs.comparing.names import counted, listed
 from narrowgauge.runs.comparing.trials import divergence
 from narrowgauge.runs.pages.groups import Group, final_loss
 from narrowgauge.runs.pages.marks import swatch
@@ -54,7 +55,7 @@ def cost_table(groups: Sequence[Group], rows: Sequence[Row], found: Comparison |
     faults = faults_of(found)
     columns = [column for column in _COLUMNS if any(_has(column, row, members) for row in rows)]
     best = {
-        column.title: best_of(column.name, column.least_is_best, rows, members, faults)
+        column.title: best_of(column.name, column.least_is_best, rows, members, faults, column.said)
         for column in columns
         if column.least_is_best is not None
     }
@@ -71,10 +72,8 @@ def cost_table(groups: Sequence[Group], rows: Sequence[Row], found: Comparison |
         if minus:
             cells.insert(1, f'<td class="number">{text(minus.get(name, "–"))}</td>')
         mark = swatch(group.place) if group else ""
-        said = text(name).replace("/", "/<wbr>")
-        body += (
-            f'<tr><th scope="row">{mark}{said}{_state(row, group, faults.get(name, ()))}</th>{"".join(cells)}</tr>\n'
-        )
+        state = _state(row, group, faults.get(name, ()))
+        body += f'<tr><th scope="row">{mark}{_breakable(name)}{state}</th>{"".join(cells)}</tr>\n'
     return (
         f'{scroll("Cost of each recipe")}<table class="sortable" id="cost-table">\n'
         "<caption>What each recipe costs</caption>\n"
@@ -83,6 +82,51 @@ def cost_table(groups: Sequence[Group], rows: Sequence[Row], found: Comparison |
         '<p class="reading">Bold is the best of its column among the recipes that are fit for use, where the seeds tell it '
         "apart from all others. A loss is the mean over seeds ± their standard deviation."
         '<span class="needs-script"> Press a heading to sort.</span></p>'
+    )
+
+
+def equal_time_table(groups: Sequence[Group], found: Comparison) -> str:
+    """What each recipe had reached when the fastest was done: the numbers behind the verdict's sentence.
+
+    Args:
+        groups: of the page.
+        found: the comparison of these runs.
+
+    Returns:
+        Nothing where no two recipes have a loss at one moment.
+    """
+    rows = {str(row["recipe"]): row for row in found.equal_time}
+    if not rows:
+        return ""
+    places = {group.label: group.place for group in groups}
+    most = max(int(row["num_seeds"]) for row in rows.values())
+    stand = standings(found.equal_time, found.yardstick).items()
+    body = "".join(_then(rows[recipe], standing, places.get(recipe), most) for recipe, standing in stand)
+    heads = _head("Loss", "nats per token on held-out text at that moment") + _head(
+        f"Minus {found.yardstick}", "mean of the paired differences per seed, and half its 95 % interval"
+    )
+    return (
+        f'<div id="equal-time" style="max-width:44rem"><div class="head"><h3>At equal time, after '
+        f"{found.equal_time[0]['seconds']:.3g} s</h3></div>"
+        f'{scroll("Losses at equal time")}<table class="sortable">\n<caption>Losses at equal time</caption>\n'
+        f'<thead><tr><th scope="col" data-sort>Recipe</th>{heads}</tr></thead>\n<tbody>\n{body}</tbody></table></div>'
+        '<p class="reading">Each seed is read when the fastest recipe was done with that seed; the time is their median. A '
+        "loss is the yardstick's plus the mean of the paired differences; ± is half the 95 % interval of that mean, and beyond "
+        "it a recipe is better or worse.</p></div>"
+    )
+
+
+def _then(row: Row, standing: Standing, place: int | None, most: int) -> str:
+    """A recipe's row of the table at equal time; the interval stands below its difference, for narrow screens."""
+    few = f", {counted(row['num_seeds'], 'seed')}" if row["num_seeds"] < most else ""
+    minus = "–" if row["difference"] is None else shown_difference(row["difference"], row["half"])
+    mean, sign, half = minus.partition("±")
+    spread = f' <span class="state">{sign}{text(half)}</span>' if sign else ""
+    return (
+        f'<tr><th scope="row">{swatch(place)}{_breakable(row["recipe"])}'
+        f'<span class="state">{text(standing.value + few)}</span></th>'
+        f'<td class="number" data-value="{row["val_loss"]!r}">{text(shown_loss(row["val_loss"]))}</td>'
+        f'<td class="number" data-value="{row["difference"] or 0.0!r}">{text(mean.strip())}{spread}</td></tr>\n'
     )
 
 
@@ -105,6 +149,10 @@ def environment(named: Sequence[tuple[Run, str]]) -> str:
     shared = " of all runs" if len(flat) > 1 else ""
     parts += [_settings(f"[{table}]{shared}", found, flat[0][1]) for table, found in tables.items()]
     return "\n".join(parts)
+
+
+def _breakable(recipe: str) -> str:
+    return text(recipe).replace("/", "/<wbr>")
 
 
 def _percent(value: float) -> str:

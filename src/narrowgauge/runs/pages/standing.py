@@ -2,14 +2,14 @@
 
 A table that prints the lowest number in bold gives a prize for luck. So a figure that varies from run to run is told as
 the best only where the seeds tell it apart from those of every other recipe that is fit for use: a loss by the interval
-of the paired differences, time and memory where every seed agrees. Bytes per parameter do not vary; less than a tenth of
-one is a few vectors.
+of the paired differences, time and memory where every seed agrees, by more than a hair. Nor is bold what reads like
+another's. Bytes per parameter do not vary; less than a tenth of one is a few vectors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from narrowgauge.runs.comparing.comparison import Comparison
 from narrowgauge.runs.comparing.intervals import interval
@@ -21,6 +21,9 @@ from narrowgauge.runs.record import Row
 
 MARGIN = 1.1
 """With one seed in common, a figure of time or memory is apart from another where it is so many times as good."""
+
+LEAST_MARGIN = 1.005
+"""With several, where it is so many times as good with each: less is nothing to choose a recipe by."""
 
 
 def trials_of(group: Group) -> list[Trial]:
@@ -43,9 +46,16 @@ def late_of(group: Group | None, figure: str) -> float | None:
 
 
 def best_of(
-    figure: str, is_low: bool, rows: Sequence[Row], members: Mapping[str, Group], out: Mapping[str, object]
+    figure: str,
+    is_low: bool,
+    rows: Sequence[Row],
+    members: Mapping[str, Group],
+    out: Mapping[str, object],
+    said: Callable[[float], str] = repr,
 ) -> frozenset[str]:
     """The recipes whose figure is the best beyond chance: one, several that spend the same, or none.
+
+    Law: a figure that reads like another recipe's is not the best.
 
     Args:
         figure: a column of ``rows``.
@@ -53,6 +63,7 @@ def best_of(
         rows: of ``compare.json``.
         members: the groups, by label.
         out: recipes not to be used, which are no one's measure.
+        said: how the figure is printed.
     """
     known = {
         str(row.get("recipe")): value
@@ -66,8 +77,11 @@ def best_of(
         least = {label for label, size in sizes.items() if size == min(sizes.values())}
         return frozenset(least if len(least) < len(sizes) else ())
     first = (min if is_low else max)(known, key=lambda label: known[label])
-    others = [members.get(label) for label in known if label != first]
-    return frozenset([first] if all(_leads(figure, is_low, members.get(first), other) for other in others) else ())
+    others = [label for label in known if label != first]
+    if any(said(known[label]) == said(known[first]) for label in others):
+        return frozenset()
+    leads = all(_leads(figure, is_low, members.get(first), members.get(label)) for label in others)
+    return frozenset([first] if leads else ())
 
 
 def _leads(figure: str, is_low: bool, group: Group | None, other: Group | None) -> bool:
@@ -80,7 +94,7 @@ def _leads(figure: str, is_low: bool, group: Group | None, other: Group | None) 
         mean, half = interval([[a - b for a, b in pairs]])
         return mean + half < 0 if is_low else mean - half > 0
     ratios = [(b / a if is_low else a / b) if a > 0 and b > 0 else math.nan for a, b in pairs]
-    return all(ratio > (1.0 if len(pairs) > 1 else MARGIN) for ratio in ratios)
+    return all(ratio > (LEAST_MARGIN if len(pairs) > 1 else MARGIN) for ratio in ratios)
 
 
 def _figures(group: Group | None, figure: str) -> dict[int, float]:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.recipes import Recipe, parse, parse_table
+from narrowgauge.notation import parse, parse_table
+from narrowgauge.recipes import Recipe
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.readings import FIELDS, Row
 from narrowgauge.runs.watching.conditions import CONDITIONS, Detector, Facts, Figures
@@ -147,7 +148,7 @@ class Alarms:
         """
         loss, norm = number(row.get("loss")), number(row.get("grad_norm"))
         spikes = self.judge.loss(loss if loss is not None else math.nan), self.judge.norm(norm)
-        figures = self._steps.figures(row)
+        figures = self._steps.figures(row, spikes)
         trips = [
             trip
             for detector in DETECTORS.values()

@@ -50,7 +50,8 @@ class Detector:
         name: of the row.
         kind: of the event it raises, a key of :data:`narrowgauge.runs.events.KINDS`.
         reads: the figure, as ``table.field`` of a row of ``gauges.jsonl``, or ``steps.field``, where the field may be worked
-            out from several rows (``halvings``: of the loss scale, over ``window`` steps; ``skipped``: share of them).
+            out from several rows (``halvings``: of the loss scale, over ``window`` steps; ``skipped``: share of them;
+            ``climb``: of the loss, in nats; ``growth``: of the gradient norm, a factor).
         threshold: the figure that trips it; where ``past`` is ``True`` a factor over the figure's own past.
         says: what it means when it trips, to follow the tensor's name.
         advice: what to do; ``{module}``, ``{cure}`` and ``{safer}`` stand for the tensor's module, the storage that keeps

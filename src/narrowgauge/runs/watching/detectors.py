@@ -23,15 +23,20 @@ SERIOUS: dict[str, str] = {
     "attention": "attention that looks at one place only does not come back by itself",
     "loss_scale": "gradients overflow again and again: the loss follows some tens of steps later (GLM-130B: 30)",
     "loss_spike": "the model may not recover, and a checkpoint from before will not be kept for ever",
+    "loss_climb": "the run loses what it has learned, and a checkpoint from before will not be kept for ever",
     "dead_layer": "a part of the model takes memory and time and learns nothing",
     "nonfinite": "every step from here on may be lost",
 }
-"""The kinds of alarm to wake a person for, each with the reason. The others (noise, outliers, logits, gradient_spike) say
-what may become serious, or what costs a little; healthy runs with small batches have gradient spikes."""
+"""The kinds of alarm to wake a person for, each with the reason. The others (noise, outliers, logits, gradient_spike,
+growth) say what may become serious, or what costs a little; healthy runs with small batches have gradient spikes."""
 
 _GRADIENTS = ("output_grad", "grad")
 _WORTMAN = "Wortsman et al. 2023, Small-scale proxies for large-scale Transformer training instabilities (2309.14322)"
 _KEEP = 'leave the layer wide: in a recipe file [[override]] pattern = "{module}", compute = "bfloat16"'
+_DECAY = "Check that weight decay reaches '{module}', or lower the learning rate: an update moves a larger weight less."
+_FIRST = (
+    "See where the first arose (a run tells it; in your own loop ng.first_bad_value), and go back to a good checkpoint."
+)
 _BACK = "go back to a checkpoint, lower the learning rate, or skip such batches with --on-spike skip"
 
 _ROWS = (
@@ -80,6 +85,13 @@ _ROWS = (
         source="Fishman et al. 2024 (2409.12517): few channels, whose two weights align; healthy inputs reached 11",
     ),
     Detector(
+        "drowning-feature", "outliers", "tensors.top_to_rest", 4.0, past=True, lowest=True, floor=2.5, window=10, readings=3,
+        tensors=("input",), only="cast",
+        says="has one feature with {value:.0f} times the energy of all others together",
+        advice="Use compute '{safer}', whose scales are shared by fewer values, or " + _KEEP + ".",
+        source="as growing-feature, for layers of fewer than 440 features; healthy inputs of 24 features reached 3.1",
+    ),
+    Detector(
         "weight-jump", "outliers", "tensors.amax", 8.0, past=True, window=5, tensors=("weight",),
         says="has a largest value of {value:.3g}, far above its last readings",
         advice="No update does that: go back to a checkpoint, and check the memory of this machine if it happens again.",
@@ -90,6 +102,26 @@ _ROWS = (
         says="has a largest value of {value:.3g}, far above its last readings",
         advice="Look at the weights of the layers before '{module}', and " + _BACK + ".",
         source="ours: inputs of healthy runs jump by up to 13 in the first steps",
+    ),
+    Detector(
+        "weight-surge", "outliers", "tensors.amax", 4.0, past=True, floor=0.1, window=20, readings=3, tensors=("weight",),
+        says="has a largest value of {value:.3g}, and it grows from reading to reading",
+        advice=_DECAY,
+        source="ours: healthy weights grow to 2.9 times the median of 20 readings, in warm-ups; at 30 times the best rate to 5.5",
+    ),
+    Detector(
+        "weight-growth", "growth", "tensors.rms", 4.0, past=True, lowest=True, floor=0.04, window=50, readings=3,
+        tensors=("weight",),
+        says="has grown to an rms of {value:.3g}",
+        advice=_DECAY,
+        source="Kosson et al. 2023, Rotational Equilibrium (2305.17212): decay lets it settle; measured: 2.6 with, 4.9 without",
+    ),
+    Detector(
+        "weight-peak", "outliers", "tensors.amax", 8.0, past=True, lowest=True, floor=0.25, window=50, readings=3,
+        tensors=("weight",),
+        says="has grown to a largest value of {value:.3g}",
+        advice=_DECAY,
+        source="as weight-growth; measured: 3.7 with weight decay, 7.2 without",
     ),
     Detector(
         "attention-logits", "attention", "attention.max_logit", 1e4,
@@ -130,13 +162,13 @@ _ROWS = (
     Detector(
         "nonfinite", "nonfinite", "tensors.nonfinite", 1.0, tensors=("weight", "input", "output"),
         says="holds {value:.0f} values that are not finite",
-        advice="See the first bad value of this run; go back to a checkpoint from before.",
+        advice=_FIRST,
         source="isfinite",
     ),
     Detector(
         "nonfinite-gradient", "nonfinite", "tensors.nonfinite", 1.0, tensors=_GRADIENTS, only="unscaled",
         says="holds {value:.0f} values that are not finite",
-        advice="See the first bad value of this run; go back to a checkpoint from before.",
+        advice=_FIRST,
         source="isfinite",
     ),
     Detector(
@@ -148,19 +180,19 @@ _ROWS = (
     Detector(
         "nonfinite-logits", "nonfinite", "logits.nonfinite", 1.0,
         says="the logits are not finite",
-        advice="See the first bad value of this run; go back to a checkpoint from before.",
+        advice=_FIRST,
         source="isfinite",
     ),
     Detector(
         "nonfinite-attention", "nonfinite", "attention.nonfinite", 1.0,
         says="has attention logits that are not finite",
-        advice="See the first bad value of this run; go back to a checkpoint from before.",
+        advice=_FIRST,
         source="isfinite",
     ),
     Detector(
         "nonfinite-step", "nonfinite", "steps.nonfinite", 1.0, calm=10,
         says="the loss or the gradient norm is not finite",
-        advice="See the first bad value of this run; go back to a checkpoint from before.",
+        advice=_FIRST,
         source="isfinite; a step that a loss scale overflowed and skipped is none",
     ),
     Detector(
@@ -192,6 +224,18 @@ _ROWS = (
         says="{spike}",
         advice="Clipping (--max-grad-norm) bounds its harm. If the loss follows, " + _BACK + ".",
         source="robust z-score of the logarithm; BLOOM-176B's norm rose two steps before its loss",
+    ),
+    Detector(
+        "loss-climb", "loss_climb", "steps.climb", 0.1, calm=5,
+        says="the loss climbs: it is at least {value:.2f} nats above the lowest it has been",
+        advice="Unless its data changed, go back to a checkpoint from before the climb, and lower the learning rate.",
+        source="a lower bound, see DriftJudge; BLOOM-104B's loss went from 6.4 to 14 near step 7,000 (chronicles of tr8)",
+    ),
+    Detector(
+        "gradient-growth", "growth", "steps.growth", 5.0, calm=5,
+        says="the gradient norm grows: it is at least {value:.1f} times the lowest it has been",
+        advice="Look at the weights and the attention logits for what grows with it; a lower learning rate stops it.",
+        source="a lower bound, see DriftJudge; OLMo 2 (2501.00656) tells of a growing norm, and spikes, in the model before it",
     ),
 )  # fmt: skip
 

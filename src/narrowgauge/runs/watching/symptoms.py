@@ -1,14 +1,15 @@
 """Symptoms: the figures that detectors read, taken from the rows of a run.
 
 Most stand in the rows as they are. Some follow from several figures (an EDQ of NaN means that nothing was intended) or
-from several rows: how often the loss scale was halved lately, and which share of the steps was skipped.
+from several rows: how often the loss scale was halved lately, which share of the steps was skipped, and how far the loss and
+the gradient norm have climbed.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from narrowgauge.runs.readings import FIELDS, Row
 from narrowgauge.runs.watching.conditions import Figures
 from narrowgauge.runs.watching.detectors import DETECTORS
+from narrowgauge.runs.watching.drifts import DriftJudge
+from narrowgauge.runs.watching.spikes import Spike
 
 SETTLING_STEPS = 100
 """Steps at the beginning in which a loss scale is still being found: halvings and skips are not counted."""
@@ -27,9 +30,29 @@ class StepFigures:
 
     scales: deque[float] = field(default_factory=lambda: deque(maxlen=DETECTORS["scale-halvings"].window + 1))
     skips: deque[bool] = field(default_factory=lambda: deque(maxlen=DETECTORS["scale-skips"].window))
+    losses: DriftJudge = field(default_factory=DriftJudge)
+    norms: DriftJudge = field(default_factory=DriftJudge)
 
-    def figures(self, row: Row) -> Figures:
-        """The figures of one step, the spikes aside."""
+    def figures(self, row: Row, spikes: Sequence[Spike | None] = (None, None)) -> Figures:
+        """The figures of one step, the spikes aside.
+
+        Args:
+            row: of ``steps.jsonl``.
+            spikes: whether its loss and its gradient norm were judged spikes: then they do not count for a climb.
+        """
+        return {**self._drifts(row, *spikes), **self._failures(row)}
+
+    def _drifts(self, row: Row, loss_spike: Spike | None, norm_spike: Spike | None) -> Figures:
+        """How far the loss has climbed, in nats, and the gradient norm, as a factor; at the end of each block of steps."""
+        loss, norm = number(row.get("loss")), number(row.get("grad_norm"))
+        climb = growth = None
+        if loss_spike is None and loss is not None and math.isfinite(loss):
+            climb = self.losses.add(loss)
+        if norm_spike is None and norm is not None and math.isfinite(norm) and norm > 0:
+            growth = self.norms.add(math.log(norm))
+        return {"climb": climb, "growth": None if growth is None else math.exp(min(growth, 700.0))}
+
+    def _failures(self, row: Row) -> Figures:
         loss, norm, scale = number(row.get("loss")), number(row.get("grad_norm")), number(row.get("loss_scale"))
         searching = scale is not None and bool(row.get("skipped"))
         wrong = not is_finite(loss) or not (searching or is_finite(norm))

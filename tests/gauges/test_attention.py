@@ -1,0 +1,251 @@
+"""Attention under gauges: whoever computes it, what is read is right, and the run is the one without gauges."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_upper_left
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from narrowgauge.gauges.panel import GaugeNotice, Gauges, attach_gauges
+
+WIDTH, HEADS, LENGTH = 32, 4, 16
+
+
+class Own(nn.Module):
+    """As people write it: the kernel called in a method, with a scale, and key heads that are shared."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, WIDTH * 2), nn.Linear(WIDTH, WIDTH)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.attend(*self.split(x)).transpose(1, 2).flatten(2))
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        parts = self.qkv(x).split([WIDTH, WIDTH // 2, WIDTH // 2], -1)
+        return [part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options = {"dropout_p": self.dropout, "is_causal": True, "scale": 0.7, "enable_gqa": True}
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+
+class Llama(LlamaAttention):
+    """Transformers' own; ``forward`` is wrapped so that it takes hidden states alone."""
+
+    def __init__(self, kernel: str = "sdpa") -> None:
+        shape = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": 2}
+        super().__init__(LlamaConfig(**shape, attn_implementation=kernel), layer_idx=0)
+        angles = torch.arange(LENGTH)[:, None] * 0.3 ** torch.arange(WIDTH // HEADS)
+        self.register_buffer("turns", torch.stack([angles.cos(), angles.sin()])[:, None], persistent=False)
+
+
+class Multihead(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x, x)[0]
+
+
+class Model(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self.run(layer, x)
+        return x
+
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        if isinstance(layer, Llama):
+            return layer(x, position_embeddings=(layer.turns[0], layer.turns[1]), attention_mask=None)[0]
+        return layer(x)
+
+
+class Checkpointed(Model):
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(super().run, layer, x, use_reentrant=False)
+
+
+def trained(make: Callable[[], nn.Module], every: int, compiled: bool = False) -> tuple[list[Tensor], Gauges]:
+    """The parameters after two steps, of which the second is watched, and the gauges."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gauges = attach_gauges(model, optimizer, every=every)
+    forward = torch.compile(model, fullgraph=True) if compiled else model
+    for step in range(2):
+        torch.manual_seed(step)
+        forward(torch.randn(2, LENGTH, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters()), gauges
+
+
+def read_of_the_same_run(make: Callable[[], nn.Module], compiled: bool = False) -> dict[str, list[float]]:
+    """What is read of the attention of a run, which must have the bits of one without gauges."""
+    plain, unused = trained(make, 0, compiled)
+    unused.detach()
+    watched, gauges = trained(make, 2, compiled)
+    assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
+    assert gauges.last is not None
+    gauges.detach()
+    return gauges.last.get("attention", {})
+
+
+def read(layer: nn.Module, x: Tensor) -> dict[str, list[float]]:
+    """What is read of a layer's attention in one step."""
+    model = Model(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gauges = attach_gauges(model, optimizer, every=1)
+    model(x).sum().backward()
+    optimizer.step()
+    gauges.detach()
+    assert gauges.last is not None
+    return gauges.last["attention"]
+
+
+def direct(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> Any:
+    """Largest logit and mean relative entropy of the first sequence's sampled queries."""
+    key = key[0].repeat_interleave(query.shape[1] // key.shape[1], 0)
+    maxima, entropies = [], []
+    for place in range(1, LENGTH, 2):
+        logits = scale * torch.einsum("hd,htd->ht", query[0][:, place], key)
+        logits = logits[:, : place + 1] if is_causal else logits
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        maxima.append(logits.max().item())
+        entropies.append((entropy / math.log(logits.shape[1])).mean().item())
+    return pytest.approx([max(maxima), sum(entropies) / len(entropies)], rel=1e-3)
+
+
+def test_what_is_read_of_ones_own_attention() -> None:
+    torch.manual_seed(0)
+    layer, x = Own(), 2 * torch.randn(2, LENGTH, WIDTH)
+    query, key, _ = layer.split(x)
+    assert read(layer, x) == {"layers.0": direct(query, key, 0.7, is_causal=True)}
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": WIDTH, "vdim": WIDTH, "bias": False}])
+def test_what_is_read_of_torchs_attention(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layer, x = Multihead(**options), 2 * torch.randn(2, LENGTH, WIDTH)
+    inner = layer.inner
+    if options:
+        inner.q_proj_weight, inner.k_proj_weight, inner.v_proj_weight = (
+            nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(3)
+        )
+        inner.in_proj_weight = None
+        inner._qkv_same_embed_dim = False
+    q, k = (inner.q_proj_weight, inner.k_proj_weight) if options else inner.in_proj_weight.chunk(3)[:2]
+    query, key = (F.linear(x, weight).unflatten(-1, (HEADS, -1)).transpose(1, 2) for weight in (q, k))
+    assert read(layer, x) == {"layers.0.inner": direct(query, key, (WIDTH / HEADS) ** -0.5, is_causal=False)}
+
+
+def test_what_is_read_of_transformers_attention() -> None:
+    torch.manual_seed(0)
+    kernels, x = ("sdpa", "eager", "of_ones_own"), 2 * torch.randn(2, LENGTH, WIDTH)
+    seen: dict[str, Tensor] = {}
+
+    def of_ones_own(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        assert module.config._attn_implementation == "of_ones_own"  # flash kernels look there which of them is meant
+        seen.update(query=query, key=key)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **options)
+
+    AttentionInterface.register("of_ones_own", of_ones_own)
+    state = Llama().state_dict()
+    found = []
+    for kernel in kernels:
+        layer = Llama(kernel)
+        layer.load_state_dict(state)
+        found.append(read(layer, x))
+    del AttentionInterface._global_mapping["of_ones_own"]
+    expected = direct(seen["query"], seen["key"], (WIDTH / HEADS) ** -0.5, is_causal=True)
+    assert found == [{"layers.0": expected}] * 3
+
+
+def test_a_layer_that_is_not_causal_sees_all_keys() -> None:
+    torch.manual_seed(0)
+    layer, x = Llama("eager"), torch.randn(2, LENGTH, WIDTH)
+    causal = read(layer, x)["layers.0"]
+    layer.is_causal = False
+    assert read(layer, x)["layers.0"][0] >= causal[0]
+    assert read(layer, x)["layers.0"] != causal
+
+
+@pytest.mark.parametrize("kind", [Own, Multihead, Llama, lambda: Llama("eager"), lambda: Own(0.1)])
+@pytest.mark.parametrize("model", [Model, Checkpointed])
+def test_watched_and_not_watched_are_the_same_run(kind: Any, model: Any) -> None:
+    assert len(read_of_the_same_run(lambda: model(kind()))) == 1
+
+
+def test_compiled_too() -> None:
+    names = read_of_the_same_run(lambda: Model(Own(), Multihead(), Llama()), compiled=True)
+    assert set(names) == {"layers.0", "layers.1.inner", "layers.2"}
+    eager = read_of_the_same_run(lambda: Model(Own(), Multihead(), Llama()))
+    assert all(names[name] == pytest.approx(eager[name], rel=1e-2) for name in names)
+
+
+def test_compiled_inside_a_checkpoint() -> None:
+    names = read_of_the_same_run(lambda: Checkpointed(Own(), Own()), compiled=True)
+    assert set(names) == {"layers.0", "layers.1"} and names["layers.0"] != names["layers.1"]
+
+
+def test_what_is_no_kernel_when_compiled_is_told() -> None:
+    with pytest.warns(GaugeNotice, match="saw no attention at step 2, of 2 modules like 'layers.0'"):
+        assert read_of_the_same_run(lambda: Model(Llama("eager"), Own(0.1)), compiled=True) == {}
+
+
+def test_detached_gauges_leave_nothing_behind() -> None:
+    model = Model(Own(), Multihead(), Llama())
+    names = ((AttentionInterface, "get_interface"), (F, "scaled_dot_product_attention"))
+    before, functions = copy.deepcopy(model), [getattr(*name) for name in names]
+    one, other = (attach_gauges(part, torch.optim.SGD(part.parameters()), every=1) for part in (model, Model(Own())))
+    assert model.layers[2].config._attn_implementation == "sdpa"
+    assert F.scaled_dot_product_attention is not functions[1]
+    assert model.state_dict().keys() == before.state_dict().keys()
+    one.detach()
+    other.detach()
+    assert [getattr(*name) for name in names] == functions
+    for module, twin in zip(model.modules(), before.modules(), strict=True):
+        assert module.__dict__.keys() == twin.__dict__.keys()
+        assert not module._forward_pre_hooks and not module._forward_hooks
+    assert pickle.loads(pickle.dumps(model)).layers[0].qkv.weight.equal(model.layers[0].qkv.weight)
+
+
+def test_whose_attention_it_is() -> None:
+    """What a pattern leaves out, and what another forward broke off, is not taken for another's."""
+    model = Model(Own(), Own(), Own())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gauges = attach_gauges(model, optimizer, "layers.[02]*", every=1)
+    with pytest.raises(RuntimeError):
+        model.layers[0](torch.randn(2, LENGTH, WIDTH + 1))
+    model.layers[1](torch.randn(2, LENGTH, WIDTH)).sum().backward()
+    assert not any(gauges.board.watched[index].kind == "attention" for index in gauges.board.marks)
+    model(torch.randn(2, LENGTH, WIDTH)).sum().backward()
+    optimizer.step()
+    gauges.detach()
+    assert gauges.last is not None and set(gauges.last["attention"]) == {"layers.0", "layers.2"}
+
+
+def test_a_causal_bias_is_understood_as_ever() -> None:
+    q, bias = torch.randn(1, HEADS, LENGTH, 8), causal_upper_left(LENGTH, LENGTH)
+    expected = F.scaled_dot_product_attention(q, q, q, bias)
+    gauges = attach_gauges(Model(Own()), every=1)
+    assert torch.equal(F.scaled_dot_product_attention(q, q, q, bias), expected)
+    gauges.detach()

@@ -1,0 +1,78 @@
+"""Narrow experts under gauges: what enters their products is read by the names of their weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import narrowgauge as ng
+from narrowgauge.gauges.panel import Gauges, attach_gauges
+from narrowgauge.matmul.experts import grouped_layers_of
+from narrowgauge.runs.readings import figure
+
+EXPERTS = "model.layers.0.mlp.experts"
+SHAPE = {
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+def trained(recipe: str, every: int, compiled: bool = False) -> tuple[list[Any], Gauges, dict[str, Tensor]]:
+    """Losses and weights of two steps, the gauges, and what entered the projections in the second."""
+    torch.manual_seed(0)
+    model, optimizer = ng.prepare(MixtralForCausalLM(MixtralConfig(**SHAPE)).train(), recipe, lr=1e-2)
+    seen: dict[str, Tensor] = {}
+    if not compiled:
+        for name, layer in grouped_layers_of(model).items():
+            layer.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0].detach()}))
+    gauges = attach_gauges(model, optimizer, every=every)
+    forward = torch.compile(model) if compiled else model
+    tokens, run = torch.arange(48).reshape(2, 24) % 32, []
+    for _ in range(2):
+        loss = forward(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.append(loss.item())
+    return [*run, *(p.detach() for p in model.parameters())], gauges, seen
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_operands_are_read_and_the_run_is_the_same(compiled: bool) -> None:
+    plain, _, _ = trained("int8-row/word", 0, compiled)
+    watched, gauges, seen = trained("int8-row/word", 2, compiled)
+    assert all(
+        torch.equal(torch.as_tensor(one), torch.as_tensor(other)) for one, other in zip(plain, watched, strict=True)
+    )
+    row = gauges.last
+    assert row is not None
+    for name in (f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"):
+        for kind in ("input", "output_grad"):
+            assert (figure(row, "tensors", f"{kind}:{name}", "amax") or 0) > 0
+            assert 25 < (figure(row, "tensors", f"{kind}:{name}", "sqnr_db") or 0) < 55
+        if seen:
+            largest = seen[name].abs().max().item()
+            assert figure(row, "tensors", f"input:{name}", "amax") == pytest.approx(largest, rel=1e-3)
+
+
+def test_scales_of_an_expert_are_left_out() -> None:
+    row = trained("float8-tensor/word", 2)[1].last
+    assert row is not None
+    assert figure(row, "tensors", f"input:{EXPERTS}.down_proj", "sqnr_db") is None
+    assert (figure(row, "tensors", f"input:{EXPERTS}.down_proj", "rms") or 0) > 0
+    assert figure(row, "tensors", f"weight:{EXPERTS}.down_proj", "sqnr_db") is None
+
+
+def test_a_pattern_finds_them_and_detaching_frees_them() -> None:
+    model, optimizer = ng.prepare(MixtralForCausalLM(MixtralConfig(**SHAPE)), "int8-row/word", lr=1e-2)
+    gauges = attach_gauges(model, optimizer, f"{EXPERTS}.down_proj")
+    assert {watched.key for watched in gauges.board.watched} == {
+        f"{kind}:{EXPERTS}.down_proj" for kind in ("input", "output_grad", "weight", "grad")
+    }
+    gauges.detach()
+    assert all(not hasattr(module, "gauge_places") for module in copy.deepcopy(model).modules())

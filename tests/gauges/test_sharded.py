@@ -1,0 +1,227 @@
+"""Gauges on several ranks: rows come from all of them, and say of shared parameters what one process would.
+
+Where every rank has the same batch a sharded run has the bits of one process, so that its rows can be held against those.
+One start of two ranks serves all tests of the module.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from filelock import FileLock  # torch's own dependency
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowgauge as ng
+from narrowgauge.gauges import reading
+from narrowgauge.gauges.panel import attach_gauges
+from narrowgauge.gauges.reading import Shards
+from narrowgauge.gauges.updates import SHADOWED
+from narrowgauge.runs.readings import Row, figure
+from ranks import run_ranks
+
+CASES = ["ours", "naive", "torch", "float8-tensor"]
+WHOLE = ("weight", "grad")
+EXACT = ("amax", "rms", "nonfinite", "underflow", "overflow", "sqnr_db")
+AUDITED = ("edq", "noise", "lost_fraction", "unseen_fraction")
+STEPS, EVERY = 4, 2
+pytestmark = pytest.mark.filterwarnings("ignore:float8")
+
+
+class Net(nn.Module):
+    """Over two ranks: 32 and 32 rows, 4 and 3, 1 and none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.uneven, self.lone = nn.Linear(16, 64), nn.Linear(64, 7), nn.Linear(7, 1)
+        self.gain = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lone(self.gain * F.gelu(self.uneven(F.gelu(self.even(x)))))
+
+
+def start(case: str, mesh: Any = None) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model: nn.Module = Net().bfloat16()
+    if "-" in case:
+        ng.swap_linears(model, case)
+    if mesh is not None:
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        for layer in (model.even, model.uneven):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    if case == "torch":
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    lr, storage = (1e-3, "naive") if case == "naive" else (1e-2, "word")
+    return model, ng.AdamW(model.named_parameters(), lr=lr, storage=storage, audit_every=1, compile=False)
+
+
+def train(
+    model: nn.Module, optimizer: Any, every: int = EVERY, batch: int = 1, spoil: int | None = None
+) -> tuple[list[Row], dict[str, Tensor]]:
+    """Rows and weights after some steps.
+
+    Args:
+        model, optimizer: from :func:`start`.
+        every: of the gauges; 0 for a run without.
+        batch: the seed of the data.
+        spoil: the row that is here of the first layer, in whose gradient one value is made NaN at the last step.
+    """
+    rows: list[Row] = []
+    if every:
+        attach_gauges(getattr(model, "module", model), optimizer, every=every, on_row=rows.append, alarms=False)
+    generator = torch.Generator().manual_seed(batch)
+    for step in range(STEPS):
+        model(torch.randn(8, 16, generator=generator).bfloat16()).float().square().mean().backward()
+        if spoil is not None and step == STEPS - 1:
+            model.even.weight.grad.to_local()[spoil, 0] = math.nan
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    return rows, {name: value.detach().clone() for name, value in whole.items()}
+
+
+# ── what ranks do ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def look(rank: int) -> dict[str, Any]:
+    """Every case with gauges, and some without."""
+    ranks = init_device_mesh("cpu", (2,))
+    copies = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
+    results: dict[str, Any] = {case: train(*start(case, ranks)) for case in CASES}
+    results["copies"] = train(*start("ours", copies))
+    results["spoiled"] = train(*start("torch", ranks), spoil=8 if rank else None)
+    for every, name in ((EVERY, "watched"), (0, "unwatched")):
+        results[f"fsdp {name}"] = train(*start("ours", ranks), every, batch=rank)
+        model, optimizer = start("ours")
+        results[f"ddp {name}"] = train(DistributedDataParallel(model), optimizer, every, batch=rank)
+    results["calls"] = count_calls(ranks)
+    return results
+
+
+def count_calls(mesh: Any) -> list[int]:
+    """Reductions over the ranks that a step of the optimizer makes, step by step."""
+    model, optimizer = start("ours", mesh)
+    attach_gauges(model, optimizer, every=EVERY, alarms=False)
+    counts = []
+    for _ in range(STEPS):
+        model(torch.ones(8, 16).bfloat16()).float().sum().backward()
+        with CommDebugMode() as calls:
+            optimizer.step()
+        counts.append(calls.get_total_counts())
+    return counts
+
+
+# ── what is found ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found; whichever worker of a session comes first starts them for all."""
+    root = tmp_path_factory.getbasetemp()
+    place = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "gauges_sharded"
+    place.mkdir(exist_ok=True)
+    with FileLock(place / "lock"):
+        if not (place / "found").exists():
+            (place / "found").write_bytes(pickle.dumps(run_ranks(look, 2, place / "ranks")))
+    result: list[dict[str, Any]] = pickle.loads((place / "found").read_bytes())
+    return result
+
+
+def shared(row: Row) -> Row:
+    """What a row says of weights, gradients, updates and moments, and not of operands."""
+    tensors = {name: values for name, values in row["tensors"].items() if name.partition(":")[0] in WHOLE}
+    histograms = {k: v for k, v in row["histograms"].items() if k not in ("input", "output_grad")}
+    return {"tensors": tensors, "histograms": histograms, "updates": row["updates"], "moments": row["moments"]}
+
+
+def column(row: Row, field: str) -> dict[str, float]:
+    """A column of the tables of tensors or updates; -1 for null."""
+    table = "updates" if field in AUDITED else "tensors"
+    values = {name: figure(row, table, name, field) for name in shared(row)[table]}
+    return {name: -1.0 if value is None else value for name, value in values.items()}
+
+
+@pytest.mark.parametrize("case", [*CASES, "copies", "spoiled", "fsdp watched", "ddp watched"])
+def test_every_rank_writes_every_row_and_all_say_the_same_of_parameters(case: str, found: list[Any]) -> None:
+    first, second = (result[case][0] for result in found)
+    assert [row["step"] for row in first] == [row["step"] for row in second] == [2, 4]
+    # As text: NaN is not equal to itself.
+    assert [str(shared(row)) for row in first] == [str(shared(row)) for row in second]
+    assert first[0]["tensors"].keys() == second[0]["tensors"].keys()
+
+
+@pytest.mark.parametrize("case", [*CASES, "copies"])
+def test_what_is_shared_out_is_read_whole(case: str, found: list[Any]) -> None:
+    rows, weights = train(*start("ours" if case == "copies" else case))
+    for result in found:
+        assert all(torch.equal(value, result[case][1][name]) for name, value in weights.items())
+        for row, alone in zip(result[case][0], rows, strict=True):
+            assert row["tensors"].keys() == alone["tensors"].keys() and row["updates"].keys() == alone["updates"].keys()
+            for field in (*EXACT, *AUDITED):
+                # In bfloat16 the rms of one tensor has three digits; noise is what is left of sums in float32.
+                near = {"rms": {"rel": 2**-7}, "noise": {"abs": 1e-3}}.get(field, {"rel": 1e-3})
+                assert column(row, field) == pytest.approx(column(alone, field), **near), field
+            if case == "copies":  # nothing of these is cut, so that samples are those of one process too
+                assert row["histograms"] == alone["histograms"]
+                assert column(row, "kurtosis") == pytest.approx(column(alone, "kurtosis"), rel=1e-3)
+
+
+def test_shards_do_not_lose_alike(found: list[Any]) -> None:
+    """Or the test above would prove little of updates."""
+    edqs = column(found[0]["naive"][0][1], "edq")
+    assert min(edqs.values()) < 0.5 and max(edqs.values()) > 0.9
+
+
+def test_samples_are_those_of_all_ranks(found: list[Any]) -> None:
+    counts = {kind: sum(counts) for kind, counts in shared(found[0]["ours"][0][1])["histograms"].items()}
+    # Of each shard every third value; of each moment the first 64 that a rank has, where it has as many.
+    sizes = [(512, 512), (32, 32), (256, 192), (4, 3), (7, 0), (1, 0), (4, 3)]
+    assert counts["weight"] == sum(-(-size // reading.COUNTED) for pair in sizes for size in pair)
+    assert counts["exp_avg"] == sum(min(size, SHADOWED) for pair in sizes for size in pair)
+    assert figure(found[0]["torch"][0][1], "moments", "uneven.weight", "bias") == pytest.approx(1, abs=0.01)
+    for field in ("update_to_weight", "update_to_ulp"):
+        whole = figure(train(*start("ours"))[0][1], "updates", "even.weight", field)
+        assert figure(found[1]["ours"][0][1], "updates", "even.weight", field) == pytest.approx(whole, rel=0.3)
+
+
+def test_a_bad_value_on_one_rank_is_seen_on_all(found: list[Any]) -> None:
+    for result in found:
+        before, row = result["spoiled"][0]
+        assert figure(before, "tensors", "grad:even.weight", "nonfinite") == 0
+        assert figure(row, "tensors", "grad:even.weight", "nonfinite") == 1
+        assert figure(row, "tensors", "grad:even.weight", "amax") is None  # as on one process
+        assert figure(row, "tensors", "grad:uneven.weight", "nonfinite") == 0
+
+
+@pytest.mark.parametrize("how", ["fsdp", "ddp"])
+def test_watched_ranks_have_the_bits_of_unwatched_ones_and_operands_of_their_own(how: str, found: list[Any]) -> None:
+    for result in found:
+        watched, unwatched = (result[f"{how} {name}"][1] for name in ("watched", "unwatched"))
+        assert watched and all(torch.equal(value, unwatched[name]) for name, value in watched.items())
+    amax = [figure(result[f"{how} watched"][0][0], "tensors", "input:even", "amax") for result in found]
+    assert amax[0] != amax[1]
+
+
+def test_two_reductions_on_a_sampled_step_and_none_on_others(found: list[Any]) -> None:
+    assert [result["calls"] for result in found] == [[0, 2, 0, 2]] * 2
+
+
+def test_parameters_on_several_meshes_are_read_where_they_are() -> None:
+    """Their shards cannot be added up by one sum: each rank's rows are about its own."""
+
+    class Cut:
+        def __init__(self, mesh: str) -> None:
+            self.device_mesh, self.placements = mesh, [Shard(0)]
+
+    assert Shards.of({"one": Cut("first"), "two": Cut("second")}) is None

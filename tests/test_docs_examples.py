@@ -1,0 +1,72 @@
+"""Examples of the documentation run as they stand: those of the pages whose code is whole programs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowgauge.runs import events
+from narrowgauge.runs.record import read_run
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(events, "_LISTENERS", [])
+    torch.manual_seed(0)
+
+
+def examples(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def run_example(page: str, number: int) -> None:
+    exec(compile(examples(page)[number], f"{page}, example {number}", "exec"), {"__name__": "__main__"})
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_loop_of_ones_own_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(examples("compare.md")) == 1
+    run_example("compare.md", 0)
+    assert capsys.readouterr().out.startswith(
+        "bfloat16/word is the cheapest within the noise: 8.08 bytes per parameter"
+    )
+    assert (tmp_path / "comparisons" / "mine" / "report.html").is_file()
+
+
+def test_the_gauges_write_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(examples("ideas/gauges.md")) == 1
+    run_example("ideas/gauges.md", 0)
+    run = read_run(tmp_path / "runs" / "mine")
+    assert [row["step"] for row in run.gauges] == [20, 40, 60, 80, 100] and len(run.steps) == 100
+    assert capsys.readouterr().out.strip() == str(run.gauges[-1]["updates"]["0.weight"])
+
+
+def test_the_first_bad_value_is_told_as_the_page_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(examples("ideas/alarms.md")) == 3
+    run_example("ideas/alarms.md", 0)
+    text = (DOCS / "ideas" / "alarms.md").read_text(encoding="utf-8")
+    (quoted,) = re.findall(r"^It prints:\n\n((?:> .*\n)+)", text, re.MULTILINE)
+    assert plain(capsys.readouterr().out) == plain(quoted.replace("> ", ""))
+
+
+def test_whoever_asks_is_told_of_events(capsys: pytest.CaptureFixture[str]) -> None:
+    run_example("ideas/alarms.md", 1)
+    events.tell(events.Event("note", 3, "bits may differ", advice="Look."))
+    assert capsys.readouterr().out == "note 3 bits may differ Look.\n"
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.optim.auditing.UpdateLossWarning")
+def test_rows_of_ones_own_loop_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_example("ideas/alarms.md", 2)
+    run = read_run(tmp_path / "runs" / "watched")
+    assert ("lost_updates", 30) in [(event["kind"], event["step"]) for event in run.events]
+    assert capsys.readouterr().out.startswith("lost_updates 30 weight takes only ") and not events._LISTENERS
