@@ -350,7 +350,8 @@ def attach_gauges(
     out where the head is shared out. Where parameters lie on several meshes everything is each rank's own.
 
     Attaching sets two options of ``torch.compile`` for the whole process, without which code that was compiled before would not
-    see the hooks: guards on modules' hooks are kept, and a function may be compiled 64 times.
+    see the hooks: guards on modules' hooks are kept, and a function may be compiled 64 times. Where a module calls PyTorch's
+    ``scaled_dot_product_attention`` itself, that name stands for PyTorch's function behind a mark until the gauges are detached.
 
     Args:
         model: any module, prepared or not, compiled after this call or not at all; linear layers, narrow experts and
