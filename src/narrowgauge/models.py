@@ -8,10 +8,12 @@ parameters is a closed formula over the shape, so a planner needs no model and n
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.errors import DataError, RecipeError, suggestion
 
 
 @dataclass(frozen=True)
@@ -116,3 +118,30 @@ def get_model(name: str) -> Model:
         near = suggestion(name.strip().lower(), MODELS)
         raise RecipeError(f"no model is named {name!r}.", f"{near} (narrowgauge show models lists all.)".strip())
     return found
+
+
+def refuse_own_code(folder: Path) -> None:
+    """Refuse a model folder whose ``config.json`` names Python files of its own to be run (``auto_map``).
+
+    Law: nothing of such a folder is executed, and nobody is asked whether it shall be. What else may be wrong with the
+    file is left to its reader.
+
+    Args:
+        folder: a Hugging Face model folder, or its ``config.json``.
+    Raises:
+        DataError: it names code.
+    Example:
+        >>> refuse_own_code(Path("no/such/folder"))
+    """
+    file = folder / "config.json" if folder.is_dir() else folder
+    try:
+        named = json.loads(file.read_bytes()).get("auto_map")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return
+    if named:
+        classes = ", ".join(map(str, named.values())) if isinstance(named, dict) else str(named)
+        raise DataError(
+            f"the model folder {folder} asks for code of its own to be run (auto_map in config.json: {classes}), and no code "
+            "of a model folder is run.",
+            "If transformers has a class for its model_type, take auto_map out of a copy of config.json to use that one.",
+        )

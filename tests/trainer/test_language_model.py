@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import narrowgauge.trainer.language_model as language_model
+from narrowgauge.cli import main
 from narrowgauge.errors import DataError
 from narrowgauge.models import MODELS
+from narrowgauge.profiling import linears
+from narrowgauge.trainer import loop
+from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.language_model import (
     build,
     can_chunk,
@@ -145,6 +150,59 @@ def test_bad_models_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no such type"}')
     with pytest.raises(DataError, match="Cannot build a causal language model from the folder"):
         build(str(tmp_path), seed=0)
+
+
+OWN_CODE = """
+from pathlib import Path
+Path({mark!r}).touch()
+from transformers import LlamaConfig
+class Own(LlamaConfig):
+    model_type = "own"
+"""
+
+
+@pytest.mark.parametrize("model_type", ["own", "llama"])
+@pytest.mark.parametrize("command", ["train", "profile", "build"])
+def test_code_in_a_model_folder_is_never_run(
+    model_type: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where somebody answers yes to whatever is asked."""
+    folder, mark = tmp_path / "model", tmp_path / "was run"
+    folder.mkdir()
+    (folder / "own.py").write_text(OWN_CODE.format(mark=str(mark)))
+    given = {"model_type": model_type, "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (folder / "config.json").write_text(json.dumps({**SMALL, **given}))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    if command == "build":
+        with pytest.raises(DataError, match=r"asks for code of its own to be run \(auto_map in config\.json: own\.Own"):
+            build(str(folder), seed=0)
+    else:
+        given_words = {"train": ["--out", str(tmp_path / "run")], "profile": ["--recipes", "bfloat16/word"]}[command]
+        refused = CliRunner().invoke(main, [command, "--model", str(folder), *given_words], input="y\n")
+        assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+        assert "asks for code of its own to be run" in refused.stderr
+    assert not mark.exists() and not (tmp_path / "run").exists()
+
+
+def test_no_reader_of_a_model_folder_trusts_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, with the refusal out of the way."""
+    folder, mark = tmp_path / "model", tmp_path / "was run"
+    folder.mkdir()
+    (folder / "own.py").write_text(OWN_CODE.format(mark=str(mark)))
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for module in (language_model, loop, linears):
+        monkeypatch.setattr(module, "refuse_own_code", lambda _: None)
+    readers = (
+        lambda: build(str(folder), seed=0),
+        lambda: loop.vocabulary_size(TrainConfig(model=str(folder))),
+        lambda: linears.read_model(str(folder)),
+    )
+    for read in readers:
+        with pytest.raises(DataError):
+            read()
+    assert not mark.exists()
 
 
 def test_damaged_weights_say_so(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import DataError
-from narrowgauge.models import MODELS, Model, get_model
+from narrowgauge.models import MODELS, Model, get_model, refuse_own_code
 
 # By their names beside each other; a test holds that the layers themselves share by the same ones.
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -141,12 +141,13 @@ def _read_folder(path: Path) -> tuple[Model, tuple[Kind, ...]]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    refuse_own_code(path)
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         # Shapes without numbers, whatever the size.
         with torch.device("meta"):
-            kinds = kinds_of_module(AutoModelForCausalLM.from_config(config))
-    except (OSError, ValueError, KeyError) as error:
+            kinds = kinds_of_module(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         advice = "Name a preset (narrowgauge show models) or a folder with a Hugging Face config.json."
         raise DataError(f"cannot read a causal language model from {path}: {reason}", advice) from error

@@ -18,7 +18,7 @@ from typing import Any
 
 from narrowgauge.accumulations import ACCUMULATIONS
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, suggestion
-from narrowgauge.models import MODELS, get_model
+from narrowgauge.models import MODELS, get_model, refuse_own_code
 from narrowgauge.notation import load_toml, parse, parse_table
 from narrowgauge.recipes import Recipe
 
@@ -415,6 +415,7 @@ def _known_model(name: str) -> str:
         )
     if path.is_dir() and not (path / "config.json").is_file():
         raise DataError(f"the model folder {name} holds no config.json.", "Name a folder that Hugging Face wrote.")
+    refuse_own_code(path)
     return str(path)
 
 

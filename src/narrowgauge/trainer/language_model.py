@@ -29,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from narrowgauge.errors import DataError, suggestion
-from narrowgauge.models import MODELS, Model
+from narrowgauge.models import MODELS, Model, refuse_own_code
 
 LARGE_VOCABULARY = 16_384
 """From this many entries on, the trainer asks for the chunked loss."""
@@ -73,10 +73,11 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
     if row is not None:
         return _ready(_drawn(_preset_config(row, vocab_size), seed))
     folder = _folder(model)
+    refuse_own_code(folder)
     try:
         if _has_weights(folder):
             return _ready(_loaded(folder, vocab_size, seed))
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if vocab_size is not None:
             config.vocab_size = vocab_size
         return _ready(_drawn(config, seed))
@@ -343,12 +344,14 @@ def _drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     config = _without_dropout(config)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        made = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+        )
     return cast(PreTrainedModel, made)
 
 
 def _loaded(folder: Path, vocab_size: int | None, seed: int) -> PreTrainedModel:
-    config = _without_dropout(AutoConfig.from_pretrained(folder, local_files_only=True))
+    config = _without_dropout(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     # The seed is for the weights that the folder lacks, such as a new head.
     with torch.random.fork_rng(devices=[]), without_progress_bars():
         torch.default_generator.manual_seed(seed)
@@ -359,6 +362,7 @@ def _loaded(folder: Path, vocab_size: int | None, seed: int) -> PreTrainedModel:
             attn_implementation="sdpa",
             local_files_only=True,
             use_safetensors=True,
+            trust_remote_code=False,
         )
     rows = len(cast(Tensor, made.get_input_embeddings().weight))
     if vocab_size is not None and vocab_size > rows:

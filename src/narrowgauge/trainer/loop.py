@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.models import MODELS
+from narrowgauge.models import MODELS, refuse_own_code
 from narrowgauge.optim import compilation
 from narrowgauge.runs.comparing.names import recipe_name
 from narrowgauge.runs.events import Event
@@ -149,9 +149,10 @@ def vocabulary_size(config: TrainConfig) -> int | None:
         return MODELS[config.model].vocab_size
     from transformers import AutoConfig
 
+    refuse_own_code(Path(config.model))
     try:
-        shape = AutoConfig.from_pretrained(config.model, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        shape = AutoConfig.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         advice = "It must be one that Hugging Face transformers can read."
         raise DataError(f"the config.json in {config.model} cannot be read: {reason}", advice) from error
