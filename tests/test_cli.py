@@ -26,7 +26,7 @@ from narrowgauge.trainer.question import read_settings
 
 # The package that is tested, wherever a process is started.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
-TABLES = ("formats", "recipes", "storages", "chips", "models")
+TABLES = ("formats", "recipes", "aliases", "storages", "chips", "models")
 
 
 def call(*words: str) -> Result:
@@ -178,6 +178,7 @@ WRONG = [
     (("show", "value", "abc"), "FormatError: ", "'abc' is no number"),
     (("show", "value", "--jsn"), "FormatError: ", "'--jsn' is no number"),
     (("show", "recipe", "bfloat16/wrod"), "RecipeError: ", "Did you mean 'word'"),
+    (("show", "recipe", "64-true"), "RecipeError: ", "Take 'float32/float32'"),
     (("show", "formats", "extra"), "UsageError: ", "extra"),
     (("train", "--recpie", "x"), "UsageError: ", "Did you mean '--recipe'"),
     (("train", "--steps", "many"), "UsageError: ", "'many'"),

@@ -30,6 +30,7 @@ LAYERS = {
         "recipes",
         "storages",
         "accumulations",
+        "aliases",
         "caching",
         "tables",
     },

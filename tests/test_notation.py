@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from narrowgauge.aliases import ALIASES, COMPUTES_ELSEWHERE, SPELLINGS
 from narrowgauge.computes import COMPUTES
 from narrowgauge.errors import RecipeError
 from narrowgauge.notation import (
-    ALIASES,
     DEFAULT_STORAGE,
     full_names,
     known_names,
@@ -54,7 +54,7 @@ def test_representative_names_have_every_row_and_alias() -> None:
     assert len(set(names)) == len(names) and set(names) <= set(full_names())
     assert [recipe.compute.name for recipe in recipes[: len(COMPUTES)]] == list(COMPUTES)
     assert {recipe.storage.name for recipe in recipes} == set(STORAGES)
-    assert set(ALIASES.values()) <= set(names)
+    assert {parse(alias.recipe).name for alias in ALIASES.values() if alias.is_taken} <= set(names)
     assert {name for name in full_names() if name.endswith("/word")} <= set(names)
 
 
@@ -102,8 +102,53 @@ def test_known_spellings(said: str, meant: str) -> None:
 
 
 def test_aliases_lead_to_full_names() -> None:
-    assert all(parse(alias).name == name for alias, name in ALIASES.items())
+    taken = [alias for alias in ALIASES.values() if alias.is_taken]
+    assert len(taken) > 10 and all(parse(alias.name) == parse(alias.recipe) for alias in taken)
     assert all(parse(name) for name in known_names())
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("16-mixed", "float16/float32"), ("16-true", "float16-throughout/naive"), ("bf16-true", "bfloat16/naive"),
+        ("32-true", "float32/float32"), ("32", "float32/float32"), ("16", "float16/split"), ("half", "float16/split"),
+        ("O0", "float32/float32"), ("O1", "float16/float32"), ("O2", "float16/master"), ("o3", "float16-throughout/naive"),
+        ("fp8", "float8-row/word"), ("FP8/master", "float8-row/master"), ("int8", "int8-row/word"),
+        ("int8/exact", "int8-row/exact"), ("fp8-rowwise", "float8-row/word"), ("tensorwise", "float8-tensor/word"),
+        ("MXFP8BlockScaling", "mxfp8/word"), ("DelayedScaling/fp32", "float8-delayed-e5m2/float32"),
+        ("amp_bf16", "bfloat16/float32"), ("mixed_float16", "float16/float32"), ("pure_bf16", "bfloat16/naive"),
+    ],
+)  # fmt: skip
+def test_names_of_other_libraries_mean_what_they_mean_there(said: str, meant: str) -> None:
+    assert parse(said).name == meant
+    assert parse_table({"recipe": said}) == parse(meant)
+
+
+def test_names_that_leave_something_open_are_refused_with_the_recipe_that_is_nearest() -> None:
+    refused = [alias for alias in ALIASES.values() if not alias.is_taken]
+    assert {"float64-true", "transformer-engine"} < {alias.name for alias in refused}
+    for alias in refused:
+        with pytest.raises(RecipeError) as caught:
+            parse(alias.name)
+        assert alias.differs in caught.value.message and f"Take '{alias.recipe}'" in caught.value.advice
+        assert parse(alias.recipe).name == alias.recipe
+
+
+def test_names_from_elsewhere_are_none_of_ours() -> None:
+    """Nothing here takes the place of a row, and what is looked up is in the spelling in which it is looked up."""
+    assert not set(ALIASES) & {*COMPUTES, *full_names()}
+    assert set(COMPUTES_ELSEWHERE.values()) <= set(COMPUTES)
+    for name in set(ALIASES) - {"fp8"}:  # which alone is a compute, and float8 another
+        head, dash, rest = name.partition("-")
+        assert name == name.lower() and SPELLINGS.get(head, head) + dash + rest == name
+
+
+def test_a_compute_of_another_library_is_taken_wherever_a_compute_is_named() -> None:
+    table = {"compute": "int8", "evaluation": "fp8", "phase": [{"until": 0.5, "compute": "blockwise"}]}
+    recipe = parse_table(table)
+    assert [row.name for row in recipe.computes] == ["int8-row", "float8-block", "float8-row"]
+    with pytest.raises(RecipeError, match=r"named 'double': nothing here computes in 64 bits\. Take compute 'float32'"):
+        parse_table({"compute": "bf16", "evaluation": "double"})
 
 
 @pytest.mark.parametrize(
@@ -118,7 +163,7 @@ def test_aliases_lead_to_full_names() -> None:
         ("bfloat16/word/native/more", "no recipe is named"),
         ("bfloat16/word/reproducibl", "no recipe part is named 'reproducibl'"),
         ("float8-rwo", "Did you mean 'float8-row'"),
-        ("int8/word", "Did you mean 'int8-row'"),
+        ("int8-rwo/word", "Did you mean 'int8-row'"),
         ("float8-row/wrod", "Did you mean 'word'"),
         ("float16-throughout/word", "Take storage 'naive'"),
         ("float8/float32", "Take storage 'collage-light', 'collage-plus'"),
@@ -182,7 +227,7 @@ def test_a_key_beside_recipe_overrules_its_part() -> None:
             'recipe = "bfloat16/word"\n[[override]]\npattern = "x"\nuntil = 1\nstorage = "split"',
             "pattern, storage, until",
         ),
-        ('recipe = "bfloat16/word"\n[[override]]\npattern = "x"\ncompute = "int8"', "Did you mean 'int8-row'"),
+        ('recipe = "bfloat16/word"\n[[override]]\npattern = "x"\ncompute = "int8-rwo"', "Did you mean 'int8-row'"),
         ('recipe = "bfloat16/word"\n[[override]]\npattern = "x"\ncompute = 8', "which is no text"),
         ('recipe = "bfloat16/word"\n[[override]]\n', "the keys none"),
         ('recipe = "bfloat16/word"\nphase = "x"', "[[phase]]"),

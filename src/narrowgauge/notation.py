@@ -13,22 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge import storages
+from narrowgauge.aliases import ALIASES, COMPUTES_ELSEWHERE, SPELLINGS
 from narrowgauge.computes import COMPUTES, Compute
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.recipes import REDUCTIONS, Override, Phase, Recipe, own_name
 from narrowgauge.storages import STORAGES, Storage
 
-ALIASES: dict[str, str] = {
-    "bfloat16-mixed": "bfloat16/float32",
-    "bfloat16-true": "bfloat16/naive",
-    "float32-true": "float32/float32",
-    "float16-mixed": "float16/float32",
-    "collage-light": "bfloat16/collage-light",
-    "collage-plus": "bfloat16/collage-plus",
-}
-SPELLINGS = {
-    "bf16": "bfloat16", "fp32": "float32", "f32": "float32", "tf32": "tfloat32", "fp16": "float16", "fp8": "float8",
-}  # fmt: skip
 DEFAULT_STORAGE: dict[str, str] = {
     **dict.fromkeys(COMPUTES, "word"),
     **dict.fromkeys(("float32", "tfloat32"), "float32"),
@@ -56,25 +46,26 @@ def representative_names() -> list[str]:
 
     Returns:
         Each compute with its default storage; each storage under bfloat16, or under the compute that it belongs to; then
-        the aliases' recipes, and ``word`` under all computes that take it.
+        the recipes that aliases stand for, and ``word`` under all computes that take it.
     """
     names = [f"{compute}/{storage}" for compute, storage in DEFAULT_STORAGE.items()]
     names += [name if "/" in name else f"bfloat16/{name}" for name in STORAGES]
-    names += [*ALIASES.values(), *(name for name in full_names() if name.endswith("/word"))]
+    names += [alias.recipe for alias in ALIASES.values() if alias.is_taken and "/" in alias.recipe]
+    names += [name for name in full_names() if name.endswith("/word")]
     return list(dict.fromkeys(names))
 
 
 def known_names() -> list[str]:
     """Everything :func:`parse` takes for a whole recipe, but for spellings and files."""
-    return [*ALIASES, *full_names(), *COMPUTES]
+    return [*(name for name, alias in ALIASES.items() if alias.is_taken), *full_names(), *COMPUTES]
 
 
 def parse(text: str | Path | Recipe) -> Recipe:
     """Read a recipe from its name or from a TOML file.
 
     Args:
-        text: ``"bfloat16/word"``, an alias such as ``"bfloat16-mixed"``, a compute alone (its default storage is
-            added), the path of a ``.toml`` file, or a recipe, which is returned as it is.
+        text: ``"bfloat16/word"``, an alias such as ``"bf16-mixed"`` (``narrowgauge show aliases``), a compute alone (its
+            default storage is added), the path of a ``.toml`` file, or a recipe, which is returned as it is.
     Returns:
         The recipe.
     Raises:
@@ -88,14 +79,18 @@ def parse(text: str | Path | Recipe) -> Recipe:
         return text
     if str(text).endswith(".toml"):
         return parse_file(Path(text))
-    name = "/".join(_spelled(part) for part in str(text).strip().split("/"))
-    name = ALIASES.get(name, name)
+    compute, *rest = str(text).strip().split("/")
+    name = "/".join([_compute_name(compute), *map(_spelled, rest)])
+    if (alias := ALIASES.get(name)) is not None:
+        if not alias.is_taken:
+            raise RecipeError(f"no recipe is named '{text}': {alias.differs}", f"Take '{alias.recipe}'. {_SEE_ALIASES}")
+        name = alias.recipe
     compute, *rest = name.split("/")
     if len(rest) > 2 or (not rest and compute not in COMPUTES):
         # A storage alone is a likely slip, and too short to resemble any full name.
         near = f"Did you mean 'bfloat16/{name}'?" if name in STORAGES else suggestion(name, known_names())
         raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
-    row = _row(COMPUTES, compute)
+    row = _compute_row(compute)
     storage = _storage(rest[0] if rest else DEFAULT_STORAGE[row.name], row.name)
     return Recipe(row, storage, _row(REDUCTIONS, rest[1]) if len(rest) == 2 else REDUCTIONS["native"])
 
@@ -150,11 +145,11 @@ def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Re
             raise RecipeError(f"{where} takes its recipe from another file, {parts['recipe']}.", "Write it out here.")
         base = parse(parts["recipe"]).to_dict()
     elif "compute" in parts:
-        compute = _spelled(parts["compute"])
+        compute = _compute_name(parts["compute"])
         base = {"compute": compute, "storage": DEFAULT_STORAGE.get(compute, ""), "reduction": "native"}
     else:
         raise RecipeError(f"{where} names no compute.", 'Add compute = "bfloat16" or recipe = "bfloat16/word".')
-    compute = _row(COMPUTES, _spelled(parts.get("compute", base["compute"])))
+    compute = _compute_row(parts.get("compute", base["compute"]))
     return Recipe(
         compute,
         _storage(parts.get("storage", base["storage"]), compute.name),
@@ -224,8 +219,7 @@ def _listed(entry: Mapping[str, Any]) -> str:
 
 
 def _compute(table: Mapping[str, Any], key: str, where: str) -> Compute:
-    row: Compute = _row(COMPUTES, _spelled(_text(table, key, where)))
-    return row
+    return _compute_row(_text(table, key, where))
 
 
 def load_toml(text: str) -> dict[str, Any]:
@@ -240,12 +234,32 @@ def load_toml(text: str) -> dict[str, Any]:
 
 _KEYS = ("recipe", "name", "compute", "storage", "reduction", "evaluation", "keep", "override", "phase")
 _SEE = "(narrowgauge show recipes lists all.)"
+_SEE_ALIASES = "(narrowgauge show aliases lists what others call recipes.)"
 
 
 def _spelled(part: str) -> str:
     """The full spelling of a part: ``bf16-mixed`` becomes ``bfloat16-mixed``."""
     head, dash, rest = part.strip().lower().partition("-")
     return SPELLINGS.get(head, head) + dash + rest
+
+
+def _compute_name(part: str) -> str:
+    """The full name of a compute, or of a whole recipe that stands where one may."""
+    spelled = _spelled(part)
+    return COMPUTES_ELSEWHERE.get(part.strip().lower()) or COMPUTES_ELSEWHERE.get(spelled, spelled)
+
+
+def _compute_row(name: str) -> Compute:
+    """The compute of that name."""
+    full = _compute_name(name)
+    alias = ALIASES.get(full)
+    if full not in COMPUTES and alias is not None and not alias.is_taken:
+        nearest = alias.recipe.partition("/")[0]
+        raise RecipeError(
+            f"no recipe part is named '{name}': {alias.differs}", f"Take compute '{nearest}'. {_SEE_ALIASES}"
+        )
+    row: Compute = _row(COMPUTES, full)
+    return row
 
 
 def _storage(name: str, compute: str) -> Storage:

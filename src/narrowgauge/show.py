@@ -1,6 +1,6 @@
 """The words, shown: one set of rows, and every reader of them.
 
-Each table (formats, recipes, computes, storages, chips, models) is a list of plain dicts worked out from the rows that
+Each table (formats, recipes, aliases, computes, storages, chips, models) is a list of plain dicts worked out from the rows that
 the rest of the program computes with. ``--json`` prints those dicts; a terminal, a pipe and the documentation print a
 few of their columns, as a rich table, as aligned text or as GitHub markdown. No figure is typed twice, and nothing here
 needs PyTorch.
@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from narrowgauge import formats, notation, recipes, storages
+from narrowgauge.aliases import ALIASES, Alias
 from narrowgauge.chips import CHIPS
 from narrowgauge.computes import COMPUTES, Compute
 from narrowgauge.errors import FormatError, NarrowgaugeError, suggestion
@@ -31,7 +32,7 @@ def rows(name: str) -> list[Row]:
     """One table of the words, as plain values that JSON can hold.
 
     Args:
-        name: formats, recipes, computes, storages, chips or models.
+        name: formats, recipes, aliases, computes, storages, chips or models.
     Returns:
         A dict per row, each with ``name``; ``recipes`` has each compute with its usual storage, and each storage with
         its usual compute (:func:`narrowgauge.notation.representative_names`).
@@ -233,10 +234,11 @@ def _format_row(row: formats.Format) -> Row:
 def _recipe_row(recipe: Recipe) -> Row:
     own = recipes.own_name(recipe.storage)
     short = [recipe.compute.name] if notation.DEFAULT_STORAGE[recipe.compute.name] == own else []
+    known = [row.name for row in ALIASES.values() if row.is_taken and row.recipe in (recipe.name, *short)]
     storage = _storage_row(recipe.storage)
     return {
         "name": recipe.name,
-        "aliases": [*(alias for alias, name in notation.ALIASES.items() if name == recipe.name), *short],
+        "aliases": [*known, *short],
         "compute": recipe.compute.name,
         "storage": recipe.storage.name,
         "reduction": recipe.reduction.name,
@@ -343,6 +345,10 @@ def _fields(row: Any) -> Row:
     return {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
 
 
+def _alias_row(alias: Alias) -> Row:
+    return {**_fields(alias), "taken": alias.is_taken}
+
+
 def _maker(name: str) -> Callable[[], list[Row]]:
     if name not in _MAKERS:
         raise NarrowgaugeError(
@@ -394,6 +400,7 @@ def _names(**keys: Key) -> tuple[Column, ...]:
 _MAKERS: dict[str, Callable[[], list[Row]]] = {
     "formats": lambda: [_format_row(row) for row in formats.FORMATS.values()],
     "recipes": lambda: [_recipe_row(notation.parse(name)) for name in notation.representative_names()],
+    "aliases": lambda: [_alias_row(row) for row in ALIASES.values()],
     "computes": lambda: [_compute_row(row) for row in COMPUTES.values()],
     "storages": lambda: [_storage_row(row) for row in storages.STORAGES.values()],
     "chips": _chip_rows,
@@ -414,6 +421,10 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     "recipes": (
         *_names(recipe="name"), *_left(also_called="aliases"), _BYTES, Column("for", _told_once("purpose", "compute")),
         *_left(loses=_told_once("loses", "storage"), native=_native),
+    ),
+    "aliases": (
+        *_names(name="name", recipe="recipe"),
+        *_left(taken="taken", known_from="source", differs="differs"),
     ),
     "computes": (
         *_names(compute="name"), *_left(forward=_operands("output.left", "output.right")),
