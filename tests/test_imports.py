@@ -24,6 +24,7 @@ LAYERS = {
         "errors",
         "formats",
         "chips",
+        "processor",
         "models",
         "computes",
         "notation",

@@ -1,0 +1,149 @@
+"""Which number formats this processor multiplies: asked here and nowhere else.
+
+A processor is known by its instruction sets, not by a clock: AVX512-BF16 or AMX (x86) and FEAT_BF16 (ARM) multiply bfloat16;
+VNNI, AMX and I8MM multiply int8; float32 they all do. PyTorch accepts the other formats too, through loops that are 8 to 180
+times slower than float32 (measured in ``docs/log.md``), so callers multiply those formats as float32 instead.
+
+PyTorch leaves such matmuls to oneDNN, and oneDNN obeys ``ONEDNN_MAX_CPU_ISA``: what that variable forbids is not there. So
+does this file. ``ATEN_CPU_CAPABILITY`` limits PyTorch's own vector code, none of which multiplies these formats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+OVERRIDE = "NARROWGAUGE_CPU"
+"""The environment variable that names instruction sets in place of the processor's own, as ``avx2,fma`` (for tests, and for
+systems that do not tell)."""
+
+# By one of these sets a format is multiplied.
+_MULTIPLYING = {
+    "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
+    "int8": frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"}),
+}
+# Values of ONEDNN_MAX_CPU_ISA, each with the multiplying sets that it is the first to allow; x86 only.
+_LEVELS: dict[str, frozenset[str]] = {
+    "SSE41": frozenset(),
+    "AVX": frozenset(),
+    "AVX2": frozenset(),
+    "AVX2_VNNI": frozenset({"avx_vnni"}),
+    "AVX2_VNNI_2": frozenset(),
+    "AVX512_CORE": frozenset(),
+    "AVX512_CORE_VNNI": frozenset({"avx512_vnni"}),
+    "AVX512_CORE_BF16": frozenset({"avx512_bf16"}),
+    "AVX512_CORE_FP16": frozenset(),
+    "AVX10_1_512": frozenset(),
+    "AVX512_CORE_AMX": frozenset({"amx_bf16", "amx_int8"}),
+}
+# oneDNN reads both names, the first before the second.
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+_WINDOWS_FEATURES = {39: "avx", 40: "avx2", 41: "avx512f"}
+
+
+def multiplies(format: str) -> bool:
+    """Whether this processor has instructions, of which PyTorch makes use, that multiply a format.
+
+    Args:
+        format: a name such as ``"bfloat16"``.
+    Returns:
+        True for float32 and wider, and for bfloat16 and int8 where their instruction sets are; False for everything else.
+
+    Cost: a look-up; what it depends on is read once, when this module is loaded.
+    Example:
+        >>> multiplies("float32"), multiplies("float8_e4m3fn")
+        (True, False)
+    """
+    return format in _multiplied
+
+
+@lru_cache(None)
+def instruction_sets() -> frozenset[str]:
+    """The names of all instruction sets of this processor, as the operating system gives them (``avx512_bf16``).
+
+    Law: what the processor has, whatever a variable forbids: code that was compiled for this machine may use them all.
+
+    Returns:
+        Names as in ``/proc/cpuinfo``; fewer where the system tells less: Windows names AVX, AVX2 and AVX512 alone.
+    """
+    if sys.platform == "linux":
+        return _of_linux(Path("/proc/cpuinfo"))
+    if sys.platform == "darwin":
+        return _of_macos()
+    if sys.platform == "win32":
+        import ctypes
+
+        present = ctypes.windll.kernel32.IsProcessorFeaturePresent
+        return frozenset(name for number, name in _WINDOWS_FEATURES.items() if present(number))
+    return frozenset()
+
+
+@contextlib.contextmanager
+def pretending(*sets: str) -> Iterator[None]:
+    """Within it, the processor multiplies what one with these instruction sets does: for tests.
+
+    Example:
+        >>> with pretending("avx2"):
+        ...     multiplies("bfloat16")
+        False
+    """
+    global _multiplied
+    before = _multiplied
+    _multiplied = _multiplied_by(frozenset(sets))
+    try:
+        yield
+    finally:
+        _multiplied = before
+
+
+def _multiplied_by(sets: frozenset[str]) -> frozenset[str]:
+    return frozenset({"float32", "float64", *(name for name, any_of in _MULTIPLYING.items() if sets & any_of)})
+
+
+def _usable_sets() -> frozenset[str]:
+    """The sets that PyTorch's matmuls may use."""
+    named = os.environ.get(OVERRIDE)
+    if named is not None:
+        return frozenset(name.strip().lower() for name in named.split(","))
+    if sys.platform == "darwin":
+        return frozenset()  # PyTorch is built without oneDNN there: no kernel of its own multiplies these formats
+    return instruction_sets() - _forbidden(next((os.environ[name] for name in _LIMITS if os.environ.get(name)), ""))
+
+
+def _forbidden(level: str) -> frozenset[str]:
+    """The multiplying sets above a value of ``ONEDNN_MAX_CPU_ISA``; none for a value that is no level."""
+    names = list(_LEVELS)
+    above = names[names.index(level.upper()) + 1 :] if level.upper() in names else []
+    return frozenset().union(*(_LEVELS[name] for name in above))
+
+
+def _of_linux(cpuinfo: Path) -> frozenset[str]:
+    """The flags of the first processor that the file describes."""
+    with contextlib.suppress(OSError), cpuinfo.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            key, _, value = line.partition(":")
+            if key.strip().lower() in ("flags", "features"):
+                return frozenset(value.split())
+    return frozenset()
+
+
+def _of_macos() -> frozenset[str]:
+    names = "hw.optional" if platform.machine() == "arm64" else "machdep.cpu"
+    try:
+        told = subprocess.run(["sysctl", names], capture_output=True, text=True, check=False, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return frozenset()
+    if names == "machdep.cpu":
+        lines = [line.partition(":")[2] for line in told.splitlines() if "features:" in line]
+        return frozenset(" ".join(lines).lower().split())
+    present = [line.partition(":")[0] for line in told.splitlines() if line.endswith(": 1")]
+    return frozenset(name.rpartition(".")[2].removeprefix("FEAT_").lower() for name in present)
+
+
+_multiplied = _multiplied_by(_usable_sets())
