@@ -145,8 +145,8 @@ def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Re
             raise RecipeError(f"{where} takes its recipe from another file, {parts['recipe']}.", "Write it out here.")
         base = parse(parts["recipe"]).to_dict()
     elif "compute" in parts:
-        compute = _compute_name(parts["compute"])
-        base = {"compute": compute, "storage": DEFAULT_STORAGE.get(compute, ""), "reduction": "native"}
+        named = _compute_name(parts["compute"])
+        base = {"compute": named, "storage": DEFAULT_STORAGE.get(named, ""), "reduction": "native"}
     else:
         raise RecipeError(f"{where} names no compute.", 'Add compute = "bfloat16" or recipe = "bfloat16/word".')
     compute = _compute_row(parts.get("compute", base["compute"]))
