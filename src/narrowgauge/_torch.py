@@ -18,7 +18,10 @@ Option names of ``torch._inductor.config``
 ``torch._C._current_autograd_node``, ``_current_graph_task_id``, ``_autograd._get_sequence_nr``; ``Node._sequence_nr``
     Which module a backward operation belongs to, in the search for the first bad value. The way out: naming the node alone.
 ``torch.backends.cpu.get_cpu_capability``
-    Part of the kernel cache's key. The way out: the processor's name.
+    Which vector instructions PyTorch uses here: kernels are compiled for those and no others. The way out: Inductor's
+    default, code for this very processor, and a kernel cache for each kind of processor.
+``torch._inductor.cpu_vec_isa.valid_vec_isa_list``, ``VecAVX2``, ``VecAVX512``; ``torch._inductor.cpp_builder.get_cpp_compiler``
+    Where Inductor looks up vector instructions and the compiler flags that go with them. The way out: as above.
 
 A release that renames one of these fails here, with a plain ImportError or AttributeError, and nowhere else.
 """
@@ -28,15 +31,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import platform
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from narrowgauge.processor import instruction_sets
 
 # One loop whatever its length: each threshold makes Inductor write an intermediate to memory, and a fresh buffer of a
 # large tensor's size costs more in page faults than the whole step (measured: 4 to 10 times).
@@ -66,13 +76,48 @@ def compiler_missing() -> str:
     return f"no C++ compiler ('{compiler}') is on PATH"
 
 
-def machine_key() -> str:
-    """What compiled code depends on beside its source: torch, processor, number of threads."""
-    import platform
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Vector instructions that kernels are compiled for.
 
+    Args:
+        march: what g++ and clang call a processor that has these and nothing more.
+        vectors: the class of ``torch._inductor.cpu_vec_isa``.
+        moves: how g++ 12 and later is told to copy a vector by one move. Otherwise it copies halves where it does not
+            know the processor, and a load of the whole then waits for both stores: 4 times the time of a step.
+    """
+
+    march: str
+    vectors: str
+    moves: tuple[str, ...]
+
+
+_LEVELS = {
+    "AVX2": _Level("x86-64-v3", "VecAVX2", ("-mmove-max=256", "-mstore-max=256")),
+    "AVX512": _Level("x86-64-v4", "VecAVX512", ("-mmove-max=512", "-mstore-max=512")),
+}
+"""By what PyTorch calls them."""
+
+
+def _level() -> _Level | None:
+    """What kernels are compiled for here; ``None`` for whatever this processor has."""
+    x86 = sys.platform == "linux" and platform.machine() == "x86_64"
+    return _LEVELS.get(torch.backends.cpu.get_cpu_capability()) if x86 else None
+
+
+def _built_for() -> str:
+    """Every instruction set that the compiler may use in a kernel: that of a level, or all that the processor has."""
+    if level := _level():
+        return level.march
+    return " ".join(sorted(instruction_sets())) or platform.processor()
+
+
+def machine_key() -> str:
+    """What compiled code depends on beside its source: torch, instruction sets, number of threads."""
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{torch.__version__} {platform.machine()} {capability} {torch.get_num_threads()} {cuda}"
+    instructions = f"{platform.machine()} {capability} {_built_for()}"
+    return f"{torch.__version__} {instructions} {torch.get_num_threads()} {cuda}"
 
 
 def compile_ahead(
@@ -89,31 +134,22 @@ def compile_ahead(
         example: arguments; those of dynamic length must be at least 2 long.
         lengths: for each argument and each of its dims, which dynamic length it has (equal numbers, equal lengths),
             ``None`` for fixed; ``()`` where all are.
-        path: where the package goes; written whole, then renamed.
+        path: where the package goes.
         one_loop: write no intermediate to memory. The compiler goes over an expression once for each path through it, so
             deep ones with many reused values take it hours; those are cut into loops, for arguments that fit the cache.
     """
     device = example[0].device.type
     dims = {k: torch.export.Dim(f"n{k}", min=2, max=1 << 40) for own in lengths for k in own if k is not None}
     shapes = tuple({dim: dims[k] for dim, k in enumerate(own) if k is not None} or None for own in lengths)
-    loops = _ONE_LOOP if one_loop else {}
-    attempts = [loops | _TRUST_COMPILER, loops] if device == "cpu" else [_AS_EAGER]
-    partial = path.with_name(f".{path.stem}-{os.getpid()}.pt2")
-    with _quiet():
+    options = (_ONE_LOOP if one_loop else {}) if device == "cpu" else _AS_EAGER
+    with _quiet(), _for_level():
         program = torch.export.export(_Module(function), tuple(example), dynamic_shapes=(shapes,))
-        for place, options in enumerate(attempts):
-            try:
-                torch._inductor.aoti_compile_and_package(program, package_path=str(partial), inductor_configs=options)
-                break
-            except RuntimeError:
-                if place == len(attempts) - 1:
-                    raise
-    os.replace(partial, path)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
 
 def load_ahead(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
     """The function in a package: takes a list of tensors (and empties it), returns the list of results."""
-    with _quiet(), torch._inductor.config.patch(_TRUST_COMPILER):
+    with _quiet(), _for_level():
         run: Callable[[list[Tensor]], list[Tensor]] = torch._inductor.aoti_load_package(str(path)).loader.boxed_run
     return run
 
@@ -186,6 +222,40 @@ class _Module(torch.nn.Module):
 
     def forward(self, *arguments: Tensor) -> Tensor:
         return self.function(*arguments)
+
+
+@contextlib.contextmanager
+def _for_level() -> Iterator[None]:
+    """Let Inductor know the vector instructions of :func:`_level` alone, and compile for a processor that has no others.
+
+    It would find out by itself, by compiling and running test programs for 3.5 s.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    level, real = _level(), cpu_vec_isa.valid_vec_isa_list
+    if level is None:
+        yield
+        return
+    base = getattr(cpu_vec_isa, level.vectors)
+    own = {"build_arch_flags": lambda _: _arch_flags(level), "__bool__": lambda _: True, "__hash__": base.__hash__}
+    sets = [type(level.vectors, (base,), own)()]
+    cpu_vec_isa.valid_vec_isa_list = lambda: sets  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        cpu_vec_isa.valid_vec_isa_list = real
+
+
+@lru_cache
+def _arch_flags(level: _Level) -> str:
+    """The compiler's flags for a level. They come after Inductor's own ``-march=native``, which they undo."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    flags = [f"-march={level.march}", *level.moves]
+    known = subprocess.run(
+        [get_cpp_compiler(), *flags, "-fsyntax-only", "-x", "c++", os.devnull], capture_output=True, check=False
+    )
+    return " ".join(flags if known.returncode == 0 else flags[:1])
 
 
 @contextlib.contextmanager

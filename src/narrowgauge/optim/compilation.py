@@ -7,7 +7,6 @@ depends on, the source of the arithmetic included, so an edited definition can n
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import subprocess
 import sys
@@ -22,17 +21,18 @@ from torch import Tensor
 import narrowgauge
 from narrowgauge._torch import compile_ahead, compiler_missing, load_ahead, machine_key
 from narrowgauge.caching import cache_folder
+from narrowgauge.optim.packages import add_package, alone, discard, find_package, marked
 
 Compiled = Callable[[list[Tensor]], list[Tensor]]
+
+
+WORDS = ("_torch", "processor", "errors", "formats", "storages", "accumulations", "caching")
 
 
 def source_files() -> list[Path]:
     """Every file whose text a kernel is made from."""
     root = Path(narrowgauge.__file__).parent
-    words = (
-        root / name
-        for name in ("_torch.py", "errors.py", "formats.py", "storages.py", "accumulations.py", "caching.py")
-    )
+    words = (root / f"{name}.py" for name in WORDS)
     return sorted([*words, *root.glob("numerics/*.py"), *root.glob("optim/*.py")])
 
 
@@ -47,7 +47,11 @@ def source_key() -> str:
 
 @lru_cache
 def _warn_once(reason: str) -> None:
-    warnings.warn(f"{reason}: optimizer steps run uncompiled, with the same bits but slower.", stacklevel=3)
+    warnings.warn(
+        f"{reason}: optimizer steps run uncompiled. They are slower and leave the same bits in weights and states; "
+        "the audit's sums are added in another order, so its readings differ in their last digits.",
+        stacklevel=3,
+    )
 
 
 def compiled(
@@ -79,6 +83,7 @@ def kernel_key(name: str, device: torch.device) -> str:
     return hashlib.sha256(f"{name} {source_key()} {machine_key()} {device.type}".encode()).hexdigest()[:24]
 
 
+ANNOUNCEMENT = "Compiling the optimizer's kernels: some seconds, the first time on this machine only."
 announce: list[Callable[[str], None]] = []
 """Who wants to be told, in a sentence, that a kernel is being compiled and takes seconds; each is told once."""
 _LOADED: dict[str, Compiled | None] = {}
@@ -92,8 +97,13 @@ def compile_elsewhere(key: str, statement: str) -> None:
         key: from :func:`kernel_key`.
         statement: Python that compiles the kernel of that key.
     """
-    if key in _LOADED or key in _ELSEWHERE or _package(key).exists() or compiler_missing():
+    if key in _LOADED or key in _ELSEWHERE or compiler_missing():
         return
+    try:
+        if find_package(key):
+            return
+    except OSError:
+        return  # said when it is needed
     command = [sys.executable, "-c", f"import torch; torch.set_num_threads({torch.get_num_threads()}); {statement}"]
     try:
         _ELSEWHERE[key] = subprocess.Popen(
@@ -101,10 +111,6 @@ def compile_elsewhere(key: str, statement: str) -> None:
         )
     except OSError:
         return  # it will be compiled here, when it is needed
-
-
-def _package(key: str) -> Path:
-    return cache_folder() / "kernels" / f"{key}.pt2"
 
 
 def _load_or_compile(
@@ -118,22 +124,35 @@ def _load_or_compile(
         return _LOADED[key]
     if key in _ELSEWHERE:
         _ELSEWHERE.pop(key).wait()
-    path = _package(key)
+    run = None
     try:
-        if not path.exists():
-            if missing := compiler_missing():
-                _warn_once(missing)
-                return _LOADED.setdefault(key, None)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            while announce:
-                announce.pop()("Compiling the optimizer's kernels: some seconds, the first time on this machine only.")
-            compile_ahead(function, example, lengths, path, one_loop)
-        _LOADED[key] = load_ahead(path)
+        run = _load(key)
+        if run is None and (missing := compiler_missing()):
+            _warn_once(missing)
+        elif run is None:
+            with alone(key) as made:
+                run = _load(key)  # another process may have been quicker
+                if run is None:
+                    while announce:
+                        announce.pop()(ANNOUNCEMENT)
+                    compile_ahead(function, example, lengths, made, one_loop)
+                    with marked(path := add_package(key, made)):
+                        run = load_ahead(path)
     except (RuntimeError, OSError) as error:
         # A broken compiler or a full disk must not stop a training run: the definition itself still runs.
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
-        _warn_once(f"compiling into {path.parent} failed ({reason})")
-        return _LOADED.setdefault(key, None)
-    return _LOADED[key]
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        _warn_once(f"compiling into {cache_folder() / 'kernels'} failed ({reason})")
+    return _LOADED.setdefault(key, run)
+
+
+def _load(key: str) -> Compiled | None:
+    """The kernel of a package on the disk; ``None`` where there is none that can be loaded."""
+    path = find_package(key)
+    if path is None:
+        return None
+    try:
+        with marked(path):
+            return load_ahead(path)
+    except RuntimeError:  # from a machine with other libraries
+        discard(path)
+        return None

@@ -124,7 +124,8 @@ class StepKernel:
 
     Args:
         rule, storage: what to do and how to keep it.
-        compile: whether to compile; without it, or without a compiler, the definition runs eagerly, with the same bits.
+        compile: whether to compile; without it, or without a compiler, the definition runs eagerly, with the same bits in
+            all that is kept. The audit's sums are added in another order then, and differ in their last digits.
     """
 
     CHUNK = 1 << 15

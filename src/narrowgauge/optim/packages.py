@@ -1,0 +1,174 @@
+"""Packages: compiled kernels on the disk, which a process loads without looking at them again.
+
+A package is native code. So the folder belongs to one user, and only what that user (or root) wrote, and nobody else may
+change, is loaded. Its name ends with a digest of its bytes: name and bytes appear together in one rename, and bytes that
+were damaged since, or never reached the disk, no longer match. While a package is being loaded a mark lies beside it,
+locked by the process that loads; a mark whose process died tells the next one to compile anew instead of dying there too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from narrowgauge.caching import cache_folder
+
+if sys.platform != "win32":
+    import fcntl
+
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def packages_folder() -> Path:
+    """The folder of all packages, made where it does not exist, for this user alone.
+
+    Raises:
+        OSError: it cannot be made, or is another user's.
+    """
+    path = cache_folder() / "kernels"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    if not _is_own(found):
+        raise PermissionError(f"{path} belongs to another user; set NARROWGAUGE_CACHE to a folder of your own")
+    if found.st_mode & OTHERS_WRITE:
+        path.chmod(0o700)
+    return path
+
+
+def find_package(key: str) -> Path | None:
+    """The package of a key, whole and our own; what is neither is removed.
+
+    Args:
+        key: names the kernel.
+    Returns:
+        Its path, ``None`` where there is none.
+    """
+    for path in sorted(packages_folder().glob(f"{key}-*.pt2")):
+        with contextlib.suppress(OSError):
+            if is_trusted(path.lstat()) and path.stem == f"{key}-{_digest(path)}" and not _killed_a_process(path):
+                return path
+        discard(path)
+    return None
+
+
+def add_package(key: str, made: Path) -> Path:
+    """Give a compiled package its place.
+
+    Args:
+        key: names the kernel.
+        made: the package, in :func:`packages_folder`; it is moved.
+    Returns:
+        Where it now lies.
+    """
+    path = made.with_name(f"{key}-{_digest(made)}.pt2")
+    made.chmod(made.stat().st_mode & ~OTHERS_WRITE)  # a umask may have let the user's group write
+    _sync(made, os.O_RDWR)
+    os.replace(made, path)
+    if sys.platform != "win32":
+        _sync(made.parent, os.O_RDONLY)
+    return path
+
+
+def discard(path: Path) -> None:
+    """Remove a package and its marks, where the disk allows it."""
+    for file in (path, *_marks(path)):
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def alone(key: str) -> Iterator[Path]:
+    """Be the only process that makes the package of ``key`` during the block.
+
+    Args:
+        key: names the kernel.
+    Returns:
+        Where to write the package, for :func:`add_package`; what is left there after the block is removed.
+    """
+    folder = packages_folder()
+    descriptor = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    made = folder / f".{key}-{os.getpid()}.pt2"
+    try:
+        _lock(descriptor, exclusive=True, wait=True)
+        for left in folder.glob(f".{key}-*.pt2"):  # by a process that was killed
+            left.unlink(missing_ok=True)
+        yield made
+    finally:
+        with contextlib.suppress(OSError):
+            made.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def marked(path: Path) -> Iterator[None]:
+    """Leave a mark beside a package during the block, which outlives only a process that dies in it."""
+    mark = path.with_suffix(f".loading-{os.getpid()}")
+    unseen, descriptor = mark.with_name(f".{mark.name}"), -1
+    # A folder that may only be read, a full disk: then nothing is marked.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(unseen, os.O_RDWR | os.O_CREAT, 0o600)
+        _lock(descriptor, exclusive=True, wait=True)
+        os.replace(unseen, mark)  # nobody ever sees it unlocked
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            mark.unlink(missing_ok=True)
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _marks(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(f"{path.stem}.loading-*"))
+
+
+def _killed_a_process(path: Path) -> bool:
+    """Whether a mark lies there that no living process holds."""
+    for mark in _marks(path):
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(mark, os.O_RDONLY)
+            try:
+                # Shared: whoever else looks at the same moment must find it free too.
+                if _lock(descriptor, exclusive=False, wait=False):
+                    return True
+            finally:
+                os.close(descriptor)
+    return False
+
+
+def _lock(descriptor: int, *, exclusive: bool, wait: bool) -> bool:
+    """Lock an open file until it is closed or the process ends; ``False`` where another has it or nothing can be locked."""
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return sys.platform == "win32" or found.st_uid in (os.getuid(), 0)
+
+
+def is_trusted(found: os.stat_result) -> bool:
+    """Whether nobody but this user and root can have written what ``lstat`` found."""
+    return stat.S_ISREG(found.st_mode) and _is_own(found) and not found.st_mode & OTHERS_WRITE
+
+
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+def _sync(path: Path, flags: int) -> None:
+    """Force a file's bytes, or a folder's names, to the disk."""
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
