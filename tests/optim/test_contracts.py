@@ -276,7 +276,7 @@ def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
         kept = tuple((name, state.role) for name, state in states.items() if state.role is not None)
         beside = sum(math.prod(state.shape) for state in states.values() if state.role is None)
     else:
-        kept, beside = optimizer.rule.kept, 0
+        kept, beside = optimizer.rule.under(group).kept, 0
     row = storage.keeping(kept)
     return row.bytes_per_param + row.bytes_per_row / cols + 4 * beside / (rows * cols)
 

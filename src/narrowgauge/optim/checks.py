@@ -60,6 +60,25 @@ def check_rule(rule: object, storage: Storage) -> None:
         )
 
 
+def check_unchanged(rule: str, shapes: Mapping[str, Any], new_rule: str, wanted: Mapping[str, Any]) -> None:
+    """Refuse options that a parameter's states were not made for: another rule, or states of other shapes.
+
+    Args:
+        rule, shapes: what steps the parameter, and its states' shapes by name.
+        new_rule, wanted: the same, as the options now ask for.
+    """
+    advice = "Set it before the first step, or build a new optimizer."
+    if new_rule != rule:
+        raise RecipeError(f"rule '{new_rule}' was set for a parameter whose states are those of '{rule}'.", advice)
+    for name in wanted.keys() & shapes.keys():
+        if tuple(wanted[name]) != tuple(shapes[name]):
+            raise RecipeError(
+                f"an option was set under which '{name}' of rule '{rule}' has the shape {tuple(wanted[name])}, and it was "
+                f"made with {tuple(shapes[name])}.",
+                advice,
+            )
+
+
 def check_range(name: str, value: float, low: float, high: float = math.inf, *, above: bool = False) -> None:
     """Refuse an option outside ``[low, high)``, or outside ``(low, high)`` where ``above``; NaN is outside of all."""
     if not (low < value if above else low <= value) or not value < high:

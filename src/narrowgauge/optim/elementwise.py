@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,15 @@ class Rule:
         name: what tables and caches call it.
         states: names of the states it keeps, in the order ``update`` takes and returns them.
         scalars: names of the per-step float32 scalars that ``update`` reads.
-        prepare: from a param group's options and the number of steps taken (this one included) to those scalars.
+        prepare: from a param group's options and the number of steps taken (this one included, counted from when the states
+            were made) to those scalars; asked at every step, so that whatever a schedule or a user sets is obeyed.
         update: ``(weight, gradient, *states, scalars) -> (change, *new states)``, in ``+ - * /``, ``abs``, ``sign`` and
             :func:`narrowgauge.numerics.expansions.sqrt`.
         squares: those of the states that are never negative.
         coupled: whether new states depend on the weight (an L2 penalty).
         expanded: the same in the arithmetic of expansions where a source says how; ``None`` runs ``update`` in it.
+        reduces: from a param group's options to the rule that keeps fewer states and takes the same steps under them, or
+            ``None`` for this one. Asked at every step, as long as a parameter has none of the states that are saved.
 
     Example:
         >>> from narrowgauge import Optimizer
@@ -60,6 +63,17 @@ class Rule:
     squares: tuple[str, ...] = ("exp_avg_sq",)
     coupled: bool = False
     expanded: Callable[..., tuple[Any, ...]] | None = None
+    reduces: Callable[[Mapping[str, Any]], Rule | None] | None = None
+
+    def under(self, group: Mapping[str, Any], kept: Collection[str] = ()) -> Rule:
+        """The rule that steps a parameter under a group's options: this one, or the one that it reduces to.
+
+        Args:
+            group: the param group's options.
+            kept: names of states that the parameter has already; a state that it has is never given up.
+        """
+        reduced = self.reduces(group) if self.reduces is not None else None
+        return self if reduced is None or set(self.states) & set(kept) else reduced
 
     @property
     def kept(self) -> tuple[tuple[str, str], ...]:
@@ -114,16 +128,12 @@ ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), (*_ADAM_SCALARS, "weight_decay"),
 
 
 def _sgd_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
-    momentum, nesterov = group["momentum"], bool(group["nesterov"])
+    momentum, nesterov = float(group["momentum"]), bool(group["nesterov"])
+    decay, rate = float(group["weight_decay"]), -float(group["lr"])
+    if momentum == 0:  # as in torch: a buffer that is there already stays as it is, and steps go along the gradient
+        return decay, 1.0, 0.0, 1.0, 0.0, rate
     gain = 1.0 if step == 1 else 1 - group["dampening"]
-    return (
-        float(group["weight_decay"]),
-        momentum,
-        gain,
-        float(nesterov),
-        momentum if nesterov else 1.0,
-        -float(group["lr"]),
-    )
+    return decay, momentum, gain, float(nesterov), momentum if nesterov else 1.0, rate
 
 
 def _sgd(w: Any, g: Any, m: Any, s: Scalars) -> tuple[Any, ...]:
@@ -140,6 +150,13 @@ def _plain_sgd(w: Any, g: Any, s: Scalars) -> tuple[Any, ...]:
     return ((g + w * s["weight_decay"]) * s["negative_lr"],)
 
 
+PLAIN_SGD = Rule("plain sgd", (), ("weight_decay", "negative_lr"), _plain_sgd_scalars, _plain_sgd)
+
+
+def _without_momentum(group: Mapping[str, Any]) -> Rule | None:
+    return None if group["momentum"] else PLAIN_SGD
+
+
 SGD = Rule(
     "sgd",
     ("momentum_buffer",),
@@ -147,8 +164,8 @@ SGD = Rule(
     _sgd_scalars,
     _sgd,
     coupled=True,
+    reduces=_without_momentum,
 )
-PLAIN_SGD = Rule("plain sgd", (), ("weight_decay", "negative_lr"), _plain_sgd_scalars, _plain_sgd)
 
 
 def _lion_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.optim.checks import check_range
-from narrowgauge.optim.elementwise import ADAM, ADAMW, LION, PLAIN_SGD, Rule
+from narrowgauge.optim.elementwise import ADAM, ADAMW, LION, Rule
 from narrowgauge.optim.elementwise import SGD as MOMENTUM_SGD
 from narrowgauge.optim.optimizer import Optimizer
 
@@ -128,7 +128,7 @@ class SGD(Optimizer):
 
     Args:
         params, lr: as in :class:`AdamW`.
-        momentum: decay of the ``momentum_buffer``; with 0 none is kept.
+        momentum: decay of the ``momentum_buffer``. With 0 none is kept; it is made when a group or a schedule sets one.
         dampening: what of each gradient but the first does not enter the buffer.
         weight_decay: of the L2 penalty.
         nesterov: step along the gradient and what the buffer will be; needs momentum and no dampening.
@@ -174,7 +174,7 @@ class SGD(Optimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, MOMENTUM_SGD if momentum else PLAIN_SGD, defaults, **options)
+        super().__init__(params, MOMENTUM_SGD, defaults, **options)
 
 
 class Lion(_Betas):

@@ -8,7 +8,7 @@ torch's own ``state_dict`` and hooks, uncast and without losing a bit.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import step_seed
-from narrowgauge.optim.checks import agree, check_rule, check_visible, known_row
+from narrowgauge.optim.checks import agree, check_rule, check_unchanged, check_visible, known_row
 from narrowgauge.optim.elementwise import ADAMW, Rule
 from narrowgauge.optim.kernels import StepKernel
 from narrowgauge.optim.leading import read_leading
-from narrowgauge.optim.matrix import MatrixRule
+from narrowgauge.optim.matrix import MatrixRule, shapes_of_states
 from narrowgauge.optim.shards import local_of, placed_like
 from narrowgauge.optim.stores import Bucket, Store, make_stores
 from narrowgauge.storages import Storage, for_vectors
@@ -71,34 +71,43 @@ class Keeping(torch.optim.Optimizer):
         row = known_row(group["storage"], self.rows)
         return for_vectors(row) if parameter.ndim < 2 else row
 
-    def _rule_of(self, group: dict[str, Any], parameter: Tensor) -> Rule | MatrixRule:
-        """AdamW for what is no matrix, and for groups that ask for it, where the optimizer's rule takes matrices."""
+    def _rule_of(self, group: dict[str, Any], parameter: Tensor, kept: Collection[str] = ()) -> Rule | MatrixRule:
+        """The rule that steps a parameter under its group's options, where it has states of some names already.
+
+        AdamW for what is no matrix, and for groups that ask for it, where the optimizer's rule takes matrices.
+        """
         plain = parameter.ndim < 2 or group.get("rule") == ADAMW.name
-        return ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
+        rule = ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
+        return rule if isinstance(rule, MatrixRule) else rule.under(group, kept)
 
     def _worth_compiling(self, num_elements: int) -> bool:
         return self.compile if self.compile is not None else num_elements >= WORTH_COMPILING
 
-    def _initialise(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Give states to parameters that have none."""
+    def _initialise(
+        self, group: dict[str, Any], parameters: list[Tensor], kept: Mapping[Tensor, Collection[str]] | None = None
+    ) -> None:
+        """Give states to parameters that have none; ``kept``: names of those that they are about to be given."""
         alike: dict[tuple[str, Storage, torch.device], list[Tensor]] = {}
+        rules: dict[str, Rule | MatrixRule] = {}
         extras: dict[Tensor, dict[str, Tensor]] = {}
         for parameter in parameters:
             if parameter in self._stores:
                 continue
-            rule, row = self._rule_of(group, parameter), self._storage_of(group, parameter)
+            row = self._storage_of(group, parameter)
+            rule = self._rule_of(group, parameter, (kept or {}).get(parameter, ()))
             if isinstance(rule, MatrixRule):
-                kept = rule.states(tuple(parameter.shape), group)
-                row = row.keeping(tuple((name, k.role) for name, k in kept.items() if k.role is not None))
+                states = rule.states(tuple(parameter.shape), group)
+                row = row.keeping(tuple((name, k.role) for name, k in states.items() if k.role is not None))
                 extras[parameter] = {
-                    name: torch.zeros(k.shape, device=parameter.device) for name, k in kept.items() if k.role is None
+                    name: torch.zeros(k.shape, device=parameter.device) for name, k in states.items() if k.role is None
                 }
             else:
                 row = row.keeping(rule.kept)
+            rules[rule.name] = rule
             alike.setdefault((rule.name, row, parameter.device), []).append(parameter)
         for (name, row, _), members in alike.items():
-            matrix = isinstance(self.rule, MatrixRule) and name == self.rule.name
-            stores, buckets = make_stores(members, row, self._kernel(name, row), joined=not matrix)
+            joined = not isinstance(rules[name], MatrixRule)
+            stores, buckets = make_stores(members, row, self._kernel(rules[name], row), joined=joined)
             self._buckets += buckets
             for store in stores:
                 store.extras = extras.get(store.owner, {})
@@ -109,20 +118,42 @@ class Keeping(torch.optim.Optimizer):
                 bounds = {f"{name}_bound": bound for name, bound in store.bounds.items()}
                 self.state[store.owner] = {**store.words, **bounds, **store.extras}
 
-    def _kernel(self, rule: str, storage: Storage) -> StepKernel:
-        if (rule, storage) not in self._kernels:
-            own = ADAMW if rule == ADAMW.name and isinstance(self.rule, MatrixRule) else self.rule
-            if isinstance(own, MatrixRule):
+    def _restate(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Give parameters the states that options which were set since have come to ask for; others stay bit for bit.
+
+        Raises:
+            RecipeError: options that states of other shapes, or another rule, would be needed for.
+        """
+        if isinstance(self.rule, Rule) and self.rule.reduces is None:
+            return  # its states are what they are
+        kept: dict[Tensor, set[str]] = {}
+        for parameter in parameters:
+            if (store := self._stores.get(parameter)) is not None:
+                rule = self._rule_of(group, parameter, store.shapes_of_states)
+                wanted = shapes_of_states(rule, parameter.shape, group)
+                if isinstance(self.rule, MatrixRule):
+                    check_unchanged(store.kernel.rule.name, store.shapes_of_states, rule.name, wanted)
+                if wanted.keys() - store.shapes_of_states.keys():
+                    kept[parameter] = {*wanted, *store.shapes_of_states}
+        old = {parameter: self._stores.pop(parameter) for parameter in kept}
+        self._buckets = [b for b in self._buckets if not any(member.owner in old for member in b.members)]
+        self._initialise(group, list(kept), kept)
+        for parameter, store in old.items():
+            self._stores[parameter].inherit(store)
+
+    def _kernel(self, rule: Rule | MatrixRule, storage: Storage) -> StepKernel:
+        key = rule.name, storage
+        if key not in self._kernels:
+            if isinstance(rule, MatrixRule):
                 # It decides on whole matrices; the kernel is only told what to write.
                 names = tuple(state for state, _ in storage.states)
-                self._kernels[rule, storage] = StepKernel(
-                    Rule(rule, names, (), lambda group, step: (), own.update), storage, compile=False
-                )
+                given = Rule(rule.name, names, (), lambda group, step: (), rule.update)
+                self._kernels[key] = StepKernel(given, storage, compile=False)
             else:
                 rows = [(self._storage_of(g, p), p) for g in self.param_groups for p in g["params"]]
-                total = sum(p.numel() for row, p in rows if row.keeping(own.kept) == storage)
-                self._kernels[rule, storage] = StepKernel(own, storage, compile=self._worth_compiling(total))
-        return self._kernels[rule, storage]
+                total = sum(p.numel() for row, p in rows if row.keeping(rule.kept) == storage)
+                self._kernels[key] = StepKernel(rule, storage, compile=self._worth_compiling(total))
+        return self._kernels[key]
 
     # ── what is kept ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -162,16 +193,17 @@ class Keeping(torch.optim.Optimizer):
         Raises:
             KeyError: the parameter or the name is unknown.
         """
-        if parameter not in self._stores:
-            group = next((g for g in self.param_groups if any(parameter is p for p in g["params"])), None)
-            if group is None:
-                raise KeyError("this tensor is not one of the optimizer's parameters")
-            rule = self._rule_of(group, parameter)
-            known = rule.states(tuple(parameter.shape), group) if isinstance(rule, MatrixRule) else rule.states
-            if name != "weight" and name not in known:
-                raise KeyError(f"rule '{rule.name}' keeps {('weight', *known)}, not '{name}'")
-            return parameter.detach().float().clone() if name == "weight" else torch.zeros_like(parameter).float()
-        return placed_like(parameter, self._stores[parameter].stored(name))
+        store = self._stores.get(parameter)
+        if store is not None and (name == "weight" or name in store.shapes_of_states):
+            return placed_like(parameter, store.stored(name))
+        group = next((g for g in self.param_groups if any(parameter is p for p in g["params"])), None)
+        if group is None:
+            raise KeyError("this tensor is not one of the optimizer's parameters")
+        rule = self._rule_of(group, parameter, (name,))
+        known = shapes_of_states(rule, parameter.shape, group)
+        if name != "weight" and name not in known:
+            raise KeyError(f"rule '{rule.name}' keeps {('weight', *known)}, not '{name}'")
+        return parameter.detach().float().clone() if name == "weight" else torch.zeros_like(parameter).float()
 
     def leading(self, parameters: Iterable[Tensor], count: int, name: str = "weight") -> list[Tensor | None]:
         """The first values of :meth:`stored` of some parameters, without reading the others.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import sqrt
-from narrowgauge.optim.elementwise import TINY
+from narrowgauge.optim.elementwise import TINY, Rule
 from narrowgauge.optim.low_rank import adam_step, coordinate_shape, is_tall, lift, project, refreshed
 from narrowgauge.storages import Storage
 
@@ -71,6 +71,13 @@ class MatrixRule:
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of a parameter: its first dim, and all others together."""
     return shape[0], math.prod(shape[1:])
+
+
+def shapes_of_states(rule: Rule | MatrixRule, shape: Sequence[int], options: Options) -> dict[str, tuple[int, ...]]:
+    """The shapes of the states that a rule keeps for a parameter of ``shape`` under some options, by name."""
+    if isinstance(rule, MatrixRule):
+        return {name: kept.shape for name, kept in rule.states(tuple(shape), options).items()}
+    return dict.fromkeys(rule.states, tuple(shape))
 
 
 def state_bytes(rule: MatrixRule, shape: tuple[int, ...], options: Options, storage: Storage | None = None) -> int:

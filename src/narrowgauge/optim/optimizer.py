@@ -200,6 +200,7 @@ class Optimizer(Keeping):
         """The stores of a group's parameters that have a gradient, each with it; made where there are none yet."""
         parameters = [p for p in group["params"] if p.grad is not None]
         gradients = [gradient_of(p) for p in parameters]
+        self._restate(group, parameters)
         self._initialise(group, parameters)
         stores = [self._stores[p] for p in parameters]
         for store, gradient in zip(stores, gradients, strict=True):

@@ -25,9 +25,9 @@ from narrowgauge.optim.shards import gathered, own_part
 from narrowgauge.optim.stores import Bucket, Store, weight_bound, write_back
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Numbers:
-    """What a step of one (rule, count of steps) takes beside words.
+    """What a step of one (rule, count of steps) takes beside words; stores that are in step have the same.
 
     Args:
         values: float32, the scalars of ``CONTROL`` and of the rule.
@@ -52,23 +52,21 @@ class Stepper:
 
     def __init__(self, group: Mapping[str, Any], control: Tensor, auditor: Auditor, audit_every: int) -> None:
         self.group, self.control, self.auditor, self.audit_every = group, control, auditor, audit_every
-        self._numbers: dict[tuple[str, int], Numbers] = {}
+        self._numbers: dict[tuple[str, int, int], Numbers] = {}
 
-    def numbers(self, rule: Rule, count: int) -> Numbers:
-        """The scalars and the seed of the step number ``count`` of a rule."""
-        key = rule.name, count
+    def numbers(self, store: Store) -> Numbers:
+        """The scalars and the seed of a store's next step."""
+        rule, count = store.kernel.rule, store.step + 1
+        key = rule.name, count, store.begun
         if key not in self._numbers:
             device = self.control.device
-            values = torch.tensor([1.0, 0.0, *rule.prepare(self.group, count)], device=device)
+            values = torch.tensor([1.0, 0.0, *rule.prepare(self.group, count - store.begun)], device=device)
             values[:2] = self.control
             if self.group.get("maximize"):
                 values[0] = -values[0]
             seed = torch.tensor(step_seed(self.group["seed"], count), dtype=torch.int32, device=device)
             self._numbers[key] = Numbers(values, seed, self.audit_every > 0 and count % self.audit_every == 0)
         return self._numbers[key]
-
-    def _of(self, store: Store) -> Numbers:
-        return self.numbers(store.kernel.rule, store.step + 1)
 
     def step(self, stores: Sequence[Store], buckets: Sequence[Bucket], matrix_rule: MatrixRule | None) -> None:
         """Step stores that have their gradients, each once.
@@ -80,8 +78,8 @@ class Stepper:
         """
         waiting = dict.fromkeys(stores)
         for bucket in buckets:
-            steps = {member.step if member in waiting else None for member in bucket.members}
-            if len(steps) == 1 and None not in steps:
+            together = {self.numbers(member) if member in waiting else None for member in bucket.members}
+            if len(together) == 1 and None not in together:
                 self._step_bucket(bucket)
                 for member in bucket.members:
                     del waiting[member]
@@ -91,22 +89,21 @@ class Stepper:
             self._step_matrix(store, matrix_rule)
             del waiting[store]
         self._bound_rows(list(waiting))
-        plain: dict[tuple[StepKernel, int], list[Work]] = {}
+        plain: dict[tuple[StepKernel, Numbers], list[Work]] = {}
         for store in waiting:
-            work, numbers = store.direct(), self._of(store)
+            work, numbers = store.direct(), self.numbers(store)
             if work is None:
                 self._step_pieces(store, numbers)
             elif numbers.audited:
                 self._step_audited(store, work, numbers)
             else:
-                plain.setdefault((store.kernel, store.step + 1), []).append(work)
-        for (kernel, count), tensors in plain.items():
-            numbers = self.numbers(kernel.rule, count)
+                plain.setdefault((store.kernel, numbers), []).append(work)
+        for (kernel, numbers), tensors in plain.items():
             kernel.run_each(tensors, numbers.values, numbers.seed)
 
     def _step_bucket(self, bucket: Bucket) -> None:
         first = bucket.members[0]
-        numbers = self._of(first)
+        numbers = self.numbers(first)
         bucket.gather()
         if numbers.audited:
             rows = first.kernel.run_bucket(bucket.work, numbers.values, numbers.seed, bucket.segments())
@@ -139,12 +136,12 @@ class Stepper:
 
     def _bound_rows(self, stores: Sequence[Store]) -> None:
         """Give every store of a storage with scales by row the scales of this step."""
-        batches: dict[tuple[StepKernel, int], list[Store]] = {}
+        batches: dict[tuple[StepKernel, Numbers], list[Store]] = {}
         for store in stores:
             if store.storage.scaled:
-                batches.setdefault((store.kernel, store.step + 1), []).append(store)
-        for (kernel, count), batch in batches.items():
-            values = self.numbers(kernel.rule, count).values
+                batches.setdefault((store.kernel, self.numbers(store)), []).append(store)
+        for (kernel, numbers), batch in batches.items():
+            values = numbers.values
             # All rows of all matrices at once: thirty small operations, not thirty for each matrix.
             old = {name: torch.cat([store.bounds[name] for store in batch]) for name in kernel.storage.scaled}
             _rescale(batch, old, _new_bounds(kernel, batch, old, values), values[1] != 0)
@@ -153,11 +150,12 @@ class Stepper:
 
     def _step_matrix(self, store: Store, rule: MatrixRule) -> None:
         """The rule decides on the whole matrix; the kernel of the storage writes what it decided."""
-        numbers, owner = self._of(store), store.owner
+        numbers, owner = self.numbers(store), store.owner
         own = [state for state, _ in store.storage.states]
         states = {name: gathered(owner, store.stored(name)) for name in own} | store.extras
         gradient = gathered(owner, store.gradient).float() * numbers.values[0]
         change, new = rule.update(gathered(owner, store.stored("weight")), gradient, states, self.group, store.step + 1)
+        new = {**states, **new}  # what the options no longer ask for stays as it is
         skip = numbers.values[1] != 0
         for name, extra in store.extras.items():
             extra.copy_(torch.where(skip, extra, new[name]))

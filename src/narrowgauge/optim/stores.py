@@ -53,6 +53,7 @@ class Store:
             ``[rows, 1]``; one that is cut stochastically may, and the window ends at 1.7 times the power of two above.
         extras: what a matrix rule keeps beside, as it is.
         step: how many steps it has taken.
+        begun: after how many steps its states were made; not 0 where a rule came to keep states late.
         gradient: its gradient, during a step.
         scales: the multipliers that a kernel takes, during a step.
     """
@@ -65,6 +66,7 @@ class Store:
     bounds: dict[str, Tensor] = field(default_factory=dict)
     extras: dict[str, Tensor] = field(default_factory=dict)
     step: int = 0
+    begun: int = 0
     gradient: Tensor = NO_GRADIENT
     scales: list[Tensor] = field(default_factory=list)
     _weight_at: int = -1
@@ -138,6 +140,26 @@ class Store:
                 "Load the state that belongs to this model and storage.",
             )
         return value
+
+    @cached_property
+    def shapes_of_states(self) -> dict[str, tuple[int, ...]]:
+        """The states of its rule, by name, as :func:`narrowgauge.optim.matrix.shapes_of_states`."""
+        kept = dict.fromkeys(dict(self.storage.states), tuple(self.owner.shape))
+        return {**kept, **{name: tuple(extra.shape) for name, extra in self.extras.items()}}
+
+    def inherit(self, old: Store) -> None:
+        """Hold what another store of the parameter holds, bit for bit; states that it lacks are new, and begin as zeros."""
+        kept, places, fields = old._lane().fields, layouts.places(self.storage), {}
+        widths = dict(self.storage.fields)
+        for name in places.keys() & kept.keys():
+            word, shift = kept[name]
+            mask = -1 if widths[name] == 32 else (1 << widths[name]) - 1
+            fields[name] = ((word >> shift) & mask) << places[name].shift
+        self._fill(fields)
+        for mine, theirs in ((self.bounds, old.bounds), (self.extras, old.extras)):
+            for name in mine.keys() & theirs.keys():
+                mine[name].copy_(theirs[name])
+        self.step = self.begun = old.step
 
     def _bits(self, plane: layouts.Plane) -> Tensor:
         """A plane's bits in the parameter's order and shape, int32."""

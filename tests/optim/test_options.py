@@ -1,0 +1,185 @@
+"""Every option of every rule is read from its group at every step, and what a group may not say is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.optim.kernels import StepKernel
+from narrowgauge.storages import STORAGES
+from optim.pairs import (
+    RULES,
+    assert_same,
+    build,
+    everything,
+    gradients,
+    members,
+    parameters,
+    take_steps,
+)
+
+# ── read at every step ──────────────────────────────────────────────────────────────────────────────────────────────
+
+ADAM = {"lr": 0.07, "betas": (0.5, 0.6), "eps": 0.3, "weight_decay": 0.4, "maximize": True, "seed": 9}
+LOW_RANK = {**ADAM, "scale": 0.1, "update_proj_gap": 1}
+LATER: dict[str, dict[str, Any]] = {
+    "adamw": ADAM,
+    "adam": ADAM,
+    "sgd": {"lr": 0.07, "momentum": 0.3, "dampening": 0.4, "weight_decay": 0.4, "nesterov": True, "maximize": True},
+    "plain sgd": {"lr": 0.07, "momentum": 0.3, "weight_decay": 0.4, "maximize": True},
+    "lion": {"lr": 0.07, "betas": (0.5, 0.0), "weight_decay": 0.4, "maximize": True},
+    "own": {"lr": 0.07, "betas": (0.5, 0.6, 0.7), "alpha": 9.0},
+    "muon": {**ADAM, "momentum": 0.3, "nesterov": False, "ns_steps": 2, "ns_dtype": "float32", "adjust_lr_fn": "original"},
+    "adafactor": {**ADAM, "beta1": 0.2, "beta2_decay": -0.3, "clip_threshold": 0.1, "eps_square": 0.5,
+                  "eps_scale": 9.0, "scale_parameter": True, "relative_step": True},
+    "galore": LOW_RANK,
+    "gradnorm_lorp": LOW_RANK,
+}  # fmt: skip
+# What shows only in the steps of vectors, or beside another option.
+BESIDE = {"adafactor": {"eps_scale": {"scale_parameter": True}, "relative_step": {"lr": 2.0}}}
+CASES = [(rule, option) for rule, options in LATER.items() for option in options]
+
+
+@pytest.mark.parametrize(("rule", "option"), CASES, ids=["-".join(case) for case in CASES])
+def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(rule: str, option: str) -> None:
+    """And makes a difference, so that the comparison says something."""
+    beside = BESIDE.get(rule, {}).get(option, {})
+    moved, kept = (build(rule, parameters("word"), "word", **beside) for _ in range(2))
+    for optimizer in (moved, kept):
+        take_steps(optimizer, range(2))
+    fresh = build(rule, [nn.Parameter(p.detach().clone()) for p in members(moved)], "word", **beside)
+    fresh.load_state_dict(moved.state_dict())
+    for optimizer in (moved, fresh):
+        for group in optimizer.param_groups:
+            group[option] = LATER[rule][option]
+    for optimizer in (moved, kept, fresh):
+        take_steps(optimizer, range(2, 4))
+    assert_same(everything(moved), everything(fresh))
+    with pytest.raises(AssertionError):
+        assert_same(everything(moved), everything(kept))
+
+
+MOMENTA = (0.0, 0.0, 0.9, 0.8, 0.0, 0.0, 0.7, 0.6)
+
+
+def slide(optimizer: torch.optim.Optimizer, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Steps whose momentum comes, goes and comes back."""
+    for step, momentum in enumerate(MOMENTA):
+        optimizer.param_groups[0]["momentum"] = momentum
+        for p, gradient in zip(members(optimizer), gradients(members(optimizer), step), strict=True):
+            p.grad = gradient.to(dtype)
+        optimizer.step()
+    return [p.detach().double() for p in members(optimizer)]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_that_comes_and_goes_is_torchs(nesterov: bool) -> None:
+    """A buffer is made with the first gradient that meets a momentum, and waits while there is none."""
+    options = {"lr": 0.1, "dampening": 0.0 if nesterov else 0.3, "weight_decay": 0.1}
+    theirs = torch.optim.SGD([nn.Parameter(p.detach().double()) for p in parameters("float32")], **options)
+    ours = ng.SGD(parameters("float32"), storage="float32", compile=False, **options)
+    for optimizer in (ours, theirs):
+        optimizer.param_groups[0]["nesterov"] = nesterov
+    for p, q in zip(slide(ours), slide(theirs, torch.float64), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_buffer_that_comes_late_changes_no_bit_of_the_weight(storage: str) -> None:
+    """Tails, masters and low parts move to the words of the rule with a buffer; the buffer begins as the gradient does."""
+    optimizer, never = (ng.SGD(parameters(storage), lr=0.1, storage=storage, compile=False) for _ in range(2))
+    for each in (optimizer, never):
+        take_steps(each, range(3))
+    before = [optimizer.stored(p) for p in members(optimizer)]
+    optimizer.param_groups[0].update(momentum=0.9, lr=0.0)
+    never.param_groups[0]["lr"] = 0.0
+    for each in (optimizer, never):
+        take_steps(each, range(3, 4))
+    for p, q, weight in zip(members(optimizer), members(never), before, strict=True):
+        if not STORAGES[storage].is_stochastic:
+            assert torch.equal(optimizer.stored(p), weight)
+        assert torch.equal(optimizer.stored(p), never.stored(q))
+        buffer = optimizer.stored(p, "momentum_buffer")
+        assert p.grad is not None
+        torch.testing.assert_close(buffer, p.grad.float(), rtol=0.2, atol=0.02)
+    assert [float(entry["step"]) for entry in optimizer.state_dict()["state"].values()] == [4.0] * 3
+
+
+@pytest.mark.parametrize("storage", ["float32", "word", "compact", "float16/split", "collage-plus"])
+def test_a_buffer_waits_bit_for_bit_while_there_is_no_momentum(storage: str) -> None:
+    optimizer = ng.SGD(parameters(storage), lr=0.1, momentum=0.9, storage=storage, compile=False)
+    take_steps(optimizer, range(3))
+    before = [optimizer.stored(p, "momentum_buffer") for p in members(optimizer)]
+    optimizer.param_groups[0]["momentum"] = 0.0
+    take_steps(optimizer, range(3, 6))
+    for p, buffer in zip(members(optimizer), before, strict=True):
+        assert torch.equal(optimizer.stored(p, "momentum_buffer"), buffer) and buffer.any()
+
+
+def test_momentum_is_a_groups_own() -> None:
+    first, second = parameters("word", [(12, 10), (12, 10)])
+    optimizer = ng.SGD([{"params": [first], "momentum": 0.9}, {"params": [second]}], lr=0.1, compile=False)
+    take_steps(optimizer, range(2))
+    assert set(optimizer.state_dict()["state"][0]) == {"step", "tail", "momentum_buffer"}
+    assert set(optimizer.state_dict()["state"][1]) == {"step", "tail"}
+    assert optimizer.stored(first, "momentum_buffer").any() and not optimizer.stored(second, "momentum_buffer").any()
+
+
+def test_a_cycle_of_momentum_is_obeyed() -> None:
+    """OneCycleLR sets a momentum that the constructor was not given."""
+    ends = []
+    for make, options in ((torch.optim.SGD, {}), (ng.SGD, {"storage": "float32", "compile": False})):
+        weight = nn.Parameter(torch.zeros(4, 4))
+        optimizer: torch.optim.Optimizer = make([weight], lr=0.01, **options)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+        for _ in range(9):
+            weight.grad = torch.ones(4, 4)
+            optimizer.step()
+            schedule.step()
+        ends.append(weight[0, 0].item())
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5) and ends[0] < -0.9  # −0.39 without momentum
+
+
+def test_no_value_of_an_option_needs_a_kernel_of_its_own() -> None:
+    optimizer = build("sgd", parameters("word"), "word")
+    take_steps(optimizer, range(2))
+    kernels: list[StepKernel] = list(optimizer._kernels.values())
+    for step, momentum in enumerate(MOMENTA):
+        optimizer.param_groups[0].update(momentum=momentum, lr=0.1 / (step + 1), weight_decay=0.01 * step)
+        take_steps(optimizer, range(step + 2, step + 3))
+    assert list(optimizer._kernels.values()) == kernels
+
+
+def test_a_first_moment_asked_for_late_begins_then_and_may_go_again() -> None:
+    """Adafactor's: made as zeros, and left as it is when it is no longer asked for."""
+    optimizer = build("adafactor", parameters("word"), "word", beta1=None)
+    matrix = members(optimizer)[0]
+    take_steps(optimizer, range(2))
+    optimizer.param_groups[0]["beta1"] = 0.75
+    factors = optimizer.stored(matrix, "exp_avg_sq_row")
+    take_steps(optimizer, range(2, 4))
+    moment = optimizer.stored(matrix, "exp_avg")
+    assert moment.any() and not torch.equal(optimizer.stored(matrix, "exp_avg_sq_row"), factors)
+    optimizer.param_groups[0]["beta1"] = None
+    take_steps(optimizer, range(4, 6))
+    assert torch.equal(optimizer.stored(matrix, "exp_avg"), moment)
+    assert optimizer.num_steps(matrix) == 6
+
+
+@pytest.mark.parametrize("rule", ["galore", "gradnorm_lorp"])
+def test_another_rank_is_refused_once_there_are_states(rule: str) -> None:
+    optimizer = build(rule, parameters("word"), "word")
+    take_steps(optimizer, range(1))
+    before = everything(optimizer)
+    optimizer.param_groups[0]["rank"] = 2
+    with pytest.raises(ng.RecipeError, match=r"has the shape .* made with .* Set it before the first step"):
+        take_steps(optimizer, range(1, 2))
+    assert_same(before, everything(optimizer))
+
+
+def test_every_rule_is_here() -> None:
+    assert LATER.keys() | {"nesterov"} == RULES.keys()
