@@ -210,9 +210,14 @@ def train(file: Path | None, **flags: Any) -> None:
     given = {name: value for name, value in flags.items() if value is not None}
     # Before torch is loaded, which takes seconds: a mistake is told at once.
     config = dataclasses.replace(asked, **given).validated()
-    from narrowgauge.trainer import loop
+    from narrowgauge.trainer.console import Console
 
-    click.echo(loop.train(config))
+    with Console(config.steps, config.log_every) as console:
+        console.stage("loading PyTorch")
+        from narrowgauge.trainer import loop
+
+        folder = loop.train(config, screen=console)
+    click.echo(folder)
 
 
 @main.command("resume")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeErr
 from narrowgauge.runs.files import held_folder
 from narrowgauge.runs.pages import page
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.trainer import comparing, loop
+from narrowgauge.trainer import comparing, forecast, loop
 from narrowgauge.trainer.board import Board
 from narrowgauge.trainer.comparing import compare
 from narrowgauge.trainer.config import TrainConfig
@@ -79,7 +80,10 @@ def test_a_folder_holds_the_question_the_runs_the_rows_and_the_page(first: tuple
     assert {path.name for path in out.iterdir()} == {"compare.toml", "compare.json", "report.html", *NAMES}
     assert (out / "report.html").read_text().startswith("model in bfloat16/word and bfloat16/naive\n")
     assert [row["recipe"] for row in json.loads((out / "compare.json").read_text())] == list(RECIPES)
-    heads = [line.split("  ")[:2] for line in said.splitlines()[1:]]
+    lines = said.splitlines()
+    assert re.fullmatch(r"about [\dmins ]+ for 4 runs \(a step takes [\d.to ]+ s here\)", lines[1])
+    assert [bool(re.search(r"  about [\dmins ]+ left$", line)) for line in lines[2:]] == [True, True, True, False]
+    heads = [line.split("  ")[:2] for line in lines[2:]]
     assert heads == [
         [f"{n}/4", f"{recipe}, seed {seed}"]
         for n, (recipe, seed) in enumerate(((recipe, seed) for seed in (0, 1) for recipe in RECIPES), 1)
@@ -234,7 +238,7 @@ class Full(io.StringIO):
 def test_output_that_nobody_takes_is_told_with_how_to_go_on(base: TrainConfig, tmp_path: Path, error: OSError) -> None:
     short = replace(base, steps=1, eval_every=0)
     with pytest.raises(RecordError, match=rf"not taken \({error.strerror}\): 1 of 2 runs .* --out {tmp_path}"):
-        compare(RECIPES, base=short, out=tmp_path, stream=Full(1, error))
+        compare(RECIPES, base=short, out=tmp_path, stream=Full(2, error))
     assert "earlier" in done(short, tmp_path, recipes=None)
 
 
@@ -254,20 +258,31 @@ def test_a_folder_that_may_not_be_looked_into_costs_one_line(
     assert f"RecordError: Cannot use {closed}" in result.stderr and "Permission denied" in result.stderr
 
 
-def test_a_terminal_gets_a_table_where_it_is_wide_enough(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    for width, has_table in (("40", False), ("100", True)):
-        monkeypatch.setenv("COLUMNS", width)
-        assert (Board(ask(RECIPES, base), Path("out"), stream)._live is not None) == has_table
+def test_what_went_before_is_not_waited_for_again(
+    first: tuple[Path, str], base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forecast, "forecast", lambda configs: pytest.fail("measured for nothing"))
+    assert " left" not in done(base, first[0]) and "about" not in done(base, first[0])
 
 
-def test_the_table_does_not_advise_to_go_on_with_one_run(base: TrainConfig) -> None:
-    board = Board(ask(RECIPES, base), Path("out"), io.StringIO())
-    board.begin(0)
-    board.latest.write("Stopped after step 3. Go on with: narrowgauge resume out/a\n")
-    assert board.lines[0][2] == "Stopped after step 3."
+def test_a_model_that_cannot_be_built_is_its_runs_to_tell(base: TrainConfig, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text('{"model_type": "unheard of"}')
+    assert forecast.forecast([replace(base, model=str(broken))]) == {}
+    with pytest.raises(DataError, match="bfloat16-word-seed0"):
+        done(replace(base, model=str(broken)), tmp_path / "out")
+
+
+def test_a_forecast_measures_each_recipe_until_it_has_taken_long(
+    base: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = [replace(base, recipe=recipe, gradient_accumulation_steps=2) for recipe in RECIPES]
+    found = forecast.forecast(configs)
+    assert list(found) == list(RECIPES)
+    assert all(one.step_seconds > 0 and one.once_seconds > 0 for one in found.values())
+    monkeypatch.setattr(forecast, "MOST_SECONDS", 0.0)
+    assert forecast.forecast(configs) == {}
 
 
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────

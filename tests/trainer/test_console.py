@@ -117,3 +117,38 @@ def test_ending_twice_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
         console.__exit__()
     console.say("still here")
     assert capsys.readouterr().out == "still here\n"
+
+
+STAGES = """
+from narrowgauge.trainer.console import Console
+with Console(4, 2) as console:
+    console.stage("training a tokenizer")
+    console.progress and console.progress.refresh()
+    console.stage("building the model")
+    console.progress and console.progress.refresh()
+    console.start("bfloat16/word", 1)
+    console.progress and console.progress.refresh()
+    console.step({"step": 2, "loss": 2.5, "tokens_per_second": 1234.0, "lr": 1e-3})
+"""
+
+
+@pytest.mark.parametrize("columns", ["40", "100"])
+def test_a_bar_is_there_before_there_are_steps(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SCRIPT", STAGES)
+    said = on_terminal(TERM="xterm-256color", COLUMNS=columns)
+    places = [said.find(word) for word in ("training a tokenizer", "building the model", "1/4", "2/4")]
+    assert places == sorted(places) and places[0] >= 0, said
+    assert "━" in said[: places[1]] and ("the first step compiles" in said) == (columns == "100")
+    assert "/4" not in said[: places[1]], "no steps are counted before there are any"
+    assert through_pipe() == "step      2/4  loss 2.5000  1,234 tokens/s  lr 1.00e-03\n"
+
+
+def test_that_it_will_stop_is_told_beside_the_bar_and_past_every_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = STAGES + '    console.stopping("stopping now")\n    console.progress and console.progress.refresh()\n'
+    monkeypatch.setitem(globals(), "SCRIPT", script)
+    last = on_terminal(TERM="xterm-256color").split("\r")
+    assert any("stopping now" in line and "2/4" in line for line in last)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, env=ENVIRONMENT)
+    assert result.stderr == b"stopping now\n"

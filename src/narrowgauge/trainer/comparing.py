@@ -22,6 +22,7 @@ import platform
 import shutil
 import statistics
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +35,9 @@ from narrowgauge.runs.comparing.names import recipe_name, run_name
 from narrowgauge.runs.comparing.publishing import publish, runs_inside
 from narrowgauge.runs.files import TEMPORARY, disk_errors, held_folder
 from narrowgauge.runs.record import Run, is_run, read_run
-from narrowgauge.trainer.board import Board
+from narrowgauge.trainer.board import Board, RunOnBoard
 from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.pace import Forecast
 from narrowgauge.trainer.question import QUESTION_FILE, Question, ask, has_question, past
 
 CALIBRATION_STEPS = (12, 200)
@@ -101,6 +103,7 @@ def answer(question: Question, out: str | Path | None = None, stream: TextIO | N
         question.write(place)
         with Board(question, place, stream or sys.stdout) as board, _explained(question, place, board):
             question = _measured(question, place, board)
+            _plan(question, place, board)
             runs = _train_all(question, place, board)
         found = compare_runs(runs)
         return found, publish(found, runs, place)
@@ -256,6 +259,24 @@ def _typical(run: Run) -> float:
     return statistics.fmean(s if s < 5 * median else median for s in seconds)
 
 
+def _plan(question: Question, out: Path, board: Board) -> None:
+    """Say how long the runs that are left will take, by a step measured here."""
+    configs = [question.config(*pair, out) for pair in question.pairs()]
+    left = [config for config in configs if not ended(Path(str(config.out)))]
+    expected: dict[str, Forecast] = {}
+    if question.seconds is not None:
+        expected = {name: Forecast(question.seconds / steps) for name, (steps, _) in question.measured.items()}
+    elif left:
+        # Here, since torch takes seconds to load and the board says so.
+        from narrowgauge.trainer.forecast import forecast
+
+        board.told("measuring a step of each recipe")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the runs themselves will say it
+            expected = forecast(list({recipe_name(config.recipe): config for config in left}.values()))
+    board.plan([(recipe_name(config.recipe), config.steps, config not in left) for config in configs], expected)
+
+
 def _train_all(question: Question, out: Path, board: Board) -> list[Run]:
     """Do what is not done; all runs, in the order of the question."""
     runs = []
@@ -287,11 +308,12 @@ def _perform(config: TrainConfig, folder: Path, lenders: Sequence[Path], board: 
     _fresh_start()
     with contextlib.redirect_stdout(board.latest), contextlib.redirect_stderr(board.notes):
         try:
+            screen = RunOnBoard(board, config.steps)
             if is_run(folder):
-                loop.resume(folder)
+                loop.resume(folder, screen=screen)
             else:
                 _share_data(folder, lenders)
-                loop.train(config, lent=True)
+                loop.train(config, lent=True, screen=screen)
         except recovery.DivergenceError:
             pass  # the run folder says so
         except NarrowgaugeError as error:

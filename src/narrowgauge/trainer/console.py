@@ -1,17 +1,50 @@
-"""What a person sees of a run: a progress bar with figures on a terminal, plain lines in a pipe."""
+"""What a person sees of a run: a progress bar with figures on a terminal, plain lines in a pipe.
+
+The bar is there from the first second: before there are steps to count it moves to and fro beside what is being done.
+"""
 
 from __future__ import annotations
 
 import io
+import os
 import sys
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 Row = dict[str, Any]
+
+MIN_WIDTH = 80
+"""Columns of a terminal below which it has no room for figures beside a bar, nor for a table of runs."""
+
+
+class Screen(Protocol):
+    """Who is shown how a run goes."""
+
+    def stage(self, what: str) -> None:
+        """What is done before there are steps to count."""
+
+    def start(self, name: str, step: int) -> None:
+        """Steps begin, after ``step``."""
+
+    def say(self, line: str) -> None:
+        """One line."""
+
+    def step(self, row: Row) -> None:
+        """One step's figures."""
+
+    def evaluation(self, row: Row) -> None:
+        """One validation."""
+
+    def stopping(self, line: str) -> None:
+        """One line, from within a signal, which may have come in the middle of any other."""
+
+    def summary(self, rows: list[Row]) -> None:
+        """The figures of finished runs."""
 
 
 class Console:
@@ -32,12 +65,13 @@ class Console:
         # A terminal that cannot move its cursor is served like a pipe.
         self.on_terminal = sys.stdout.isatty() and not self.rich.is_dumb_terminal
         if self.on_terminal:
+            is_wide = self.rich.width >= MIN_WIDTH
             columns = (
                 TextColumn("[bold]{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"),
-                TimeRemainingColumn(),
+                BarColumn(40 if is_wide else 8),
+                _Steps(),
+                *([TextColumn("{task.fields[figures]}")] if is_wide else []),
+                _TimeLeft(),
             )
             self.progress = Progress(*columns, console=self.rich, transient=True)
 
@@ -48,11 +82,24 @@ class Console:
         if self.progress is not None:
             self.progress.stop()
 
+    def stage(self, what: str) -> None:
+        """A bar that only moves to and fro, beside what is done before there are steps to count."""
+        self._bar(what, None, 0, "")
+
     def start(self, name: str, step: int) -> None:
         """Begin at ``step``."""
-        if self.progress is not None:
+        self._bar(name, self.num_steps, step, "the first step compiles")
+
+    def _bar(self, name: str, total: int | None, step: int, figures: str) -> None:
+        if self.progress is None:
+            return
+        if not self.progress.task_ids:
             self.progress.start()
-            self.progress.add_task(name, total=self.num_steps, completed=step, figures="")
+            self.progress.add_task(name, total=None, figures="")
+        task = self.progress.task_ids[0]
+        if total is not None:
+            self.progress.reset(task, total=total, completed=step)
+        self.progress.update(task, description=name, figures=figures)
 
     def say(self, line: str) -> None:
         """One line, above the bar."""
@@ -72,6 +119,13 @@ class Console:
         """One validation."""
         self.say(f"step {row['step']:>6}/{self.num_steps}  validation loss {row['val_loss']:.4f}")
 
+    def stopping(self, line: str) -> None:
+        """Beside the bar, where there is one: a line of its own would tear it."""
+        if self.progress is not None and self.progress.task_ids:
+            self.progress.update(self.progress.task_ids[0], description=line)
+        else:
+            write_past_buffers(line)
+
     def summary(self, rows: list[Row]) -> None:
         """The table at the end: a line per run."""
         if self.progress is not None:
@@ -81,6 +135,25 @@ class Console:
         natural = self.rich.measure(table, options=self.rich.options.update(width=1000)).maximum
         fits = self.on_terminal and natural <= self.rich.width
         self.rich.print(table if fits else plain_table(rows), markup=False, soft_wrap=True)
+
+
+def write_past_buffers(line: str) -> None:
+    """A line to standard error, from within a signal that may have come in the middle of a print."""
+    os.write(2, f"{line}\n".encode())
+
+
+class _Steps(MofNCompleteColumn):
+    """How many steps of how many, where there are any to count."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if task.total is not None else Text()
+
+
+class _TimeLeft(TimeRemainingColumn):
+    """How long the rest takes, where that can be said."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if task.total is not None else Text()
 
 
 _COLUMNS = (

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -183,6 +183,7 @@ def prepare_data(
     tokenizer: str | Path | None = None,
     held_out: float = 0.05,
     seed: int = 0,
+    stage: Callable[[str], None] = lambda what: None,
 ) -> Dataset:
     """Turn text into the ``data/`` folder of a run, or find it there.
 
@@ -196,6 +197,7 @@ def prepare_data(
         tokenizer: a ``tokenizer.json`` or a Hugging Face folder; ``None`` trains a byte-level BPE.
         held_out: share of the documents kept for validation, 0 to below 1.
         seed: of the split.
+        stage: told what is being done.
 
     Returns:
         The data, memory-mapped.
@@ -221,8 +223,9 @@ def prepare_data(
         return _reopened(final, request)
     if final.exists():
         raise RecordError(f"Cannot prepare data in {final}: it is there already and has no data.json.", "Remove it.")
-    tokens, notes = _open_tokens(str(source), vocab_size, tokenizer)
+    tokens, notes = _open_tokens(str(source), vocab_size, tokenizer, stage)
     _require_fit(tokens, vocab_size, str(source))
+    stage("turning the text into tokens")
     _write_data(final, tokens, request, notes)
     return open_data(folder)
 
@@ -281,7 +284,10 @@ def _reopened(place: Path, request: dict[str, Any]) -> Dataset:
     return data
 
 
-def _open_tokens(source: str, vocab_size: int | None, tokenizer: str | Path | None) -> tuple[Tokens, list[str]]:
+def _open_tokens(
+    source: str, vocab_size: int | None, tokenizer: str | Path | None, stage: Callable[[str], None]
+) -> tuple[Tokens, list[str]]:
+    stage("reading the text")
     if is_token_map(Path(source)):
         if tokenizer is not None:
             raise DataError(f"A tokenizer was given, but {source} is tokens already.", "Leave the tokenizer out.")
@@ -295,7 +301,9 @@ def _open_tokens(source: str, vocab_size: int | None, tokenizer: str | Path | No
     checksum, num_bytes = texts.measure()
 
     def train() -> Tokens:
+        stage("training a tokenizer")
         trained = train_tokenizer(texts, vocab_size, num_bytes)
+        stage("turning the text into tokens")
         return tokenize_texts(texts, *trained)
 
     if source != "stdlib":

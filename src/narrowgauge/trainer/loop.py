@@ -7,12 +7,11 @@ its last checkpoint, and takes them again with the same bits.
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from narrowgauge.models import MODELS, refuse_own_code
 from narrowgauge.optim import compilation
 from narrowgauge.runs.comparing.names import recipe_name
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.record import Row, RunWriter, read_run, require_free
+from narrowgauge.runs.record import Row, Run, RunWriter, read_run, require_free
 from narrowgauge.trainer.config import TrainConfig, left_by_a_kill
-from narrowgauge.trainer.console import Console
+from narrowgauge.trainer.console import Console, Screen
 from narrowgauge.trainer.data import Dataset, open_data, prepare_data
 from narrowgauge.trainer.recovery import Recovery
 from narrowgauge.trainer.reporting import Reporter
@@ -32,18 +31,34 @@ from narrowgauge.trainer.session import Session, build, describe, differences
 from narrowgauge.trainer.steps import evaluate, summarize, train_step
 
 
-def train(config: TrainConfig, *, lent: bool = False) -> Path:
+def train(config: TrainConfig, *, lent: bool = False, screen: Screen | None = None) -> Path:
     """Train a model from the start.
 
     Args:
         config: the settings.
         lent: the caller put the data there itself.
+        screen: who is shown how it goes; ``None`` for standard output.
     Returns:
         The run folder.
     Raises:
         NarrowgaugeError: any setting that cannot be; nothing is written then.
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved.
     """
+    with _shown(config, screen) as shown:
+        return _train(config, lent, shown)
+
+
+@contextmanager
+def _shown(config: TrainConfig, screen: Screen | None) -> Iterator[Screen]:
+    """The screen that was given, or standard output."""
+    if screen is not None:
+        yield screen
+        return
+    with Console(config.steps, config.log_every) as console:
+        yield console
+
+
+def _train(config: TrainConfig, lent: bool, screen: Screen) -> Path:
     config = config.validated().located()
     assert config.out is not None
     folder = Path(config.out)
@@ -51,8 +66,9 @@ def train(config: TrainConfig, *, lent: bool = False) -> Path:
     absent = [place for place in (folder, *folder.parents) if not place.exists()]
     prepared = (folder / "data").exists()
     try:
-        data = _prepared_data(config, folder)
+        data = _prepared_data(config, folder, screen.stage)
         data.require(config.sequence_length)
+        screen.stage("building the model")
         session = build(config, folder, data)
         writer = RunWriter.create(folder, describe(session), beside=("data",))
     except BaseException:
@@ -68,16 +84,17 @@ def train(config: TrainConfig, *, lent: bool = False) -> Path:
         for note in [*data.notes, *session.notes]:
             writer.event(Event("note", 0, note))
         writer.event(Event("start", 0, f"{Path(config.model).name} in {recipe_name(session.config.recipe)}"))
-        _run(session, writer)
+        _run(session, writer, screen)
     return folder
 
 
-def resume(folder: str | Path, stop_after: int | None = None) -> Path:
+def resume(folder: str | Path, stop_after: int | None = None, *, screen: Screen | None = None) -> Path:
     """Go on with a run from its latest good checkpoint; its own ``run.toml`` says everything else.
 
     Args:
         folder: the run folder.
         stop_after: stop with a checkpoint after this step; ``None`` runs to the end.
+        screen: who is shown how it goes; ``None`` for standard output.
     Returns:
         The run folder.
     Raises:
@@ -96,9 +113,17 @@ def resume(folder: str | Path, stop_after: int | None = None) -> Path:
     if stop_after is None:
         settings.pop("stop_after", None)
     config = TrainConfig.from_dict(settings, str(folder / "run.toml"))
-    data = open_data(folder) if (folder / "data").exists() else _prepared_data(config, folder)
+    with _shown(config, screen) as shown:
+        return _go_on(run, config, folder, began_with, shown)
+
+
+def _go_on(run: Run, config: TrainConfig, folder: Path, began_with: str | None, screen: Screen) -> Path:
+    stop_after = config.stop_after
+    screen.stage("checking the tokens")
+    data = open_data(folder) if (folder / "data").exists() else _prepared_data(config, folder, screen.stage)
     if data.fingerprint != began_with:
         raise RecordError(f"the tokens in {folder / 'data'} are not those the run began with.", "Restore that folder.")
+    screen.stage("building the model")
     session = build(config, folder, data)
     with RunWriter.open(folder) as writer:
 
@@ -119,7 +144,7 @@ def resume(folder: str | Path, stop_after: int | None = None) -> Path:
             print(f"note: {difference}.", file=sys.stderr)
         session.has_saturated = any(event.get("kind") == "warning" for event in run.events)
         writer.event(Event("resume", session.step, f"from step {session.step}"))
-        _run(session, writer)
+        _run(session, writer, screen)
     return folder
 
 
@@ -132,7 +157,7 @@ def _forget(folder: Path, absent: list[Path], prepared: bool) -> None:
             parent.rmdir()
 
 
-def _prepared_data(config: TrainConfig, folder: Path) -> Dataset:
+def _prepared_data(config: TrainConfig, folder: Path, stage: Callable[[str], None]) -> Dataset:
     return prepare_data(
         config.data,
         folder,
@@ -140,6 +165,7 @@ def _prepared_data(config: TrainConfig, folder: Path) -> Dataset:
         tokenizer=config.tokenizer,
         held_out=config.held_out,
         seed=config.seed,
+        stage=stage,
     )
 
 
@@ -160,9 +186,9 @@ def vocabulary_size(config: TrainConfig) -> int | None:
     return size
 
 
-def _run(session: Session, writer: RunWriter) -> None:
+def _run(session: Session, writer: RunWriter, console: Screen) -> None:
     config, began = session.config, time.perf_counter() - session.seconds
-    with Console(config.steps, config.log_every) as console, _interruptible() as interrupted, session.watched():
+    with _interruptible(console.stopping) as interrupted, session.watched():
         reporter = Reporter(writer, console, config.to_dict(), config.tensorboard, session.step)
         _announce(session, console)
         session.optimizer.on_alarm = lambda alarms: reporter.stalls(alarms, session.step + 1)
@@ -197,7 +223,7 @@ def _run(session: Session, writer: RunWriter) -> None:
             reporter.close()
 
 
-def _announce(session: Session, console: Console) -> None:
+def _announce(session: Session, console: Screen) -> None:
     console.say(f"{Path(session.config.model).name} · {recipe_name(session.config.recipe)} · {session.folder}")
     for note in session.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -254,7 +280,7 @@ def _evaluate(session: Session, reporter: Reporter) -> float:
 
 
 @contextmanager
-def _interruptible() -> Iterator[list[int]]:
+def _interruptible(tell: Callable[[str], None]) -> Iterator[list[int]]:
     """A list that is no longer empty once Ctrl-C or a termination was asked for; a second one ends at once."""
     received: list[int] = []
 
@@ -262,8 +288,7 @@ def _interruptible() -> Iterator[list[int]]:
         if received:
             signal.default_int_handler(number, frame)
         received.append(number)
-        # Past every buffer: a signal may arrive in the middle of a print.
-        os.write(2, b"Stopping after this step; Ctrl-C again ends at once.\n")
+        tell("Stopping after this step; Ctrl-C again ends at once.")
 
     try:
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

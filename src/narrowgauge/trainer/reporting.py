@@ -14,7 +14,7 @@ from narrowgauge.runs.events import Event
 from narrowgauge.runs.readings import Row
 from narrowgauge.runs.record import Run, RunWriter, read_run
 from narrowgauge.runs.watching.alarms import Alarms
-from narrowgauge.trainer.console import Console
+from narrowgauge.trainer.console import Screen
 
 
 class Reporter:
@@ -29,7 +29,7 @@ class Reporter:
     """
 
     def __init__(
-        self, writer: RunWriter, console: Console, config: Row, tensorboard: bool = False, step: int = 0
+        self, writer: RunWriter, console: Screen, config: Row, tensorboard: bool = False, step: int = 0
     ) -> None:
         self.writer, self.console, self.config = writer, console, config
         self.alarms = Alarms(config)
