@@ -33,8 +33,8 @@ class FormatError(NarrowgaugeError):
     """A value or shape does not suit a number format or a cast."""
 
 
-class RecipeError(NarrowgaugeError):
-    """A recipe contradicts itself, the model or the optimizer it is given to."""
+class RecipeError(NarrowgaugeError, ValueError):
+    """A recipe contradicts itself, the model or the optimizer it is given to; a ``ValueError``, as ``torch.optim`` raises."""
 
 
 class ChipError(NarrowgaugeError):

@@ -72,6 +72,7 @@ class Row:
 
 
 NAIVE, FLOAT8 = ("naive", "no-master"), ("float8/collage-light", "float8/collage-plus")
+OWN_RATE = {"scale_parameter": False, "relative_step": False, "weight_decay": 0.01}
 SUBSPACE = {"lr": 0.4, "rank": 4, "update_proj_gap": 3, "scale": 1.0}
 RULES = {
     "adamw": Row(ng.AdamW, {"lr": 0.3}, 0.026),
@@ -81,8 +82,8 @@ RULES = {
     "plain sgd": Row(ng.SGD, {"lr": 0.5}, 4.8e-4, dict.fromkeys(NAIVE, 1.5) | dict.fromkeys(FLOAT8, 2.3)),
     "lion": Row(ng.Lion, {"lr": 0.2}, 0.03),
     "own": Row(own, {"lr": 0.1, "betas": (0.9, 0.999, 0.99), "alpha": 2.0}, 0.14),
-    "muon": Row(ng.Muon, {"lr": 0.5, "weight_decay": 0.0}, 0.113, matrix=True),
-    "adafactor": Row(ng.Adafactor, {"lr": 0.3, "beta1": 0.9}, 0.029, matrix=True),
+    "muon": Row(ng.Muon, {"lr": 0.5, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}, 0.113, matrix=True),
+    "adafactor": Row(ng.Adafactor, {"lr": 0.3, "beta1": 0.9, **OWN_RATE}, 0.029, matrix=True),
     "galore": Row(ng.GaLore, SUBSPACE, 0.052, matrix=True),
     "gradnorm_lorp": Row(ng.GradNormLoRP, SUBSPACE, 0.083, matrix=True),
 }

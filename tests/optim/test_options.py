@@ -34,13 +34,13 @@ LATER: dict[str, dict[str, Any]] = {
     "lion": {"lr": 0.07, "betas": (0.5, 0.0), "weight_decay": 0.4, "maximize": True},
     "own": {"lr": 0.07, "betas": (0.5, 0.6, 0.7), "alpha": 9.0},
     "muon": {**ADAM, "momentum": 0.3, "nesterov": False, "ns_steps": 2, "ns_dtype": "float32", "adjust_lr_fn": "original"},
-    "adafactor": {**ADAM, "beta1": 0.2, "beta2_decay": -0.3, "clip_threshold": 0.1, "eps_square": 0.5,
-                  "eps_scale": 9.0, "scale_parameter": True, "relative_step": True},
+    "adafactor": {**ADAM, "beta1": 0.2, "beta2_decay": -0.3, "clip_threshold": 0.1, "eps": (0.5, 1e-3),
+                  "adam_eps": 0.3, "scale_parameter": True, "relative_step": True},
     "galore": LOW_RANK,
     "gradnorm_lorp": LOW_RANK,
 }  # fmt: skip
 # What shows only in the steps of vectors, or beside another option.
-BESIDE = {"adafactor": {"eps_scale": {"scale_parameter": True}, "relative_step": {"lr": 2.0}}}
+BESIDE = {"adafactor": {"relative_step": {"lr": 2.0}}}
 CASES = [(rule, option) for rule, options in LATER.items() for option in options]
 
 
@@ -179,6 +179,86 @@ def test_another_rank_is_refused_once_there_are_states(rule: str) -> None:
     with pytest.raises(ng.RecipeError, match=r"has the shape .* made with .* Set it before the first step"):
         take_steps(optimizer, range(1, 2))
     assert_same(before, everything(optimizer))
+
+
+# ── what a group may not say ────────────────────────────────────────────────────────────────────────────────────────
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("muon", {"rule": "AdamW"}, r"rule = 'AdamW' .* 'muon'; it may be 'muon' or 'adamw'\. Did you mean 'adamw'\?"),
+    ("muon", {"rule": "adam"}, r"it may be 'muon' or 'adamw'\. Did you mean 'adamw'"),
+    ("adamw", {"rule": "lion"}, r"it may be 'adamw'\. Build another optimizer"),
+    ("sgd", {"rule": "muon"}, r"it may be 'sgd'"),
+    ("adamw", {"amsgrad": True}, r"amsgrad = True .* No rule here keeps the largest second moment"),
+    ("adam", {"fused": True}, "fused = True .* one fused kernel"),
+    ("lion", {"foreach": True}, "foreach = True .* one fused kernel"),
+    ("sgd", {"capturable": True}, "capturable = True .* cannot be captured"),
+    ("adamw", {"differentiable": True}, "differentiable = True .* cannot be differentiated"),
+    ("adamw", {"max_grad_norm": 1.0}, "a param group says max_grad_norm = 1.0. Give it to the optimizer"),
+    ("adamw", {"betas": (1.0, 0.9)}, "beta1 = 1 was asked for; it must be at least 0 and below 1"),
+    ("adam", {"betas": (0.9, float("nan"))}, "beta2 = nan"),
+    ("lion", {"betas": (0.9, -0.1)}, "beta2 = -0.1"),
+    ("adamw", {"eps": -1e-8}, "eps = -1e-08"),
+    ("adamw", {"lr": -1.0}, "lr = -1 was asked for; it must be at least 0 and finite"),
+    ("adamw", {"lr": None}, "lr = None was asked for; it must be one number"),
+    ("sgd", {"momentum": -0.5}, "momentum = -0.5"),
+    ("muon", {"momentum": 1.0}, "momentum = 1 was"),
+    ("muon", {"adjust_lr_fn": "match_rms"}, "'original', 'match_rms_adamw'. Did you mean 'match_rms_adamw'"),
+    ("adafactor", {"eps": (-1e-30, 1e-3)}, "eps1 = -1e-30"),
+    ("adafactor", {"beta2_decay": 0.8}, "beta2_decay = 0.8 was asked for; it must be below 0"),
+    ("galore", {"rank": 0}, "rank = 0 was asked for; it must be at least 1"),
+    ("adam", {"decoupled_weight_decay": True}, "Take ng.AdamW"),
+]
+
+
+@pytest.mark.parametrize(("rule", "said", "answer"), REFUSED, ids=[f"{rule}-{next(iter(s))}" for rule, s, _ in REFUSED])
+def test_what_a_group_may_not_say_is_refused_in_a_sentence(rule: str, said: dict[str, Any], answer: str) -> None:
+    """When it is added, when it is loaded, and, whatever sets it in between, at the next step, which changes nothing."""
+    optimizer = build(rule, parameters("word"), "word")
+    with pytest.raises(ValueError, match=answer):  # which a RecipeError is, as in torch
+        optimizer.add_param_group({"params": parameters("word"), **said})
+    assert len(optimizer.param_groups) == 1
+    take_steps(optimizer, range(1))
+    before, saved = everything(optimizer), optimizer.state_dict()
+    if not said.keys() & {"fused", "foreach", "capturable", "differentiable"}:  # how torch made a state says nothing
+        saved["param_groups"][0].update(said)
+        with pytest.raises(ng.RecipeError, match=answer):
+            optimizer.load_state_dict(saved)
+    if not said.keys() & {"lr", "max_grad_norm"}:
+        optimizer.param_groups[0].update(said)
+        with pytest.raises(ng.RecipeError, match=answer):
+            take_steps(optimizer, range(1, 2))
+    assert_same(before, everything(optimizer))
+
+
+def test_a_rate_below_zero_or_none_at_all_at_a_step() -> None:
+    """A schedule may end a rounding below zero; NaN is nobody's intention."""
+    optimizer = build("adamw", parameters("word"), "word")
+    optimizer.param_groups[0]["lr"] = -1e-22
+    take_steps(optimizer, range(1))
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ng.RecipeError, match="lr = nan"):
+        take_steps(optimizer, range(1, 2))
+
+
+@pytest.mark.parametrize("make", [ng.AdamW, ng.Adam, ng.SGD, ng.Lion, ng.Muon, ng.Adafactor, ng.GaLore])
+def test_flags_of_torch_are_tolerated_where_they_are_off(make: Any) -> None:
+    off = {"fused": False, "foreach": None, "capturable": False, "differentiable": False, "amsgrad": False}
+    optimizer = make(parameters("word"), **off)
+    optimizer.add_param_group({"params": parameters("word"), **off})
+    take_steps(optimizer, range(1))
+    with pytest.raises(ng.RecipeError, match="foreach = True"):
+        make(parameters("word"), foreach=True)
+
+
+TORCHS = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Muon, torch.optim.Adafactor]
+
+
+@pytest.mark.parametrize("theirs", TORCHS)
+def test_defaults_are_torchs(theirs: type[torch.optim.Optimizer]) -> None:
+    ours = getattr(ng, theirs.__name__)(parameters("float32"), storage="float32").defaults
+    said = theirs(parameters("float32")[:1]).defaults
+    for name in ours.keys() & said.keys() - {"eps"}:
+        assert ours[name] == said[name], name
 
 
 def test_every_rule_is_here() -> None:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.optim.elementwise import Rule
 from narrowgauge.optim.matrix import MatrixRule
+from narrowgauge.optim.options import HOW_TORCH_STEPS, check_options
 from narrowgauge.storages import STORAGES, Storage, find
 
 
@@ -102,12 +104,12 @@ def gradient_of(parameter: Tensor) -> Tensor:
     return gradient
 
 
-def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
-    """Refuse saved param groups of other sizes or storages, and fill in what those of plain ``torch.optim`` lack.
+def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rule: Rule | MatrixRule) -> None:
+    """Refuse saved param groups of other sizes, storages or rules, and fill in what those of plain ``torch.optim`` lack.
 
     Raises:
         ValueError: the sizes differ, as in ``torch.optim``.
-        RecipeError: a storage differs.
+        RecipeError: a storage differs, or an option that the rule cannot obey.
     """
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         raise ValueError("loaded state dict has parameter groups of other sizes than the optimizer's")
@@ -115,6 +117,11 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> 
         if theirs.setdefault("storage", mine["storage"]) != mine["storage"]:
             raise RecipeError(
                 f"a state of storage '{theirs['storage']}' was given to an optimizer of storage '{mine['storage']}'.",
-                "Build the optimizer with the storage the state was saved from.",
+                "Build the optimizer with the storage the state was saved from, or take it over with ng.convert.",
             )
-        theirs.setdefault("seed", mine["seed"])
+        for flag in HOW_TORCH_STEPS:
+            theirs.pop(flag, None)  # says nothing about a state
+        check_options(theirs, rule)
+        for name, value in mine.items():
+            if name != "params":
+                theirs.setdefault(name, value)

@@ -89,7 +89,8 @@ def _adam_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     correction1 = 1 - beta1**step
     correction2 = (1 - beta2**step) ** 0.5
-    eps = max(float(group["eps"]), TINY)
+    # Where another rule's eps is a pair of its own, AdamW's beside it has a name that says so.
+    eps = max(float(group.get("adam_eps", group["eps"])), TINY)
     return 1 - beta1, 1 - beta2, -lr / correction1, 1 / correction2, eps
 
 

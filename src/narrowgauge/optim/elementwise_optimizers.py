@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.optim.checks import check_range
 from narrowgauge.optim.elementwise import ADAM, ADAMW, LION, Rule
 from narrowgauge.optim.elementwise import SGD as MOMENTUM_SGD
 from narrowgauge.optim.optimizer import Optimizer
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Betas(Optimizer):
-    """An optimizer with two decay rates: the options they share, checked."""
+    """An optimizer with two decay rates: the options they share."""
 
     def __init__(
         self,
@@ -32,13 +31,8 @@ class _Betas(Optimizer):
         eps: float | None,
         options: Options,
     ) -> None:
-        check_range("lr", float(lr), 0)
-        check_range("beta1", betas[0], 0, 1)
-        check_range("beta2", betas[1], 0, 1)
-        check_range("weight_decay", weight_decay, 0)
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         if eps is not None:
-            check_range("eps", eps, 0)
             defaults["eps"] = eps
         super().__init__(params, rule, defaults, **options)
 
@@ -159,9 +153,6 @@ class SGD(Optimizer):
         nesterov: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        check_range("lr", float(lr), 0)
-        check_range("momentum", momentum, 0)
-        check_range("weight_decay", weight_decay, 0)
         if nesterov and (momentum == 0 or dampening != 0):
             raise RecipeError(
                 f"nesterov was asked for with momentum = {momentum} and dampening = {dampening}.",

@@ -21,6 +21,7 @@ from narrowgauge.optim.elementwise import ADAMW, Rule
 from narrowgauge.optim.kernels import StepKernel
 from narrowgauge.optim.leading import read_leading
 from narrowgauge.optim.matrix import MatrixRule, shapes_of_states
+from narrowgauge.optim.options import check_options
 from narrowgauge.optim.shards import local_of, placed_like
 from narrowgauge.optim.stores import Bucket, Store, make_stores
 from narrowgauge.storages import Storage, for_vectors
@@ -52,12 +53,14 @@ class Keeping(torch.optim.Optimizer):
         """Add parameters, as in ``torch.optim``; the group may name its own ``storage``.
 
         Raises:
-            RecipeError: an unknown storage, or a parameter in another format than its visible one.
+            RecipeError: an option that the rule cannot obey, an unknown storage, or a parameter in another format than its
+                visible one.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         _name_each_once(group)
         try:
+            check_options(group, self.rule)
             row = known_row(group["storage"], self.rows)
             self.rows[row.name], group["storage"] = row, row.name
             for parameter in group["params"]:
@@ -331,7 +334,7 @@ def _take_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
     """A hook: load what belongs to parameters, uncast, and leave the groups to torch."""
     assert isinstance(optimizer, Keeping)
     saved = copy.deepcopy(state_dict["param_groups"])
-    agree(optimizer.param_groups, saved)
+    agree(optimizer.param_groups, saved, optimizer.rule)
     # By numbers, or by names where a distributed checkpoint has put them.
     listed = [key for group in saved for key in group["params"]]
     members = dict(zip(listed, optimizer._parameters(), strict=True))

@@ -192,12 +192,15 @@ def _muon(w: Tensor, g: Tensor, states: States, options: Options, step: int) -> 
     m = states["momentum_buffer"]
     m = m + (g - m) * (1 - momentum)
     ahead = g + (m - g) * momentum if options["nesterov"] else m
-    size = float(options["lr"]) * LR_SCALES[options["adjust_lr_fn"]](*w.shape)
+    size = float(options["lr"]) * LR_SCALES[options["adjust_lr_fn"] or "original"](*w.shape)
     o = orthogonalise(ahead, options["ns_steps"], getattr(torch, options["ns_dtype"]))
     return o * -size - w * _decay(options), {"momentum_buffer": m}
 
 
 # ── Adafactor ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+_EPS_SQUARE = 1e-30
 
 
 def _adafactor_states(shape: tuple[int, ...], options: Options) -> dict[str, Kept]:
@@ -209,7 +212,9 @@ def _adafactor_states(shape: tuple[int, ...], options: Options) -> dict[str, Kep
 @_on_matrix
 def _adafactor(w: Tensor, g: Tensor, states: States, options: Options, step: int) -> tuple[Tensor, dict[str, Tensor]]:
     # The second moment is taken as an outer product: that of row means and column means over the mean of all.
-    squares, one_minus_beta2 = g * g + options["eps_square"], step ** options["beta2_decay"]
+    eps_square, eps_scale = options["eps"]
+    squares = g * g + (_EPS_SQUARE if eps_square is None else eps_square)
+    one_minus_beta2 = step ** options["beta2_decay"]
     row, col = states["exp_avg_sq_row"], states["exp_avg_sq_col"]
     row = row + (squares.mean(1) - row) * one_minus_beta2
     col = col + (squares.mean(0) - col) * one_minus_beta2
@@ -224,7 +229,7 @@ def _adafactor(w: Tensor, g: Tensor, states: States, options: Options, step: int
     size = min(float(options["lr"]), step**-0.5) if options["relative_step"] else float(options["lr"])
     u = u * -size
     if options["scale_parameter"]:
-        u = u * _root_mean_square(w).clamp(min=options["eps_scale"]).float()
+        u = u * _root_mean_square(w).clamp(min=eps_scale).float()
     return u - w * _decay(options), new
 
 
@@ -327,7 +332,7 @@ MUON = MatrixRule(
         "nesterov": True,
         "ns_steps": 5,
         "ns_dtype": "bfloat16",
-        "adjust_lr_fn": "match_rms_adamw",
+        "adjust_lr_fn": None,
     },
 )
 ADAFACTOR = MatrixRule(
@@ -336,13 +341,15 @@ ADAFACTOR = MatrixRule(
     _adafactor,
     {
         **_ADAM,
+        "lr": 1e-2,
+        "weight_decay": 0.0,
+        "eps": (_EPS_SQUARE, 1e-3),
+        "adam_eps": 1e-8,
         "beta1": None,
         "beta2_decay": -0.8,
-        "eps_square": 1e-30,
-        "eps_scale": 1e-3,
         "clip_threshold": 1.0,
-        "scale_parameter": False,
-        "relative_step": False,
+        "scale_parameter": True,
+        "relative_step": True,
     },
 )
 GALORE = MatrixRule("galore", _galore_states, _galore, {**_SUBSPACE, "scale": 0.25})

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.optim.checks import check_range
-from narrowgauge.optim.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, LR_SCALES, MUON, MatrixRule
+from narrowgauge.optim.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, MUON, MatrixRule
 from narrowgauge.optim.optimizer import Optimizer
 
 if TYPE_CHECKING:
@@ -23,23 +21,8 @@ if TYPE_CHECKING:
     from narrowgauge.optim.optimizer import Options
 
 
-def _check_adam(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    check_range("lr", float(lr), 0)
-    check_range("beta1", betas[0], 0, 1)
-    check_range("beta2", betas[1], 0, 1)
-    check_range("eps", eps, 0)
-    check_range("weight_decay", weight_decay, 0)
-
-
-def _check_name(option: str, name: str, known: Iterable[str]) -> None:
-    known = list(known)
-    if name not in known:
-        listed = ", ".join(f"'{k}'" for k in known)
-        raise RecipeError(f"{option} = '{name}' was asked for; it is one of {listed}.", suggestion(name, known))
-
-
 class _InSubspace(Optimizer):
-    """An optimizer that steps in a low-rank subspace: the options they share, checked."""
+    """An optimizer that steps in a low-rank subspace: the options they share."""
 
     def __init__(
         self,
@@ -53,10 +36,6 @@ class _InSubspace(Optimizer):
         options: Options,
     ) -> None:
         rank, update_proj_gap, scale = subspace
-        _check_adam(lr, betas, eps, weight_decay)
-        check_range("rank", rank, 1)
-        check_range("update_proj_gap", update_proj_gap, 1)
-        check_range("scale", scale, 0)
         defaults = {
             "lr": lr,
             "rank": rank,
@@ -84,9 +63,9 @@ class Muon(Optimizer):
         momentum: decay rate of the average of gradients.
         nesterov: look one step ahead of that average.
         ns_steps: iterations of the orthogonalisation.
-        adjust_lr_fn: names as in ``torch.optim.Muon``. ``"match_rms_adamw"`` multiplies ``lr`` by
-            ``0.2 · sqrt(max(rows, cols))``, so that steps are as large as AdamW's and one rate serves both;
-            ``"original"`` by ``sqrt(max(1, rows / cols))``.
+        adjust_lr_fn: names and default as in ``torch.optim.Muon``. ``None`` or ``"original"`` multiplies ``lr`` by
+            ``sqrt(max(1, rows / cols))``; ``"match_rms_adamw"`` by ``0.2 · sqrt(max(rows, cols))``, so that steps are as
+            large as AdamW's and one rate serves both: take it where vectors and embeddings share the optimizer.
         ns_dtype: operands of its products: ``"bfloat16"``, as published, or ``"float32"``.
         betas, eps: AdamW's, for what is no matrix.
         options: as in :class:`narrowgauge.AdamW`; the momentum takes its code for first moments.
@@ -100,7 +79,7 @@ class Muon(Optimizer):
     Example:
         >>> import torch, narrowgauge as ng
         >>> weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
-        >>> optimizer = ng.Muon([weight], lr=1e-3, storage="word")
+        >>> optimizer = ng.Muon([weight], lr=1e-3, adjust_lr_fn="match_rms_adamw", storage="word")
         >>> weight.grad = torch.eye(8).bfloat16()
         >>> optimizer.step()
         >>> stepped = optimizer.stored(weight).diagonal()
@@ -119,17 +98,12 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
-        adjust_lr_fn: str = "match_rms_adamw",
+        adjust_lr_fn: str | None = None,
         ns_dtype: str = "bfloat16",
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         **options: Unpack[Options],
     ) -> None:
-        _check_adam(lr, betas, eps, weight_decay)
-        check_range("momentum", momentum, 0, 1)
-        check_range("ns_steps", ns_steps, 1)
-        _check_name("adjust_lr_fn", adjust_lr_fn, LR_SCALES)
-        _check_name("ns_dtype", ns_dtype, ("bfloat16", "float32"))
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -151,23 +125,23 @@ class Adafactor(Optimizer):
     at step ``t`` is ``1 - t^beta2_decay``, so it needs no bias correction. A step whose root mean square is above
     ``clip_threshold`` is scaled down to it.
 
-    ``scale_parameter=True, relative_step=True`` with ``lr=1e-2`` is the paper's and ``torch.optim.Adafactor``'s reading (``lr``
-    bounds a relative step); both off, the default, is the one with a rate and schedule of your own, as in
-    ``transformers.Adafactor``. The first moment, where asked for, averages clipped steps *before* the rate is
-    multiplied in: the same under a constant rate, and a schedule is obeyed at once.
+    As it stands, ``lr`` bounds a relative step: the paper's reading, with the defaults of ``torch.optim.Adafactor``. For a rate
+    and schedule of your own, as often with ``transformers.Adafactor``, give ``scale_parameter=False, relative_step=False``
+    and an AdamW's rate. The first moment, where asked for, averages clipped steps *before* the rate is multiplied in: the
+    same under a constant rate, and a schedule is obeyed at once.
 
     Args:
         params: as in :class:`Muon`.
         lr: learning rate, or its bound where ``relative_step``; a float or a 0-d tensor.
-        beta1: decay rate of a first moment; ``None`` keeps none.
         beta2_decay: exponent of the second moments' decay rate, below 0.
-        clip_threshold: largest root mean square of a step.
+        eps: a pair as in torch and transformers: what is added to every squared gradient (``None`` is 1e-30), and the least
+            root mean square that a weight is taken to have where ``scale_parameter``.
+        clip_threshold: largest root mean square of a step; torch's ``d``.
         weight_decay: decoupled decay, multiplied by ``lr``.
-        eps_square: added to every squared gradient.
-        eps_scale: least root mean square that a weight is taken to have where ``scale_parameter``.
+        beta1: decay rate of a first moment; ``None`` keeps none.
         scale_parameter: multiply ``lr`` by the weight's root mean square.
         relative_step: bound ``lr`` by ``1 / sqrt(t)``.
-        betas, eps: AdamW's, for what is no matrix.
+        betas, adam_eps: AdamW's ``betas`` and ``eps``, for what is no matrix.
         options: as in :class:`narrowgauge.AdamW`; row and column values are float32 in all.
 
     Raises:
@@ -178,7 +152,7 @@ class Adafactor(Optimizer):
     Example:
         >>> import torch, narrowgauge as ng
         >>> weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
-        >>> optimizer = ng.Adafactor([weight], lr=1e-3, storage="word")
+        >>> optimizer = ng.Adafactor([weight], lr=1e-3, scale_parameter=False, relative_step=False, storage="word")
         >>> weight.grad = torch.ones_like(weight)
         >>> optimizer.step()
         >>> round(optimizer.stored(weight).mean().item(), 5)
@@ -191,39 +165,30 @@ class Adafactor(Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        beta1: float | None = None,
+        lr: float | Tensor = 1e-2,
         beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (1e-30, 1e-3),
         clip_threshold: float = 1.0,
-        weight_decay: float = 0.01,
+        weight_decay: float = 0.0,
         *,
-        eps_square: float = 1e-30,
-        eps_scale: float = 1e-3,
-        scale_parameter: bool = False,
-        relative_step: bool = False,
+        beta1: float | None = None,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        adam_eps: float = 1e-8,
         **options: Unpack[Options],
     ) -> None:
-        _check_adam(lr, betas, eps, weight_decay)
-        if beta1 is not None:
-            check_range("beta1", beta1, 0, 1)
-        check_range("-beta2_decay", -beta2_decay, 0, above=True)
-        check_range("clip_threshold", clip_threshold, 0, above=True)
-        check_range("eps_square", eps_square, 0)
-        check_range("eps_scale", eps_scale, 0)
         defaults = {
             "lr": lr,
-            "beta1": beta1,
             "beta2_decay": beta2_decay,
+            "eps": eps,
             "clip_threshold": clip_threshold,
             "weight_decay": weight_decay,
-            "eps_square": eps_square,
-            "eps_scale": eps_scale,
+            "beta1": beta1,
             "scale_parameter": scale_parameter,
             "relative_step": relative_step,
             "betas": betas,
-            "eps": eps,
+            "adam_eps": adam_eps,
         }
         super().__init__(params, ADAFACTOR, defaults, **options)
 

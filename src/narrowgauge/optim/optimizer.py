@@ -22,6 +22,7 @@ from narrowgauge.optim.elementwise import Rule
 from narrowgauge.optim.keeping import Keeping
 from narrowgauge.optim.kernels import StepKernel
 from narrowgauge.optim.matrix import MatrixRule
+from narrowgauge.optim.options import check_options, check_step
 from narrowgauge.optim.shards import local_of
 from narrowgauge.optim.stepping import Stepper
 from narrowgauge.optim.stores import NO_GRADIENT, Bucket, Store
@@ -40,6 +41,11 @@ class Options(TypedDict, total=False):
     compile: bool | None
     maximize: bool
     loss_scaler: LossScaler | None
+    amsgrad: bool | None
+    fused: bool | None
+    foreach: bool | None
+    capturable: bool | None
+    differentiable: bool | None
 
 
 class Optimizer(Keeping):
@@ -65,10 +71,11 @@ class Optimizer(Keeping):
         maximize: climb instead of descend.
         loss_scaler: whose scale the loss was multiplied by: gradients are divided by it, a step with one that is not
             finite is skipped, and the scaler told. ``torch.amp.GradScaler`` works too, and is not named here.
+        amsgrad, fused, foreach, capturable, differentiable: for callers of ``torch.optim``; false or ``None``.
 
     Raises:
-        RecipeError: an unknown storage, or parameters in another format than the storage's visible one, or a storage
-            whose arithmetic the rule cannot be computed in.
+        RecipeError: an option out of range, an unknown storage, or parameters in another format than the storage's visible
+            one, or a storage whose arithmetic the rule cannot be computed in.
 
     Cost: see ``docs/log.md``; ``word`` moves 14 bytes a parameter against 28 for a float32 AdamW.
     """
@@ -89,7 +96,14 @@ class Optimizer(Keeping):
         compile: bool | None = None,
         maximize: bool = False,
         loss_scaler: LossScaler | None = None,
+        amsgrad: bool | None = None,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        capturable: bool | None = None,
+        differentiable: bool | None = None,
     ) -> None:
+        flags = {"fused": fused, "foreach": foreach, "capturable": capturable, "differentiable": differentiable}
+        check_options({**defaults, **flags, "amsgrad": amsgrad}, rule)
         check_range("audit_every", audit_every, 0)
         if max_grad_norm not in (None, math.inf):  # infinity clips nothing, but skips what is not finite
             check_range("max_grad_norm", max_grad_norm, 0, above=True)
@@ -150,6 +164,8 @@ class Optimizer(Keeping):
 
     def _step(self) -> None:
         self.settle()
+        for group in self.param_groups:
+            check_step(group, self.rule)
         work = [(group, self._stores_with_gradient(group)) for group in self.param_groups]
         stores = [store for _, members in work for store in members]
         if not stores:

@@ -103,6 +103,8 @@ class Question:
                 table.get("num_evals"),
                 {name: (row["steps"], row["compile"]) for name, row in table["measured"].items()},
             )
+        except NarrowgaugeError:
+            raise  # it says more
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
 
