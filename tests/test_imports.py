@@ -32,6 +32,7 @@ LAYERS = {
         "storages",
         "accumulations",
         "aliases",
+        "variants",
         "caching",
         "tables",
     },

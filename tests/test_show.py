@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge import formats, notation, recipes, show, tables
+from narrowgauge import formats, notation, recipes, show, tables, variants
 from narrowgauge.aliases import ALIASES
 from narrowgauge.chips import CHIPS
 from narrowgauge.computes import COMPUTES, PLACES
@@ -21,7 +21,7 @@ NAMES = {
     "formats": list(formats.FORMATS),
     "recipes": notation.representative_names(),
     "aliases": list(ALIASES),
-    "computes": list(COMPUTES),
+    "computes": variants.names(),
     "storages": list(recipes.STORAGES),
     "chips": list(CHIPS),
     "models": list(MODELS),

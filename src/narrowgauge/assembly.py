@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from narrowgauge import variants
 from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.experts import projections
-from narrowgauge.matmul.linear import is_linear
 from narrowgauge.matmul.linears import Linears
-from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.matmul.swapping import linear_names, swap_linears
 from narrowgauge.notation import parse
 from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
 from narrowgauge.numerics.scaling import LossScaler
@@ -115,16 +114,11 @@ def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> Linears | Non
     moments = [0.0, *(phase.until for phase in recipe.phases)]
     computes = [recipe, replace(recipe, compute=recipe.evaluation, phases=())] if recipe.evaluation else [recipe]
     wanted: dict[str, Compute] = {}
-    for name in _linear_names(model):
+    for name in linear_names(model):
         rows = {each.compute_of(name, at).name for each in computes for at in moments}
         if not rows <= plain:
             wanted[name] = recipe.compute_of(name, 0.0)
     return swap_linears(model, wanted.get, seed=seed) if wanted else None
-
-
-def _linear_names(model: nn.Module) -> list[str]:
-    """The names of linear layers, and of mixtures' experts' projections."""
-    return [*(name for name, module in model.named_modules() if is_linear(module)), *projections(model)]
 
 
 def _rebuild(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, float]:
@@ -171,7 +165,7 @@ def _check(model: nn.Module, recipe: Recipe) -> None:
         if not any(single.keeps(name) for name in [*names, *modules]):
             raise RecipeError(f"keep pattern '{pattern}' matches no module of {type(model).__name__}.", _first(modules))
     for override in recipe.overrides:
-        linears = _linear_names(model)
+        linears = linear_names(model)
         if override.compute is not None and not any(override.matches(name) for name in linears):
             raise RecipeError(
                 f"override pattern '{override.pattern}' matches no linear layer of {type(model).__name__}.",
@@ -189,6 +183,8 @@ def _check(model: nn.Module, recipe: Recipe) -> None:
                 f"{recipe.storage.visible}.",
                 "Name the modules in keep = [...] to leave them in float32.",
             )
+    for compute in recipe.computes:
+        variants.check_layers(compute, linear_names(model), type(model).__name__)
     _check_statistics(model, recipe)
 
 

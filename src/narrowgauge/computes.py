@@ -47,6 +47,7 @@ class Cast:
         outliers: columns of the input with a magnitude from here on stay in 16 bits (0: none do).
         margin: a delayed scale leaves room for ``2**margin`` times the largest magnitude seen.
         history: how many steps a delayed scale looks back.
+        smooth: divide each channel of the input by a power of two of its own first (:mod:`narrowgauge.variants`).
     """
 
     format: str
@@ -58,6 +59,7 @@ class Cast:
     outliers: float = 0.0
     margin: int = 0
     history: int = 16
+    smooth: bool = False
 
     @property
     def element(self) -> Format:
@@ -79,9 +81,8 @@ class Cast:
         """Bits per value, the shares of blocks in their scales included."""
         if self.block is None:
             return self.element.bits
-        return self.element.bits + (32 if self.scale in ("float32", "power-of-two") else 8) / (
-            self.block[0] * self.block[1]
-        )
+        scale_bits = 32 if self.scale in ("float32", "power-of-two") else 8
+        return self.element.bits + scale_bits / (self.block[0] * self.block[1])
 
     def serves(self, other: Cast) -> bool:
         """Whether the codes of this cast are also those of ``other``, which contracts the other dimension."""
@@ -102,6 +103,7 @@ class Cast:
         if self.scaling != "current":
             words.append(f"{self.scaling} scale")
         words += [word for word in (self.rounding, self.rotation) if word not in ("nearest", "none")]
+        words += ["channels smoothed"] * self.smooth
         if self.outliers:
             words.append(f"columns from {self.outliers:g} on in 16 bits")
         return ", ".join(words)

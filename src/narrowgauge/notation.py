@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge import storages
+from narrowgauge import storages, variants
 from narrowgauge.aliases import ALIASES, COMPUTES_ELSEWHERE, SPELLINGS
 from narrowgauge.computes import COMPUTES, Compute
 from narrowgauge.errors import RecipeError, suggestion
@@ -27,6 +27,11 @@ DEFAULT_STORAGE: dict[str, str] = {
     "float8": "collage-plus",
 }
 """The storage that a compute named alone is taken with."""
+
+
+def default_storage(compute: str) -> str:
+    """The storage that a compute or a variant of one, named alone, is taken with."""
+    return DEFAULT_STORAGE.get(compute.partition("+")[0], "")
 
 
 def full_names() -> list[str]:
@@ -57,7 +62,7 @@ def representative_names() -> list[str]:
 
 def known_names() -> list[str]:
     """Everything :func:`parse` takes for a whole recipe, but for spellings and files."""
-    return [*(name for name, alias in ALIASES.items() if alias.is_taken), *full_names(), *COMPUTES]
+    return [*(name for name, alias in ALIASES.items() if alias.is_taken), *full_names(), *variants.names()]
 
 
 def parse(text: str | Path | Recipe) -> Recipe:
@@ -86,12 +91,12 @@ def parse(text: str | Path | Recipe) -> Recipe:
             raise RecipeError(f"no recipe is named '{text}': {alias.differs}", f"Take '{alias.recipe}'. {_SEE_ALIASES}")
         name = alias.recipe
     compute, *rest = name.split("/")
-    if len(rest) > 2 or (not rest and compute not in COMPUTES):
+    if len(rest) > 2 or (not rest and variants.find(compute) is None):
         # A storage alone is a likely slip, and too short to resemble any full name.
         near = f"Did you mean 'bfloat16/{name}'?" if name in STORAGES else suggestion(name, known_names())
         raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
     row = _compute_row(compute)
-    storage = _storage(rest[0] if rest else DEFAULT_STORAGE[row.name], row.name)
+    storage = _storage(rest[0] if rest else default_storage(row.name), row.name)
     return Recipe(row, storage, _row(REDUCTIONS, rest[1]) if len(rest) == 2 else REDUCTIONS["native"])
 
 
@@ -146,7 +151,7 @@ def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Re
         base = parse(parts["recipe"]).to_dict()
     elif "compute" in parts:
         named = _compute_name(parts["compute"])
-        base = {"compute": named, "storage": DEFAULT_STORAGE.get(named, ""), "reduction": "native"}
+        base = {"compute": named, "storage": default_storage(named), "reduction": "native"}
     else:
         raise RecipeError(f"{where} names no compute.", 'Add compute = "bfloat16" or recipe = "bfloat16/word".')
     compute = _compute_row(parts.get("compute", base["compute"]))
@@ -253,13 +258,19 @@ def _compute_row(name: str) -> Compute:
     """The compute of that name."""
     full = _compute_name(name)
     alias = ALIASES.get(full)
-    if full not in COMPUTES and alias is not None and not alias.is_taken:
+    if (row := variants.find(full)) is not None:
+        return row
+    if alias is not None and not alias.is_taken:
         nearest = alias.recipe.partition("/")[0]
         raise RecipeError(
             f"no recipe part is named '{name}': {alias.differs}", f"Take compute '{nearest}'. {_SEE_ALIASES}"
         )
-    row: Compute = _row(COMPUTES, full)
-    return row
+    base, plus, _ = full.partition("+")
+    if plus and base in COMPUTES:
+        also = [known for known in variants.names() if known.startswith(f"{base}+")]
+        advice = f"Take {' or '.join(map(repr, also))}." if also else f"It has no variants; take '{base}'."
+        raise RecipeError(f"compute '{base}' has no variant '{full}'.", f"{advice} {_SEE}")
+    raise RecipeError(f"no recipe part is named '{full}'.", f"{suggestion(full, variants.names())} {_SEE}".strip())
 
 
 def _storage(name: str, compute: str) -> Storage:

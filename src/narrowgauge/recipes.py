@@ -18,6 +18,7 @@ from typing import Any
 from narrowgauge.computes import COMPUTES, Compute
 from narrowgauge.errors import RecipeError
 from narrowgauge.storages import STORAGES, Storage, for_vectors
+from narrowgauge.variants import at_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +176,13 @@ class Recipe:
         """The row for the linear layer ``name``.
 
         Law: float32 for what the recipe keeps; else the last override that names it; else, for what the row in force
-        keeps, the plain row of the recipe's ``dtype``; else the row in force.
+        keeps, the plain row of the recipe's ``dtype``; else the row in force, as that layer computes it.
 
         Args:
             name: dotted module name.
             progress: as for :meth:`compute_at`.
         Returns:
-            A row of ``COMPUTES``.
+            A row of ``COMPUTES``, or a variant of one.
         Example:
             >>> from narrowgauge.notation import parse
             >>> recipe = parse("float8-row/word")
@@ -192,9 +193,9 @@ class Recipe:
             return COMPUTES["float32"]
         asked = (o.compute for o in reversed(self.overrides) if o.compute is not None and o.matches(name))
         if (row := next(asked, None)) is not None:
-            return row
+            return at_layer(row, name)
         row = self.compute_at(progress)
-        return COMPUTES[self.dtype] if _lies_under(name, row.keep) else row
+        return COMPUTES[self.dtype] if _lies_under(name, row.keep) else at_layer(row, name)
 
     def compute_at(self, progress: float) -> Compute:
         """The row in force at a step.

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from narrowgauge import formats, notation, recipes, storages
+from narrowgauge import formats, notation, recipes, storages, variants
 from narrowgauge.aliases import ALIASES, Alias
 from narrowgauge.chips import CHIPS
-from narrowgauge.computes import COMPUTES, Compute
+from narrowgauge.computes import Compute
 from narrowgauge.errors import FormatError, NarrowgaugeError, suggestion
 from narrowgauge.models import MODELS
 from narrowgauge.recipes import Recipe
@@ -233,7 +233,7 @@ def _format_row(row: formats.Format) -> Row:
 
 def _recipe_row(recipe: Recipe) -> Row:
     own = recipes.own_name(recipe.storage)
-    short = [recipe.compute.name] if notation.DEFAULT_STORAGE[recipe.compute.name] == own else []
+    short = [recipe.compute.name] if notation.default_storage(recipe.compute.name) == own else []
     known = [row.name for row in ALIASES.values() if row.is_taken and row.recipe in (recipe.name, *short)]
     storage = _storage_row(recipe.storage)
     return {
@@ -401,7 +401,7 @@ _MAKERS: dict[str, Callable[[], list[Row]]] = {
     "formats": lambda: [_format_row(row) for row in formats.FORMATS.values()],
     "recipes": lambda: [_recipe_row(notation.parse(name)) for name in notation.representative_names()],
     "aliases": lambda: [_alias_row(row) for row in ALIASES.values()],
-    "computes": lambda: [_compute_row(row) for row in COMPUTES.values()],
+    "computes": lambda: [_compute_row(variants.named(name)) for name in variants.names()],
     "storages": lambda: [_storage_row(row) for row in storages.STORAGES.values()],
     "chips": _chip_rows,
     "models": _model_rows,

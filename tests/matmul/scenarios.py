@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from narrowgauge import variants
 from narrowgauge.computes import COMPUTES, PLACES, Cast, Compute
 from narrowgauge.matmul import operators, randomness
-from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.matmul.choosing import EmulationNotice, row_of
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.outliers import without_outliers
@@ -23,6 +24,7 @@ from narrowgauge.numerics.rounding import random_bits
 from oracles.linear import ROUNDING, Product, product
 
 ROWS = list(COMPUTES.values())
+SMOOTH = [variants.named(name) for name in ("float8-tensor+smooth", "float8-delayed-e5m2+smooth")]
 NARROW = [row for row in ROWS if not row.is_wide]
 STOCHASTIC = [row for row in ROWS if any(cast.rounding == "stochastic" for cast in row.casts.values())]
 DELAYED = [row for row in ROWS if row.is_delayed]
@@ -54,7 +56,7 @@ def make_layer(
             plain.bias.copy_(gaussian(outputs, dtype=dtype, seed=seed + 2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)
-        linears = swap_linears(nn.Sequential(OrderedDict(fc=plain)), row, keep=())
+        linears = swap_linears(nn.Sequential(OrderedDict(fc=plain)), lambda _: row_of(row))
     return linears.layers["fc"], linears
 
 

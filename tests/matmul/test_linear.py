@@ -21,6 +21,7 @@ from matmul.scenarios import (
     DELAYED,
     NARROW,
     ROWS,
+    SMOOTH,
     STOCHASTIC,
     Result,
     bits,
@@ -47,6 +48,7 @@ from narrowgauge.numerics.quantization import padded, rotate
 from oracles import linear as oracle
 
 every_row = pytest.mark.parametrize("row", ROWS, **names)
+every_arithmetic = pytest.mark.parametrize("row", [*ROWS, *SMOOTH], **names)
 every_narrow = pytest.mark.parametrize("row", NARROW, **names)
 every_stochastic = pytest.mark.parametrize("row", STOCHASTIC, **names)
 # [tokens, in, out]: no whole blocks, one of each side, more than a block.
@@ -82,7 +84,7 @@ def silently(model: nn.Module, row: str | Compute | Callable[[str], Any], **opti
 # ── the arithmetic ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@every_row
+@every_arithmetic
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_output_and_gradients_are_the_straight_through_oracle_s(
@@ -295,7 +297,7 @@ def test_micro_batches_give_each_token_the_bits_of_the_whole_batch() -> None:
 # ── special values ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@every_row
+@every_arithmetic
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_never_becomes_finite(row: Compute, bad: float) -> None:
     if row.transform and bad == torch.inf:
@@ -324,7 +326,7 @@ def test_what_is_not_finite_never_becomes_finite(row: Compute, bad: float) -> No
         assert of_grad.grad_input[others].isfinite().all()
 
 
-@every_row
+@every_arithmetic
 def test_zeros_give_zeros(row: Compute) -> None:
     layer, _ = make_layer(row, bias=False)
     x, grad = batch(SHAPES[0])
@@ -334,7 +336,7 @@ def test_zeros_give_zeros(row: Compute) -> None:
     assert found.output.any() and not found.grad_weight.any() and not found.grad_input.any()
 
 
-@every_row
+@every_arithmetic
 def test_a_batch_without_tokens_is_one(row: Compute) -> None:
     layer, _ = make_layer(row)
     found = passed(layer, gaussian(0, 65), gaussian(0, 17))
@@ -348,7 +350,7 @@ def test_a_batch_without_tokens_is_one(row: Compute) -> None:
 # ── as a module ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@every_row
+@every_arithmetic
 def test_any_leading_shape_gives_the_same_bits(row: Compute) -> None:
     layer, _ = make_layer(row)
     x, grad = gaussian(12, 65, seed=3), gaussian(12, 17, seed=4)
@@ -377,7 +379,7 @@ def test_an_input_may_lie_as_it_likes(row: Compute) -> None:
     assert same(results[0], results[1]) and same(results[0], results[2])
 
 
-@every_row
+@every_arithmetic
 @pytest.mark.parametrize("wanted", [(x, w, b) for x in (0, 1) for w in (0, 1) for b in (0, 1) if x + w + b], ids=str)
 def test_gradients_are_those_wanted_and_no_others(row: Compute, wanted: tuple[int, int, int]) -> None:
     x, grad = batch(SHAPES[0])
@@ -394,7 +396,7 @@ def test_gradients_are_those_wanted_and_no_others(row: Compute, wanted: tuple[in
         assert leaf.grad is None or torch.equal(leaf.grad, value)
 
 
-@every_row
+@every_arithmetic
 def test_float32_weights_in_a_bfloat16_stream_get_float32_gradients(row: Compute) -> None:
     layer, _ = make_layer(row, dtype=torch.float32)
     x, grad = batch(SHAPES[0])
@@ -428,7 +430,7 @@ def test_autocast_to_another_dtype_is_a_clear_error(name: str) -> None:
     assert COMPUTES[name].dtype in error.value.advice
 
 
-@every_row
+@every_arithmetic
 def test_inference_mode_gives_the_output_s_bits(row: Compute) -> None:
     layer, _ = make_layer(row)
     layer.eval()
@@ -440,7 +442,7 @@ def test_inference_mode_gives_the_output_s_bits(row: Compute) -> None:
     assert torch.equal(layer(x).detach(), trained)
 
 
-@every_row
+@every_arithmetic
 def test_activation_checkpointing_gives_the_same_gradients(row: Compute) -> None:
     x, grad = batch(SHAPES[0])
     layer, again = make_layer(row)[0], make_layer(row)[0]
@@ -847,7 +849,7 @@ def test_with_compiled_casts_a_compiled_layer_gives_the_same_bits(
 # ── what the compiler is told ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@every_row
+@every_arithmetic
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_operators_return_what_they_tell_the_compiler(row: Compute, shape: tuple[int, int, int]) -> None:
     """Shapes, dtypes and strides, and that no input is changed; histories are state beside the graph, so none here."""

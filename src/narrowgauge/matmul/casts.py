@@ -19,7 +19,7 @@ from torch import Tensor
 from narrowgauge._torch import compile_any_shape, compiler_missing
 from narrowgauge.computes import Cast
 from narrowgauge.numerics import quantization
-from narrowgauge.numerics.quantization import blocked, padded, sides_of
+from narrowgauge.numerics.quantization import blocked, padded, sides_of, smoothing
 
 COMPILE_ELEMENTS = 1 << 18
 """From so many elements on a cast is compiled: below, it costs less than the compiler's seconds will ever win back."""
@@ -33,7 +33,7 @@ class Operand(NamedTuple):
 
     Attributes:
         data: ``[rows, columns]``, filled up to whole blocks: int8 or float8 codes, or values in a wider dtype.
-        outer: float32 ``[rows, 1]``, ``[1, columns]`` or ``[1, 1]``; ``None`` without such a scale.
+        outer: float32 ``[rows, 1]``, ``[1, columns]`` (of a smooth cast too) or ``[1, 1]``; ``None`` without such a scale.
     """
 
     data: Tensor
@@ -70,8 +70,11 @@ def cast_matrix(
     x = padded(x.detach(), cast, dim)
     if not x.numel():
         return _nothing(x, cast, dim, dtype)
+    if cast.smooth:
+        fold, amax = _run(_smoothing, cast, dim, dtype, x, x)
     if cast.block is None:
-        return Operand(*_run(_whole, cast, dim, dtype, x, x, *(words or (None, None)), fold, amax))
+        data, scale = _run(_whole, cast, dim, dtype, x, x, *(words or (None, None)), fold, amax)
+        return Operand(data, scale / fold if cast.smooth else scale)
     if fold is not None:
         x = x.float() * fold
     if cast.rotation == "hadamard":
@@ -91,7 +94,7 @@ def outer_shape(shape: torch.Size, cast: Cast, dim: int) -> tuple[int, int] | No
     """
     if cast.is_wide or cast.scaling == "static" or (cast.block is not None and cast.scale != "float8_e4m3fn"):
         return None
-    kept = {"row": 1 - dim, "column": dim}.get(cast.granularity)
+    kept = 1 if cast.smooth else {"row": 1 - dim, "column": dim}.get(cast.granularity)
     return (shape[0] if kept == 0 else 1, shape[1] if kept == 1 else 1)
 
 
@@ -122,6 +125,16 @@ def _whole(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
         return codes.to(dtype), outer
 
     return cast_whole
+
+
+@lru_cache(None)
+def _smoothing(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
+    """The definition of what a smooth cast multiplies channels by."""
+
+    def channel_factors(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return smoothing(x, cast)
+
+    return channel_factors
 
 
 @lru_cache(None)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from narrowgauge.computes import COMPUTES, Compute
+from narrowgauge import variants
+from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.matmul.products import told
 
@@ -17,14 +18,25 @@ class EmulationNotice(UserWarning):
     """Told once per row and device: matmuls are emulated there."""
 
 
+def row_of(compute: str | Compute) -> Compute:
+    """The row or variant that is meant by its name or itself."""
+    row = variants.find(compute) if isinstance(compute, str) else compute
+    if row is None:
+        advice = f"{suggestion(str(compute), variants.names())} (narrowgauge show recipes lists all.)".strip()
+        raise RecipeError(f"no compute is named '{compute}'.", advice)
+    return row
+
+
 def row_chooser(compute: str | Compute, keep: tuple[str, ...] | None) -> Callable[[str], Compute | None]:
     """From a layer's name to its row, ``None`` for those that ``keep`` or the row itself leaves alone."""
-    if isinstance(compute, str) and compute not in COMPUTES:
-        advice = f"{suggestion(compute, COMPUTES)} (narrowgauge show recipes lists all.)".strip()
-        raise RecipeError(f"no compute is named '{compute}'.", advice)
-    row = COMPUTES[compute] if isinstance(compute, str) else compute
+    row = row_of(compute)
     patterns = row.keep if keep is None else keep
-    return lambda name: None if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) else row
+
+    def choose(name: str) -> Compute | None:
+        kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        return None if kept else variants.at_layer(row, name)
+
+    return choose
 
 
 _TOLD: set[tuple[str, str]] = set()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import operators, randomness
-from narrowgauge.matmul.choosing import row_chooser
+from narrowgauge.matmul.choosing import row_of
 from narrowgauge.matmul.delayed import new_history
 from narrowgauge.matmul.linear import Linear, is_plain
 from narrowgauge.matmul.products import operand_dtype
@@ -136,7 +136,8 @@ def _room_for_kept(x: Tensor, num_experts: int, row: str) -> tuple[Tensor, Tenso
     dtype = operand_dtype(left, compute.output, x.device, as_codes=compute.keeps_codes)
     scales = {"row": x.shape[0], "tensor": num_experts}.get(left.granularity, 0) if left.scaling != "static" else 0
     # Rows that no expert has are never read.
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((scales, 1), dtype=torch.float32)
+    width = x.shape[1] if left.smooth else 1
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((scales, width), dtype=torch.float32)
 
 
 def _room_for_gradients(grad: Tensor, weights: Tensor, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,7 +214,7 @@ def grouped_linear(
         >>> grouped_linear(x, weights, torch.tensor([2, 2, 5], dtype=torch.int32), "float8-row").shape
         torch.Size([5, 16])
     """
-    row = _row(compute)
+    row = row_of(compute)
     if row.is_delayed and history is None:
         raise RecipeError(
             f"compute '{row.name}' takes its scales from earlier steps, and grouped_linear got no history of them.",
@@ -226,12 +227,6 @@ def grouped_linear(
     state = new_state(len(weights), device=x.device) if state is None else state
     apply = cast(Callable[..., Tensor], _Product.apply)
     return apply(x, weights, bias, offsets, name, state, history, sequence_length, record)
-
-
-def _row(compute: str | Compute) -> Compute:
-    row = row_chooser(compute, ())("")
-    assert row is not None
-    return row
 
 
 def _suits_torch(x: Tensor, weights: Tensor) -> bool:

@@ -20,7 +20,7 @@ from narrowgauge.computes import COMPUTES, Cast, Compute
 from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul import operators
 from narrowgauge.matmul.casts import Operand, cast_matrix, outer_shape
-from narrowgauge.matmul.choosing import row_chooser, tell_emulation
+from narrowgauge.matmul.choosing import row_chooser, row_of, tell_emulation
 from narrowgauge.matmul.experts import is_experts
 from narrowgauge.matmul.linear import is_linear
 from narrowgauge.matmul.outliers import outlier_columns
@@ -277,8 +277,13 @@ def inference_bytes(model: nn.Module) -> InferenceBytes:
 
 
 def _served(compute: str | Compute) -> Compute:
-    row = row_chooser(compute, ())("")
-    assert row is not None
+    row = row_of(compute)
+    if row.output.left.smooth:
+        raise RecipeError(
+            f"compute '{row.name}' was asked for inference, where each call scales its own input and nothing runs away from "
+            "a scale.",
+            f"Take '{row.name.partition('+')[0]}'.",
+        )
     if not _serves(row):
         names = ", ".join(name for name, each in COMPUTES.items() if _serves(each))
         raise RecipeError(

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowgauge import variants
 from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import operators, randomness
@@ -91,6 +92,8 @@ class Linear(nn.Linear):
     elder: tuple[Linear, ...] = ()
     step: int = 0
     seed: int = 0
+    # What a transform of the model made of it: a row's variant that it takes where there is one.
+    variant: str = ""
     # Of transformers' Conv1D: whether the weight is [in, out].
     is_transposed: bool = False
 
@@ -151,7 +154,8 @@ class Linear(nn.Linear):
         self.state[randomness.STEP] = step
 
     def set_compute(self, row: Compute) -> None:
-        """Go on in another row."""
+        """Go on in another row, or in the variant of it that the layer was marked for."""
+        row = variants.find(row.name + self.variant) or row
         self.row, self.compute = operators.register(row), row
         length = max(c.history for c in row.casts.values())
         if row.is_delayed and (self.amax_history is None or self.amax_history.shape[-1] < length):

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from narrowgauge.computes import COMPUTES, Cast, Compute, Product
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.casts import Operand, cast_matrix
+from narrowgauge.matmul.casts import Operand, cast_matrix, outer_shape
 from narrowgauge.matmul.delayed import delayed_amax
 from narrowgauge.matmul.outliers import multiply_outliers, without_outliers
-from narrowgauge.matmul.products import multiply, operand_dtype
+from narrowgauge.matmul.products import multiply, operand_dtype, with_channels_back
 from narrowgauge.matmul.randomness import STEP, random_words
 from narrowgauge.matmul.weights import cast_weight
 from narrowgauge.numerics.quantization import padded
@@ -82,8 +82,10 @@ def multiply_output(
 ) -> Tensor:
     """``output [rows, out]`` of the cast input and the weight ``[out, in]``; ``x`` is what outliers are taken from."""
     product = ROWS[row].output
-    right = _weight(weight, row, "output", 1, state, history, record)
-    result = multiply(_joined(data, outer), right, (1, 1), product, dtype, bias)[:rows, : weight.shape[0]]
+    left, right = _joined(data, outer), _weight(weight, row, "output", 1, state, history, record)
+    if product.left.smooth:
+        left, right = with_channels_back(left, right)
+    result = multiply(left, right, (1, 1), product, dtype, bias)[:rows, : weight.shape[0]]
     if product.left.outliers and x is not None:
         result = multiply_outliers(result, x, weight, product.left.outliers)
     return result.contiguous()
@@ -222,10 +224,4 @@ def _joined(data: Tensor, outer: Tensor) -> Operand:
 def _shaped(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """What a cast returns, without values."""
     shape = padded(x, cast, dim).shape
-    if cast.is_wide or cast.scaling == "static" or (cast.block is not None and cast.scale != "float8_e4m3fn"):
-        outer: tuple[int, ...] = (0,)
-    elif cast.granularity == "row":
-        outer = (shape[0], 1) if dim == 1 else (1, shape[1])
-    else:
-        outer = (1, 1)
-    return x.new_empty(shape, dtype=dtype), x.new_empty(outer, dtype=torch.float32)
+    return x.new_empty(shape, dtype=dtype), x.new_empty(outer_shape(shape, cast, dim) or 0, dtype=torch.float32)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from narrowgauge.computes import Cast, Compute, Product
 from narrowgauge.matmul.casts import COMPILE_ELEMENTS, Operand, can_compile, compiled
+from narrowgauge.numerics.rounding import power_below
 
 # Sums of one panel: 4 MiB, so that sums, values and result share a last-level cache.
 _PANEL_ELEMENTS = 1 << 20
@@ -62,6 +63,22 @@ def multiply(
     if by_row is None and by_column is None and a.dtype == dtype:
         return torch.mm(a, b) if bias is None else torch.addmm(bias.to(dtype), a, b)
     return _scaled(torch.mm(a, b), by_row, by_column, bias, dtype)
+
+
+def with_channels_back(left: Operand, right: Operand) -> tuple[Operand, Operand]:
+    """A smoothed left operand without its channels' scales, and the right one with them: the same product.
+
+    A factor for each channel cannot be taken out of the sum, and codes have no room for it; a code times a power of two is
+    exact in bfloat16, though. So the product is of 16-bit numbers, on a chip that multiplies the codes too.
+
+    Args:
+        left: codes, and scales ``[1, channels]`` that are one number times powers of two.
+        right: ``[columns, channels]``.
+    """
+    assert left.outer is not None
+    powers = power_below(left.outer)
+    columns = right.data.to(torch.bfloat16) * powers.to(torch.bfloat16)
+    return Operand(left.data.to(torch.bfloat16), (left.outer / powers)[:, :1]), Operand(columns, right.outer)
 
 
 def is_native(product: Product, device: torch.device) -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from torch import nn
 
+from narrowgauge import variants
 from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import experts
-from narrowgauge.matmul.choosing import row_chooser, tell_emulation
+from narrowgauge.matmul.choosing import row_chooser, row_of, tell_emulation
 from narrowgauge.matmul.linear import Linear, is_linear, narrowed
 from narrowgauge.matmul.linears import Layer, Linears
 
@@ -43,7 +44,11 @@ def swap_linears(
         >>> sorted(linears.layers)
         ['0', '2']
     """
-    choose = compute if callable(compute) else row_chooser(compute, keep)
+    if callable(compute):
+        choose = compute
+    else:
+        choose = row_chooser(compute, keep)
+        variants.check_layers(row_of(compute), linear_names(model), type(model).__name__)
     layers: dict[str, Layer] = {}
     for name, module in list(model.named_modules()):
         row = choose(name) if is_linear(module) else None
@@ -61,6 +66,11 @@ def swap_linears(
     linears.share_histories()
     linears.follow_any()
     return linears
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """The names of linear layers, and of mixtures' experts' projections."""
+    return [*(name for name, module in model.named_modules() if is_linear(module)), *experts.projections(model)]
 
 
 def linears_of(model: nn.Module) -> Linears | None:

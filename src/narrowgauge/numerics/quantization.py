@@ -22,7 +22,7 @@ from torch import Tensor
 from narrowgauge.computes import ROTATION_SIZE, Cast
 from narrowgauge.errors import FormatError
 from narrowgauge.formats import Format, get_format
-from narrowgauge.numerics.rounding import bits_of, float_of, random_bits
+from narrowgauge.numerics.rounding import bits_of, float_of, power_below, random_bits
 
 TINY = 2.0**-100
 _E4M3 = get_format("float8_e4m3fn")
@@ -36,7 +36,7 @@ class Quantized(NamedTuple):
         codes: float32, each a value of the format.
         inner: float32, the scales of blocks, broadcastable over ``codes`` once :func:`spread`; ``None`` without blocks.
         outer: float32 ``[rows, 1]``, ``[1, columns]`` or ``[1, 1]``: the scale that can be applied after the matmul, or,
-            for granularity ``column``, multiplied into the other operand; ``None`` without one.
+            for granularity ``column`` and smoothed channels, multiplied into the other operand; ``None`` without one.
     """
 
     codes: Tensor
@@ -90,8 +90,9 @@ def quantize(
     if cast.rotation == "hadamard":
         values = rotate(values, dim)
     if cast.block is None:
-        codes, outer = quantize_whole(values, cast, dim, words, amax=amax)
-        return Quantized(codes, None, outer)
+        factors, amax = smoothing(values, cast, amax)
+        codes, outer = quantize_whole(values, cast, dim, words, fold=factors, amax=amax)
+        return Quantized(codes, None, outer if factors is None or outer is None else outer / factors)
     sides = sides_of(cast, dim)
     chances = None if words is None else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
     codes, inner, _, outer = quantize_blocks(blocked(values, sides), cast, chances, amax)
@@ -133,6 +134,28 @@ def quantize_blocks(
     values = blocks.float()
     inverse, inner, outer = _block_scales(values, cast, amax)
     return _codes(values, inverse, cast, words), inner, inverse, outer
+
+
+def smoothing(x: Tensor, cast: Cast, amax: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+    """What a smooth cast of ``[rows, channels]`` multiplies channels by, and the largest magnitude it then scales by.
+
+    Law: afterwards the largest of each channel is in [1, 2). Codes have the significant bits that they have without, since the
+    scale keeps the mantissa of the tensor's own largest magnitude; only what the format's subnormals took is had back.
+
+    Returns:
+        Float32 powers of two ``[1, channels]`` within ``2**-64 … 2**64``, 1 for channels of zeros or subnormals or with an
+        infinity or a NaN, and float32 ``[1, 1]``; for other casts ``None`` and ``amax``.
+    """
+    if not cast.smooth:
+        return None, amax
+    largest = x.abs().amax(0, keepdim=True).float()
+    whole = largest.amax(1, keepdim=True)
+    return _power_of(largest).reciprocal(), 2 * whole / _power_of(whole)
+
+
+def _power_of(magnitude: Tensor) -> Tensor:
+    power = power_below(magnitude)
+    return torch.where((power > 0) & (power < torch.inf), power, 1.0).clamp(2.0**-64, 2.0**64)
 
 
 def sides_of(cast: Cast, dim: int) -> tuple[int, int]:
@@ -272,7 +295,7 @@ def round_stochastic(v: Tensor, row: Format, u: Tensor) -> Tensor:
 
 def _binade(v: Tensor, row: Format) -> Tensor:
     """The power of two at or below each magnitude, at least the format's smallest normal number."""
-    return float_of(bits_of(v) & 0x7F800000).clamp_min(2.0**row.min_exponent)
+    return power_below(v).clamp_min(2.0**row.min_exponent)
 
 
 def _binade_by_bits(v: Tensor, row: Format) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 QUIET_NAN = 0x7FC00000
 MAGNITUDE = 0x7FFFFFFF
+# The exponent bits of a float32: what is left of a number when its mantissa is cleared.
+_EXPONENT = 0x7F800000
 
 
 def bits_of(x: Tensor) -> Tensor:
@@ -27,6 +29,16 @@ def bits_of(x: Tensor) -> Tensor:
 def float_of(bits: Tensor) -> Tensor:
     """The float32 value of int32 bits (a view)."""
     return bits.view(torch.float32)
+
+
+def power_below(x: Tensor) -> Tensor:
+    """The largest power of two not above each of these positive float32 numbers; 0 for subnormals.
+
+    Example:
+        >>> power_below(torch.tensor([1.0, 5.0, 0.3]))
+        tensor([1.0000, 4.0000, 0.2500])
+    """
+    return float_of(bits_of(x) & _EXPONENT)
 
 
 def random_bits(key: Tensor, seed: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from narrowgauge.computes import COMPUTES
 from narrowgauge.profiling.linears import Kind, Shape, groups_of
 from narrowgauge.profiling.settings import Rows, Setting, base_of, rows_of, yardstick_of
 from narrowgauge.recipes import Recipe
+from narrowgauge.variants import named
 
 # Casts of the layer's input: made once for all the layers that are given it.
 SHARED = ("output.left", "grad_weight.right")
@@ -219,7 +219,7 @@ def memory_of(rows: Rows, plain: Rows, tokens: int, weight_bytes: Mapping[Settin
     def kept(settings: Rows) -> float:
         total = 0.0
         for group in groups_of(list(settings)):
-            of_each = sum(COMPUTES[setting.row].kept_bytes for setting in {settings[kind] for kind in group})
+            of_each = sum(named(setting.row).kept_bytes for setting in {settings[kind] for kind in group})
             total += group[0].count * tokens * group[0].shape.in_features * of_each
         return total
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.computes import COMPUTES, Compute
+from narrowgauge.computes import Compute
 from narrowgauge.errors import ChipError
 from narrowgauge.matmul.products import is_native, operand_dtype
 from narrowgauge.models import Model
@@ -31,6 +31,7 @@ from narrowgauge.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.language_model import LARGE_VOCABULARY
 from narrowgauge.trainer.steps import train_step
+from narrowgauge.variants import named
 
 ROUNDS = 7
 # A part that is shorter is timed as often as makes it so long.
@@ -135,7 +136,7 @@ def _with_blocks(recipes: Iterable[Recipe]) -> list[Recipe]:
 
 def weight_bytes(setting: Setting, device: torch.device) -> float:
     """Bytes of all casts of a weight, for each of its elements."""
-    row = COMPUTES[setting.row]
+    row = named(setting.row)
     if setting.is_plain:
         return 0.0
     made = [product for place, product in row.products.items() if f"{place}.right" in _WEIGHT_CASTS]

@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.computes import COMPUTES
 from narrowgauge.matmul.linear import is_linear
 from narrowgauge.matmul.outliers import without_outliers
 from narrowgauge.numerics.statistics import cast_and_sum, sqnr_of_sums
@@ -30,6 +29,7 @@ from narrowgauge.trainer.data import prepare_data
 from narrowgauge.trainer.loop import vocabulary_size
 from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.steps import train_step
+from narrowgauge.variants import named
 
 NUM_BATCHES = 3
 OPERANDS = {
@@ -88,10 +88,10 @@ class Watch:
     @torch.no_grad()
     def _read(self, layer: str, operand: str, x: Tensor) -> None:
         for row in self.rows[layer]:
-            for name in casts_made(COMPUTES[row]):
+            for name in casts_made(named(row)):
                 what, dim = OPERANDS[name]
                 if what == operand:
-                    own = COMPUTES[row].casts[name]
+                    own = named(row).casts[name]
                     amax = self.largest.get((layer, operand)) if own.scaling == "delayed" else None
                     fold = self._fold(layer, row, name)
                     source = without_outliers(x, own.outliers) if own.outliers else x
@@ -103,7 +103,7 @@ class Watch:
     def _fold(self, layer: str, row: str, name: str) -> Tensor | None:
         """The scales of the right operand, where they go into the left one."""
         place, side = name.split(".")
-        if side == "right" or COMPUTES[row].products[place].right.granularity != "column":
+        if side == "right" or named(row).products[place].right.granularity != "column":
             return None
         source, sides = {"grad_input": ("output.right", (1, -1)), "grad_weight": ("output.left", (-1, 1))}[place]
         outer = self.outers[layer, row, source]

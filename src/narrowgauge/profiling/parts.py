@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.computes import COMPUTES, Compute, Product
+from narrowgauge.computes import Compute, Product
 from narrowgauge.matmul.casts import Operand, cast_matrix
 from narrowgauge.matmul.delayed import delayed_amax, new_history
 from narrowgauge.matmul.linear import is_plain
@@ -23,6 +23,7 @@ from narrowgauge.matmul.products import multiply, operand_dtype
 from narrowgauge.matmul.randomness import STEP, random_words
 from narrowgauge.profiling.linears import Shape
 from narrowgauge.profiling.settings import Setting, casts_made
+from narrowgauge.variants import named
 
 Work = Callable[[], Any]
 
@@ -39,7 +40,7 @@ def parts_of(shape: Shape, setting: Setting, num_tokens: int, device: torch.devi
         device: where.
     """
     x, weight, grad = operands(shape, setting, num_tokens, device)
-    row = COMPUTES[setting.row]
+    row = named(setting.row)
     if setting.is_plain and is_plain(row, x.dtype, device.type):
         return _plain_parts(x, weight, grad)
     return narrow_parts(row, x, weight, grad)

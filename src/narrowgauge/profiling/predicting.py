@@ -22,6 +22,7 @@ from narrowgauge.profiling.costs import Round, linears_seconds
 from narrowgauge.profiling.linears import Kind, Shape
 from narrowgauge.profiling.settings import Setting, base_of, casts_made, rows_of, settings_of, yardstick_of
 from narrowgauge.recipes import Recipe
+from narrowgauge.variants import named
 
 BANDWIDTH_SHARE = 0.8
 """Of the printed bandwidth, what a cast reaches: torchao's MXFP8 cast on a B200, 6,462 of 8,000 GB/s."""
@@ -109,7 +110,7 @@ def parts_of(shape: Shape, setting: Setting, num_tokens: int, chip: Chip) -> dic
         num_tokens: rows of its input.
         chip: where.
     """
-    row = COMPUTES[setting.row]
+    row = named(setting.row)
     sizes = {"input": num_tokens * shape.in_features, "weight": shape.num_weights}
     sizes["gradient"] = num_tokens * shape.out_features
     parts: dict[str, float] = {}
@@ -226,7 +227,7 @@ def predict(kinds: Sequence[Kind], recipes: Iterable[Recipe], step: Step, chip: 
 
 def weight_bytes(setting: Setting, chip: Chip) -> float:
     """Bytes of all casts of a weight, for each of its elements."""
-    row = COMPUTES[setting.row]
+    row = named(setting.row)
     if setting.is_plain:
         return 0.0
     places = ("output",) if row.reuses_weight else ("output", "grad_input")

@@ -23,10 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.rounding import bits_of, float_of
-
-# The exponent bits of a float32: what is left of a number when its mantissa is cleared.
-_EXPONENT = 0x7F800000
+from narrowgauge.numerics.rounding import power_below
 
 aten = torch.ops.aten
 
@@ -155,16 +152,6 @@ def _number(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 # --- powers of two ----------------------------------------------------------------------------------------------------
-
-
-def power_below(x: Tensor) -> Tensor:
-    """The largest power of two not above each of these positive float32 numbers; 0 for subnormals.
-
-    Example:
-        >>> power_below(torch.tensor([1.0, 5.0, 0.3]))
-        tensor([1.0000, 4.0000, 0.2500])
-    """
-    return float_of(bits_of(x) & _EXPONENT)
 
 
 def root_below(count: int) -> float:

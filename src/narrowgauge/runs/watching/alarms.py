@@ -216,7 +216,7 @@ class Alarms:
         words = {
             "module": _module_of(name or ""),
             "cure": self.facts.storage.cure if self.facts.storage else "word",
-            "safer": SAFER.get(self.facts.compute, "bfloat16"),
+            "safer": SAFER.get(self.facts.compute.partition("+")[0], "bfloat16"),
         }
         others = len({trip.tensor for trip in group}) - 1
         more = f", and so {'does 1 tensor' if others == 1 else f'do {others} tensors'} more" if others else ""
