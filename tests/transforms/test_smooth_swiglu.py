@@ -70,7 +70,7 @@ def after_the_jump(compute: str, narrow: str = "*", *, is_smooth: bool = False) 
 def test_a_channel_that_runs_away_is_lost_to_a_stale_scale_and_kept_smooth(base: str, narrow: str) -> None:
     without, lost = after_the_jump(base, narrow)
     assert without > 0.95
-    assert lost.overflows(3)["down_proj"][0] > 20
+    assert sum(map(sum, lost.overflows(3).values())) > 20
     for with_it, kept in (after_the_jump(f"{base}+smooth", narrow), after_the_jump(base, narrow, is_smooth=True)):
         assert with_it < 0.1
         # The input's and the weight's: neither takes what the other had.

@@ -143,14 +143,13 @@ def smoothing(x: Tensor, cast: Cast, amax: Tensor | None = None) -> tuple[Tensor
     scale keeps the mantissa of the tensor's own largest magnitude; only what the format's subnormals took is had back.
 
     Returns:
-        Float32 powers of two ``[1, channels]`` within ``2**-64 … 2**64``, 1 for channels of zeros or subnormals or with an
-        infinity or a NaN, and float32 ``[1, 1]``; for other casts ``None`` and ``amax``.
+        Float32 powers of two ``[1, channels]``, 1 for channels of zeros or subnormals or with an infinity or a NaN, and
+        float32 ``[1, 1]``; for other casts ``None`` and ``amax``.
     """
     if not cast.smooth:
         return None, amax
     largest = x.abs().amax(0, keepdim=True).float()
-    whole = largest.amax(1, keepdim=True)
-    return _power_of(largest).reciprocal(), 2 * whole / _power_of(whole)
+    return _power_of(largest).reciprocal(), 2 * (whole := largest.amax(1, keepdim=True)) / _power_of(whole)
 
 
 def _power_of(magnitude: Tensor) -> Tensor:
