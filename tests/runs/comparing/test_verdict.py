@@ -163,13 +163,13 @@ def test_what_certainly_ends_better_is_not_called_noise() -> None:
     found = compare_runs([*MASTER, *better])
     assert words(found)[0].startswith(
         "bfloat16/word ends better than the yardstick and is the cheapest: 8.00 bytes per parameter where bfloat16/master "
-        "takes 16.00, and its validation loss differs from bfloat16/master's by -0.0997 ± 0.0014 "
+        "takes 16.00, and its validation loss differs from bfloat16/master's by −0.0997 ± 0.0014 "
     )
     assert "noise" not in found.text()
     both = compare_runs([*MASTER, *better, *seeds("bfloat16/compact", (4.0, 4.1, 4.2))])
     assert words(both)[0].startswith("bfloat16/compact is the cheapest within the noise")
     assert sentence(both, "Ends better") == (
-        "Ends better than bfloat16/master, and certainly: bfloat16/word (-0.0997 ± 0.0014)."
+        "Ends better than bfloat16/master, and certainly: bfloat16/word (−0.0997 ± 0.0014)."
     )
     assert not sentence(both, "Also within the noise")
 

@@ -125,8 +125,17 @@ addEventListener("load", () => {
     said.before = look();
     const ranges = (name) => one(`[data-plot='${name}']`)._fullLayout.yaxis.range.map(Number);
     for (const name of ["validation-loss", "training-loss", "difference", "strip"]) said[name] = ranges(name);
+    const at = (element) => element.getBoundingClientRect();
     const box = (name, query) => one(`#${name} ${query}`).getBoundingClientRect();
     said.gap = box("heat", ".annotation-text").top - box("heat", ".xtick").bottom;
+    const cells = all("#cost-table tbody tr:first-child > *");
+    cells.sort((a, b) => at(a).top - at(b).top || at(a).left - at(b).left);
+    said.card = cells.map((cell) => cell.dataset.title ?? "name");
+    said.cut = cells.filter((cell) => at(cell).right > root.clientWidth).length;
+    const size = (text) => parseFloat(getComputedStyle(text).fontSize);
+    said.small = all(".plot text").filter((text) => size(text) < 11).map((text) => text.textContent);
+    said.header = getComputedStyle(one("header")).backgroundColor;
+    said.fades = ["nav", ".legend"].map((query) => getComputedStyle(one(query)).maskImage.startsWith("linear-gradient"));
     const labels = all("#ranges-figure .annotation-text, #strip .annotation-text");
     said.labels = labels.length;
     const edge = box("ranges-figure", ".main-svg").right;
@@ -173,6 +182,11 @@ def test_buttons_answer_on_a_telephone_and_foreign_scripts_stay_still(tmp_path: 
     assert said["pressed"] == "true"
     assert said["sorted"][0] == "bfloat16/word", said["sorted"]
     assert said["unnamed"] == 0
+    # Each row of costs is a card, what decides comes first, and nothing of it is off the screen.
+    assert said["card"][:3] == ["name", "Minus bfloat16/word", "Bytes/param"] and len(said["card"]) > 4
+    assert said["cut"] == 0 and said["small"] == []
+    # Nothing shines through the bar that stays on top: its colour has no transparency.
+    assert re.fullmatch(r"rgb\(\d+, \d+, \d+\)", said["header"]) and said["fades"] == [True, True]
     # Names stand over their lines, whole, and the title of the steps below their ticks.
     assert said["labels"] > 10 and said["clipped"] == 0 and said["gap"] >= 0
     # A range that a figure asks for holds, with buttons for other views and without; another view shows everything.

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MINUS = "\N{MINUS SIGN}"
 NEGLIGIBLE = 1e-3
 """A difference whose whole interval lies below this share of the yardstick's loss is worth no bytes, however certain."""
 
@@ -119,7 +120,7 @@ def shown_difference(mean: float, half: float) -> str:
         >>> shown_difference(0.00024, 0.00021).replace("\N{NO-BREAK SPACE}", " ")
         '+0.00024 ± 0.00021'
         >>> shown_difference(-0.00002, math.inf), shown_difference(3e30, math.inf), shown_difference(-0.0, math.inf)
-        ('-2.0e-05', '+3.0e+30', '0.0000')
+        ('−2.0e-05', '+3.0e+30', '0.0000')
     """
     sizes = [abs(size) for size in (mean, half) if math.isfinite(size)]
     if not math.isfinite(half):
@@ -132,7 +133,7 @@ def shown_difference(mean: float, half: float) -> str:
 def _signed(number: float, sizes: Sequence[float], fineness: float) -> str:
     text = _unsigned(abs(number), sizes, fineness)
     # What rounds to nothing has no sign.
-    return text if math.isfinite(number) and not float(text) else f"{'-' if number < 0 else '+'}{text}"
+    return text if math.isfinite(number) and not float(text) else f"{MINUS if number < 0 else '+'}{text}"
 
 
 def _unsigned(size: float, sizes: Sequence[float], fineness: float) -> str:

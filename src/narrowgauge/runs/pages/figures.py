@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from narrowgauge.runs.comparing.trials import Curve as Clock
 from narrowgauge.runs.comparing.trials import Trial, on_one_clock
+from narrowgauge.runs.pages.coinciding import part_coinciding
 from narrowgauge.runs.pages.curves import (
     Curve,
     Figure,
@@ -76,6 +77,7 @@ def training_loss(groups: Sequence[Group]) -> Figure | None:
     layout = layout_of("step", "loss (nats per token)", log_y=any_wide(smoothed))
     beyond = kept_in_view(smoothed, layout)
     how += f"{beyond} Raw shows all of it." if beyond else ""
+    how += part_coinciding(smoothed, data, layout)
     return Figure(
         "training-loss", "Training loss", how, data, layout, (("smoothed", "Smoothed"), ("raw", "Raw")), ("xaxis",)
     )
@@ -93,6 +95,7 @@ def validation_loss(groups: Sequence[Group]) -> Figure | None:
     )
     layout = layout_of("step", "loss (nats per token)", log_y=any_wide(curves))
     how += kept_in_view(curves, layout)
+    how += part_coinciding(curves, data, layout)
     return Figure("validation-loss", "Validation loss", how, data, layout, log_axes=("xaxis",))
 
 
@@ -119,6 +122,7 @@ def difference(groups: Sequence[Group], yardstick: str | None = None) -> Figure 
     least = _least_reach(first)
     layout["yaxis"] |= {"zeroline": True, "autorangeoptions": {"include": [-least, least]}}
     how += _without_the_far(curves, layout, least)
+    how += part_coinciding(curves, data, layout)
     return Figure("difference", f"Validation loss against {first.label}", how, data, layout)
 
 
@@ -168,6 +172,7 @@ def loss_against_seconds(groups: Sequence[Group]) -> Figure | None:
         how += " Not all recipes have the same seeds here, and seeds can differ more than recipes: go by the verdict."
     layout = layout_of("seconds of training", "validation loss (nats per token)", log_y=any_wide(curves))
     how += kept_in_view(curves, layout)
+    how += part_coinciding(curves, data, layout)
     return Figure("loss-seconds", "Loss against seconds", how, data, layout, log_axes=("xaxis",))
 
 

@@ -56,6 +56,13 @@
     return short.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
   };
 
+  // Left alone, Plotly writes the 2 and the 5 of 20 and 50 in small print: whole numbers where they are short, else powers alone.
+  function logTicks(spec, name) {
+    const values = spec.data.flatMap((trace) => (trace[`${name[0]}axis`] ?? name[0]) === name.replace("axis", "") ? trace[name[0]] : []).filter((value) => value > 0);
+    const [least, most] = values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, 0]);
+    return least >= 1e-3 && most < 1e6 ? { tickformat: "~g" } : { dtick: Math.max(1, Math.ceil(Math.log10(most / least) / 8)) };
+  }
+
   function layoutOf(spec, width, log) {
     const narrow = width < NARROW;
     const layout = dressed(structuredClone(spec.layout));
@@ -64,7 +71,7 @@
       const asked = layout[name];
       layout[name] = { ...dressedAxis(axis), ...asked };
       if (log.has(name)) Object.assign(layout[name], { type: "log", autorange: true });
-      if (layout[name].type === "log") layout[name] = { dtick: undefined, minor: { showgrid: false }, ...layout[name] };
+      if (layout[name].type === "log") layout[name] = { dtick: undefined, minor: { showgrid: false }, ...logTicks(spec, name), ...layout[name] };
       if (asked.title) layout[name].title = { ...asked.title, standoff: 10, font: { size: 12, color: colourOf("@muted") } };
       if (asked.ticktext) layout[name].ticktext = asked.ticktext.map((label) => (narrow ? clipped(label.replace(/^(\w+:)?[a-z_.]*\.(?=\d+\.)/, "$1"), 20) : clipped(label, 46)));
       if (narrow && name.startsWith("x")) layout[name].nticks = 6;
@@ -195,7 +202,7 @@
     if (!isNarrow(figure)) return layout;
     const names = layout.yaxis.ticktext.map((text, line) => ({
       text: clipped(text, 46), xref: "paper", x: 0, xanchor: "left", xshift: 8, showarrow: false, yref: "y", y: line, yanchor: "bottom", yshift: 3,
-      font: { color: "@muted", size: 10 },
+      font: { color: "@muted", size: 11 },
     }));
     return { ...layout, yaxis: { ...layout.yaxis, showticklabels: false }, annotations: [...(layout.annotations || []), ...names] };
   }

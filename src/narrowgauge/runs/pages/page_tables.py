@@ -13,7 +13,7 @@ from typing import Any
 
 from narrowgauge.runs.comparing.clock import Standing, standings
 from narrowgauge.runs.comparing.comparison import Comparison
-from narrowgauge.runs.comparing.intervals import shown_difference, shown_loss
+from narrowgauge.runs.comparing.intervals import MINUS, shown_difference, shown_loss
 from narrowgauge.runs.comparing.names import counted, listed
 from narrowgauge.runs.comparing.trials import divergence
 from narrowgauge.runs.pages.groups import Group, final_loss
@@ -36,6 +36,11 @@ class _Column:
     least_is_best: bool | None = None
     is_late: bool = False
 
+    def told(self, value: float) -> str:
+        """A figure as a person reads it."""
+        said = self.said(value)
+        return f"{MINUS}{said[1:]}" if said.startswith("-") else said
+
     def value(self, row: Row, group: Group | None) -> float | None:
         """Of a recipe: what the audit read last, where that is meant and known."""
         late = late_of(group, self.name) if self.is_late else None
@@ -51,7 +56,7 @@ def cost_table(groups: Sequence[Group], rows: Sequence[Row], found: Comparison |
         found: the comparison of these runs, for the paired differences.
     """
     members = {group.label: group for group in groups}
-    minus = {row.recipe: row.text for row in found.differences} if found else {}
+    minus = {row.recipe: row for row in found.differences} if found else {}
     faults = faults_of(found)
     columns = [column for column in _COLUMNS if any(_has(column, row, members) for row in rows)]
     best = {
@@ -60,17 +65,18 @@ def cost_table(groups: Sequence[Group], rows: Sequence[Row], found: Comparison |
         if column.least_is_best is not None
     }
     heads = [_head(column.title, column.hint) for column in columns]
-    if minus and found:
-        heads.insert(
-            1, _head(f"Minus {found.yardstick}", "mean of the paired differences per seed, and half its 95 % interval")
-        )
+    beside = f"Minus {found.yardstick}" if found else ""
+    if minus:
+        heads.insert(1, _head(beside, "mean of the paired differences per seed, and half its 95 % interval"))
     body = ""
     for row in rows:
         name = str(row.get("recipe", ""))
         group = members.get(name)
         cells = [_cell(column, row, group, name in best.get(column.title, ())) for column in columns]
         if minus:
-            cells.insert(1, f'<td class="number">{text(minus.get(name, "–"))}</td>')
+            difference = minus.get(name)
+            told = ("", "–") if difference is None else (repr(difference.mean), text(difference.text))
+            cells.insert(1, _td(beside, *told))
         mark = swatch(group.place) if group else ""
         state = _state(row, group, faults.get(name, ()))
         body += f'<tr><th scope="row">{mark}{_breakable(name)}{state}</th>{"".join(cells)}</tr>\n'
@@ -81,7 +87,7 @@ def cost_table(groups: Sequence[Group], rows: Sequence[Row], found: Comparison |
         f"<tbody>\n{body}</tbody></table></div>"
         '<p class="reading">Bold is the best of its column among the recipes that are fit for use, where the seeds tell it '
         "apart from all others. A loss is the mean over seeds ± their standard deviation."
-        '<span class="needs-script"> Press a heading to sort.</span></p>'
+        '<span class="needs-script to-sort"> Press a heading to sort.</span></p>'
     )
 
 
@@ -210,15 +216,20 @@ def _cell(column: _Column, row: Row, group: Group | None, is_best: bool) -> str:
     if value is None:
         so_far = _so_far(column.name, group)
         if so_far is None:
-            return '<td class="number none" data-value="">–</td>'
-        return f'<td class="number none" data-value="{so_far!r}">{text(column.said(so_far))} so far</td>'
-    said = text(column.said(value))
+            return _td(column.title, "", "–", "number none")
+        return _td(column.title, repr(so_far), f"{text(column.told(so_far))} so far", "number none")
+    said = text(column.told(value))
     if is_best:
         said = f"<strong>{said}</strong>"
     spread = number(row.get("val_loss_std")) if column.name == "val_loss" else None
     if spread is not None:
         said += f' <span class="spread">± {f"{spread:.4f}" if 1e-4 <= spread < 1e5 else f"{spread:.1e}"}</span>'
-    return f'<td class="number" data-value="{value!r}">{said}</td>'
+    return _td(column.title, repr(value), said)
+
+
+def _td(title: str, value: str, said: str, classes: str = "number") -> str:
+    """A cell that knows its column: on a telephone a row is a card, and each cell says its own title."""
+    return f'<td class="{classes}" data-title="{text(title)}" data-value="{value}">{said}</td>'
 
 
 def _state(row: Row, group: Group | None, faults: Sequence[str]) -> str:
