@@ -21,6 +21,7 @@ from narrowgauge import show
 from narrowgauge.cli import main
 from narrowgauge.errors import ChipError
 from narrowgauge.runs.record import RunWriter
+from narrowgauge.trainer import refusals
 from narrowgauge.trainer.config import TrainConfig, kind_of
 from narrowgauge.trainer.question import read_settings
 
@@ -62,6 +63,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Calls]:
             setattr(stand_in, verb, found[verb])
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
         monkeypatch.setattr(narrowgauge.trainer, module, stand_in, raising=False)
+    for name in ("require_resumable", "require_trained"):
+        monkeypatch.setattr(refusals, name, lambda folder: None)
     return found
 
 
@@ -209,6 +212,42 @@ def test_mistakes_cost_one_line_and_status_2(
     assert result.stderr.count("\n") == 1
     assert not any(calls.values()), "nothing runs"
     assert not any(tmp_path.iterdir()), "nothing is written"
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # from here on, to import it is an error
+from narrowgauge.cli import main
+for line in sys.stdin:
+    try:
+        main(line.split(), prog_name="narrowgauge")
+    except SystemExit as end:
+        print(end.code, line.strip(), flush=True)
+"""
+REFUSED_AT_ONCE = [
+    "train --recipe bfloat16/wrod", "train --model lama", "train --steps 0", "train --data nowhere", "train --recpie x",
+    "train --batch-size 7 --gradient-accumulation-steps 2", "train --tokenizer nowhere", "train --config nowhere",
+    "resume nowhere", "resume nowhere --stop-after 0", "resume done", "resume odd",
+    "compare --recipes bfloat16/wrod", "compare --recipes bfloat16/word --model lama", "compare --out nowhere",
+    "compare --recipes bfloat16/word --steps 0", "compare --recipes bfloat16/word --data nowhere", "compare --recpies x",
+    "export nowhere out", "export done done", "export done out", "sample nowhere x", "sample done x",
+    "convert nowhere --recipe bfloat16/word", "convert done --recipe bfloat16/wrod",
+    "convert done --recipe bfloat16/word --out done", "convert done --recipe bfloat16/word --optimizer nowhere",
+    "profile --model lama --recipes bfloat16/word", "profile --model llama-1m --recipes bfloat16/wrod",
+    "profile --model llama-1m --recipes bfloat16/word --chip h101", "report nowhere", "show recipe nowhere",
+]  # fmt: skip
+
+
+def test_what_is_refused_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path / "done", {"config": {}}) as writer:
+        writer.summary({"steps": 1, "val_loss": 2.0})
+    RunWriter.create(tmp_path / "odd", {"config": {"nonsense": 1}}).close()
+    found = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], input="\n".join(REFUSED_AT_ONCE), capture_output=True, text=True,
+        check=False, cwd=tmp_path, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert found.stdout.splitlines() == [f"2 {line}" for line in REFUSED_AT_ONCE], found.stderr
+    assert len(found.stderr.splitlines()) == len(REFUSED_AT_ONCE)
 
 
 def test_an_existing_folder_is_left_alone(calls: dict[str, Calls], tmp_path: Path) -> None:

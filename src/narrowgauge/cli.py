@@ -2,7 +2,8 @@
 
 Every flag of ``train`` is a field of ``TrainConfig``, so a flag, a key of a ``--config`` file and a key of ``run.toml``
 are the same thing; a flag overrules the file, and the file the default. Each mistake costs one line on standard error
-(what was asked, what was found, what to do) and exit status 2. PyTorch is loaded when a command needs it, never before.
+(what was asked, what was found, what to do) and exit status 2. PyTorch, which takes seconds, is loaded when a command
+needs it, and not before what can be refused without it is refused.
 """
 
 from __future__ import annotations
@@ -208,7 +209,6 @@ def train(file: Path | None, **flags: Any) -> None:
 
     asked = TrainConfig.from_toml(file) if file else TrainConfig()
     given = {name: value for name, value in flags.items() if value is not None}
-    # Before torch is loaded, which takes seconds: a mistake is told at once.
     config = dataclasses.replace(asked, **given).validated()
     from narrowgauge.trainer.console import Console
 
@@ -225,6 +225,9 @@ def train(file: Path | None, **flags: Any) -> None:
 @click.option("--stop-after", type=click.IntRange(min=1), metavar="N", help="Stop again after this step.")
 def resume(folder: Path, stop_after: int | None) -> None:
     """Go on with the run in DIR, bit for bit as if it had never stopped."""
+    from narrowgauge.trainer import refusals
+
+    refusals.require_resumable(folder)
     from narrowgauge.trainer import loop
 
     click.echo(loop.resume(folder, stop_after))
@@ -303,6 +306,10 @@ def report(runs: tuple[Path, ...], out: Path | None) -> None:
 )  # fmt: skip
 def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> None:
     """Write the model of the run in DIR as a Hugging Face folder OUT."""
+    from narrowgauge.trainer import refusals
+
+    refusals.refuse_occupied(out)
+    refusals.require_trained(folder)
     from narrowgauge.trainer import exporting
 
     click.echo(exporting.export(folder, out, dtype))
@@ -324,6 +331,9 @@ def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> Non
 @_as_json
 def convert(source: Path, recipe: str, out: Path | None, optimizer: Path | None, as_json: bool) -> None:
     """Take the training state CKPT (a run, a checkpoint, a file of torch.save, Hugging Face weights) to another storage."""
+    from narrowgauge.conversion.refusals import require_convertible
+
+    require_convertible(source, recipe, out, optimizer)
     from narrowgauge.conversion import states
 
     report = states.convert(source, recipe, out, optimizer)
@@ -373,6 +383,9 @@ def profile(as_json: bool, **asked: Any) -> None:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random choices.")
 def sample(folder: Path, text: str, tokens: int, temperature: float, seed: int) -> None:
     """Let the model of the run in DIR go on from TEXT."""
+    from narrowgauge.trainer import refusals
+
+    refusals.require_trained(folder)
     from narrowgauge.trainer import exporting
 
     click.echo(exporting.sample(folder, text, tokens, temperature, seed))

@@ -22,10 +22,10 @@ from narrowgauge.conversion.folders import (
     write_run,
 )
 from narrowgauge.conversion.foreign import read_foreign
+from narrowgauge.conversion.refusals import require_convertible
 from narrowgauge.conversion.report import Kept, Pair, Report, compare
 from narrowgauge.conversion.source import Source
 from narrowgauge.errors import DataError, RecipeError, RecordError
-from narrowgauge.notation import parse
 from narrowgauge.numerics.measures import UPDATE_SUMS
 from narrowgauge.numerics.summation import fingerprint_all
 from narrowgauge.optim.elementwise_optimizers import AdamW
@@ -71,10 +71,11 @@ def convert(
         >>> [kept.exact_share for kept in report.kept]
         [1.0, 1.0, 1.0]
     """
-    policy, path = parse(recipe), Path(source)
+    path, state = Path(source), None if optimizer is None else Path(optimizer)
+    policy = require_convertible(path, recipe, None if out is None else Path(out), state)
     place = Path(out) if out is not None else _beside(path, policy)
     require_free(place)
-    found = _read(path, None if optimizer is None else Path(optimizer))
+    found = _read(path, state)
     taken, kept = take(found, policy)
     report = Report(str(path), str(place), found.origin, policy.name, found.step, kept)
     with new_folder(place) as folder:
@@ -130,8 +131,6 @@ def restore(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> int:
 
 
 def _read(path: Path, optimizer: Path | None) -> Source:
-    if not path.exists():
-        raise DataError(f"there is nothing to convert: {path} does not exist.", "Name a run, a checkpoint or a file.")
     if not is_ours(path):
         return read_foreign(path, optimizer)
     if optimizer is not None:

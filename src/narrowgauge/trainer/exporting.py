@@ -24,6 +24,7 @@ from narrowgauge.notation import parse
 from narrowgauge.runs.files import disk_error, disk_errors, sync_file, sync_folder, temporary_name
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.language_model import without_progress_bars
+from narrowgauge.trainer.refusals import refuse_occupied
 from narrowgauge.trainer.session import load
 from narrowgauge.trainer.tokens import load_tokenizer
 
@@ -104,15 +105,6 @@ def sample(folder: Path, text: str, tokens: int = 100, temperature: float = 0.8,
     Cost: a forward pass for the text and one for each token.
     """
     return continue_text(cast(Run, load(folder)), text, tokens, temperature, seed)
-
-
-def refuse_occupied(out: Path) -> None:
-    """Raise unless nothing, or an empty folder, has the name ``out``."""
-    with disk_errors(out):
-        occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
-    if occupied:
-        what = "is not empty" if out.is_dir() else "is a file"
-        raise RecordError(f"Cannot export to {out}: it exists and {what}.", "Name another folder, or remove this one.")
 
 
 def write_folder(run: Run, out: Path, dtype: Dtype = "visible") -> Path:

@@ -26,6 +26,7 @@ from narrowgauge.trainer.config import TrainConfig, left_by_a_kill
 from narrowgauge.trainer.console import Console, Screen
 from narrowgauge.trainer.data import Dataset, open_data, prepare_data
 from narrowgauge.trainer.recovery import Recovery
+from narrowgauge.trainer.refusals import require_resumable
 from narrowgauge.trainer.reporting import Reporter
 from narrowgauge.trainer.session import Session, build, describe, differences
 from narrowgauge.trainer.steps import evaluate, summarize, train_step
@@ -101,12 +102,7 @@ def resume(folder: str | Path, stop_after: int | None = None, *, screen: Screen 
         RecordError: no such run, a finished one, or one whose data changed.
     """
     folder = Path(folder)
-    run = read_run(folder)
-    if run.summary is not None:
-        raise RecordError(
-            f"{folder} is finished: {run.summary['steps']} steps, validation loss {run.summary['val_loss']:.4f}.",
-            "Start another run with narrowgauge train.",
-        )
+    run = require_resumable(folder)
     # Both are asked for before anything is made: a damaged record is left as it is.
     began_with = run.data_fingerprint
     settings = {**run.config, **({"stop_after": stop_after} if stop_after is not None else {})}
