@@ -283,6 +283,41 @@ def test_pages_print_into_a_pipe(page: list[tables.Table], capsys: pytest.Captur
     assert "\x1b" not in out
 
 
+PAGES = {name: [show.table(name)] for name in NAMES} | {
+    "bfloat16/word": show.page_recipe("bfloat16/word"),
+    "float8-block-e5m2/tail8+bfloat16+float32": show.page_recipe("float8-block-e5m2/tail8+bfloat16+float32"),
+    "int4": show.page_format("int4"),
+    "0.1": show.page_value("0.1"),
+}
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 132, 250])
+@pytest.mark.parametrize("page", PAGES)
+def test_nothing_is_cut_or_broken_within_a_word_in_a_terminal(
+    page: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    tables.write(PAGES[page])
+    written = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+    assert max(map(len, written.splitlines())) <= columns
+    words = set(written.split())
+    cells = [column.cell(row) for part in PAGES[page] for row in part.rows for column in part.columns]
+    assert {word for cell in cells for word in cell.split()} <= words
+
+
+def test_a_table_fits_its_frame_into_any_width_that_holds_its_words() -> None:
+    table = tables.Table(
+        (tables.Column("name", "name", code=True), tables.Column("says", "says")),
+        [{"name": "a" * 20, "says": "word " * 30}, {"name": "b", "says": "c" * 30}],
+    )
+    for width in range(20, 260):
+        found = table.widths(width)
+        assert bool(found) == (width >= 2 + 23 + 33)
+        assert not found or (sum(found) + 6 <= width - 2 and found[0] == 20 and 30 <= found[1] <= 150)
+
+
 @pytest.mark.parametrize(("columns", "framed"), [(140, True), (70, False)])
 def test_a_terminal_shows_every_digit_whatever_its_width(
     columns: int, framed: bool, monkeypatch: pytest.MonkeyPatch
