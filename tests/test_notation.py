@@ -38,7 +38,8 @@ def test_every_pair_that_agrees_is_listed() -> None:
     shared = [name for name in STORAGES if "/" not in name]
     own = {name for name in STORAGES if "/" in name}
     assert own == {
-        "float16/master", "float16/split", "float16-throughout/naive", "float8/collage-light", "float8/collage-plus",
+        "float16/master", "float16/split", "float16/naive", "float16/kahan", "float16/collage-light", "float16/collage-plus",
+        "float16-throughout/naive", "float8/collage-light", "float8/collage-plus",
     }  # fmt: skip
     bound = {"float8", "float16-throughout"}
     pairs = {f"{compute}/{storage}" for compute in COMPUTES if compute not in bound for storage in shared} | own
@@ -110,9 +111,9 @@ def test_aliases_lead_to_full_names() -> None:
 @pytest.mark.parametrize(
     ("said", "meant"),
     [
-        ("16-mixed", "float16/float32"), ("16-true", "float16-throughout/naive"), ("bf16-true", "bfloat16/naive"),
+        ("16-mixed", "float16/float32"), ("16-true", "float16/naive"), ("bf16-true", "bfloat16/naive"),
         ("32-true", "float32/float32"), ("32", "float32/float32"), ("16", "float16/split"), ("half", "float16/split"),
-        ("O0", "float32/float32"), ("O1", "float16/float32"), ("O2", "float16/master"), ("o3", "float16-throughout/naive"),
+        ("O0", "float32/float32"), ("O1", "float16/float32"), ("O2", "float16/master"), ("o3", "float16/naive"),
         ("fp8", "float8-row/word"), ("FP8/master", "float8-row/master"), ("int8", "int8-row/word"),
         ("int8/exact", "int8-row/exact"), ("fp8-rowwise", "float8-row/word"), ("tensorwise", "float8-tensor/word"),
         ("MXFP8BlockScaling", "mxfp8/word"), ("DelayedScaling/fp32", "float8-delayed-e5m2/float32"),

@@ -25,8 +25,8 @@ FLOAT32 = parse("bfloat16/float32")
     [
         ("float16", "split", "Take the row 'float16/split'"),
         ("bfloat16", "float16/split", "Take compute 'float16'"),
-        ("float16", "float8/collage-plus", "Take storage 'master', 'split'"),
-        ("float16", "float16-throughout/naive", "Take storage 'master', 'split'"),
+        ("float16", "float8/collage-plus", "Take the row 'float16/collage-plus'"),
+        ("float16", "float16-throughout/naive", "Take the row 'float16/naive'"),
         ("float8", "word", "Take storage 'collage-light', 'collage-plus'"),
     ],
 )

@@ -34,7 +34,8 @@ class Code:
         signed: whether a sign bit is kept.
         rounding: ``"nearest"`` (ties away from zero) or ``"stochastic"`` (unbiased).
         lowest: exponent of the smallest normal value; -126 for codes that share float32's exponent.
-        hold: never cut a positive value to zero (a second moment of zero makes the next step unbounded).
+        hold: never cut a positive value to zero (a second moment of zero makes the next step unbounded); of an expansion, the
+            leading part.
         scaled: the window is relative to a power of two that each row of a matrix has of its own.
         parts: how many such words one value has, each the rest that the ones before leave: an expansion.
     """
@@ -53,6 +54,10 @@ class Code:
     def bits(self) -> int:
         """Bits the code occupies, in each of its parts."""
         return int(self.signed) + self.exponent_bits + self.mantissa_bits
+
+    def part(self, place: int) -> Code:
+        """The code of one part of an expansion, the leading one at ``place`` 0."""
+        return replace(self, hold=False) if place and self.hold else self
 
     @property
     def is_window(self) -> bool:
@@ -75,6 +80,8 @@ FLOAT16_TAIL = Code("float16 + 13-bit tail", 8, 23)
 FLOAT16 = Code("float16", 5, 10, lowest=-14)
 # Held: the square of a gradient under 2^-12 would be zero, and the next step would divide by epsilon alone.
 FLOAT16_HELD = Code("float16", 5, 10, signed=False, lowest=-14, hold=True)
+FLOAT16_PAIR = Code("float16 + float16", 5, 10, lowest=-14, parts=2)
+FLOAT16_PAIR_HELD = Code("float16 + float16", 5, 10, lowest=-14, hold=True, parts=2)
 # The windows of `word`: the second moment needs twice the binades of the first, and both are centred so that gradients
 # from 2^-54 to 2^9 survive; measured against other splits of the 32 bits in benchmarks/word_split.py.
 MOMENT12 = Code("e6m5", 6, 5, rounding="stochastic", lowest=-54)
@@ -337,6 +344,28 @@ STORAGES: dict[str, Storage] = {
             cure="float16/master",
             loses="16 bits of the first moment; of weights under 2^-14, what lies under 2^-38; none above 65504",
             source="Narrowgauge: the tail of a float16, which float16's own exponents end at 2^-24",
+        ),
+        Storage(
+            "float16/naive", "float16", FLOAT16, FLOAT16, FLOAT16_HELD, vectors=None, cure="float16/split",
+            loses="every update below half a spacing (2^-12 of the weight); second moments are held at 2^-24 or more",
+            source="what most optimizers do when given float16 parameters; held here, where theirs become zero",
+        ),
+        Storage(
+            "float16/kahan", "float16", FLOAT16_PAIR, FLOAT16, FLOAT16_HELD, vectors=None, cure="float16/split",
+            loses="updates below 2^-23 of the weight, or below 2^-25; second moments are held at 2^-24 or more",
+            source="Kahan 1965; Zamirai et al. 2020 (2010.06192), who find float16's range too short for it",
+        ),
+        Storage(
+            "float16/collage-light", "float16", FLOAT16_PAIR, FLOAT16, FLOAT16_HELD, vectors=None, cure="float16/split",
+            arithmetic="expansion",
+            loses="2^-12 of every operation; what is below 2^-25 of weights; second moments are held at 2^-24 or more",
+            source="Yu et al. 2024, Collage (2405.03637), which names half precision; held here, where theirs become zero",
+        ),
+        Storage(
+            "float16/collage-plus", "float16", FLOAT16_PAIR, FLOAT16, FLOAT16_PAIR_HELD, vectors=None, cure="float16/split",
+            arithmetic="expansion",
+            loses="2^-12 of every operation; what is below 2^-25 of weights; second moments have a low part from 2^-14 on",
+            source="Yu et al. 2024, Collage (2405.03637), which names half precision; held here, where theirs become zero",
         ),
         Storage(
             "float16-throughout/naive", "float16", FLOAT16, FLOAT16, FLOAT16_HELD, vectors=None, cure="float16/split",

@@ -25,6 +25,8 @@ REPRESENTATIVES = {
     "collage-plus": "the arithmetic of expansions, two parts",
     "float16/master": "float16 with a full copy",
     "float16/split": "float16 with a tail",
+    "float16/kahan": "float16 with a second part, added in float32",
+    "float16/collage-plus": "float16 in the arithmetic of expansions",
     "float16-throughout/naive": "float16, and nothing beside it",
     "float8/collage-plus": "three parts, each relative to its row",
 }
@@ -57,6 +59,14 @@ def relative_error(storage: str | Storage, role: str, dims: int = 2) -> float:
     # A stochastic code goes either way, and arithmetic in parts rounds each of its two or three operations.
     kept *= 2.0 if code.rounding == "stochastic" else 1.0
     return kept + (2.5 * 2.0 ** -(row.weight.mantissa_bits + 1) if row.arithmetic == "expansion" else 2.0**-22)
+
+
+def finest(storage: str | Storage, role: str) -> float:
+    """Half a step of the smallest numbers of a code that shares no scale, whose last part stops there."""
+    code = row_of(storage).code(role)
+    return (
+        2.0 ** (code.lowest - code.mantissa_bits - 1) if code.is_window and code.parts > 1 and not code.scaled else 0.0
+    )
 
 
 def parameters(

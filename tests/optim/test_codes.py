@@ -104,11 +104,10 @@ def test_encode_takes_the_nearest_listed_value_and_ties_away(code: Code) -> None
     x = x[x == x.astype(np.float32)]
     assert len(x) > 3 * num_magnitudes(code) or code.exponent_bits == 8
     steps = oracle.nearest_steps(values, x)
-    if code.hold:
-        steps = np.maximum(steps, (x > 0).astype(np.int64))
+    held = np.maximum(steps, (x > 0).astype(np.int64)) if code.hold else steps
     addend = half(codes.dropped_bits(code))
     positive = torch.from_numpy(x.astype(np.float32))
-    assert np.array_equal(as_unsigned(codes.encode(code, positive, addend, 0)), steps)
+    assert np.array_equal(as_unsigned(codes.encode(code, positive, addend, 0)), held)
     if code.signed:
         assert np.array_equal(as_unsigned(codes.encode(code, -positive, addend, 0)), steps + 2 ** (code.bits - 1))
 
@@ -159,7 +158,14 @@ def test_hold_keeps_every_positive_value_above_zero(code: Code) -> None:
     assert (x > 0).all() or x.isnan().any()
     for addend in (0, half(codes.dropped_bits(code))):
         assert (codes.encode(code, x, addend, 3) > 0).all()
-        assert not codes.encode(code, torch.tensor([0.0, -0.0]), addend, 3).any()
+        assert not codes.encode(code, torch.tensor([0.0] if code.signed else [0.0, -0.0]), addend, 3).any()
+
+
+def test_only_the_leading_part_of_an_expansion_is_held() -> None:
+    pair = STORAGES["float16/collage-plus"].exp_avg_sq
+    tiny = torch.tensor([2.0**-30])
+    kept = [float(codes.decode(part, codes.encode(part, tiny, 0, 0), 0)) for part in (pair.part(0), pair.part(1))]
+    assert kept == [2.0**-24, 0.0]
 
 
 @pytest.mark.parametrize("code", WINDOWS, **ids)

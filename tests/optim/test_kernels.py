@@ -31,6 +31,7 @@ COVERING = {
     "compact": {"audit_every": 10},
     "kahan": {"audit_every": 0},
     "float16/split": {"audit_every": 0},
+    "float16/collage-plus": {"audit_every": 0},
     "collage-plus": {"audit_every": 0},
 }
 

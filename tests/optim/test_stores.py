@@ -27,7 +27,7 @@ from narrowgauge.optim.stores import (
     write_back,
 )
 from narrowgauge.storages import STORAGES, Storage
-from optim.scenarios import REPRESENTATIVES, row_of
+from optim.scenarios import REPRESENTATIVES, finest, row_of
 from oracles import codes as oracle
 
 # Two that no row of the table is like: four lanes without scales, and scales for one of the moments only.
@@ -355,7 +355,7 @@ def test_adopt_keeps_the_nearest_and_shows_what_the_model_sees(
         seen = 2.0 ** {"float32": -149, "bfloat16": -8, "float16": -11}[storage.visible]
         assert ((shown - kept).abs() <= seen * 2 * kept.abs()).all()
         digits = 24 if storage.master else min(24, storage.weight.parts * (storage.weight.mantissa_bits + 1))
-        assert ((kept - values).abs() <= 2.0**-digits * values.abs() + 2.0**-38).all()
+        assert ((kept - values).abs() <= 2.0**-digits * values.abs() + (finest(storage, "weight") or 2.0**-38)).all()
     if storage.visible == "bfloat16" and not storage.weight.is_window:
         seen_bits = oracle.cut(
             bits_of(values if storage.weight.parts > 1 else kept).numpy().astype("int64") % 2**32, 16
@@ -382,7 +382,7 @@ def test_what_is_put_is_kept_beside_all_else(storage: Storage, shape: tuple[int,
     for name in STATES:
         code = storage.code(name)
         near = 2.0 ** -(code.parts * (code.mantissa_bits + 1)) * values[name].abs()
-        floor = 2.0**-17 * values[name].abs().amax(1, keepdim=True) if code.scaled else 0.0
+        floor = 2.0**-17 * values[name].abs().amax(1, keepdim=True) if code.scaled else finest(storage, name)
         assert ((store.stored(name) - values[name]).abs() <= near.clamp(min=1e-30) + floor).all()
         if name in storage.scaled:
             assert torch.equal(store.bounds[name], values[name].abs().amax(1, keepdim=True))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.expansions import Expansion, nearest_even_bits
-from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, random_bits
+from narrowgauge.numerics.rounding import bits_of, dither, half, random_bits
 from narrowgauge.optim import codes
 from narrowgauge.optim.collage import expanded
 from narrowgauge.optim.elementwise import Rule, Scalars
@@ -107,10 +107,11 @@ def in_float32(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed:
     if low is not None:
         # Kahan's order: what was left over before goes with the change, so that neither is lost beside the weight.
         total = low + change
-        seen = cut(visible + total, codes.dropped_bits(storage.weight), addend["weight"])
-        rest = float_of(cut(total - (float_of(seen) - visible), codes.dropped_bits(storage.weight), addend["weight"]))
-        fields["weight_low"] = codes.encode(storage.weight, rest, 0, lane.fields["weight_low"][1])
-        taken = (float_of(seen) - visible) + (rest - low)
+        seen = codes.encode_visible(storage, visible + total, addend["weight"])
+        moved = codes.seen_value(storage.visible, seen) - visible
+        shift = lane.fields["weight_low"][1]
+        fields["weight_low"] = codes.encode(storage.weight, total - moved, addend["weight"], shift)
+        taken = moved + (codes.decode(storage.weight, fields["weight_low"], shift) - low)
     else:
         seen, field, kept = codes.encode_weight(storage, weight + change, addend["weight"])
         if field is not None:
@@ -167,7 +168,7 @@ def write_weight(storage: Storage, lane: Lane, value: Tensor, addend: Tensor | i
         fields = write_state(storage, alone, "weight", value, addend)
         shift, into = alone.fields["weight"][1], _into(code, lane.scales, "weight", 0)
         first = codes.decode(code, fields.pop("weight"), shift, _inverse(into))
-        return codes.seen_bits(storage.visible, first), fields
+        return codes.encode_visible(storage, first, 0), fields
     seen, field, _ = codes.encode_weight(storage, value, addend)
     return seen, {} if field is None else _placed(storage, lane, field)
 
@@ -190,7 +191,7 @@ def write_state(storage: Storage, lane: Lane, name: str, value: Tensor, addend: 
     for place, part in enumerate(names):
         shift = lane.fields[part][1]
         into = _into(code, lane.scales, name, place)
-        fields[part] = codes.encode(code, rest, addend, shift, into)
+        fields[part] = codes.encode(code.part(place), rest, addend, shift, into)
         if part != names[-1]:
             rest = rest - codes.decode(code, fields[part], shift, _inverse(into))
     return fields
@@ -224,12 +225,12 @@ def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, se
             own = name if place == 0 else low_parts(name, code)[place - 1]
             shift = lane.fields[own][1] if own in lane.fields else 0
             into = _into(code, lane.scales, name, place)
-            bits = codes.encode(code, part, half(codes.dropped_bits(code)), shift, into)
+            bits = codes.encode(code.part(place), part, half(codes.dropped_bits(code)), shift, into)
             if name == "weight":
                 kept.append(codes.decode(code, bits, shift, _inverse(into)))
             if own != "weight":
                 fields[own] = bits
-    seen = codes.seen_bits(storage.visible, kept[0])
+    seen = codes.encode_visible(storage, kept[0], 0)
     moved = [new - old for new, old in zip(kept, weight.parts, strict=True)]
     return Stepped(seen, fields, (change, sum(moved[1:], moved[0]), moved[0]))
 

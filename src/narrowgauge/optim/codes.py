@@ -148,6 +148,20 @@ def seen_bits(visible: str, x: Tensor) -> Tensor:
     return bits_of(x * 2.0**exponent) if exponent else bits_of(x)
 
 
+def encode_visible(storage: Storage, x: Tensor, addend: Tensor | int) -> Tensor:
+    """Cut ``x`` to the visible format's bits (see :func:`seen_value`), its infinities included.
+
+    Args:
+        storage: a row whose visible format is narrow.
+        x: float32 tensor.
+        addend: what to add before cutting; 0 where ``x`` is a value of the format, or beyond it.
+    Returns:
+        int32 tensor.
+    """
+    _, below, exponent = VISIBLE[storage.visible]
+    return _in_range(storage, cut(x * 2.0**exponent if exponent else x, below, addend))
+
+
 def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Tensor, Tensor | None, Tensor]:
     """Cut a weight into what the model sees and its tail.
 
