@@ -44,7 +44,7 @@ class Calls(list[tuple[Any, ...]]):
 
     answer: Any = None
 
-    def __call__(self, *words: Any) -> Any:
+    def __call__(self, *words: Any, **_: Any) -> Any:
         self.append(words)
         if isinstance(self.answer, BaseException):
             raise self.answer
