@@ -144,7 +144,7 @@ def _shape(entry: Mapping[str, Any]) -> torch.Size:
     first = entry.get("exp_avg", entry.get("state1"))
     if first is None:  # ours, packed: anything but the scales of its rows
         planes = [t for name, t in entry.items() if isinstance(t, Tensor) and name != "step" and "_bound" not in name]
-        first = planes[0] if planes else torch.empty(0)
+        first = planes[0] if planes else torch.empty(0, dtype=torch.float32)
     shape: torch.Size = first.shape
     return shape
 

@@ -87,7 +87,7 @@ class Board:
 
     def place(self, index: int) -> Tensor:
         """What names a place in a graph: a tensor, so that layers share a graph; on the CPU, so that nothing waits."""
-        place = self.places[index] = torch.tensor([self.number, index])
+        place = self.places[index] = torch.tensor([self.number, index], dtype=torch.int64)
         return place
 
     def clear(self) -> None:
@@ -106,7 +106,7 @@ class Board:
         Of an attention it is the largest logit and the entropy.
         """
         device = self.marked_on
-        none = torch.full((3,), torch.nan, device=device)
+        none = torch.full((3,), torch.nan, dtype=torch.float32, device=device)
         rows = [torch.stack(self.marks[k]) if k in self.marks else none for k in range(len(self.watched))]
         return torch.stack([row.to(device) for row in rows])
 
@@ -134,7 +134,8 @@ class Board:
             return
         with torch.autocast(query.device.type, enabled=False):
             if is_causal:
-                places = torch.arange(1, QUERIES + 1, device=query.device) * query.shape[1] // QUERIES - 1
+                numbers = torch.arange(1, QUERIES + 1, dtype=torch.int64, device=query.device)
+                places = numbers * query.shape[1] // QUERIES - 1
                 largest, entropy = attention_statistics(query, key, scale, places.clamp(min=0))
             else:
                 largest, entropy = _of_all_keys(query, key, scale)
@@ -158,7 +159,7 @@ def sample_rows(x: Tensor) -> Tensor:
 
 def _of_all_keys(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Largest logit and mean entropy of some queries, each of which sees all keys, as the last of causal ones does."""
-    last = torch.full((1,), key.shape[1] - 1, device=key.device)
+    last = torch.full((1,), key.shape[1] - 1, dtype=torch.int64, device=key.device)
     places = [max(0, k * query.shape[1] // QUERIES - 1) for k in range(1, QUERIES + 1)]
     queries = (query[:, place, None].expand(-1, key.shape[1], -1) for place in places)
     each = torch.stack([attention_statistics(one, key, scale, last) for one in queries])

@@ -46,7 +46,7 @@ class Casts:
             layer, cast, operand = used
             # Where no earlier step saw anything it is the tensor's own.
             mark = board.marks.get(index)
-            own = torch.ones(1, device=layer.weight.device) if mark is None else mark[0].reshape(1)
+            own = torch.ones(1, dtype=torch.float32, device=layer.weight.device) if mark is None else mark[0].reshape(1)
             amax = delayed_amax(own, cast, layer.amax_history, operand, layer.state[STEP], record=False)
             if amax is not None:
                 self._delayed[watched] = amax

@@ -75,7 +75,8 @@ class Packed:
     def add_histogram(self, kind: str, own: Sequence[Tensor], device: torch.device) -> None:
         """Take a histogram along, of these vectors; of weights, gradients and states it is that of all ranks."""
         if self.shards is not None and kind not in ("input", "output_grad"):
-            self.add_sum(f"histogram {kind}", exponents(torch.cat([*own, torch.zeros(0, device=device)])))
+            none = torch.zeros(0, dtype=torch.float32, device=device)
+            self.add_sum(f"histogram {kind}", exponents(torch.cat([*own, none])))
         elif own:
             self.add(f"histogram {kind}", exponents(torch.cat(list(own))))
 

@@ -50,7 +50,7 @@ class Shards:
         """Take what was marked of weights and gradients to be the largest magnitudes of all shards."""
         places = shared_places(board)
         # Below all magnitudes, as NaN of one sign is above: as integers the bits of floats are ordered so.
-        nothing = torch.full((), -1.0, device=board.marked_on)
+        nothing = torch.full((), -1.0, dtype=torch.float32, device=board.marked_on)
         own = torch.stack([board.marks[k][0].to(nothing.device) if k in board.marks else nothing for k in places])
         bits = torch.where(own.isnan(), torch.nan, own).view(torch.int32)
         self.largest = self._over_ranks(bits, "max").view(torch.float32)

@@ -130,7 +130,9 @@ class Shadow:
         self.exact = self.stored()
         if self.exact is not None:
             betas = [float(groups[p]["betas"][1]) for p in self.parameters.values()]
-            parts = [torch.full((n,), 1 - beta) for n, beta in zip(self._sizes, betas, strict=True)]
+            parts = [
+                torch.full((n,), 1 - beta, dtype=torch.float32) for n, beta in zip(self._sizes, betas, strict=True)
+            ]
             self._weight = torch.cat(parts).to(self.exact.device)
         self.states.forget()
 

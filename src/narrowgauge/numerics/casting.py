@@ -168,7 +168,7 @@ def _random_addend(bits: Tensor, dropped: Tensor, seed: int | Tensor, offset: in
     if not isinstance(seed, Tensor):
         seed = torch.full((), seed & 0xFFFFFFFF, dtype=torch.int64, device=bits.device)
     seed = _low_word(seed.to(bits.device, torch.int64))
-    index = torch.arange(bits.numel(), device=bits.device).view(bits.shape) + offset
+    index = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device).view(bits.shape) + offset
     place = random_bits(_low_word(index ^ ((index >> 32) * 0x9E3779B1)), seed)
     own = _low_word(bits ^ (bits >> 32)) if bits.dtype == torch.int64 else bits
     word = (random_bits(place ^ own, seed) & 0x7FFFFFFF).to(bits.dtype)

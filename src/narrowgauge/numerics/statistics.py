@@ -32,7 +32,7 @@ def amax(x: Tensor) -> Tensor:
         3.0
     """
     if not x.numel():
-        return torch.zeros((), device=x.device)
+        return torch.zeros((), dtype=torch.float32, device=x.device)
     # One pass and no temporary; the maximum of abs(x) takes two and one.
     low, high = torch.aminmax(x.detach())
     return torch.maximum(low.abs(), high.abs()).float()
@@ -201,7 +201,7 @@ def block_scale_exponents(scales: Tensor) -> Tensor:
     used = torch.where(scales > 0, scales, torch.nan).float().reshape(-1)
     exponents = torch.frexp(used).exponent.float() - 1
     exponents = torch.where(used.isfinite(), exponents, torch.nan)
-    quantiles = torch.tensor([0.0, 0.5, 1.0], device=scales.device)
+    quantiles = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float32, device=scales.device)
     return torch.nanquantile(exponents, quantiles, interpolation="lower")
 
 
@@ -279,7 +279,7 @@ def attention_statistics(query: Tensor, key: Tensor, scale: float, places: Tenso
         raise FormatError(f"{query.shape[0]} query heads cannot share {key.shape[0]} key heads.")
     wide = key.detach().float().repeat_interleave(query.shape[0] // key.shape[0], 0)
     logits = query.detach()[:, places].float() @ wide.transpose(1, 2) * scale
-    seen = torch.arange(key.shape[1], device=key.device) <= places[:, None]
+    seen = torch.arange(key.shape[1], dtype=torch.int64, device=key.device) <= places[:, None]
     logits = torch.where(seen, logits, -torch.inf)
     weights = logits.softmax(-1)
     entropy = torch.special.entr(weights).sum(-1)

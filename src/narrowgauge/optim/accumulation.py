@@ -35,7 +35,7 @@ from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, 
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.summation import flat_chunks
 from narrowgauge.optim.checks import gradient_of
-from narrowgauge.optim.compilation import Compiled, compiled
+from narrowgauge.optim.compilation import Compiled, compiled, normal_words
 from narrowgauge.optim.shards import local_of, placed_like
 from narrowgauge.optim.stores import as_words
 
@@ -262,7 +262,10 @@ class GradientAccumulator:
         if key not in self._compiled:
             lengths: list[tuple[int, ...]] = [*[(0,)] * len(words), (), *[(0,)] * (len(words) - 1)]
             # No tensor twice: the compiler would take it for one argument.
-            example = [torch.zeros([1 << 10] * len(own), dtype=torch.int32, device=seed.device) for own in lengths]
+            example = [
+                normal_words(torch.bfloat16, (1 << 10,), seed.device, k) if own else torch.full_like(seed, 0x2545F491)
+                for k, own in enumerate(lengths)
+            ]
             self._compiled[key] = compiled(f"accumulate {self.row.name}", in_words(lane), example, lengths)
         return self._compiled[key]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics import summation
-from narrowgauge.optim.compilation import Compiled, compiled
+from narrowgauge.optim.compilation import Compiled, compiled, normal_words
 from narrowgauge.optim.shards import add_up, by_reduction, local_of
 from narrowgauge.optim.stores import SMALL, as_words
 
@@ -66,7 +66,7 @@ class GradientNorm:
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm, float32 0-d; NaN or infinite where any gradient is. Of DTensors it is that of the whole, on all ranks."""
         if not gradients:
-            return torch.zeros(())
+            return torch.zeros((), dtype=torch.float32)
         parts = [(groups, _Sorted(members)) for groups, members in by_reduction(gradients)]
         device = local_of(gradients[0]).device
         nothing = torch.zeros(2, dtype=torch.float64, device=device)
@@ -80,7 +80,7 @@ class GradientNorm:
         """The largest magnitude, 0 where there is nothing."""
         largest = [self._measure(g, nothing)[0].to(torch.int32).view(torch.float32) for g in part.large]
         largest += [summation.largest_magnitude(chunk) for chunk in _chunks(part.rest)]
-        return torch.stack([torch.zeros((), device=device), *largest]).amax()
+        return torch.stack([torch.zeros((), dtype=torch.float32, device=device), *largest]).amax()
 
     def _steps(self, part: _Sorted, scales: Tensor, device: torch.device) -> Tensor:
         """The sum of squares in steps of both grids, int64 ``[2]``."""
@@ -102,7 +102,10 @@ class GradientNorm:
     def _compile(self, measure: Callable[..., Tensor], values: Tensor, scales: Tensor) -> Compiled | None:
         key = (measure.__name__, torch.get_num_threads(), values.device)
         if key not in self._compiled:
-            example = [torch.ones(1 << 10, dtype=values.dtype, device=values.device), scales]
+            kind = torch.bfloat16 if values.dtype is torch.int32 else torch.float32
+            words = normal_words(kind, (1 << 10,), values.device)
+            largest = torch.full((), 8.0, dtype=torch.float32, device=values.device)
+            example = [words.view(values.dtype), summation.grid_scales(largest, 1 << 11)]
             self._compiled[key] = compiled(measure.__name__, measure, example, [(0,), ()])
         return self._compiled[key]
 
@@ -133,7 +136,7 @@ def control_scalars(
         The inverse of ``grad_scale`` times ``min(1, max_norm / (norm + 1e-6))`` as in
         ``torch.nn.utils.clip_grad_norm_``, and 1 where the norm is not finite or ``found_inf`` is set.
     """
-    scale = torch.ones((), device=device)
+    scale = torch.ones((), dtype=torch.float32, device=device)
     skip = torch.zeros((), dtype=torch.bool, device=device)
     if grad_scale is not None:
         scale = scale / grad_scale.to(device)

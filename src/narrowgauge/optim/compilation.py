@@ -7,12 +7,13 @@ depends on, the source of the arithmetic included, so an edited definition can n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -66,7 +67,7 @@ def compiled(
     Args:
         name: what identifies the function beside the package's own source: rule, storage, variant.
         function: the definition.
-        example: arguments to compile with.
+        example: arguments to compile with, and to hold the loaded function against the definition: values that occur.
         lengths: which arguments share a dynamic length, see :func:`narrowgauge._torch.compile_ahead`.
         one_loop: whether it is to be one loop, see there.
     Returns:
@@ -74,13 +75,58 @@ def compiled(
 
     Cost: 5 to 10 s the first time on a machine; milliseconds from the cache.
     """
-    key = kernel_key(name, example[0].device)
+    key = kernel_key(name, example)
     return _load_or_compile(key, function, tuple(example), tuple(lengths), one_loop)
 
 
-def kernel_key(name: str, device: torch.device) -> str:
-    """The file name of a kernel's package: a hash of all it depends on."""
-    return hashlib.sha256(f"{name} {source_key()} {machine_key()} {device.type}".encode()).hexdigest()[:24]
+def kernel_key(name: str, example: Sequence[Tensor]) -> str:
+    """The file name of a kernel's package: a hash of all it depends on, the dtypes of its arguments included."""
+    kinds = " ".join(f"{argument.dtype}" for argument in example)
+    text = f"{name} {kinds} {source_key()} {machine_key()} {example[0].device.type}"
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def normal_words(dtype: torch.dtype, shape: Sequence[int], device: torch.device, seed: int = 0) -> Tensor:
+    """Normal values of ``dtype`` as int32 words of ``shape``: an argument of an example."""
+    size = 4 // dtype.itemsize
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(*shape[:-1], shape[-1] * size, dtype=torch.float32, generator=generator)
+    return values.to(dtype).view(torch.int32).to(device)
+
+
+def agrees(run: Compiled, function: Callable[..., Tensor], example: Sequence[Tensor]) -> bool:
+    """Whether a loaded function does what its definition does: writes the same bits, and returns the same sums.
+
+    A package may be damaged, or have been made by a compiler with a fault. Sums of floats may differ by their order.
+
+    Cost: one call of each, on the few words of the example.
+    """
+    mine, theirs = ([argument.clone() for argument in example] for _ in range(2))
+    wanted = function(*mine)
+    (found,) = run(list(theirs))
+    if any(not _same_bits(one, other) for one, other in zip(mine, theirs, strict=True)):
+        return False
+    if found.dtype is not wanted.dtype or found.shape != wanted.shape:
+        return False
+    if not wanted.is_floating_point():
+        return torch.equal(found, wanted)
+    largest = float(wanted.abs().nan_to_num(posinf=0.0).amax()) if wanted.numel() else 0.0
+    return torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * largest, equal_nan=True)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (one, other)))
+
+
+@contextlib.contextmanager
+def _float32_by_default() -> Iterator[None]:
+    """The compiler gives some constants of a definition the default dtype, which is the user's to choose."""
+    chosen = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(chosen)
 
 
 ANNOUNCEMENT = "Compiling the optimizer's kernels: some seconds, the first time on this machine only."
@@ -124,20 +170,25 @@ def _load_or_compile(
         return _LOADED[key]
     if key in _ELSEWHERE:
         _ELSEWHERE.pop(key).wait()
-    run = None
+    run, is_right = None, partial(agrees, function=function, example=example)
     try:
-        run = _load(key)
+        run = _load(key, is_right)
         if run is None and (missing := compiler_missing()):
             _warn_once(missing)
         elif run is None:
             with alone(key) as made:
-                run = _load(key)  # another process may have been quicker
+                run = _load(key, is_right)  # another process may have been quicker
                 if run is None:
                     while announce:
                         announce.pop()(ANNOUNCEMENT)
-                    compile_ahead(function, example, lengths, made, one_loop)
+                    with _float32_by_default():
+                        compile_ahead(function, example, lengths, made, one_loop)
                     with marked(path := add_package(key, made)):
                         run = load_ahead(path)
+                        if not is_right(run):
+                            discard(path)
+                            run = None
+                            _warn_once("what the compiler here makes of a kernel is not what its definition says")
     except (RuntimeError, OSError) as error:
         # A broken compiler or a full disk must not stop a training run: the definition itself still runs.
         reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
@@ -145,14 +196,17 @@ def _load_or_compile(
     return _LOADED.setdefault(key, run)
 
 
-def _load(key: str) -> Compiled | None:
-    """The kernel of a package on the disk; ``None`` where there is none that can be loaded."""
+def _load(key: str, is_right: Callable[[Compiled], bool]) -> Compiled | None:
+    """The kernel of a package on the disk; ``None`` where there is none that can be loaded and is right."""
     path = find_package(key)
     if path is None:
         return None
     try:
         with marked(path):
-            return load_ahead(path)
+            run = load_ahead(path)
+            if is_right(run):
+                return run
     except RuntimeError:  # from a machine with other libraries
-        discard(path)
-        return None
+        pass
+    discard(path)
+    return None

@@ -102,7 +102,9 @@ class Keeping(torch.optim.Optimizer):
                 states = rule.states(tuple(parameter.shape), group)
                 row = row.keeping(tuple((name, k.role) for name, k in states.items() if k.role is not None))
                 extras[parameter] = {
-                    name: torch.zeros(k.shape, device=parameter.device) for name, k in states.items() if k.role is None
+                    name: torch.zeros(k.shape, dtype=torch.float32, device=parameter.device)
+                    for name, k in states.items()
+                    if k.role is None
                 }
             else:
                 row = row.keeping(rule.kept)
@@ -278,7 +280,7 @@ class Keeping(torch.optim.Optimizer):
                 name: value if name in store.extras else placed_like(parameter, value)
                 for name, value in store.in_parameter_order().items()
             }
-            result[parameter] = {"step": torch.tensor(float(store.step)), **values}
+            result[parameter] = {"step": torch.tensor(float(store.step), dtype=torch.float32), **values}
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

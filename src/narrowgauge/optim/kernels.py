@@ -19,7 +19,7 @@ from narrowgauge.numerics import summation
 from narrowgauge.numerics.measures import update_terms
 from narrowgauge.optim import codes, layouts
 from narrowgauge.optim.arithmetics import ARITHMETICS, Lane
-from narrowgauge.optim.compilation import Compiled, compile_elsewhere, compiled, kernel_key
+from narrowgauge.optim.compilation import Compiled, compile_elsewhere, compiled, kernel_key, normal_words
 from narrowgauge.optim.elementwise import RULES, Rule, rule_source
 from narrowgauge.storages import Storage
 
@@ -194,7 +194,7 @@ class StepKernel:
         """:func:`row_peaks` of the parts of a bfloat16 matrix, all rows in order."""
         run = None
         if self.compile and min(words[0].shape) > 1:
-            example = [torch.zeros(4, 1 << 8, dtype=torch.int32, device=words[0].device)]
+            example = [normal_words(torch.bfloat16, (4, 1 << 8), words[0].device)]
             run = self._compile("row peaks", row_peaks, example, [(0, 1)])
         rows = max(1, summation.CHUNK // max(1, words[0].shape[1]))
         return torch.cat([p for part in words for p in ([run([part])[0]] if run else map(row_peaks, part.split(rows)))])
@@ -206,19 +206,27 @@ class StepKernel:
         key = (name, torch.get_num_threads(), device)
         if key in self._compiled:
             return self._compiled[key]
-        shape = (1 << 10,) if flat else (4, 1 << 8)
-        count = 2 * self.parts + sum(layouts.num_tensors(storage, plane.bits) for plane in layouts.planes(storage))
-        work = Work(
-            [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(count)],
-            [torch.ones(shape[0], 1, device=device) for _ in range(num_scales(storage))],
-        )
-        values = torch.ones(len(CONTROL) + len(self.rule.scalars), device=device)
-        example = work.arguments(self.parts, values, torch.zeros((), dtype=torch.int32, device=device))
+        example = self._example(device)
         words: tuple[int | None, ...] = (0,) if flat else (0, 1)
-        lengths = [words] * count + [(0, None)] * len(work.scales) + [(), ()] + [words] * (count - self.parts)
+        count = (len(example) - num_scales(storage) - 2 + self.parts) // 2
+        lengths = [words] * count + [(0, None)] * num_scales(storage) + [(), ()] + [words] * (count - self.parts)
+        return self._compile(name, self._audited if audited else self._plain, example, lengths)
+
+    def _example(self, device: torch.device) -> list[Tensor]:
+        """Arguments of a step such as occur: normal weights and gradients, and the states that one step leaves."""
+        storage, visible = self.storage, getattr(torch, self.storage.visible)
+        shape = (4, 1 << 8) if layouts.by_rows(storage) else (1 << 10,)
+        count = sum(layouts.num_tensors(storage, plane.bits) for plane in layouts.planes(storage))
+        drawn = [normal_words(visible, shape, device, seed) for seed in range(3 * self.parts)]
+        weight, first, then = (drawn[k * self.parts : (k + 1) * self.parts] for k in range(3))
+        states = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(count)]
+        scales = [torch.ones(shape[0], 1, dtype=torch.float32, device=device) for _ in range(num_scales(storage))]
+        rates = torch.linspace(0.1, 0.9, len(self.rule.scalars), dtype=torch.float32, device=device)
+        values = torch.cat([torch.tensor([1.0, 0.0], dtype=torch.float32, device=device), rates])
+        seed = torch.full((), 0x2545F491, dtype=torch.int32, device=device)
+        self._plain(*Work([*weight, *first, *states], scales).arguments(self.parts, values, seed))
         # Each argument its own memory: a compiler that sees two in one asks for the same again.
-        apart = [argument.clone() for argument in example]
-        return self._compile(name, self._audited if audited else self._plain, apart, lengths)
+        return [x.clone() for x in Work([*weight, *then, *states], scales).arguments(self.parts, values, seed)]
 
     def _compile(
         self,
@@ -243,7 +251,7 @@ class StepKernel:
         statement = (
             f"from narrowgauge.optim.kernels import compile_audit as c; c({self.rule.name!r}, {blob!r}, '{device}')"
         )
-        compile_elsewhere(kernel_key(self._names[True], device), statement)
+        compile_elsewhere(kernel_key(self._names[True], self._example(device)), statement)
 
 
 def compile_audit(rule: str, storage: str, device: str) -> None:

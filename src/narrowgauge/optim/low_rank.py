@@ -104,7 +104,7 @@ def adam_step(
 
     Law: the arithmetic of ``ADAMW`` on a weight of zero, which has nothing to decay: decay belongs to the matrix.
     """
-    values = torch.tensor(ADAMW.prepare(options, step), device=gradient.device)
+    values = torch.tensor(ADAMW.prepare(options, step), dtype=torch.float32, device=gradient.device)
     scalars = dict(zip(ADAMW.scalars, values.unbind(), strict=True))
     change, exp_avg, exp_avg_sq = ADAMW.update(gradient.new_zeros(()), gradient, exp_avg, exp_avg_sq, scalars)
     return change, exp_avg, exp_avg_sq

@@ -50,7 +50,7 @@ def placed_like(owner: Any, part: Tensor) -> Tensor:
     if part.dtype is torch.int16:
         part = part.to(torch.int32)  # neither gloo nor NCCL sends integers of 16 bits
     shape = owner.shape if part.shape[-1] == local_of(owner).shape[-1] else (*owner.shape[:-1], 1)
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, dtype=part.dtype, device="meta").stride()
     result: Tensor = DTensor.from_local(
         part, owner.device_mesh, owner.placements, run_check=False, shape=torch.Size(shape), stride=stride
     )

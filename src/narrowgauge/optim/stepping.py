@@ -60,7 +60,8 @@ class Stepper:
         key = rule.name, count, store.begun
         if key not in self._numbers:
             device = self.control.device
-            values = torch.tensor([1.0, 0.0, *rule.prepare(self.group, count - store.begun)], device=device)
+            scalars = [1.0, 0.0, *rule.prepare(self.group, count - store.begun)]
+            values = torch.tensor(scalars, dtype=torch.float32, device=device)
             values[:2] = self.control
             if self.group.get("maximize"):
                 values[0] = -values[0]

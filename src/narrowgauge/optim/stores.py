@@ -27,7 +27,7 @@ from narrowgauge.storages import Storage
 if TYPE_CHECKING:
     from narrowgauge.optim.kernels import StepKernel
 
-NO_GRADIENT = torch.empty(0)
+NO_GRADIENT = torch.empty(0, dtype=torch.float32)
 """Stands for the gradient between steps, so that nothing holds on to the last one."""
 SMALL = 4096
 """Parameters of at most so many elements go into buckets."""
@@ -78,7 +78,7 @@ class Store:
         for plane in layouts.planes(self.storage):
             self.words[plane.name] = layouts.allocate(self.storage, plane, shape, device)
         for name in self.storage.scaled:
-            self.bounds[name] = torch.zeros(self.num_rows, 1, device=device)
+            self.bounds[name] = torch.zeros(self.num_rows, 1, dtype=torch.float32, device=device)
         if "weight" in self.bounds:
             self.bounds["weight"].copy_(weight_bound(self.peaks_of(self.parameter.detach())))
 

@@ -51,7 +51,7 @@ def operands(shape: Shape, setting: Setting, num_tokens: int, device: torch.devi
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(rows: int, columns: int, scale: float, dtype: str) -> Tensor:
-        values = torch.randn(rows, columns, device=device, generator=generator) * scale
+        values = torch.randn(rows, columns, dtype=torch.float32, device=device, generator=generator) * scale
         return values.to(getattr(torch, dtype))
 
     sides = (shape.in_features, shape.out_features) if shape.is_transposed else (shape.out_features, shape.in_features)

@@ -234,7 +234,7 @@ def _continue(
     was_training = model.training
     model.eval()
     added: list[int] = []
-    new, cache = torch.tensor([prompt], device=model.device), None
+    new, cache = torch.tensor([prompt], dtype=torch.int64, device=model.device), None
     try:
         while len(added) < tokens:
             output = model(input_ids=new, past_key_values=cache, use_cache=True)
@@ -244,7 +244,7 @@ def _continue(
             if token == end:
                 break
             added.append(token)
-            new = torch.tensor([[token]], device=model.device)
+            new = torch.tensor([[token]], dtype=torch.int64, device=model.device)
     finally:
         model.train(was_training)
     return added

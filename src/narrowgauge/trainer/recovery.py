@@ -165,7 +165,7 @@ def replay_last_step(session: Session, say: Callable[[str], object] = lambda _: 
     was_at = 0 if linears is None else linears.step
 
     def step() -> torch.Tensor:
-        total = torch.zeros((), device=session.device)
+        total = torch.zeros((), dtype=torch.float32, device=session.device)
         for loss in losses(session):
             # The scale of that step: the scaler has backed off since.
             (loss if scaler is None else loss * session.loss_scale).backward()

@@ -103,7 +103,8 @@ def unit_scale(model: nn.Module, seed: int = 0) -> None:
     for index, layer in enumerate(layers):
         weights = [*residual_weights(2 * index, len(layers)), *residual_weights(2 * index + 1, len(layers))]
         device = next(layer.parameters()).device
-        layer.register_buffer("unit_residual", torch.tensor(weights, device=device), persistent=False)
+        residual = torch.tensor(weights, dtype=torch.float32, device=device)
+        layer.register_buffer("unit_residual", residual, persistent=False)
     _draw(model, seed)
 
 

@@ -1,0 +1,171 @@
+"""A default dtype is the user's to choose: no step, no kernel and no cache may depend on it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import narrowgauge as ng
+from narrowgauge._torch import compiler_missing
+from narrowgauge.optim import compilation
+from optim.pairs import SOME, Shape, assert_same, build, gradients, members, parameters
+
+SOURCE = Path(ng.__file__).parent
+# What makes a tensor of the default dtype, or of one that its arguments' Python types decide.
+MAKERS = {
+    *(
+        "tensor",
+        "as_tensor",
+        "scalar_tensor",
+        "zeros",
+        "ones",
+        "empty",
+        "full",
+        "eye",
+        "arange",
+        "linspace",
+        "logspace",
+    ),
+    *("rand", "randn", "normal", "empty_strided"),
+}
+needs_compiler = pytest.mark.skipif(bool(compiler_missing()), reason=f"{compiler_missing()}: nothing to compile")
+OTHERS = [torch.bfloat16, torch.float64]
+
+
+def makers_without_dtype(source: str) -> Iterator[str]:
+    """The calls in a file's text that leave the dtype of a new tensor to the process, with their lines."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MAKERS:
+            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            if of_torch and not any(keyword.arg in ("dtype", None) for keyword in node.keywords):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_every_new_tensor_is_told_its_dtype() -> None:
+    found = {
+        f"{path.relative_to(SOURCE)}:{call}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for call in makers_without_dtype(path.read_text())
+    }
+    assert found == set()
+    assert list(makers_without_dtype("x = 1\ny = torch.zeros(3, device=d)")) == ["2: torch.zeros(3, device=d)"]
+
+
+def stepped(optimizer: ng.Optimizer, slopes: list[list[Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Everything kept after steps that are taken under a default dtype."""
+    with default_dtype(dtype):
+        for step in slopes:
+            for p, slope in zip(members(optimizer), step, strict=True):
+                p.grad = slope
+            optimizer.step()
+        states = {f"{k} {n}": v for k, s in optimizer.state_dict()["state"].items() for n, v in s.items()}
+        weights = {f"{k} weight": optimizer.stored(p) for k, p in enumerate(members(optimizer))}
+    audit = {"audit": optimizer.last_audit} if optimizer.last_audit is not None else {}
+    return states | weights | audit | {f"{k} seen": p.detach().clone() for k, p in enumerate(members(optimizer))}
+
+
+@pytest.mark.parametrize("dtype", OTHERS)
+@SOME
+def test_steps_have_the_same_bits_under_any_default_dtype(rule: str, storage: str, dtype: torch.dtype) -> None:
+    slopes = [gradients(parameters(storage), step) for step in range(3)]
+    options = {"max_grad_norm": 0.5, "audit_every": 2}
+    found = [
+        stepped(build(rule, parameters(storage), storage, **options), slopes, each) for each in (torch.float32, dtype)
+    ]
+    assert_same(*found)
+
+
+@needs_compiler
+def test_kernels_are_the_same_under_any_default_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is compiled under bfloat16 serves float32, and from the cache float64. (The smallest kernel there is.)"""
+    shapes: list[Shape] = [(130, 66), (65, 68)]
+    slopes = [gradients(parameters("naive", shapes), step) for step in range(2)]
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(compilation, "_LOADED", {})
+
+    def trained(dtype: torch.dtype, *, compile: bool) -> dict[str, Tensor]:
+        optimizer = ng.SGD(parameters("naive", shapes), lr=0.01, storage="naive", audit_every=0, compile=compile)
+        return stepped(optimizer, slopes, dtype)
+
+    wanted, packages = trained(torch.float32, compile=False), []
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        assert_same(wanted, trained(dtype, compile=True))
+        packages.append({path.name for path in tmp_path.rglob("*.pt2")})
+        compilation._LOADED.clear()
+    assert len(packages[0]) == 1 and packages[0] == packages[1] == packages[2]
+
+
+def test_the_key_of_a_kernel_names_the_dtypes_of_its_arguments() -> None:
+    wide, narrow = (torch.zeros(2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert compilation.kernel_key("a", [wide, wide]) != compilation.kernel_key("a", [wide, narrow])
+
+
+# ── a loaded kernel is held against its definition ──────────────────────────────────────────────────────────────────
+
+
+def doubled(words: Tensor, output: Tensor) -> Tensor:
+    output.copy_(words * 2)
+    return words.float().sum()
+
+
+@pytest.mark.parametrize(
+    ("run", "is_right"),
+    [
+        (lambda args: [doubled(*args)], True),
+        (lambda args: [doubled(*args) * (1 + 1e-6)], True),  # a sum in another order
+        (lambda args: [doubled(*args) * 1.01], False),
+        (lambda args: [args[0].float().sum()], False),  # nothing is written
+        (lambda args: [doubled(args[0], args[1]).bfloat16()], False),
+        (lambda args: [doubled(args[0], args[0])], False),
+    ],
+)
+def test_a_function_agrees_with_its_definition_or_not(run: Any, is_right: bool) -> None:
+    example = [compilation.normal_words(torch.bfloat16, (16,), torch.device("cpu")), torch.zeros(16, dtype=torch.int32)]
+    before = [x.clone() for x in example]
+    assert compilation.agrees(run, doubled, example) is is_right
+    assert all(map(torch.equal, before, example))
+
+
+@needs_compiler
+def test_a_kernel_that_does_something_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in the cache under its name is compiled anew; a compiler that does it again is told of, once."""
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(compilation, "_LOADED", {})
+    compilation._warn_once.cache_clear()
+    asked = []
+
+    def forged(function: Any, example: Any, lengths: Any, path: Path, one_loop: bool = True) -> None:
+        asked.append(path)
+        path.write_bytes(b"code")
+
+    monkeypatch.setattr(compilation, "compile_ahead", forged)
+    monkeypatch.setattr(compilation, "load_ahead", lambda path: lambda args: [torch.zeros(0, dtype=torch.float32)])
+    shapes: list[Shape] = [(80, 80)]
+    slopes = [gradients(parameters("word", shapes), step) for step in range(2)]
+    found = []
+    for compile in (True, False):
+        optimizer = ng.AdamW(parameters("word", shapes), storage="word", compile=compile, audit_every=0)
+        if compile:
+            with pytest.warns(UserWarning, match="not what its definition says.*same bits"):
+                found.append(stepped(optimizer, slopes, torch.float32))
+        else:
+            found.append(stepped(optimizer, slopes, torch.float32))
+    assert_same(*found)
+    assert len(asked) == 1 and not list(tmp_path.rglob("*.pt2"))
