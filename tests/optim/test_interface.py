@@ -234,7 +234,9 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
         plain.step()
         for schedule in schedules:
             schedule.step()
-    assert scaled.last_overflow == ["param 2"] and scaled.num_skipped == 1
+    # Where GradScaler unscales gradients itself, it does not even ask for a step that overflowed.
+    asked = ours is not None or storage != "float32"
+    assert (scaled.last_overflow, scaled.num_skipped) == ((["param 2"], 1) if asked else ([], 0))
     assert [schedule.last_epoch for schedule in schedules] == [4, 4]
     assert float(scaled.state_dict()["state"][0]["step"]) == 3.0
     assert (ours.scale_tensor.item() if ours is not None else theirs.get_scale()) == 2.0**5

