@@ -20,6 +20,7 @@ from narrowgauge.optim.checks import agree, check_rule, check_unchanged, check_v
 from narrowgauge.optim.elementwise import ADAMW, Rule
 from narrowgauge.optim.kernels import StepKernel
 from narrowgauge.optim.leading import read_leading
+from narrowgauge.optim.loading import Losses, take_plain, taken_steps, without_none
 from narrowgauge.optim.matrix import MatrixRule, shapes_of_states
 from narrowgauge.optim.options import check_options
 from narrowgauge.optim.shards import local_of, placed_like
@@ -179,9 +180,7 @@ class Keeping(torch.optim.Optimizer):
                 store, given = self._stores[parameter], (states or {}).get(parameter, {})
                 store.adopt(local_of(values[parameter]))
                 store.step = int(given.get("step", store.step))
-                seed = torch.tensor(
-                    step_seed(group["seed"], -1 - place), dtype=torch.int32, device=store.parameter.device
-                )
+                seed = self._seed_of(group, store, place)
                 for name, value in given.items():
                     if isinstance(value, Tensor) and name != "step":
                         store.put(name, local_of(value), seed)
@@ -298,28 +297,49 @@ class Keeping(torch.optim.Optimizer):
             handle.remove()
             self.state = state
 
-    def load_states(self, entries: dict[Tensor, dict[str, Tensor]]) -> None:
+    def load_states(
+        self, entries: Mapping[Tensor, Mapping[str, Any]], groups: list[dict[str, Any]] | None = None
+    ) -> None:
         """Restore what :meth:`states` gave, in place of all states; one that is refused changes nothing.
 
+        Args:
+            entries: of each parameter its state.
+            groups: options that the states were made under, where they are not the optimizer's own; those that say no
+                ``storage`` are of a plain ``torch.optim``, whose moments are cut.
         Raises:
-            RecipeError: a state was saved from another storage or shape.
+            RecipeError: a state was saved from another storage, rule or shape.
         """
         before = self._stores, self._buckets, dict(self.state)
         self._stores, self._buckets = {}, []
         self.state.clear()
+        losses = Losses()
         try:
-            for group in self.param_groups:
-                loaded = [p for p in group["params"] if p in entries]
-                self._initialise(group, loaded)
-                for parameter in loaded:
-                    self._stores[parameter].take({n: local_of(v) for n, v in entries[parameter].items()})
-                    self._stores[parameter].step = int(entries[parameter]["step"])
+            for mine, saved in zip(self.param_groups, groups or self.param_groups, strict=True):
+                group, is_plain = {**mine, **saved, "params": mine["params"]}, "storage" not in saved
+                given = {p: without_none(entries[p]) for p in group["params"] if p in entries}
+                loaded = {
+                    p: {name: local_of(value) for name, value in entry.items()} for p, entry in given.items() if entry
+                }
+                self._initialise(group, list(loaded), loaded)
+                for place, (parameter, entry) in enumerate(loaded.items()):
+                    store = self._stores[parameter]
+                    if is_plain:
+                        take_plain(store, entry, before[0].get(parameter), self._seed_of(group, store, place), losses)
+                    else:
+                        store.take(entry)
+                    store.step = taken_steps(entry, store.kernel.rule.name)
         except BaseException:
             self._stores, self._buckets = before[:2]
             self.state.clear()
             self.state.update(before[2])
             raise
         self._forget_last_step()
+        losses.tell()
+
+    @staticmethod
+    def _seed_of(group: dict[str, Any], store: Store, place: int) -> Tensor:
+        """Of the cuts by which a state is taken: none that a step has."""
+        return torch.tensor(step_seed(group["seed"], -1 - place), dtype=torch.int32, device=store.parameter.device)
 
     def _parameters(self) -> list[Tensor]:
         """All parameters, in the order of :meth:`state_dict`."""
@@ -336,13 +356,18 @@ def _take_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
     """A hook: load what belongs to parameters, uncast, and leave the groups to torch."""
     assert isinstance(optimizer, Keeping)
     saved = copy.deepcopy(state_dict["param_groups"])
+    plain = ["storage" not in group for group in saved]
     agree(optimizer.param_groups, saved, optimizer.rule)
     # By numbers, or by names where a distributed checkpoint has put them.
     listed = [key for group in saved for key in group["params"]]
     members = dict(zip(listed, optimizer._parameters(), strict=True))
     if strange := [key for key in state_dict["state"] if key not in members]:
         raise RecipeError(f"the state to load has an entry {strange[0]!r}, which none of its param groups lists.")
-    optimizer.load_states({members[key]: entry for key, entry in state_dict["state"].items()})
+    options = [
+        {name: value for name, value in group.items() if name != "storage" or not is_plain}
+        for group, is_plain in zip(saved, plain, strict=True)
+    ]
+    optimizer.load_states({members[key]: entry for key, entry in state_dict["state"].items()}, options)
     return {"state": {}, "param_groups": saved}
 
 

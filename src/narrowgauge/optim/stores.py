@@ -128,7 +128,7 @@ class Store:
         if name not in values:
             raise RecipeError(
                 f"the state to load holds {sorted(values)}, and storage '{self.storage.name}' needs '{name}'.",
-                "Build the optimizer with the storage the state was saved from.",
+                "Build the optimizer with the storage the state was saved from, or take it over with ng.convert.",
             )
         value = values[name].to(self.parameter.device)
         if dtype is torch.int16 and value.dtype is torch.int32:
