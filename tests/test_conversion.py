@@ -614,6 +614,143 @@ def test_what_cannot_be_told_is_refused_in_one_line(case: str, tmp_path: Path) -
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
+# ── what Lightning and Accelerate write ────────────────────────────────────────────────────────────────────────────────
+
+
+def lightning_file(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> Path:
+    """A checkpoint as Lightning 2.6 lays it out."""
+    content = {
+        "epoch": 0, "global_step": 3, "pytorch-lightning_version": "2.6.6",
+        "state_dict": {f"model.{name}": value for name, value in model.state_dict().items()},
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 1}}}}, "callbacks": {},
+        "optimizer_states": [optimizer.state_dict()], "lr_schedulers": [{"T_max": 10}], "hyper_parameters": {"lr": 1e-2},
+    }  # fmt: skip
+    torch.save({**content, **more}, place)
+    return place
+
+
+def accelerate_folder(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, safe: bool) -> Path:
+    """A folder as ``save_state`` of Accelerate 1.15 lays it out; safetensors leave the second name of a tied weight out."""
+    place.mkdir()
+    if safe:
+        kept = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+        save_file(kept, place / "model.safetensors")
+    else:
+        torch.save(model.state_dict(), place / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), place / "optimizer.bin")
+    torch.save({"last_epoch": 3}, place / "scheduler.bin")
+    (place / "random_states_0.pkl").write_bytes(b"")
+    return place
+
+
+def trained_elsewhere(*, named: bool = False) -> tuple[Tied, torch.optim.AdamW]:
+    model = made()
+    optimizer = adamw(model, named=named)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def assert_all_there(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Weights and moments are those of the float32 training, under the model's own names."""
+    found = values_of(folder, "bfloat16/exact")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[name]["weight"], parameter.detach())
+        for kind in STATES:
+            assert torch.equal(found[name][kind], optimizer.state[parameter][kind])
+
+
+def test_a_checkpoint_of_lightning_is_read_and_what_is_left_out_is_told(tmp_path: Path) -> None:
+    model, optimizer = trained_elsewhere()
+    source = lightning_file(tmp_path / "last.ckpt", model, optimizer)
+    report = ng.convert(source, "bfloat16/exact", tmp_path / "out")
+    assert (report.origin, report.step) == ("torch.optim", 3)
+    others = {
+        "epoch",
+        "global_step",
+        "pytorch-lightning_version",
+        "loops",
+        "callbacks",
+        "lr_schedulers",
+        "hyper_parameters",
+    }
+    assert set(report.left_out) == others | {"lr, betas, eps, weight_decay of the optimizer"}
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["left_out"] == list(report.left_out)
+    assert "\nleft out: epoch; global_step; " in report.table().plain()
+    assert_all_there(tmp_path / "out", model, optimizer)
+
+
+@pytest.mark.parametrize("states", [[], None])
+def test_a_lightning_file_of_weights_alone_is_weights(states: Any, tmp_path: Path) -> None:
+    source = lightning_file(tmp_path / "w.ckpt", *trained_elsewhere(), optimizer_states=states)
+    report = ng.convert(source, "bfloat16/word", tmp_path / "out")
+    assert report.origin == "weights" and [kept.kind for kept in report.kept] == ["weight"]
+    assert "lr_schedulers" in report.left_out and not any("betas" in what for what in report.left_out)
+
+
+def test_of_several_optimizers_none_is_taken_for_another(tmp_path: Path) -> None:
+    model, optimizer = trained_elsewhere()
+    two = [optimizer.state_dict()] * 2
+    source = lightning_file(tmp_path / "gan.ckpt", model, optimizer, optimizer_states=two)
+    with pytest.raises(DataError, match="the states of 2 optimizers, and one can be converted"):
+        ng.convert(source, "bfloat16/word", tmp_path / "out")
+    folder = accelerate_folder(tmp_path / "state", model, optimizer, safe=False)
+    torch.save(optimizer.state_dict(), folder / "optimizer_1.bin")
+    with pytest.raises(DataError, match="the states of several optimizers"):
+        ng.convert(folder, "bfloat16/word", tmp_path / "out")
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_folder_of_accelerate_is_read_with_its_optimizer(safe: bool, tmp_path: Path) -> None:
+    # Safetensors sort their names, so there the optimizer must have been given its own.
+    model, optimizer = trained_elsewhere(named=safe)
+    folder = accelerate_folder(tmp_path / "state", model, optimizer, safe=safe)
+    report = ng.convert(folder, "bfloat16/exact", tmp_path / "out")
+    assert (report.origin, report.step) == ("torch.optim", 3)
+    assert report.left_out[:2] == ("random_states_0.pkl", "scheduler.bin")
+    assert_all_there(tmp_path / "out", model, optimizer)
+
+
+def test_names_in_the_models_order_tell_whose_the_numbered_states_are(tmp_path: Path) -> None:
+    model, optimizer = trained_elsewhere()
+    folder = accelerate_folder(tmp_path / "state", model, optimizer, safe=True)
+    refused = call("convert", folder, "--recipe", "bfloat16/exact", "--out", tmp_path / "out")
+    assert refused.exit_code == 2 and "Give --names FILE" in refused.stderr
+    (tmp_path / "names").write_text("\n".join(name for name, _ in model.named_parameters()))
+    done = call(
+        "convert", folder, "--recipe", "bfloat16/exact", "--out", tmp_path / "out", "--names", tmp_path / "names"
+    )
+    assert done.exit_code == 0, done.stderr
+    assert_all_there(tmp_path / "out", model, optimizer)
+
+
+def test_states_whose_shapes_differ_need_no_names(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    optimizer = adamw(model, named=False)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    folder = tmp_path / "state"
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    assert ng.convert(folder, "bfloat16/exact", tmp_path / "out").origin == "torch.optim"
+    found = tensors_of(tmp_path / "out")
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            assert torch.equal(found[f"optimizer.{name}.exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
+def test_readings_of_another_storage_are_told_to_be_left_out(exact_run: Path, tmp_path: Path) -> None:
+    same, other = (ng.convert(exact_run, f"bfloat16/{name}", tmp_path / name).left_out for name in ("exact", "word"))
+    assert same == () and other == ("readings of the audit",)
+
+
+def test_shards_are_refused_with_what_joins_them(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(DataError, match=r"nor weights\. python -m torch\.distributed\.checkpoint\.format_utils"):
+        ng.convert(tmp_path, "bfloat16/word", tmp_path / "out")
+
+
 class Trap:
     """Unpickled, it would make a folder."""
 
@@ -629,8 +766,12 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     (tmp_path / "b.pt").write_bytes(pickle.dumps(Trap(tmp_path / "sprung"), protocol=2))
     (tmp_path / "c.safetensors").write_bytes(b"not one at all")
     for name in ("a.pt", "b.pt", "c.safetensors"):
-        with pytest.raises(DataError, match="cannot be read"):
+        with pytest.raises(DataError, match="cannot be read") as refused:
             ng.convert(tmp_path / name, "bfloat16/word", tmp_path / "out")
+        said = str(refused.value)
+        # torch's own words tell how to turn the protection off.
+        assert "weights_only" not in said and "trust" not in said and "still be loaded" not in said
+        assert ("none of its code is run" in said) == (name != "c.safetensors")
     assert not (tmp_path / "sprung").exists() and not (tmp_path / "out").exists()
 
 
@@ -693,7 +834,8 @@ def test_the_command_prints_the_report_and_keeps_it(tmp_path: Path, monkeypatch:
     source = saved(tmp_path / "mine.pt", *trained("bfloat16/exact"))
     done = call("convert", source, "--recipe", "bf16/word")
     assert done.exit_code == 0 and done.stderr == "", done.stderr
-    title, heads, *rows = done.stdout.splitlines()
+    title, others, heads, *rows = done.stdout.splitlines()
+    assert others == "left out: lr, betas, eps, weight_decay of the optimizer"
     assert title == f"{tmp_path / 'mine-bfloat16-word'}: narrowgauge → bfloat16/word, step 3"
     assert heads.split()[0] == "kind" and [row.split()[0] for row in rows] == ["weight", *STATES]
     said = call("convert", "mine-bfloat16-word", "--recipe", "bfloat16/exact", "--out", "there", "--json")

@@ -328,15 +328,22 @@ def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> Non
     "--optimizer", metavar="FILE", type=click.Path(path_type=Path),
     help="The optimizer's state, where it lies apart from the weights.",
 )  # fmt: skip
+@click.option(
+    "--names", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="The parameters' names in the model's order, a line each, where CKPT does not tell it.",
+)  # fmt: skip
 @_as_json
-def convert(source: Path, recipe: str, out: Path | None, optimizer: Path | None, as_json: bool) -> None:
+def convert(
+    source: Path, recipe: str, out: Path | None, optimizer: Path | None, names: Path | None, as_json: bool
+) -> None:
     """Take the training state CKPT (a run, a checkpoint, a file of torch.save, Hugging Face weights) to another storage."""
     from narrowgauge.conversion.refusals import require_convertible
 
     require_convertible(source, recipe, out, optimizer)
     from narrowgauge.conversion import states
 
-    report = states.convert(source, recipe, out, optimizer)
+    listed = names.read_text(encoding="utf-8").split() if names is not None else ()
+    report = states.convert(source, recipe, out, optimizer, listed)
     if as_json:
         tables.write_json(report.row())
     else:

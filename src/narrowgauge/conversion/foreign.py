@@ -1,6 +1,6 @@
 """Training states of other libraries: ``torch.optim``, bitsandbytes, Hugging Face.
 
-Such a file is read with ``weights_only``, so nothing in it runs. A state of ``torch.optim`` numbers its parameters; it says
+A state of ``torch.optim`` numbers its parameters; it says
 their names only if the optimizer was given them. Where it does not, the order in which the model lists its parameters must
 do: that of a ``state_dict``, or of the model that a Hugging Face ``config.json`` describes, never that of a safetensors
 file, which sorts. Every shape is checked, and what cannot be told is refused.
@@ -8,26 +8,19 @@ file, which sorts. Every shape is checked, and what cannot be told is refused.
 
 from __future__ import annotations
 
-import json
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
+from narrowgauge.conversion.files import find
 from narrowgauge.conversion.source import Source, matched, numbers_of
 from narrowgauge.errors import DataError
 from narrowgauge.optim.checks import known_row
 from narrowgauge.storages import STATE_NAMES, for_vectors
-
-_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_MODEL_KEYS = ("model", "model_state_dict", "state_dict")
-_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
-_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError)
 
 # bitsandbytes: one scale for so many neighbours in memory order, from version 0.44 on and before.
 _BLOCK_SIZES = (256, 2048)
@@ -35,34 +28,31 @@ _8BIT = "__bnb_optimizer_quant_state__"
 _8BIT_KEYS = {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"}
 
 
-def read_foreign(path: Path, optimizer: Path | None) -> Source:
+def read_foreign(path: Path, optimizer: Path | None, names: Sequence[str] = ()) -> Source:
     """Weights, and the state of an Adam or AdamW in the same file or another.
 
     Args:
         path: a folder or a file.
         optimizer: where the state lies, if apart.
+        names: of the parameters in the model's order, where the files do not tell it.
     Raises:
         DataError: what cannot be read, matched or converted.
     """
-    if optimizer is None and path.is_dir() and (path / "optimizer.pt").is_file():
-        raise DataError(
-            f"{path} holds an optimizer.pt beside its weights.",
-            f"Give --optimizer {path / 'optimizer.pt'}, or name the file of the weights to leave its state out.",
-        )
-    weights, saved, order = _weights(path)
-    if optimizer is not None:
-        if saved is not None:
-            raise DataError(
-                f"{path} holds the state of an optimizer, and {optimizer} was given too.", "Give one of them."
-            )
-        content = _load(optimizer)
-        saved = next((content[key] for key in _OPTIMIZER_KEYS if key in content), content)
-    numbers, others = numbers_of(weights)
+    found = find(path, optimizer)
+    numbers, others = numbers_of(found.weights)
     if not numbers:
         raise DataError(f"{path} holds no weights.", "Name a file or folder with a model's state.")
-    if saved is None:
-        return Source("weights", numbers, others=others)
-    return _with_state(numbers, others, saved, order, optimizer or path)
+    if found.state is None:
+        return Source("weights", numbers, others=others, left_out=found.left_out)
+    source = _with_state(numbers, others, found.state, (lambda: list(names)) if names else found.order, found.where)
+    return replace(source, left_out=(*found.left_out, *_options(found.state["param_groups"])))
+
+
+def _options(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the groups of an optimizer say beside their parameters: its new one is made with options of its own."""
+    names = ("lr", "betas", "eps", "weight_decay")
+    found = [name for name in names if any(name in group for group in groups)]
+    return [f"{', '.join(found)} of the optimizer"] if found else []
 
 
 def _with_state(
@@ -111,6 +101,7 @@ def _names(
         return dict(zip(keys, said, strict=True))
     shapes = {key: _shape(states[key]) for key in keys if key in states}
     listed = _by_group(groups, shapes, weights, [name for name in order() if name in weights])
+    listed = listed or _by_shape(keys, shapes, weights)
     fits = len(listed) == len(keys) and all(
         shapes.get(key, weights[name].shape) == weights[name].shape for key, name in zip(keys, listed, strict=True)
     )
@@ -118,9 +109,17 @@ def _names(
         raise DataError(
             f"{where} numbers {len(keys)} parameters without their names, and they cannot be told apart by the order and "
             f"shapes of {len(weights)} weights.",
-            "Save the state of an optimizer that was given model.named_parameters().",
+            "Give --names FILE: the names in the order of model.named_parameters(), a line each.",
         )
     return dict(zip(keys, listed, strict=True))
+
+
+def _by_shape(keys: Sequence[Any], shapes: Mapping[Any, torch.Size], weights: Mapping[str, Tensor]) -> list[str]:
+    """Names in the order of the keys, where each has a shape that no other has."""
+    by_shape = {value.shape: name for name, value in weights.items()}
+    if len(by_shape) < len(weights) or any(shapes.get(key) not in by_shape for key in keys):
+        return []
+    return [by_shape[shapes[key]] for key in keys]
 
 
 def _by_group(
@@ -152,21 +151,6 @@ def _shape(entry: Mapping[str, Any]) -> torch.Size:
 def _unnested(entry: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's state; bitsandbytes keeps most of it one level further down, where FSDP leaves it alone."""
     return {**{key: value for key, value in entry.items() if key != _8BIT}, **entry.get(_8BIT, {})}
-
-
-def _order_of_model(folder: Path) -> list[str]:
-    """Parameter names of the model that a ``config.json`` describes; none where it describes none that can be built."""
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        kind = getattr(transformers, (config.architectures or [""])[0], None)
-        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-            return []
-        with torch.device("meta"):
-            return [name for name, _ in kind(config).named_parameters()]
-    except (*_UNREADABLE, TypeError, AttributeError, ImportError):
-        return []
 
 
 # ── values ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -217,64 +201,3 @@ def _dequantized(entry: Mapping[str, Any], part: str, whose: str) -> Tensor:
         )
     values: Tensor = table.float()[codes.flatten().long()] * scales.float().repeat_interleave(size)[: codes.numel()]
     return values.reshape(codes.shape)
-
-
-# ── files ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _weights(path: Path) -> tuple[dict[str, Tensor], Any, Callable[[], list[str]]]:
-    """The weights, the optimizer's state where the file holds one, and what tells the model's order."""
-    if path.is_dir():
-        name = next((name for name in _FILES if (path / name).is_file()), None)
-        if name is None:
-            raise DataError(f"{path} holds neither a run nor weights.", f"Weights lie in {' or '.join(_FILES)}.")
-        return _tensors(_indexed(path / name), path), None, lambda: _order_of_model(path)
-    if path.suffix == ".safetensors":
-        return _tensors(_load(path), path), None, list
-    content = _load(path)
-    model = next((content[key] for key in _MODEL_KEYS if isinstance(content.get(key), Mapping)), content)
-    saved = next((content[key] for key in _OPTIMIZER_KEYS if key in content), None) if model is not content else None
-    return _tensors(model, path), saved, lambda: list(model)
-
-
-def _indexed(file: Path) -> dict[str, Any]:
-    """The content of a file of weights, or of all those that an index names."""
-    if file.suffix != ".json":
-        return _load(file)
-    try:
-        parts = sorted(set(json.loads(file.read_bytes())["weight_map"].values()))
-    except (*_UNREADABLE, TypeError, AttributeError) as error:
-        raise _unreadable(file, error) from error
-    return {name: value for part in parts for name, value in _load(file.parent / part).items()}
-
-
-def _load(file: Path) -> dict[str, Any]:
-    """A safetensors file, or one of ``torch.save``, of which nothing is run."""
-    try:
-        if file.suffix == ".safetensors":
-            return dict(load_file(file))
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except _UNREADABLE as error:
-        raise _unreadable(file, error) from error
-    if not isinstance(content, Mapping):
-        raise DataError(
-            f"{file} holds a {type(content).__name__}.", 'It must hold {"model": …, "optimizer": …}, or one.'
-        )
-    return dict(content)
-
-
-def _unreadable(file: Path, error: Exception) -> DataError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    return DataError(
-        f"{file} cannot be read: {reason}.", "It must be a safetensors file, or tensors that torch.save wrote."
-    )
-
-
-def _tensors(content: Mapping[str, Any], where: Path) -> dict[str, Tensor]:
-    for name, value in content.items():
-        if not isinstance(value, Tensor):
-            raise DataError(
-                f"{where} holds under '{name}' no tensor, but a {type(value).__name__}.",
-                f"Weights are a state_dict, alone or under {' or '.join(map(repr, _MODEL_KEYS))}.",
-            )
-    return dict(content)

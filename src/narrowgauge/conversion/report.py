@@ -51,6 +51,7 @@ class Report:
         recipe: the recipe that the result is in.
         step: optimizer steps done.
         kept: what each kind of value lost.
+        left_out: what there was in the source beside weights and states, and is not in the result.
     """
 
     source: str
@@ -59,10 +60,15 @@ class Report:
     recipe: str
     step: int
     kept: tuple[Kept, ...]
+    left_out: tuple[str, ...] = ()
 
     def row(self) -> dict[str, Any]:
         """The report as JSON can say it."""
-        return {**asdict(self), "kept": [{**asdict(kept), "exact_share": kept.exact_share} for kept in self.kept]}
+        return {
+            **asdict(self),
+            "left_out": list(self.left_out),
+            "kept": [{**asdict(kept), "exact_share": kept.exact_share} for kept in self.kept],
+        }
 
     def table(self) -> Table:
         """The report as people read it."""
@@ -76,7 +82,9 @@ class Report:
             Column("became zero", "num_zeroed", right=True),
             Column("saturated", "num_saturated", right=True),
         )
-        return Table(columns, self.row()["kept"], f"{self.out}: {self.origin} → {self.recipe}, step {self.step}")
+        title = f"{self.out}: {self.origin} → {self.recipe}, step {self.step}"
+        others = f"\nleft out: {'; '.join(self.left_out)}" if self.left_out else ""
+        return Table(columns, self.row()["kept"], title + others)
 
 
 Pair = tuple[Tensor, Tensor, Code, "Tensor | None"]

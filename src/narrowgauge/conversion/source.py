@@ -31,6 +31,7 @@ class Source:
         others: what is carried as it is, as a checkpoint names it: integer buffers, readings of the audit.
         record: what the checkpoint's ``state.json`` said.
         run: the run it belongs to.
+        left_out: what there was beside all this, and is not taken.
     """
 
     origin: str
@@ -40,6 +41,7 @@ class Source:
     others: dict[str, Tensor] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
     run: Run | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:

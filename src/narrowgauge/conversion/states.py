@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,11 @@ from narrowgauge.storages import STATE_NAMES, Storage
 
 
 def convert(
-    source: str | Path, recipe: str | Path | Recipe, out: str | Path | None = None, optimizer: str | Path | None = None
+    source: str | Path,
+    recipe: str | Path | Recipe,
+    out: str | Path | None = None,
+    optimizer: str | Path | None = None,
+    names: Sequence[str] = (),
 ) -> Report:
     """Convert a training state to the storage of a recipe.
 
@@ -45,14 +49,17 @@ def convert(
 
     Args:
         source: a run folder or one of its checkpoints; a ``torch.save`` file of ``{"model": …, "optimizer": …}`` with the
-            state of a ``torch.optim`` Adam or AdamW, of a bitsandbytes 8-bit one, or of ours; or weights alone: a Hugging
-            Face folder, a safetensors file, a ``torch.save`` file of a ``state_dict``.
+            state of a ``torch.optim`` Adam or AdamW, of a bitsandbytes 8-bit one, or of ours; a checkpoint of Lightning or
+            of Accelerate's ``save_state``; or weights alone: a Hugging Face folder, a safetensors file, a ``torch.save``
+            file of a ``state_dict``.
         recipe: as in :func:`narrowgauge.prepare`.
         out: the folder to make, for :func:`narrowgauge.restore`, and of a run for ``narrowgauge resume`` too; ``None`` takes
             one beside the source, named after the recipe.
         optimizer: a ``torch.save`` file with the optimizer's state, where it lies apart from the weights.
+        names: ``[name for name, _ in model.named_parameters()]``, where the optimizer was not given names and the files do
+            not tell the model's order.
     Returns:
-        What was converted, and what it cost; ``out/conversion.json`` says it too.
+        What was converted, what it cost, and what was left out; ``out/conversion.json`` says it too.
     Raises:
         RecipeError: a recipe that does not suit these parameters, or states that are not of its storage.
         DataError: files that cannot be read, states of another rule than Adam's, names or shapes that do not match.
@@ -75,11 +82,14 @@ def convert(
     policy = require_convertible(path, recipe, None if out is None else Path(out), state)
     place = Path(out) if out is not None else _beside(path, policy)
     require_free(place)
-    found = _read(path, state)
+    found = _read(path, state, names)
     taken, kept = take(found, policy)
-    report = Report(str(path), str(place), found.origin, policy.name, found.step, kept)
+    tensors, record = _checkpoint(found, taken, policy)
+    dropped = ("readings of the audit",) if set(found.others) - set(tensors) else ()
+    left_out = (*found.left_out, *dropped)
+    report = Report(str(path), str(place), found.origin, policy.name, found.step, kept, left_out)
     with new_folder(place) as folder:
-        write_checkpoint(folder, found.step, *_checkpoint(found, taken, policy))
+        write_checkpoint(folder, found.step, tensors, record)
         write_report(folder, report, policy)
         if found.run is not None:
             write_run(folder, found.run, report, policy)
@@ -91,7 +101,8 @@ def restore(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> int:
 
     Args:
         folder: what :func:`narrowgauge.convert` wrote, or a run folder; its newest checkpoint is taken.
-        model, optimizer: of the recipe that the state is in.
+        model, optimizer: of the recipe that the state is in; the model itself where the state is of a module around it,
+            such as a LightningModule, or DistributedDataParallel.
     Returns:
         Optimizer steps done.
     Raises:
@@ -112,6 +123,7 @@ def restore(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> int:
     weights, states = parted(tensors)
     places = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     needed = {name for name, _ in model.named_parameters()}
+    weights, states = _unwrapped(weights, states, needed)
     for name in sorted((needed - set(weights)) | (set(weights) - set(places))):
         has, lacks = (checkpoint, type(model).__name__) if name in weights else (type(model).__name__, checkpoint)
         raise RecordError(f"'{name}' is in {has}, and not in {lacks}.", "Give the model whose state was converted.")
@@ -130,9 +142,22 @@ def restore(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> int:
     return int(record["step"])
 
 
-def _read(path: Path, optimizer: Path | None) -> Source:
+def _unwrapped(
+    weights: dict[str, Tensor], states: dict[str, dict[str, Tensor]], needed: set[str]
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Both under the model's own names, where all of theirs begin with the name of one module around it."""
+    first = {name.partition(".")[0] for name in weights}
+    prefix = f"{min(first)}." if len(first) == 1 else ""
+    if not prefix or needed <= set(weights) or not needed <= {name.removeprefix(prefix) for name in weights}:
+        return weights, states
+    return {n.removeprefix(prefix): v for n, v in weights.items()}, {
+        n.removeprefix(prefix): v for n, v in states.items()
+    }
+
+
+def _read(path: Path, optimizer: Path | None, names: Sequence[str]) -> Source:
     if not is_ours(path):
-        return read_foreign(path, optimizer)
+        return read_foreign(path, optimizer, names)
     if optimizer is not None:
         raise DataError(f"{path} holds its own state, and {optimizer} was given too.", "Leave --optimizer out.")
     return read_own(path)
