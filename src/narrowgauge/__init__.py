@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from narrowgauge.gauges.replay import Replay as Replay
     from narrowgauge.gauges.replay import first_bad_value as first_bad_value
     from narrowgauge.gauges.replay import replay as replay
+    from narrowgauge.gauges.run_log import compare as compare
     from narrowgauge.matmul.inference import inference_bytes as inference_bytes
     from narrowgauge.matmul.inference import quantize_for_inference as quantize_for_inference
     from narrowgauge.matmul.linears import Linears as Linears
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
     from narrowgauge.recipes import Recipe as Recipe
     from narrowgauge.runs.comparing.comparison import Comparison as Comparison
     from narrowgauge.runs.comparing.comparison import compare_runs as compare_runs
-    from narrowgauge.runs.comparing.own_loop import compare as compare
     from narrowgauge.runs.events import Event as Event
     from narrowgauge.runs.events import on_event as on_event
     from narrowgauge.runs.record import Run as Run
@@ -110,7 +110,7 @@ _HOMES = {
     "Replay": "gauges.replay",
     "on_event": "runs.events",
     "Event": "runs.events",
-    "compare": "runs.comparing.own_loop",
+    "compare": "gauges.run_log",
     "compare_runs": "runs.comparing.comparison",
     "Comparison": "runs.comparing.comparison",
     "read_run": "runs.record",

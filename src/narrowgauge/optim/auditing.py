@@ -117,6 +117,17 @@ def margin(num_audits: int) -> float:
     return math.sqrt(freedom * math.expm1(growth))
 
 
+def figures_of(sums: Tensor) -> dict[str, float | None]:
+    """The audit's readings of a vector of sums, as a run's record has them: ``None`` where nothing was intended."""
+    readings = {
+        "edq": measures.edq(sums),
+        "noise": measures.noise(sums),
+        "lost_fraction": measures.lost_fraction(sums),
+        "unseen_fraction": measures.unseen_fraction(sums),
+    }
+    return {name: None if bool(torch.isnan(value)) else float(value) for name, value in readings.items()}
+
+
 def read(rows: Iterable[Tensor]) -> Reading:
     """The reading of a window: sums first, ratios after.
 

@@ -16,8 +16,8 @@ from dataclasses import asdict
 import torch
 
 from narrowgauge.matmul.weights import cached_weights
-from narrowgauge.numerics import measures
 from narrowgauge.optim.accumulation import backward_in_parts
+from narrowgauge.optim.auditing import figures_of
 from narrowgauge.runs.record import Row, read_run
 from narrowgauge.runs.watching.spikes import Spike, SpikeJudge
 from narrowgauge.trainer.session import Session
@@ -84,7 +84,7 @@ def _also(session: Session, row: Row, judge: SpikeJudge | None) -> Row:
         also["saturated"] = sum(sum(counts) for counts in overflows.values())
     if session.optimizer.last_audit is not None:
         session.audit_total += session.optimizer.last_audit
-        also |= audit_figures(session.optimizer.last_audit)
+        also |= figures_of(session.optimizer.last_audit)
         session.optimizer.last_audit = None
     return also
 
@@ -100,17 +100,6 @@ def losses(session: Session) -> Iterator[torch.Tensor]:
             linears.set_first_sequence(first)
         first += len(tokens)
         yield session.loss(tokens) / session.config.tokens_per_step
-
-
-def audit_figures(sums: torch.Tensor) -> Row:
-    """The audit's readings of a vector of sums, ``None`` where nothing was intended."""
-    readings = {
-        "edq": measures.edq(sums),
-        "noise": measures.noise(sums),
-        "lost_fraction": measures.lost_fraction(sums),
-        "unseen_fraction": measures.unseen_fraction(sums),
-    }
-    return {name: None if bool(torch.isnan(value)) else float(value) for name, value in readings.items()}
 
 
 @torch.no_grad()
@@ -139,7 +128,7 @@ def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
         "tokens_per_second": rates[len(rates) // 2],
         "bytes_per_param": session.optimizer.bytes_per_param() + summed,
         "peak_memory_bytes": peak_memory_bytes(),
-        **audit_figures(session.audit_total),
+        **figures_of(session.audit_total),
         "num_skipped": session.optimizer.num_skipped,
         "weights_fingerprint": session.fingerprint(),
         "wall_seconds": wall_seconds,

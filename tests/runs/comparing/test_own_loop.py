@@ -10,11 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import narrowgauge as ng
 from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.gauges.run_log import WatchedLog, compare
 from narrowgauge.runs.comparing import own_loop
 from narrowgauge.runs.comparing.comparison import compare_runs
-from narrowgauge.runs.comparing.own_loop import RunLog, compare
+from narrowgauge.runs.comparing.own_loop import RunLog
 from narrowgauge.runs.comparing.publishing import read_runs
 from narrowgauge.runs.record import Run, read_run
 from runs.made_runs import SIZES
@@ -160,3 +163,60 @@ def test_a_step_does_not_last_as_long_as_the_validation_before_it(monkeypatch: p
     compare(train, ["mine"])
     assert [row["seconds"] for row in read[0].steps] == [1.0, 1.0]
     assert [row["seconds"] for row in read[0].evals] == [1.0, 2.0]
+
+
+# ── watched ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def watched(recipe: str, seed: int, log: WatchedLog) -> float:
+    torch.manual_seed(seed)
+    model, optimizer = ng.prepare(torch.nn.Linear(16, 16), recipe, lr=1e-4, audit_every=2)
+    log.watch(model, optimizer, every=3)
+    for _ in range(6):
+        loss = model(torch.randn(8, 16).bfloat16()).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        log.step({"loss": loss.item()})
+    return loss.item()
+
+
+def test_one_call_adds_gauges_and_the_audit_to_a_runs_record(tmp_path: Path) -> None:
+    found = compare(watched, ["bfloat16/word", "bfloat16/naive"], out=tmp_path)
+    word, naive = (read_run(tmp_path / f"bfloat16-{name}-seed0") for name in ("word", "naive"))
+    for run, is_lossless in ((word, True), (naive, False)):
+        assert [row["step"] for row in run.gauges] == [3, 6]
+        assert "weight:weight" in run.gauges[0]["tensors"]
+        # Each audit stands in the row of its own step, and in no other.
+        assert [row["step"] for row in run.steps if "edq" in row] == [2, 4, 6]
+        assert run.summary is not None
+        assert (run.summary["edq"] > 0.9) == is_lossless and (run.summary["lost_fraction"] < 0.1) == is_lossless
+    assert [row["bytes_per_param"] for row in found.rows] == pytest.approx([8.5, 8.0], abs=0.2)
+
+
+def test_what_the_function_gives_itself_stands(tmp_path: Path) -> None:
+    def train(recipe: str, seed: int, log: WatchedLog) -> dict[str, float]:
+        log.watch(model := torch.nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1), every=0)
+        log.step({"loss": 1.0, "edq": 0.25})
+        return {"val_loss": watched(recipe, seed, log), "edq": 0.5, "bytes_per_param": 99.0}
+
+    compare(train, ["bfloat16/word"], out=tmp_path)
+    run = read_run(tmp_path / "bfloat16-word-seed0")
+    assert run.summary is not None and (run.summary["edq"], run.summary["bytes_per_param"]) == (0.5, 99.0)
+    assert run.steps[0]["edq"] == 0.25
+
+
+def test_gauges_go_with_their_run_however_it_ends(tmp_path: Path) -> None:
+    model, kept = torch.nn.Linear(4, 4), []
+
+    def train(recipe: str, seed: int, log: WatchedLog) -> float:
+        kept.append(log.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1))
+        if recipe == "broken":
+            raise ValueError("mine")
+        return 1.0
+
+    # The second run could not watch the same model if the first one still did.
+    with pytest.raises(ValueError, match="mine"):
+        compare(train, ["fine", "broken"])
+    kept.append(ng.attach_gauges(model))
+    assert len(kept) == 3 and not any(gauges.sampling for gauges in kept)

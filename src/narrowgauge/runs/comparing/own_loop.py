@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.comparing.comparison import Comparison, compare_runs
@@ -41,7 +41,8 @@ class RunLog:
     def step(self, row: Mapping[str, Any]) -> None:
         """Write what one optimizer step did: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, …"""
         now = time.perf_counter()
-        written: Row = {"step": self._num_steps + 1, "seconds": now - self._since, **_plain(row, "log.step")}
+        written: Row = {"step": self._num_steps + 1, "seconds": now - self._since}
+        written |= {**self.found_in_step(), **_plain(row, "log.step")}
         if written.get("tokens") is not None and written["seconds"]:
             written.setdefault("tokens_per_second", (written["tokens"] - self._tokens) / written["seconds"])
             self._tokens = written["tokens"]
@@ -59,12 +60,23 @@ class RunLog:
         self._since = time.perf_counter()
 
     def gauge(self, row: Mapping[str, Any]) -> None:
-        """Write what gauges read: ``ng.attach_gauges(model, optimizer, on_row=log.gauge)``."""
+        """Write what gauges read; ``log.watch(model, optimizer)`` attaches some that do."""
         self._writer.gauge(dict(row))
 
     def event(self, event: Event) -> None:
         """Write a happening."""
         self._writer.event(event)
+
+    def found_in_step(self) -> Row:
+        """Figures of the last step that the training function need not give."""
+        return {}
+
+    def found(self) -> Row:
+        """Figures of the whole run that the training function need not give."""
+        return {}
+
+    def release(self) -> None:
+        """Let go of what the log holds on to."""
 
     def close(self, returned: Any, recipe: str) -> None:
         """Write the summary of a finished run."""
@@ -79,8 +91,11 @@ class RunLog:
         known: Row = {"recipe": recipe, "steps": self._num_steps, "num_skipped": self._num_skipped}
         if self._rates:
             known["tokens_per_second"] = statistics.median(self._rates)
+        known |= {key: figure for key, figure in self.found().items() if figure is not None}
         self._writer.summary({**known, "wall_seconds": time.perf_counter() - self._began, **told})
 
+
+Log = TypeVar("Log", bound=RunLog)
 
 _WORDS = ("recipe", "model", "weights_fingerprint", "message")
 _COUNTS = ("step", "steps", "num_skipped")
@@ -117,47 +132,23 @@ def _short(value: Any) -> str:
 
 
 def compare(
-    train_function: Callable[[str, int, RunLog], Any],
+    train_function: Callable[[str, int, Log], Any],
     recipes: Sequence[str],
     *,
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
+    log_type: Callable[[RunWriter], Log],
 ) -> Comparison:
-    """Compare recipes in a training loop of your own.
-
-    Law: runs of one seed are paired, so let the seed alone decide the initial weights and the batches. Seeds are gone
-    through one after the other, each in all recipes.
+    """Compare recipes in a training loop of one's own, with any kind of log; ``ng.compare`` says the rest.
 
     Args:
-        train_function: called as ``train_function(recipe, seed, log)``. It trains once and returns the last validation
-            loss, or a dict of summary figures (``val_loss``, ``bytes_per_param``, ``tokens_per_second``,
-            ``peak_memory_bytes``, ``edq``, ``noise``, ``lost_fraction``), or nothing if it called
-            ``log.eval({"val_loss": …})``. ``log.step({"loss": …})`` writes down a step, ``log.eval`` a validation.
-        recipes: what is handed to the function, names of recipes or any others.
+        train_function: called as ``train_function(recipe, seed, log)``.
+        recipes: what is handed to the function.
         seeds: how many, from 0 on, or which ones.
-        out: a new or empty folder for the runs, ``compare.json`` and ``report.html``, which show what was done also
-            where the function raises; ``None`` keeps nothing.
-
+        out: a new or empty folder; ``None`` keeps nothing.
+        log_type: what makes the log of a run.
     Returns:
-        The comparison: ``rows``, a ``verdict`` in sentences, ``differences`` from the ``yardstick``.
-
-    Raises:
-        NarrowgaugeError: no recipe or seed, one named twice, a function that gives no loss, or a row that is none.
-        RecordError: something lies in ``out``.
-
-    Cost: that of the function's calls.
-
-    Example:
-        >>> def train_function(recipe, seed, log):
-        ...     for step in range(1, 4):
-        ...         log.step({"loss": 3 - step / 2})
-        ...     wide = recipe == "bfloat16/master"
-        ...     return {"val_loss": 1.5 + seed / 10 - 0.002 * seed * wide, "bytes_per_param": 16 if wide else 8}
-        >>> found = compare(train_function, ["bfloat16/master", "bfloat16/word"], seeds=2)
-        >>> [(row["recipe"], row["num_seeds"]) for row in found.rows]
-        [('bfloat16/master', 2), ('bfloat16/word', 2)]
-        >>> found.yardstick
-        'bfloat16/master'
+        The comparison.
     """
     asked = _named(recipes)
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
@@ -166,7 +157,7 @@ def compare(
     if out is not None:
         require_free(out)
         try:
-            runs = _all(train_function, asked, numbers, Path(out))
+            runs = _all(train_function, asked, numbers, Path(out), log_type)
         except BaseException as error:
             _keep(error, Path(out), len(asked) * len(numbers))
             raise
@@ -174,7 +165,7 @@ def compare(
         publish(found, runs, Path(out))
         return found
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as folder:
-        return compare_runs(_all(train_function, asked, numbers, Path(folder)))
+        return compare_runs(_all(train_function, asked, numbers, Path(folder), log_type))
 
 
 def _keep(error: BaseException, out: Path, num_asked: int) -> None:
@@ -201,14 +192,23 @@ def _named(recipes: Sequence[str]) -> list[str]:
     return asked
 
 
-def _all(train_function: Callable[..., Any], recipes: Sequence[str], seeds: Sequence[int], out: Path) -> list[Run]:
+def _all(
+    train_function: Callable[[str, int, Log], Any],
+    recipes: Sequence[str],
+    seeds: Sequence[int],
+    out: Path,
+    log_type: Callable[[RunWriter], Log],
+) -> list[Run]:
     runs = []
     for seed in seeds:
         for recipe in recipes:
             name = recipe_name(recipe)
             folder = out / run_name(name, seed)
             with RunWriter.create(folder, {"config": {"recipe": name, "seed": seed}}) as writer:
-                log = RunLog(writer)
-                log.close(train_function(recipe, seed, log), name)
+                log = log_type(writer)
+                try:
+                    log.close(train_function(recipe, seed, log), name)
+                finally:
+                    log.release()
             runs.append(read_run(folder))
     return runs
