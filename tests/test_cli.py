@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 import narrowgauge
@@ -20,6 +21,7 @@ import narrowgauge.trainer
 from narrowgauge import show
 from narrowgauge.cli import main
 from narrowgauge.errors import ChipError
+from narrowgauge.notation import parse
 from narrowgauge.runs.record import RunWriter
 from narrowgauge.trainer import refusals
 from narrowgauge.trainer.config import TrainConfig, kind_of
@@ -289,6 +291,71 @@ def test_help_is_no_mistake(words: tuple[str, ...]) -> None:
     result = call(*words)
     assert result.exit_code == 0
     assert result.stdout.startswith("Usage: narrowgauge") and result.stderr == ""
+
+
+# ── what a shell completes ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def completed(line: str) -> list[str]:
+    """What is offered for the last word of a line."""
+    *words, last = line.split(" ")
+    return [item.value for item in ShellComplete(main, {}, "narrowgauge", "_").get_completions(words, last)]
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("train --recipe float8-ro", {"float8-row", "float8-row-e5m2", "float8-rowwise"}),
+        ("train --recipe bf16/sp", {"bf16/split", "bf16/split8"}),
+        ("train --recipe float16/collage-", {"float16/collage-light", "float16/collage-plus"}),
+        ("train --recipe float8/", {"float8/collage-light", "float8/collage-plus"}),
+        ("compare --recipes bfloat16/master,bf16/wor", {"bfloat16/master,bf16/word"}),
+        ("profile --recipes int8-row/com", {"int8-row/compact"}),
+        ("convert a --recipe coll", {"collage-light", "collage-plus"}),
+        ("show recipe bfloat16-m", {"bfloat16-mixed"}),
+        ("compare --model llama-1", {"llama-1m", "llama-125m", "llama-1b", "llama-13b"}),
+        ("profile --chip h2", {"H200-SXM-141GB"}),
+        ("show format e4m3", {"e4m3", "e4m3fn", "e4m3fnuz", "e4m3b11fnuz"}),
+        ("train --schedule c", {"cosine", "constant"}),
+        ("train --recipe mine", {"mine"}),  # no name of ours: the shell looks for a file
+        ("train --recipe ./mine", {"./mine"}),
+        ("profile --chip nothing", set()),
+    ],
+)
+def test_a_shell_completes_names(line: str, offered: set[str]) -> None:
+    assert set(completed(line)) == offered
+
+
+def test_every_recipe_that_is_offered_is_one() -> None:
+    first = completed("train --recipe ")
+    assert {"bfloat16", "nvfp4", "bf16", "o2", "bfloat16-mixed"} <= set(first)
+    for name in first:
+        assert parse(name)
+        stored = completed(f"train --recipe {name}/")
+        # What is followed by no storage is a whole recipe, and a file is looked for.
+        assert stored == [f"{name}/"] or {parse(offer).compute for offer in stored} == {parse(name).compute}
+    assert len(completed("train --recipe bfloat16/")) > 10
+
+
+def test_what_is_no_name_is_left_to_the_shell() -> None:
+    def kind(line: str) -> str:
+        *words, last = line.split(" ")
+        (item,) = ShellComplete(main, {}, "narrowgauge", "_").get_completions(words, last)
+        return str(item.type)
+
+    assert [kind("train --recipe mine"), kind("train --model folder"), kind("train --data text")] == [
+        "file",
+        "dir",
+        "file",
+    ]
+
+
+def test_a_real_shell_asks_in_its_own_way() -> None:
+    environment = {**ENVIRONMENT, "_NARROWGAUGE_COMPLETE": "bash_complete", "COMP_CWORD": "3"}
+    environment["COMP_WORDS"] = "narrowgauge train --recipe float8-blo"
+    command = [sys.executable, "-m", "narrowgauge"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert found.stdout.split() == ["plain,float8-block", "plain,float8-block-e5m2"], found.stderr
 
 
 def test_version() -> None:

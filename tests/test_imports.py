@@ -48,6 +48,7 @@ LAYERS = {
     "gauges": {"gauges"},
     "joint": {"assembly", "conversion"},
     "ways": {"trainer", "profiling", "integrations"},
+    "flags": {"flags"},
     "cli": {"cli", "__main__"},
 }
 
@@ -66,10 +67,11 @@ SEES = {
     "gauges": SEEN_BY_GAUGES,
     "joint": SEEN_BY_GAUGES | {"gauges"},
     "ways": SEEN_BY_GAUGES | {"gauges", "joint", "planner"},
-    "cli": SEEN_BY_GAUGES | {"gauges", "joint", "planner", "ways", "show"},
+    "flags": {"words", "ways"},
+    "cli": SEEN_BY_GAUGES | {"gauges", "joint", "planner", "ways", "show", "flags"},
 }
 
-TORCH_FREE = {"words", "show", "runs", "planner"}
+TORCH_FREE = {"words", "show", "flags", "runs", "planner"}
 TORCH_BOUND = {"torch", "transformers", "tokenizers", "safetensors", "datasets", "lightning"}
 
 

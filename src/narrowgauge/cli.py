@@ -12,13 +12,13 @@ import dataclasses
 import errno
 import io
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import click
 
-from narrowgauge import __version__, show, tables
+from narrowgauge import __version__, flags, show, tables
 from narrowgauge.errors import NarrowgaugeError, suggestion
 
 
@@ -87,40 +87,6 @@ def _with_advice(error: click.ClickException) -> str:
     return f"{said} ({context.command_path} --help says more.)"
 
 
-def _flags(without: Collection[str] = (), defaults: Mapping[str, str] | None = None) -> list[click.Parameter]:
-    """A flag per setting of a training run, some left out; None until it is given, so that a file may say otherwise.
-
-    What a setting is where nobody gives it is told as ``defaults`` has it, and else as the run's own default.
-    """
-    # Not at the top: this module is of a layer that mostly needs torch, though the settings do not.
-    from narrowgauge.trainer.config import TrainConfig, kind_of
-
-    flags: list[click.Parameter] = []
-    for field in dataclasses.fields(TrainConfig):
-        if field.name in without:
-            continue
-        name = field.name.replace("_", "-")
-        default = (defaults or {}).get(field.name, field.default)
-        told = "" if default is None else f"  [default: {str(default).lower()}]"
-        switch = kind_of(field) is bool
-        flags.append(
-            click.Option(
-                [f"--{name}/--no-{name}" if switch else f"--{name}", field.name],
-                type=kind_of(field),
-                default=None,
-                help=field.metadata["help"] + told,
-                metavar=None if switch else {str: "TEXT", int: "N", float: "X"}[kind_of(field)],
-            )
-        )
-    return flags
-
-
-def _flags_of_compare() -> list[click.Parameter]:
-    from narrowgauge.trainer.config import COMPARED, OF_A_RUN
-
-    return _flags(without=OF_A_RUN, defaults=COMPARED)
-
-
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print a list of objects instead.")
 _run_folder = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 
@@ -165,7 +131,7 @@ _add_table("models", "Preset models: shapes and parameter counts.")
 
 
 @show_group.command("format")
-@click.argument("name")
+@click.argument("name", shell_complete=flags.number_formats)
 @_as_json
 def show_format(name: str, as_json: bool) -> None:
     """Every figure of the format NAME."""
@@ -188,7 +154,7 @@ def show_value(value: str, as_json: bool) -> None:
 
 
 @show_group.command("recipe")
-@click.argument("name")
+@click.argument("name", shell_complete=flags.recipes)
 @_as_json
 def show_recipe(name: str, as_json: bool) -> None:
     """What the recipe NAME (or a .toml file) stores and computes, in which formats, and what it loses."""
@@ -198,17 +164,17 @@ def show_recipe(name: str, as_json: bool) -> None:
         tables.write(show.page_recipe(name))
 
 
-@main.command("train", params=_flags())
+@main.command("train", params=flags.of_settings())
 @click.option(
     "--config", "file", metavar="FILE", type=click.Path(path_type=Path),
     help="A TOML file of the same settings (batch_size = 8); flags overrule it.",
 )  # fmt: skip
-def train(file: Path | None, **flags: Any) -> None:
+def train(file: Path | None, **settings: Any) -> None:
     """Train a language model on text, and keep everything about it in a run folder."""
     from narrowgauge.trainer.config import TrainConfig
 
     asked = TrainConfig.from_toml(file) if file else TrainConfig()
-    given = {name: value for name, value in flags.items() if value is not None}
+    given = {name: value for name, value in settings.items() if value is not None}
     config = dataclasses.replace(asked, **given).validated()
     from narrowgauge.trainer.console import Console
 
@@ -233,9 +199,12 @@ def resume(folder: Path, stop_after: int | None) -> None:
     click.echo(loop.resume(folder, stop_after))
 
 
-@main.command("compare", params=_flags_of_compare())
+@main.command("compare", params=flags.of_comparisons())
 @click.option(
-    "--recipes", metavar="A,B,…", help="Recipes or .toml files; to go on with --out, those it has, unless given."
+    "--recipes",
+    metavar="A,B,…",
+    shell_complete=flags.many_recipes,
+    help="Recipes or .toml files; to go on with --out, those it has, unless given.",
 )
 @click.option(
     "--seeds", type=click.IntRange(min=1), metavar="N", help="Starts per recipe; 3 give useful intervals.  [default: 1]"
@@ -259,7 +228,7 @@ def compare(
     out: Path | None,
     file: Path | None,
     as_json: bool,
-    **flags: Any,
+    **settings: Any,
 ) -> None:
     """Train in several recipes from the same starts on the same text, and say in words what each costs.
 
@@ -268,7 +237,7 @@ def compare(
     """
     from narrowgauge.trainer import comparing, question
 
-    given = {name: value for name, value in flags.items() if value is not None}
+    given = {name: value for name, value in settings.items() if value is not None}
     lengths = [f"--{name}" for name, value in (("seconds", seconds), ("tokens", tokens)) if value is not None]
     if lengths and "steps" in given:
         raise click.UsageError(
@@ -318,7 +287,11 @@ def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> Non
 @main.command("convert")
 @click.argument("source", metavar="CKPT", type=click.Path(path_type=Path))
 @click.option(
-    "--recipe", required=True, metavar="TEXT", help="The recipe to convert to, or a .toml file that says one."
+    "--recipe",
+    required=True,
+    metavar="TEXT",
+    shell_complete=flags.recipes,
+    help="The recipe to convert to, or a .toml file that says one.",
 )
 @click.option(
     "--out", metavar="FOLDER", type=click.Path(path_type=Path),
@@ -352,13 +325,24 @@ def convert(
 
 @main.command("profile")
 @click.option(
-    "--model", required=True, metavar="TEXT", help="A preset (narrowgauge show models) or a folder with a config.json."
+    "--model",
+    required=True,
+    metavar="TEXT",
+    shell_complete=flags.models,
+    help="A preset (narrowgauge show models) or a folder with a config.json.",
 )
 @click.option(
-    "--recipes", required=True, metavar="A,B,…", help="Recipes to compare with bfloat16 (narrowgauge show recipes)."
+    "--recipes",
+    required=True,
+    metavar="A,B,…",
+    shell_complete=flags.many_recipes,
+    help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
 )
 @click.option(
-    "--chip", metavar="NAME", help="Predict for this chip (narrowgauge show chips) instead of measuring here."
+    "--chip",
+    metavar="NAME",
+    shell_complete=flags.chips,
+    help="Predict for this chip (narrowgauge show chips) instead of measuring here.",
 )
 @click.option("--numerics", is_flag=True, help="Also train some steps on text and say what each layer's casts lose.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences per step.")

@@ -85,7 +85,7 @@ def parse(text: str | Path | Recipe) -> Recipe:
     if str(text).endswith(".toml"):
         return parse_file(Path(text))
     compute, *rest = str(text).strip().split("/")
-    name = "/".join([_compute_name(compute), *map(_spelled, rest)])
+    name = "/".join([compute_name(compute), *map(_spelled, rest)])
     if (alias := ALIASES.get(name)) is not None:
         if not alias.is_taken:
             raise RecipeError(f"no recipe is named '{text}': {alias.differs}", f"Take '{alias.recipe}'. {_SEE_ALIASES}")
@@ -150,7 +150,7 @@ def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Re
             raise RecipeError(f"{where} takes its recipe from another file, {parts['recipe']}.", "Write it out here.")
         base = parse(parts["recipe"]).to_dict()
     elif "compute" in parts:
-        named = _compute_name(parts["compute"])
+        named = compute_name(parts["compute"])
         base = {"compute": named, "storage": default_storage(named), "reduction": "native"}
     else:
         raise RecipeError(f"{where} names no compute.", 'Add compute = "bfloat16" or recipe = "bfloat16/word".')
@@ -248,7 +248,7 @@ def _spelled(part: str) -> str:
     return SPELLINGS.get(head, head) + dash + rest
 
 
-def _compute_name(part: str) -> str:
+def compute_name(part: str) -> str:
     """The full name of a compute, or of a whole recipe that stands where one may."""
     spelled = _spelled(part)
     return COMPUTES_ELSEWHERE.get(part.strip().lower()) or COMPUTES_ELSEWHERE.get(spelled, spelled)
@@ -256,7 +256,7 @@ def _compute_name(part: str) -> str:
 
 def _compute_row(name: str) -> Compute:
     """The compute of that name."""
-    full = _compute_name(name)
+    full = compute_name(name)
     alias = ALIASES.get(full)
     if (row := variants.find(full)) is not None:
         return row
