@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge.assembly import compute_scope
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.notation import parse, parse_table, representative_names
 from narrowgauge.recipes import Override, Recipe
+from narrowgauge.scopes import compute_scope
 from narrowgauge.storages import STORAGES
 
 RECIPES = representative_names()
@@ -194,11 +194,12 @@ def test_kept_modules_stay_float32_under_autocast_too() -> None:
     assert seen == [torch.bfloat16]
 
 
-def test_kept_modules_give_narrow_models_their_format_back_whatever_the_compute() -> None:
-    """A compute of float32 over bfloat16 weights: what flows between the layers is bfloat16."""
-    model, _ = ng.prepare(Net(), Recipe(parse("float32/word").compute, STORAGES["word"], keep=("block",)))
+def test_kept_modules_of_narrow_models_give_the_computes_format_back() -> None:
+    """A compute of float16 over bfloat16 weights: what flows between the layers is float16."""
+    model, _ = ng.prepare(Net(), Recipe(parse("float16/word").compute, STORAGES["word"], keep=("block",)))
     assert model.block.inner.weight.dtype is torch.float32 and model.head.weight.dtype is torch.bfloat16
-    assert model(torch.ones(2, 6, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    assert model.block(torch.ones(2, 6), scale=torch.ones(()))[0].dtype is torch.float16
+    assert model(torch.ones(2, 6, dtype=torch.bfloat16)).dtype is torch.float16
 
 
 def test_kept_attention_of_a_llama_runs() -> None:

@@ -46,7 +46,7 @@ LAYERS = {
     "optim": {"optim"},
     "distributed": {"distributed"},
     "gauges": {"gauges"},
-    "joint": {"assembly", "conversion"},
+    "joint": {"assembly", "scopes", "conversion"},
     "ways": {"trainer", "profiling", "integrations"},
     "flags": {"flags"},
     "cli": {"cli", "__main__"},

@@ -2,14 +2,11 @@
 
 There is one legal order. Unit scaling redraws the weights first. Tails must be taken from the float32 weights *before* they
 are cut; the optimizer must see the parameters *after*; linear layers become narrow, and follow the optimizer's steps;
-propagated scales, autocast and the casts around kept modules go on last. ``prepare`` is that order.
+propagated scales, autocast and the casts of :mod:`narrowgauge.scopes` go on last. ``prepare`` is that order.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,9 @@ from narrowgauge.notation import parse
 from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.elementwise_optimizers import AdamW
+from narrowgauge.processor import multiplies
 from narrowgauge.recipes import Recipe
+from narrowgauge.scopes import compute_in_scope
 
 
 def prepare(
@@ -98,10 +97,7 @@ def prepare(
     if narrow := narrow_linears(model, policy, seed):
         narrow.follow(optimizer)
     _propagate_scales(model, policy)
-    _widen_kept(model, policy)
-    scope = compute_scope(policy, next(model.parameters()).device)
-    if isinstance(scope, torch.autocast):
-        model.forward = _Scoped(model, policy)
+    compute_in_scope(model, policy)
     return model, optimizer
 
 
@@ -110,15 +106,23 @@ def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> Linears | Non
 
     A layer that is plain at first and narrow in a later phase, or in evaluation, is swapped too.
     """
-    plain = {"float32", recipe.dtype} if recipe.dtype != "float16" else {"float32"}
+    device = next(model.parameters()).device
     moments = [0.0, *(phase.until for phase in recipe.phases)]
     computes = [recipe, replace(recipe, compute=recipe.evaluation, phases=())] if recipe.evaluation else [recipe]
     wanted: dict[str, Compute] = {}
     for name in linear_names(model):
         rows = {each.compute_of(name, at).name for each in computes for at in moments}
-        if not rows <= plain:
+        if rows != {_row_of_torch(recipe, name, device)}:
             wanted[name] = recipe.compute_of(name, 0.0)
     return swap_linears(model, wanted.get, seed=seed) if wanted else None
+
+
+def _row_of_torch(recipe: Recipe, name: str, device: torch.device) -> str:
+    """The row that PyTorch's own layer of that name computes in; nothing where it computes in none as well as ours does."""
+    if recipe.keeps(name):
+        return "float32"
+    is_slow = device.type != "cuda" and not multiplies(recipe.dtype)
+    return recipe.dtype if recipe.storage.visible in ("float32", recipe.dtype) and not is_slow else ""
 
 
 def _rebuild(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, float]:
@@ -194,6 +198,7 @@ def _check_statistics(model: nn.Module, recipe: Recipe) -> None:
         if not isinstance(module, _BatchNorm) or not module.affine or module.running_mean is None:
             continue
         visible = recipe.storage_of(f"{name}.weight" if name else "weight", 1).visible
+        visible = visible if visible == "float32" else recipe.dtype
         found = str(module.running_mean.dtype).removeprefix("torch.")
         if found == visible:
             continue
@@ -264,83 +269,3 @@ def _groups(
             group["weight_decay"] = float(decay * _DECAYED_AT / (lr * factor))
         made.append(group)
     return made
-
-
-def _widen_kept(model: nn.Module, recipe: Recipe) -> None:
-    """Casts around the outermost kept modules: float32 in and inside, the model's own format out."""
-    if not recipe.keep or recipe.dtype == "float32":
-        return
-    done: list[str] = []
-    for name, module in model.named_modules():
-        if name and recipe.keeps(name) and not any(name.startswith(f"{outer}.") for outer in done):
-            done.append(name)
-            module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-            if recipe.storage.visible == "float32":
-                module.forward = _Scoped(module, None)
-            else:
-                module.register_forward_hook(_CAST_OUTPUTS[recipe.storage.visible])
-
-
-def _cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _cast(args, torch.float32), _cast(kwargs, torch.float32)
-
-
-def _to_bfloat16(_: nn.Module, __: Any, result: Any) -> Any:
-    return _cast(result, torch.bfloat16)
-
-
-def _to_float16(_: nn.Module, __: Any, result: Any) -> Any:
-    return _cast(result, torch.float16)
-
-
-# Functions of the module, so that a prepared model can be pickled.
-_CAST_OUTPUTS = {"bfloat16": _to_bfloat16, "float16": _to_float16}
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """The same with every floating tensor in it in ``dtype``."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, (list, tuple)):
-        items = [_cast(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        changed = {key: _cast(item, dtype) for key, item in value.items()}
-        return changed if type(value) is dict else type(value)(**changed)
-    return value
-
-
-class _Scoped:
-    """A module's own forward in the scope of a recipe, or outside every scope for ``None``.
-
-    An object, not a closure: copies and pickles of the module then have one that computes with their own weights.
-    """
-
-    def __init__(self, module: nn.Module, recipe: Recipe | None) -> None:
-        self.module, self.recipe = module, recipe
-        # A forward that somebody put on the object itself; one that an earlier prepare put there gives way.
-        own = module.__dict__.get("forward")
-        self.own: Callable[..., Any] | None = own.own if isinstance(own, _Scoped) else own
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        device = next(self.module.parameters()).device
-        wide = torch.autocast(device.type, enabled=False)
-        with wide if self.recipe is None else compute_scope(self.recipe, device):
-            if self.own is not None:
-                return self.own(*args, **kwargs)
-            return type(self.module).forward(self.module, *args, **kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        # Callers such as transformers ask a forward for the names of its arguments.
-        return inspect.signature(self.own or type(self.module).forward.__get__(self.module))
-
-
-def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
-    """The scope in which a model computes as the recipe says: autocast over wider weights, or nothing to do.
-
-    ``prepare`` puts it around the model's own forward; a loop that calls parts of the model enters it itself.
-    """
-    if recipe.dtype == recipe.storage.visible:
-        return nullcontext()
-    return torch.autocast(device.type, getattr(torch, recipe.dtype))

@@ -133,8 +133,8 @@ class Recipe:
 
     @property
     def dtype(self) -> str:
-        """What a plain linear layer computes in: the weights' own dtype, or over float32 weights the compute's, by autocast."""
-        return self.compute.dtype if self.storage.visible == "float32" else self.storage.visible
+        """What a plain linear layer, a norm and the rest of the model compute in, whatever format the weights lie in."""
+        return self.compute.dtype
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -145,9 +145,10 @@ class Recipe:
             >>> parse("int8-row/word").dtypes["kept for backward"]
             'int8 codes, 1 byte'
         """
-        stream = self.storage.visible
+        # Autocast narrows the matmuls alone: what flows between them over float32 weights is float32.
+        stream = "float32" if self.storage.visible == "float32" else self.dtype
         return {
-            "weights seen": stream,
+            "weights seen": self.storage.visible,
             "norms": f"float32 inside, {stream} out",
             "softmax": "float32",
             "rotary buffers": "float32",

@@ -14,6 +14,7 @@ from narrowgauge.computes import COMPUTES, PLACES, Compute
 from narrowgauge.matmul import casts, products
 from narrowgauge.matmul.casts import Operand, cast_matrix
 from narrowgauge.matmul.products import is_native, multiply, operand_dtype, told
+from narrowgauge.numerics import widening
 from oracles import linear as oracle
 
 every_row = pytest.mark.parametrize("row", ROWS, **names)
@@ -157,7 +158,7 @@ def test_integers_multiply_in_panels_with_the_same_bits(
 
 def test_integers_multiply_in_inference_and_then_in_training() -> None:
     """The memory that sums go through outlives the mode it was taken in."""
-    products._SCRATCH.buffers.clear()
+    widening.SCRATCH.buffers.clear()
     codes = Operand(random_codes(4, 8, seed=0), None)
     with torch.inference_mode():
         first = multiply(codes, codes, (1, 1), COMPUTES["int8-row"].output, torch.float32).clone()

@@ -13,6 +13,9 @@ from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.matmul.products import told
 
+Choice = str | Compute | Callable[[str], str | Compute | None]
+"""A row, its name, or a function from a layer's name to one of these; ``None`` leaves the layer alone."""
+
 
 class EmulationNotice(UserWarning):
     """Told once per row and device: matmuls are emulated there."""
@@ -27,8 +30,11 @@ def row_of(compute: str | Compute) -> Compute:
     return row
 
 
-def row_chooser(compute: str | Compute, keep: tuple[str, ...] | None) -> Callable[[str], Compute | None]:
+def row_chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Compute | None]:
     """From a layer's name to its row, ``None`` for those that ``keep`` or the row itself leaves alone."""
+    if not isinstance(compute, (str, Compute)):
+        given = compute
+        return lambda name: None if (row := given(name)) is None else row_of(row)
     row = row_of(compute)
     patterns = row.keep if keep is None else keep
 
@@ -44,7 +50,7 @@ _TOLD: set[tuple[str, str]] = set()
 
 def tell_emulation(row: Compute, device: torch.device) -> None:
     """Warn once of a row whose matmuls are emulated on a device."""
-    if (row.name, str(device)) in _TOLD or row.name == row.dtype or device.type == "meta":
+    if (row.name, str(device)) in _TOLD or device.type == "meta":
         return
     _TOLD.add((row.name, str(device)))
     text = told(row, device)

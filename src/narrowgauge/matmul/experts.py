@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.choosing import row_chooser, tell_emulation
+from narrowgauge.matmul.choosing import Choice, row_chooser, tell_emulation
 from narrowgauge.matmul.grouped import GroupedLinear, grouped_linear
 from narrowgauge.matmul.linears import Linears
 
@@ -100,7 +100,7 @@ def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor
 
 def swap_experts(
     model: nn.Module,
-    compute: str | Compute | Callable[[str], Compute | None],
+    compute: Choice,
     *,
     keep: tuple[str, ...] | None = None,
     seed: int = 0,
@@ -112,7 +112,7 @@ def swap_experts(
 
     Args:
         model: with experts as transformers 5 keeps them.
-        compute: a row, its name, or a function from a projection's name (``…experts.down_proj``) to its row, or ``None``.
+        compute: a row, its name, or a function from a projection's name (``…experts.down_proj``) to either, or ``None``.
         keep: patterns of names to leave alone; ``None`` takes the row's own.
         seed: of stochastic casts.
     Returns:
@@ -128,7 +128,7 @@ def swap_experts(
         >>> sorted(swap_experts(MixtralForCausalLM(small), "int8-row").layers)
         ['model.layers.0.mlp.experts.down_proj', 'model.layers.0.mlp.experts.gate_up_proj']
     """
-    layers = grouped_layers(model, compute if callable(compute) else row_chooser(compute, keep))
+    layers = grouped_layers(model, row_chooser(compute, keep))
     if not layers:
         raise RecipeError(
             f"{type(model).__name__} has no experts to compute narrowly.",

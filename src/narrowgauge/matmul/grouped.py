@@ -25,6 +25,7 @@ from narrowgauge.matmul.delayed import new_history
 from narrowgauge.matmul.linear import Linear, is_plain
 from narrowgauge.matmul.products import operand_dtype
 from narrowgauge.numerics.rounding import step_seed
+from narrowgauge.numerics.widening import is_widened
 
 
 @torch.library.custom_op("narrowgauge::grouped_output", mutates_args=())
@@ -221,8 +222,8 @@ def grouped_linear(
             "Take a GroupedLinear, which has one.",
         )
     name = operators.register(row)
-    weights = weights.to(x.dtype) if is_plain(row, x.dtype, x.device.type) else weights
-    if is_plain(row, x.dtype, x.device.type) and bias is None and _suits_torch(x, weights):
+    weights = weights.to(x.dtype) if is_plain(row, x.dtype) else weights
+    if is_plain(row, x.dtype) and bias is None and _suits_torch(x, weights):
         return F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
     state = new_state(len(weights), device=x.device) if state is None else state
     apply = cast(Callable[..., Tensor], _Product.apply)
@@ -231,6 +232,8 @@ def grouped_linear(
 
 def _suits_torch(x: Tensor, weights: Tensor) -> bool:
     """Whether PyTorch's grouped matmul takes the operands, compiled too: bfloat16, rows of multiples of 16 bytes."""
+    if is_widened(x.dtype, x.device.type):
+        return False
     if x.dtype != torch.bfloat16 or x.shape[1] % 8 or weights.shape[1] % 8 or not x.shape[0]:
         return False
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)

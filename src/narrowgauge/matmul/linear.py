@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge import variants
@@ -21,6 +20,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import operators, randomness
 from narrowgauge.matmul.delayed import new_history
 from narrowgauge.matmul.sharing import cast_input, cast_kept
+from narrowgauge.numerics.plain import linear
 from narrowgauge.numerics.rounding import step_seed
 
 # Layers that get the same input, by their names beside each other: they share its delayed scale, and so its cast.
@@ -109,8 +109,8 @@ class Linear(nn.Linear):
         """
         weight = weight.t() if self.is_transposed else weight
         x = self._streamed(x)
-        if is_plain(self.compute, x.dtype, x.device.type):
-            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        if is_plain(self.compute, x.dtype):
+            return linear(x, weight, bias)
         length = x.shape[-2] if x.ndim > 2 else 1
         y = _Product.apply(  # type: ignore[no-untyped-call]
             x.reshape(-1, x.shape[-1]), weight, bias, self.row, self.state, self.amax_history,
@@ -170,11 +170,10 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, compute={self.compute.name!r}"
 
 
-def is_plain(row: Compute, dtype: torch.dtype, device: str) -> bool:
-    """Whether PyTorch's own linear function computes the row for a stream of that dtype."""
+def is_plain(row: Compute, dtype: torch.dtype) -> bool:
+    """Whether the row is that of a plain linear layer in a stream of that dtype: nothing is cast."""
     formats = {c.format for c in row.casts.values()}
-    slow = device == "cpu" and dtype == torch.float16
-    return row.is_wide and formats == {str(dtype).removeprefix("torch.")} and not slow
+    return row.is_wide and formats == {str(dtype).removeprefix("torch.")}
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -8,7 +8,6 @@ outside and multiply the result, which the CPU's matmul has by then rounded to b
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -19,6 +18,8 @@ from torch import Tensor
 from narrowgauge.computes import Cast, Compute, Product
 from narrowgauge.matmul.casts import COMPILE_ELEMENTS, Operand, can_compile, compiled
 from narrowgauge.numerics.rounding import power_below
+from narrowgauge.numerics.widening import SCRATCH, float32_tiles, is_widened, sum_integers
+from narrowgauge.processor import multiplies
 
 # Sums of one panel: 4 MiB, so that sums, values and result share a last-level cache.
 _PANEL_ELEMENTS = 1 << 20
@@ -57,9 +58,8 @@ def multiply(
     if is_native(product, a.device) and a.dtype in _FLOAT8:
         return _multiply_float8(a, b, [by_row, by_column], product, bias, dtype)
     a, b = _widened(a), _widened(b)
-    if a.dtype == torch.float16 and a.device.type == "cpu":
-        # The CPU's own float16 matmul is unusably slow; float32 multiplies the same numbers exactly.
-        return _scaled(torch.mm(a.float(), b.float()), by_row, by_column, bias, dtype)
+    if is_widened(a.dtype, a.device.type):
+        return multiply_widened(a, b, by_row, by_column, bias, dtype)
     if by_row is None and by_column is None and a.dtype == dtype:
         return torch.mm(a, b) if bias is None else torch.addmm(bias.to(dtype), a, b)
     return _scaled(torch.mm(a, b), by_row, by_column, bias, dtype)
@@ -84,12 +84,10 @@ def with_channels_back(left: Operand, right: Operand) -> tuple[Operand, Operand]
 def is_native(product: Product, device: torch.device) -> bool:
     """Whether the operands' own codes are multiplied here."""
     formats = {product.left.format, product.right.format}
-    if formats == {"int8"}:
-        return True
     if "tfloat32" in formats:
         return False  # rounded here, multiplied as float32
-    if product.is_wide:
-        return device.type != "cpu" or "float16" not in formats
+    if product.is_wide or formats == {"int8"}:
+        return device.type != "cpu" or all(multiplies(name) for name in formats)
     if device.type != "cuda" or not all(name.startswith("float8") for name in formats):
         return False
     return product.left.block is None and _capability(device) >= (8, 9)
@@ -120,7 +118,9 @@ def told(row: Compute, device: torch.device) -> str:
     if not emulated:
         return f"{row.name} multiplies on {here} natively."
     names = " and ".join(emulated)
-    return f"{row.name} multiplies {names}, which {here} cannot; it is emulated here (exact values, no speed-up)."
+    is_plain = {"bfloat16", "float16", "int8"}.issuperset(emulated)
+    how = "by float32 products (same values, float32's speed)" if is_plain else "(exact values, no speed-up)"
+    return f"{row.name} multiplies {names}, which {here} cannot; it is emulated here {how}."
 
 
 @lru_cache(None)
@@ -149,6 +149,24 @@ def _to_bfloat16(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16)
 
 
+def multiply_widened(
+    a: Tensor, b: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The product by float32 matmuls: ``a [rows, contraction]``, ``b [contraction, columns]``, scaled and rounded once."""
+    result = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
+    for (rows, columns), values in float32_tiles(a, b):
+        scales = _part(by_row, rows, 0), _part(by_column, columns, 1)
+        _scale_into(result[rows, columns], values, *scales, None if bias is None else bias[columns])
+    return result
+
+
+def _part(scale: Tensor | None, places: slice, dim: int) -> Tensor | None:
+    """The scales of some rows or columns; one scale is that of all."""
+    return (
+        scale if scale is None or scale.shape[dim] == 1 else scale.narrow(dim, places.start, places.stop - places.start)
+    )
+
+
 def _multiply_integers(
     a: Tensor, b: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -171,7 +189,7 @@ def _multiply_integers(
     height = max(_PANEL_ELEMENTS // max(b.shape[1], 1), 1)
     for first in range(0, a.shape[0], height):
         part = out[first : first + height]
-        scale = by_row if by_row is None or len(by_row) == 1 else by_row[first : first + height]
+        scale = _part(by_row, slice(first, first + len(part)), 0)
         # In the order of rows, then columns of the result, whichever way it lies.
         scales = (by_column, scale) if turned else (scale, by_column)
         _scale_into(part, _sum_integers(a[first : first + height], b), *scales, bias)
@@ -184,8 +202,10 @@ def _turned(scale: Tensor | None) -> Tensor | None:
 
 def _sum_integers(a: Tensor, b: Tensor) -> Tensor:
     """The exact product as float32 rounds it, in memory that the next call writes over."""
-    sums = _SCRATCH.take("sums", torch.int32, a.shape[0], b.shape[1])
-    values = _SCRATCH.take("values", torch.float32, *sums.shape)
+    if is_widened(torch.int8, "cpu"):
+        return sum_integers(a, b)
+    sums = SCRATCH.take("sums", torch.int32, a.shape[0], b.shape[1])
+    values = SCRATCH.take("values", torch.float32, *sums.shape)
     a, b = _row_major(a), _row_major(b)
     if a.shape[1] <= _EXACT_TERMS:
         torch._int_mm(a, b, out=sums)
@@ -208,29 +228,12 @@ def _scale_into(
     out: Tensor, values: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None
 ) -> None:
     definition = _scaling(out.dtype)
-    if values.numel() >= COMPILE_ELEMENTS and can_compile():
+    if by_row is by_column is bias is None:
+        out.copy_(values)
+    elif values.numel() >= COMPILE_ELEMENTS and can_compile():
         compiled(definition, values, by_row, by_column, bias, out)
     else:
         definition(values, by_row, by_column, bias, out)
-
-
-class _Scratch(threading.local):
-    """Memory that products of integers go through, kept: fresh pages would cost as much as the scaling."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[str, Tensor] = {}
-
-    def take(self, name: str, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-        """``[rows, columns]`` of it."""
-        buffer = self.buffers.get(name)
-        if buffer is None or buffer.numel() < rows * columns:
-            # What is made in inference mode cannot be written outside of it.
-            with torch.inference_mode(False):
-                buffer = self.buffers[name] = torch.empty(rows * columns, dtype=dtype)
-        return buffer[: rows * columns].view(rows, columns)
-
-
-_SCRATCH = _Scratch()
 
 
 def _multiply_float8(

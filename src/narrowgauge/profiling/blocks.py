@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from narrowgauge import _torch
-from narrowgauge.assembly import compute_scope
 from narrowgauge.matmul.choosing import EmulationNotice
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.recipes import Recipe
+from narrowgauge.scopes import compute_scope
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset
 from narrowgauge.trainer.loop import vocabulary_size

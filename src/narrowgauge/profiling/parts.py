@@ -41,7 +41,7 @@ def parts_of(shape: Shape, setting: Setting, num_tokens: int, device: torch.devi
     """
     x, weight, grad = operands(shape, setting, num_tokens, device)
     row = named(setting.row)
-    if setting.is_plain and is_plain(row, x.dtype, device.type):
+    if setting.is_plain and is_plain(row, x.dtype):
         return _plain_parts(x, weight, grad)
     return narrow_parts(row, x, weight, grad)
 

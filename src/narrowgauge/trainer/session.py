@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import narrowgauge
-from narrowgauge.assembly import compute_scope, prepare
+from narrowgauge.assembly import prepare
 from narrowgauge.errors import RecordError
 from narrowgauge.gauges.panel import Gauges, attach_gauges
 from narrowgauge.matmul.choosing import EmulationNotice
@@ -37,6 +37,7 @@ from narrowgauge.numerics.summation import fingerprint_all
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.runs.record import read_run
+from narrowgauge.scopes import compute_scope
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.checkpoint import latest_checkpoint, save_checkpoint
 from narrowgauge.trainer.config import TrainConfig
