@@ -19,11 +19,11 @@ from typing import Any, Literal, NoReturn
 import click
 
 from narrowgauge import __version__, flags, show, tables
-from narrowgauge.errors import NarrowgaugeError, suggestion
+from narrowgauge.errors import NarrowgaugeError, Terminated, suggestion
 
 
 class Door(click.Group):
-    """The one place where an error becomes a line and a status: 2 for a mistake, 130 for Ctrl-C."""
+    """The one place where an error becomes a line and a status: 2 for a mistake, 130 for Ctrl-C, 143 for SIGTERM."""
 
     def main(
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: object, **extra: Any
@@ -35,7 +35,8 @@ class Door(click.Group):
         except NarrowgaugeError as error:
             status = _complain(type(error).__name__, str(error), 2)
         except click.Abort as abort:
-            status = _complain("Interrupted", str(abort) or "the command was stopped.", 130)
+            is_terminated = isinstance(abort.__cause__, Terminated)
+            status = _complain("Interrupted", str(abort) or "the command was stopped.", 143 if is_terminated else 130)
         except click.ClickException as error:
             status = _complain("UsageError", _with_advice(error), 2)
         except OSError as error:
@@ -189,14 +190,18 @@ def train(file: Path | None, **settings: Any) -> None:
 @main.command("resume")
 @_run_folder
 @click.option("--stop-after", type=click.IntRange(min=1), metavar="N", help="Stop again after this step.")
-def resume(folder: Path, stop_after: int | None) -> None:
+@click.option(
+    "--accept-changes", is_flag=True,
+    help="Go on although run.toml was changed or rows are missing; what it is becomes a note of the run.",
+)  # fmt: skip
+def resume(folder: Path, stop_after: int | None, accept_changes: bool) -> None:
     """Go on with the run in DIR, bit for bit as if it had never stopped."""
     from narrowgauge.trainer import refusals
 
     refusals.require_resumable(folder)
     from narrowgauge.trainer import loop
 
-    click.echo(loop.resume(folder, stop_after))
+    click.echo(loop.resume(folder, stop_after, *([True] if accept_changes else [])))
 
 
 @main.command("compare", params=flags.of_comparisons())

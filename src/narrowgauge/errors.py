@@ -49,6 +49,10 @@ class RecordError(NarrowgaugeError):
     """A run folder or checkpoint is missing, damaged, in the way, or newer than this version."""
 
 
+class Terminated(KeyboardInterrupt):
+    """A run was told to end by SIGTERM, and ended as it does after Ctrl-C; the command line exits with status 143."""
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """``"Did you mean 'compact'?"`` for the nearest known name, or nothing.
 

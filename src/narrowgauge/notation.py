@@ -233,7 +233,10 @@ def load_toml(text: str) -> dict[str, Any]:
         import tomllib
     else:
         import tomli as tomllib
-    table: dict[str, Any] = tomllib.loads(text)
+    try:
+        table: dict[str, Any] = tomllib.loads(text)
+    except RecursionError as error:  # nested deeper than Python goes
+        raise ValueError(str(error)) from error
     return table
 
 

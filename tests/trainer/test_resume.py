@@ -191,7 +191,7 @@ def test_an_interruption_saves_and_says_how_to_go_on(
 ) -> None:
     name, folder = "naive", tmp_path / "run"
     config = settings(place, folder, **CASES[name], checkpoint_every=0)
-    assert nursery(*words_of(config), at={'{"step":3,"loss"': number}) == 130
+    assert nursery(*words_of(config), at={'{"step":3,"loss"': number}) == 128 + number
     lines = nursery.said.splitlines()
     assert f"narrowgauge resume {folder}" in lines[-2] and lines[-1].startswith("Interrupted: ")
     assert sum("Ctrl-C again" in line for line in lines) == 1
@@ -208,6 +208,40 @@ def test_a_second_interruption_ends_at_once(place: Path, nursery: Nursery, tmp_p
     assert nursery(*words_of(config), at=at) == 130
     assert "Traceback" not in nursery.said
     assert not (tmp_path / "run" / "checkpoints").exists() and len(read_run(tmp_path / "run").steps) == 2
+
+
+# The thread gets its turn only where the main one lets go: in that call, which takes minutes.
+LONG_STEP = """
+import hashlib, os, sys, threading
+from narrowgauge.trainer.interruption import interruptible
+
+sys.setswitchinterval(1000)
+begun = threading.Lock()
+begun.acquire()
+
+def say():
+    with begun:
+        print("in a step", flush=True)
+
+threading.Thread(target=say, daemon=True).start()
+with interruptible(lambda line: os.write(2, line.encode() + b"\\n")):
+    begun.release()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_interruption_ends_a_step_that_is_one_long_call(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", LONG_STEP]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "in a step\n"
+        process.send_signal(number)
+        assert "Stopping after this step" in process.stderr.readline()
+        process.send_signal(number)
+    assert process.returncode == 128 + number
 
 
 def test_an_interruption_before_the_first_step_leaves_nothing(place: Path, nursery: Nursery, tmp_path: Path) -> None:

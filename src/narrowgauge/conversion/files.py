@@ -15,7 +15,6 @@ Source: Lightning 2.6 ``dump_checkpoint``, Accelerate 1.15 ``save_accelerator_st
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections.abc import Callable, Mapping
@@ -29,6 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from narrowgauge.errors import DataError
+from narrowgauge.runs.files import load_json
 
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError)
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -160,7 +160,7 @@ def _indexed(file: Path) -> tuple[dict[str, Any], list[str]]:
     if file.suffix != ".json":
         return load(file), []
     try:
-        parts = sorted(set(json.loads(file.read_bytes())["weight_map"].values()))
+        parts = sorted(set(load_json(file.read_bytes())["weight_map"].values()))
     except (*UNREADABLE, TypeError, AttributeError) as error:
         raise unreadable(file, error) from error
     return {name: value for part in parts for name, value in load(file.parent / part).items()}, parts

@@ -30,7 +30,17 @@ from narrowgauge.errors import RecordError
 from narrowgauge.notation import parse, parse_table
 from narrowgauge.recipes import Recipe
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.files import digest, disk_error, disk_errors, sync_file, sync_folder, temporary_name
+from narrowgauge.runs.files import (
+    AGAIN,
+    digest,
+    disk_error,
+    disk_errors,
+    hidden_error,
+    load_json,
+    sync_file,
+    sync_folder,
+    temporary_name,
+)
 from narrowgauge.runs.record import Run, RunWriter, read_run
 
 CHECKPOINT_SCHEMA = 1
@@ -65,7 +75,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     try:
         with disk_errors(path):
-            manifest = json.loads((path / _MANIFEST).read_bytes())
+            manifest = load_json((path / _MANIFEST).read_bytes())
             if manifest["schema_version"] > CHECKPOINT_SCHEMA:
                 raise ValueError(
                     f"it has schema {manifest['schema_version']}, and up to {CHECKPOINT_SCHEMA} can be read"
@@ -73,7 +83,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             for name, expected in manifest["files"].items():
                 if (path / name).stat().st_size != expected["bytes"] or digest(path / name) != expected["blake2b"]:
                     raise ValueError(f"{name} does not match its checksum")
-            return load_file(path / _TENSORS), json.loads((path / _STATE).read_bytes())
+            return load_file(path / _TENSORS), load_json((path / _STATE).read_bytes())
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise RecordError(
             f"Cannot read the checkpoint {path}: {error}.", "Name an older one of the same run."
@@ -115,7 +125,7 @@ def read_own(path: Path) -> Source:
 def _policy(folder: Path, run: Run | None) -> Recipe:
     """The recipe in which a folder's checkpoints are."""
     try:
-        said = run.config["recipe"] if run else json.loads((folder / _REPORT).read_bytes())["policy"]
+        said = run.config["recipe"] if run else load_json((folder / _REPORT).read_bytes())["policy"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(
             f"nothing in {folder} says in which storage its checkpoints are ({error}).",
@@ -132,7 +142,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """A folder that gets the name ``out`` once it is whole; when the block fails nothing of it is left."""
     temporary = temporary_name(out)
     absent = [place for place in out.parents if not place.exists()]
-    with disk_errors(out):
+    with disk_errors(out, AGAIN):
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
@@ -149,7 +159,7 @@ def new_folder(out: Path) -> Iterator[Path]:
                 for place in absent:
                     place.rmdir()
             if isinstance(error, SafetensorError):  # it hides the system's error, such as a full disk, in its text
-                raise disk_error(out, OSError(str(error))) from error
+                raise disk_error(out, hidden_error(error), AGAIN) from error
             raise
 
 

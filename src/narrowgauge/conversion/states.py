@@ -268,4 +268,6 @@ def _checkpoint(source: Source, optimizer: Optimizer, recipe: Recipe) -> tuple[d
             tensors[key] = value
     nothing = {"tokens": 0, "seconds": 0.0, "audit_total": [0.0] * len(UPDATE_SUMS), "num_skipped": 0}
     stored = {name: optimizer.stored(parameter) for parameter, name in names.items()}
-    return tensors, {**nothing, **source.record, "step": source.step, "fingerprint": fingerprint_all(stored)}
+    # The run that is written has a recipe and rows of its own.
+    record = {key: value for key, value in source.record.items() if key not in ("settings", "rows")}
+    return tensors, {**nothing, **record, "step": source.step, "fingerprint": fingerprint_all(stored)}

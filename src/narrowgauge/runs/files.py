@@ -11,11 +11,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from narrowgauge.errors import RecordError
 
@@ -27,13 +30,18 @@ TEMPORARY = ".tmp-"
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
+RESUME = "go on with narrowgauge resume"
+AGAIN = "give the same command again"
+"""What to do once a full disk has room: for what belongs to a run, and for what is made anew."""
 
-def disk_error(path: Path, error: OSError) -> RecordError:
+
+def disk_error(path: Path, error: OSError, then: str = RESUME) -> RecordError:
     """The operating system's refusal as one line: what, where, and on a full disk how many bytes are left.
 
     Args:
         path: the file or folder that was being written or read.
         error: what the operating system raised.
+        then: what to do once a full disk has room.
 
     Returns:
         The error to raise.
@@ -47,8 +55,19 @@ def disk_error(path: Path, error: OSError) -> RecordError:
         return RecordError(f"Cannot use {path}: {error.strerror or error}.", "Check the path and who may write there.")
     return RecordError(
         f"Cannot write {path}: the disk is full ({free_bytes(path):,} bytes free).",
-        "Free some space, then go on with narrowgauge resume.",
+        f"Free some space, then {then}.",
     )
+
+
+def hidden_error(error: Exception) -> OSError:
+    """The operating system's error in the text of another one: safetensors says a full disk only so.
+
+    Example:
+        >>> hidden_error(ValueError("I/O error: No space left on device (os error 28)")).errno == errno.ENOSPC
+        True
+    """
+    number = re.search(r"os error (\d+)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 
 
 def free_bytes(path: Path) -> int:
@@ -65,7 +84,7 @@ def free_bytes(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path, then: str = RESUME) -> Iterator[None]:
     """Turn every ``OSError`` of the block into the ``RecordError`` of :func:`disk_error`.
 
     Example:
@@ -78,7 +97,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise disk_error(path, error) from error
+        raise disk_error(path, error, then) from error
 
 
 def sync_file(path: Path) -> None:
@@ -106,7 +125,7 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, then: str = RESUME) -> None:
     """Write a file so that any reader, at any moment, sees the old bytes or the new ones.
 
     Law: after a crash ``path`` holds what it held before, or ``data``; never a mixture.
@@ -114,6 +133,7 @@ def write_whole(path: Path, data: bytes) -> None:
     Args:
         path: the final name; its folder exists.
         data: everything the file shall hold.
+        then: what to do once a full disk has room.
 
     Raises:
         RecordError: the operating system refused, or what lies there is no file (a folder, a device, a pipe), which a
@@ -129,7 +149,7 @@ def write_whole(path: Path, data: bytes) -> None:
         (b'whole', 1)
     """
     temporary = temporary_name(path)
-    with disk_errors(path):
+    with disk_errors(path, then):
         if path.exists() and not path.is_file():
             raise RecordError(f"Cannot write {path}: it is no ordinary file.", "Name a file, new or old.")
         try:
@@ -164,6 +184,24 @@ def append_whole(descriptor: int, path: Path, data: bytes) -> None:
             raise
 
 
+def load_json(text: bytes | str) -> Any:
+    """What JSON text says.
+
+    Raises:
+        ValueError: it is no JSON, or nested deeper than Python goes, which Python has another class for.
+
+    Example:
+        >>> load_json("[" * 100_000)
+        Traceback (most recent call last):
+        ...
+        ValueError: maximum recursion depth exceeded...
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
 def digest(path: Path) -> str:
     """BLAKE2b-256 of a file's bytes in hexadecimal.
 
@@ -184,7 +222,8 @@ def held_folder(path: Path) -> Iterator[bool]:
         path: a folder that exists.
 
     Returns:
-        Whether it is held, as :func:`lock` says.
+        Whether it is held, as :func:`lock` says; not either where the folder was removed, or another put in its place, while
+        it was being locked.
     """
     if sys.platform == "win32":
         yield True
@@ -192,7 +231,7 @@ def held_folder(path: Path) -> Iterator[bool]:
     with disk_errors(path):
         descriptor = os.open(path, os.O_RDONLY)
     try:
-        yield lock(descriptor, wait=False)
+        yield lock(descriptor, wait=False) and path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
     finally:
         os.close(descriptor)
 

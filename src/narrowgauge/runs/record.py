@@ -12,18 +12,18 @@
     data/            see trainer/data.py
 
 Rows are appended whole, with one write each; the two whole files are replaced, never edited. So a reader at any moment,
-and the resumed run after any crash, finds valid rows and at worst one torn last line, which is dropped. A row's NaN and
-infinities are kept as the strings ``"nan"``, ``"inf"``, ``"-inf"`` (JSON has no other word for them) and come back as
-floats.
+and the resumed run after any crash, finds valid rows and at worst one torn last line, which is dropped. Each row carries a
+checksum (see rows.py), and the first one of ``steps.jsonl`` the settings that the run began with, so that a resume can tell
+whether somebody has changed ``run.toml`` since. A row's NaN and infinities are kept as the strings ``"nan"``, ``"inf"``,
+``"-inf"`` (JSON has no other word for them) and come back as floats.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import sys
-from collections.abc import Collection, Iterator
+import shutil
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,22 +33,24 @@ import tomli_w
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.events import Event, tell
-from narrowgauge.runs.files import append_whole, disk_errors, lock, sync_file, write_whole
-from narrowgauge.runs.row_types import TEXT, is_whole, short, wrong_type
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-SCHEMA_VERSION = 1
-"""The version of the layout above. A newer one is refused; an older one stays readable."""
+from narrowgauge.runs.files import AGAIN, TEMPORARY, append_whole, disk_errors, lock, sync_file, write_whole
+from narrowgauge.runs.rows import (
+    ROW_FILES,
+    STEPWISE,
+    kept_lines,
+    line_of,
+    line_steps,
+    lost_rows,
+    plain,
+    read_rows,
+    without_none,
+)
+from narrowgauge.runs.whole_files import SCHEMA_VERSION as SCHEMA_VERSION
+from narrowgauge.runs.whole_files import read_settings, read_summary, require_numbers, schema_of
 
 Row = dict[str, Any]
 
-_ROWS = ("steps", "evals", "events", "gauges")
-_NOT_FINITE = frozenset({"nan", "inf", "-inf"})
-_QUOTED = tuple(f'"{name}"'.encode() for name in sorted(_NOT_FINITE))
+_BEGAN_WITH = "settings"
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Run:
         run: ``run.toml``.
         steps, evals, events: the rows, in the order written.
         summary: the figures of the finished run, or ``None`` while it has none.
+        began_with: the settings that its first step was taken with; ``None`` where no row says so.
     """
 
     path: Path
@@ -68,6 +71,7 @@ class Run:
     evals: list[Row] = field(default_factory=list)
     events: list[Row] = field(default_factory=list)
     summary: Row | None = None
+    began_with: Row | None = None
 
     @cached_property
     def gauges(self) -> list[Row]:
@@ -76,7 +80,7 @@ class Run:
         Raises:
             RecordError: a line in the middle of the file is damaged.
         """
-        return _read_rows(self.path / "gauges.jsonl")
+        return read_rows(self.path / "gauges.jsonl")
 
     @property
     def config(self) -> Row:
@@ -146,10 +150,11 @@ def read_run(path: str | Path) -> Run:
         [{'step': 1, 'loss': nan}]
     """
     path = Path(path)
-    run = _read_run_toml(path)
-    _require_settings(path / "run.toml", run)
-    rows = {name: _read_rows(path / f"{name}.jsonl") for name in _ROWS if name != "gauges"}
-    return Run(path, run, rows["steps"], rows["evals"], rows["events"], _read_summary(path / "summary.json"))
+    run = read_settings(path)
+    require_numbers(path / "run.toml", run)
+    steps, evals, events = (read_rows(path / f"{name}.jsonl") for name in ("steps", "evals", "events"))
+    began_with = steps[0].pop(_BEGAN_WITH, None) if steps else None
+    return Run(path, run, steps, evals, events, read_summary(path / "summary.json"), began_with)
 
 
 class RunWriter:
@@ -162,11 +167,17 @@ class RunWriter:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.num_rows = dict.fromkeys(ROW_FILES, 0)
+        """Rows that each file holds."""
+        self._run: Row = {}
         self._descriptors: dict[str, int] = {}
 
     @classmethod
     def create(cls, path: str | Path, run: Row, *, beside: Collection[str] = ()) -> RunWriter:
         """Make a run folder and write its ``run.toml``.
+
+        Law: of several that make a run in one folder at once, one makes it and the others are refused; nothing is written
+        before the folder is this writer's alone.
 
         Args:
             path: the folder; absent or empty.
@@ -175,15 +186,24 @@ class RunWriter:
             beside: names the caller itself has already put there (``data``).
 
         Raises:
-            RecordError: something else is there, or the disk refuses.
+            RecordError: something else is there, another process is writing there, or the disk refuses.
         """
         writer = cls(path)
-        require_free(writer.path, beside=beside)
+        require_free(writer.path, beside=(*beside, *leftovers(writer.path)))
         with disk_errors(writer.path):
             writer.path.mkdir(parents=True, exist_ok=True)
-        text = tomli_w.dumps({"schema_version": SCHEMA_VERSION, **_without_none(run)})
-        write_whole(writer.path / "run.toml", text.encode())
+        writer._run = {**without_none(run), "schema_version": SCHEMA_VERSION}
         writer._open_rows()
+        try:
+            # Once more: another writer may have come and gone since.
+            require_free(writer.path, beside=(*beside, *leftovers(writer.path)))
+            write_whole(writer.path / "run.toml", tomli_w.dumps(writer._run).encode(), AGAIN)
+        except BaseException:
+            if not is_run(writer.path):
+                for name in _names():
+                    (writer.path / name).unlink(missing_ok=True)
+            writer.close()
+            raise
         return writer
 
     @classmethod
@@ -194,15 +214,14 @@ class RunWriter:
             RecordError: no run is there, it is newer than this version, or another process is writing it.
         """
         writer = cls(path)
-        _read_run_toml(writer.path)
+        writer._run = read_settings(writer.path)
         writer._open_rows()
-        for name in _ROWS:
-            file = writer.path / f"{name}.jsonl"
-            with disk_errors(file):
-                os.ftruncate(writer._descriptors[name], sum(len(line) for line, _ in _whole_lines(file)))
+        for name in ROW_FILES:
+            lines = line_steps(writer.path / f"{name}.jsonl")
+            writer._keep(name, lines, len(lines))
         return writer
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, *, accept_lost: bool = False) -> None:
         """Forget what came after a step, because a resume from its checkpoint will write it again.
 
         Rows of steps, evals and gauges from the first one beyond ``step`` on are deleted and kept nowhere, and so is a summary
@@ -210,23 +229,32 @@ class RunWriter:
 
         Args:
             step: the last optimizer step to keep.
+            accept_lost: go on although rows up to ``step`` are missing.
+
+        Raises:
+            RecordError: rows up to ``step`` are missing, or not all that would be cut come after it; nothing is cut.
         """
-        for name in ("steps", "evals", "gauges"):
-            file = self.path / f"{name}.jsonl"
-            length = 0
-            for line, row in _whole_lines(file):
-                if row.get("step", 0) > step:
-                    break
-                length += len(line)
-            with disk_errors(file):
-                os.ftruncate(self._descriptors[name], length)
-        summary = _read_summary(self.path / "summary.json")
+        if not accept_lost:
+            require_rows(self.path, step)
+        found = {name: line_steps(self.path / f"{name}.jsonl") for name in STEPWISE}
+        kept = {name: kept_lines(self.path / f"{name}.jsonl", lines, step) for name, lines in found.items()}
+        for name, lines in found.items():
+            self._keep(name, lines, kept[name])
+        summary = read_summary(self.path / "summary.json")
         if summary is not None and summary.get("steps", 0) > step:
             (self.path / "summary.json").unlink()
 
+    def _keep(self, name: str, lines: list[tuple[int, int, bool]], number: int) -> None:
+        """Cut a file behind so many of its lines."""
+        self.num_rows[name] = number
+        with disk_errors(self.path / f"{name}.jsonl"):
+            os.ftruncate(self._descriptors[name], sum(length for _, length, _ in lines[:number]))
+
     def step(self, row: Row) -> None:
         """Append a row to ``steps.jsonl``; ``row["step"]`` is the number of steps done. Cost: about 20 µs."""
-        self._append("steps", row)
+        began_with = self._run.get("config")
+        first = not self.num_rows["steps"] and isinstance(began_with, dict)
+        self._append("steps", {**row, _BEGAN_WITH: began_with} if first else row)
 
     def eval(self, row: Row) -> None:
         """Append a row to ``evals.jsonl``."""
@@ -245,7 +273,7 @@ class RunWriter:
 
     def summary(self, row: Row) -> None:
         """Write ``summary.json``, in place of an earlier one."""
-        text = json.dumps({"schema_version": SCHEMA_VERSION, **_plain(row)}, indent=1, allow_nan=False)
+        text = json.dumps({"schema_version": SCHEMA_VERSION, **plain(row)}, indent=1, allow_nan=False)
         write_whole(self.path / "summary.json", text.encode() + b"\n")
 
     def sync(self) -> None:
@@ -268,7 +296,7 @@ class RunWriter:
 
     def _open_rows(self) -> None:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
-        for name in _ROWS:
+        for name in ROW_FILES:
             file = self.path / f"{name}.jsonl"
             with disk_errors(file):
                 self._descriptors[name] = os.open(file, flags, 0o644)
@@ -280,8 +308,54 @@ class RunWriter:
             )
 
     def _append(self, name: str, row: Row) -> None:
-        line = json.dumps(_plain(row), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-        append_whole(self._descriptors[name], self.path / f"{name}.jsonl", line.encode() + b"\n")
+        append_whole(self._descriptors[name], self.path / f"{name}.jsonl", line_of(row))
+        self.num_rows[name] += 1
+
+
+def _names() -> list[str]:
+    return [f"{name}.jsonl" for name in ROW_FILES]
+
+
+def rows_lost(path: Path, step: int, counts: Mapping[str, int] | None = None) -> list[str]:
+    """What is missing of the rows that a checkpoint stands on, a sentence for each file; none where all are there.
+
+    Args:
+        path: the run folder.
+        step: of the checkpoint.
+        counts: rows of each file when it was written (:attr:`RunWriter.num_rows`); ``None`` where nobody knows.
+
+    Raises:
+        RecordError: rows are damaged or out of order.
+    """
+    return lost_rows(path, step, counts or {}, checked=schema_of(read_settings(path)) >= 2)
+
+
+def require_rows(path: Path, step: int, counts: Mapping[str, int] | None = None) -> None:
+    """Refuse to go on from a checkpoint where :func:`rows_lost` finds something; nothing is changed."""
+    if lost := rows_lost(path, step, counts):
+        raise RecordError(
+            f"{path} has lost rows that its checkpoint of step {step} stands on: {'; '.join(lost)}.",
+            f"Restore the file from a copy, or go on without them: narrowgauge resume {path} --accept-changes",
+        )
+
+
+def leftovers(path: Path) -> list[str]:
+    """Names in a folder that a killed process left before there was a run: unfinished files, and rows of none."""
+    if is_run(path) or not path.is_dir():
+        return []
+    with disk_errors(path):
+        empty = [name for name in _names() if (path / name).is_file() and not (path / name).stat().st_size]
+        return [*empty, *(name for name in os.listdir(path) if name.startswith(TEMPORARY))]
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what :func:`leftovers` names; only for who holds the folder."""
+    for name in leftovers(path):
+        with disk_errors(path / name):
+            if (path / name).is_dir():
+                shutil.rmtree(path / name)
+            else:
+                (path / name).unlink()
 
 
 def require_free(path: str | Path, *, beside: Collection[str] = ()) -> None:
@@ -306,115 +380,3 @@ def require_free(path: str | Path, *, beside: Collection[str] = ()) -> None:
         raise RecordError(
             f"Cannot create a run in {path}: the folder is not empty (it holds {found[0]}).", "Choose another folder."
         )
-
-
-def _read_run_toml(path: Path) -> Row:
-    file = path / "run.toml"
-    if not is_run(path):
-        found = "the folder has no run.toml" if path.is_dir() else "there is no such folder"
-        raise RecordError(f"No run in {path}: {found}.", "Name the folder that was given as --out.")
-    try:
-        with disk_errors(file):
-            run: Row = tomllib.loads(file.read_bytes().decode())
-        version = int(run["schema_version"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
-    _require_known(version, path)
-    return run
-
-
-def _require_known(version: int, path: Path) -> None:
-    if version > SCHEMA_VERSION:
-        raise RecordError(
-            f"The run {path} has record schema {version}; this version reads up to {SCHEMA_VERSION}.",
-            "Upgrade with pip install --upgrade narrowgauge.",
-        )
-
-
-def _read_rows(file: Path) -> list[Row]:
-    return [row for _, row in _whole_lines(file)]
-
-
-def _whole_lines(file: Path) -> Iterator[tuple[bytes, Row]]:
-    """Each whole line with its newline, and its row."""
-    with disk_errors(file):
-        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            if not line.endswith(b"\n"):
-                raise ValueError("no end of line")
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError("not an object")
-            # A hundred thousand numbers of a long run need no look each.
-            row = _revived(row) if any(name in line for name in _QUOTED) else row
-            wrong = wrong_type(file.stem, row)
-        # A line can be nested deeper than Python goes.
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                return
-            raise RecordError(
-                f"{file} is damaged: line {number} of {len(lines)} is not a row ({error}).", "Delete that line."
-            ) from error
-        if wrong:
-            raise RecordError(f"{file} is damaged: line {number} of {len(lines)} has {wrong}.", "Delete that line.")
-        yield line, row
-
-
-def _require_settings(file: Path, run: Row) -> None:
-    """What readers reckon with among the settings."""
-    config: Any = run.get("config")
-    for key in ("seed", "steps") if isinstance(config, dict) else ():
-        if key in config and not is_whole(config[key]):
-            reason = f"its {key} = {short(config[key])} is no whole number"
-            raise RecordError(f"{file} is damaged: {reason}.", "Restore the file from a copy.")
-
-
-def _read_summary(file: Path) -> Row | None:
-    if not file.exists():
-        return None
-    try:
-        with disk_errors(file):
-            summary: Row = _revived(json.loads(file.read_bytes()))
-        if not isinstance(summary, dict):
-            raise ValueError(f"{short(summary)} is not an object")
-        if wrong := wrong_type("summary", summary):
-            raise ValueError(f"it has {wrong}")
-    except (ValueError, RecursionError) as error:
-        advice = "Delete it; narrowgauge resume writes it again."
-        raise RecordError(f"{file} is damaged: {error}.", advice) from error
-    _require_known(summary.get("schema_version") or 0, file.parent)
-    return summary
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can say: numbers of numpy and torch as Python's, paths as text, non-finite floats as their names."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    return value
-
-
-def _revived(value: Any, key: str = "") -> Any:
-    if isinstance(value, dict):
-        return {name: _revived(item, name) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_revived(item, key) for item in value]
-    if isinstance(value, str) and value in _NOT_FINITE and key not in TEXT:
-        return float(value)
-    return value
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, (list, tuple)):
-        return [_without_none(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from narrowgauge.caching import cache_folder
 from narrowgauge.errors import DataError
-from narrowgauge.runs.files import TEMPORARY, disk_errors, lock
+from narrowgauge.runs.files import AGAIN, TEMPORARY, disk_errors, lock
 from narrowgauge.trainer.tokens import SCHEMA_VERSION, Tokens, read_tokens, write_tokens
 
 
@@ -59,7 +59,7 @@ def cached_tokens(name: str, key: list[str | int], make: Callable[[], Tokens]) -
 
 def _fill(final: Path, tokens: Tokens) -> None:
     temporary = final.with_name(f"{TEMPORARY}{final.name}")
-    with disk_errors(final):
+    with disk_errors(final, AGAIN):
         for stale in (temporary, final):
             if stale.exists():
                 shutil.rmtree(stale)

@@ -30,7 +30,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.files import TEMPORARY, digest, disk_errors, lock, sync_file, sync_folder, temporary_name
+from narrowgauge.runs.files import (
+    TEMPORARY,
+    digest,
+    disk_errors,
+    hidden_error,
+    load_json,
+    lock,
+    sync_file,
+    sync_folder,
+    temporary_name,
+)
 
 SCHEMA_VERSION = 1
 
@@ -248,12 +258,14 @@ def _damage(path: Path) -> str:
     if not (path / _MANIFEST).is_file():
         return "it has no manifest.json"
     try:
-        manifest = json.loads((path / _MANIFEST).read_bytes())
+        manifest = load_json((path / _MANIFEST).read_bytes())
         if manifest["schema_version"] > SCHEMA_VERSION:
             return f"it has schema {manifest['schema_version']}; this version reads up to {SCHEMA_VERSION}"
         if path.name != f"step-{manifest['step']:08d}":
             return f"its manifest is of step {manifest['step']}"
         expected = {name: (manifest["files"][name]["bytes"], manifest["files"][name]["blake2b"]) for name in _PARTS}
+        if not all(type(size) is int and type(checksum) is str for size, checksum in expected.values()):
+            raise ValueError("sizes and checksums are no numbers and text")
     except (ValueError, KeyError, TypeError) as error:
         return f"its manifest.json is damaged ({error})"
     for name, (size, checksum) in expected.items():
@@ -270,7 +282,7 @@ def _damage(path: Path) -> str:
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     with disk_errors(path), _safetensors_errors():
         tensors = load_file(path / _TENSORS)
-        state: dict[str, Any] = json.loads((path / _STATE).read_bytes())
+        state: dict[str, Any] = load_json((path / _STATE).read_bytes())
     return tensors, state
 
 
@@ -280,5 +292,4 @@ def _safetensors_errors() -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from error
+        raise hidden_error(error) from error

@@ -33,7 +33,7 @@ from narrowgauge.recipes import Recipe
 from narrowgauge.runs.comparing.comparison import Comparison, compare_runs
 from narrowgauge.runs.comparing.names import recipe_name, run_name
 from narrowgauge.runs.comparing.publishing import publish, runs_inside
-from narrowgauge.runs.files import TEMPORARY, disk_errors, held_folder
+from narrowgauge.runs.files import AGAIN, TEMPORARY, disk_errors, held_folder
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.trainer.board import Board, RunOnBoard
 from narrowgauge.trainer.config import TrainConfig
@@ -146,8 +146,8 @@ def _explained(question: Question, place: Path, board: Board) -> Iterator[None]:
 
     try:
         yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{done()} {go_on}") from None
+    except KeyboardInterrupt as interruption:
+        raise type(interruption)(f"{done()} {go_on}") from None
     except OSError as error:
         if error is not board.refused:
             raise
@@ -347,7 +347,7 @@ def _share_data(folder: Path, lenders: Sequence[Path]) -> None:
     found = (file.parent for place in lenders for file in sorted(place.glob(f"*-{seed}/data/data.json")))
     if (data := next(found, None)) is None:
         return
-    with disk_errors(folder):
+    with disk_errors(folder, AGAIN):
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f"{TEMPORARY}data"
         shutil.copytree(data, temporary, copy_function=_link)

@@ -375,8 +375,11 @@ class TrainConfig:
 
 
 def left_by_a_kill(folder: Path) -> tuple[str, ...]:
-    """Names that may lie in a new run's folder: whole data, which a killed command left before there was a run."""
-    return ("data",) if (folder / "data" / "data.json").is_file() else ()
+    """Names that may lie in a new run's folder: what a killed command left before there was a run, whole data and rubbish."""
+    # Late, as above.
+    from narrowgauge.runs.record import leftovers
+
+    return (*leftovers(folder), *(("data",) if (folder / "data" / "data.json").is_file() else ()))
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:

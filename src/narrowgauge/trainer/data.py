@@ -12,7 +12,6 @@ Which documents are held out depends on the seed and on each document's own name
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,8 +23,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.runs.files import TEMPORARY, digest, disk_errors, sync_file, sync_folder, temporary_name
+from narrowgauge.runs.files import AGAIN, digest, disk_errors, sync_folder, temporary_name
 from narrowgauge.trainer.cache import cached_tokens
+from narrowgauge.trainer.data_head import fingerprints, read_head, write_head
 from narrowgauge.trainer.order import shuffled
 from narrowgauge.trainer.texts import open_texts
 from narrowgauge.trainer.tokens import (
@@ -36,8 +36,6 @@ from narrowgauge.trainer.tokens import (
     tokenize_texts,
     train_tokenizer,
 )
-
-SCHEMA_VERSION = 1
 
 _FOLDER = "data"
 _COPY_TOKENS = 1 << 22
@@ -82,8 +80,8 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal tokens and split."""
-        return hashlib.blake2b(json.dumps(self.head["files"]).encode(), digest_size=16).hexdigest()
+        """Equal for equal tokens and split, read in the same dtype with the same vocabulary and end of text."""
+        return fingerprints(self.head)[0]
 
     @property
     def notes(self) -> list[str]:
@@ -105,6 +103,18 @@ class Dataset:
         if self.tokenizer_path is None:
             raise DataError(f"No tokenizer in {self.folder}: the data came as tokens.", "Put tokenizer.json beside it.")
         return load_tokenizer(self.tokenizer_path)[0]
+
+    def require_same(self, fingerprint: str) -> None:
+        """Refuse data that are not those with a fingerprint; an older version's covered the files alone.
+
+        Raises:
+            RecordError: they are others, or are to be read otherwise.
+        """
+        if fingerprint not in fingerprints(self.head):
+            raise RecordError(
+                f"the tokens in {self.folder} are not those the run began with, or data.json says otherwise how to read them.",
+                "Restore that folder.",
+            )
 
     def require(self, sequence_length: int) -> None:
         """Refuse a sequence length for which there is not one sequence to train on, or to validate on.
@@ -246,16 +256,15 @@ def open_data(folder: Path) -> Dataset:
     """
     place = Path(folder) / _FOLDER
     try:
-        head = json.loads((place / "data.json").read_bytes())
-        if head["schema_version"] > SCHEMA_VERSION:
-            raise ValueError(f"it has schema {head['schema_version']}; this version reads up to {SCHEMA_VERSION}")
+        head = read_head(place)
         for name, expected in head["files"].items():
             if (place / name).stat().st_size != expected["bytes"] or digest(place / name) != expected["blake2b"]:
                 raise ValueError(f"{name} is not what was written")
         train, valid = (_mapped(place / f"{name}.bin", np.dtype(head["dtype"])) for name in ("train", "valid"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"data.json lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise RecordError(
-            f"Cannot use the data of the run, {place}: {error}.",
+            f"Cannot use the data of the run, {place}: {reason}.",
             "Remove the folder to have it prepared again from the same source.",
         ) from error
     return Dataset(place, train, valid, head)
@@ -323,14 +332,12 @@ def _write_data(final: Path, tokens: Tokens, request: dict[str, Any], notes: lis
     """Write everything under another name, then give it its own."""
     made = not final.parent.exists()
     temporary = temporary_name(final)
-    with disk_errors(final):
+    with disk_errors(final, AGAIN):
         final.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in final.parent.glob(f"{TEMPORARY}{_FOLDER}-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
         try:
             temporary.mkdir()
             notes = notes + _split(temporary, tokens, request)
-            _write_head(temporary, tokens, request, notes)
+            write_head(temporary, tokens, request, notes)
             os.rename(temporary, final)
             sync_folder(final.parent)
         finally:
@@ -382,22 +389,3 @@ def _append(stream: BinaryIO, ids: np.ndarray, tokens: Tokens) -> None:
 def _is_held_out(name: int, held_out: float, seed: int) -> bool:
     bits = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(bits, "little") < held_out * 2**64
-
-
-def _write_head(folder: Path, tokens: Tokens, request: dict[str, Any], notes: list[str]) -> None:
-    if tokens.tokenizer_json is not None:
-        (folder / "tokenizer.json").write_text(tokens.tokenizer_json, encoding="utf-8")
-    files = sorted(folder.iterdir())
-    head = {
-        "schema_version": SCHEMA_VERSION,
-        "request": request,
-        "dtype": tokens.dtype.name,
-        "vocab_size": tokens.vocab_size,
-        "end_of_text": tokens.end_of_text,
-        "notes": notes,
-        "files": {file.name: {"bytes": file.stat().st_size, "blake2b": digest(file)} for file in files},
-    }
-    (folder / "data.json").write_text(json.dumps(head, indent=1), encoding="utf-8")
-    for file in folder.iterdir():
-        sync_file(file)
-    sync_folder(folder)

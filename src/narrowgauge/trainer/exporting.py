@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.notation import parse
-from narrowgauge.runs.files import disk_error, disk_errors, sync_file, sync_folder, temporary_name
+from narrowgauge.runs.files import AGAIN, disk_error, disk_errors, hidden_error, sync_file, sync_folder, temporary_name
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.language_model import without_progress_bars
 from narrowgauge.trainer.refusals import refuse_occupied
@@ -113,7 +113,7 @@ def write_folder(run: Run, out: Path, dtype: Dtype = "visible") -> Path:
         raise RecordError(f"Cannot export as {dtype!r}.", "Take 'visible' or 'float32'.")
     refuse_occupied(out)
     temporary = temporary_name(out)
-    with disk_errors(out):
+    with disk_errors(out, AGAIN):
         out.parent.mkdir(parents=True, exist_ok=True)
         try:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -124,7 +124,7 @@ def write_folder(run: Run, out: Path, dtype: Dtype = "visible") -> Path:
             os.rename(temporary, out)
             sync_folder(out.parent)
         except SafetensorError as error:  # it hides the system's error, such as a full disk, in its text
-            raise disk_error(out, OSError(str(error))) from error
+            raise disk_error(out, hidden_error(error), AGAIN) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return out

@@ -8,27 +8,28 @@ its last checkpoint, and takes them again with the same bits.
 from __future__ import annotations
 
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.models import MODELS, refuse_own_code
 from narrowgauge.optim import compilation
 from narrowgauge.runs.comparing.names import recipe_name
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.record import Row, Run, RunWriter, read_run, require_free
+from narrowgauge.runs.files import AGAIN, disk_errors, held_folder
+from narrowgauge.runs.record import Row, Run, RunWriter, is_run, read_run, remove_leftovers, require_free
+from narrowgauge.trainer.changes import accept, differences
 from narrowgauge.trainer.config import TrainConfig, left_by_a_kill
 from narrowgauge.trainer.console import Console, Screen
 from narrowgauge.trainer.data import Dataset, open_data, prepare_data
+from narrowgauge.trainer.interruption import interruptible, stopped_by
 from narrowgauge.trainer.recovery import Recovery
 from narrowgauge.trainer.refusals import require_resumable
 from narrowgauge.trainer.reporting import Reporter
-from narrowgauge.trainer.session import Session, build, describe, differences
+from narrowgauge.trainer.session import Session, build, describe
 from narrowgauge.trainer.steps import evaluate, summarize, train_step
 
 
@@ -43,10 +44,28 @@ def train(config: TrainConfig, *, lent: bool = False, screen: Screen | None = No
         The run folder.
     Raises:
         NarrowgaugeError: any setting that cannot be; nothing is written then.
-        KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved.
+        KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved; after SIGTERM :class:`~narrowgauge.errors.Terminated`.
     """
-    with _shown(config, screen) as shown:
-        return _train(config, lent, shown)
+    config = config.validated().located()
+    assert config.out is not None
+    folder = Path(config.out)
+    require_free(folder, beside=left_by_a_kill(folder))
+    absent = [place for place in (folder, *folder.parents) if not place.exists()]
+    with disk_errors(folder, AGAIN):
+        folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder, "make a run in", "choose another --out"), _shown(config, screen) as shown:
+        return _train(config, folder, absent, lent, shown)
+
+
+@contextmanager
+def _alone(folder: Path, doing: str, instead: str) -> Iterator[None]:
+    """Hold a run's folder for this process, from before anything is made in it to the end of the run."""
+    with held_folder(folder) as is_held:
+        if not is_held:
+            raise RecordError(
+                f"Cannot {doing} {folder}: another process is writing it.", f"Wait until it ends, or {instead}."
+            )
+        yield
 
 
 @contextmanager
@@ -59,23 +78,19 @@ def _shown(config: TrainConfig, screen: Screen | None) -> Iterator[Screen]:
         yield console
 
 
-def _train(config: TrainConfig, lent: bool, screen: Screen) -> Path:
-    config = config.validated().located()
-    assert config.out is not None
-    folder = Path(config.out)
+def _train(config: TrainConfig, folder: Path, absent: list[Path], lent: bool, screen: Screen) -> Path:
+    """:func:`train` in a folder that nobody else writes."""
     require_free(folder, beside=left_by_a_kill(folder))
-    absent = [place for place in (folder, *folder.parents) if not place.exists()]
     prepared = (folder / "data").exists()
     try:
+        remove_leftovers(folder)
         data = _prepared_data(config, folder, screen.stage)
         data.require(config.sequence_length)
         screen.stage("building the model")
         session = build(config, folder, data)
         writer = RunWriter.create(folder, describe(session), beside=("data",))
     except BaseException:
-        # With a run.toml it is a run, perhaps another process's; without one it is only tokens.
-        if not (folder / "run.toml").exists():
-            _forget(folder, absent, prepared)
+        _forget(folder, absent, prepared)
         raise
     with writer:
         if prepared and not lent:
@@ -89,55 +104,65 @@ def _train(config: TrainConfig, lent: bool, screen: Screen) -> Path:
     return folder
 
 
-def resume(folder: str | Path, stop_after: int | None = None, *, screen: Screen | None = None) -> Path:
+def resume(
+    folder: str | Path,
+    stop_after: int | None = None,
+    accept_changes: bool = False,
+    *,
+    screen: Screen | None = None,
+) -> Path:
     """Go on with a run from its latest good checkpoint; its own ``run.toml`` says everything else.
 
     Args:
         folder: the run folder.
         stop_after: stop with a checkpoint after this step; ``None`` runs to the end.
+        accept_changes: go on although ``run.toml`` was changed, or rows are missing; the run's events say what.
         screen: who is shown how it goes; ``None`` for standard output.
     Returns:
         The run folder.
     Raises:
-        RecordError: no such run, a finished one, or one whose data changed.
+        RecordError: no such run, a finished one, one that another process writes, or one whose data, settings or rows are
+            not what its checkpoint stands on.
     """
     folder = Path(folder)
-    run = require_resumable(folder)
-    # Both are asked for before anything is made: a damaged record is left as it is.
-    began_with = run.data_fingerprint
-    settings = {**run.config, **({"stop_after": stop_after} if stop_after is not None else {})}
-    if stop_after is None:
-        settings.pop("stop_after", None)
-    config = TrainConfig.from_dict(settings, str(folder / "run.toml"))
-    with _shown(config, screen) as shown:
-        return _go_on(run, config, folder, began_with, shown)
+    require_resumable(folder)
+    with _alone(folder, "write the run", "stop it, then narrowgauge resume"):
+        # Once more: the process that had the folder may have finished.
+        run = require_resumable(folder)
+        # Asked for before anything is made: a damaged record is left as it is.
+        began_with, settings = run.data_fingerprint, {**run.config, "stop_after": stop_after}
+        given = {name: value for name, value in settings.items() if value is not None}
+        config = TrainConfig.from_dict(given, str(folder / "run.toml"))
+        with _shown(config, screen) as shown:
+            return _go_on(run, config, began_with, accept_changes, shown)
 
 
-def _go_on(run: Run, config: TrainConfig, folder: Path, began_with: str | None, screen: Screen) -> Path:
-    stop_after = config.stop_after
+def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool, screen: Screen) -> Path:
+    """:func:`resume` of a run that nobody else writes."""
+    folder, stop_after = run.path, config.stop_after
     screen.stage("checking the tokens")
     data = open_data(folder) if (folder / "data").exists() else _prepared_data(config, folder, screen.stage)
-    if data.fingerprint != began_with:
-        raise RecordError(f"the tokens in {folder / 'data'} are not those the run began with.", "Restore that folder.")
+    data.require_same(began_with)
     screen.stage("building the model")
     session = build(config, folder, data)
-    with RunWriter.open(folder) as writer:
+    told: list[Event] = []
 
-        def damaged(path: Path, reason: str) -> None:
-            event = Event("checkpoint_damaged", session.step, f"{path.name} is damaged ({reason}) and was not loaded")
+    def damaged(path: Path, reason: str) -> None:
+        told.append(Event("checkpoint_damaged", 0, f"{path.name} is damaged ({reason}) and was not loaded"))
+
+    session.restore(damaged)
+    if stop_after is not None and stop_after <= session.step:
+        raise RecordError(
+            f"{folder} has done {session.step} steps, and a stop after step {stop_after} was asked for.",
+            "Name a later step with --stop-after, or leave it out.",
+        )
+    accepted = accept(run, session.config, session.step, session.standing, accept_changes)
+    with RunWriter.open(folder) as writer:
+        writer.rewind(session.step, accept_lost=accept_changes)
+        told += [Event("note", session.step, said) for said in (*accepted, *differences(run.run, describe(session)))]
+        for event in told:
             writer.event(event)
             print(f"note: {event.message}.", file=sys.stderr)
-
-        session.restore(damaged)
-        if stop_after is not None and stop_after <= session.step:
-            raise RecordError(
-                f"{folder} has done {session.step} steps, and a stop after step {stop_after} was asked for.",
-                "Name a later step with --stop-after, or leave it out.",
-            )
-        writer.rewind(session.step)
-        for difference in differences(run.run, describe(session)):
-            writer.event(Event("note", session.step, difference))
-            print(f"note: {difference}.", file=sys.stderr)
         session.has_saturated = any(event.get("kind") == "warning" for event in run.events)
         writer.event(Event("resume", session.step, f"from step {session.step}"))
         _run(session, writer, screen)
@@ -146,6 +171,8 @@ def _go_on(run: Run, config: TrainConfig, folder: Path, began_with: str | None, 
 
 def _forget(folder: Path, absent: list[Path], prepared: bool) -> None:
     """Remove what a refused run made: its folder or what lies in it, and the folders above that were not there."""
+    if is_run(folder):
+        return
     if not prepared:
         shutil.rmtree(folder if folder in absent else folder / "data", ignore_errors=True)
     with suppress(OSError):  # another run may have moved in
@@ -184,7 +211,7 @@ def vocabulary_size(config: TrainConfig) -> int | None:
 
 def _run(session: Session, writer: RunWriter, console: Screen) -> None:
     config, began = session.config, time.perf_counter() - session.seconds
-    with _interruptible(console.stopping) as interrupted, session.watched():
+    with interruptible(console.stopping) as interrupted, session.watched():
         reporter = Reporter(writer, console, config.to_dict(), config.tensorboard, session.step)
         _announce(session, console)
         session.optimizer.on_alarm = lambda alarms: reporter.stalls(alarms, session.step + 1)
@@ -194,7 +221,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
         def save() -> None:
             writer.sync()
             session.seconds = time.perf_counter() - began
-            session.save()
+            session.save(writer.num_rows)
 
         if config.on_spike == "rollback" and session.step == 0:
             save()  # somewhere to go back to
@@ -212,7 +239,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
                 if stopping or last or _is_due(session.step, config.checkpoint_every):
                     save()
                 if stopping:
-                    _stop(session, reporter, bool(interrupted))
+                    _stop(session, reporter, interrupted)
                     return
             _finish(session, reporter, time.perf_counter() - began)
         finally:
@@ -241,11 +268,11 @@ def _report(session: Session, reporter: Reporter, row: Row) -> None:
         reporter.gauge(reading)
 
 
-def _stop(session: Session, reporter: Reporter, interrupted: bool) -> None:
+def _stop(session: Session, reporter: Reporter, interrupted: list[int]) -> None:
     reporter.event(Event("stop", session.step, "interrupted" if interrupted else "as asked by stop_after"))
     reporter.console.say(f"Stopped after step {session.step}. Go on with: narrowgauge resume {session.folder}")
     if interrupted:
-        raise KeyboardInterrupt
+        raise stopped_by(interrupted[0])
 
 
 def _finish(session: Session, reporter: Reporter, wall_seconds: float) -> None:
@@ -273,26 +300,3 @@ def _evaluate(session: Session, reporter: Reporter) -> float:
     row = {"step": session.step, "val_loss": evaluate(session), "tokens": session.tokens}
     reporter.evaluation(row)
     return float(row["val_loss"])
-
-
-@contextmanager
-def _interruptible(tell: Callable[[str], None]) -> Iterator[list[int]]:
-    """A list that is no longer empty once Ctrl-C or a termination was asked for; a second one ends at once."""
-    received: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        if received:
-            signal.default_int_handler(number, frame)
-        received.append(number)
-        tell("Stopping after this step; Ctrl-C again ends at once.")
-
-    try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: signals are somebody else's
-        yield received
-        return
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -17,7 +17,7 @@ from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError
 from narrowgauge.notation import load_toml, parse
 from narrowgauge.recipes import Recipe
 from narrowgauge.runs.comparing.names import recipe_name, run_name
-from narrowgauge.runs.files import disk_errors, write_whole
+from narrowgauge.runs.files import AGAIN, disk_errors, write_whole
 from narrowgauge.trainer.config import KEPT_CHECKPOINTS, NUM_EVALS, OF_A_RUN, TrainConfig
 
 SCHEMA_VERSION = 1
@@ -110,9 +110,9 @@ class Question:
 
     def write(self, out: Path) -> None:
         """Write ``compare.toml``."""
-        with disk_errors(out):
+        with disk_errors(out, AGAIN):
             out.mkdir(parents=True, exist_ok=True)
-        write_whole(out / QUESTION_FILE, tomli_w.dumps(self.to_dict()).encode())
+        write_whole(out / QUESTION_FILE, tomli_w.dumps(self.to_dict()).encode(), AGAIN)
 
     def grown_from(self, before: Question, out: Path) -> Question:
         """This question with what was measured for ``before``; refused unless that has only grown by recipes or seeds.

@@ -11,7 +11,7 @@ import ctypes
 import dataclasses
 import platform
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +66,7 @@ class Session:
         detours: batches that rollbacks went round.
         loss_scale: by which the last step's loss was multiplied.
         has_saturated: whether it was told that delayed scales cut values off.
+        standing: ``settings`` and numbers of ``rows`` that the checkpoint it was loaded from stands on, where that says so.
     """
 
     config: TrainConfig
@@ -84,6 +85,7 @@ class Session:
     detours: list[Detour] = field(default_factory=list)
     loss_scale: float = 1.0
     has_saturated: bool = False
+    standing: dict[str, Any] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -140,8 +142,12 @@ class Session:
         """64 bits of the stored weights, as 16 hexadecimal digits."""
         return fingerprint_all({name: self.optimizer.stored(p) for name, p in self.named_parameters()})
 
-    def save(self) -> Path:
-        """Write a checkpoint; the one that was last stays until it is whole."""
+    def save(self, num_rows: Mapping[str, int] | None = None) -> Path:
+        """Write a checkpoint; the one that was last stays until it is whole.
+
+        Args:
+            num_rows: rows that each file of the run holds, which a resume will ask for again.
+        """
         tensors = {f"model.{name}": p.detach().contiguous() for name, p in self.named_parameters()}
         names = self.optimizer.parameter_names()
         for parameter, entry in self.optimizer.states().items():
@@ -157,6 +163,8 @@ class Session:
             "audit_total": self.audit_total.tolist(),
             "num_skipped": self.optimizer.num_skipped,
             "fingerprint": self.fingerprint(),
+            "settings": self.config.to_dict(),
+            "rows": dict(num_rows or {}),
         }
         if self.optimizer.loss_scaler is not None:
             state["loss_scaler"] = self.optimizer.loss_scaler.state_dict()
@@ -175,9 +183,14 @@ class Session:
             return
         tensors, state = checkpoint.load()
         parameters = dict(self.named_parameters())
-        missing = [name for name in parameters if f"model.{name}" not in tensors]
-        if missing:
-            raise RecordError(f"checkpoint {checkpoint.path.name} of {self.folder} holds no '{missing[0]}'.")
+        for name, parameter in parameters.items():
+            found = tensors.get(f"model.{name}")
+            if found is None or found.shape != parameter.shape:
+                of = "" if found is None else f" of shape {tuple(parameter.shape)} (it is {tuple(found.shape)} there)"
+                raise RecordError(
+                    f"checkpoint {checkpoint.path.name} of {self.folder} holds no '{name}'{of}.",
+                    f"The model has changed since: restore {self.config.model} as it was when the run began.",
+                )
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[f"model.{name}"])
@@ -209,6 +222,7 @@ class Session:
                 f"{state['fingerprint']} was saved.",
                 "The checkpoint is whole, so the storage's code has changed: resume with the version that wrote it.",
             )
+        self.standing = {name: state[name] for name in ("settings", "rows") if name in state}
 
 
 def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
@@ -284,8 +298,11 @@ def load(folder: str | Path) -> Session:
         RecordError: no such run, or one of a newer version, or no good checkpoint.
     """
     folder = Path(folder)
-    config = TrainConfig.from_dict(read_run(folder).config, str(folder / "run.toml"))
-    session = build(dataclasses.replace(config, compile=False), folder, open_data(folder))
+    run = read_run(folder)
+    config = TrainConfig.from_dict(run.config, str(folder / "run.toml"))
+    data = open_data(folder)
+    data.require_same(run.data_fingerprint)
+    session = build(dataclasses.replace(config, compile=False), folder, data)
     damaged: list[str] = []
     session.restore(lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"))
     if session.step == 0:
@@ -294,16 +311,6 @@ def load(folder: str | Path) -> Session:
             f"narrowgauge resume {folder} starts it again from step 0.",
         )
     return session
-
-
-_BITS_DEPEND_ON = (
-    ("versions", "narrowgauge", "narrowgauge"),
-    ("versions", "torch", "torch"),
-    ("versions", "transformers", "transformers"),
-    ("machine", "device", "device"),
-    ("machine", "capability", "processor capability"),
-    ("machine", "num_threads", "thread count"),
-)
 
 
 def describe(session: Session) -> dict[str, Any]:
@@ -326,29 +333,6 @@ def describe(session: Session) -> dict[str, Any]:
         "data": {"fingerprint": session.data.fingerprint, "tokens": session.data.num_tokens},
         "model": {"num_parameters": sum(p.numel() for _, p in session.named_parameters())},
     }
-
-
-def differences(recorded: dict[str, Any], present: dict[str, Any]) -> list[str]:
-    """What has changed since a run began that may change its bits, a sentence each.
-
-    Args:
-        recorded: the run's ``run.toml``; what it does not say is not compared.
-        present: of this process, see :func:`describe`.
-    Returns:
-        Sentences without a full stop; none where nothing differs.
-    Example:
-        >>> differences({"versions": {"torch": "2.12.1"}}, {"versions": {"torch": "2.13.0"}})
-        ['torch 2.12.1 began this run and 2.13.0 goes on: bits may differ from an uninterrupted run']
-    """
-    sentences = []
-    for table, key, words in _BITS_DEPEND_ON:
-        there = recorded.get(table)
-        before = there.get(key) if isinstance(there, dict) else None
-        now = present.get(table, {}).get(key)
-        if before is not None and before != now:
-            said = f"{words} {before} began this run and {now} goes on"
-            sentences.append(f"{said}: bits may differ from an uninterrupted run")
-    return sentences
 
 
 def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 1) -> None:

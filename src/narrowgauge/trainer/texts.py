@@ -11,7 +11,6 @@ the same documents in the same order.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sysconfig
 import tokenize
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import DataError
+from narrowgauge.runs.files import load_json
 
 TEXT_SUFFIXES = (".jsonl", ".md", ".py", ".txt")
 
@@ -156,7 +156,7 @@ def _json_lines(path: Path) -> Iterator[Document]:
 
 def _text_of(line: str, place: str) -> str:
     try:
-        row = json.loads(line)
+        row = load_json(line)
     except ValueError as error:
         raise DataError(f"{place} is not JSON ({error}).", "A .jsonl file has one object per line.") from error
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):

@@ -21,7 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from narrowgauge.errors import DataError
-from narrowgauge.runs.files import digest, disk_errors
+from narrowgauge.runs.files import AGAIN, digest, disk_errors, load_json
 from narrowgauge.trainer.texts import Document, Texts
 
 END_OF_TEXT = "<|endoftext|>"
@@ -141,11 +141,11 @@ def tokenize_texts(texts: Texts, tokenizer: Tokenizer, end_of_text: int) -> Toke
 def write_tokens(folder: Path, tokens: Tokens) -> None:
     """Write a token map into a folder that exists; ``tokens.json`` comes last, so a map without it is unfinished."""
     ends = []
-    with disk_errors(folder / "tokens.bin"), (folder / "tokens.bin").open("wb") as stream:
+    with disk_errors(folder / "tokens.bin", AGAIN), (folder / "tokens.bin").open("wb") as stream:
         for name, ids in tokens.read():
             ids.astype(tokens.dtype, copy=False).tofile(stream)
             ends.append((name, stream.tell() // tokens.dtype.itemsize))
-    with disk_errors(folder):
+    with disk_errors(folder, AGAIN):
         np.array(ends, dtype="<u8").tofile(folder / "documents.bin")
         if tokens.tokenizer_json is not None:
             (folder / "tokenizer.json").write_text(tokens.tokenizer_json, encoding="utf-8")
@@ -181,7 +181,7 @@ def read_tokens(path: Path) -> Tokens:
     """
     folder = path.parent if path.name == "tokens.bin" else path
     try:
-        head = json.loads((folder / "tokens.json").read_bytes())
+        head = load_json((folder / "tokens.json").read_bytes())
         if head["schema_version"] > SCHEMA_VERSION:
             raise ValueError(f"schema {head['schema_version']}; this version reads up to {SCHEMA_VERSION}")
         for name, checksum in head["blake2b"].items():
@@ -226,7 +226,7 @@ def _ends(file: Path, num_tokens: int) -> np.ndarray:
 def _configured_end(file: Path) -> tuple[str, ...]:
     """``eos_token`` of a Hugging Face tokenizer configuration, which may be text or an object."""
     try:
-        name = json.loads(file.read_bytes()).get("eos_token")
+        name = load_json(file.read_bytes()).get("eos_token")
     except (OSError, ValueError, AttributeError):
         return ()
     name = name.get("content") if isinstance(name, dict) else name

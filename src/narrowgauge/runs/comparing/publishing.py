@@ -8,7 +8,7 @@ from pathlib import Path
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.comparing.comparison import Comparison, compare_runs
 from narrowgauge.runs.comparing.names import listed, run_labels
-from narrowgauge.runs.files import disk_errors, write_whole
+from narrowgauge.runs.files import AGAIN, disk_errors, write_whole
 from narrowgauge.runs.record import Run, is_run, read_run
 
 
@@ -100,11 +100,11 @@ def write_page(found: Comparison, runs: Sequence[Run], page: Path) -> Path:
     html = render(
         runs, rows=list(found.rows), verdict=list(found.verdict), title=title_of(runs), yardstick=found.yardstick
     )
-    write_whole(page, html.encode())
+    write_whole(page, html.encode(), AGAIN)
     return page
 
 
 def publish(found: Comparison, runs: Sequence[Run], out: Path) -> Path:
     """Write ``compare.json`` and ``report.html`` into a folder; the path of the page."""
-    write_whole(out / "compare.json", found.json())
+    write_whole(out / "compare.json", found.json(), AGAIN)
     return write_page(found, runs, out / "report.html")

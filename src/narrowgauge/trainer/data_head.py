@@ -1,0 +1,79 @@
+"""The head of a run's data, ``data.json``: what the tokens are, how they are to be read, and the checksums of their files.
+
+It says in which dtype the tokens are stored, how many there are to tell apart, and which one ends a document. To read the same
+bytes in another dtype would train on other tokens, so the fingerprint that a run keeps of its data covers all of that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.runs.files import digest, load_json, sync_file, sync_folder
+from narrowgauge.runs.row_types import is_whole, short
+from narrowgauge.trainer.tokens import Tokens
+
+SCHEMA_VERSION = 2
+"""Of ``data.json``. Since 2 the fingerprint covers what the tokens mean, not only their bytes."""
+
+_COVERED = ("files", "dtype", "vocab_size", "end_of_text")
+_KINDS = {"request": dict, "dtype": str, "vocab_size": int, "end_of_text": int, "notes": list, "files": dict}
+_DTYPES = ("uint16", "uint32")
+
+
+def fingerprints(head: dict[str, Any]) -> tuple[str, str]:
+    """Of the data under a head: the one that it has now, and the one that an older version gave it, of the files alone."""
+    files = _hashed(head["files"])
+    return files if head["schema_version"] < 2 else _hashed({name: head[name] for name in _COVERED}), files
+
+
+def read_head(folder: Path) -> dict[str, Any]:
+    """``data.json`` of a folder, with everything in it that readers reckon with.
+
+    Raises:
+        ValueError, KeyError, TypeError: something in it is wrong or missing.
+        OSError: it cannot be read.
+    """
+    head = load_json((folder / "data.json").read_bytes())
+    if not isinstance(head, dict):
+        raise ValueError("data.json is not an object")
+    if not is_whole(head["schema_version"]):
+        raise ValueError(f"its schema_version = {short(head['schema_version'])} is no whole number")
+    if head["schema_version"] > SCHEMA_VERSION:
+        raise ValueError(f"it has schema {head['schema_version']}; this version reads up to {SCHEMA_VERSION}")
+    for name, kind in _KINDS.items():
+        if type(head[name]) is not kind:
+            raise ValueError(f"data.json has {name} = {short(head[name])}")
+    if head["dtype"] not in _DTYPES:
+        raise ValueError(f"data.json has dtype = {short(head['dtype'])}; tokens are {' or '.join(_DTYPES)}")
+    for name in ("train.bin", "valid.bin"):
+        head["files"][name]  # a KeyError, where it is not said what was written
+    for name in ("held_out", "seed"):
+        head["request"][name]
+    return head
+
+
+def write_head(folder: Path, tokens: Tokens, request: dict[str, Any], notes: list[str]) -> None:
+    """Write the tokenizer and ``data.json`` beside the tokens, and force all of it to the disk."""
+    if tokens.tokenizer_json is not None:
+        (folder / "tokenizer.json").write_text(tokens.tokenizer_json, encoding="utf-8")
+    files = sorted(folder.iterdir())
+    head = {
+        "schema_version": SCHEMA_VERSION,
+        "request": request,
+        "dtype": tokens.dtype.name,
+        "vocab_size": tokens.vocab_size,
+        "end_of_text": tokens.end_of_text,
+        "notes": notes,
+        "files": {file.name: {"bytes": file.stat().st_size, "blake2b": digest(file)} for file in files},
+    }
+    (folder / "data.json").write_text(json.dumps(head, indent=1), encoding="utf-8")
+    for file in folder.iterdir():
+        sync_file(file)
+    sync_folder(folder)
+
+
+def _hashed(said: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).hexdigest()
