@@ -5,8 +5,13 @@ soon. Spikes and values that are not finite are judged on every step; all else i
 there the time is counted in samples. The faults are put into the session that the trainer has built, between two
 steps, as a broken memory, data file or setting would: no part of the trainer knows of them.
 
-Claim: none of its own. ``alarms.py`` measures every row at full size; the tests hold the same rows on a tiny model.
-Yardstick: the rows themselves. Run: ``python benchmarks/faults.py`` prints them.
+Faults from outside are tried too: kills at any moment, Python's start included, SIGTERM, a disk that is full at any write, one
+flipped bit in each kind of file, two commands at once (see ``tries.py``).
+
+Claim: after each try there is the run that nobody disturbed, or one line that says what is wrong. Of the rows above none of
+its own: ``alarms.py`` measures every row at full size; the tests hold the same rows on a tiny model.
+Yardstick: the undisturbed run. Run: ``./dev bench faults [--tries N] [--first N] [--quick]`` prints the rows and makes the tries,
+of which a thousand take an hour or two. No times are taken, so ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
@@ -14,9 +19,13 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
+import sys
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -330,7 +339,45 @@ FAULTS: dict[str, Fault] = {row.name: row for row in _ROWS}
 """Every fault by name."""
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the rows, and make the tries that were asked for."""
+    # Only here: whoever wants the rows alone needs neither.
+    import tries
+    from timing import Report, parser
+
+    flags = parser(__doc__, rounds=1)
+    flags.add_argument("--tries", type=int, help="how many tries with processes and disks (default 1000; quick: 20)")
+    flags.add_argument(
+        "--first", type=int, default=0, help="number of the first try (default 0); each draws by its number"
+    )
+    options = flags.parse_args(arguments)
     for row in FAULTS.values():
         soon = f"{row.samples} samples" if row.samples else f"{row.steps} steps"
         print(f"{row.name}: {' or '.join(row.kinds)} {row.names or 'of the run'} within {soon}")
+    number = options.tries if options.tries is not None else 20 if options.quick else 1000
+    outcomes: dict[str, Counter[str]] = {name: Counter() for name in tries.TRIES}
+    report = Report("faults", options)
+    with tempfile.TemporaryDirectory(prefix="narrowgauge-tries-") as folder:
+        place = tries.prepare(Path(folder))
+        for this in range(options.first, options.first + number):
+            kind, outcome, broken = tries.attempt(place, this, Path(folder, f"try{this}"))
+            outcomes[kind][outcome] += 1
+            if broken:
+                report.note(broken)
+            elif (this - options.first + 1) % 25 == 0:
+                print(f"{this - options.first + 1} of {number}", flush=True)
+    rows = [
+        {"": kind, "tries": sum(found.values()), "broken": found["BROKEN"], "outcomes": _told(found)}
+        for kind, found in outcomes.items()
+    ]
+    report.add("tries with processes and disks, each against the undisturbed run", rows)
+    report.end()
+    return int(any(found["BROKEN"] for found in outcomes.values()))
+
+
+def _told(found: Counter[str]) -> str:
+    return ", ".join(f"{outcome} {count}" for outcome, count in found.most_common())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -23,7 +23,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.runs.files import AGAIN, digest, disk_errors, sync_folder, temporary_name
+from narrowgauge.runs.files import AGAIN, digest, disk_errors, sync_file, sync_folder, temporary_name
 from narrowgauge.trainer.cache import cached_tokens
 from narrowgauge.trainer.data_head import fingerprints, read_head, write_head
 from narrowgauge.trainer.order import shuffled
@@ -338,6 +338,9 @@ def _write_data(final: Path, tokens: Tokens, request: dict[str, Any], notes: lis
             temporary.mkdir()
             notes = notes + _split(temporary, tokens, request)
             write_head(temporary, tokens, request, notes)
+            for file in temporary.iterdir():
+                sync_file(file)
+            sync_folder(temporary)
             os.rename(temporary, final)
             sync_folder(final.parent)
         finally:

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.runs.files import digest, load_json, sync_file, sync_folder
+from narrowgauge.runs.files import digest, load_json
 from narrowgauge.runs.row_types import is_whole, short
 from narrowgauge.trainer.tokens import Tokens
 
@@ -56,7 +56,7 @@ def read_head(folder: Path) -> dict[str, Any]:
 
 
 def write_head(folder: Path, tokens: Tokens, request: dict[str, Any], notes: list[str]) -> None:
-    """Write the tokenizer and ``data.json`` beside the tokens, and force all of it to the disk."""
+    """Write the tokenizer and ``data.json`` beside the tokens."""
     if tokens.tokenizer_json is not None:
         (folder / "tokenizer.json").write_text(tokens.tokenizer_json, encoding="utf-8")
     files = sorted(folder.iterdir())
@@ -70,9 +70,6 @@ def write_head(folder: Path, tokens: Tokens, request: dict[str, Any], notes: lis
         "files": {file.name: {"bytes": file.stat().st_size, "blake2b": digest(file)} for file in files},
     }
     (folder / "data.json").write_text(json.dumps(head, indent=1), encoding="utf-8")
-    for file in folder.iterdir():
-        sync_file(file)
-    sync_folder(folder)
 
 
 def _hashed(said: dict[str, Any]) -> str:

@@ -1,0 +1,77 @@
+"""A full disk gives the advice that fits: a run is gone on with, everything else is made again by the same command."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError
+
+import narrowgauge.runs.files
+from narrowgauge.runs.comparing.own_loop import compare
+from narrowgauge.trainer import data, exporting, loop
+from trainer.tiny_runs import CASES, call, settings, words_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def hidden(*_: Any, **__: Any) -> None:
+    """As safetensors says it."""
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def said(*words: str) -> str:
+    refused = call(*words)
+    assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1), refused.exception
+    assert "the disk is full" in refused.stderr
+    return refused.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return loop.train(settings(place, tmp_path_factory.mktemp("whole") / "run", **CASES["naive"], steps=2))
+
+
+def test_in_the_preparation_of_data(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "sync_file", full)
+    told = said(*words_of(settings(place, tmp_path / "run")))
+    assert "give the same command again" in told and "resume" not in told
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("name", "fault"), [("_write_generation", full), ("_write", hidden)])
+def test_in_an_export(name: str, fault: Any, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting, name, fault)
+    told = said("export", str(finished), str(tmp_path / "out"))
+    assert "give the same command again" in told and "resume" not in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_in_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(lambda recipe, seed, log: 2.0, ["bfloat16/word"], out=tmp_path / "runs")
+    monkeypatch.setattr(narrowgauge.runs.files, "sync_file", full)
+    told = said("report", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html"))
+    assert "give the same command again" in told and "resume" not in told
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_in_a_conversion(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("narrowgauge.conversion.folders.save_file", hidden)
+    told = said("convert", str(finished), "--recipe", "bfloat16/exact", "--out", str(tmp_path / "out"))
+    assert "give the same command again" in told and "resume" not in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_in_a_run(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
+    monkeypatch.setattr("narrowgauge.trainer.checkpoint.save_file", hidden)
+    refused = call("resume", str(folder))
+    assert refused.exit_code == 2 and "the disk is full" in refused.stderr
+    assert "go on with narrowgauge resume" in refused.stderr
