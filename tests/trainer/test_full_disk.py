@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
+import narrowgauge
 import narrowgauge.runs.files
-from narrowgauge.runs.comparing.own_loop import compare
 from narrowgauge.trainer import data, exporting, loop
 from trainer.tiny_runs import CASES, call, settings, words_of
 
@@ -55,7 +55,7 @@ def test_in_an_export(name: str, fault: Any, finished: Path, tmp_path: Path, mon
 
 
 def test_in_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare(lambda recipe, seed, log: 2.0, ["bfloat16/word"], out=tmp_path / "runs")
+    narrowgauge.compare(lambda recipe, seed, log: 2.0, ["bfloat16/word"], out=tmp_path / "runs")
     monkeypatch.setattr(narrowgauge.runs.files, "sync_file", full)
     told = said("report", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html"))
     assert "give the same command again" in told and "resume" not in told
@@ -75,3 +75,17 @@ def test_in_a_run(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     refused = call("resume", str(folder))
     assert refused.exit_code == 2 and "the disk is full" in refused.stderr
     assert "go on with narrowgauge resume" in refused.stderr
+
+
+def test_a_checkpoint_is_read_where_not_even_a_lock_can_be_made(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_open = os.open
+
+    def opened(path: Any, *given: Any, **named: Any) -> int:
+        if str(path).endswith(".lock"):
+            full()
+        return true_open(path, *given, **named)
+
+    monkeypatch.setattr(os, "open", opened)
+    assert call("export", str(finished), str(tmp_path / "out")).exit_code == 0

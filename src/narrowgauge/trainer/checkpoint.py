@@ -138,7 +138,8 @@ def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None]) -> 
         return None
     with disk_errors(place):
         # A reader of a live run must not delete what its writer is in the middle of.
-        with contextlib.suppress(PermissionError), _writing(place, wait=False) as held:
+        # What cannot be removed, on a full or a read-only disk, is in no reader's way.
+        with contextlib.suppress(OSError), _writing(place, wait=False) as held:
             if held:
                 _remove_leftovers(place)
         for checkpoint in _listed(place):
