@@ -1,4 +1,4 @@
-"""Examples of the documentation run as they stand: those of the pages whose code is whole programs."""
+"""Examples of the documentation run as they stand, each alone: whoever copies one has all it needs."""
 
 from __future__ import annotations
 
@@ -27,6 +27,28 @@ def examples(page: str) -> list[str]:
 
 def run_example(page: str, number: int) -> None:
     exec(compile(examples(page)[number], f"{page}, example {number}", "exec"), {"__name__": "__main__"})
+
+
+# What is run below, and looked at.
+LOOKED_AT = ("compare.md", "ideas/gauges.md", "ideas/alarms.md")
+EXAMPLES = [
+    (page, number)
+    for page in sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+    if page not in LOOKED_AT
+    for number in range(len(examples(page)))
+]
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.optim.auditing.UpdateLossWarning")
+@pytest.mark.parametrize(("page", "number"), EXAMPLES, ids=[f"{page}-{number}" for page, number in EXAMPLES])
+def test_every_example_runs_alone(page: str, number: int) -> None:
+    run_example(page, number)
+
+
+def test_no_page_with_examples_is_overlooked() -> None:
+    pages = {page for page, _ in EXAMPLES}
+    assert {"start.md", "words.md", "ideas/rules.md", "ideas/loss-scaling.md"} <= pages
+    assert all(examples(page) for page in LOOKED_AT) and len(EXAMPLES) > 15
 
 
 def plain(text: str) -> str:
