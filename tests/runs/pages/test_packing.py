@@ -45,6 +45,7 @@ def test_plotly_is_compressed_once(compressions: list[int]) -> None:
         gzip.compress(SOURCE, mtime=0)[:-9],
         gzip.compress(SOURCE, mtime=0)[:10] + b"\xff" * 50,
     ],
+    ids=["empty", "no gzip", "another source", "cut short", "not deflated"],
 )
 def test_what_is_damaged_is_made_anew(compressions: list[int], tmp_path: Path, damage: bytes) -> None:
     right = packing._kept_compressed(SOURCE)
