@@ -228,6 +228,8 @@ for line in sys.stdin:
 """
 REFUSED_AT_ONCE = [
     "train --recipe bfloat16/wrod", "train --model lama", "train --steps 0", "train --data nowhere", "train --recpie x",
+    "train --batch-size 9223372036854775807", "train --model llama-8b --batch-size 1000000",
+    "compare --recipes bf16 --batch-size 9223372036854775807", "profile --model llama-1m --recipes bf16 --batch-size 99999999999",
     "train --batch-size 7 --gradient-accumulation-steps 2", "train --tokenizer nowhere", "train --config nowhere",
     "resume nowhere", "resume nowhere --stop-after 0", "resume done", "resume odd",
     "compare --recipes bfloat16/wrod", "compare --recipes bfloat16/word --model lama", "compare --out nowhere",

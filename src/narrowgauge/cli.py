@@ -172,11 +172,13 @@ def show_recipe(name: str, as_json: bool) -> None:
 )  # fmt: skip
 def train(file: Path | None, **settings: Any) -> None:
     """Train a language model on text, and keep everything about it in a run folder."""
+    from narrowgauge.trainer import memory
     from narrowgauge.trainer.config import TrainConfig
 
     asked = TrainConfig.from_toml(file) if file else TrainConfig()
     given = {name: value for name, value in settings.items() if value is not None}
     config = dataclasses.replace(asked, **given).validated()
+    memory.require_batch(config)
     from narrowgauge.trainer.console import Console
 
     with Console(config.steps, config.log_every) as console:

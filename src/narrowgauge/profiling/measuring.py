@@ -8,12 +8,10 @@ itself runs, on random operands of the layer's shape; compilation is over before
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from narrowgauge.profiling.parts import Work, parts_of
 from narrowgauge.profiling.settings import Setting, base_of, settings_of, yardstick_of
 from narrowgauge.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.language_model import LARGE_VOCABULARY
+from narrowgauge.trainer.memory import Sizes, batch_bytes, free_bytes
 from narrowgauge.trainer.steps import train_step
 from narrowgauge.variants import named
 
@@ -39,9 +37,6 @@ _LEAST_SECONDS = 2e-3
 _MOST_REPEATS = 50
 # Rounds of a quiet machine differ by less.
 _QUIET = 1.25
-# Bytes kept for backward of each token, layer and place of the width; measured for eager Llama blocks in bfloat16.
-_ACTIVATION_BYTES = 50
-_LOGIT_BYTES = 10
 
 
 def device_here() -> torch.device:
@@ -153,30 +148,16 @@ def require_memory(model: Model, recipes: Iterable[Recipe], config: TrainConfig)
     Raises:
         ChipError: it takes more memory than is free.
     """
-    tokens = config.tokens_per_step
-    activations = tokens * model.num_layers * model.hidden_size * _ACTIVATION_BYTES
-    logits = tokens * min(model.vocab_size, LARGE_VOCABULARY) * _LOGIT_BYTES
+    batch = batch_bytes(Sizes(model.num_layers, model.hidden_size, model.vocab_size), config)
     # The float32 weights that a model is drawn in stay until its states are made.
     states = sum(model.num_parameters * base.bytes_per_param for base in _bases(recipes)) + 8 * model.num_parameters
-    needed, free = states + activations + logits, free_bytes()
-    if needed > free:
+    needed, free = states + batch, free_bytes()
+    if free is not None and needed > free:
         raise ChipError(
             f"a step of {model.name} with {config.batch_size} × {config.sequence_length} tokens takes about "
             f"{needed / 2**30:,.0f} GiB, and {where()} has {free / 2**30:,.0f} GiB free.",
             "Predict it for a machine that is not here: --chip NAME (narrowgauge show chips).",
         )
-
-
-def free_bytes() -> int:
-    """Memory that a step may take: the GPU's, else what the system calls available."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[0])
-    info = Path("/proc/meminfo")
-    if info.is_file():
-        lines = dict(line.split(":", 1) for line in info.read_text().splitlines())
-        if "MemAvailable" in lines:
-            return int(lines["MemAvailable"].split()[0]) << 10
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _warmed(work: Work, device: torch.device) -> int:

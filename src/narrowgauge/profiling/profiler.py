@@ -15,6 +15,7 @@ from narrowgauge.profiling.report import Loss, Profile
 from narrowgauge.profiling.settings import Setting, rows_of
 from narrowgauge.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.memory import require_batch
 
 
 def profile(
@@ -104,6 +105,7 @@ def _measured(
     numerics: bool,
     say: Callable[[str], None],
 ) -> Profile:
+    require_batch(config)
     from narrowgauge.profiling import measuring
 
     measuring.require_memory(row, recipes, config)

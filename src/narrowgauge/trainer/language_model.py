@@ -30,9 +30,7 @@ from transformers.utils import logging
 
 from narrowgauge.errors import DataError, suggestion
 from narrowgauge.models import MODELS, Model, refuse_own_code
-
-LARGE_VOCABULARY = 16_384
-"""From this many entries on, the trainer asks for the chunked loss."""
+from narrowgauge.trainer.memory import LARGE_VOCABULARY as LARGE_VOCABULARY
 
 # Logits of one chunk: 64 MiB in float32. Smaller chunks make thin matmuls, larger ones save nothing worth having.
 _CHUNK_ELEMENTS = 1 << 24

@@ -26,6 +26,7 @@ from narrowgauge.trainer.config import TrainConfig, left_by_a_kill
 from narrowgauge.trainer.console import Console, Screen
 from narrowgauge.trainer.data import Dataset, open_data, prepare_data
 from narrowgauge.trainer.interruption import interruptible, stopped_by
+from narrowgauge.trainer.memory import require_batch
 from narrowgauge.trainer.recovery import Recovery
 from narrowgauge.trainer.refusals import require_resumable
 from narrowgauge.trainer.reporting import Reporter
@@ -47,6 +48,7 @@ def train(config: TrainConfig, *, lent: bool = False, screen: Screen | None = No
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved; after SIGTERM :class:`~narrowgauge.errors.Terminated`.
     """
     config = config.validated().located()
+    require_batch(config)
     assert config.out is not None
     folder = Path(config.out)
     require_free(folder, beside=left_by_a_kill(folder))

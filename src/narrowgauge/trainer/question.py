@@ -19,6 +19,7 @@ from narrowgauge.recipes import Recipe
 from narrowgauge.runs.comparing.names import recipe_name, run_name
 from narrowgauge.runs.files import AGAIN, disk_errors, write_whole
 from narrowgauge.trainer.config import KEPT_CHECKPOINTS, NUM_EVALS, OF_A_RUN, TrainConfig
+from narrowgauge.trainer.memory import require_batch
 
 SCHEMA_VERSION = 1
 QUESTION_FILE = "compare.toml"
@@ -297,6 +298,7 @@ def ask(
         base = replace(base, steps=tokens // base.tokens_per_step)
     base = replace(base, out=None, stop_after=None, recipe=TrainConfig().recipe, seed=0)
     base = replace(base, model=base.validated().model).located()
+    require_batch(base)
     question = Question(tuple(asked), numbers, base, seconds, num_evals)
     for recipe in asked:
         replace(question.config(recipe, numbers[0], Path()), out=None).validated()

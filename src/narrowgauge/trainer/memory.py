@@ -1,0 +1,121 @@
+"""What a batch takes of memory, before anything is built: an estimate that refuses what cannot fit, and no more.
+
+For backward a layer keeps some fifty bytes for each token and place of its width (counted for eager Llama blocks in bfloat16,
+whose process grows by 70; in float32 by 90), and the logits are there in several formats. What is estimated is the least that
+a step takes: a batch that is let through may still be too large, one that is refused is. Nothing here needs PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from narrowgauge.errors import ChipError
+from narrowgauge.models import MODELS
+from narrowgauge.trainer.config import TrainConfig
+
+LARGE_VOCABULARY = 16_384
+"""From this many entries on, the trainer asks for the chunked loss."""
+ACTIVATION_BYTES = 48
+LOGIT_BYTES = 10
+_CHECKPOINTED_BYTES = 2  # a layer's input alone
+_TOKEN_BYTES = 8  # of each token of the whole batch, as it is read
+
+
+class Sizes(NamedTuple):
+    """What of a model a batch is multiplied by."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+
+def sizes_of(model: str) -> Sizes | None:
+    """The sizes of a preset, or of a folder whose ``config.json`` says them in the usual words; ``None`` where it does not."""
+    row = MODELS.get(model)
+    if row is not None:
+        return Sizes(row.num_layers, row.hidden_size, row.vocab_size)
+    path = Path(model).expanduser()
+    try:
+        table = json.loads((path / "config.json" if path.is_dir() else path).read_bytes())
+        layers, width = (table.get(long, table.get(short)) for long, short in _WORDS)
+        return Sizes(int(layers), int(width), int(table["vocab_size"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+_WORDS = (("num_hidden_layers", "n_layer"), ("hidden_size", "n_embd"))
+
+
+def batch_bytes(sizes: Sizes, config: TrainConfig) -> int:
+    """The least that a step takes beside weights and states.
+
+    Args:
+        sizes: of the model.
+        config: batch, sequence, parts of a batch, and whether activations are computed anew.
+    Returns:
+        Bytes.
+    Example:
+        >>> config = TrainConfig(model="llama-8m", batch_size=8, sequence_length=256)
+        >>> batch_bytes(sizes_of("llama-8m"), config) >> 20
+        272
+    """
+    tokens = config.micro_batch_size * config.sequence_length
+    kept = ACTIVATION_BYTES * sizes.num_layers
+    if config.activation_checkpointing:
+        kept = ACTIVATION_BYTES + _CHECKPOINTED_BYTES * sizes.num_layers
+    logits = LOGIT_BYTES * min(sizes.vocab_size, LARGE_VOCABULARY)
+    return tokens * (sizes.hidden_size * kept + logits) + config.tokens_per_step * _TOKEN_BYTES
+
+
+def free_bytes() -> int | None:
+    """Memory that a step may take: the GPU's, else what the system calls available.
+
+    Returns:
+        Bytes; ``None`` where there seems to be a GPU, and PyTorch, which knows its memory, is not loaded yet.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[0])
+    if torch is None and Path("/dev/nvidiactl").exists():
+        return None
+    info = Path("/proc/meminfo")
+    if info.is_file():
+        lines = dict(line.split(":", 1) for line in info.read_text().splitlines())
+        if "MemAvailable" in lines:
+            return int(lines["MemAvailable"].split()[0]) << 10
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _gib(size: int) -> str:
+    gib = size / 2**30
+    return f"{gib:,.1f}" if gib < 1e6 else f"{gib:.1e}"
+
+
+def require_batch(config: TrainConfig) -> None:
+    """Refuse a batch that cannot fit.
+
+    Args:
+        config: the settings.
+    Raises:
+        ChipError: its activations and logits alone take more memory than is free.
+    """
+    sizes, free = sizes_of(config.model), free_bytes()
+    if sizes is None or free is None:
+        return
+    needed = batch_bytes(sizes, config)
+    if needed <= free:
+        return
+    # Parts of a batch follow each other, so it is the sequences of one part that must fit.
+    fitting = config.micro_batch_size * free // needed
+    shorter = f"Take a --sequence-length below {config.sequence_length}, or a smaller model."
+    raise ChipError(
+        f"a batch of {config.micro_batch_size:,} × {config.sequence_length} tokens of {config.model} takes about "
+        f"{_gib(needed)} GiB beside weights and states, and {_gib(free)} GiB are free here.",
+        f"At most {fitting:,} such sequences fit: lower --batch-size or raise --gradient-accumulation-steps."
+        if fitting
+        else shorter,
+    )
