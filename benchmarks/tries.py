@@ -25,15 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import transformers.models.llama.modeling_llama  # noqa: F401  what every child would load
+# What every child would load.
+import transformers.models.llama.modeling_llama  # noqa: F401
 
-import narrowgauge.trainer.loop
+import narrowgauge.runs.comparing.publishing
+import narrowgauge.trainer.exporting
+import narrowgauge.trainer.loop  # noqa: F401
 from narrowgauge.cli import main
-from narrowgauge.runs.comparing import publishing
 from narrowgauge.runs.record import Run, is_run, read_run
-from narrowgauge.trainer import checkpoint, exporting
+from narrowgauge.trainer import checkpoint
 
-STARTED = (narrowgauge.trainer.loop, publishing, exporting)
 SHAPE = {
     "model_type": "llama", "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
@@ -49,8 +50,6 @@ DAMAGED = (
     "data/valid.bin", "data/tokenizer.json", "checkpoints/*/manifest.json", "checkpoints/*/state.json",
     "checkpoints/*/tensors.safetensors",
 )  # fmt: skip
-START_SECONDS = 6.0
-"""Of a command that is killed by the clock: most of that is Python's start, the rest its first steps."""
 
 
 class Broken(Exception):
@@ -59,12 +58,14 @@ class Broken(Exception):
 
 @dataclass
 class Place:
-    """What all tries share: a model, text, the run that nobody disturbed, and how many system calls it made."""
+    """What all tries share: a model, text, the run that nobody disturbed, how many system calls it made, and how long a
+    process of its own takes for it, in seconds."""
 
     folder: Path
     whole: Run
     paused: Path
     num_calls: int
+    seconds: float = 0.0
 
     def train(self, out: Path) -> list[str]:
         """The command that makes the run."""
@@ -90,7 +91,15 @@ def prepare(folder: Path) -> Place:
     paused = Child(folder / "paused.txt", [*place.train(place.paused), "--stop-after", "4"])
     require(paused.wait() == 0, paused)
     place.whole = read_run(folder / "whole")
+    began = time.perf_counter()
+    subprocess.run(process(place, folder / "timed"), stdout=subprocess.DEVNULL, check=True)
+    place.seconds = time.perf_counter() - began
     return place
+
+
+def process(place: Place, out: Path) -> list[str]:
+    """The same command as a process that Python starts anew."""
+    return [sys.executable, "-m", "narrowgauge", *place.train(out)]
 
 
 # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -252,10 +261,10 @@ def killed_training(place: Place, draw: random.Random, at: Path) -> str:
 
 def killed_by_the_clock(place: Place, draw: random.Random, at: Path) -> str:
     """Killed at any time from Python's start on."""
-    words = [sys.executable, "-m", "narrowgauge", *place.train(at / "run")]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        time.sleep(draw.random() * START_SECONDS)
-        process.kill()
+    words = process(place, at / "run")
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as started:
+        time.sleep(draw.random() * place.seconds)
+        started.kill()
     finish(place, at / "run", at / "on.txt")
     return "same run"
 
@@ -281,19 +290,32 @@ def full_in_training(place: Place, draw: random.Random, at: Path) -> str:
 
 
 def full_elsewhere(place: Place, draw: random.Random, at: Path) -> str:
-    """No room for an export or a report."""
-    word = draw.choice(["export", "report"])
-    source, out = str(place.whole.path), at / ("model" if word == "export" else "page.html")
-    words = ["export", source, str(out)] if word == "export" else ["report", source, "--out", str(out)]
-    child = Child(at / "out.txt", words, at_call(draw.randrange(1, 5), full_disk))
+    """No room for an export, a conversion or a report."""
+    source, out = str(place.whole.path), at / "out.html"
+    words = draw.choice(
+        [
+            ["export", source, str(out)],
+            ["convert", source, "--recipe", "bfloat16/exact", "--out", str(out)],
+            ["report", source, "--out", str(out)],
+        ]
+    )
+    child = Child(at / "out.txt", words, at_call(draw.randrange(1, 12), full_disk))
     status = child.wait()
     if status:
         line = refusal(child, status)
         require("disk is full" not in line or "narrowgauge resume" not in line, child, "advice.")
-        require(not out.exists(), child, "left behind.")
-    child = Child(at / "on.txt", words)
-    require(child.wait() == 0 if not out.exists() else True, child, "once there is room.")
+        require(is_whole_or_absent(out), child, "half of it is left.")
+    if not out.exists():
+        child = Child(at / "on.txt", words)
+        require(child.wait() == 0 and is_whole_or_absent(out), child, "once there is room.")
     return "one line, and then whole" if status else "whole"
+
+
+def is_whole_or_absent(out: Path) -> bool:
+    """What was written has its name only once it is whole; the disk may still refuse to say that it keeps the name."""
+    if out.is_file():
+        return out.read_bytes().rstrip().endswith(b"</html>")
+    return not out.exists() or any(out.rglob("*.safetensors"))
 
 
 def flipped(place: Place, draw: random.Random, at: Path) -> str:
@@ -342,7 +364,7 @@ TRIES: dict[str, tuple[Try, int]] = {
     "kill -9 by the clock, Python's start too": (killed_by_the_clock, 2),
     "SIGTERM at a system call": (terminated_training, 2),
     "full disk in a training": (full_in_training, 4),
-    "full disk in export or report": (full_elsewhere, 1),
+    "full disk in export, convert or report": (full_elsewhere, 1),
     "one flipped bit": (flipped, 4),
     "two at once": (two_at_once, 2),
 }

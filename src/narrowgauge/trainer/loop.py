@@ -21,6 +21,7 @@ from narrowgauge.runs.comparing.names import recipe_name
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.files import AGAIN, disk_errors, held_folder
 from narrowgauge.runs.record import Row, Run, RunWriter, is_run, read_run, remove_leftovers, require_free
+from narrowgauge.runs.whole_files import read_settings
 from narrowgauge.trainer.changes import accept, differences
 from narrowgauge.trainer.config import TrainConfig, left_by_a_kill
 from narrowgauge.trainer.console import Console, Screen
@@ -127,9 +128,8 @@ def resume(
             not what its checkpoint stands on.
     """
     folder = Path(folder)
-    require_resumable(folder)
+    read_settings(folder)
     with _alone(folder, "write the run", "stop it, then narrowgauge resume"):
-        # Once more: the process that had the folder may have finished.
         run = require_resumable(folder)
         # Asked for before anything is made: a damaged record is left as it is.
         began_with, settings = run.data_fingerprint, {**run.config, "stop_after": stop_after}
