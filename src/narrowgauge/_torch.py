@@ -17,6 +17,9 @@ Option names of ``torch._inductor.config``
     times at most. The way out: attaching before compiling; ``torch.compiler.reset`` between models.
 ``torch._C._current_autograd_node``, ``_current_graph_task_id``, ``_autograd._get_sequence_nr``; ``Node._sequence_nr``
     Which module a backward operation belongs to, in the search for the first bad value. The way out: naming the node alone.
+``torch.library.get_kernel``, ``Library.impl(…, allow_override=True)``
+    Fused attention of 16-bit operands goes by float32 on a CPU that does not multiply them, whoever calls it. The way out:
+    PyTorch's own kernel, which is slow there.
 ``torch.backends.cpu.get_cpu_capability``
     Which vector instructions PyTorch uses here: kernels are compiled for those and no others. The way out: Inductor's
     default, code for this very processor, and a kernel cache for each kind of processor.
@@ -211,6 +214,30 @@ def heed_hooks() -> None:
     config = torch._dynamo.config
     config.skip_nnmodule_hook_guards = False
     config.recompile_limit = max(config.recompile_limit, MANY_VERSIONS)
+
+
+_OVERRIDES: list[torch.library.Library] = []
+
+
+def wrap_cpu_kernel(name: str, wrapper: Callable[..., Any]) -> None:
+    """Put a function around an operator's CPU kernel, for good: it gets the kernel, then the arguments.
+
+    Args:
+        name: as ``aten::add.Tensor``.
+        wrapper: called with the kernel that was there, and what the operator was called with.
+    """
+    kernel = torch.library.get_kernel(name, "CPU")
+    library = torch.library.Library("aten", "IMPL")
+
+    def wrapped(keys: Any, *args: Any, **options: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            return kernel.call_boxed(keys, *args, **options)
+
+        return wrapper(call, *args, **options)
+
+    with _quiet():
+        library.impl(name.removeprefix("aten::"), wrapped, "CPU", with_keyset=True, allow_override=True)
+    _OVERRIDES.append(library)  # the override lives as long as it does
 
 
 class _Module(torch.nn.Module):

@@ -63,6 +63,16 @@ def multiplies(format: str) -> bool:
     return format in _multiplied
 
 
+def care_for(format: str) -> None:
+    """Note that a model's products of a format are taken care of where the processor does not multiply it."""
+    _cared_for.add(format)
+
+
+def is_left_slow(format: str) -> bool:
+    """Whether PyTorch's own products of a format are slow here, and nobody has taken care of a model's."""
+    return not multiplies(format) and format not in _cared_for
+
+
 @lru_cache(None)
 def instruction_sets() -> frozenset[str]:
     """The names of all instruction sets of this processor, as the operating system gives them (``avx512_bf16``).
@@ -147,3 +157,4 @@ def _of_macos() -> frozenset[str]:
 
 
 _multiplied = _multiplied_by(_usable_sets())
+_cared_for: set[str] = set()

@@ -32,6 +32,7 @@ from torch.nn.attention.bias import CausalBias
 from narrowgauge import _torch
 from narrowgauge.gauges.board import SWITCH, board_of, is_sampled, mark_attention
 from narrowgauge.gauges.hooks import as_multiplied, place_of
+from narrowgauge.numerics.plain import linear
 from narrowgauge.transforms.scaled_tensor import Scaled
 
 Undo = Callable[[], object]
@@ -286,7 +287,7 @@ def mark_projected(
     heads = []
     for k, (x, own) in enumerate(zip((query, key), both, strict=True)):
         first = x if x.ndim == 2 else x.select(0 if batch_first else 1, 0)
-        y = F.linear(first.to(own.dtype), own, None if bias is None else bias[k * width : (k + 1) * width])
+        y = linear(first.to(own.dtype), own, None if bias is None else bias[k * width : (k + 1) * width])
         heads.append(y.unflatten(-1, (num_heads, -1)).transpose(0, 1))
     board.mark_attention(index, heads[0], heads[1], float(heads[0].shape[-1]) ** -0.5, is_causal)
 

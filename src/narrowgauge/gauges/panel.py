@@ -33,6 +33,7 @@ from narrowgauge.gauges.reading import Packed, measure, rounded, row_of
 from narrowgauge.gauges.shards import Shards
 from narrowgauge.gauges.updates import Shadow, States, Updates
 from narrowgauge.matmul.linear import Linear
+from narrowgauge.numerics.plain import matmul
 from narrowgauge.optim.auditing import audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.shards import is_sharded, local_of
@@ -286,7 +287,7 @@ class Gauges:
         weight, bias = head.weight.detach(), getattr(head, "bias", None)
         if sample.shape[1] != weight.shape[1]:
             return None
-        logits = (sample[:8].to(weight.dtype) @ weight.t()).float()
+        logits = matmul(sample[:8].to(weight.dtype), weight.t()).float()
         logits = logits if bias is None else logits + bias.detach().float()
         return torch.stack([logits.abs().amax(), logits.logsumexp(-1).mean()])
 

@@ -26,6 +26,7 @@ from narrowgauge.matmul.linear import is_linear
 from narrowgauge.matmul.outliers import outlier_columns
 from narrowgauge.matmul.products import multiply, operand_dtype
 from narrowgauge.matmul.sharing import LastCast
+from narrowgauge.numerics.plain import add_product
 from narrowgauge.numerics.quantization import blocked, padded, quantize
 
 EXACT = ("weight_codes", "weight_scales")
@@ -146,7 +147,7 @@ def _add_outliers(result: Tensor, x: Tensor, codes: Tensor, scales: Tensor, colu
     if not len(columns):
         return result
     weight = (codes[:, columns] * scales).to(result.dtype)
-    return torch.addmm(result, x[:, columns], weight.t())
+    return add_product(result, x[:, columns], weight.t())
 
 
 class QuantizedLinear(nn.Module):

@@ -176,6 +176,13 @@ def is_plain(row: Compute, dtype: torch.dtype) -> bool:
     return row.is_wide and formats == {str(dtype).removeprefix("torch.")}
 
 
+def has_plain_product(module: nn.Module) -> bool:
+    """Whether a linear layer is :func:`~narrowgauge.numerics.plain.linear` of its input and its weight, and nothing else."""
+    if type(module) is Linear:
+        return is_plain(module.compute, getattr(torch, module.compute.dtype)) and not module.is_transposed
+    return type(module) is nn.Linear
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a plain linear layer of a kind we can compute."""
     return type(module) in (nn.Linear, Linear) or type(module).__name__ == "Conv1D"

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from narrowgauge.numerics.plain import add_product
+
 
 def outlier_columns(x: Tensor, threshold: float) -> Tensor:
     """Which columns of ``[rows, columns]`` hold a magnitude of ``threshold`` or more (or a NaN): bool ``[columns]``."""
@@ -29,4 +31,4 @@ def multiply_outliers(result: Tensor, x: Tensor, weight: Tensor, threshold: floa
     columns = outlier_columns(x, threshold).nonzero().view(-1)
     if not len(columns):
         return result
-    return torch.addmm(result, x[:, columns].to(result.dtype), weight[:, columns].to(result.dtype).t())
+    return add_product(result, x[:, columns].to(result.dtype), weight[:, columns].to(result.dtype).t())

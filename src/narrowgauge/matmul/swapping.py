@@ -10,9 +10,11 @@ from narrowgauge.computes import COMPUTES, Compute
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import experts
 from narrowgauge.matmul.choosing import Choice, row_chooser, row_of, tell_emulation
+from narrowgauge.matmul.fused_attention import widen_attention
 from narrowgauge.matmul.linear import Linear, is_linear, narrowed
 from narrowgauge.matmul.linears import Layer, Linears
 from narrowgauge.numerics.widening import is_widened
+from narrowgauge.processor import care_for
 
 
 def swap_linears(
@@ -60,6 +62,9 @@ def swap_linears(
             "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
         )
     left = _take_plain(model)
+    if is_widened(torch.bfloat16, next(iter(layers.values())).state.device.type):
+        widen_attention()
+        care_for("bfloat16")
     for row in {layer.compute.name: layer.compute for layer in (*layers.values(), *left)}.values():
         tell_emulation(row, next(iter(layers.values())).state.device)
     linears = Linears(layers, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.optim.elementwise import Rule
 from narrowgauge.optim.matrix import MatrixRule
 from narrowgauge.optim.options import HOW_TORCH_STEPS, check_options
+from narrowgauge.processor import care_for, is_left_slow
 from narrowgauge.storages import STORAGES, Storage, find
 
 
@@ -102,6 +104,25 @@ def gradient_of(parameter: Tensor) -> Tensor:
             "Leave gradients in their parameter's format.",
         )
     return gradient
+
+
+class SlowMatmulNotice(UserWarning):
+    """Told once: the time of a training step goes into matmuls that this processor has no instructions for."""
+
+
+def tell_slow_matmuls(groups: Sequence[dict[str, Any]]) -> None:
+    """Warn once of bfloat16 matrices on a CPU that does not multiply bfloat16, where no model was prepared for it."""
+    if not is_left_slow("bfloat16"):
+        return
+    if any(p.dtype is torch.bfloat16 and p.ndim > 1 and p.device.type == "cpu" for g in groups for p in g["params"]):
+        care_for("bfloat16")  # told
+        warnings.warn(
+            "this CPU does not multiply bfloat16, and PyTorch's own bfloat16 matmuls are 8 to 180 times slower here than "
+            "float32's. narrowgauge.prepare(model, …) or narrowgauge.swap_linears(model, 'bfloat16') lets them go by "
+            "float32 products with the same values.",
+            SlowMatmulNotice,
+            stacklevel=6,
+        )
 
 
 def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rule: Rule | MatrixRule) -> None:

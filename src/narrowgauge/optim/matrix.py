@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.plain import matmul
+from narrowgauge.numerics.plain import add_product, matmul
 from narrowgauge.numerics.rounding import sqrt
-from narrowgauge.numerics.widening import is_widened
 from narrowgauge.optim.elementwise import TINY, Rule
 from narrowgauge.optim.low_rank import adam_step, coordinate_shape, is_tall, lift, project, refreshed
 from narrowgauge.storages import Storage
@@ -180,15 +179,8 @@ def orthogonalise(matrix: Tensor, iterations: int = 5, dtype: torch.dtype = torc
     x = x.mT if tall else x
     for _ in range(iterations):
         gram = matmul(x, x.mT)
-        x = _add_product(x, _add_product(gram, gram, gram, b, c), x, a, 1.0)
+        x = add_product(x, add_product(gram, gram, gram, b, c), x, a, 1.0)
     return (x.mT if tall else x).float()
-
-
-def _add_product(x: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
-    """``beta x + alpha left · right``, rounded once."""
-    if not is_widened(x.dtype, x.device.type):
-        return torch.addmm(x, left, right, beta=beta, alpha=alpha)
-    return torch.addmm(x.float(), left.float(), right.float(), beta=beta, alpha=alpha).to(x.dtype)
 
 
 def _muon_states(shape: tuple[int, ...], options: Options) -> dict[str, Kept]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.auditing import Alarm, Auditor, warn_of
-from narrowgauge.optim.checks import check_range, gradient_of, known_row
+from narrowgauge.optim.checks import check_range, gradient_of, known_row, tell_slow_matmuls
 from narrowgauge.optim.clipping import GradientNorm, control_scalars
 from narrowgauge.optim.elementwise import Rule
 from narrowgauge.optim.keeping import Keeping
@@ -182,6 +182,7 @@ class Optimizer(Keeping):
             return
         if not self._stepped:
             self._stepped = True
+            tell_slow_matmuls(self.param_groups)
             for kernel in self._kernels.values() if self.audit_every else ():
                 kernel.compile_audit_elsewhere(stores[0].parameter.device)
         gradients = [store.owner.grad for store in stores]

@@ -29,7 +29,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from narrowgauge.errors import DataError, suggestion
+from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.models import MODELS, Model, refuse_own_code
+from narrowgauge.numerics.plain import linear
 from narrowgauge.trainer.memory import LARGE_VOCABULARY as LARGE_VOCABULARY
 
 # Logits of one chunk: 64 MiB in float32. Smaller chunks make thin matmuls, larger ones save nothing worth having.
@@ -143,7 +145,7 @@ def can_chunk(model: PreTrainedModel) -> bool:
     """
     config = model.config.get_text_config()
     after = [getattr(config, name, None) for name in _AFTER_THE_HEAD]
-    return type(model.get_output_embeddings()) is nn.Linear and all(value in (None, 1) for value in after)
+    return has_plain_product(model.get_output_embeddings()) and all(value in (None, 1) for value in after)
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -276,7 +278,7 @@ def _looped(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
 
 
 def _chunk(rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: Tensor) -> Tensor:
-    return _whole(F.linear(rows, weight.to(rows.dtype), bias), wanted)
+    return _whole(linear(rows, weight.to(rows.dtype), bias), wanted)
 
 
 def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:
