@@ -254,6 +254,29 @@ def test_what_is_refused_is_refused_before_torch_is_loaded(tmp_path: Path) -> No
     assert len(found.stderr.splitlines()) == len(REFUSED_AT_ONCE)
 
 
+LONG = "x" * 3000
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (LONG,), ("train", "--recipe", LONG), ("train", "--model", LONG), ("train", "--data", LONG), ("train", "--steps", LONG),
+        ("train", f"--{LONG}"), ("train", "--config", LONG), ("show", "recipe", LONG),
+        ("show", "format", LONG), ("show", "value", LONG), ("resume", LONG), ("export", LONG, "out"), ("report", LONG),
+        ("convert", LONG, "--recipe", "bf16"), ("profile", "--model", "llama-1m", "--recipes", "bf16", "--chip", LONG),
+        ("train", "--recipe", " ".join(["x"] * 3000)),
+    ],
+    ids=lambda words: " ".join(words)[:20],
+)  # fmt: skip
+def test_long_values_are_cut_in_messages(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = call(*words)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.exception
+    assert len(result.stderr) < 2500 and "…" in result.stderr and not any(tmp_path.iterdir())
+
+
 def test_an_existing_folder_is_left_alone(calls: dict[str, Calls], tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "notes.txt").write_text("mine")

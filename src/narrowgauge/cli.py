@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 import click
 
 from narrowgauge import __version__, flags, show, tables
-from narrowgauge.errors import NarrowgaugeError, Terminated, suggestion
+from narrowgauge.errors import NarrowgaugeError, Terminated, shortened, suggestion
 
 
 class Door(click.Group):
@@ -57,12 +57,14 @@ class Door(click.Group):
 
 
 def _complain(kind: str, message: str, status: int) -> int:
-    click.echo(f"{kind}: {' '.join(message.split())}", err=True)
+    click.echo(f"{kind}: {shortened(' '.join(message.split()))}", err=True)
     return status
 
 
 def _refused(error: OSError) -> int:
-    """Standard output took no more; anything else is a fault of ours."""
+    """Standard output took no more, or a path was given that no system takes; anything else is a fault of ours."""
+    if error.errno in _NO_PATHS:
+        return _complain("OSError", f"Cannot open '{error.filename}': {error.strerror}. Name another path.", 2)
     if error.filename is not None or error.errno not in _UNWRITABLE:
         raise error
     # What is left in its buffer would be tried again at the end of the process, with a traceback.
@@ -73,6 +75,7 @@ def _refused(error: OSError) -> int:
     return _complain("OSError", f"Cannot write to standard output: {error.strerror}. Send it elsewhere.", 2)
 
 
+_NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP)
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 

@@ -14,6 +14,7 @@ on one line, without a traceback, and exits with status 2.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -22,8 +23,8 @@ class NarrowgaugeError(Exception):
 
     def __init__(self, message: str, advice: str = "") -> None:
         super().__init__(message)
-        self.message = message
-        self.advice = advice
+        self.message = shortened(message)
+        self.advice = shortened(advice)
 
     def __str__(self) -> str:
         return f"{self.message} {self.advice}".strip()
@@ -51,6 +52,21 @@ class RecordError(NarrowgaugeError):
 
 class Terminated(KeyboardInterrupt):
     """A run was told to end by SIGTERM, and ended as it does after Ctrl-C; the command line exits with status 143."""
+
+
+def shortened(text: str, longest: int = 200) -> str:
+    """The text with every word that is too long to be read cut in the middle, and the whole cut at ten times that.
+
+    >>> shortened("no recipe is named '" + 1000 * "a" + "'.", 12)
+    "no recipe is named 'aaaaa…aaaa'."
+    """
+    text = re.sub(rf"\S{{{longest + 1},}}", lambda word: _cut(word.group(), longest), text)
+    return _cut(text, 10 * longest)
+
+
+def _cut(text: str, longest: int) -> str:
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]}…{text[len(text) - half :]}"
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
