@@ -20,7 +20,7 @@ import narrowgauge
 import narrowgauge.trainer
 from narrowgauge import show
 from narrowgauge.cli import main
-from narrowgauge.errors import ChipError
+from narrowgauge.errors import ChipError, Terminated
 from narrowgauge.notation import parse
 from narrowgauge.runs.record import RunWriter
 from narrowgauge.trainer import refusals
@@ -304,6 +304,18 @@ def test_an_interruption_is_one_line_and_status_130(
     calls["train"].answer = stop
     result = call("train")
     assert (result.exit_code, result.stderr) == (130, line)
+
+
+def test_a_termination_is_one_line_and_status_143(calls: dict[str, Calls]) -> None:
+    calls["train"].answer = Terminated("saved at step 7.")
+    result = call("train")
+    assert (result.exit_code, result.stderr) == (143, "Interrupted: saved at step 7.\n")
+
+
+def test_resume_goes_on_with_changes_where_that_is_said(calls: dict[str, Calls]) -> None:
+    calls["resume"].answer = Path("runs/here")
+    assert call("resume", "runs/a", "--accept-changes").exit_code == 0
+    assert calls["resume"] == [(Path("runs/a"), None, True)]
 
 
 def test_a_fault_of_ours_is_not_hidden(calls: dict[str, Calls]) -> None:

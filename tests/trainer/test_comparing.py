@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, RecordError
+from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, RecordError, Terminated
 from narrowgauge.runs.files import held_folder
 from narrowgauge.runs.pages import page
 from narrowgauge.runs.record import Run, read_run
@@ -120,8 +120,10 @@ def test_finished_runs_are_not_trained_again(
     assert figures(first[0]) == before
 
 
-def stop_at(monkeypatch: pytest.MonkeyPatch, run: int, step: int) -> None:
-    """The ``run``-th training is interrupted after a step, as Ctrl-C would."""
+def stop_at(
+    monkeypatch: pytest.MonkeyPatch, run: int, step: int, stop: type[KeyboardInterrupt] = KeyboardInterrupt
+) -> None:
+    """The ``run``-th training is interrupted after a step, as Ctrl-C would, or SIGTERM."""
     true, count = loop.train, 0
 
     def train(config: TrainConfig, **more: Any) -> Path:
@@ -130,7 +132,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, run: int, step: int) -> None:
         if count < run:
             return true(config, **more)
         true(replace(config, stop_after=step), **more)
-        raise KeyboardInterrupt
+        raise stop()
 
     monkeypatch.setattr(loop, "train", train)
 
@@ -140,10 +142,8 @@ def test_an_interrupted_comparison_says_how_to_go_on_and_goes_on_with_the_same_b
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        stop_at(patch, run=2, step=3)
-        with pytest.raises(
-            KeyboardInterrupt, match=rf"1 of 2 runs are done\. Go on with: narrowgauge compare --out {out}"
-        ):
+        stop_at(patch, run=2, step=3, stop=Terminated)
+        with pytest.raises(Terminated, match=rf"1 of 2 runs are done\. Go on with: narrowgauge compare --out {out}"):
             done(base, out, seeds=1)
     assert not (out / "compare.json").exists() and len(read_run(out / NAMES[1]).steps) == 3
     said = done(base, out, recipes=None)

@@ -182,7 +182,7 @@ def _forget(folder: Path, absent: list[Path], prepared: bool) -> None:
             parent.rmdir()
 
 
-def _prepared_data(config: TrainConfig, folder: Path, stage: Callable[[str], None]) -> Dataset:
+def _prepared_data(config: TrainConfig, folder: Path, stage: Callable[[str], None] = lambda what: None) -> Dataset:
     return prepare_data(
         config.data,
         folder,
