@@ -143,4 +143,5 @@ def test_what_is_not_counted_is_told(tmp_path: Path) -> None:
     (tmp_path / "phases.toml").write_text('recipe = "bfloat16/word"\n[[phase]]\nuntil = 0.9\ncompute = "int8-row"\n')
     notes = " ".join(profile("llama-1m", ["unit", str(tmp_path / "phases.toml")], chip="H200").notes)
     assert "unit changes the whole model" in notes
+    assert "no kernel of this version has run on a GPU" in notes
     assert "bfloat16/word has phases; what is told is its last, in bfloat16." in notes

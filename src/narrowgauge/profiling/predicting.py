@@ -234,6 +234,11 @@ def weight_bytes(setting: Setting, chip: Chip) -> float:
     return sum(_written_bytes(p.right, is_native(p, row, chip)) for p in map(row.products.__getitem__, places))
 
 
+NOT_RUN = (
+    "no kernel of this version has run on a GPU: these are figures of the chip, and nobody has checked them there."
+)
+
+
 def assumptions(recipes: Iterable[Recipe], chip: Chip) -> list[str]:
     """What the prediction rests on, a sentence each."""
     formats = dict.fromkeys(

@@ -92,6 +92,7 @@ def _predicted(row: Model, kinds: Sequence[Kind], recipes: list[Recipe], config:
         notes=(
             f"a prediction from the figures of {chip.name}; nothing was run. It takes:",
             *predicting.assumptions(recipes, chip),
+            predicting.NOT_RUN,
             *_recipe_notes(recipes),
         ),
     )
