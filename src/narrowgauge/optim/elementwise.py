@@ -86,7 +86,7 @@ TINY = 2.0**-126
 
 
 def _adam_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
     correction1 = 1 - beta1**step
     correction2 = (1 - beta2**step) ** 0.5
     # Where another rule's eps is a pair of its own, AdamW's beside it has a name that says so.
@@ -170,7 +170,7 @@ SGD = Rule(
 
 
 def _lion_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
     return 1 - beta1, 1 - beta2, -lr, -lr * group["weight_decay"]
 
 
