@@ -7,9 +7,10 @@ a non-finite gradient are two scalars that the kernel reads; the host looks at t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,23 @@ from narrowgauge.optim.shards import local_of
 from narrowgauge.optim.stepping import Stepper
 from narrowgauge.optim.stores import NO_GRADIENT, Bucket, Store
 from narrowgauge.storages import Storage
+
+Returned = TypeVar("Returned")
+
+
+def not_compiled(function: Callable[..., Returned]) -> Callable[..., Returned]:
+    """``torch.compiler.disable`` at the first call: its import takes a second, and a step's kernels are compiled already."""
+
+    whole: list[Callable[..., Returned]] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Returned:
+        if not whole:
+            whole.append(torch.compiler.disable(function))
+        return whole[0](*args, **kwargs)
+
+    return call
+
 
 _OPTIONS = ("rule", "max_grad_norm", "audit_every", "compile", "loss_scaler", "rows")
 
@@ -134,6 +152,7 @@ class Optimizer(Keeping):
         self.last_audit: Tensor | None = None
         self.auditor = Auditor()
         self.on_alarm: Callable[[list[Alarm]], None] = warn_of
+        self._names: dict[Tensor, str] = {}
         self._stores: dict[Tensor, Store] = {}
         self._buckets: list[Bucket] = []
         self._kernels: dict[tuple[str, Storage], StepKernel] = {}
@@ -153,6 +172,7 @@ class Optimizer(Keeping):
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
 
