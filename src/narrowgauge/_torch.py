@@ -26,6 +26,9 @@ Option names of ``torch._inductor.config``
 ``torch._inductor.cpu_vec_isa.valid_vec_isa_list``, ``VecAVX2``, ``VecAVX512``; ``torch._inductor.cpp_builder.get_cpp_compiler``
     Where Inductor looks up vector instructions and the compiler flags that go with them. The way out: as above.
 
+Names of modules under ``torch.compile`` and checkpoints, ``_orig_mod`` and ``_checkpoint_wrapped_module``
+    Parameters are told by the names that their model has without these. The way out: longer names.
+
 A release that renames one of these fails here, with a plain ImportError or AttributeError, and nowhere else.
 """
 
@@ -296,3 +299,13 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.getLogger("torch").setLevel(level)
+
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """A name without those of compilers and checkpoints around the module."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

@@ -116,8 +116,8 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     names, rows = {healthy: "a", stalling: "b"}, {healthy: STORAGES["word"], stalling: STORAGES["naive"]}
     auditor, raised = Auditor(), []
     for share in [1.0] * 10 + [0.0] * 60 + [1.0] * 40 + [0.0] * 60:
-        auditor.add(healthy, steps([1.0])[0])
-        auditor.add(stalling, steps([share])[0])
+        auditor.add(healthy, steps([1.0])[0], 64)
+        auditor.add(stalling, steps([share])[0], 64)
         total = auditor.settle()
         assert total[0] == 2.0 and total[1] == 1.0 + share
         raised += auditor.alarms(names, rows)
@@ -134,7 +134,7 @@ def test_a_rare_arrival_that_has_not_come_yet_is_no_stall(storage: str, stalls: 
     names[gain] = "norm.weight"
     raised = []
     for _ in range(FEWEST):
-        auditor.add(gain, torch.tensor([1e-10, 0, 0, 0, 0, 128, 128, 128], dtype=torch.float64))
+        auditor.add(gain, torch.tensor([1e-10, 0, 0, 0, 0, 128, 128, 128], dtype=torch.float64), 64)
         auditor.settle()
         raised += auditor.alarms(names, rows)
     assert bool(raised) is stalls
@@ -143,7 +143,7 @@ def test_a_rare_arrival_that_has_not_come_yet_is_no_stall(storage: str, stalls: 
 def test_dropped_sums_never_count() -> None:
     (tensor,) = tensors(1)
     auditor = Auditor()
-    auditor.add(tensor, steps([0.0])[0])
+    auditor.add(tensor, steps([0.0])[0], 64)
     auditor.drop()
     assert not auditor.settle().any() and not auditor.windows
     assert auditor.alarms({}, {}) == []
@@ -156,12 +156,12 @@ def test_a_restored_window_goes_on_and_does_not_repeat_its_alarm() -> None:
     auditor = Auditor()
     auditor.restore(tensor, stalled)
     assert torch.equal(torch.stack(list(auditor.windows[tensor])), stalled)
-    auditor.add(tensor, stalled[0])
+    auditor.add(tensor, stalled[0], 64)
     auditor.settle()
     assert auditor.alarms(names, rows) == []
     young = Auditor()
     young.restore(tensor, fresh)
-    young.add(tensor, stalled[0])
+    young.add(tensor, stalled[0], 64)
     young.settle()
     assert [a.tensor for a in young.alarms(names, rows)] == ["b"]
 
@@ -175,7 +175,7 @@ def test_many_healthy_tensors_over_a_long_run_raise_nothing() -> None:
     raised = []
     for _ in range(60):
         for tensor in watched:
-            auditor.add(tensor, steps([1.0 + 0.5 * float(torch.randn((), generator=generator))])[0])
+            auditor.add(tensor, steps([1.0 + 0.5 * float(torch.randn((), generator=generator))])[0], 64)
         auditor.settle()
         raised += auditor.alarms(names, rows)
     assert raised == []
@@ -224,3 +224,106 @@ def test_the_sums_are_those_of_what_is_kept(storage: str, shapes: list[tuple[int
         # Cauchy and Schwarz: the intended change lies along what was taken, and is as long as AdamW's.
         assert 0 < sums["de"] ** 2 <= 1.0001 * sums["dd"] * sums["ee"] or sums["lost"] == sums["nonzero"]
         assert 0.01e-3 < math.sqrt(sums["dd"] / sums["nonzero"]) < 1.01e-3 * 1.2
+
+
+# ── the source's figures ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_imprecision_share_is_the_sources() -> None:
+    """Counted with ordinary bfloat16 tensors: additions that gave back the old word, rows without an update among them."""
+    weight = torch.nn.Parameter((torch.randn(300, 64, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16())
+    optimizer = ng.AdamW([weight], lr=1e-5, weight_decay=0.0, storage="naive", audit_every=1, compile=False)
+    unchanged = []
+    for step in range(3):
+        weight.grad = gradients([(300, 64)], step)[0]
+        weight.grad[:100] = 0.0  # rows of an embedding that no batch has met
+        before = weight.detach().clone()
+        optimizer.step()
+        unchanged.append((weight == before).double().mean().item())
+    reading = ng.audit(optimizer)["param 0"]
+    assert reading.imprecision_share == pytest.approx(sum(unchanged) / 3, abs=1e-9)
+    assert reading.imprecision_share > reading.lost_fraction + 0.01  # which leaves out what nobody meant to move
+    assert ng.audit(optimizer)[""].imprecision_share == reading.imprecision_share
+
+
+def test_the_imprecision_share_of_a_part_is_of_that_part() -> None:
+    """Of a large tensor a thirty-second part is audited, and pairs are counted by their high word."""
+    params = parameters("collage-plus", [(520, 256), (7, 3), (5,)])
+    optimizer = ng.AdamW(params, lr=1e-4, storage="collage-plus", audit_every=1, compile=False)
+    before = [p.detach().clone() for p in params]
+    for p, gradient in zip(params, gradients([tuple(p.shape) for p in params], 0), strict=True):
+        p.grad = gradient
+    optimizer.step()
+    readings = ng.audit(optimizer)
+    for place, (p, old) in enumerate(zip(params, before, strict=True)):
+        share = (p == old).double().mean().item()
+        assert readings[f"param {place}"].imprecision_share == pytest.approx(share, abs=0.02 if place == 0 else 1e-9)
+
+
+def test_a_window_from_a_checkpoint_says_no_imprecision_share() -> None:
+    tensor, auditor = torch.zeros(1), Auditor()
+    auditor.restore(tensor, torch.stack(steps([1.0, 1.0])))
+    assert math.isnan(read(auditor.windows[tensor], sum(auditor.counts[tensor])).imprecision_share)
+
+
+def test_a_second_moment_that_is_wrong_is_nothing_the_audit_sees() -> None:
+    """As the documentation says: every update arrives, and every one was too small."""
+    weight, exact = parameters("collage-light", [(32, 32)])[0], torch.zeros(32, 32, dtype=torch.float64)
+    optimizer = ng.AdamW([weight], lr=1e-4, betas=(0.9, 0.999), storage="collage-light", audit_every=1, compile=False)
+    for step in range(400):
+        weight.grad = gradients([(32, 32)], step)[0]
+        exact = 0.999 * exact + 0.001 * weight.grad.double() ** 2
+        optimizer.step()
+    assert (optimizer.stored(weight, "exp_avg_sq").double() / exact).median() > 1.1
+    assert ng.audit(optimizer)["param 0"].edq == pytest.approx(1.0, abs=1e-3)
+
+
+# ── whose optimizer it is ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Wrapper:
+    """As Accelerate's and Lightning's: the optimizer is their attribute, and others go through them."""
+
+    def __init__(self, optimizer: object) -> None:
+        self.optimizer = optimizer
+
+
+def stalling(storage: str = "naive") -> tuple[torch.nn.Module, ng.AdamW]:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)).bfloat16()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1.0)
+    return model, ng.AdamW(model.parameters(), lr=1e-5, storage=storage, audit_every=1, compile=False)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_wrapped_optimizer_is_unwrapped_and_the_model_names_its_tensors(depth: int) -> None:
+    model, optimizer = stalling()
+    outer: object = optimizer
+    for _ in range(depth):
+        outer = Wrapper(outer)
+    assert ng.audit(outer, model) == {}  # type: ignore[arg-type]
+    named: list[str] = []
+    optimizer.on_alarm = lambda alarms: named.extend(alarm.tensor for alarm in alarms)
+    for _ in range(FEWEST):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert named == ["0.weight", "1.weight"]
+    assert list(ng.audit(outer)) == ["", "0.weight", "1.weight"]  # type: ignore[arg-type]
+
+
+def test_gauges_of_a_wrapped_optimizer_are_those_of_the_one_inside() -> None:
+    model, optimizer = stalling()
+    gauges = ng.attach_gauges(model, Wrapper(optimizer), every=1)  # type: ignore[arg-type]
+    for _ in range(2):
+        model(torch.ones(2, 64).bfloat16()).float().sum().backward()
+        optimizer.step()
+    assert gauges.last is not None and gauges.last["step"] == 2
+    assert set(gauges.last["updates"]) == {"0.weight", "1.weight"} == set(ng.audit(optimizer)) - {""}
+    gauges.detach()
+
+
+def test_an_optimizer_that_does_not_audit_is_refused() -> None:
+    with pytest.raises(ng.RecipeError, match="an audit of a SGD was asked for"):
+        ng.audit(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))]))  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from narrowgauge._torch import plain_name
 from narrowgauge.gauges.board import board_of, is_sampled, mark_gradient, mark_tensor
 from narrowgauge.matmul.experts import grouped_layers_of
 from narrowgauge.matmul.grouped import GroupedLinear
@@ -76,16 +77,6 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """A model's modules by name; the projections of narrow experts have the names of their weights."""
     names = {id(module): name for name, module in grouped_layers_of(model).items()}
     return {plain_name(names.get(id(module), name)): module for name, module in model.named_modules()}
-
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-def plain_name(name: str) -> str:
-    """A name without those of compilers and checkpoints around the module."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

@@ -24,17 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import _torch
+from narrowgauge._torch import plain_name
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges import attention, hooks
 from narrowgauge.gauges.board import SWITCH, Board, Watched
 from narrowgauge.gauges.casts import Casts
-from narrowgauge.gauges.hooks import plain_name
 from narrowgauge.gauges.reading import Packed, measure, rounded, row_of
 from narrowgauge.gauges.shards import Shards
 from narrowgauge.gauges.updates import Shadow, States, Updates
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.numerics.plain import matmul
-from narrowgauge.optim.auditing import audit
+from narrowgauge.optim.auditing import audit, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.shards import is_sharded, local_of
 from narrowgauge.runs.events import tell
@@ -357,7 +357,8 @@ def attach_gauges(
     Args:
         model: any module, prepared or not, compiled after this call or not at all; linear layers, narrow experts and
             attention in it are watched.
-        optimizer: the one that steps it, ours or torch's; its steps are counted. Without one nothing is sampled.
+        optimizer: the one that steps it, ours or torch's, or a framework's that wraps one; its steps are counted, and ours
+            takes the model's names for parameters that it was given without. Without one nothing is sampled.
         patterns: names of modules and parameters to watch, shell wildcards.
         every: steps from one sample to the next; 0 never.
         outputs: names of further modules whose outputs are watched, as ``output:NAME``. In a compiled model this keeps the
@@ -392,4 +393,7 @@ def attach_gauges(
             GaugeNotice,
             stacklevel=2,
         )
-    return Gauges(model, optimizer, wanted, every, others, on_row, alarms)
+    inner = unwrapped(optimizer)
+    if isinstance(inner, Optimizer):
+        inner.name_parameters(model)
+    return Gauges(model, inner, wanted, every, others, on_row, alarms)

@@ -46,8 +46,8 @@ class WatchedLog(RunLog):
         """
         gauges = attach_gauges(model, optimizer, every=every, on_row=self.gauge)
         self._gauges.append(gauges)
-        if isinstance(optimizer, Optimizer):
-            self._audits[optimizer] = None
+        if isinstance(gauges.optimizer, Optimizer):
+            self._audits[gauges.optimizer] = None
         return gauges
 
     def found_in_step(self) -> Row:

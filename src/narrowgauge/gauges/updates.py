@@ -269,7 +269,7 @@ class Updates:
         device = self.before.device
         beta1, beta2 = (_column([group["betas"][k] if group else math.nan for group in own], device) for k in (0, 1))
         rates = _column([group["lr"] if group else math.nan for group in own], device)
-        epsilons = _column([group["eps"] if group else math.nan for group in own], device)
+        epsilons = _column([group.get("adam_eps", group["eps"]) if group else math.nan for group in own], device)
         steps = _column([self.states.steps(p) for p in names], device)
         bits = _column([get_format(str(p.dtype).removeprefix("torch.")).mantissa_bits for p in names], device)
         none = self.before.new_zeros(1)

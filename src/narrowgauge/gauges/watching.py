@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge import _torch
+from narrowgauge._torch import plain_name
 from narrowgauge.computes import PLACES
 from narrowgauge.gauges.bad_value import BadValue, Phase
-from narrowgauge.gauges.hooks import plain_name
 from narrowgauge.gauges.operations import (
     Kinds,
     Labels,

@@ -95,6 +95,10 @@ def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
 def edq(sums: Tensor) -> Tensor:
     """Effective descent quality ⟨D,E⟩/‖D‖²: the share of the intended update that the store takes on average.
 
+    The source divides by ‖D‖: the length that the taken update has along the intended one, ‖D‖ where all is well, which is
+    another number for every tensor and every step. Divided by ‖D‖ once more it is a share, 1 for all of them, and sums over
+    tensors and steps can be divided instead of averaged.
+
     Law: 1 when nothing is lost, 0 in a stall; 1 on average, though noisy, for an unbiased stochastic cut. Where nothing
     was intended there is nothing to judge: NaN, not 1, so that it can neither hide nor raise an alarm.
 
@@ -165,6 +169,30 @@ def unseen_fraction(sums: Tensor) -> Tensor:
         0.5
     """
     return _ratio(_sum(sums, "unseen"), _sum(sums, "nonzero"))
+
+
+def imprecision_share(sums: Tensor, num_elements: float) -> Tensor:
+    """The share of all elements that left the visible weight as it was: the source's "imprecision percentage".
+
+    It counts elements of which no change was intended as well, and looks at the visible weight even where a low part or a
+    tail takes what it does not show; :func:`unseen_fraction` and :func:`lost_fraction` do neither.
+
+    Args:
+        sums: as of :func:`edq`.
+        num_elements: elements over which they are.
+
+    Returns:
+        float64, shape [...]: 0 … 1.
+
+    Example:
+        >>> d = torch.tensor([1.0, 1.0, 0.0, 0.0])
+        >>> imprecision_share(update_sums(d, d, torch.tensor([1.0, 0.0, 0.0, 0.0])), 4).item()
+        0.75
+
+    Source:
+        Collage, arXiv 2405.03637, §3.2.
+    """
+    return 1 - (_sum(sums, "nonzero") - _sum(sums, "unseen")) / num_elements
 
 
 def visible_edq(sums: Tensor) -> Tensor:

@@ -13,11 +13,12 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import measures
 from narrowgauge.storages import Storage
 
@@ -46,13 +47,17 @@ class Reading:
     """What a tensor's storage did to its updates over the audited window.
 
     Args:
-        edq: effective descent quality, ⟨D,E⟩/‖D‖²; 1 when nothing is lost on average, NaN when nothing was intended.
+        edq: effective descent quality, ⟨D,E⟩/‖D‖²; 1 when nothing is lost on average, NaN when nothing was intended. (The
+            source divides by ‖D‖, which gives a length; this is its share of the ‖D‖ that was intended.)
         edq_error: standard error of ``edq`` over the window's steps, NaN for fewer than two.
         noise: ‖E−D‖/‖D‖, what arrives beside the update.
         lost_fraction: share of intended element changes that left the stored value as it was, 0 to 1.
         unseen_fraction: the same for the weight that the model sees.
         visible_edq: ⟨D,V⟩/‖D‖² for the visible weight's change V.
         num_audits: audited steps in the window.
+        imprecision_share: the source's "imprecision percentage", 0 to 1: share of *all* elements whose visible weight stayed
+            as it was, those included of which no change was intended. High is healthy where the storage keeps a tail or a
+            low part. NaN where a window comes from a checkpoint, which does not count elements.
     """
 
     edq: float
@@ -62,6 +67,7 @@ class Reading:
     unseen_fraction: float
     visible_edq: float
     num_audits: int
+    imprecision_share: float = math.nan
 
     @property
     def stalls(self) -> bool:
@@ -128,11 +134,12 @@ def figures_of(sums: Tensor) -> dict[str, float | None]:
     return {name: None if bool(torch.isnan(value)) else float(value) for name, value in readings.items()}
 
 
-def read(rows: Iterable[Tensor]) -> Reading:
+def read(rows: Iterable[Tensor], num_elements: float = math.nan) -> Reading:
     """The reading of a window: sums first, ratios after.
 
     Args:
         rows: float64 ``[8]`` sums, one per audited step.
+        num_elements: how many elements were audited in all of them, NaN where that is not known.
     Returns:
         The reading; its error is that of a ratio of sums over the steps (the delta method).
     """
@@ -153,6 +160,7 @@ def read(rows: Iterable[Tensor]) -> Reading:
         float(measures.unseen_fraction(total)),
         float(measures.visible_edq(total)),
         count,
+        float(measures.imprecision_share(total, num_elements)),
     )
 
 
@@ -162,12 +170,13 @@ class Auditor:
 
     windows: dict[Tensor, deque[Tensor]] = field(default_factory=dict)
     alarmed: dict[Tensor, bool] = field(default_factory=dict)
-    fresh: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    fresh: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
+    counts: dict[Tensor, deque[float]] = field(default_factory=dict)
     _products: dict[Tensor, deque[tuple[float, float]]] = field(default_factory=dict)
 
-    def add(self, parameter: Tensor, sums: Tensor) -> None:
-        """Note one tensor's sums of this step; they may still be on their way from a device."""
-        self.fresh.append((parameter, sums))
+    def add(self, parameter: Tensor, sums: Tensor, num_elements: int) -> None:
+        """Note one tensor's sums of this step, over so many elements; they may still be on their way from a device."""
+        self.fresh.append((parameter, sums, num_elements))
 
     def drop(self) -> None:
         """Forget the sums of this step: it was skipped."""
@@ -177,9 +186,10 @@ class Auditor:
         """Take the noted sums into the windows (this is where the host waits for a device), and return their total."""
         if not self.fresh:
             return torch.zeros(len(measures.UPDATE_SUMS), dtype=torch.float64)
-        table = torch.stack([sums for _, sums in self.fresh]).cpu()
-        for (parameter, _), row, (dd, de, *_) in zip(self.fresh, table, table.tolist(), strict=True):
+        table = torch.stack([sums for _, sums, _ in self.fresh]).cpu()
+        for (parameter, _, count), row, (dd, de, *_) in zip(self.fresh, table, table.tolist(), strict=True):
             self.windows.setdefault(parameter, deque(maxlen=WINDOW)).append(row)
+            self.counts.setdefault(parameter, deque(maxlen=WINDOW)).append(count)
             self._products.setdefault(parameter, deque(maxlen=WINDOW)).append((dd, de))
         self.fresh.clear()
         return table.sum(0)
@@ -187,6 +197,7 @@ class Auditor:
     def restore(self, parameter: Tensor, rows: Tensor) -> None:
         """Put a saved window back; what it alarmed about then has been said."""
         self.windows[parameter] = deque(rows.unbind(0), maxlen=WINDOW)
+        self.counts[parameter] = deque([math.nan] * len(rows), maxlen=WINDOW)
         self._products[parameter] = deque(((dd, de) for dd, de, *_ in rows.tolist()), maxlen=WINDOW)
         self.alarmed[parameter] = read(rows.unbind(0)).stalls
 
@@ -252,15 +263,39 @@ class Audited(Protocol):
     def parameter_names(self) -> dict[Tensor, str]:
         """The name of each parameter."""
 
+    def name_parameters(self, model: nn.Module) -> None:
+        """Take the names of parameters that were given without."""
 
-def audit(optimizer: Audited) -> dict[str, Reading]:
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside a framework's, as Accelerate and Lightning have it under ``.optimizer``.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> unwrapped(SimpleNamespace(optimizer=SimpleNamespace(optimizer="ours")))
+        'ours'
+    """
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer
+
+
+def audit(optimizer: Audited, model: nn.Module | None = None) -> dict[str, Reading]:
     """What each tensor's storage did to its updates over the last audited steps.
 
+    What it does not see: the intended change is the one that the rule asks for *given the moments as they are kept*. A second
+    moment that is wrong itself, as that of ``collage-light`` at beta2 = 0.999, makes every step too small, and all of it
+    arrives: EDQ 1. Gauges compare second moments with exact ones (``bias``, see :func:`narrowgauge.attach_gauges`).
+
     Args:
-        optimizer: one of ours, with ``audit_every`` above 0.
+        optimizer: one of ours, with ``audit_every`` above 0, or a framework's that wraps it.
+        model: whose parameters the optimizer steps: their names are used here, and by alarms from now on, where the
+            optimizer was given none.
     Returns:
         A :class:`Reading` per tensor that was audited, by parameter name (``"param 0"`` … for unnamed ones), and one
         over all of them under ``""``; empty before the first audited step.
+    Raises:
+        RecipeError: the optimizer is none of ours.
 
     Cost: none on the training step beyond the audit itself; this call adds up a few hundred numbers.
 
@@ -274,15 +309,22 @@ def audit(optimizer: Audited) -> dict[str, Reading]:
         >>> ng.audit(optimizer)["param 0"].lost_fraction
         1.0
     """
-    optimizer.settle()
-    auditor = optimizer.auditor
+    inner = unwrapped(optimizer)
+    if not hasattr(inner, "auditor"):
+        raise RecipeError(
+            f"an audit of a {type(inner).__name__} was asked for, which does not audit its steps.", "Take one of ours."
+        )
+    if model is not None:
+        inner.name_parameters(model)
+    inner.settle()
+    auditor: Auditor = inner.auditor
     if not auditor.windows:
         return {}
-    names = optimizer.parameter_names()
-    readings = {names[p]: read(window) for p, window in auditor.windows.items()}
+    names = inner.parameter_names()
+    readings = {names[p]: read(window, sum(auditor.counts[p])) for p, window in auditor.windows.items()}
     longest = max(len(w) for w in auditor.windows.values())
     # Steps counted from the latest: a tensor that joined late has none for the oldest.
     steps = [
         torch.stack([w[-k] for w in auditor.windows.values() if len(w) >= k]).sum(0) for k in range(1, longest + 1)
     ]
-    return {"": read(steps), **readings}
+    return {"": read(steps, sum(map(sum, auditor.counts.values()))), **readings}

@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from narrowgauge._torch import plain_name
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.optim.checks import agree, check_rule, check_unchanged, check_visible, known_row
@@ -38,6 +39,7 @@ class Keeping(torch.optim.Optimizer):
     rows: dict[str, Storage]
     compile: bool | None
     released: set[Tensor]
+    _names: dict[Tensor, str]
     _stores: dict[Tensor, Store]
     _buckets: list[Bucket]
     _kernels: dict[tuple[str, Storage], StepKernel]
@@ -241,13 +243,17 @@ class Keeping(torch.optim.Optimizer):
         return total / max(1, sum(p.numel() for p in parameters))
 
     def parameter_names(self) -> dict[Tensor, str]:
-        """The name of each parameter: as given, else ``"param 0"``, ``"param 1"`` …"""
+        """The name of each parameter: as given, else as its model has it, else ``"param 0"``, ``"param 1"`` …"""
         names: dict[Tensor, str] = {}
         for group in self.param_groups:
             given = group.get("param_names") or [None] * len(group["params"])
             for parameter, name in zip(group["params"], given, strict=True):
-                names[parameter] = name or f"param {len(names)}"
+                names[parameter] = name or self._names.get(parameter) or f"param {len(names)}"
         return names
+
+    def name_parameters(self, model: nn.Module) -> None:
+        """Take a model's names for parameters that were given without: alarms and readings then say them."""
+        self._names.update({parameter: plain_name(name) for name, parameter in model.named_parameters()})
 
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────
 

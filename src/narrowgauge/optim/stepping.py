@@ -109,7 +109,7 @@ class Stepper:
         if numbers.audited:
             rows = first.kernel.run_bucket(bucket.work, numbers.values, numbers.seed, bucket.segments())
             for member, sums in zip(bucket.members, rows, strict=True):
-                self.auditor.add(member.owner, sums)
+                self.auditor.add(member.owner, sums, member.parameter.numel())
         else:
             first.kernel.run(bucket.work, numbers.values, numbers.seed)
         bucket.scatter()
@@ -121,7 +121,8 @@ class Stepper:
         for part, watched in audited_parts(first.shape[0], turn, row):
             sums = store.kernel.run(work.piece(part.start, part.stop), numbers.values, numbers.seed, audited=watched)
             if sums is not None:
-                self.auditor.add(store.owner, sums)
+                length = max(1, first.shape[0])
+                self.auditor.add(store.owner, sums, store.parameter.numel() * (part.stop - part.start) // length)
 
     def _step_pieces(self, store: Store, numbers: Numbers) -> None:
         total: list[Tensor] = []
@@ -131,7 +132,7 @@ class Stepper:
                 write_back(words, piece)
             total += [] if sums is None else [sums]
         if total:
-            self.auditor.add(store.owner, torch.stack(total).sum(0))
+            self.auditor.add(store.owner, torch.stack(total).sum(0), store.parameter.numel())
 
     # ── scales by row ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -174,7 +175,7 @@ class Stepper:
                 write_back(words, piece)
             done += count
         if numbers.audited and total:
-            self.auditor.add(store.owner, torch.stack(total).sum(0))
+            self.auditor.add(store.owner, torch.stack(total).sum(0), store.parameter.numel())
 
 
 def _rescale(batch: Sequence[Store], old: Mapping[str, Tensor], new: Mapping[str, Tensor], skip: Tensor) -> None:
