@@ -27,7 +27,7 @@ FLOAT32 = parse("bfloat16/float32")
         ("bfloat16", "float16/split", "Take compute 'float16'"),
         ("float16", "float8/collage-plus", "Take the row 'float16/collage-plus'"),
         ("float16", "float16-throughout/naive", "Take the row 'float16/naive'"),
-        ("float8", "word", "Take storage 'collage-light', 'collage-plus'"),
+        ("float8", "word", "Take storage 'collage-light', 'collage-plus', or compute 'float8-row'."),
     ],
 )
 def test_rows_that_do_not_fit_are_refused(compute: str, storage: str, advice: str) -> None:

@@ -268,7 +268,9 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
     if name in fitting:
         advice = f"Take the row '{compute.name}/{name}'."
     else:
-        advice = f"Take storage {', '.join(map(repr, fitting))}." if fitting else f"Take compute '{owner}'."
+        # Who writes float8 mostly means its matmuls, which take any storage.
+        matmuls = f", or compute '{compute.name}-row'" if f"{compute.name}-row" in COMPUTES else ""
+        advice = f"Take storage {', '.join(map(repr, fitting))}{matmuls}." if fitting else f"Take compute '{owner}'."
     raise RecipeError(
         f"compute '{compute.name}' was asked for over storage '{storage.name}', which is not its own.", advice
     )
