@@ -224,6 +224,10 @@ def test_what_a_kill_left_before_there_was_a_run_is_in_nobodys_way(tmp_path: Pat
     other = tmp_path.with_name("other")
     record_module.remove_leftovers(other)
     assert list(other.iterdir()) == []
+    (other / ".tmp-mine").touch()
+    with pytest.raises(RecordError, match=r"not empty \(it holds \.tmp-mine\)"):
+        RunWriter.create(other, {"config": {}})
+    (other / ".tmp-mine").unlink()
     (other / "steps.jsonl").write_text('{"step":1}\n')
     with pytest.raises(RecordError, match=r"not empty \(it holds steps\.jsonl\)"):
         RunWriter.create(other, {"config": {}})

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ from narrowgauge.runs.whole_files import read_settings, read_summary, require_nu
 Row = dict[str, Any]
 
 _BEGAN_WITH = "settings"
+_UNFINISHED = re.compile(re.escape(TEMPORARY) + r"(data|run\.toml)(-\d+)?")
 
 
 @dataclass(frozen=True)
@@ -345,7 +347,7 @@ def leftovers(path: Path) -> list[str]:
         return []
     with disk_errors(path):
         empty = [name for name in _names() if (path / name).is_file() and not (path / name).stat().st_size]
-        return [*empty, *(name for name in os.listdir(path) if name.startswith(TEMPORARY))]
+        return [*empty, *filter(_UNFINISHED.fullmatch, os.listdir(path))]
 
 
 def remove_leftovers(path: Path) -> None:
