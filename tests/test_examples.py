@@ -129,7 +129,7 @@ def test_first_minute_leaves_out_what_was_said_otherwise(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text("lr = 0.01\ngauges_every = 0\n")
     flags = {word for word in words_of_first_minute(given) if word.startswith("--")}
-    assert flags == {"--recipes", "--seeds", "--steps", "--lr", "--gauges-every"} - left_out
+    assert flags == {"--recipes", "--seeds", "--steps", "--sequence-length", "--lr", "--gauges-every"} - left_out
 
 
 @pytest.mark.parametrize("given", [["--out", "here"], ["--out=here"], ["--out", "here", "--json"], ["--help"]])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, RecordError, Terminated
 from narrowgauge.runs.files import held_folder
@@ -283,6 +284,14 @@ def test_a_forecast_measures_each_recipe_until_it_has_taken_long(
     assert all(one.step_seconds > 0 and one.once_seconds > 0 for one in found.values())
     monkeypatch.setattr(forecast, "MOST_SECONDS", 0.0)
     assert forecast.forecast(configs) == {}
+
+
+def test_a_batch_that_does_not_fit_is_its_runs_to_tell(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(config: TrainConfig) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(forecast, "of_a_run", full)
+    assert forecast.forecast([base]) == {}
 
 
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────

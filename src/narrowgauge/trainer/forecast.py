@@ -32,7 +32,8 @@ def forecast(configs: Sequence[TrainConfig]) -> dict[str, Forecast]:
     Args:
         configs: a run's settings for each recipe.
     Returns:
-        As many recipes as can be measured within ``MOST_SECONDS``; none where a model cannot be built, which its run will tell.
+        As many recipes as can be measured within ``MOST_SECONDS``; none where a model cannot be built or
+        does not fit, which its run will tell.
     """
     found: dict[str, Forecast] = {}
     began = time.monotonic()
@@ -40,7 +41,7 @@ def forecast(configs: Sequence[TrainConfig]) -> dict[str, Forecast]:
         if time.monotonic() - began < MOST_SECONDS:
             try:
                 found[recipe_name(config.recipe)] = of_a_run(config)
-            except NarrowgaugeError:
+            except (NarrowgaugeError, RuntimeError):  # RuntimeError: a device's memory is full
                 return {}
     return found
 
