@@ -25,6 +25,9 @@ Option names of ``torch._inductor.config``
     default, code for this very processor, and a kernel cache for each kind of processor.
 ``torch._inductor.cpu_vec_isa.valid_vec_isa_list``, ``VecAVX2``, ``VecAVX512``; ``torch._inductor.cpp_builder.get_cpp_compiler``
     Where Inductor looks up vector instructions and the compiler flags that go with them. The way out: as above.
+``torch._inductor.codegen.cpp.CppVecOverrides``, ``torch._inductor.virtualized.V`` (``kernel``, ``interpreter``)
+    What Inductor writes for an operation on vectors, and the graph it writes from: shifts and casts become single
+    instructions. The way out: what it writes by itself, a third slower with AVX2.
 
 Names of modules under ``torch.compile`` and checkpoints, ``_orig_mod`` and ``_checkpoint_wrapped_module``
     Parameters are told by the names that their model has without these. The way out: longer names.
@@ -89,17 +92,21 @@ class _Level:
     Args:
         march: what g++ and clang call a processor that has these and nothing more.
         vectors: the class of ``torch._inductor.cpu_vec_isa``.
-        moves: how g++ 12 and later is told to copy a vector by one move. Otherwise it copies halves where it does not
-            know the processor, and a load of the whole then waits for both stores: 4 times the time of a step.
+        tuning: what g++ 12 and later is told beside; other compilers do so by themselves. To copy a vector by one move:
+            it copies halves where it does not know the processor, and a load of the whole then waits for both stores,
+            4 times the time of a step. To keep constants in memory: it makes them anew in each turn of a loop that has
+            more of them than there are registers, by three instructions each.
     """
 
     march: str
     vectors: str
-    moves: tuple[str, ...]
+    tuning: tuple[str, ...]
 
 
 _LEVELS = {
-    "AVX2": _Level("x86-64-v3", "VecAVX2", ("-mmove-max=256", "-mstore-max=256")),
+    "AVX2": _Level(
+        "x86-64-v3", "VecAVX2", ("-mmove-max=256", "-mstore-max=256", "-mtune-ctrl=^inter_unit_moves_to_vec")
+    ),
     "AVX512": _Level("x86-64-v4", "VecAVX512", ("-mmove-max=512", "-mstore-max=512")),
 }
 """By what PyTorch calls them."""
@@ -148,7 +155,7 @@ def compile_ahead(
     dims = {k: torch.export.Dim(f"n{k}", min=2, max=1 << 40) for own in lengths for k in own if k is not None}
     shapes = tuple({dim: dims[k] for dim, k in enumerate(own) if k is not None} or None for own in lengths)
     options = (_ONE_LOOP if one_loop else {}) if device == "cpu" else _AS_EAGER
-    with _quiet(), _for_level():
+    with _quiet(), _for_level(), _few_instructions():
         program = torch.export.export(_Module(function), tuple(example), dynamic_shapes=(shapes,))
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
@@ -276,16 +283,109 @@ def _for_level() -> Iterator[None]:
         cpu_vec_isa.valid_vec_isa_list = real
 
 
+@contextlib.contextmanager
+def _few_instructions() -> Iterator[None]:
+    """Let Inductor write casts of bits and shifts by constants of int32 vectors as single instructions.
+
+    By itself it casts bits through an array on the stack, and shifts by vectors of counts, each of which the compiler makes
+    anew in every turn of a loop that has more constants than there are registers.
+    """
+    from torch._inductor.codegen.cpp import CppVecOverrides
+
+    own: dict[str, Callable[..., str]] = {
+        "to_dtype_bitcast": _cast_bits,
+        "bitwise_left_shift": _shift_left,
+        "bitwise_right_shift": _shift_right,
+        "bitwise_and": _mask,
+    }
+    real = {name: method for name, method in vars(CppVecOverrides).items() if name in own}
+
+    def either(name: str) -> staticmethod[..., Any]:
+        def write(*arguments: Any) -> Any:
+            return own[name](*arguments) or real[name].__func__(*arguments)
+
+        write.__name__ = name
+        return staticmethod(write)
+
+    for name in real:
+        setattr(CppVecOverrides, name, either(name))
+    try:
+        yield
+    finally:
+        for name, method in real.items():
+            setattr(CppVecOverrides, name, method)
+
+
+def _cast_bits(x: Any, dtype: torch.dtype, src_dtype: torch.dtype) -> str:
+    names = {torch.float32: "float", torch.int32: "int32_t"}
+    whole = {dtype, src_dtype} == names.keys() and _intrinsic("") != ""
+    return f"at::vec::cast<{names[dtype]}>({x})" if whole else ""
+
+
+def _shift_left(a: Any, b: Any) -> str:
+    return _shift("slli", a, _constant(_operands()[1]))
+
+
+def _shift_right(a: Any, b: Any) -> str:
+    return _shift("srai", a, _constant(_operands()[1]))
+
+
+def _mask(a: Any, b: Any) -> str:
+    """``(x >> count) & mask`` where the mask only removes the copies of the sign is one shift of another kind."""
+    shifted, mask = _operands()
+    if getattr(shifted, "target", "") != "bitwise_right_shift":
+        return ""
+    source, count = shifted.args[1], _constant(shifted.args[2])
+    if count is None or _constant(mask) != (1 << (32 - count)) - 1:
+        return ""
+    return _shift("srli", _value(source), count)
+
+
+def _shift(name: str, x: Any, count: int | None) -> str:
+    intrinsic = _intrinsic(f"{name}_epi32")
+    fits = x.dtype is torch.int32 and count is not None and 0 <= count < 32
+    return f"at::vec::Vectorized<int32_t>({intrinsic}({x}, {count}))" if intrinsic and fits else ""
+
+
+def _intrinsic(name: str) -> str:
+    """An instruction on whole vectors of 32-bit values; empty where the loop at hand has none such."""
+    from torch._inductor.virtualized import V
+
+    prefix = {256: "_mm256_", 512: "_mm512_"}.get(V.kernel.vec_isa.bit_width(), "")
+    one = V.kernel.tiling_factor * 32 == V.kernel.vec_isa.bit_width()
+    return prefix + name if prefix and one else ""
+
+
+def _operands() -> tuple[Any, Any]:
+    """The two operands of the operation that is being written, as nodes of the loop's graph."""
+    from torch._inductor.virtualized import V
+
+    return tuple(V.interpreter.current_node.args[1:3])
+
+
+def _constant(node: Any) -> int | None:
+    return node.args[1] if getattr(node, "target", "") == "constant" else None
+
+
+def _value(node: Any) -> Any:
+    """What was written for a node of the loop's graph."""
+    from torch._inductor.virtualized import V
+
+    return V.interpreter.env[node]
+
+
 @lru_cache
 def _arch_flags(level: _Level) -> str:
     """The compiler's flags for a level. They come after Inductor's own ``-march=native``, which they undo."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    flags = [f"-march={level.march}", *level.moves]
-    known = subprocess.run(
-        [get_cpp_compiler(), *flags, "-fsyntax-only", "-x", "c++", os.devnull], capture_output=True, check=False
-    )
-    return " ".join(flags if known.returncode == 0 else flags[:1])
+    compiler = get_cpp_compiler()
+
+    def knows(flag: str) -> bool:
+        command = [compiler, flag, "-fsyntax-only", "-x", "c++", os.devnull]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    return " ".join([f"-march={level.march}", *filter(knows, level.tuning)])
 
 
 @contextlib.contextmanager

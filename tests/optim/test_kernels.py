@@ -8,7 +8,8 @@ import torch
 import narrowgauge as ng
 from narrowgauge._torch import compiler_missing
 from narrowgauge.optim import compilation
-from narrowgauge.optim.kernels import num_scales, row_peaks
+from narrowgauge.optim.elementwise import ADAMW
+from narrowgauge.optim.kernels import StepKernel, Work, num_scales, row_peaks
 from narrowgauge.storages import STORAGES, Storage
 from optim.scenarios import (
     REPRESENTATIVES,
@@ -55,6 +56,20 @@ def test_eager_and_compiled_have_the_same_bits(storage: str) -> None:
             assert readings[""].num_audits == 4
             results[-1]["lost"] = torch.tensor([readings["param 0"].lost_fraction])
     assert_same_bits(*results)
+
+
+@needs_compiler
+@pytest.mark.parametrize("audited", [False, True])
+def test_a_skipped_step_of_a_compiled_kernel_changes_nothing(audited: bool) -> None:
+    """Whose loop does not look at the flag on a CPU."""
+    kernel = StepKernel(ADAMW, STORAGES["word"], compile=True)
+    words = [torch.arange(1000, dtype=torch.int32) * 4099 + k for k in range(4)]
+    before = [word.clone() for word in words]
+    for skip, same in ((1.0, True), (0.0, False)):
+        values = torch.tensor([1.0, skip, 0.1, 0.05, -1e-3, 1.0, 1e-8, -1e-4])
+        for run in (kernel.run, lambda work, *rest, **_: kernel.run_each([work], *rest)):
+            run(Work(words), values, torch.tensor(5, dtype=torch.int32), audited=audited)
+        assert all(torch.equal(*pair) for pair in zip(words, before, strict=True)) is same
 
 
 @needs_compiler

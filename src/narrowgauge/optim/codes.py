@@ -213,7 +213,8 @@ def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
 
 def take_tail(storage: Storage, word: Tensor, shift: int) -> Tensor:
     """The signed tail that lies at ``shift`` in a word: undoes :func:`place_tail`."""
-    # Up to the sign, then down: the tail is signed, and its lowest bit belongs where the cut ended.
+    # Up to the sign, then down: the tail is signed, and its lowest bit belongs where the cut ended. What lies below it in
+    # the word is cleared; below bit 0 there is nothing.
     dropped = dropped_bits(storage.weight)
     tail = _moved(word, 32 - storage.tail_bits - shift) >> (32 - storage.tail_bits - dropped)
-    return tail & -(1 << dropped) if dropped else tail
+    return tail & -(1 << dropped) if dropped and shift else tail

@@ -48,13 +48,24 @@ def num_scales(storage: Storage) -> int:
     return 2 * len(storage.scaled) * layouts.num_parts(storage)
 
 
-def make_step(rule: Rule, storage: Storage, summarize: Callable[[Sequence[Tensor]], Tensor] | None = None) -> Step:
+def always_new(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """What :func:`make_step` writes in a step that is not skipped, which the caller knows."""
+    return new
+
+
+def make_step(
+    rule: Rule,
+    storage: Storage,
+    summarize: Callable[[Sequence[Tensor]], Tensor] | None = None,
+    choose: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.where,
+) -> Step:
     """The step of a whole tensor, in words: reads and writes the planes in place.
 
     Args:
         rule, storage: what to do and how to keep it.
         summarize: how to sum the terms of the audit (:data:`narrowgauge.numerics.measures.UPDATE_SUMS`) over the words;
             ``None`` makes a step that is not audited.
+        choose: from whether to skip, the old words and the new ones to what is written.
     Returns:
         ``step(*words, *scales, values, seed, *outputs) -> Tensor``. The words are int32: the parts of the weight, those of
         the gradient, then the tensors of each plane, all of one shape (:func:`narrowgauge.optim.layouts.extent`). The
@@ -83,7 +94,7 @@ def make_step(rule: Rule, storage: Storage, summarize: Callable[[Sequence[Tensor
         new += layouts.join_lanes(storage, [d.fields for d in done])
         skip = scalars["skip"] != 0
         for output, old, value in zip(outputs, (*words[:parts], *words[2 * parts :]), new, strict=True):
-            output.copy_(torch.where(skip, old, value))
+            output.copy_(choose(skip, old, value))
         if summarize is None:
             return values.new_zeros(0)
         terms = [update_terms(*d.changes) for d in done]
@@ -159,7 +170,7 @@ class StepKernel:
         length, row = first.shape[0], first[0].numel() if len(first) else 1
         if not first.numel():
             return values.new_zeros(8, dtype=torch.float64) if audited else None
-        compiled = self.variant(first.device, audited) if self.compile and min(first.shape) > 1 else None
+        compiled = self._kernel(values, audited) if min(first.shape) > 1 else None
         if compiled is not None and self.one_loop and not audited:
             compiled(work.arguments(self.parts, values, seed))
             return None
@@ -175,7 +186,7 @@ class StepKernel:
 
     def run_each(self, tensors: Sequence[Work], values: Tensor, seed: Tensor) -> None:
         """:meth:`run` for many tensors, none audited."""
-        compiled = self.variant(values.device, False) if self.compile else None
+        compiled = self._kernel(values, False)
         for work in tensors:
             if compiled is None or not self.one_loop or min(work.words[0].shape) < 2:
                 self.run(work, values, seed)
@@ -199,6 +210,12 @@ class StepKernel:
         rows = max(1, summation.CHUNK // max(1, words[0].shape[1]))
         return torch.cat([p for part in words for p in ([run([part])[0]] if run else map(row_peaks, part.split(rows)))])
 
+    def _kernel(self, values: Tensor, audited: bool) -> Compiled | None:
+        """What runs this step; ``None`` for the definition, which also runs steps that are skipped on a CPU."""
+        if not self.compile or (values.device.type == "cpu" and bool(values[CONTROL.index("skip")])):
+            return None
+        return self.variant(values.device, audited)
+
     def variant(self, device: torch.device, audited: bool) -> Compiled | None:
         """The compiled plain or audited step for this device and number of threads, ``None`` without a compiler."""
         storage, flat = self.storage, not layouts.by_rows(self.storage)
@@ -210,7 +227,10 @@ class StepKernel:
         words: tuple[int | None, ...] = (0,) if flat else (0, 1)
         count = (len(example) - num_scales(storage) - 2 + self.parts) // 2
         lengths = [words] * count + [(0, None)] * num_scales(storage) + [(), ()] + [words] * (count - self.parts)
-        return self._compile(name, self._audited if audited else self._plain, example, lengths)
+        # On a CPU the host knows whether a step is skipped: choosing in each word would be an eighth of the instructions.
+        choose = always_new if device.type == "cpu" else torch.where
+        step = make_step(self.rule, storage, total_sums if audited else None, choose)
+        return self._compile(name, step, example, lengths)
 
     def _example(self, device: torch.device) -> list[Tensor]:
         """Arguments of a step such as occur: normal weights and gradients, and the states that one step leaves."""

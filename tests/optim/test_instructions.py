@@ -1,0 +1,55 @@
+"""Integer arithmetic is compiled to single instructions, and keeps its bits."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge import _torch
+from narrowgauge._torch import compile_ahead, compiler_missing, load_ahead
+
+LIMITS = [0, 1, -1, 2**31 - 1, -(2**31), 0x7F800000, 0x7F7FFFFF, 0x00800000, 1 << 15, -(1 << 16)]
+
+
+def shifts(x: Tensor, out: Tensor) -> Tensor:
+    """Every kind of shift and mask a code uses, some counts that are none, and casts of bits both ways."""
+    left = (x << 1) ^ (x << 15) ^ (x << 31)
+    right = (x >> 1) ^ (x >> 15) ^ (x >> 31)
+    logical = ((x >> 15) & 0x1FFFF) ^ ((x >> 16) & 0xFFFF) ^ ((x >> 1) & 0x7FFFFFFF)
+    masked = ((x >> 15) & 0xFFFF) ^ ((x >> 8) & 0xFF) ^ ((left >> 4) & -1)
+    beyond = (x << 32) ^ (x >> 40)
+    doubled = ((x & 0x3FFFFFFF).view(torch.float32) * 2.0).view(torch.int32)
+    out.copy_(left ^ right * 3 ^ logical * 5 ^ masked * 7 ^ beyond * 11 ^ doubled)
+    return x.new_zeros(0)
+
+
+@pytest.mark.skipif(bool(compiler_missing()), reason=f"{compiler_missing()}: nothing is compiled here")
+def test_shifts_masks_and_casts_keep_their_bits(tmp_path: Path) -> None:
+    path = tmp_path / "shifts.pt2"
+    example = torch.arange(64, dtype=torch.int32)
+    compile_ahead(shifts, (example, example.clone()), [(0,), (0,)], path)
+    random = torch.randint(-(2**31), 2**31, (1013,), generator=torch.Generator().manual_seed(0))
+    words = torch.cat([torch.tensor(LIMITS), random]).to(torch.int32)
+    found, wanted = torch.zeros_like(words), torch.zeros_like(words)
+    load_ahead(path)([words, found])
+    shifts(words, wanted)
+    assert torch.equal(found, wanted)
+    if _torch._level() is not None:
+        with zipfile.ZipFile(path) as package:
+            (name,) = (name for name in package.namelist() if name.endswith(".kernel.cpp"))
+            text = package.read(name).decode()
+        assert "bit_cast" not in text  # each of which would go through an array
+        assert [text.count(f"_{kind}_epi32") > 2 for kind in ("slli", "srai", "srli")] == [True] * 3
+
+
+def test_inductor_is_left_as_it_was() -> None:
+    from torch._inductor.codegen.cpp import CppVecOverrides
+
+    before = dict(vars(CppVecOverrides))
+    with _torch._few_instructions():
+        assert vars(CppVecOverrides)["bitwise_and"] is not before["bitwise_and"]
+    assert {name: vars(CppVecOverrides)[name] for name in before} == before
