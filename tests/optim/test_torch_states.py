@@ -164,10 +164,14 @@ def test_an_amsgrad_is_refused_by_its_flag_too() -> None:
         build("adamw", parameters("word"), "word").load_state_dict(trained("adamw", "word", amsgrad=True).state_dict())
 
 
-def test_a_state_of_ours_without_its_count_is_refused() -> None:
-    optimizer = build("adamw", parameters("word"), "word")
+@pytest.mark.parametrize("rule", ["adamw", "sgd", "lion"])
+def test_a_state_of_ours_without_its_count_is_refused(rule: str) -> None:
+    """Nor with what a flattened state puts in place of what it did not find."""
+    optimizer = build(rule, parameters("word"), "word")
     take_steps(optimizer, range(1))
-    saved = optimizer.state_dict()
-    del saved["state"][0]["step"]
-    with pytest.raises(ng.RecipeError, match="rule 'adamw' needs 'step'"):
-        optimizer.load_state_dict(saved)
+    before, saved = everything(optimizer), optimizer.state_dict()
+    for nothing in ({}, {"step": None}, {"step": {}}):
+        entry = {name: value for name, value in saved["state"][0].items() if name != "step"}
+        with pytest.raises(ng.RecipeError, match=f"rule '{rule}' needs 'step'. ng.convert"):
+            optimizer.load_state_dict({**saved, "state": {**saved["state"], 0: {**entry, **nothing}}})
+    assert_same(before, everything(optimizer))

@@ -23,6 +23,7 @@ Entry = Mapping[str, Tensor]
 _ADVICE = "ng.convert takes states of Adam and AdamW from other libraries and storages; any other begins anew."
 # What these do does not depend on how many steps they have taken, and torch does not count them.
 _COUNTLESS = {SGD.name, PLAIN_SGD.name, LION.name, MUON.name}
+_MOMENTA = {name for rule in (SGD, LION) for name in rule.states}
 
 
 @dataclass
@@ -50,8 +51,8 @@ def taken_steps(entry: Entry, rule: str) -> int:
     """
     if "step" in entry:
         return int(entry["step"])
-    if rule in _COUNTLESS:
-        return int(any(name != "step" for name in entry))
+    if rule in _COUNTLESS and entry.keys() <= _MOMENTA:
+        return int(bool(entry))
     raise RecipeError(f"the state to load holds {sorted(entry)}, and rule '{rule}' needs 'step'.", _ADVICE)
 
 
@@ -100,9 +101,13 @@ def _keep_weight(store: Store, value: Tensor) -> None:
 
 
 def without_none(entry: Mapping[str, object]) -> dict[str, Tensor]:
-    """An entry without what torch names and does not keep: the buffer of a momentum that is 0."""
+    """An entry without what is named and not there.
+
+    ``None`` is torch's buffer of a momentum that is 0; an empty dict stands in a state that a distributed checkpoint had
+    flattened for what it did not find.
+    """
     return {
         name: value if isinstance(value, Tensor) else torch.tensor(value)
         for name, value in entry.items()
-        if value is not None
+        if value is not None and value != {}
     }
