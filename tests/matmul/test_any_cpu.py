@@ -195,23 +195,23 @@ import torch, narrowgauge as ng
 from torch import nn
 from narrowgauge.processor import multiplies
 assert torch.backends.cpu.get_cpu_capability() == "AVX2" and not multiplies("bfloat16") and not multiplies("int8")
-torch.manual_seed(0)
-model, optimizer = ng.prepare(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)), "{recipe}", lr=0.01)
 x, y = torch.randn(64, 32), torch.randint(0, 8, (64,))
-losses = []
-for _ in range(20):
-    loss = nn.functional.cross_entropy(model(x.to(torch.{stream})).float(), y)
-    loss.backward(); optimizer.step(); optimizer.zero_grad()
-    losses.append(loss.item())
-assert losses[-1] < losses[0] - 0.3, losses
+for recipe in ("bfloat16/word", "int8-row/word", "float32/exact"):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    model, optimizer = ng.prepare(net, recipe, lr=0.01, compile=False)
+    losses = []
+    for _ in range(20):
+        loss = nn.functional.cross_entropy(model(x.bfloat16()).float(), y)
+        loss.backward(); optimizer.step(); optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.3, (recipe, losses)
 """
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="oneDNN's limit is one of x86")
-@pytest.mark.parametrize(("recipe", "stream"), [("bfloat16/word", "bfloat16"), ("int8-row/word", "bfloat16")])
-def test_under_the_variables_that_make_an_avx2_laptop(recipe: str, stream: str) -> None:
-    script = SCRIPT.format(recipe=recipe, stream=stream)
+def test_under_the_variables_that_make_an_avx2_laptop() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | LAPTOP, capture_output=True, text=True, check=False
+        [sys.executable, "-c", SCRIPT], env=os.environ | LAPTOP, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]

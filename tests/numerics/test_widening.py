@@ -126,3 +126,8 @@ def test_matmul_of_two_matrices() -> None:
     a, b = drawn(6, 5, dtype=torch.bfloat16), drawn(5, 4, dtype=torch.bfloat16)
     assert bits_equal(matmul(a, b), (a.float() @ b.float()).bfloat16())
     assert bits_equal(matmul(a.float(), b.float()), a.float() @ b.float())
+
+
+def test_more_terms_than_int32_holds_add_up_exactly() -> None:
+    a, b = torch.full((2, 140_000), -128, dtype=torch.int8), torch.full((140_000, 2), -128, dtype=torch.int8)
+    assert torch.equal(sum_integers(a, b), torch.full((2, 2), 140_000.0 * 16384))

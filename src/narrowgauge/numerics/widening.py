@@ -18,6 +18,8 @@ from narrowgauge.processor import multiplies
 
 EXACT_TERMS = 1 << 10
 """So many products of 128 × 128 add up within float32's 24 bits."""
+INT32_TERMS = 1 << 16
+"""So many add up within int32."""
 # Elements of a widened operand: 32 MiB. Fewer make thin matmuls, and widen the other operand more often.
 _TILE_ELEMENTS = 1 << 23
 _LEAST_SIDE = 256
@@ -59,9 +61,12 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
     values = SCRATCH.take("values", torch.float32, a.shape[0], b.shape[1])
     if a.shape[1] <= EXACT_TERMS:
         return torch.mm(_widened("left", a), _widened("right", b), out=values)
-    total = SCRATCH.take("total", torch.float64, *values.shape).zero_()
+    # PyTorch adds tensors of two dtypes value by value, 30 times slower: the sums are converted first.
+    wide = torch.int32 if a.shape[1] <= INT32_TERMS else torch.float64
+    total = SCRATCH.take("total", wide, *values.shape).zero_()
+    part = SCRATCH.take("part", wide, *values.shape)
     for left, right in zip(a.split(EXACT_TERMS, 1), b.split(EXACT_TERMS, 0), strict=True):
-        total += torch.mm(_widened("left", left), _widened("right", right), out=values)
+        total += part.copy_(torch.mm(_widened("left", left), _widened("right", right), out=values))
     return values.copy_(total)
 
 
