@@ -29,7 +29,7 @@ from narrowgauge.trainer.question import read_settings
 
 # The package that is tested, wherever a process is started.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
-TABLES = ("formats", "recipes", "aliases", "storages", "chips", "models")
+TABLES = ("formats", "recipes", "aliases", "scales", "storages", "chips", "models")
 
 
 def call(*words: str) -> Result:

@@ -33,6 +33,7 @@ LAYERS = {
         "accumulations",
         "aliases",
         "variants",
+        "propagation",
         "caching",
         "tables",
     },

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge import formats, notation, recipes, show, tables, variants
+from narrowgauge import formats, notation, propagation, recipes, show, tables, variants
 from narrowgauge.aliases import ALIASES
 from narrowgauge.chips import CHIPS
 from narrowgauge.computes import COMPUTES, PLACES
@@ -22,6 +22,7 @@ NAMES = {
     "recipes": notation.representative_names(),
     "aliases": list(ALIASES),
     "computes": variants.names(),
+    "scales": list(propagation.RULES),
     "storages": list(recipes.STORAGES),
     "chips": list(CHIPS),
     "models": list(MODELS),

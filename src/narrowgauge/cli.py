@@ -106,7 +106,7 @@ def main(context: click.Context) -> None:
 @main.group("show", invoke_without_command=True)
 @click.pass_context
 def show_group(context: click.Context) -> None:
-    """Print the tables: formats, recipes, aliases, computes, storages, chips, models, and one of them in full."""
+    """Print the tables: formats, recipes, aliases, computes, scales, storages, chips, models, and one of them in full."""
     _help_without_command(context)
 
 
@@ -129,6 +129,7 @@ _add_table("formats", "Number formats: what each can hold.")
 _add_table("recipes", "Recipes: what each is for, bytes per parameter, what it loses, native where.")
 _add_table("aliases", "What recipes are called elsewhere, and the recipe that each name means.")
 _add_table("computes", "How the operands of a linear layer's three matmuls are cast.")
+_add_table("scales", "What scale each operation of scalify hands on, and which measure a tensor.")
 _add_table("storages", "How weights and moments are kept between steps.")
 _add_table("chips", "Accelerators: memory, bandwidth, peak rates, links.")
 _add_table("models", "Preset models: shapes and parameter counts.")

@@ -387,7 +387,7 @@ _ROWS = (
     ),
     Compute(
         "scalify", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="scalify", native=_SM89,
-        purpose="float8 without looking at any tensor: each carries a power-of-two scale through every operation",
+        purpose="float8 whose casts look at no tensor: each carries a power-of-two scale, measured at few (show scales)",
         source="Balança et al. 2024, Scalify (2407.17353)",
     ),
     Compute(

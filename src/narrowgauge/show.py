@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from narrowgauge import formats, notation, recipes, storages, variants
+from narrowgauge import formats, notation, propagation, recipes, storages, variants
 from narrowgauge.aliases import ALIASES, Alias
 from narrowgauge.chips import CHIPS
 from narrowgauge.computes import Compute
@@ -32,7 +32,7 @@ def rows(name: str) -> list[Row]:
     """One table of the words, as plain values that JSON can hold.
 
     Args:
-        name: formats, recipes, aliases, computes, storages, chips or models.
+        name: formats, recipes, aliases, computes, scales, storages, chips or models.
     Returns:
         A dict per row, each with ``name``; ``recipes`` has each compute with its usual storage, and each storage with
         its usual compute (:func:`narrowgauge.notation.representative_names`).
@@ -402,6 +402,7 @@ _MAKERS: dict[str, Callable[[], list[Row]]] = {
     "recipes": lambda: [_recipe_row(notation.parse(name)) for name in notation.representative_names()],
     "aliases": lambda: [_alias_row(row) for row in ALIASES.values()],
     "computes": lambda: [_compute_row(variants.named(name)) for name in variants.names()],
+    "scales": lambda: [{**_fields(row), "measures": list(row.measures)} for row in propagation.RULES.values()],
     "storages": lambda: [_storage_row(row) for row in storages.STORAGES.values()],
     "chips": _chip_rows,
     "models": _model_rows,
@@ -425,6 +426,10 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     "aliases": (
         *_names(name="name", recipe="recipe"),
         *_left(taken="taken", known_from="source", differs="differs"),
+    ),
+    "scales": (
+        *_names(operation="name"), *_left(scale_of_the_result="scale", of_the_gradient="gradient"),
+        Column("measured", lambda row: ", ".join(row["measures"])),
     ),
     "computes": (
         *_names(compute="name"), *_left(forward=_operands("output.left", "output.right")),

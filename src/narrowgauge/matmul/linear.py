@@ -37,23 +37,23 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, row: str, state: Tensor, history: Tensor | None,
-        elder: tuple[Tensor | None, Tensor | None], sequence_length: int, record: bool,
+        elder: tuple[Tensor | None, Tensor | None], sequence_length: int, record: bool, unit: Tensor | None,
     ) -> Tensor:  # fmt: skip
         compute = operators.ROWS[row]
         data, outer = cast_input(state, x, row, *elder, record)
         source = x if compute.output.left.outliers else None
         y: Tensor = operators.multiply_output(
-            data, outer, source, weight, bias, row, state, history, record, x.shape[0], x.dtype
+            data, outer, source, weight, bias, row, state, history, record, x.shape[0], x.dtype, unit
         )
         kept = (data, outer) if compute.output.left.serves(compute.grad_weight.right) else (x, None)
-        ctx.save_for_backward(*kept, weight, state, history)
+        ctx.save_for_backward(*kept, weight, state, history, unit)
         ctx.row, ctx.sequence_length, ctx.record, ctx.has_bias = row, sequence_length, record, bias is not None
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """The three gradients."""
-        data, outer, weight, state, history = ctx.saved_tensors
+        data, outer, weight, state, history, unit = ctx.saved_tensors
         compute, grad = operators.ROWS[ctx.row], grads[0].contiguous()
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
         given: list[Tensor | None] = [None, None]
@@ -65,11 +65,11 @@ class _Product(torch.autograd.Function):
                 data, outer = cast_kept(state, data, ctx.row, drawn)
         if any(wanted):
             found = operators.gradients(
-                grad, data, outer, weight, ctx.row, state, history, ctx.sequence_length, wanted, ctx.record
+                grad, data, outer, weight, ctx.row, state, history, ctx.sequence_length, wanted, ctx.record, unit
             )
             given = [gradient if asked else None for gradient, asked in zip(found, wanted, strict=True)]
         by_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return (*given, by_bias, None, None, None, None, None, None)
+        return (*given, by_bias, None, None, None, None, None, None, None)
 
 
 class Linear(nn.Linear):
@@ -101,8 +101,11 @@ class Linear(nn.Linear):
         """``[..., in]`` to ``[..., out]``."""
         return self.multiply(input, self.weight, self.bias)
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, unit: Tensor | None = None) -> Tensor:
         """The layer's product with a weight of the caller's: ``[..., in]``, ``[out, in]`` to ``[..., out]``.
+
+        With a ``unit`` (0-d, a power of two; not in wide rows) it is the product with ``weight / unit``, and the weight's
+        gradient is that of the quotient; a cast that is kept is kept for the weight itself.
 
         Raises:
             RecipeError: autocast asks for another dtype than the row's.
@@ -115,9 +118,13 @@ class Linear(nn.Linear):
         y = _Product.apply(  # type: ignore[no-untyped-call]
             x.reshape(-1, x.shape[-1]), weight, bias, self.row, self.state, self.amax_history,
             self._cast_by(), length,
-            torch.is_grad_enabled() and self.training,
+            torch.is_grad_enabled() and self.training, unit,
         )  # fmt: skip
         return cast(Tensor, y).view(*x.shape[:-1], weight.shape[0])
+
+    def unit_of(self, weight: Tensor) -> Tensor:
+        """The power of two at or below a weight's root mean square, measured once within ``cached_weights``."""
+        return cast(Tensor, operators.weight_unit(weight.detach()))
 
     def _cast_by(self) -> tuple[Tensor | None, Tensor | None]:
         """The state and the history that the cast of the input goes by; nothing where its scale is not delayed."""

@@ -23,6 +23,7 @@ from narrowgauge.matmul.products import multiply, operand_dtype, with_channels_b
 from narrowgauge.matmul.randomness import STEP, random_words
 from narrowgauge.matmul.weights import cast_weight
 from narrowgauge.numerics.quantization import padded
+from narrowgauge.numerics.statistics import power_of_rms
 
 ROWS: dict[str, Compute] = dict(COMPUTES)
 """Rows by the name that operators get: the table's, and what :func:`register` adds."""
@@ -79,16 +80,32 @@ def multiply_output(
     record: bool,
     rows: int,
     dtype: torch.dtype,
+    unit: Tensor | None = None,
 ) -> Tensor:
-    """``output [rows, out]`` of the cast input and the weight ``[out, in]``; ``x`` is what outliers are taken from."""
+    """``output [rows, out]`` of the cast input and the weight ``[out, in]``; ``x`` is what outliers are taken from.
+
+    With a ``unit`` it is the product with ``weight / unit``: cast by that, kept by the weight itself.
+    """
     product = ROWS[row].output
-    left, right = _joined(data, outer), _weight(weight, row, "output", 1, state, history, record)
+    left, right = _joined(data, outer), _weight(weight, row, "output", 1, state, history, record, unit)
     if product.left.smooth:
         left, right = with_channels_back(left, right)
     result = multiply(left, right, (1, 1), product, dtype, bias)[:rows, : weight.shape[0]]
     if product.left.outliers and x is not None:
         result = multiply_outliers(result, x, weight, product.left.outliers)
     return result.contiguous()
+
+
+@torch.library.custom_op("narrowgauge::weight_unit", mutates_args=())
+def weight_unit(weight: Tensor) -> Tensor:
+    """The power of two at or below a weight's root mean square, 0-d float32: measured once while the weight stays."""
+    unit = cast_weight(weight, ("unit",), lambda: Operand(power_of_rms(weight), None)).data
+    return unit.clone()
+
+
+@weight_unit.register_fake
+def _(weight: Tensor) -> Tensor:
+    return weight.new_empty((), dtype=torch.float32)
 
 
 @torch.library.custom_op("narrowgauge::cast_kept", mutates_args=())
@@ -112,14 +129,18 @@ def gradients(
     sequence_length: int,
     wanted: list[bool],
     record: bool,
+    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``grad_input [tokens, in]`` and ``grad_weight [out, in]`` of the output's gradient; empty where not wanted."""
+    """``grad_input [tokens, in]`` and ``grad_weight [out, in]`` of the output's gradient; empty where not wanted.
+
+    With a ``unit`` they are those of the product with ``weight / unit``.
+    """
     compute = ROWS[row]
     amax = delayed_amax(grad, compute.grad_input.left, history, GRADIENT, state[STEP], record)
     grad_input, grad_weight = grad.new_empty(0), grad.new_empty(0)
     cast = None
     if wanted[0]:
-        right, fold = _folded(_weight(weight, row, "grad_input", 0, state, history, False), compute.grad_input, 1)
+        right, fold = _folded(_weight(weight, row, "grad_input", 0, state, history, False, unit), compute.grad_input, 1)
         cast = _cast_grad(grad, compute.grad_input, 1, state, sequence_length, fold, amax)
         product = multiply(cast, right, (1, 0), compute.grad_input, grad.dtype)
         grad_input = product[: grad.shape[0], : weight.shape[1]].contiguous()
@@ -141,7 +162,7 @@ def _(x: Tensor, row: str, state: Tensor | None, history: Tensor | None, record:
 @multiply_output.register_fake
 def _(
     data: Tensor, outer: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor | None, row: str, state: Tensor,
-    history: Tensor | None, record: bool, rows: int, dtype: torch.dtype,
+    history: Tensor | None, record: bool, rows: int, dtype: torch.dtype, unit: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return data.new_empty((rows, weight.shape[0]), dtype=dtype)
 
@@ -155,7 +176,7 @@ def _(x: Tensor, row: str, state: Tensor | None) -> tuple[Tensor, Tensor]:
 @gradients.register_fake
 def _(
     grad: Tensor, data: Tensor, outer: Tensor, weight: Tensor, row: str, state: Tensor, history: Tensor | None,
-    sequence_length: int, wanted: list[bool], record: bool,
+    sequence_length: int, wanted: list[bool], record: bool, unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     grad_input = grad.new_empty((grad.shape[0], weight.shape[1])) if wanted[0] else grad.new_empty(0)
     grad_weight = weight.new_empty(weight.shape) if wanted[1] else grad.new_empty(0)
@@ -163,9 +184,10 @@ def _(
 
 
 def _weight(
-    weight: Tensor, row: str, place: str, dim: int, state: Tensor, history: Tensor | None, record: bool
-) -> Operand:
-    """The weight ``[out, in]`` cast for a product that contracts its dimension ``dim``."""
+    weight: Tensor, row: str, place: str, dim: int, state: Tensor, history: Tensor | None, record: bool,
+    unit: Tensor | None,
+) -> Operand:  # fmt: skip
+    """The weight ``[out, in]``, in its unit, cast for a product that contracts its dimension ``dim``."""
     compute = ROWS[row]
     # One cast where it serves both: the one of `output`.
     shared = compute.reuses_weight
@@ -176,7 +198,8 @@ def _weight(
         amax = delayed_amax(weight, product.right, history, WEIGHT, state[STEP], record)
         dtype = operand_dtype(product.right, product, weight.device)
         words = random_words(product.right, weight, along, state, WEIGHT, 0)
-        return cast_matrix(weight, product.right, along, dtype, words=words, amax=amax)
+        source = weight if unit is None else weight.detach() / unit
+        return cast_matrix(source, product.right, along, dtype, words=words, amax=amax)
 
     return cast_weight(weight, (product.right, along), make)
 

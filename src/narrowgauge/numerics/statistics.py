@@ -17,7 +17,7 @@ from narrowgauge.computes import Cast
 from narrowgauge.errors import FormatError
 from narrowgauge.formats import Format
 from narrowgauge.numerics.quantization import padded, quantize, random_words, rotate, spread
-from narrowgauge.numerics.rounding import bits_of
+from narrowgauge.numerics.rounding import bits_of, power_below
 
 CAST_SUMS = ("signal", "error", "beyond", "zeroed", "nonzero", "total")
 """The order of the sums of a cast: Σx², Σ(x−y)², values beyond the format's end, nonzero values that became zero, nonzero
@@ -49,6 +49,21 @@ def rms(x: Tensor) -> Tensor:
     wide = torch.float32 if x.dtype is torch.float16 else None
     norm: Tensor = torch.linalg.vector_norm(x.detach(), dtype=wide)
     return norm.float() / math.sqrt(max(1, x.numel()))
+
+
+def power_of_rms(x: Tensor) -> Tensor:
+    """The largest power of two not above the root mean square of ``x``, 0-d float32, detached; 1 where there is none.
+
+    That is: 1 for zeros, and for tensors whose mean square is not a float32. Nothing is hidden by it: what is divided by it
+    stays infinite where it was.
+
+    Example:
+        >>> power_of_rms(torch.tensor([3e-6, -5e-6])).log2()
+        tensor(-18.)
+    """
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    found = power_below(wide.square().mean().sqrt().float())
+    return torch.where((found > 0) & (found < torch.inf), found, torch.ones_like(found))
 
 
 def nonfinite_count(x: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 A :class:`Scaled` tensor stands for ``data * scale``: ``data`` is a plain tensor whose mean square is near one, and all
 of the magnitude is in ``scale``, one power of two. Each operation guesses the size of its result from the sizes of what
 goes in, as for independent random numbers: a product has the product of the scales, a sum of n numbers the root of n
-times their scale. Nothing is measured. The guess decides only where ``data`` lies in its format's range, never the
-value: ``data * scale`` is what the operation would have given anyway, with the same rounding, since multiplying by a
-power of two rounds nothing until a number falls out of the range.
+times their scale. Nothing is measured in this file; :mod:`narrowgauge.propagation` says what is elsewhere. The guess decides
+only where ``data`` lies in its format's range, never the value: ``data * scale`` is what the operation would have given
+anyway, with the same rounding, since multiplying by a power of two rounds nothing until a number falls out of the range.
 
 The rules stand below automatic differentiation. The operations of a backward pass are looked up in the same table, so
 gradients are scaled tensors too, and where two meet they are added by the rule for addition. What has no rule is an
@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.rounding import power_below
+from narrowgauge.numerics.statistics import power_of_rms
+from narrowgauge.propagation import RULES
 
 aten = torch.ops.aten
 
@@ -151,6 +152,9 @@ def _number(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(float(number), dtype=dtype, device=device)
 
 
+measured = power_of_rms
+
+
 # --- powers of two ----------------------------------------------------------------------------------------------------
 
 
@@ -167,21 +171,6 @@ def root_below(count: int) -> float:
     while 4 * power * power <= count:
         power *= 2
     return float(power)
-
-
-def measured(x: Tensor) -> Tensor:
-    """The largest power of two not above the root mean square of ``x``, detached; 1 where there is none.
-
-    That is: 1 for zeros, and for tensors whose mean square is not a float32. Nothing is hidden by it: an infinity stays
-    one in ``data``.
-
-    Example:
-        >>> measured(torch.tensor([3e-6, -5e-6])).log2()
-        tensor(-18.)
-    """
-    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    found = power_below(wide.square().mean().sqrt().float())
-    return torch.where((found > 0) & (found < torch.inf), found, torch.ones_like(found))
 
 
 def rescaled(x: Tensor) -> Scaled:
@@ -293,44 +282,25 @@ def _sum(func: Any, x: Scaled, dims: Sequence[int] | None = None, keepdim: bool 
     return Scaled(aten.sum.dim_IntList(x._data, dims, keepdim, **kwargs) / size, x._scale * size)
 
 
-def _table(rows: Sequence[tuple[Rule, Sequence[Any]]]) -> dict[Any, Rule]:
-    return {operation: rule for rule, operations in rows for operation in operations}
-
-
-# What gives another look at the same memory: the result must be an alias for PyTorch too.
-_VIEWS = {
-    aten.alias.default,
-    aten.detach.default,
-    aten.expand.default,
-    aten.permute.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.squeeze.dim,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-    aten.view.default,
+# The functions of the rules that are looked up here; views must be aliases for PyTorch too.
+_VIEW = "view"
+_FUNCTIONS: dict[str, Rule] = {
+    _VIEW: _as_one,
+    "copy": _as_one,
+    "product": _multiply,
+    "quotient": _divide,
+    "sum of two": _add,
+    "concatenation": _concatenate,
+    "sum of n terms": _sum,
 }
 
-_RULES = _table(
-    [
-        (
-            _as_one,
-            (
-                aten._to_copy.default,
-                aten._unsafe_view.default,
-                aten.clone.default,
-                aten.neg.default,
-                aten.select_backward.default,
-                aten.slice_backward.default,
-            ),
-        ),
-        (_multiply, (aten.mul.Tensor, aten.mul.Scalar)),
-        (_divide, (aten.div.Tensor, aten.div.Scalar)),
-        (_add, (aten.add.Tensor, aten.sub.Tensor)),
-        (_concatenate, (aten.cat.default,)),
-        (_sum, (aten.sum.dim_IntList, aten.sum.default)),
-    ]
-)
+
+def _operation(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet), overload)
+
+
+_VIEWS = {_operation(name) for name in RULES[_VIEW].operations}
+_RULES: dict[Any, Rule] = {
+    _operation(name): function for kind, function in _FUNCTIONS.items() for name in RULES[kind].operations
+}

@@ -2,10 +2,9 @@
 
 Narrow formats lose what is far from one: a gradient of 1e-6 is zero in ``float8_e4m3fn``. The usual cure measures each
 operand of each matmul before it is cast. Scalify propagates instead: a tensor is ``data * scale``, and each operation
-hands on a scale by a rule of its own, forward and backward (:mod:`narrowgauge.transforms.scaled_tensor`). Matmuls and
-sums guess the size of what they make; it is measured where guesses would pile up, at the activation or attention that
-stands between two matmuls and behind a norm's gradient, and of weights (``scaled_functions``). A float8 matmul then
-needs no scale and no maximum: it casts ``data`` as they are.
+hands on a scale by a rule of its own, forward and backward (:mod:`narrowgauge.propagation`). Matmuls and sums guess the size
+of what they make; it is measured where guesses would pile up: what an activation hands on, the gradient behind a norm, and
+weights. A float8 matmul then needs no scale and no maximum: it casts ``data`` as they are.
 
 The model stays what it is: its parameters, their names and its class. Only the modules that own parameters, and the
 activations, compute by a rule; what lies between them (residual sums, splits, rotations, the attention) is the model's
@@ -15,17 +14,19 @@ tensors as before, and so are the parameters' gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowgauge.propagation import RULES
 from narrowgauge.transforms.scaled_functions import activation, embedding, linear, norm, value_of
 from narrowgauge.transforms.scaled_tensor import Scaled, unknown
 
-__all__ = ["Scaled", "scalify"]
+__all__ = ["Measurements", "Scaled", "measurements", "scalify"]
 
 
 def scalify(model: nn.Module) -> None:
@@ -46,8 +47,8 @@ def scalify(model: nn.Module) -> None:
     Raises:
         RecipeError: a module is of a class that no rule is known for; or, when the model is used, an operation is.
 
-    Cost: one read more of each weight and of what is measured: in a Llama's layer two tensors forward, six backward.
-        Compiled, the rest fuses into what is there anyway; eager, a step of llama-1m takes 1.4 times as long.
+    Cost: one read more of what is measured (:func:`measurements`): in a Llama's layer one tensor forward and two backward, and
+        each weight, within ``cached_weights`` once a step. Compiled, the rest fuses into what is there anyway.
 
     Example:
         >>> import torch
@@ -61,17 +62,59 @@ def scalify(model: nn.Module) -> None:
     Source: Balança et al., Scalify: scale propagation for efficient low-precision LLM training, arXiv 2407.17353;
     graphcore-research/jax-scalify.
     """
-    classes = {module: _class_for(name, module) for name, module in model.named_modules()}
+    head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    classes = {
+        module: _class_for(name, module) for name, module in model.named_modules() if not _is_plain_head(module, head)
+    }
     for module, ruled in classes.items():
         if ruled is not None:
             module.__class__ = ruled
-    head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if isinstance(head, _Ruled):
         head.leaves_plain = True
     # The body of a Hugging Face model is also called by itself.
     for module in (model, cast(nn.Module, getattr(model, "base_model", model))):
         if _leave_values not in module._forward_hooks.values():
             module.register_forward_hook(_leave_values)
+
+
+class Measurements(NamedTuple):
+    """How many tensors are read for their scales.
+
+    Attributes:
+        weights: once each while they stay what they are, within ``cached_weights``; those of embeddings and of layers that are
+            not narrow in each forward pass.
+        forward: in each forward pass.
+        backward: in each backward pass.
+    """
+
+    weights: int
+    forward: int
+    backward: int
+
+
+def measurements(model: nn.Module) -> Measurements:
+    """How many tensors a scalified model measures, by the rules it obeys.
+
+    Args:
+        model: scalified; one that uses each of its modules once in a forward pass.
+    Returns:
+        The counts, those of gradients that enter as plain tensors included.
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.LayerNorm(8))
+        >>> scalify(model)
+        >>> measurements(model)
+        Measurements(weights=1, forward=1, backward=2)
+    """
+    ruled = [module for module in model.modules() if isinstance(module, _Ruled)]
+    entries = 1 + sum(module.leaves_plain for module in ruled)
+    read = [what for module in ruled for what in RULES[module.rule].measures]
+    read += [what for what in RULES["plain gradient that enters"].measures for _ in range(entries)]
+    return Measurements(read.count("weight"), read.count("output"), read.count("gradient"))
+
+
+def _is_plain_head(module: nn.Module, head: Any) -> bool:
+    """Whether a module is a head that nothing casts: plain in, plain out, it would only be measured."""
+    return module is head and type(module) is nn.Linear
 
 
 def _leave_values(_: nn.Module, __: Any, result: Any) -> Any:
@@ -98,6 +141,8 @@ class _Ruled:
     """
 
     origin: ClassVar[type[nn.Module]]
+    # In propagation.RULES.
+    rule: ClassVar[str]
     leaves_plain = False
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -111,14 +156,23 @@ def _revived(origin: Any) -> nn.Module:
 
 
 class _Linear(_Ruled):
+    rule = "linear layer"
+
     def forward(self: Any, x: Tensor) -> Tensor:
         multiply = getattr(self, "multiply", F.linear)
         features = self.in_features, self.out_features
-        return linear(x, self.weight, self.bias, multiply, features, self.leaves_plain)
+        return linear(x, self.weight, self.bias, multiply, features, self.leaves_plain, _unit_of(self))
+
+
+def _unit_of(layer: Any) -> Callable[[Tensor], Tensor] | None:
+    """How a narrow layer measures its weight, which it then divides itself, in a cast that it may keep."""
+    return None if not hasattr(layer, "unit_of") or layer.compute.is_wide else cast(Any, layer.unit_of)
 
 
 class _Conv1D(_Ruled):
     """A linear layer of transformers whose weight is ``[inputs, outputs]``."""
+
+    rule = "linear layer"
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, self._product, (self.nx, self.nf), self.leaves_plain)
@@ -129,16 +183,22 @@ class _Conv1D(_Ruled):
 
 
 class _Embedding(_Ruled):
+    rule = "embedding"
+
     def forward(self: Any, x: Tensor) -> Tensor:
         return embedding(x, self.weight, self.padding_idx)
 
 
 class _Activation(_Ruled):
+    rule = "activation"
+
     def forward(self: Any, x: Tensor) -> Tensor:
         return activation(x, super().forward)  # type: ignore[misc]
 
 
 class _LayerNorm(_Ruled):
+    rule = "norm"
+
     def forward(self: Any, x: Tensor) -> Tensor:
         return norm(x, self._normalized, *_vectors(self))
 
@@ -147,6 +207,8 @@ class _LayerNorm(_Ruled):
 
 
 class _RMSNorm(_Ruled):
+    rule = "norm"
+
     def forward(self: Any, x: Tensor) -> Tensor:
         return norm(x, self._normalized, *_vectors(self))
 
@@ -156,6 +218,8 @@ class _RMSNorm(_Ruled):
 
 class _LlamaRMSNorm(_Ruled):
     """As transformers writes it: in float32 whatever comes in."""
+
+    rule = "norm"
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return norm(x, self._normalized, self.weight)
