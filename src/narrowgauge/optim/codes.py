@@ -198,11 +198,19 @@ def _in_range(storage: Storage, seen: Tensor) -> Tensor:
 
 
 def decode_weight(storage: Storage, seen: Tensor, field: Tensor | None) -> Tensor:
-    """The stored float32 weight from its visible bits and its field: undoes :func:`encode_weight`."""
+    """The stored float32 weight from its visible bits and its field: undoes :func:`encode_weight`.
+
+    Of a master that is not the visible weight's, since somebody has set that one, nothing is left: the visible weight is it.
+    """
     if storage.master:
         assert field is not None
-        return float_of(field)
+        return torch.where(is_outdated(storage, seen, field), seen_value(storage.visible, seen), float_of(field))
     return seen_value(storage.visible, seen if field is None else seen + field)
+
+
+def is_outdated(storage: Storage, seen: Tensor, field: Tensor) -> Tensor:
+    """Where the visible weight is not what a master's bits are cut to."""
+    return encode_weight(storage, float_of(field), 0)[0] != _in_range(storage, seen)
 
 
 def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:

@@ -8,7 +8,8 @@ torch's own ``state_dict`` and hooks, uncast and without losing a bit.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from narrowgauge.optim.leading import read_leading
 from narrowgauge.optim.loading import Losses, take_plain, taken_steps, without_none
 from narrowgauge.optim.matrix import MatrixRule, shapes_of_states
 from narrowgauge.optim.options import check_options
+from narrowgauge.optim.outside import adopt_written, check_kept, is_as_left, mark, trace_of, written_unseen
 from narrowgauge.optim.shards import local_of, placed_like
 from narrowgauge.optim.stores import Bucket, Store, make_stores
 from narrowgauge.storages import Storage, for_vectors
@@ -42,6 +44,7 @@ class Keeping(torch.optim.Optimizer):
     _names: dict[Tensor, str]
     _stores: dict[Tensor, Store]
     _buckets: list[Bucket]
+    _told_of_writes: bool
     _kernels: dict[tuple[str, Storage], StepKernel]
 
     def settle(self) -> None:
@@ -100,6 +103,7 @@ class Keeping(torch.optim.Optimizer):
             if parameter in self._stores:
                 continue
             row = self._storage_of(group, parameter)
+            check_visible(parameter, row)
             rule = self._rule_of(group, parameter, (kept or {}).get(parameter, ()))
             if isinstance(rule, MatrixRule):
                 states = rule.states(tuple(parameter.shape), group)
@@ -121,6 +125,7 @@ class Keeping(torch.optim.Optimizer):
                 store.extras = extras.get(store.owner, {})
                 if row.master:
                     store.adopt(store.parameter)
+                store.trace = trace_of(store)
                 self._stores[store.owner] = store
                 # Internal words; state_dict() says them in order.
                 bounds = {f"{name}_bound": bound for name, bound in store.bounds.items()}
@@ -148,6 +153,9 @@ class Keeping(torch.optim.Optimizer):
         self._initialise(group, list(kept), kept)
         for parameter, store in old.items():
             self._stores[parameter].inherit(store)
+            self._stores[parameter].trace = trace_of(
+                store, bound=store.trace is None or store.trace.version is not None
+            )
 
     def _kernel(self, rule: Rule | MatrixRule, storage: Storage) -> StepKernel:
         key = rule.name, storage
@@ -162,6 +170,59 @@ class Keeping(torch.optim.Optimizer):
                 total = sum(p.numel() for row, p in rows if row.keeping(rule.kept) == storage)
                 self._kernels[key] = StepKernel(rule, storage, compile=self._worth_compiling(total))
         return self._kernels[key]
+
+    # ── what others do to the weights ───────────────────────────────────────────────────────────────────────────────
+
+    def refresh(self) -> None:
+        """Adopt weights that were set in a way that cannot be noticed: through ``.data``, or in memory that they share.
+
+        What is written to a parameter otherwise (``load_state_dict``, ``copy_``, ``clamp_`` under ``no_grad``) is noticed
+        before the next step; there is no need to call this. The stored weight of an element whose visible bits are not
+        those that the last step left becomes the visible one, exactly; others keep what they have. Of a large matrix
+        with tails nobody knows which those are, and all its tails are dropped.
+
+        Raises:
+            RecipeError: a parameter has another shape, dtype or device than its states were made for.
+
+        Example:
+            >>> import torch, narrowgauge as ng
+            >>> weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+            >>> optimizer = ng.AdamW([weight], lr=1e-3, storage="word")
+            >>> weight.grad = torch.ones_like(weight)
+            >>> optimizer.step()
+            >>> weight.data.fill_(3.0)[0, 0].item(), optimizer.refresh()
+            (3.0, None)
+            >>> optimizer.stored(weight)[0, 0].item()
+            3.0
+        """
+        with torch.no_grad():
+            self._adopt_written(list(self._stores.values()))
+
+    def _look_at(self, stores: Sequence[Store], audit_every: int = 0) -> None:
+        """Before stores are used: adopt what others have written to their parameters, and refuse what they changed."""
+        written = dict.fromkeys(store for store in stores if not is_as_left(store))
+        quiet = [store for store in stores if store not in written] if audit_every else []
+        if found := [*written, *written_unseen(quiet, audit_every)]:
+            self._adopt_written(found)
+
+    @staticmethod
+    def _bound(stores: Iterable[Store]) -> list[Store]:
+        """Those whose weights are there: after a state was loaded they may still follow, and to look is not to bind them."""
+        return [store for store in stores if store.trace is not None and store.trace.version is not None]
+
+    def _adopt_written(self, stores: Sequence[Store]) -> None:
+        names = self.parameter_names()
+        for store in stores:
+            check_kept(store, names.get(store.owner, "param"))
+        found = [names.get(store.owner, "param") for store in stores if adopt_written(store)]
+        if found and not self._told_of_writes:
+            self._told_of_writes = True
+            more = f" and of {len(found) - 1} more parameters" if len(found) > 1 else ""
+            warnings.warn(
+                f"weights of '{found[0]}'{more} were set by something else than this optimizer; they are adopted, and what was "
+                "kept beside them is dropped. This is said once.",
+                stacklevel=2,
+            )
 
     # ── what is kept ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -181,6 +242,7 @@ class Keeping(torch.optim.Optimizer):
             for place, parameter in enumerate(mine):
                 store, given = self._stores[parameter], (states or {}).get(parameter, {})
                 store.adopt(local_of(values[parameter]))
+                mark(store)
                 store.step = int(given.get("step", store.step))
                 seed = self._seed_of(group, store, place)
                 for name, value in given.items():
@@ -200,6 +262,8 @@ class Keeping(torch.optim.Optimizer):
             KeyError: the parameter or the name is unknown.
         """
         store = self._stores.get(parameter)
+        if store is not None:
+            self._look_at(self._bound([store]))
         if store is not None and (name == "weight" or name in store.shapes_of_states):
             return placed_like(parameter, store.stored(name))
         group = next((g for g in self.param_groups if any(parameter is p for p in g["params"])), None)
@@ -279,6 +343,7 @@ class Keeping(torch.optim.Optimizer):
     def states(self) -> dict[Tensor, dict[str, Tensor]]:
         """The part of :meth:`state_dict` that belongs to each parameter."""
         self.settle()
+        self._look_at(self._bound(self._stores.values()))
         result = {}
         for parameter, store in self._stores.items():
             values = {
@@ -315,6 +380,8 @@ class Keeping(torch.optim.Optimizer):
         Raises:
             RecipeError: a state was saved from another storage, rule or shape.
         """
+        if groups is not None:
+            self._look_at(self._bound(self._stores.values()))  # a plain state leaves weights what they are
         before = self._stores, self._buckets, dict(self.state)
         self._stores, self._buckets = {}, []
         self.state.clear()
@@ -334,6 +401,8 @@ class Keeping(torch.optim.Optimizer):
                     else:
                         store.take(entry)
                     store.step = taken_steps(entry, store.kernel.rule.name)
+                    # The weights that belong to it may have been loaded before, or will be after.
+                    store.trace = trace_of(store, bound=False)
         except BaseException:
             self._stores, self._buckets = before[:2]
             self.state.clear()

@@ -25,6 +25,7 @@ from narrowgauge.optim.keeping import Keeping
 from narrowgauge.optim.kernels import StepKernel
 from narrowgauge.optim.matrix import MatrixRule
 from narrowgauge.optim.options import check_options, check_step
+from narrowgauge.optim.outside import let_go
 from narrowgauge.optim.shards import local_of
 from narrowgauge.optim.stepping import Stepper
 from narrowgauge.optim.stores import NO_GRADIENT, Bucket, Store
@@ -158,7 +159,7 @@ class Optimizer(Keeping):
         self._kernels: dict[tuple[str, Storage], StepKernel] = {}
         self._norm: GradientNorm | None = None
         self.released: set[Tensor] = set()
-        self._stepped = False
+        self._stepped = self._told_of_writes = False
         self._unsettled: tuple[Tensor, list[Store], list[Tensor]] | None = None
 
     @property
@@ -241,6 +242,7 @@ class Optimizer(Keeping):
         Stepper(group, control, self.auditor, self.audit_every).step(stores, self._buckets, matrix_rule)
         for store in stores:
             store.step += 1
+        let_go(stores, self.audit_every)
 
     def _stores_with_gradient(self, group: dict[str, Any]) -> list[Store]:
         """The stores of a group's parameters that have a gradient, each with it; made where there are none yet."""
@@ -249,6 +251,7 @@ class Optimizer(Keeping):
         self._restate(group, parameters)
         self._initialise(group, parameters)
         stores = [self._stores[p] for p in parameters]
+        self._look_at(stores, self.audit_every)
         for store, gradient in zip(stores, gradients, strict=True):
             store.gradient = local_of(gradient)
         return stores

@@ -84,6 +84,8 @@ class Stepper:
                 self._step_bucket(bucket)
                 for member in bucket.members:
                     del waiting[member]
+        for store in waiting:  # whose bucket, if any, will not see what they are left as
+            store.left = store.left if store.copied else None
         whole = [store for store in waiting if matrix_rule is not None and store.kernel.rule.name == matrix_rule.name]
         for store in whole:
             assert matrix_rule is not None

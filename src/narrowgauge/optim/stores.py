@@ -26,6 +26,7 @@ from narrowgauge.storages import Storage
 
 if TYPE_CHECKING:
     from narrowgauge.optim.kernels import StepKernel
+    from narrowgauge.optim.outside import Trace
 
 NO_GRADIENT = torch.empty(0, dtype=torch.float32)
 """Stands for the gradient between steps, so that nothing holds on to the last one."""
@@ -56,6 +57,9 @@ class Store:
         begun: after how many steps its states were made; not 0 where a rule came to keep states late.
         gradient: its gradient, during a step.
         scales: the multipliers that a kernel takes, during a step.
+        trace: what the parameter was when the last step let go of it.
+        left: the visible weight as the last step left it, where there is a copy of it.
+        copied: whether that copy is kept for its own sake, because others write to the parameter.
     """
 
     owner: Tensor
@@ -69,6 +73,9 @@ class Store:
     begun: int = 0
     gradient: Tensor = NO_GRADIENT
     scales: list[Tensor] = field(default_factory=list)
+    trace: Trace | None = None
+    left: Tensor | None = None
+    copied: bool = False
     _weight_at: int = -1
     _weight_words: list[Tensor] | None = None
 
@@ -94,7 +101,8 @@ class Store:
 
     def tensors(self) -> list[Tensor]:
         """Everything kept beside the parameter."""
-        return [*self.words.values(), *self.bounds.values(), *self.extras.values()]
+        own = [self.left] if self.copied and self.left is not None else []
+        return [*self.words.values(), *self.bounds.values(), *self.extras.values(), *own]
 
     # ── values, in the parameter's order ────────────────────────────────────────────────────────────────────────────
 
@@ -217,6 +225,20 @@ class Store:
         lane = self._lane()
         self._fill(arithmetics.write_state(self.storage, lane, name, value, self._addend(name, lane, seed)))
 
+    def outdated(self) -> Tensor:
+        """Where a float32 master is not that of the visible weight, bool of the parameter's shape."""
+        lane = self._lane()
+        outdated = codes.is_outdated(self.storage, lane.seen, lane.fields["master"][0])
+        return outdated.reshape(self.parameter.shape)
+
+    def drop_tails(self, where: Tensor) -> None:
+        """Let the stored weight be the visible one ``where`` (bool, of the parameter's shape) that is true."""
+        if "weight" in self.bounds:  # other values may need another scale for all of their row
+            self.adopt(torch.where(where, self.parameter.detach().float(), self.stored("weight")))
+            return
+        fields = self._lane().fields
+        self._fill({n: torch.where(where, 0, fields[n][0].reshape(where.shape)) for n in self.storage.beside})
+
     def _fresh(self, name: str, values: Tensor) -> Tensor:
         """Values as a matrix, and the row's bound made theirs."""
         value = quiet(values.detach().float().contiguous()).reshape(
@@ -274,14 +296,18 @@ class Store:
 
     def direct(self) -> Work | None:
         """Parameter, gradient and states as words where they lie, or ``None`` where they cannot be read so."""
-        parameter, gradient = self.parameter, self.gradient
-        place = parameter.data_ptr()
-        if place != self._weight_at:  # it has moved, or this is the first time
-            self._weight_words, self._weight_at = self._parts(parameter.detach()), place
-        if self._weight_words is None or not parameter.is_contiguous():
+        weight = self.weight_words()
+        slopes = None if weight is None else self._parts(self.gradient)
+        if weight is None or slopes is None:
             return None
-        slopes = self._parts(gradient)
-        return None if slopes is None else Work([*self._weight_words, *slopes, *self.plane_words], self.scales)
+        return Work([*weight, *slopes, *self.plane_words], self.scales)
+
+    def weight_words(self) -> list[Tensor] | None:
+        """The parameter as words where it lies, or ``None``."""
+        place = self.parameter.data_ptr()
+        if place != self._weight_at:  # it has moved, or this is the first time
+            self._weight_words, self._weight_at = self._parts(self.parameter.detach()), place
+        return self._weight_words if self.parameter.is_contiguous() else None
 
     def pieces(self) -> Iterator[tuple[Work, list[tuple[Tensor, Tensor]]]]:
         """What cannot be read as words, in copies of at most ``BUCKET_WORDS`` words.
@@ -374,8 +400,10 @@ class Bucket:
         torch._foreach_copy_(self.gradient_views, [m.gradient for m in self.members])
 
     def scatter(self) -> None:
-        """Copy the weights out."""
+        """Copy the weights out; what remains here is what they were left as."""
         torch._foreach_copy_([m.parameter.detach() for m in self.members], self.weight_views)
+        for member, view in zip(self.members, self.weight_views, strict=True):
+            member.left = member.left if member.copied else view
 
     def segments(self) -> list[slice]:
         """Which words belong to each member."""
