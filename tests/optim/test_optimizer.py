@@ -176,18 +176,21 @@ def test_a_model_and_its_optimizer_are_copied_together() -> None:
 
 @pytest.mark.parametrize("storage", ["float32", "exact", "compact"])
 def test_what_is_kept_can_be_looked_at_by_name(storage: str) -> None:
-    """As in torch: ``state`` holds every tensor that is kept, here in words, under the names that are saved."""
+    """As in torch: ``state`` shows all that is kept, shaped like the parameter, under torch's names."""
     optimizer = adamw(parameters(storage), storage)
     take_steps(optimizer, range(1))
-    for k, p in enumerate(members(optimizer)):
-        assert optimizer.state[p].keys() == optimizer.state_dict()["state"][k].keys() - {"step"}
+    for p in members(optimizer):
+        assert optimizer.state[p].keys() - {"master"} == {"step", "exp_avg", "exp_avg_sq"}
+        assert {value.shape for name, value in optimizer.state[p].items() if name != "step"} == {p.shape}
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimizer.state[p][name], optimizer.stored(p, name))
 
 
 def test_words_and_bounds_of_one_state_have_names_of_their_own() -> None:
     optimizer = adamw(parameters("word")[:1], "bfloat16+e4m3-row+float32")
     take_steps(optimizer, range(1))
-    (entry,) = optimizer.state.values()
-    assert entry.keys() == {"exp_avg", "exp_avg_sq", "exp_avg_bound"} and entry["exp_avg"].dtype is torch.int32
+    (entry,) = optimizer.state_dict()["state"].values()
+    assert entry.keys() == {"step", "exp_avg", "exp_avg_sq", "exp_avg_bound"} and entry["exp_avg"].dtype is torch.int8
 
 
 @SAME

@@ -54,6 +54,24 @@ def check_visible(parameter: Tensor, storage: Storage) -> None:
         )
 
 
+def check_real(parameter: Tensor) -> None:
+    """Refuse a parameter that has no values."""
+    if parameter.is_meta:
+        raise RecipeError(
+            f"a parameter of shape {tuple(parameter.shape)} is on the meta device, where nothing can be kept of it.",
+            "Give the model its memory (to_empty) and values first, and build the optimizer after.",
+        )
+
+
+def check_storage(asked: str, made: str) -> None:
+    """Refuse another storage of a group than its states were made in."""
+    if asked != made:
+        raise RecipeError(
+            f"a group's storage was changed to '{asked}', and its states are kept in '{made}'.",
+            "Build a new optimizer with that storage, and take the state over with ng.convert, or clear optimizer.state.",
+        )
+
+
 def check_rule(rule: object, storage: Storage) -> None:
     """Refuse a rule whose arithmetic the storage's own cannot be."""
     if isinstance(rule, MatrixRule) and storage.arithmetic != "float32":

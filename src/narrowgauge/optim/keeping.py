@@ -18,8 +18,16 @@ from torch import Tensor, nn
 from narrowgauge._torch import plain_name
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import step_seed
-from narrowgauge.optim.checks import agree, check_rule, check_unchanged, check_visible, known_row
+from narrowgauge.optim.checks import (
+    agree,
+    check_real,
+    check_rule,
+    check_unchanged,
+    check_visible,
+    known_row,
+)
 from narrowgauge.optim.elementwise import ADAMW, Rule
+from narrowgauge.optim.entries import States, notes_of
 from narrowgauge.optim.kernels import StepKernel
 from narrowgauge.optim.leading import read_leading
 from narrowgauge.optim.loading import Losses, take_plain, taken_steps, without_none
@@ -27,7 +35,7 @@ from narrowgauge.optim.matrix import MatrixRule, shapes_of_states
 from narrowgauge.optim.options import check_options
 from narrowgauge.optim.outside import adopt_written, check_kept, is_as_left, mark, trace_of, written_unseen
 from narrowgauge.optim.shards import local_of, placed_like
-from narrowgauge.optim.stores import Bucket, Store, make_stores
+from narrowgauge.optim.stores import Bucket, Store, make_stores, without
 from narrowgauge.storages import Storage, for_vectors
 
 WORTH_COMPILING = 1 << 18
@@ -44,6 +52,7 @@ class Keeping(torch.optim.Optimizer):
     _names: dict[Tensor, str]
     _stores: dict[Tensor, Store]
     _buckets: list[Bucket]
+    _states: States
     _told_of_writes: bool
     _kernels: dict[tuple[str, Storage], StepKernel]
 
@@ -70,6 +79,7 @@ class Keeping(torch.optim.Optimizer):
             row = known_row(group["storage"], self.rows)
             self.rows[row.name], group["storage"] = row, row.name
             for parameter in group["params"]:
+                check_real(parameter)
                 check_visible(parameter, self._storage_of(group, parameter))
                 check_rule(self._rule_of(group, parameter), self._storage_of(group, parameter))
         except RecipeError:
@@ -126,10 +136,8 @@ class Keeping(torch.optim.Optimizer):
                 if row.master:
                     store.adopt(store.parameter)
                 store.trace = trace_of(store)
+                store.asked = group["storage"]
                 self._stores[store.owner] = store
-                # Internal words; state_dict() says them in order.
-                bounds = {f"{name}_bound": bound for name, bound in store.bounds.items()}
-                self.state[store.owner] = {**store.words, **bounds, **store.extras}
 
     def _restate(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Give parameters the states that options which were set since have come to ask for; others stay bit for bit.
@@ -170,6 +178,68 @@ class Keeping(torch.optim.Optimizer):
                 total = sum(p.numel() for row, p in rows if row.keeping(rule.kept) == storage)
                 self._kernels[key] = StepKernel(rule, storage, compile=self._worth_compiling(total))
         return self._kernels[key]
+
+    # ── the state, as torch.optim's users know it ───────────────────────────────────────────────────────────────────
+
+    @property  # type: ignore[override]
+    def state(self) -> States:
+        """What is kept of each parameter: ``state[p]["exp_avg"]`` as in ``torch.optim``; see :class:`States`."""
+        return self._states
+
+    @state.setter
+    def state(self, given: Mapping[Any, Any]) -> None:
+        if given is not self._states:
+            entries = {key: dict(value) if isinstance(value, Mapping) else value for key, value in given.items()}
+            self._states.clear()
+            self._states.update(entries)
+
+    def holds(self, parameter: object) -> bool:
+        """Whether it is one of this optimizer's parameters."""
+        return isinstance(parameter, Tensor) and self._group_of(parameter) is not None
+
+    def _group_of(self, parameter: Tensor) -> dict[str, Any] | None:
+        return next((g for g in self.param_groups if any(parameter is p for p in g["params"])), None)
+
+    def kept_parameters(self) -> dict[Tensor, None]:
+        """Those that have a state, in the order in which they came to it."""
+        known = set(self._parameters())
+        return {parameter: None for parameter in self._stores if parameter in known}
+
+    def store_of(self, parameter: Tensor) -> Store | None:
+        """What is kept of a parameter, with all that was written to it; ``None`` where nothing is."""
+        self.settle()
+        if (store := self._stores.get(parameter)) is not None:
+            self._look_at(self._bound([store]))
+        return store
+
+    def begin(self, parameter: Tensor, name: str) -> Store:
+        """Give a parameter its states, ``name`` among them if the rule has one of that name."""
+        group = self._group_of(parameter)
+        assert group is not None
+        with torch.no_grad():
+            self._initialise(group, [parameter], {parameter: (name,)})
+        return self._stores[parameter]
+
+    def drop(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Forget what is kept of parameters, or of all: they begin anew, each weight as it is seen."""
+        self.settle()
+        self.state.take_writes()
+        chosen = list(self._stores if parameters is None else parameters)
+        gone = {self._stores.pop(parameter) for parameter in chosen if parameter in self._stores}
+        if not gone:
+            return
+        for store in gone:
+            self.state.forget(store)
+        buckets, self._buckets = self._buckets, []
+        for bucket in buckets:
+            touched = any(member in gone for member in bucket.members)
+            self._buckets += without(bucket, gone) if touched else [bucket]
+
+    def _forget_strangers(self) -> None:
+        """Drop what is kept of parameters whose group was taken away."""
+        if len(self._stores) > 0:
+            known = set(self._parameters())
+            self.drop([parameter for parameter in self._stores if parameter not in known])
 
     # ── what others do to the weights ───────────────────────────────────────────────────────────────────────────────
 
@@ -262,6 +332,7 @@ class Keeping(torch.optim.Optimizer):
             KeyError: the parameter or the name is unknown.
         """
         store = self._stores.get(parameter)
+        self.state.take_writes()
         if store is not None:
             self._look_at(self._bound([store]))
         if store is not None and (name == "weight" or name in store.shapes_of_states):
@@ -329,6 +400,7 @@ class Keeping(torch.optim.Optimizer):
             ``master`` (float32), ``weight_low`` and ``packed``, and ``…_bound`` is the scale of each row. ``step`` is a 0-d
             float32 tensor. DTensors where the parameter is one.
         """
+        self._forget_strangers()
         handle = self.register_state_dict_post_hook(_show_states, prepend=True)  # before hooks of others see it
         try:
             result: dict[str, Any] = super().state_dict()
@@ -343,6 +415,8 @@ class Keeping(torch.optim.Optimizer):
     def states(self) -> dict[Tensor, dict[str, Tensor]]:
         """The part of :meth:`state_dict` that belongs to each parameter."""
         self.settle()
+        self._forget_strangers()
+        self.state.take_writes()
         self._look_at(self._bound(self._stores.values()))
         result = {}
         for parameter, store in self._stores.items():
@@ -350,7 +424,8 @@ class Keeping(torch.optim.Optimizer):
                 name: value if name in store.extras else placed_like(parameter, value)
                 for name, value in store.in_parameter_order().items()
             }
-            result[parameter] = {"step": torch.tensor(float(store.step), dtype=torch.float32), **values}
+            step = torch.tensor(float(store.step), dtype=torch.float32)
+            result[parameter] = {"step": step, **values, **store.notes}
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -360,13 +435,11 @@ class Keeping(torch.optim.Optimizer):
             RecipeError: the state was saved from another storage or shape.
             ValueError: the groups do not match, as in ``torch.optim``.
         """
-        state = self.state
         handle = self.register_load_state_dict_pre_hook(_take_states)  # after hooks of others have changed it
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-            self.state = state
 
     def load_states(
         self, entries: Mapping[Tensor, Mapping[str, Any]], groups: list[dict[str, Any]] | None = None
@@ -382,9 +455,8 @@ class Keeping(torch.optim.Optimizer):
         """
         if groups is not None:
             self._look_at(self._bound(self._stores.values()))  # a plain state leaves weights what they are
-        before = self._stores, self._buckets, dict(self.state)
+        before = self._stores, self._buckets
         self._stores, self._buckets = {}, []
-        self.state.clear()
         losses = Losses()
         try:
             for mine, saved in zip(self.param_groups, groups or self.param_groups, strict=True):
@@ -400,14 +472,14 @@ class Keeping(torch.optim.Optimizer):
                         take_plain(store, entry, before[0].get(parameter), self._seed_of(group, store, place), losses)
                     else:
                         store.take(entry)
+                        store.notes = notes_of(store, entry)
                     store.step = taken_steps(entry, store.kernel.rule.name)
                     # The weights that belong to it may have been loaded before, or will be after.
                     store.trace = trace_of(store, bound=False)
         except BaseException:
-            self._stores, self._buckets = before[:2]
-            self.state.clear()
-            self.state.update(before[2])
+            self._stores, self._buckets = before
             raise
+        self.state.forget()
         self._forget_last_step()
         losses.tell()
 
@@ -424,7 +496,7 @@ class Keeping(torch.optim.Optimizer):
 def _show_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """A hook: what is kept, as it is handed out, in place of the words it is kept in."""
     assert isinstance(optimizer, Keeping)
-    state_dict["state"] = optimizer._numbered_states()
+    state_dict["state"] = {**optimizer._numbered_states(), **optimizer.state.free}
 
 
 def _take_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -436,14 +508,16 @@ def _take_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
     # By numbers, or by names where a distributed checkpoint has put them.
     listed = [key for group in saved for key in group["params"]]
     members = dict(zip(listed, optimizer._parameters(), strict=True))
-    if strange := [key for key in state_dict["state"] if key not in members]:
+    free = {key: value for key, value in state_dict["state"].items() if key not in members}
+    if strange := [key for key, value in free.items() if isinstance(key, int) or isinstance(value, Mapping)]:
         raise RecipeError(f"the state to load has an entry {strange[0]!r}, which none of its param groups lists.")
     options = [
         {name: value for name, value in group.items() if name != "storage" or not is_plain}
         for group, is_plain in zip(saved, plain, strict=True)
     ]
-    optimizer.load_states({members[key]: entry for key, entry in state_dict["state"].items()}, options)
-    return {"state": {}, "param_groups": saved}
+    entries = {members[key]: entry for key, entry in state_dict["state"].items() if key in members}
+    optimizer.load_states(entries, options)
+    return {"state": free, "param_groups": saved}
 
 
 def _name_each_once(group: dict[str, Any]) -> None:

@@ -18,9 +18,10 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.auditing import Alarm, Auditor, warn_of
-from narrowgauge.optim.checks import check_range, gradient_of, known_row, tell_slow_matmuls
+from narrowgauge.optim.checks import check_range, check_storage, gradient_of, known_row, tell_slow_matmuls
 from narrowgauge.optim.clipping import GradientNorm, control_scalars
 from narrowgauge.optim.elementwise import Rule
+from narrowgauge.optim.entries import States
 from narrowgauge.optim.keeping import Keeping
 from narrowgauge.optim.kernels import StepKernel
 from narrowgauge.optim.matrix import MatrixRule
@@ -154,6 +155,7 @@ class Optimizer(Keeping):
         self.auditor = Auditor()
         self.on_alarm: Callable[[list[Alarm]], None] = warn_of
         self._names: dict[Tensor, str] = {}
+        self._states = States(self)
         self._stores: dict[Tensor, Store] = {}
         self._buckets: list[Bucket] = []
         self._kernels: dict[tuple[str, Storage], StepKernel] = {}
@@ -194,6 +196,8 @@ class Optimizer(Keeping):
 
     def _step(self) -> None:
         self.settle()
+        if len(self._stores) > sum(len(group["params"]) for group in self.param_groups):
+            self._forget_strangers()
         for group in self.param_groups:
             check_step(group, self.rule)
         work = [(group, self._stores_with_gradient(group)) for group in self.param_groups]
@@ -246,11 +250,15 @@ class Optimizer(Keeping):
 
     def _stores_with_gradient(self, group: dict[str, Any]) -> list[Store]:
         """The stores of a group's parameters that have a gradient, each with it; made where there are none yet."""
+        self._states.take_writes()
+        self._states.forget()
         parameters = [p for p in group["params"] if p.grad is not None]
         gradients = [gradient_of(p) for p in parameters]
         self._restate(group, parameters)
         self._initialise(group, parameters)
         stores = [self._stores[p] for p in parameters]
+        for store in stores:
+            check_storage(group["storage"], store.asked)
         self._look_at(stores, self.audit_every)
         for store, gradient in zip(stores, gradients, strict=True):
             store.gradient = local_of(gradient)
@@ -326,13 +334,15 @@ class Optimizer(Keeping):
 
     def __getstate__(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in _OPTIONS}
-        return {**super().__getstate__(), "state": {}, "options": options, "saved": self._numbered_states()}
+        kept = {"options": options, "saved": self._numbered_states(), "state": dict(self._states.free)}
+        return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        options, saved = state.pop("options", None), state.pop("saved", None)
+        options, saved, free = (state.pop(name, None) for name in ("options", "saved", "state"))
         if options is not None:
             self._start(**options)
         super().__setstate__(state)
+        self._states.free = dict(free or {})
         if saved is not None:
             parameters = self._parameters()
             self.load_states({parameters[number]: entry for number, entry in saved.items()})

@@ -9,10 +9,10 @@ rows are its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -58,6 +58,8 @@ class Store:
         gradient: its gradient, during a step.
         scales: the multipliers that a kernel takes, during a step.
         trace: what the parameter was when the last step let go of it.
+        asked: the name of the storage that its group named.
+        notes: what hooks and users keep beside its states.
         left: the visible weight as the last step left it, where there is a copy of it.
         copied: whether that copy is kept for its own sake, because others write to the parameter.
     """
@@ -73,6 +75,8 @@ class Store:
     begun: int = 0
     gradient: Tensor = NO_GRADIENT
     scales: list[Tensor] = field(default_factory=list)
+    asked: str = ""
+    notes: dict[str, Any] = field(default_factory=dict)
     trace: Trace | None = None
     left: Tensor | None = None
     copied: bool = False
@@ -466,6 +470,18 @@ def _make_bucket(members: list[Store]) -> Bucket:
         for source, views in ((weights, bucket.weight_views), (gradients, bucket.gradient_views)):
             views.append(source[segment].view(visible)[: shape.numel()].view(shape))
     return bucket
+
+
+def without(bucket: Bucket, gone: Collection[Store]) -> list[Bucket]:
+    """A bucket of those members that stay, whose words go with them; none where nobody does."""
+    stay = [member for member in bucket.members if member not in gone]
+    old = [member.words for member in stay]
+    buckets = [_make_bucket(stay)] if stay else []
+    for member, words in zip(stay, old, strict=True):
+        member.__dict__.pop("plane_words", None)  # of the old words
+        for name, kept in words.items():
+            member.words[name].copy_(kept)
+    return buckets
 
 
 def as_words(tensor: Tensor) -> Tensor | None:
