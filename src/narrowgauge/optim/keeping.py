@@ -453,7 +453,7 @@ class Keeping(torch.optim.Optimizer):
         Raises:
             RecipeError: a state was saved from another storage, rule or shape.
         """
-        if groups is not None:
+        if any("storage" not in group for group in groups or ()):
             self._look_at(self._bound(self._stores.values()))  # a plain state leaves weights what they are
         before = self._stores, self._buckets
         self._stores, self._buckets = {}, []
