@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,14 +101,14 @@ def _keep_weight(store: Store, value: Tensor) -> None:
         store.adopt(torch.where(moved, shown.float(), value))
 
 
-def without_none(entry: Mapping[str, object]) -> dict[str, Tensor]:
+def without_none(entry: Mapping[str, Any]) -> dict[str, Any]:
     """An entry without what is named and not there.
 
     ``None`` is torch's buffer of a momentum that is 0; an empty dict stands in a state that a distributed checkpoint had
     flattened for what it did not find.
     """
     return {
-        name: value if isinstance(value, Tensor) else torch.tensor(value)
+        name: torch.tensor(value, dtype=torch.float32) if isinstance(value, int | float) else value
         for name, value in entry.items()
         if value is not None and value != {}
     }
