@@ -93,6 +93,8 @@ class States(MutableMapping[Any, Any]):
         if name not in handed:
             if name == "step":
                 value = torch.tensor(float(store.step), dtype=torch.float32)
+            elif name in _packed(store):
+                value = placed_like(parameter, store.in_parameter_order()[name])
             else:
                 value = placed_like(parameter, store.stored("weight" if name == WEIGHT else name))
             handed[name] = value, value._version
@@ -116,6 +118,9 @@ class States(MutableMapping[Any, Any]):
 
 class Entry(MutableMapping[str, Any]):
     """What is kept of one parameter: ``step``, the rule's states, ``master`` where more is kept than is seen, and notes.
+
+    The packed tensors that ``state_dict()`` saves are there too, under the names that they have in it: a distributed checkpoint
+    that flattens its state asks an entry, not the ``state_dict()``, for the names to look up.
 
     Args:
         states: of which it is one.
@@ -151,8 +156,8 @@ class Entry(MutableMapping[str, Any]):
         if name in store.notes:
             del store.notes[name]
             return
-        zero = local_of(self._parameter).detach().float()
-        self[name] = 0 if name == "step" else zero if name == WEIGHT else torch.zeros_like(zero)
+        shown = local_of(self._parameter).detach().float()
+        self[name] = 0 if name == "step" else shown if name == WEIGHT else torch.zeros_like(local_of(self[name]))
 
     def __iter__(self) -> Iterator[str]:
         store = self._store
@@ -170,8 +175,18 @@ class Entry(MutableMapping[str, Any]):
 
 
 def _names(store: Store) -> list[str]:
-    kept = [name for name, _ in store.storage.states]
-    return ["step", *kept, *([WEIGHT] if store.storage.beside else []), *store.extras, *store.notes]
+    return [*_readable(store), *_packed(store), *store.extras, *store.notes]
+
+
+def _readable(store: Store) -> list[str]:
+    """Names of what is handed out as values."""
+    return ["step", *(name for name, _ in store.storage.states), *([WEIGHT] if store.storage.beside else [])]
+
+
+def _packed(store: Store) -> list[str]:
+    """Names of what is handed out as it is saved."""
+    saved = [*store.words, *(f"{name}_bound" for name in store.bounds)]
+    return [name for name in saved if name not in _readable(store)]
 
 
 def write(store: Store, name: str, value: Any) -> None:
@@ -184,6 +199,9 @@ def write(store: Store, name: str, value: Any) -> None:
         store.step = int(value)
         return
     given = local_of(value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float32))
+    if name in _packed(store):
+        store.take({**store.in_parameter_order(), name: given.detach()})
+        return
     shape = store.extras[name].shape if name in store.extras else store.parameter.shape
     if given.shape != shape:
         raise RecipeError(
