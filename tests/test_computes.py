@@ -42,6 +42,7 @@ KEPT: dict[str, tuple[bool, bool, bool, float]] = {
     "mxfp4": (False, False, False, 2),
     "nvfp4": (False, False, False, 2),
     "scalify": (True, True, True, 1),
+    "scalify-float16": (False, False, False, 2),
     "unit": (True, True, True, 1),
 }
 

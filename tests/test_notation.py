@@ -39,7 +39,7 @@ def test_every_pair_that_agrees_is_listed() -> None:
     own = {name for name in STORAGES if "/" in name}
     assert own == {
         "float16/master", "float16/split", "float16/naive", "float16/kahan", "float16/collage-light", "float16/collage-plus",
-        "float16-throughout/naive", "float8/collage-light", "float8/collage-plus",
+        "float16-throughout/naive", "scalify-float16/scaled16", "float8/collage-light", "float8/collage-plus",
     }  # fmt: skip
     bound = {"float8", "float16-throughout"}
     pairs = {f"{compute}/{storage}" for compute in COMPUTES if compute not in bound for storage in shared} | own

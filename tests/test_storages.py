@@ -49,6 +49,7 @@ FIGURES: dict[str, tuple[float, int, int, tuple[str, ...]]] = {
     "float16/collage-light": (10, 0, 0, ("weight_low",)),
     "float16/collage-plus": (12, 0, 0, ("weight_low",)),
     "float16-throughout/naive": (8, 0, 0, ()),
+    "scalify-float16/scaled16": (8, 8, 0, ()),
     "float8/collage-light": (8, 12, 0, ("weight_low", "weight_low2")),
     "float8/collage-plus": (10, 12, 0, ("weight_low", "weight_low2")),
 }
@@ -109,6 +110,7 @@ def test_ours_keep_vectors_whole_and_baselines_as_their_sources_do() -> None:
         "states8",
         "float16/master",
         "float16/split",
+        "scalify-float16/scaled16",
         "float8/collage-light",
         "float8/collage-plus",
     }

@@ -122,7 +122,10 @@ def _row_of_torch(recipe: Recipe, name: str, device: torch.device) -> str:
     if recipe.keeps(name):
         return "float32"
     is_slow = device.type != "cuda" and not multiplies(recipe.dtype)
-    return recipe.dtype if recipe.storage.visible in ("float32", recipe.dtype) and not is_slow else ""
+    # A head of PyTorch's own would take the plain gradients of its logits, which float16 loses.
+    is_scaled = bool(recipe.compute.transform) and recipe.dtype == "float16"
+    is_plain = recipe.storage.visible in ("float32", recipe.dtype) and not is_slow and not is_scaled
+    return recipe.dtype if is_plain else ""
 
 
 def _rebuild(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, float]:
@@ -141,7 +144,7 @@ def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
     if recipe.compute.transform == "scalify":
         from narrowgauge.transforms import scalify
 
-        scalify.scalify(model)
+        scalify.scalify(model, getattr(torch, recipe.dtype) if recipe.storage.visible != "float32" else None)
 
 
 def _check(model: nn.Module, recipe: Recipe) -> None:

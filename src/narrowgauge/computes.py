@@ -188,8 +188,8 @@ class Compute:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients need a loss scale to stay in range."""
-        return any(cast.format == "float16" for cast in self.casts.values())
+        """Whether gradients need a loss scale to stay in range; where tensors carry scales of their own, they do not."""
+        return not self.transform and any(cast.format == "float16" for cast in self.casts.values())
 
     @property
     def is_stochastic(self) -> bool:
@@ -388,6 +388,11 @@ _ROWS = (
     Compute(
         "scalify", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="scalify", native=_SM89,
         purpose="float8 whose casts look at no tensor: each carries a power-of-two scale, measured at few (show scales)",
+        source="Balança et al. 2024, Scalify (2407.17353)",
+    ),
+    Compute(
+        "scalify-float16", *(_wide("float16"),) * 3, dtype="float16", transform="scalify", native="CUDA", keep=(),
+        purpose="float16 throughout without a loss scale: gradients carry power-of-two scales of their own",
         source="Balança et al. 2024, Scalify (2407.17353)",
     ),
     Compute(

@@ -55,8 +55,8 @@ def _cast_parameters(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _casts_itself(module: nn.Module) -> bool:
-    """Whether a module's parameters are the operands of products that cast them."""
-    return isinstance(module, Layer) or NARROW in module._modules
+    """Whether a module's parameters are the operands of functions that cast them."""
+    return isinstance(module, Layer) or NARROW in module._modules or hasattr(module, "computes_in")
 
 
 def _widen_kept(model: nn.Module, recipe: Recipe) -> None:

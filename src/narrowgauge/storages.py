@@ -90,6 +90,8 @@ SECOND24 = Code("e8m15", 8, 15, rounding="stochastic")
 # Windows that end at the power of two above their row's largest value; e5 spans 2^-30 of it in normal values.
 MOMENT8 = Code("e4m3", 4, 3, rounding="stochastic", lowest=-14, scaled=True)
 SECOND8 = Code("e5m3", 5, 3, signed=False, rounding="stochastic", lowest=-30, hold=True, scaled=True)
+FLOAT16_SCALED = Code("float16 of its row", 5, 10, lowest=-30, scaled=True)
+FLOAT16_SCALED_HELD = Code("float16 of its row", 5, 10, signed=False, lowest=-30, hold=True, scaled=True)
 FLOAT8 = Code("float8_e4m3fn", 4, 3, lowest=-14, scaled=True)
 FLOAT8_TRIPLE = Code("float8_e4m3fn × 3", 4, 3, lowest=-14, scaled=True, parts=3)
 
@@ -111,8 +113,10 @@ MOMENT_CODES: dict[str, Code] = {
     "e7m5": SECOND12,
     "e4m3-row": MOMENT8,
     "e5m3-row": SECOND8,
+    "float16-row": FLOAT16_SCALED,
+    "float16-row-held": FLOAT16_SCALED_HELD,
 }
-"""Codes of moments, likewise; ``e7m5`` and ``e5m3-row`` have no sign and suit second moments only."""
+"""Codes of moments, likewise; ``e7m5``, ``e5m3-row`` and ``float16-row-held`` have no sign and suit second moments only."""
 
 # Of each visible format: its bits, the mantissa bits of a float32 that it lacks, and the exponent by which a float32 must
 # be scaled for its upper bits to be the format's own.
@@ -371,6 +375,13 @@ STORAGES: dict[str, Storage] = {
             "float16-throughout/naive", "float16", FLOAT16, FLOAT16, FLOAT16_HELD, vectors=None, cure="float16/split",
             loses="every update below half a spacing (2^-12 of the weight); second moments are held at 2^-24 or more",
             source="what the abstract of 1911.07384 claims: no float32 copy of anything",
+        ),
+        # A weight's own scale would buy it no bit: float16's normal numbers begin at 2^-14, below what matters of a weight.
+        Storage(
+            "scalify-float16/scaled16", "float16", FLOAT16, FLOAT16_SCALED, FLOAT16_SCALED_HELD, vectors="float16/master",
+            cure="float16/split",
+            loses="every update below half a spacing (2^-12 of the weight); second moments stop up to 2^-11 / (1 - beta2) short",
+            source="Balança et al. 2024, Scalify (2407.17353): weights and scaled moments in float16, no master; scales by row",
         ),
         Storage(
             "float8/collage-light", "bfloat16", FLOAT8_TRIPLE, FLOAT8, FLOAT8, cure="compact",

@@ -28,6 +28,7 @@ REPRESENTATIVES = {
     "float16/kahan": "float16 with a second part, added in float32",
     "float16/collage-plus": "float16 in the arithmetic of expansions",
     "float16-throughout/naive": "float16, and nothing beside it",
+    "scalify-float16/scaled16": "float16 with scales by row",
     "float8/collage-plus": "three parts, each relative to its row",
 }
 """One storage of each kind, with what it stands for; a test of the layouts holds that none is missing."""

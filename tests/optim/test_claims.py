@@ -47,6 +47,7 @@ def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(stora
         ("no-master", "word"),
         ("float16/naive", "float16/split"),
         ("float16-throughout/naive", "float16/split"),
+        ("scalify-float16/scaled16", "float16/split"),
         ("float8/collage-light", "compact"),
         ("float8/collage-plus", "compact"),
     ],
@@ -62,6 +63,7 @@ def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str, cure:
 
 def test_every_storage_is_held_to_something_in_the_stall_case() -> None:
     stall = {"states8", "stochastic", "naive", "no-master", "float16/naive", "float16-throughout/naive"}
+    stall.add("scalify-float16/scaled16")
     assert LIMITS.keys() | stall == {n for n in STORAGES if "float8" not in n}
 
 
@@ -151,6 +153,44 @@ def test_power_of_two_scaled_gradients_give_the_same_weights(storage: str) -> No
         results.append({"seen": weight.detach().clone(), "stored": optimizer.stored(weight)})
     assert torch.isfinite(results[0]["stored"]).all()
     assert_same_bits(*results)
+
+
+def float16_moments(storage: str, gradient: float, beta2: float, steps: int) -> tuple[float, float]:
+    """Both moments of one constant gradient, relative to what they are in float64."""
+    weight = torch.nn.Parameter(torch.full((4, 4), 0.5, dtype=visible_dtype(storage)))
+    optimizer = ng.AdamW([weight], lr=1e-30, betas=(0.9, beta2), storage=storage, compile=False, audit_every=0)
+    for _ in range(steps):
+        weight.grad = torch.full_like(weight, gradient)
+        optimizer.step()
+    found = [float(optimizer.stored(weight, name).double().mean()) for name in ("exp_avg", "exp_avg_sq")]
+    return found[0] / (gradient * (1 - 0.9**steps)), found[1] / (gradient**2 * (1 - beta2**steps))
+
+
+def test_float16_moments_of_small_gradients_are_kept_where_they_have_a_scale_of_their_row() -> None:
+    for storage in ("scalify-float16/scaled16", "tail8+float16-row+float16-row-held"):
+        first, second = float16_moments(storage, 2.0**-20, 0.9, 3)
+        assert abs(first - 1) < 3 * 2.0**-11 and abs(second - 1) < 3 * 2.0**-11
+    # 2^-24 is held where 2^-41.9 is meant.
+    assert float16_moments("float16/naive", 2.0**-20, 0.9, 3)[1] > 1e5
+
+
+@pytest.mark.parametrize(("beta2", "is_frozen"), [(0.95, False), (0.999, True)])
+def test_scaled_float16_second_moments_stop_short_by_what_their_rounding_says(beta2: float, is_frozen: bool) -> None:
+    """From 0.72 of its limit on: a step of 2^-11.3 of it at beta2 0.999, where half a spacing is 2^-11."""
+    weight = torch.nn.Parameter(torch.full((4, 4), 0.5, dtype=torch.float16))
+    storage = "scalify-float16/scaled16"
+    optimizer = ng.AdamW([weight], lr=1e-30, betas=(0.9, 0.0), storage=storage, compile=False, audit_every=0)
+    limit, found = 1.45 * 2.0**-14, []
+    for step in range(101):
+        optimizer.param_groups[0]["betas"] = (0.9, beta2 if step else 0.0)
+        weight.grad = torch.full_like(weight, limit**0.5 * (1.0 if step else 0.85))
+        optimizer.step()
+        found.append(float(optimizer.stored(weight, "exp_avg_sq").double().mean()) / limit)
+    assert abs(found[0] - 0.7225) < 1e-3
+    if is_frozen:
+        assert found[-1] == found[0]
+    else:
+        assert abs(found[-1] - 1) < 2.0**-11 / (1 - beta2) + 4e-3
 
 
 @pytest.mark.parametrize("storage", [*STORAGES, "tail8+bfloat16+float32", "bfloat16-pair+e4m3-row+e5m3-row"])

@@ -207,7 +207,7 @@ def test_plain_states_have_their_own_dtypes() -> None:
 
 def test_scales_and_eight_bit_planes_lie_in_rows_and_nothing_else_does() -> None:
     in_rows = {row.name for row in STORAGES.values() if layouts.by_rows(row)}
-    assert in_rows == {"compact", "states8", "float8/collage-light", "float8/collage-plus"}
+    assert in_rows == {"compact", "states8", "scalify-float16/scaled16", "float8/collage-light", "float8/collage-plus"}
     assert [layouts.num_lanes(STORAGES[n]) for n in ("float32", "word", "states8", "compact")] == [1, 2, 2, 4]
     assert layouts.matrix_of(STORAGES["compact"], (5, 3, 4)) == (15, 4)
     assert layouts.matrix_of(STORAGES["word"], (5, 3, 4)) == (60,)

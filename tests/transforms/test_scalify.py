@@ -572,6 +572,88 @@ def test_a_static_float8_cast_of_data_loses_little_where_one_of_values_loses_all
             assert sqnr_db(raw[key], to_float8(raw[key])).item() == 0, key
 
 
+# --- float16 without a loss scale -------------------------------------------------------------------------------------
+
+
+def float16_case(model: nn.Module, factor: float, wanted: dict[str, Tensor]) -> tuple[float, float]:
+    """The largest relative error of a parameter's gradient, and the share of all gradients that became zero."""
+    found = gradients(model, factor)[1]
+    assert all(found[name].isfinite().all() for name in wanted)
+    errors = [distance(found[name].double(), wanted[name] * factor) for name in wanted]
+    lost = sum(int(((found[name] == 0) & (wanted[name] * factor != 0)).sum()) for name in wanted)
+    return max(errors), lost / sum(int((value != 0).sum()) for value in wanted.values())
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.choosing.EmulationNotice")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("storage", ["word", "float32"])
+def test_gradients_that_float16_loses_without_a_loss_scale_are_kept(family: str, storage: str, tmp_path: Path) -> None:
+    base = tiny(family, tmp_path, torch.float32)
+    _, wanted = gradients(copy.deepcopy(base).double())
+    plain, near = copy.deepcopy(base).half(), {}
+    model, optimizer = prepare(copy.deepcopy(base), f"scalify-float16/{storage}", audit_every=0)
+    assert optimizer.loss_scaler is None
+    for factor in (1.0, 2.0**-16, 2.0**-24, 2.0**-40):
+        near[factor] = float16_case(model, factor, wanted)
+        assert near[factor] == near[1.0]  # powers of two change no bit
+    # bfloat16 weights are cut to 8 bits before anything is computed.
+    assert near[1.0][0] < (0.03 if storage == "word" else 0.005)
+    assert near[1.0][1] < 1e-3
+    assert float16_case(plain, 1.0, wanted)[0] < 0.005
+    assert float16_case(plain, 2.0**-16, wanted)[1] > 0.1
+    error, lost = float16_case(plain, 2.0**-24, wanted)
+    assert error == 1.0 and lost > 0.95
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.choosing.EmulationNotice")
+def test_float16_weights_lose_their_gradients_at_rest_alone(tmp_path: Path) -> None:
+    """The same gradients as those of a larger loss, rounded to float16 at the very end."""
+    base = tiny("llama", tmp_path, torch.float32)
+    model, _ = prepare(base, "scalify-float16/scaled16", audit_every=0)
+    assert all(parameter.dtype is torch.float16 for parameter in model.parameters())
+    _, large = gradients(model, 1.0)
+    _, small = gradients(model, 2.0**-16)
+    for name, gradient in small.items():
+        # Half a spacing of float16's smallest numbers, twice where the embedding's and the head's meet in a tied weight.
+        assert ((gradient.float() - large[name].float() * 2.0**-16).abs() <= 2.0**-24 * 1.01).all(), name
+    assert any((gradient == 0).any() for gradient in small.values())
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.choosing.EmulationNotice")
+@pytest.mark.parametrize("storage", ["word", "scaled16"])
+def test_a_float16_model_learns_without_a_loss_scale(storage: str, tmp_path: Path) -> None:
+    model, optimizer = prepare(tiny("llama", tmp_path, torch.float32), f"scalify-float16/{storage}", lr=3e-3)
+    losses = []
+    for _ in range(20):
+        loss = loss_sum(model, some_tokens(), chunked=False) / 48
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1.0
+    assert optimizer.num_skipped == 0
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.choosing.EmulationNotice")
+def test_float16_layers_share_one_compiled_graph_and_its_gradients(tmp_path: Path) -> None:
+    model, _ = prepare(tiny("llama", tmp_path, torch.float32), "scalify-float16/word", audit_every=0)
+    _, wanted = gradients(model, SMALL)
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(fullgraph=True, backend=counter)
+    _, found = gradients(model, SMALL)
+    assert counter.frame_count == 1
+    assert max(distance(found[name].float(), wanted[name].float()) for name in wanted) < 0.01
+
+
+def test_a_power_beyond_float16_is_multiplied_by_all_the_same() -> None:
+    x = torch.tensor([64.0, -3.0, 0.0], dtype=torch.float16)
+    assert torch.equal(scaled_tensor.times(x, torch.tensor(2.0**-28)), torch.tensor([2.0**-22, 0, 0]).half())
+    assert torch.equal(scaled_tensor.times(x * 2.0**-20, torch.tensor(2.0**20)), x)
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.propagation import RULES, Measured
-from narrowgauge.transforms.scaled_tensor import FUNCTIONS, Scaled, measured, rescaled, root_below
+from narrowgauge.transforms.scaled_tensor import FUNCTIONS, Scaled, measured, rescaled, root_below, times
 
 
 class Held(NamedTuple):
@@ -33,13 +33,14 @@ class Held(NamedTuple):
     power: Tensor
 
 
-# In what unit an operand enters: its own scale, its real value, or this number.
-Unit = Tensor | Held | Literal["own", "real"]
+# In what unit an operand enters: its own scale, its real value, that in float32 where it is float16, or this number.
+Unit = Tensor | Held | Literal["own", "real", "wide"]
 # The root mean square of what comes out, a guess; None: measure it.
 Size = float | None
 
 OWN: Final = "own"
 REAL: Final = "real"
+WIDE: Final = "wide"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -59,7 +60,7 @@ class _Enter(torch.autograd.Function):
         divisors = [_divisor(x, unit) for x, unit in zip(operands, units, strict=True)]
         ctx.save_for_backward(*divisors)
         ctx.sizes = sizes
-        ctx.scaled = [isinstance(x, Scaled) for x in operands]
+        ctx.scaled = [x.dtype if isinstance(x, Scaled) else None for x in operands]
         entered = [_in_unit(x, unit) for x, unit in zip(operands, units, strict=True)]
         # What wants no gradient costs no matmul on the way back.
         wanted = ctx.needs_input_grad[2:]
@@ -69,13 +70,13 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: Tensor, *vjps: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = []
-        for vjp, divisor, size, is_scaled in zip(vjps, ctx.saved_tensors, ctx.sizes, ctx.scaled, strict=True):
+        for vjp, divisor, size, dtype in zip(vjps, ctx.saved_tensors, ctx.sizes, ctx.scaled, strict=True):
             scale = token if divisor is None else token / divisor
-            if vjp is None or not is_scaled:
-                gradients.append(None if vjp is None else vjp * scale)
+            if vjp is None or dtype is None:
+                gradients.append(None if vjp is None else times(vjp, scale))
                 continue
             power = measured(vjp) if size is None else size
-            gradients.append(Scaled(vjp / power, scale * power))
+            gradients.append(Scaled((vjp / power).to(dtype), scale * power))
         return None, None, *gradients
 
 
@@ -94,7 +95,7 @@ def _in_unit(x: Tensor, unit: Unit) -> Tensor:
     if isinstance(x, Scaled):
         if unit == OWN:
             return x._data.detach()
-        x = x._data * x._scale
+        x = _roomy(x._data) * x._scale if unit == WIDE else times(x._data, x._scale)
     return x / unit if isinstance(unit, Tensor) else x.detach()
 
 
@@ -114,11 +115,13 @@ class _LeavePlain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, raw: Tensor, token: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale)
-        return raw * scale
+        ctx.dtype = raw.dtype
+        return _roomy(raw) * scale
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return *_through(gradient, *ctx.saved_tensors), None
+        data, scale = _through(gradient, *ctx.saved_tensors)
+        return data.to(ctx.dtype), scale, None
 
 
 def _through(gradient: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,11 +133,19 @@ def _through(gradient: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 class _Value(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return cast(Scaled, x).value()
+        scaled = cast(Scaled, x)
+        ctx.dtype = scaled.dtype
+        return _roomy(scaled._data) * scaled._scale
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return rescaled(gradient)
+        g = rescaled(gradient)
+        return Scaled(g._data.to(ctx.dtype), g._scale)
+
+
+def _roomy(x: Tensor) -> Tensor:
+    """What leaves scaled arithmetic: float16 as float32, since the gradient that comes back is a plain tensor."""
+    return x.float() if x.dtype is torch.float16 else x
 
 
 @_in_graph
@@ -227,13 +238,16 @@ def norm(x: Tensor, function: Callable[..., Tensor], *vectors: Tensor) -> Tensor
     """A norm on the real value, with scale 1, which is the size of what it makes; its gradient is measured.
 
     Args:
-        function: of the real value and of the vectors (gain, bias) as they are.
+        function: of the real value and of the vectors (gain, bias) as they are. Of float16 it computes in float32: what
+            goes back is as much larger than what came as the real value is smaller than one.
 
     Source: the layer norm of the paper's FP8 training, with a dynamic rescale of its gradient.
     """
-    units: tuple[Unit, ...] = tuple(REAL for _ in (x, *vectors))
-    token, *entered = enter(units, (_size("norm", "gradient", 1.0),) * len(units), x, *vectors)
-    return leave(function(*entered), token, torch.ones_like(token), 1.0)
+    units: tuple[Unit, ...] = tuple(WIDE for _ in (x, *vectors))
+    token, real, *own = enter(units, (_size("norm", "gradient", 1.0),) * len(units), x, *vectors)
+    own = [vector.to(real.dtype) if vector.dtype.itemsize <= real.dtype.itemsize else vector for vector in own]
+    made = function(real, *own)
+    return leave(made.half() if x.dtype is torch.float16 else made, token, torch.ones_like(token), 1.0)
 
 
 def activation(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -242,11 +256,12 @@ def activation(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     return leave(function(real), token, torch.ones_like(token), _size("activation", "output", 1.0))
 
 
-def embedding(tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
-    """Rows of a weight, at the weight's measured scale; its gradient leaves as a plain value."""
+def embedding(tokens: Tensor, weight: Tensor, padding: int | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows of a weight, at the weight's measured scale, in its dtype or in ``dtype``; its gradient leaves as a plain value."""
     size = measured(weight)
     token, table = enter((REAL,), (None,), weight)
-    return leave(F.embedding(tokens, table, padding) / size, token, size, 1.0)
+    rows = F.embedding(tokens, table, padding) / size
+    return leave(rows if dtype is None else rows.to(dtype), token, size, 1.0)
 
 
 def attention(

@@ -86,8 +86,7 @@ class Scaled(Tensor):
 
     def value(self) -> Tensor:
         """``data * scale`` as a plain tensor, outside of differentiation."""
-        value: Tensor = self._data * self._scale
-        return value
+        return times(self._data, self._scale)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         data = self._data.tolist() if self.numel() <= 8 and _has_values(self._data) else [*self.shape, str(self.dtype)]
@@ -171,6 +170,16 @@ def root_below(count: int) -> float:
     while 4 * power * power <= count:
         power *= 2
     return float(power)
+
+
+def times(x: Tensor, power: Tensor) -> Tensor:
+    """``x * power`` for a 0-d float32 power of two, rounded once: in float16 the power itself may be out of range.
+
+    Example:
+        >>> times(torch.tensor([64.0], dtype=torch.float16), torch.tensor(2.0**-28))
+        tensor([2.3842e-07], dtype=torch.float16)
+    """
+    return (x.float() * power).to(x.dtype) if x.dtype is torch.float16 else x * power
 
 
 def rescaled(x: Tensor) -> Scaled:

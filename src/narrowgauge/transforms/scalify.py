@@ -29,7 +29,7 @@ from narrowgauge.transforms.scaled_tensor import Scaled, unknown
 __all__ = ["Measurements", "Scaled", "measurements", "scalify"]
 
 
-def scalify(model: nn.Module) -> None:
+def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Let a model compute with scaled tensors from its inputs to its outputs.
 
     Law: logits and gradients have the values of the plain model (equal bits in most operations: scales are powers of
@@ -43,6 +43,7 @@ def scalify(model: nn.Module) -> None:
     Args:
         model: changed in place: each module that owns parameters, and each activation, gets a class of its own. Narrow
             layers must be in place before. Twice is as once.
+        dtype: of the scaled tensors, where the parameters are in another; ``None`` for the parameters' own.
 
     Raises:
         RecipeError: a module is of a class that no rule is known for; or, when the model is used, an operation is.
@@ -69,6 +70,8 @@ def scalify(model: nn.Module) -> None:
     for module, ruled in classes.items():
         if ruled is not None:
             module.__class__ = ruled
+        if isinstance(module, _Ruled):
+            cast(Any, module).computes_in = dtype
     if isinstance(head, _Ruled):
         head.leaves_plain = True
     # The body of a Hugging Face model is also called by itself.
@@ -144,6 +147,9 @@ class _Ruled:
     # In propagation.RULES.
     rule: ClassVar[str]
     leaves_plain = False
+    # The dtype of the scaled tensors, where that is not the parameters' own. A rule casts its parameters itself: behind a
+    # cast their gradients would have left scaled arithmetic in the narrower of the two ranges.
+    computes_in: torch.dtype | None = None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         made = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
@@ -186,7 +192,7 @@ class _Embedding(_Ruled):
     rule = "embedding"
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return embedding(x, self.weight, self.padding_idx)
+        return embedding(x, self.weight, self.padding_idx, self.computes_in)
 
 
 class _Activation(_Ruled):

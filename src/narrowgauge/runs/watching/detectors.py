@@ -261,6 +261,7 @@ SAFER: dict[str, str] = {
     "mxfp4": "mxfp8",
     "nvfp4": "mxfp8",
     "scalify": "float8-row",
+    "scalify-float16": "bfloat16",
     "unit": "float8-row",
 }
 """To each compute the next one with more range or with scales for fewer values; ``bfloat16`` to those not listed."""
