@@ -67,13 +67,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, fi
         draw = torch.Generator().manual_seed(step)
         tokens, targets = torch.randint(24, (2, 4, 6), generator=draw)
         loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
-        loss.backward()
+        scaler = getattr(optimizer, "loss_scaler", None)
+        (loss if scaler is None else scaler.scale(loss)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
 def prepared(recipe: str, seed: int = 0) -> tuple[nn.Module, ng.AdamW]:
-    return ng.prepare(made(seed), recipe, lr=1e-2, betas=(0.9, 0.999), compile=False, audit_every=0)
+    # At the scale that a scaler begins with, every step of these few would overflow and be skipped.
+    scaler = {"loss_scaler": ng.LossScaler(8.0)} if recipe.startswith("float16") else {}
+    return ng.prepare(made(seed), recipe, lr=1e-2, betas=(0.9, 0.999), compile=False, audit_every=0, **scaler)
 
 
 def trained(recipe: str) -> tuple[nn.Module, ng.AdamW]:

@@ -176,12 +176,16 @@ def test_a_model_and_its_optimizer_are_copied_together() -> None:
 
 @pytest.mark.parametrize("storage", ["float32", "exact", "compact"])
 def test_what_is_kept_can_be_looked_at_by_name(storage: str) -> None:
-    """As in torch: ``state`` shows all that is kept, shaped like the parameter, under torch's names."""
+    """As in torch: ``state`` shows all that is kept, shaped like the parameter, under torch's names, and what is saved."""
     optimizer = adamw(parameters(storage), storage)
     take_steps(optimizer, range(1))
-    for p in members(optimizer):
-        assert optimizer.state[p].keys() - {"master"} == {"step", "exp_avg", "exp_avg_sq"}
-        assert {value.shape for name, value in optimizer.state[p].items() if name != "step"} == {p.shape}
+    saved = optimizer.state_dict()["state"]
+    for number, p in enumerate(members(optimizer)):
+        shown = optimizer.state[p]
+        assert shown.keys() - {"master"} == {"step", "exp_avg", "exp_avg_sq"} | saved[number].keys() - {"master"}
+        assert {shown[name].shape for name in ("exp_avg", "exp_avg_sq", *{"master"} & shown.keys())} == {p.shape}
+        for name in saved[number].keys() - {"exp_avg", "exp_avg_sq"}:
+            assert torch.equal(shown[name], saved[number][name])
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(optimizer.state[p][name], optimizer.stored(p, name))
 

@@ -41,7 +41,8 @@ class Range:
             except (TypeError, ValueError, RuntimeError):
                 raise RecipeError(f"{own} = {part!r} was asked for; it must be one number, {self}.") from None
             if not (self.low < number if self.above else self.low <= number) or not number < self.high:
-                raise RecipeError(f"{own} = {number:g} was asked for; it must be {self} and finite.")
+                found = part if isinstance(part, (int, float)) else number
+                raise RecipeError(f"{own} = {found} was asked for; it must be {self} and finite.")
 
     def __str__(self) -> str:
         low = [] if self.low == -math.inf else [f"{'above' if self.above else 'at least'} {self.low:g}"]

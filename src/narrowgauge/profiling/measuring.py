@@ -24,7 +24,7 @@ from narrowgauge.profiling.blocks import blocks_of, many_rows, training_block, t
 from narrowgauge.profiling.costs import Round
 from narrowgauge.profiling.linears import Kind
 from narrowgauge.profiling.parts import Work, parts_of
-from narrowgauge.profiling.settings import Setting, base_of, settings_of, yardstick_of
+from narrowgauge.profiling.settings import ELSEWHERE, Setting, base_of, settings_of, yardstick_of
 from narrowgauge.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.memory import Sizes, batch_bytes, free_bytes
@@ -156,7 +156,7 @@ def require_memory(model: Model, recipes: Iterable[Recipe], config: TrainConfig)
         raise ChipError(
             f"a step of {model.name} with {config.batch_size} × {config.sequence_length} tokens takes about "
             f"{needed / 2**30:,.0f} GiB, and {where()} has {free / 2**30:,.0f} GiB free.",
-            "Predict it for a machine that is not here: --chip NAME (narrowgauge show chips).",
+            ELSEWHERE,
         )
 
 

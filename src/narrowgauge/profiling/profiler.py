@@ -12,7 +12,7 @@ from narrowgauge.profiling import predicting
 from narrowgauge.profiling.costs import RecipeCost, Round, cost_of
 from narrowgauge.profiling.linears import Kind, read_model
 from narrowgauge.profiling.report import Loss, Profile
-from narrowgauge.profiling.settings import Setting, rows_of
+from narrowgauge.profiling.settings import ELSEWHERE, Setting, rows_of
 from narrowgauge.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.memory import require_batch
@@ -106,7 +106,7 @@ def _measured(
     numerics: bool,
     say: Callable[[str], None],
 ) -> Profile:
-    require_batch(config)
+    require_batch(config, ELSEWHERE)
     from narrowgauge.profiling import measuring
 
     measuring.require_memory(row, recipes, config)

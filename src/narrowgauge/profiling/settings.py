@@ -16,6 +16,9 @@ from narrowgauge.notation import parse
 from narrowgauge.profiling.linears import Kind, Shape
 from narrowgauge.recipes import Recipe
 
+ELSEWHERE = "Predict it for a machine that is not here: --chip NAME (narrowgauge show chips)."
+"""Advice where a model is too large to be measured."""
+
 
 class Setting(NamedTuple):
     """How a linear layer is computed.

@@ -95,11 +95,12 @@ def _gib(size: int) -> str:
     return f"{gib:,.1f}" if gib < 1e6 else f"{gib:.1e}"
 
 
-def require_batch(config: TrainConfig) -> None:
+def require_batch(config: TrainConfig, otherwise: str = "") -> None:
     """Refuse a batch that cannot fit.
 
     Args:
         config: the settings.
+        otherwise: advice of the caller's own, beside that of a smaller batch.
     Raises:
         ChipError: its activations and logits alone take more memory than is free.
     """
@@ -111,11 +112,13 @@ def require_batch(config: TrainConfig) -> None:
         return
     # Parts of a batch follow each other, so it is the sequences of one part that must fit.
     fitting = config.micro_batch_size * free // needed
-    shorter = f"Take a --sequence-length below {config.sequence_length}, or a smaller model."
+    smaller = (
+        f"At most {fitting:,} such sequences fit: lower --batch-size or raise --gradient-accumulation-steps."
+        if fitting
+        else f"Take a --sequence-length below {config.sequence_length}, or a smaller model."
+    )
     raise ChipError(
         f"a batch of {config.micro_batch_size:,} × {config.sequence_length} tokens of {config.model} takes about "
         f"{_gib(needed)} GiB beside weights and states, and {_gib(free)} GiB are free here.",
-        f"At most {fitting:,} such sequences fit: lower --batch-size or raise --gradient-accumulation-steps."
-        if fitting
-        else shorter,
+        f"{smaller} {otherwise}".strip(),
     )

@@ -35,7 +35,7 @@ def test_of_all_runs_one_at_a_time_is_held_and_each_is_read_once(
         read.append(weakref.ref(rows))
         return rows
 
-    monkeypatch.setattr(record, "_read_rows", rows_of)
+    monkeypatch.setattr(record, "read_rows", rows_of)
     runs = [make_run(recipe, seed) for recipe in ("bfloat16/word", "bfloat16/master") for seed in (0, 1)]
     for run in runs:
         del vars(run)["gauges"]
