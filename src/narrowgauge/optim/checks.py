@@ -121,7 +121,7 @@ def gradient_of(parameter: Tensor) -> Tensor:
             f"a gradient is {gradient.dtype} and its parameter of shape {tuple(parameter.shape)} is {parameter.dtype}.",
             "Leave gradients in their parameter's format.",
         )
-    if gradient.shape != parameter.shape:
+    if gradient.numel() != parameter.numel():  # autograd holds them alike until .data is another tensor
         raise RecipeError(
             f"a gradient has the shape {tuple(gradient.shape)}, and its parameter {tuple(parameter.shape)}.",
             "Drop the gradients (zero_grad) when a parameter is resized.",

@@ -272,7 +272,7 @@ class Keeping(torch.optim.Optimizer):
         """Before stores are used: adopt what others have written to their parameters, and refuse what they changed."""
         written = dict.fromkeys(store for store in stores if not is_as_left(store))
         quiet = [store for store in stores if store not in written] if audit_every else []
-        if found := [*written, *written_unseen(quiet, audit_every)]:
+        if found := [*written, *(written_unseen(quiet, audit_every) if quiet else [])]:
             self._adopt_written(found)
 
     @staticmethod

@@ -257,8 +257,8 @@ class Optimizer(Keeping):
         self._restate(group, parameters)
         self._initialise(group, parameters)
         stores = [self._stores[p] for p in parameters]
-        for store in stores:
-            check_storage(group["storage"], store.asked)
+        for made in {store.asked for store in stores}:
+            check_storage(group["storage"], made)
         self._look_at(stores, self.audit_every)
         for store, gradient in zip(stores, gradients, strict=True):
             store.gradient = local_of(gradient)

@@ -33,6 +33,7 @@ class Trace:
     """What a parameter was when the last step let go of it.
 
     Args:
+        view: it, detached: the same memory and counter of writes.
         place: its address.
         shape, stride, dtype: its own.
         version: its counter of writes; ``None`` where it belongs to whoever sets it next, since states were just loaded.
@@ -41,6 +42,7 @@ class Trace:
         writes: how often others wrote to it.
     """
 
+    view: Tensor
     place: int
     shape: torch.Size
     stride: tuple[int, ...]
@@ -55,7 +57,7 @@ def trace_of(store: Store, *, bound: bool = True) -> Trace:
     """The trace of a parameter as it is now; with ``bound=False`` its next value belongs to its states too."""
     weight = store.parameter
     version = _version(store) if bound else None
-    return Trace(weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, version)
+    return Trace(weight.detach(), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, version)
 
 
 def _version(store: Store) -> int:
@@ -70,13 +72,16 @@ def has_tail(store: Store) -> bool:
 
 def is_as_left(store: Store) -> bool:
     """Whether nobody has moved, changed or (but through ``.data``) written to a parameter since its last step."""
-    if store.parameter is not store.owner:
-        store.parameter = local_of(store.owner)  # of a DTensor others may have put another in its place
-    weight, trace = store.parameter, store.trace
+    weight, trace, owner = store.parameter, store.trace, store.owner
+    if weight is owner:
+        version: int = owner._version
+    else:
+        weight = store.parameter = local_of(owner)  # of a DTensor others may have put another in its place
+        version = _version(store)
     return (
         trace is not None
+        and version == trace.version
         and weight.data_ptr() == trace.place
-        and _version(store) == trace.version
         and weight.shape == trace.shape
         and weight.stride() == trace.stride
         and weight.dtype is trace.dtype
@@ -110,11 +115,13 @@ def let_go(stores: Sequence[Store], audit_every: int) -> None:
     for store in stores:
         trace = store.trace
         assert trace is not None
-        trace.version, trace.mark = _version(store), None
+        weight = store.parameter
+        trace.version = weight._version if weight is store.owner else _version(store)
+        trace.mark = None
         if store.copied:
             assert store.left is not None
             store.left.copy_(store.parameter.detach())
-        if audit_every:
+        if audit_every and (trace.spot is not None or (store.step + 1) % audit_every == 0):
             audited = (store.step + 1) % audit_every == 0 and store.left is None and has_tail(store)
             trace.spot = checksum(store, (store.step + 1) // audit_every) if audited else None
 
@@ -123,7 +130,7 @@ def written_unseen(stores: Sequence[Store], audit_every: int) -> list[Store]:
     """Those that are audited next, and whose bits are not what they were left as, though no write was counted."""
     found = []
     for store in stores:
-        if audit_every and (store.step + 1) % audit_every == 0 and has_tail(store) and store.trace is not None:
+        if (store.step + 1) % audit_every == 0 and has_tail(store) and store.trace is not None:
             if store.left is not None:
                 found.append((store, (_bits(store.left) != _bits(store.parameter.detach())).any()))
             elif (spot := store.trace.spot) is not None:

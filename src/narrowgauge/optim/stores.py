@@ -274,6 +274,10 @@ class Store:
             value = raw.to(layouts.INTEGER[plane.bits]).view(plane.dtype)
             self.words[plane.name].copy_(layouts.from_parameter_order(self.storage, plane, value))
 
+    def detached(self) -> Tensor:
+        """The parameter without its gradients; the view that its trace holds, where it has been looked at."""
+        return self.parameter.detach() if self.trace is None else self.trace.view
+
     # ── words, as a kernel takes them ───────────────────────────────────────────────────────────────────────────────
 
     def peaks_of(self, values: Tensor) -> Tensor:
@@ -400,12 +404,12 @@ class Bucket:
 
     def gather(self) -> None:
         """Copy the members' weights and gradients in."""
-        torch._foreach_copy_(self.weight_views, [m.parameter.detach() for m in self.members])
+        torch._foreach_copy_(self.weight_views, [m.detached() for m in self.members])
         torch._foreach_copy_(self.gradient_views, [m.gradient for m in self.members])
 
     def scatter(self) -> None:
         """Copy the weights out; what remains here is what they were left as."""
-        torch._foreach_copy_([m.parameter.detach() for m in self.members], self.weight_views)
+        torch._foreach_copy_([m.detached() for m in self.members], self.weight_views)
         for member, view in zip(self.members, self.weight_views, strict=True):
             member.left = member.left if member.copied else view
 
