@@ -5,7 +5,8 @@
 ``torch._inductor.aoti_load_package(…).loader.boxed_run``
     Calls the package without 10 us of tree flattening. The way out: calling the package itself.
 Option names of ``torch._inductor.config``
-    Keep every reduction in one loop; round as eager mode does on CUDA. The way out: eager kernels.
+    Keep every reduction in one loop; round as eager mode does on CUDA; part the cache on disk by the length of vectors. The
+    way out: eager kernels, and a ``TORCHINDUCTOR_CACHE_DIR`` for each value of ``ATEN_CPU_CAPABILITY``.
 ``types.CodeType.replace`` under ``torch.compile``
     Dynamo counts how often it compiled a *code object* anew and gives up after eight; one definition compiled for many casts
     needs a code object for each. The way out: raising ``torch._dynamo.config.recompile_limit``.
@@ -68,6 +69,8 @@ _ONE_LOOP: dict[str, Any] = {
 # Inductor otherwise compiles three test programs to see whether the compiler knows the vector instructions that the
 # processor reports, 3.5 s once per process; a compiler that does not know them fails, and the kernel is compiled again.
 _TRUST_COMPILER: dict[str, Any] = {"cpp.vec_isa_ok": True}
+# What ATEN_CPU_CAPABILITY limits Inductor's vectors to, in bits; 1 for none.
+_LIMITED_VECTORS = {"default": 1, "avx2": 256}
 # On CUDA the defaults divide approximately and flush subnormals; the definition does neither.
 _AS_EAGER: dict[str, Any] = {
     "emulate_precision_casts": True,
@@ -409,3 +412,22 @@ def plain_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def _part_caches() -> None:
+    """Let Inductor's cache on disk tell vectors that ``ATEN_CPU_CAPABILITY`` limits from the processor's own.
+
+    Its key names Inductor's options and not that variable: code written for vectors of one length is found by a process that
+    compiles it for another, leaves out every second value (NaN) or writes past the end of buffers. The option that says the
+    same as the variable is part of the key.
+    """
+    bits = _LIMITED_VECTORS.get(os.environ.get("ATEN_CPU_CAPABILITY", ""))
+    if bits is None:
+        return
+    from torch._inductor import config
+
+    if config.cpp.simdlen is None:
+        config.cpp.simdlen = bits
+
+
+_part_caches()

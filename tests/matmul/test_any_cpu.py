@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,3 +216,23 @@ def test_under_the_variables_that_make_an_avx2_laptop() -> None:
         [sys.executable, "-c", SCRIPT], env=os.environ | LAPTOP, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+COMPILED = """
+import torch
+from narrowgauge._torch import compile_any_shape
+def doubled(x):
+    return x * 2 + 1
+x = torch.arange(4099.0)
+assert torch.equal(compile_any_shape(doubled, "doubled")(x), doubled(x))
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the variable's values are x86's")
+def test_code_that_was_compiled_for_longer_vectors_is_not_taken_from_the_cache(tmp_path: Path) -> None:
+    """Inductor's key does not know ``ATEN_CPU_CAPABILITY``: the second process found the first one's code, and gave NaN."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    own = {name: value for name, value in os.environ.items() if name not in LAPTOP}
+    for env in (own | cache, own | LAPTOP | cache):
+        done = subprocess.run([sys.executable, "-c", COMPILED], env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
