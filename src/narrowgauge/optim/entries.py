@@ -119,8 +119,8 @@ class States(MutableMapping[Any, Any]):
 class Entry(MutableMapping[str, Any]):
     """What is kept of one parameter: ``step``, the rule's states, ``master`` where more is kept than is seen, and notes.
 
-    The packed tensors that ``state_dict()`` saves are there too, under the names that they have in it: a distributed checkpoint
-    that flattens its state asks an entry, not the ``state_dict()``, for the names to look up.
+    The packed tensors that ``state_dict()`` saves are there too, under the names that they have in it, but for storages with scales
+    by row: a distributed checkpoint that flattens its state asks an entry, not the ``state_dict()``, for the names to look up.
 
     Args:
         states: of which it is one.
@@ -184,9 +184,8 @@ def _readable(store: Store) -> list[str]:
 
 
 def _packed(store: Store) -> list[str]:
-    """Names of what is handed out as it is saved."""
-    saved = [*store.words, *(f"{name}_bound" for name in store.bounds)]
-    return [name for name in saved if name not in _readable(store)]
+    """Names of what is handed out as it is saved; none where scales belong to it, without which it says nothing."""
+    return [] if store.bounds else [name for name in store.words if name not in _readable(store)]
 
 
 def write(store: Store, name: str, value: Any) -> None:
