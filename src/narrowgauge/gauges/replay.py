@@ -45,6 +45,7 @@ def first_bad_value(model: nn.Module, step: Callable[[], Any]) -> BadValue | Non
     Cost: nothing before it is called; then the step eagerly, with one more read of every result and, on a GPU, a wait for
     every operation. An eager step may need more memory than a compiled one.
     Example:
+        >>> _ = torch.manual_seed(0)
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)).half()
         >>> with torch.no_grad():
         ...     _ = model[2].weight.fill_(6e4)

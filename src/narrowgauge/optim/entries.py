@@ -119,8 +119,8 @@ class States(MutableMapping[Any, Any]):
 class Entry(MutableMapping[str, Any]):
     """What is kept of one parameter: ``step``, the rule's states, ``master`` where more is kept than is seen, and notes.
 
-    The packed tensors that ``state_dict()`` saves are there too, under the names that they have in it, but for storages with scales
-    by row: a distributed checkpoint that flattens its state asks an entry, not the ``state_dict()``, for the names to look up.
+    The packed tensors that ``state_dict()`` saves are there too, under the names that they have in it, but for storages with
+    scales by row: a distributed checkpoint that flattens its state asks an entry, not the ``state_dict()``, what to look up.
 
     Args:
         states: of which it is one.
