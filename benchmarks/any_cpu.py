@@ -17,12 +17,12 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from timing import Contender, Report, Row, measure, parser
+from training_speed import stripped
 
 from narrowgauge.models import get_model
 from narrowgauge.processor import multiplies
@@ -43,20 +43,6 @@ def settings(recipe: str, quick: bool) -> TrainConfig:
     if quick:
         return TrainConfig(model="llama-1m", batch_size=2, sequence_length=64, steps=10_000, **common)
     return TrainConfig(model="llama-8m", batch_size=8, sequence_length=256, steps=10_000, **common)
-
-
-def ours(config: TrainConfig, folder: Path, data: Dataset) -> Callable[[], None]:
-    """A step of our trainer's arithmetic."""
-    session = build(config, folder, data)
-
-    def step() -> None:
-        for tokens in session.batch():
-            (session.loss(tokens) / session.config.tokens_per_step).backward()
-        session.optimizer.step()
-        session.optimizer.zero_grad(set_to_none=True)
-        session.step += 1
-
-    return step
 
 
 def plain_seconds(config: TrainConfig, data: Dataset, steps: int) -> float:
@@ -86,7 +72,9 @@ def main() -> int:
         first = settings(YARDSTICK, options.quick)
         data = prepare_data(first.data, Path(place), vocab_size=get_model(first.model).vocab_size, seed=first.seed)
         plain = plain_seconds(first, data, 2)
-        steps = {name: ours(settings(name, options.quick), Path(place), data) for name in (YARDSTICK, *TARGETS)}
+        steps = {
+            name: stripped(build(settings(name, options.quick), Path(place), data)) for name in (YARDSTICK, *TARGETS)
+        }
         contenders = [Contender(name, step) for name, step in steps.items()]
         timings = measure(contenders, yardstick=YARDSTICK, rounds=2 if options.quick else options.rounds)
     tokens = first.batch_size * first.sequence_length
