@@ -84,9 +84,8 @@ class Casts:
 
 def cast_figures(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
     """``[samples, 6]``, as :data:`narrowgauge.numerics.statistics.CAST_SUMS`."""
-    if (
-        cast.block is not None or cast.smooth
-    ):  # blocks of several rows, and channels, must not reach into the next tensor
+    # Blocks of several rows, and channels, must not reach into the next tensor.
+    if cast.block is not None or cast.smooth:
         whole = amax.view(-1, 1, 1) if cast.scale == "float8_e4m3fn" else [None] * len(samples)
         sums = [statistics.cast_sums(x, cast, amax=own).sum(0) for x, own in zip(samples, whole, strict=True)]
         return torch.stack(sums)
