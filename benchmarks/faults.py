@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.computes import COMPUTES, Cast, Compute, Product
+from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.session import Session
-from narrowgauge.trainer.steps import train_step
+from narrowgauge.trainer.step import train_step
 
 Strike = Callable[[Session, int], None]
 """Called before every step from the fault's own on, with the number of steps since."""

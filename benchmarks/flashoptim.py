@@ -35,7 +35,7 @@ from timing import Report, Row, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from oracles.adamw import AdamW64, Deviation, deviation

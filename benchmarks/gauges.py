@@ -26,12 +26,12 @@ import torch
 from narrow_training import settings
 from timing import Contender, Report, Row, Timing, measure, nothing, parser
 
-from narrowgauge.gauges.panel import GaugeNotice, Gauges, attach_gauges
+from narrowgauge.gauges.attach import GaugeNotice, Gauges, attach_gauges
 from narrowgauge.matmul.choosing import EmulationNotice
-from narrowgauge.models import get_model
+from narrowgauge.spec.models import get_model
 from narrowgauge.trainer.data import open_data, prepare_data
 from narrowgauge.trainer.session import Session, build
-from narrowgauge.trainer.steps import train_step
+from narrowgauge.trainer.step import train_step
 
 NEVER = 1 << 40
 EVERY = 20

@@ -37,20 +37,20 @@ from timing import Contender, Report, Row, measure, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.computes import COMPUTES, Cast, Compute
 from narrowgauge.errors import ChipError
-from narrowgauge.gauges.panel import Gauges
-from narrowgauge.matmul import casts, randomness
-from narrowgauge.matmul.casts import Operand, cast_matrix
+from narrowgauge.gauges.attach import Gauges
+from narrowgauge.matmul import operand, rng
 from narrowgauge.matmul.choosing import EmulationNotice
-from narrowgauge.matmul.products import is_native, multiply, operand_dtype
-from narrowgauge.matmul.randomness import random_words
-from narrowgauge.models import get_model
-from narrowgauge.storages import STORAGES, VISIBLE, Storage
+from narrowgauge.matmul.gemm import is_native, multiply, operand_dtype
+from narrowgauge.matmul.operand import Operand, cast_matrix
+from narrowgauge.matmul.rng import random_words
+from narrowgauge.spec.computes import COMPUTES, Cast, Compute
+from narrowgauge.spec.models import get_model
+from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset, prepare_data
 from narrowgauge.trainer.session import build
-from narrowgauge.trainer.steps import train_step
+from narrowgauge.trainer.step import train_step
 
 SHAPES = ((130, 66), (65, 67), (5, 1), (300, 300), (1, 1), (512, 1024))
 """Even and odd lengths, one element, in a bucket and alone, and one that is audited in turns."""
@@ -200,7 +200,7 @@ def cast_bits(cast: Cast, dim: int, x: Tensor, device: str, compile: bool) -> li
     amax = finite.abs().amax().view(1, 1) / 2 if cast.scaling == "delayed" else None
     fold = finite.abs().amax(dim, keepdim=True) + 1 if cast.format == "int8" else None
     least = 0 if compile else sys.maxsize
-    with patch.object(casts, "COMPILE_ELEMENTS", least), patch.object(randomness, "COMPILE_ELEMENTS", least):
+    with patch.object(operand, "COMPILE_ELEMENTS", least), patch.object(rng, "COMPILE_ELEMENTS", least):
         words = random_words(cast, x, dim, state, 0, 1)
         made = cast_matrix(x, cast, dim, dtype, words=words, fold=fold, amax=amax)
     data, outer = (None if part is None else part.float().cpu() for part in made)

@@ -42,7 +42,7 @@ from transformers import PreTrainedModel
 
 import narrowgauge as ng
 from narrowgauge.matmul.choosing import EmulationNotice
-from narrowgauge.models import get_model
+from narrowgauge.spec.models import get_model
 from narrowgauge.trainer.language_model import build, compiled_loss
 
 ROWS = ("bfloat16", "float8-tensor", "float8-delayed", "int8-row", "float8-row", "mxfp8")

@@ -25,7 +25,7 @@ from typing import Any
 
 from timing import Report, Row, parser
 
-from narrowgauge.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES
 
 SHAPE, QUICK_SHAPE = (1 << 13, 1 << 12), (1 << 9, 1 << 9)
 LIMIT_MIB = 64.0

@@ -32,13 +32,13 @@ from peers import reason
 from timing import NOT_INSTALLED, Contender, Report, Row, measure, nothing, parser, peer_version
 from torch import Tensor, nn
 
-from narrowgauge.computes import COMPUTES
 from narrowgauge.matmul.choosing import EmulationNotice
-from narrowgauge.matmul.products import told
+from narrowgauge.matmul.gemm import told
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.profiling.costs import Setting
-from narrowgauge.profiling.linears import Shape
+from narrowgauge.profiling.layer_plan import Shape
 from narrowgauge.profiling.parts import operands, parts_of
+from narrowgauge.spec.computes import COMPUTES
 
 YARDSTICK = "bfloat16, compiled"
 ROWS = tuple(row.name for row in COMPUTES.values() if not row.is_wide and not row.transform)

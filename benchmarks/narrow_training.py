@@ -40,13 +40,13 @@ from peers import reason
 from timing import Contender, Report, Row, Timing, measure, nothing, parser
 
 from narrowgauge.matmul.choosing import EmulationNotice
-from narrowgauge.models import get_model
-from narrowgauge.notation import parse
+from narrowgauge.spec.models import get_model
+from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset, open_data, prepare_data
 from narrowgauge.trainer.session import Session, build
-from narrowgauge.trainer.steps import train_step
+from narrowgauge.trainer.step import train_step
 
 YARDSTICK = "bfloat16/word"
 RECIPES = tuple(

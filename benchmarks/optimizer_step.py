@@ -26,8 +26,8 @@ from timing import NOT_INSTALLED, Contender, Report, Timing, measure, parser, pe
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.models import get_model
-from narrowgauge.storages import STORAGES
+from narrowgauge.spec.models import get_model
+from narrowgauge.spec.storages import STORAGES
 
 Shapes = tuple[tuple[int, ...], ...]
 YARDSTICK = "torch fused float32"

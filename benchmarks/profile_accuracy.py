@@ -24,15 +24,15 @@ import torch
 from timing import Contender, Report, Row, Timing, measure, parser
 
 from narrowgauge.matmul.choosing import EmulationNotice
-from narrowgauge.notation import parse
-from narrowgauge.profiling import measuring
-from narrowgauge.profiling.blocks import many_rows, training_session
+from narrowgauge.profiling import measurement
+from narrowgauge.profiling.block_benchmark import many_rows, training_session
 from narrowgauge.profiling.costs import RecipeCost, Round, cost_of
-from narrowgauge.profiling.linears import Kind, read_model
+from narrowgauge.profiling.layer_plan import Kind, read_model
 from narrowgauge.profiling.settings import yardstick_of
-from narrowgauge.recipes import Recipe
+from narrowgauge.spec.notation import parse
+from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.steps import train_step
+from narrowgauge.trainer.step import train_step
 
 CASES = {
     "llama-8m": ["int8-row/word", "float8-row/word"],
@@ -66,7 +66,7 @@ def case_rows(model: str, names: Sequence[str], config: TrainConfig, rounds: int
     torch.compiler.reset()
     recipes = [parse(name) for name in names]
     _, kinds = read_model(model)
-    found = measuring.measure(kinds, recipes, config, rounds)
+    found = measurement.measure(kinds, recipes, config, rounds)
     expected = costs(kinds, recipes, found, config.tokens_per_step)
     by_parts = costs(kinds, recipes, [replace(r, blocks={}) for r in found], config.tokens_per_step)
     gc.collect()

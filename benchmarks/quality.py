@@ -47,15 +47,15 @@ from typing import Any
 import torch
 from timing import Report, Row, parser
 
-from narrowgauge.computes import COMPUTES
+from narrowgauge.comparison.intervals import interval
+from narrowgauge.comparison.run_stats import Curve
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.matmul.choosing import EmulationNotice
-from narrowgauge.notation import DEFAULT_STORAGE, parse
-from narrowgauge.runs.comparing.intervals import interval
-from narrowgauge.runs.comparing.trials import Curve
-from narrowgauge.runs.files import lock
+from narrowgauge.runs.atomic_io import lock
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.storages import STORAGES
+from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.notation import DEFAULT_STORAGE, parse
+from narrowgauge.spec.storages import STORAGES
 from narrowgauge.trainer.config import UNIT_LEARNING_RATE, TrainConfig
 from narrowgauge.trainer.data import prepare_data
 from narrowgauge.trainer.loop import resume, train, vocabulary_size

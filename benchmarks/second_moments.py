@@ -34,7 +34,7 @@ from timing import Report, Row, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.storages import STORAGES, Storage
+from narrowgauge.spec.storages import STORAGES, Storage
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from oracles import flashoptim

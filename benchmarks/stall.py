@@ -25,7 +25,7 @@ from timing import NOT_INSTALLED, Report, Row, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.storages import STORAGES, Storage
+from narrowgauge.spec.storages import STORAGES, Storage
 
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 CYCLE = 50

@@ -33,14 +33,14 @@ from timing import Contender, Report, Row, Timing, measure, parser
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from narrowgauge.models import get_model
 from narrowgauge.runs.record import RunWriter
+from narrowgauge.spec.models import get_model
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.data import Dataset, prepare_data
 from narrowgauge.trainer.session import Session, build, describe, keep_pages
-from narrowgauge.trainer.steps import train_step
+from narrowgauge.trainer.step import train_step
 
 OURS = "ours, bfloat16/word"
 STRIPPED = "ours, without logging and audit"

@@ -28,10 +28,10 @@ from typing import Any
 # What every child would load.
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-import narrowgauge.runs.comparing.publishing
+import narrowgauge.report.publishing
 import narrowgauge.trainer.exporting
 import narrowgauge.trainer.loop  # noqa: F401
-from narrowgauge.cli import main
+from narrowgauge.cli.main import main
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.trainer import checkpoint
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from itertools import groupby
 
 import narrowgauge
-from narrowgauge import show
+from narrowgauge.monitor.conditions import CONDITIONS, Detector
+from narrowgauge.monitor.detectors import DETECTORS, SERIOUS
 from narrowgauge.runs.events import KINDS
 from narrowgauge.runs.readings import FIELDS
 from narrowgauge.runs.readings import KINDS as WATCHED
-from narrowgauge.runs.watching.conditions import CONDITIONS, Detector
-from narrowgauge.runs.watching.detectors import DETECTORS, SERIOUS
-from narrowgauge.tables import Column, Row, Table
+from narrowgauge.spec import show
+from narrowgauge.spec.tables import Column, Row, Table
 
 TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 REFERENCE = "<!-- reference -->"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from narrowgauge.cli import main
-from narrowgauge.notation import load_toml
+from narrowgauge.cli.main import main
+from narrowgauge.spec.notation import load_toml
 
 RECIPES = ("bfloat16/master", "bfloat16/word", "bfloat16/naive")
 # A rate as late in a run: the updates of a bfloat16 weight are then near half its spacing, and naive rounding begins to tell.

@@ -12,7 +12,7 @@ import warnings
 import torch
 
 import narrowgauge as ng
-from narrowgauge.matmul.products import told
+from narrowgauge.matmul.gemm import told
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MICRO_BATCH = 128

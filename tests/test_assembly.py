@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
+from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import linears_of
-from narrowgauge.notation import parse, parse_table, representative_names
-from narrowgauge.recipes import Override, Recipe
-from narrowgauge.scopes import compute_scope
-from narrowgauge.storages import STORAGES
+from narrowgauge.spec.notation import parse, parse_table, representative_names
+from narrowgauge.spec.recipes import Override, Recipe
+from narrowgauge.spec.storages import STORAGES
 
 RECIPES = representative_names()
 

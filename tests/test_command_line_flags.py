@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
-from narrowgauge.cli import main
+from narrowgauge.cli.main import main
 
 GOLDEN = Path(__file__).parent / "golden" / "flags.txt"
 HOW_TO_UPDATE = "NARROWGAUGE_UPDATE_GOLDEN=1 ./dev test tests/test_command_line_flags.py"

@@ -23,12 +23,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.cli import main
+from narrowgauge.cli.main import main
 from narrowgauge.conversion import folders
-from narrowgauge.conversion.report import compare, largest_of
+from narrowgauge.conversion.conversion_report import compare, largest_of
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError
 from narrowgauge.runs.record import read_run
-from narrowgauge.storages import BFLOAT16, MOMENT12, SECOND12, STORAGES
+from narrowgauge.spec.storages import BFLOAT16, MOMENT12, SECOND12, STORAGES
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.checkpoint import load_checkpoint
 from trainer.tiny_runs import SHAPE, lasting, settings

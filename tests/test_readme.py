@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from narrowgauge import show
+from narrowgauge.spec import show
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -15,14 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from narrowgauge.accumulations import ACCUMULATIONS as ACCUMULATIONS
     from narrowgauge.assembly import prepare as prepare
-    from narrowgauge.chips import CHIPS as CHIPS
-    from narrowgauge.chips import Chip as Chip
-    from narrowgauge.computes import COMPUTES as COMPUTES
-    from narrowgauge.computes import Cast as Cast
-    from narrowgauge.computes import Compute as Compute
-    from narrowgauge.computes import Product as Product
+    from narrowgauge.comparison.comparison import Comparison as Comparison
+    from narrowgauge.comparison.comparison import compare_runs as compare_runs
     from narrowgauge.conversion.states import convert as convert
     from narrowgauge.conversion.states import restore as restore
     from narrowgauge.errors import ChipError as ChipError
@@ -31,23 +26,20 @@ if TYPE_CHECKING:
     from narrowgauge.errors import NarrowgaugeError as NarrowgaugeError
     from narrowgauge.errors import RecipeError as RecipeError
     from narrowgauge.errors import RecordError as RecordError
-    from narrowgauge.formats import FORMATS as FORMATS
-    from narrowgauge.formats import Format as Format
-    from narrowgauge.gauges.bad_value import BadValue as BadValue
-    from narrowgauge.gauges.panel import GaugeNotice as GaugeNotice
-    from narrowgauge.gauges.panel import Gauges as Gauges
-    from narrowgauge.gauges.panel import attach_gauges as attach_gauges
-    from narrowgauge.gauges.replay import Replay as Replay
-    from narrowgauge.gauges.replay import first_bad_value as first_bad_value
-    from narrowgauge.gauges.replay import replay as replay
-    from narrowgauge.gauges.run_log import compare as compare
+    from narrowgauge.experiment.run_log import compare as compare
+    from narrowgauge.gauges.attach import GaugeNotice as GaugeNotice
+    from narrowgauge.gauges.attach import Gauges as Gauges
+    from narrowgauge.gauges.attach import attach_gauges as attach_gauges
+    from narrowgauge.gauges.nan_origin.bad_value import BadValue as BadValue
+    from narrowgauge.gauges.nan_origin.replay import Replay as Replay
+    from narrowgauge.gauges.nan_origin.replay import first_bad_value as first_bad_value
+    from narrowgauge.gauges.nan_origin.replay import replay as replay
+    from narrowgauge.matmul.cast_cache import cached_weights as cached_weights
     from narrowgauge.matmul.inference import inference_bytes as inference_bytes
     from narrowgauge.matmul.inference import quantize_for_inference as quantize_for_inference
     from narrowgauge.matmul.linears import Linears as Linears
     from narrowgauge.matmul.swapping import linears_of as linears_of
     from narrowgauge.matmul.swapping import swap_linears as swap_linears
-    from narrowgauge.matmul.weights import cached_weights as cached_weights
-    from narrowgauge.notation import parse as parse
     from narrowgauge.numerics.casting import round_to as round_to
     from narrowgauge.numerics.scaling import LossScaler as LossScaler
     from narrowgauge.numerics.summation import fingerprint as fingerprint
@@ -57,26 +49,34 @@ if TYPE_CHECKING:
     from narrowgauge.optim.auditing import Reading as Reading
     from narrowgauge.optim.auditing import UpdateLossWarning as UpdateLossWarning
     from narrowgauge.optim.auditing import audit as audit
-    from narrowgauge.optim.elementwise import Rule as Rule
     from narrowgauge.optim.elementwise_optimizers import SGD as SGD
     from narrowgauge.optim.elementwise_optimizers import Adam as Adam
     from narrowgauge.optim.elementwise_optimizers import AdamW as AdamW
     from narrowgauge.optim.elementwise_optimizers import Lion as Lion
+    from narrowgauge.optim.gradient_release import release_gradients as release_gradients
     from narrowgauge.optim.matrix_optimizers import Adafactor as Adafactor
     from narrowgauge.optim.matrix_optimizers import GaLore as GaLore
     from narrowgauge.optim.matrix_optimizers import GradNormLoRP as GradNormLoRP
     from narrowgauge.optim.matrix_optimizers import Muon as Muon
     from narrowgauge.optim.optimizer import Optimizer as Optimizer
-    from narrowgauge.optim.release import release_gradients as release_gradients
-    from narrowgauge.recipes import Recipe as Recipe
-    from narrowgauge.runs.comparing.comparison import Comparison as Comparison
-    from narrowgauge.runs.comparing.comparison import compare_runs as compare_runs
+    from narrowgauge.optim.rules.elementwise import Rule as Rule
     from narrowgauge.runs.events import Event as Event
     from narrowgauge.runs.events import on_event as on_event
     from narrowgauge.runs.record import Run as Run
     from narrowgauge.runs.record import read_run as read_run
-    from narrowgauge.storages import STORAGES as STORAGES
-    from narrowgauge.storages import Storage as Storage
+    from narrowgauge.spec.accumulations import ACCUMULATIONS as ACCUMULATIONS
+    from narrowgauge.spec.chips import CHIPS as CHIPS
+    from narrowgauge.spec.chips import Chip as Chip
+    from narrowgauge.spec.computes import COMPUTES as COMPUTES
+    from narrowgauge.spec.computes import Cast as Cast
+    from narrowgauge.spec.computes import Compute as Compute
+    from narrowgauge.spec.computes import Product as Product
+    from narrowgauge.spec.formats import FORMATS as FORMATS
+    from narrowgauge.spec.formats import Format as Format
+    from narrowgauge.spec.notation import parse as parse
+    from narrowgauge.spec.recipes import Recipe as Recipe
+    from narrowgauge.spec.storages import STORAGES as STORAGES
+    from narrowgauge.spec.storages import Storage as Storage
 
 __version__ = "0.1.0"
 
@@ -93,26 +93,26 @@ _HOMES = {
     "Adafactor": "optim.matrix_optimizers",
     "GaLore": "optim.matrix_optimizers",
     "GradNormLoRP": "optim.matrix_optimizers",
-    "Rule": "optim.elementwise",
+    "Rule": "optim.rules.elementwise",
     "LossScaler": "numerics.scaling",
     "GradientAccumulator": "optim.accumulation",
     "AccumulationWarning": "optim.accumulation",
-    "ACCUMULATIONS": "accumulations",
-    "release_gradients": "optim.release",
+    "ACCUMULATIONS": "spec.accumulations",
+    "release_gradients": "optim.gradient_release",
     "Optimizer": "optim.optimizer",
     "audit": "optim.auditing",
-    "attach_gauges": "gauges.panel",
-    "Gauges": "gauges.panel",
-    "GaugeNotice": "gauges.panel",
-    "first_bad_value": "gauges.replay",
-    "replay": "gauges.replay",
-    "BadValue": "gauges.bad_value",
-    "Replay": "gauges.replay",
+    "attach_gauges": "gauges.attach",
+    "Gauges": "gauges.attach",
+    "GaugeNotice": "gauges.attach",
+    "first_bad_value": "gauges.nan_origin.replay",
+    "replay": "gauges.nan_origin.replay",
+    "BadValue": "gauges.nan_origin.bad_value",
+    "Replay": "gauges.nan_origin.replay",
     "on_event": "runs.events",
     "Event": "runs.events",
-    "compare": "gauges.run_log",
-    "compare_runs": "runs.comparing.comparison",
-    "Comparison": "runs.comparing.comparison",
+    "compare": "experiment.run_log",
+    "compare_runs": "comparison.comparison",
+    "Comparison": "comparison.comparison",
     "read_run": "runs.record",
     "Run": "runs.record",
     "Alarm": "optim.auditing",
@@ -121,23 +121,23 @@ _HOMES = {
     "swap_linears": "matmul.swapping",
     "linears_of": "matmul.swapping",
     "Linears": "matmul.linears",
-    "cached_weights": "matmul.weights",
+    "cached_weights": "matmul.cast_cache",
     "quantize_for_inference": "matmul.inference",
     "inference_bytes": "matmul.inference",
     "round_to": "numerics.casting",
     "fingerprint": "numerics.summation",
-    "parse": "notation",
-    "Recipe": "recipes",
-    "Compute": "computes",
-    "Product": "computes",
-    "Cast": "computes",
-    "COMPUTES": "computes",
-    "Storage": "storages",
-    "STORAGES": "storages",
-    "Format": "formats",
-    "FORMATS": "formats",
-    "Chip": "chips",
-    "CHIPS": "chips",
+    "parse": "spec.notation",
+    "Recipe": "spec.recipes",
+    "Compute": "spec.computes",
+    "Product": "spec.computes",
+    "Cast": "spec.computes",
+    "COMPUTES": "spec.computes",
+    "Storage": "spec.storages",
+    "STORAGES": "spec.storages",
+    "Format": "spec.formats",
+    "FORMATS": "spec.formats",
+    "Chip": "spec.chips",
+    "CHIPS": "spec.chips",
     "NarrowgaugeError": "errors",
     "FormatError": "errors",
     "RecipeError": "errors",

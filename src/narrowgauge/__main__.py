@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from narrowgauge.cli import main
+from narrowgauge.cli.main import main
 
 if __name__ == "__main__":
     main(prog_name="narrowgauge")

@@ -56,7 +56,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.processor import instruction_sets
+from narrowgauge.spec.processor import instruction_sets
 
 # One loop whatever its length: each threshold makes Inductor write an intermediate to memory, and a fresh buffer of a
 # large tensor's size costs more in page faults than the whole step (measured: 4 to 10 times).

@@ -2,7 +2,7 @@
 
 There is one legal order. Unit scaling redraws the weights first. Tails must be taken from the float32 weights *before* they
 are cut; the optimizer must see the parameters *after*; linear layers become narrow, and follow the optimizer's steps;
-propagated scales, autocast and the casts of :mod:`narrowgauge.scopes` go on last. ``prepare`` is that order.
+propagated scales, autocast and the casts of :mod:`narrowgauge.matmul.scopes` go on last. ``prepare`` is that order.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from narrowgauge import variants
-from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linears import Linears
+from narrowgauge.matmul.scopes import compute_in_scope
 from narrowgauge.matmul.swapping import linear_names, swap_linears
-from narrowgauge.notation import parse
 from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.elementwise_optimizers import AdamW
-from narrowgauge.processor import multiplies
-from narrowgauge.recipes import Recipe
-from narrowgauge.scopes import compute_in_scope
+from narrowgauge.spec import variants
+from narrowgauge.spec.computes import Compute
+from narrowgauge.spec.notation import parse
+from narrowgauge.spec.processor import multiplies
+from narrowgauge.spec.recipes import Recipe
 
 
 def prepare(

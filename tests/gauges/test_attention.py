@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from narrowgauge.gauges.panel import GaugeNotice, Gauges, attach_gauges
+from narrowgauge.gauges.attach import GaugeNotice, Gauges, attach_gauges
 
 WIDTH, HEADS, LENGTH = 32, 4, 16
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import narrowgauge as ng
-from narrowgauge.gauges.panel import Gauges, attach_gauges
+from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.matmul.experts import grouped_layers_of
 from narrowgauge.runs.readings import figure
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowgauge as ng
-from narrowgauge.gauges.panel import Gauges, attach_gauges
+from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.runs.readings import MOMENT_FIELDS, UPDATE_FIELDS
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
@@ -236,7 +236,7 @@ def test_a_pickle_of_a_watched_model_is_not_watched_elsewhere() -> None:
     torch.save(model, buffer)
     code = """
 import io, sys, torch
-from narrowgauge.gauges.panel import attach_gauges
+from narrowgauge.gauges.attach import attach_gauges
 model = torch.load(io.BytesIO(sys.stdin.buffer.read()), weights_only=False)
 second = torch.nn.Linear(2, 2)
 attach_gauges(second, torch.optim.SGD(second.parameters()), every=1)  # a sampled step, and one board
@@ -265,7 +265,7 @@ def test_what_was_compiled_before_is_told_once() -> None:
     """In a process of its own: whether hooks are looked for is the process's, and other tests have asked for it."""
     code = """
 import warnings, torch
-from narrowgauge.gauges.panel import GaugeNotice, attach_gauges
+from narrowgauge.gauges.attach import GaugeNotice, attach_gauges
 model = torch.nn.Sequential(torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters())
 run = torch.compile(model, backend="eager")

@@ -10,17 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import variants
-from narrowgauge.computes import COMPUTES, PLACES, Cast, Compute
-from narrowgauge.matmul import operators, randomness
+from narrowgauge.matmul import custom_ops, rng
 from narrowgauge.matmul.choosing import EmulationNotice, row_of
+from narrowgauge.matmul.gemm import is_native
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.outliers import without_outliers
-from narrowgauge.matmul.products import is_native
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.numerics.quantization import Quantized, padded, quantize, random_words
 from narrowgauge.numerics.rounding import random_bits
+from narrowgauge.spec import variants
+from narrowgauge.spec.computes import COMPUTES, PLACES, Cast, Compute
 from oracles.linear import ROUNDING, Product, product
 
 ROWS = list(COMPUTES.values())
@@ -115,8 +115,8 @@ def quantized(x: Tensor, cast: Cast, dim: int, *, key: Tensor = KEY, fold: Tenso
 
 def key_of(layer: Linear, place: str) -> Tensor:
     """What is particular to the seed, the step, the layer and the cast of its gradient for a matmul."""
-    operand = operators.GRADIENT + DIMS[place][0]
-    return random_bits(layer.state[randomness.LAYER] + operand * 0x3C6EF372, layer.state[randomness.STEP_SEED])
+    operand = custom_ops.GRADIENT + DIMS[place][0]
+    return random_bits(layer.state[rng.LAYER] + operand * 0x3C6EF372, layer.state[rng.STEP_SEED])
 
 
 def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge import processor
-from narrowgauge.computes import COMPUTES
 from narrowgauge.matmul import choosing
-from narrowgauge.matmul.casts import Operand
 from narrowgauge.matmul.choosing import EmulationNotice
 from narrowgauge.matmul.fused_attention import widen_attention
+from narrowgauge.matmul.gemm import multiply, told
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.products import multiply, told
+from narrowgauge.matmul.operand import Operand
 from narrowgauge.matmul.swapping import swap_linears
-from narrowgauge.optim.checks import SlowMatmulNotice
-from narrowgauge.processor import pretending
+from narrowgauge.optim.validation import SlowMatmulNotice
+from narrowgauge.spec import processor
+from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.processor import pretending
 from narrowgauge.trainer.language_model import can_chunk, loss_sum
 
 CPU = torch.device("cpu")
@@ -194,7 +194,7 @@ LAPTOP = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 SCRIPT = """
 import torch, narrowgauge as ng
 from torch import nn
-from narrowgauge.processor import multiplies
+from narrowgauge.spec.processor import multiplies
 assert torch.backends.cpu.get_cpu_capability() == "AVX2" and not multiplies("bfloat16") and not multiplies("int8")
 x, y = torch.randn(64, 32), torch.randint(0, 8, (64,))
 for recipe in ("bfloat16/word", "int8-row/word", "float32/exact"):

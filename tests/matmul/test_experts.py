@@ -20,11 +20,11 @@ from transformers import (
 )
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from narrowgauge.computes import COMPUTES
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.experts import IMPLEMENTATION, swap_experts
 from narrowgauge.matmul.grouped import GroupedLinear
 from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.spec.computes import COMPUTES
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -17,9 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from narrowgauge.computes import COMPUTES
 from narrowgauge.errors import FormatError, RecipeError
-from narrowgauge.matmul import operators
+from narrowgauge.matmul import custom_ops
 from narrowgauge.matmul.inference import (
     QuantizedLinear,
     cast_quantized,
@@ -29,6 +28,7 @@ from narrowgauge.matmul.inference import (
 )
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.numerics.quantization import padded, quantize
+from narrowgauge.spec.computes import COMPUTES
 from oracles.linear import ROUNDING, product
 
 SERVED = ("int8-outlier", "int8-row", "float8-row", "float8-tensor", "float8-block", "mxfp8")
@@ -331,5 +331,5 @@ def test_a_row_of_ones_own_is_served_by_its_name() -> None:
     own = replace(own, output=replace(own.output, left=replace(own.output.left, outliers=3.0)))
     x = inputs(6)
     model = quantize_for_inference(holder(), own)["fc"]
-    assert operators.ROWS["mine"] is own
+    assert custom_ops.ROWS["mine"] is own
     assert not torch.equal(model(x), quantize_for_inference(holder())["fc"](x))

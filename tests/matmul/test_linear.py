@@ -37,14 +37,14 @@ from matmul.scenarios import (
     same,
 )  # fmt: skip
 from narrowgauge._torch import _TRUST_COMPILER
-from narrowgauge.computes import COMPUTES, Compute
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import casts, choosing, operators, products, randomness
+from narrowgauge.matmul import choosing, custom_ops, gemm, operand, rng
 from narrowgauge.matmul.choosing import EmulationNotice
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.swapping import linears_of, swap_linears
 from narrowgauge.numerics.quantization import padded, rotate
+from narrowgauge.spec.computes import COMPUTES, Compute
 from oracles import linear as oracle
 
 every_row = pytest.mark.parametrize("row", ROWS, **names)
@@ -480,7 +480,7 @@ def test_a_copy_goes_on_with_the_same_bits_in_another_process_too(
     before = passed(layer, x, grad)
     if way != "deepcopy":
         # What another process knows: the table.
-        monkeypatch.setattr(operators, "ROWS", dict(COMPUTES))
+        monkeypatch.setattr(custom_ops, "ROWS", dict(COMPUTES))
     assert same(passed(copied(), x, grad), before)
     assert copied().weight is not layer.weight
 
@@ -676,7 +676,7 @@ def test_the_step_goes_on_with_an_optimizer_s() -> None:
     assert linears.step == 2
     states = {tuple(layer.state[:3].tolist()) for layer in linears.layers.values()}
     assert len(states) == 1 and next(iter(states))[1:] == (2, 0)
-    assert len({layer.state[randomness.LAYER].item() for layer in linears.layers.values()}) == 3
+    assert len({layer.state[rng.LAYER].item() for layer in linears.layers.values()}) == 3
     handle = linears_of(model)
     assert handle is not None and handle.step == 2 and handle.layers == linears.layers
     assert linears_of(nn.LayerNorm(2)) is None
@@ -689,14 +689,14 @@ def test_the_step_goes_on_with_an_optimizer_s() -> None:
 def casts_of_input(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The dimension of each cast of an input of 6 tokens, as it runs: compiled code comes by here too."""
     found: list[int] = []
-    real = operators.cast_matrix
+    real = custom_ops.cast_matrix
 
     def counted(x: Tensor, cast: Any, dim: int, *arguments: Any, **options: Any) -> Any:
         if x.shape == (6, 64):
             found.append(dim)
         return real(x, cast, dim, *arguments, **options)
 
-    monkeypatch.setattr(operators, "cast_matrix", counted)
+    monkeypatch.setattr(custom_ops, "cast_matrix", counted)
     torch._dynamo.reset()
     yield found
     torch._dynamo.reset()
@@ -840,7 +840,7 @@ def test_with_compiled_casts_a_compiled_layer_gives_the_same_bits(
 ) -> None:
     x, grad = batch((140, 65, 34))
     wanted = passed(make_layer("int8-row", 65, 34)[0], x, grad)
-    for module in (casts, products, randomness):
+    for module in (operand, gemm, rng):
         monkeypatch.setattr(module, "COMPILE_ELEMENTS", 1)
     layer, _ = make_layer("int8-row", 65, 34)
     assert same(passed(layer, x, grad, compiled(layer)), wanted)
@@ -859,18 +859,18 @@ def test_operators_return_what_they_tell_the_compiler(row: Compute, shape: tuple
     # The first also compares inputs before and after, which PyTorch cannot do for float8.
     checks = ("test_faketensor",) if row.keeps_codes and row.name != "int8-row" else ("test_schema", "test_faketensor")
     with torch.no_grad():
-        torch.library.opcheck(operators.cast_input, (x, row.name, None, None, False), test_utils=checks)
-        data, outer = operators.cast_input(x, row.name, None, None, False)
+        torch.library.opcheck(custom_ops.cast_input, (x, row.name, None, None, False), test_utils=checks)
+        data, outer = custom_ops.cast_input(x, row.name, None, None, False)
         arguments = (data, outer, x, weight, layer.bias.detach(), row.name, state, None, False, shape[0], x.dtype)
-        torch.library.opcheck(operators.multiply_output, arguments, test_utils=checks)
+        torch.library.opcheck(custom_ops.multiply_output, arguments, test_utils=checks)
         if not row.keeps_codes and not row.grad_weight.right.is_wide:
-            torch.library.opcheck(operators.cast_kept, (x, row.name, state), test_utils=checks)
-            data, outer = operators.cast_kept(x, row.name, state)
+            torch.library.opcheck(custom_ops.cast_kept, (x, row.name, state), test_utils=checks)
+            data, outer = custom_ops.cast_kept(x, row.name, state)
         elif not row.keeps_codes:
             data = x
         for wanted in ([True, True], [True, False], [False, True]):
             arguments = (grad, data, outer, weight, row.name, state, None, 1, wanted, False)
-            torch.library.opcheck(operators.gradients, arguments, test_utils=checks)
+            torch.library.opcheck(custom_ops.gradients, arguments, test_utils=checks)
 
 
 def test_operands_name_the_three_matmuls() -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import FormatError
-from narrowgauge.formats import FORMATS
 from narrowgauge.numerics.casting import round_to
+from narrowgauge.spec.formats import FORMATS
 from oracles.minifloat import DEFINITIONS, INTEGERS, Grid, scale_nearest
 
 NAMES = [name for name in FORMATS if name != "float64"]

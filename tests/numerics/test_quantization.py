@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge._torch import compile_any_shape
-from narrowgauge.computes import COMPUTES, ROTATION_SIZE, Cast
 from narrowgauge.errors import FormatError
-from narrowgauge.formats import FORMATS, Format
 from narrowgauge.numerics.casting import round_to
 from narrowgauge.numerics.quantization import (
     TINY,
@@ -42,6 +40,8 @@ from narrowgauge.numerics.quantization import (
     words_of,
 )
 from narrowgauge.numerics.rounding import step_seed
+from narrowgauge.spec.computes import COMPUTES, ROTATION_SIZE, Cast
+from narrowgauge.spec.formats import FORMATS, Format
 from oracles import casting as oracle
 from oracles.codes import hashed
 

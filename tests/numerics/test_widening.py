@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from narrowgauge.numerics import widening
 from narrowgauge.numerics.plain import linear, matmul
 from narrowgauge.numerics.widening import float32_tiles, is_widened, sum_integers
-from narrowgauge.processor import pretending
+from narrowgauge.spec.processor import pretending
 
 DTYPES = [torch.bfloat16, torch.float16]
 SHAPES = [(5, 7, 3), (1, 16, 8), (64, 96, 33), (0, 4, 3)]

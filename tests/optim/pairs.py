@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES
 
 Shape = tuple[int, ...]
 SHAPES: list[Shape] = [(12, 10), (7, 9), (5,)]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.optim import layouts
-from narrowgauge.optim.elementwise import Rule
-from narrowgauge.storages import Storage, find, for_vectors
+from narrowgauge.optim import packing
+from narrowgauge.optim.rules.elementwise import Rule
+from narrowgauge.spec.storages import Storage, find, for_vectors
 
 REPRESENTATIVES = {
     "float32": "a lane for each word, and nothing is cut",
@@ -37,7 +37,7 @@ REPRESENTATIVES = {
 def kind(storage: Storage) -> tuple[object, ...]:
     """What decides by which lines of the library a storage is stepped."""
     stands = ("master",) if storage.master else ("tail",) if storage.tail_bits else storage.beside
-    how = layouts.num_lanes(storage), layouts.by_rows(storage), "weight" in storage.scaled, storage.is_stochastic
+    how = packing.num_lanes(storage), packing.by_rows(storage), "weight" in storage.scaled, storage.is_stochastic
     return storage.visible, storage.arithmetic, stands, *how
 
 
@@ -112,7 +112,7 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():
         assert value.dtype is other[name].dtype and value.shape == other[name].shape, name
-        integer = layouts.INTEGER[8 * value.element_size()]
+        integer = packing.INTEGER[8 * value.element_size()]
         differing = int((value.contiguous().view(integer) != other[name].contiguous().view(integer)).sum())
         assert differing == 0, f"{differing} of {value.numel()} values of {name} differ"
 

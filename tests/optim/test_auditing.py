@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.numerics.measures import UPDATE_SUMS, update_sums
+from narrowgauge.numerics.update_metrics import UPDATE_SUMS, update_sums
 from narrowgauge.optim.auditing import CONFIDENCE, FEWEST, THRESHOLD, WINDOW, Auditor, margin, read
-from narrowgauge.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import REPRESENTATIVES, gradients, parameters
 
 

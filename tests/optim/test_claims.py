@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import REPRESENTATIVES, assert_same_bits, kept, parameters, stall, train, visible_dtype
 from oracles.adamw import AdamW64
 

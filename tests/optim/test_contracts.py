@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import narrowgauge as ng
-from narrowgauge.optim.checks import check_rule
-from narrowgauge.optim.matrix import MatrixRule
-from narrowgauge.storages import STORAGES
+from narrowgauge.optim.rules.matrix import MatrixRule
+from narrowgauge.optim.validation import check_rule
+from narrowgauge.spec.storages import STORAGES
 from optim.pairs import (
     ELEMENTWISE,
     EVERY,

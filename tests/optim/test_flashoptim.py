@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES
 from oracles import flashoptim
 from oracles.adamw import AdamW64, Deviation, deviation
 from oracles.flashoptim import FlashAdamW

@@ -8,9 +8,9 @@ import torch
 import narrowgauge as ng
 from narrowgauge._torch import compiler_missing
 from narrowgauge.optim import compilation
-from narrowgauge.optim.elementwise import ADAMW
 from narrowgauge.optim.kernels import StepKernel, Work, num_scales, row_peaks
-from narrowgauge.storages import STORAGES, Storage
+from narrowgauge.optim.rules.elementwise import ADAMW
+from narrowgauge.spec.storages import STORAGES, Storage
 from optim.scenarios import (
     REPRESENTATIVES,
     assert_same_bits,

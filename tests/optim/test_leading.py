@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES
 
 SHAPES = ((64, 48), (7, 10), (6, 4, 8), (33,), (1, 1), (5, 200))
 

@@ -13,7 +13,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.optim import compilation
-from narrowgauge.storages import STORAGES, TAIL16
+from narrowgauge.spec.storages import STORAGES, TAIL16
 from optim.scenarios import assert_same_bits, kept, parameters, train
 
 SHAPES = [(20, 30), (7,)]

@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import REPRESENTATIVES, relative_error
 
 SHAPES: list[tuple[int, ...]] = [(4, 6), (5,), (3, 3, 3), (1, 1), (7, 1)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.optim.kernels import StepKernel
-from narrowgauge.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES
 from optim.pairs import (
     RULES,
     assert_same,

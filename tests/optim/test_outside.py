@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
-from narrowgauge.optim import layouts
+from narrowgauge.optim import packing
 from optim.pairs import Shape, assert_same, build, everything, members, parameters, take_steps
 from optim.scenarios import REPRESENTATIVES, row_of, visible_dtype
 
@@ -22,7 +22,7 @@ from optim.scenarios import REPRESENTATIVES, row_of, visible_dtype
 SHAPES: list[Shape] = [(80, 64), (12, 10), (6,)]
 # In rows relative to their largest a weight that is set is cut once more, and small matrices have no bucket.
 STORED = pytest.mark.parametrize("storage", [s for s in REPRESENTATIVES if "weight" not in row_of(s).scaled])
-FLAT = pytest.mark.parametrize("storage", [s for s in REPRESENTATIVES if not layouts.by_rows(row_of(s))])
+FLAT = pytest.mark.parametrize("storage", [s for s in REPRESENTATIVES if not packing.by_rows(row_of(s))])
 pytestmark = pytest.mark.filterwarnings("ignore:weights of .* were set by something else")
 
 

@@ -35,7 +35,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import narrowgauge as ng
 from narrowgauge.optim.clipping import GradientNorm
-from narrowgauge.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import assert_same_bits
 from ranks import run_ranks
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import narrowgauge as ng
-from narrowgauge.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES
 from optim.pairs import assert_same, build, everything, gradients, is_legal, members, parameters, take_steps
 from optim.scenarios import relative_error
 

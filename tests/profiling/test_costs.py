@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from narrowgauge.computes import COMPUTES
-from narrowgauge.notation import parse, parse_table
 from narrowgauge.profiling.costs import Round, cost_of, fastest_rows, linears_seconds, memory_of
-from narrowgauge.profiling.linears import Kind, Shape
+from narrowgauge.profiling.layer_plan import Kind, Shape
 from narrowgauge.profiling.settings import Setting, base_of, casts_made, rows_of, settings_of, yardstick_of
+from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.notation import parse, parse_table
 
 SQUARE, WIDE = Shape(8, 8), Shape(16, 8)
 Q, K, V = (Kind(f"layers.*.{name}_proj", SQUARE, 2) for name in "qkv")

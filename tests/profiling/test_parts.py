@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.computes import COMPUTES, Compute
 from narrowgauge.matmul.swapping import swap_linears
-from narrowgauge.profiling.linears import Shape
+from narrowgauge.profiling.layer_plan import Shape
 from narrowgauge.profiling.parts import narrow_parts, operands, parts_of
 from narrowgauge.profiling.settings import Setting, casts_made
+from narrowgauge.spec.computes import COMPUTES, Compute
 
 CPU = torch.device("cpu")
 NARROW = [row for row in COMPUTES.values() if not row.is_wide]

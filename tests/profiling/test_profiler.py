@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from narrowgauge.cli import main
+from narrowgauge.cli.main import main
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.notation import parse, parse_table
-from narrowgauge.profiling import measuring, numerics
+from narrowgauge.profiling import cast_error, measurement
 from narrowgauge.profiling.costs import Round
+from narrowgauge.profiling.profile_report import Loss
 from narrowgauge.profiling.profiler import profile
-from narrowgauge.profiling.report import Loss
 from narrowgauge.profiling.settings import casts_made, settings_of
-from narrowgauge.recipes import Recipe
+from narrowgauge.spec.notation import parse, parse_table
+from narrowgauge.spec.recipes import Recipe
 
 
 def call(*words: str) -> Result:
@@ -26,7 +26,7 @@ def call(*words: str) -> Result:
 
 def made_up(kinds: Any, recipes: list[Recipe], config: Any, **_: Any) -> list[Round]:
     """A machine on which int8-row halves a matmul and casts are free, and all others double it."""
-    from narrowgauge.computes import COMPUTES
+    from narrowgauge.spec.computes import COMPUTES
 
     table = {}
     for shape, setting in settings_of(kinds, recipes):
@@ -38,10 +38,10 @@ def made_up(kinds: Any, recipes: list[Recipe], config: Any, **_: Any) -> list[Ro
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "measure", made_up)
-    monkeypatch.setattr(measuring, "free_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(measurement, "measure", made_up)
+    monkeypatch.setattr(measurement, "free_bytes", lambda: 1 << 40)
     lost = (Loss("model.layers.0.mlp.up_proj", "grad_weight.left", "gradient", 12.5, 0.25, 0.5),)
-    monkeypatch.setattr(numerics, "losses", lambda recipes, config: [lost for _ in recipes])
+    monkeypatch.setattr(cast_error, "losses", lambda recipes, config: [lost for _ in recipes])
 
 
 def test_a_prediction_says_that_it_is_one_and_what_it_takes() -> None:

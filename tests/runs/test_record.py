@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-import narrowgauge.runs.files
+import narrowgauge.runs.atomic_io
 from narrowgauge.errors import RecordError
+from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.events import KINDS, Event
-from narrowgauge.runs.files import write_whole
 from narrowgauge.runs.record import SCHEMA_VERSION, Run, RunWriter, read_run
 
 RUN = {"recipe": "bfloat16/word", "lr": 1e-3, "eval_every": None, "versions": {"torch": "2.13.0"}, "out": Path("a")}
@@ -168,7 +168,7 @@ def test_a_full_disk_leaves_whole_rows_and_a_clear_word(folder: Path, monkeypatc
 
     before = (folder / "steps.jsonl").read_bytes()
     with RunWriter.open(folder) as writer:
-        monkeypatch.setattr(narrowgauge.runs.files.os, "write", write)
+        monkeypatch.setattr(narrowgauge.runs.atomic_io.os, "write", write)
         with pytest.raises(RecordError, match=r"steps\.jsonl: the disk is full \([\d,]+ bytes free\)"):
             writer.step({"step": 5, "loss": 0.0})
     assert (folder / "steps.jsonl").read_bytes() == before
@@ -179,7 +179,7 @@ def test_a_whole_file_survives_a_failed_replacement(folder: Path, monkeypatch: p
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    monkeypatch.setattr(narrowgauge.runs.files.os, "fsync", refuse)
+    monkeypatch.setattr(narrowgauge.runs.atomic_io.os, "fsync", refuse)
     with pytest.raises(RecordError, match="the disk is full"):
         write_whole(folder / "summary.json", b"half")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
@@ -197,7 +197,7 @@ with RunWriter.open(sys.argv[1]) as writer:
 
 
 def test_rows_and_lock_after_kill_9(folder: Path) -> None:
-    source = str(Path(narrowgauge.runs.files.__file__).parents[2])
+    source = str(Path(narrowgauge.runs.atomic_io.__file__).parents[2])
     done = subprocess.run([sys.executable, "-c", WRITER, str(folder)], env={**os.environ, "PYTHONPATH": source})
     assert done.returncode == -9
     assert [row["step"] for row in read_run(folder).steps] == list(range(1, 701))

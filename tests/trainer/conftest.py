@@ -1,47 +1,5 @@
-"""What the tests of whole trainings stand on: a tiny model's shape, some text, and each case trained at once."""
+"""The fixtures of tests that train."""
 
-from __future__ import annotations
-
-import json
-import random
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-import torch
-
-from narrowgauge.runs.record import Run, read_run
-from narrowgauge.trainer import loop
-from trainer.tiny_runs import CASES, SHAPE, settings
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model's shape and some text."""
-    folder = tmp_path_factory.mktemp("place")
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(SHAPE))
-    (folder / "text").mkdir()
-    draw = random.Random(0)
-    words = ["def", "return", "the", "quick", "brown", "fox", "jumps", "over", "import", "lazy", "dog", "self", "None"]
-    for number in range(8):
-        (folder / "text" / f"{number}.txt").write_text(" ".join(draw.choices(words, k=250)))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Each case, trained at once."""
-    folder = tmp_path_factory.mktemp("whole")
-    return {
-        name: read_run(loop.train(settings(place, folder / str(k), **case)))
-        for k, (name, case) in enumerate(CASES.items())
-    }
+from trainer.fixtures import one_thread as one_thread
+from trainer.fixtures import place as place
+from trainer.fixtures import whole as whole

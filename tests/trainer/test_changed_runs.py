@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.files import digest
+from narrowgauge.runs.atomic_io import digest
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import exporting, loop
 from narrowgauge.trainer.data import open_data

@@ -15,8 +15,8 @@ import tomli_w
 
 import narrowgauge
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError
-from narrowgauge.models import MODELS
-from narrowgauge.notation import load_toml, parse, parse_table
+from narrowgauge.spec.models import MODELS
+from narrowgauge.spec.notation import load_toml, parse, parse_table
 from narrowgauge.trainer.config import TrainConfig, kind_of
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}

@@ -14,9 +14,9 @@ import pytest
 import narrowgauge.trainer.data as data_module
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.trainer.cache import cache_folder
+from narrowgauge.trainer.corpus import Document, Texts, open_texts
 from narrowgauge.trainer.data import Dataset, open_data, prepare_data
-from narrowgauge.trainer.texts import Document, Texts, open_texts
-from narrowgauge.trainer.tokens import read_tokens, tokenize_texts, train_tokenizer, write_tokens
+from narrowgauge.trainer.tokenization import read_tokens, tokenize_texts, train_tokenizer, write_tokens
 
 SENTENCE = "the number of bits a weight keeps decides what a step may still change in it"
 WORDS = SENTENCE.split()

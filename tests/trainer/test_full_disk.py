@@ -11,7 +11,7 @@ import pytest
 from safetensors import SafetensorError
 
 import narrowgauge
-import narrowgauge.runs.files
+import narrowgauge.runs.atomic_io
 from narrowgauge.trainer import data, exporting, loop
 from trainer.tiny_runs import CASES, call, settings, words_of
 
@@ -56,7 +56,7 @@ def test_in_an_export(name: str, fault: Any, finished: Path, tmp_path: Path, mon
 
 def test_in_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     narrowgauge.compare(lambda recipe, seed, log: 2.0, ["bfloat16/word"], out=tmp_path / "runs")
-    monkeypatch.setattr(narrowgauge.runs.files, "sync_file", full)
+    monkeypatch.setattr(narrowgauge.runs.atomic_io, "sync_file", full)
     told = said("report", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html"))
     assert "give the same command again" in told and "resume" not in told
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from narrowgauge.monitor.detectors import SERIOUS
 from narrowgauge.runs.events import KINDS
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.watching.detectors import SERIOUS
 from narrowgauge.trainer import loop
 from trainer.tiny_runs import settings
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import narrowgauge.trainer.language_model as language_model
-from narrowgauge.cli import main
+from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError
-from narrowgauge.models import MODELS
-from narrowgauge.profiling import linears
+from narrowgauge.profiling import layer_plan
+from narrowgauge.spec.models import MODELS
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.language_model import (
@@ -192,12 +192,12 @@ def test_no_reader_of_a_model_folder_trusts_its_code(tmp_path: Path, monkeypatch
     (folder / "own.py").write_text(OWN_CODE.format(mark=str(mark)))
     (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for module in (language_model, loop, linears):
+    for module in (language_model, loop, layer_plan):
         monkeypatch.setattr(module, "refuse_own_code", lambda _: None)
     readers = (
         lambda: build(str(folder), seed=0),
         lambda: loop.vocabulary_size(TrainConfig(model=str(folder))),
-        lambda: linears.read_model(str(folder)),
+        lambda: layer_plan.read_model(str(folder)),
     )
     for read in readers:
         with pytest.raises(DataError):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from narrowgauge.errors import ChipError
-from narrowgauge.models import MODELS
+from narrowgauge.spec.models import MODELS
 from narrowgauge.trainer import language_model, memory
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.memory import Sizes, batch_bytes, require_batch, sizes_of

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from narrowgauge.computes import COMPUTES
 from narrowgauge.errors import RecipeError
-from narrowgauge.notation import parse, parse_table
-from narrowgauge.recipes import OWN_STORAGES_ONLY, Recipe
 from narrowgauge.runs.record import read_run
+from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.notation import parse, parse_table
+from narrowgauge.spec.recipes import OWN_STORAGES_ONLY, Recipe
 from narrowgauge.trainer import exporting, loop, session
 from trainer.tiny_runs import settings
 

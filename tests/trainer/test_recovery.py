@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.gauges.panel import _OPEN
+from narrowgauge.gauges.attach import _OPEN
 from narrowgauge.runs.events import on_event
 from narrowgauge.runs.readings import UPDATE_FIELDS
 from narrowgauge.runs.record import Run, read_run

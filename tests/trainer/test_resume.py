@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NURSERY = """
 import json, os, signal, sys
 import transformers.models.llama.modeling_llama
-from narrowgauge.cli import main
+from narrowgauge.cli.main import main
 import narrowgauge.trainer.loop
 
 def watch(moments):

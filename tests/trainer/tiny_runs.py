@@ -9,7 +9,7 @@ from typing import Any
 from click.testing import CliRunner, Result
 
 import narrowgauge
-from narrowgauge.cli import main
+from narrowgauge.cli.main import main
 from narrowgauge.runs.record import Run
 from narrowgauge.trainer.config import TrainConfig
 

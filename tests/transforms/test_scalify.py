@@ -22,11 +22,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from narrowgauge.assembly import prepare
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import operators
-from narrowgauge.matmul.weights import cached_weights
-from narrowgauge.numerics.measures import sqnr_db
-from narrowgauge.numerics.statistics import power_of_rms
-from narrowgauge.propagation import RULES
+from narrowgauge.matmul import custom_ops
+from narrowgauge.matmul.cast_cache import cached_weights
+from narrowgauge.numerics.tensor_stats import power_of_rms
+from narrowgauge.numerics.update_metrics import sqnr_db
+from narrowgauge.spec.propagation import RULES
 from narrowgauge.trainer.language_model import build, can_chunk, enable_activation_checkpointing, loss_sum
 from narrowgauge.transforms import scaled_functions, scaled_tensor
 from narrowgauge.transforms.scaled_functions import attention, value_of
@@ -392,7 +392,7 @@ def test_no_more_is_measured_than_is_told(family: str, tmp_path: Path, monkeypat
 
         return count
 
-    monkeypatch.setattr(operators, "power_of_rms", counting("weights"))
+    monkeypatch.setattr(custom_ops, "power_of_rms", counting("weights"))
     for file in (scaled_functions, scaled_tensor):
         monkeypatch.setattr(file, "measured", counting("passes"))
     told, layers = measurements(model), 2
@@ -413,13 +413,13 @@ def test_no_more_is_measured_than_is_told(family: str, tmp_path: Path, monkeypat
 def test_weights_are_cast_once_for_all_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[tuple[int, list[Tensor]]] = []
     made: list[int] = []
-    cast = operators.cast_matrix
+    cast = custom_ops.cast_matrix
 
     def counting(x: Tensor, *arguments: Any, **options: Any) -> Any:
         made.append(x.shape[0] != 3 * 16)  # the tokens; all else is a weight
         return cast(x, *arguments, **options)
 
-    monkeypatch.setattr(operators, "cast_matrix", counting)
+    monkeypatch.setattr(custom_ops, "cast_matrix", counting)
     base = tiny("llama", tmp_path, torch.float32)
     for scope in (cached_weights, nullcontext):
         model, _ = prepare(copy.deepcopy(base), "scalify/word")

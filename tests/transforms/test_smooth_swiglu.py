@@ -14,12 +14,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import narrowgauge as ng
-from narrowgauge import variants
-from narrowgauge.computes import COMPUTES
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.numerics.quantization import quantize, smoothing
+from narrowgauge.spec import variants
+from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.transforms.smooth_swiglu import smooth
 from narrowgauge.transforms.unit_scaling import unit_scale
 

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from narrowgauge.errors import DataError
-from narrowgauge.runs.files import load_json
+from narrowgauge.runs.atomic_io import load_json
 
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError)
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -24,13 +24,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from narrowgauge.conversion.report import Report
+from narrowgauge.conversion.conversion_report import Report
 from narrowgauge.conversion.source import Source, matched, numbers_of
 from narrowgauge.errors import RecordError
-from narrowgauge.notation import parse, parse_table
-from narrowgauge.recipes import Recipe
-from narrowgauge.runs.events import Event
-from narrowgauge.runs.files import (
+from narrowgauge.runs.atomic_io import (
     AGAIN,
     digest,
     disk_error,
@@ -41,7 +38,10 @@ from narrowgauge.runs.files import (
     sync_folder,
     temporary_name,
 )
+from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, RunWriter, read_run
+from narrowgauge.spec.notation import parse, parse_table
+from narrowgauge.spec.recipes import Recipe
 
 CHECKPOINT_SCHEMA = 1
 _TENSORS, _STATE, _MANIFEST, _REPORT = "tensors.safetensors", "state.json", "manifest.json", "conversion.json"

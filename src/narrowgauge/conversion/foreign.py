@@ -19,8 +19,8 @@ from torch import Tensor
 from narrowgauge.conversion.files import find
 from narrowgauge.conversion.source import Source, matched, numbers_of
 from narrowgauge.errors import DataError
-from narrowgauge.optim.checks import known_row
-from narrowgauge.storages import STATE_NAMES, for_vectors
+from narrowgauge.optim.validation import known_row
+from narrowgauge.spec.storages import STATE_NAMES, for_vectors
 
 # bitsandbytes: one scale for so many neighbours in memory order, from version 0.44 on and before.
 _BLOCK_SIZES = (256, 2048)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from narrowgauge.errors import DataError
 from narrowgauge.runs.record import Run
-from narrowgauge.storages import Storage
+from narrowgauge.spec.storages import Storage
 
 
 @dataclass(frozen=True)

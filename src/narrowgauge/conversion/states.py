@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.assembly import prepare
+from narrowgauge.conversion.conversion_report import Kept, Pair, Report, compare
 from narrowgauge.conversion.folders import (
     is_ours,
     locate,
@@ -22,17 +23,16 @@ from narrowgauge.conversion.folders import (
     write_run,
 )
 from narrowgauge.conversion.foreign import read_foreign
-from narrowgauge.conversion.refusals import require_convertible
-from narrowgauge.conversion.report import Kept, Pair, Report, compare
+from narrowgauge.conversion.preflight import require_convertible
 from narrowgauge.conversion.source import Source
 from narrowgauge.errors import DataError, RecipeError, RecordError
-from narrowgauge.numerics.measures import UPDATE_SUMS
 from narrowgauge.numerics.summation import fingerprint_all
+from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.recipes import Recipe
 from narrowgauge.runs.record import require_free
-from narrowgauge.storages import STATE_NAMES, Storage
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.storages import STATE_NAMES, Storage
 
 
 def convert(

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias
 
 from narrowgauge import _torch
-from narrowgauge.gauges.board import SWITCH, board_of, is_sampled, mark_attention
 from narrowgauge.gauges.hooks import as_multiplied, place_of
+from narrowgauge.gauges.recorder import SWITCH, board_of, is_sampled, mark_attention
 from narrowgauge.numerics.plain import linear
 from narrowgauge.transforms.scaled_tensor import Scaled
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.computes import Cast
-from narrowgauge.gauges.board import Board, Watched
-from narrowgauge.matmul.delayed import delayed_amax
+from narrowgauge.gauges.recorder import Board, Watched
+from narrowgauge.matmul.delayed_scaling import delayed_amax
 from narrowgauge.matmul.grouped import GroupedLinear
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.randomness import STEP
-from narrowgauge.numerics import statistics
+from narrowgauge.matmul.rng import STEP
+from narrowgauge.numerics import tensor_stats
 from narrowgauge.numerics.quantization import padded, quantize
+from narrowgauge.spec.computes import Cast
 
 _ITS_OPERAND = {
     "input": ("output", "left", 0),
@@ -83,25 +83,25 @@ class Casts:
 
 
 def cast_figures(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
-    """``[samples, 6]``, as :data:`narrowgauge.numerics.statistics.CAST_SUMS`."""
+    """``[samples, 6]``, as :data:`narrowgauge.numerics.tensor_stats.CAST_SUMS`."""
     # Blocks of several rows, and channels, must not reach into the next tensor.
     if cast.block is not None or cast.smooth:
         whole = amax.view(-1, 1, 1) if cast.scale == "float8_e4m3fn" else [None] * len(samples)
-        sums = [statistics.cast_sums(x, cast, amax=own).sum(0) for x, own in zip(samples, whole, strict=True)]
+        sums = [tensor_stats.cast_sums(x, cast, amax=own).sum(0) for x, own in zip(samples, whole, strict=True)]
         return torch.stack(sums)
     count, rows, columns = samples.shape
     scale = amax.view(-1, 1).repeat_interleave(rows, 0) if cast.granularity == "tensor" else None
-    return statistics.cast_sums(samples.view(-1, columns), cast, amax=scale).view(count, rows, -1).sum(1)
+    return tensor_stats.cast_sums(samples.view(-1, columns), cast, amax=scale).view(count, rows, -1).sum(1)
 
 
 def block_exponents(sample: Tensor, cast: Cast) -> Tensor:
     """Lowest, median, highest exponent of the sample's block scales."""
     inner = quantize(padded(sample, cast, 1), replace(cast, rounding="nearest"), 1).inner
-    return statistics.block_scale_exponents(inner if inner is not None else sample.new_zeros(1))
+    return tensor_stats.block_scale_exponents(inner if inner is not None else sample.new_zeros(1))
 
 
 def lost_shares(sums: Tensor) -> list[float | None]:
     """Underflow, overflow and SQNR of one tensor's sums of a cast."""
     _, _, beyond, zeroed, nonzero, total = sums.tolist()
-    sqnr = float(statistics.sqnr_of_sums(sums))
+    sqnr = float(tensor_stats.sqnr_of_sums(sums))
     return [zeroed / nonzero if nonzero else None, beyond / total, sqnr if nonzero else None]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge._torch import plain_name
-from narrowgauge.gauges.board import board_of, is_sampled, mark_gradient, mark_tensor
+from narrowgauge.gauges.recorder import board_of, is_sampled, mark_gradient, mark_tensor
 from narrowgauge.matmul.experts import grouped_layers_of
 from narrowgauge.matmul.grouped import GroupedLinear
 from narrowgauge.matmul.linear import SIBLINGS

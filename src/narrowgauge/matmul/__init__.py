@@ -1,1 +1,1 @@
-"""Narrow matmuls: one Linear, three products, six casts; every format is a row of :mod:`narrowgauge.computes`."""
+"""Narrow matmuls: one Linear, three products, six casts; every format is a row of :mod:`narrowgauge.spec.computes`."""

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import torch
 
-from narrowgauge import variants
-from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.matmul.products import told
+from narrowgauge.matmul.gemm import told
+from narrowgauge.spec import variants
+from narrowgauge.spec.computes import Compute
 
 Choice = str | Compute | Callable[[str], str | Compute | None]
 """A row, its name, or a function from a layer's name to one of these; ``None`` leaves the layer alone."""

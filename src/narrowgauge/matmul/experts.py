@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.choosing import Choice, row_chooser, tell_emulation
 from narrowgauge.matmul.grouped import GroupedLinear, grouped_linear
 from narrowgauge.matmul.linears import Linears
+from narrowgauge.spec.computes import Compute
 
 IMPLEMENTATION = "narrowgauge"
 """What transformers calls these experts, beside its own ``eager``, ``batched_mm`` and ``grouped_mm``."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from narrowgauge._torch import wrap_cpu_kernel
 from narrowgauge.numerics.widening import is_widened
-from narrowgauge.processor import multiplies
+from narrowgauge.spec.processor import multiplies
 
 _NAME = "_scaled_dot_product_flash_attention_for_cpu"
 _NARROW = (torch.bfloat16, torch.float16)

@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import operators, randomness
+from narrowgauge.matmul import custom_ops, rng
 from narrowgauge.matmul.choosing import row_of
-from narrowgauge.matmul.delayed import new_history
+from narrowgauge.matmul.delayed_scaling import new_history
+from narrowgauge.matmul.gemm import operand_dtype
 from narrowgauge.matmul.linear import Linear, is_plain
-from narrowgauge.matmul.products import operand_dtype
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.numerics.widening import is_widened
+from narrowgauge.spec.computes import Compute
 
 
 @torch.library.custom_op("narrowgauge::grouped_output", mutates_args=())
@@ -40,15 +40,15 @@ def grouped_output(
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``output [tokens, out]``, zero after the last expert's tokens; and what is kept of the cast input: data, outer scales."""
-    product = operators.ROWS[row].output
+    product = custom_ops.ROWS[row].output
     result = x.new_zeros((x.shape[0], weights.shape[1]))
     data, outer = _room_for_kept(x, weights.shape[0], row)
     for expert, tokens in _groups(offsets):
         own, by = state[:, expert], _history_of(history, expert, len(weights))
         group = x[tokens]
-        values, scale = operators.cast_input(group, row, None if by is None else own, by, record)
+        values, scale = custom_ops.cast_input(group, row, None if by is None else own, by, record)
         source = group if product.left.outliers else None
-        result[tokens] = operators.multiply_output(
+        result[tokens] = custom_ops.multiply_output(
             values, scale, source, weights[expert], None if bias is None else bias[expert], row, own, by, record,
             len(group), x.dtype,
         )  # fmt: skip
@@ -74,7 +74,7 @@ def grouped_gradients(
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of input, weights and bias; empty where not wanted, zero for experts without tokens."""
-    product = operators.ROWS[row].grad_weight
+    product = custom_ops.ROWS[row].grad_weight
     grad_input, grad_weights, grad_bias = _room_for_gradients(grad, weights, wanted)
     for expert, tokens in _groups(offsets):
         own, by = state[:, expert], _history_of(history, expert, len(weights))
@@ -82,8 +82,8 @@ def grouped_gradients(
         if outer.numel():
             scale = outer[tokens] if product.right.granularity == "column" else outer[expert : expert + 1]
         elif wanted[1] and not _keeps_data(row) and not product.right.is_wide:
-            kept, scale = operators.cast_kept(kept, row, own if product.right.rounding == "stochastic" else None)
-        by_token, by_output = operators.gradients(
+            kept, scale = custom_ops.cast_kept(kept, row, own if product.right.rounding == "stochastic" else None)
+        by_token, by_output = custom_ops.gradients(
             group, kept, scale, weights[expert], row, own, by, sequence_length, wanted[:2], record
         )
         if wanted[0]:
@@ -126,12 +126,12 @@ def _history_of(history: Tensor | None, expert: int, num_experts: int) -> Tensor
 
 def _keeps_data(row: str) -> bool:
     """Whether the input as cast for ``output`` is what ``grad_weight`` takes, with as many rows as there are tokens."""
-    compute = operators.ROWS[row]
+    compute = custom_ops.ROWS[row]
     return compute.output.left.block is None and compute.output.left.serves(compute.grad_weight.right)
 
 
 def _room_for_kept(x: Tensor, num_experts: int, row: str) -> tuple[Tensor, Tensor]:
-    compute, left = operators.ROWS[row], operators.ROWS[row].output.left
+    compute, left = custom_ops.ROWS[row], custom_ops.ROWS[row].output.left
     if not _keeps_data(row):
         return x.new_empty(0), x.new_empty(0, dtype=torch.float32)
     dtype = operand_dtype(left, compute.output, x.device, as_codes=compute.keeps_codes)
@@ -221,7 +221,7 @@ def grouped_linear(
             f"compute '{row.name}' takes its scales from earlier steps, and grouped_linear got no history of them.",
             "Take a GroupedLinear, which has one.",
         )
-    name = operators.register(row)
+    name = custom_ops.register(row)
     weights = weights.to(x.dtype) if is_plain(row, x.dtype) else weights
     if is_plain(row, x.dtype) and bias is None and _suits_torch(x, weights):
         return F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
@@ -247,7 +247,7 @@ def new_state(num_experts: int, name: str = "", device: torch.device | None = No
     state = torch.zeros(4, num_experts, dtype=torch.int32)
     digests = [hashlib.sha256(f"{name}.{expert}".encode()).digest()[:4] for expert in range(num_experts)]
     numbers = [int.from_bytes(digest, "little", signed=True) for digest in digests]
-    state[randomness.LAYER] = torch.tensor(numbers, dtype=torch.int32)
+    state[rng.LAYER] = torch.tensor(numbers, dtype=torch.int32)
     return state.to(device)
 
 
@@ -276,8 +276,8 @@ class GroupedLinear(nn.Module):
     def set_step(self, step: int, seed: int) -> None:
         """Say how many optimizer steps are done, and what seeds the stochastic casts."""
         self.step, self.seed = step, seed
-        self.state[randomness.STEP_SEED] = step_seed(seed, step)
-        self.state[randomness.STEP] = step
+        self.state[rng.STEP_SEED] = step_seed(seed, step)
+        self.state[rng.STEP] = step
 
     def set_compute(self, row: Compute) -> None:
         """Go on in another row."""

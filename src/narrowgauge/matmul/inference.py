@@ -2,7 +2,7 @@
 
 In training a narrow linear layer casts its weight anew after every step, so the 16-bit weight must stay. Without training one
 cast is enough: the layer keeps the codes and the scales, and multiplies its input by them in the same casts and products as a
-row of :mod:`narrowgauge.computes` says of its ``output``. In ``int8-outlier``, LLM.int8(), features of the input with a
+row of :mod:`narrowgauge.spec.computes` says of its ``output``. In ``int8-outlier``, LLM.int8(), features of the input with a
 magnitude from 6 on multiply in 16 bits, all others in int8; the weights that they meet are the int8 ones too, widened, as the
 released bitsandbytes has it, where the paper kept 16-bit columns.
 """
@@ -16,18 +16,18 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.computes import COMPUTES, Cast, Compute
 from narrowgauge.errors import FormatError, RecipeError
-from narrowgauge.matmul import operators
-from narrowgauge.matmul.casts import Operand, cast_matrix, outer_shape
+from narrowgauge.matmul import custom_ops
 from narrowgauge.matmul.choosing import row_chooser, row_of, tell_emulation
 from narrowgauge.matmul.experts import is_experts
+from narrowgauge.matmul.gemm import multiply, operand_dtype
 from narrowgauge.matmul.linear import is_linear
+from narrowgauge.matmul.operand import Operand, cast_matrix, outer_shape
 from narrowgauge.matmul.outliers import outlier_columns
-from narrowgauge.matmul.products import multiply, operand_dtype
 from narrowgauge.matmul.sharing import LastCast
 from narrowgauge.numerics.plain import add_product
 from narrowgauge.numerics.quantization import blocked, padded, quantize
+from narrowgauge.spec.computes import COMPUTES, Cast, Compute
 
 EXACT = ("weight_codes", "weight_scales")
 
@@ -46,7 +46,7 @@ class InferenceBytes(NamedTuple):
 
 def _cast(x: Tensor, row: str) -> tuple[Tensor, Tensor, Tensor]:
     """x ``[tokens, in]`` cast for ``output``: data, the outer scale and which columns hold outliers (empty without)."""
-    product = operators.ROWS[row].output
+    product = custom_ops.ROWS[row].output
     left, is_outlier = product.left, x.new_empty(0, dtype=torch.bool)
     source = x
     if left.outliers:
@@ -61,7 +61,7 @@ def _multiply(
     row: str,
 ) -> Tensor:  # fmt: skip
     """``output [tokens, out]`` of an input cast for the row, and of kept codes ``[out, in]``; outliers come from ``x``."""
-    product = operators.ROWS[row].output
+    product = custom_ops.ROWS[row].output
     left = Operand(data, outer if outer.numel() else None)
     result = multiply(left, _operand(codes, scales, product.right), (1, 1), product, x.dtype, bias)
     result = result[: x.shape[0], : codes.shape[0]].contiguous()
@@ -84,7 +84,7 @@ def refuse_gradient(grad: Tensor, x_shape: list[int]) -> Tensor:
 
 @cast_quantized.register_fake
 def _(x: Tensor, row: str) -> tuple[Tensor, Tensor, Tensor]:
-    product = operators.ROWS[row].output
+    product = custom_ops.ROWS[row].output
     left, shape = product.left, padded(x, product.left, 1).shape
     data = x.new_empty(shape, dtype=operand_dtype(left, product, x.device))
     outer = x.new_empty(outer_shape(shape, left, 1) or 0, dtype=torch.float32)
@@ -197,7 +197,7 @@ class QuantizedLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.row = operators.register(self.compute)  # another process does not know it yet
+        self.row = custom_ops.register(self.compute)  # another process does not know it yet
 
     def extra_repr(self) -> str:
         """Sizes and row."""
@@ -326,7 +326,7 @@ def _quantize(module: Any, row: Compute, shared: dict[int, tuple[Tensor, Tensor]
     for own in (module._parameters, module._buffers, module._non_persistent_buffers_set):
         own.clear()
     module.__class__ = QuantizedLinear
-    module.row, module.compute, module.replaced_bytes = operators.register(row), row, replaced_bytes
+    module.row, module.compute, module.replaced_bytes = custom_ops.register(row), row, replaced_bytes
     module.out_features, module.in_features = matrix.shape
     for name, tensor in zip(EXACT, shared[id(weight)], strict=True):
         module.register_buffer(name, tensor)

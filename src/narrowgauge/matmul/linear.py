@@ -1,7 +1,7 @@
 """One Linear for every format: three matmuls, six casts, and what is kept between forward and backward.
 
 A narrow linear layer is an ``nn.Linear`` (or transformers' ``Conv1D``) whose product is computed as a row of
-:mod:`narrowgauge.computes` says; parameters, names and ``state_dict`` are the plain layer's. A model's layers are swapped in
+:mod:`narrowgauge.spec.computes` says; parameters, names and ``state_dict`` are the plain layer's. A model's layers are swapped in
 place by :func:`narrowgauge.matmul.swapping.swap_linears`.
 """
 
@@ -14,14 +14,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import variants
-from narrowgauge.computes import Compute
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import operators, randomness
-from narrowgauge.matmul.delayed import new_history
+from narrowgauge.matmul import custom_ops, rng
+from narrowgauge.matmul.delayed_scaling import new_history
 from narrowgauge.matmul.sharing import cast_input, cast_kept
 from narrowgauge.numerics.plain import linear
 from narrowgauge.numerics.rounding import step_seed
+from narrowgauge.spec import variants
+from narrowgauge.spec.computes import Compute
 
 # Layers that get the same input, by their names beside each other: they share its delayed scale, and so its cast.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -39,10 +39,10 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, row: str, state: Tensor, history: Tensor | None,
         elder: tuple[Tensor | None, Tensor | None], sequence_length: int, record: bool, unit: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        compute = operators.ROWS[row]
+        compute = custom_ops.ROWS[row]
         data, outer = cast_input(state, x, row, *elder, record)
         source = x if compute.output.left.outliers else None
-        y: Tensor = operators.multiply_output(
+        y: Tensor = custom_ops.multiply_output(
             data, outer, source, weight, bias, row, state, history, record, x.shape[0], x.dtype, unit
         )
         kept = (data, outer) if compute.output.left.serves(compute.grad_weight.right) else (x, None)
@@ -54,7 +54,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """The three gradients."""
         data, outer, weight, state, history, unit = ctx.saved_tensors
-        compute, grad = operators.ROWS[ctx.row], grads[0].contiguous()
+        compute, grad = custom_ops.ROWS[ctx.row], grads[0].contiguous()
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
         given: list[Tensor | None] = [None, None]
         if outer is None:
@@ -64,7 +64,7 @@ class _Product(torch.autograd.Function):
                 drawn = state if right.rounding == "stochastic" else None
                 data, outer = cast_kept(state, data, ctx.row, drawn)
         if any(wanted):
-            found = operators.gradients(
+            found = custom_ops.gradients(
                 grad, data, outer, weight, ctx.row, state, history, ctx.sequence_length, wanted, ctx.record, unit
             )
             given = [gradient if asked else None for gradient, asked in zip(found, wanted, strict=True)]
@@ -124,7 +124,7 @@ class Linear(nn.Linear):
 
     def unit_of(self, weight: Tensor) -> Tensor:
         """The power of two at or below a weight's root mean square, measured once within ``cached_weights``."""
-        return cast(Tensor, operators.weight_unit(weight.detach()))
+        return cast(Tensor, custom_ops.weight_unit(weight.detach()))
 
     def _cast_by(self) -> tuple[Tensor | None, Tensor | None]:
         """The state and the history that the cast of the input goes by; nothing where its scale is not delayed."""
@@ -157,20 +157,20 @@ class Linear(nn.Linear):
     def set_step(self, step: int, seed: int) -> None:
         """Say how many optimizer steps are done, and what seeds the stochastic casts."""
         self.step, self.seed = step, seed
-        self.state[randomness.STEP_SEED] = step_seed(seed, step)
-        self.state[randomness.STEP] = step
+        self.state[rng.STEP_SEED] = step_seed(seed, step)
+        self.state[rng.STEP] = step
 
     def set_compute(self, row: Compute) -> None:
         """Go on in another row, or in the variant of it that the layer was marked for."""
         row = variants.find(row.name + self.variant) or row
-        self.row, self.compute = operators.register(row), row
+        self.row, self.compute = custom_ops.register(row), row
         length = max(c.history for c in row.casts.values())
         if row.is_delayed and (self.amax_history is None or self.amax_history.shape[-1] < length):
             self.amax_history = new_history(length, self.weight.device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.row = operators.register(self.compute)  # another process does not know it yet
+        self.row = custom_ops.register(self.compute)  # another process does not know it yet
 
     def extra_repr(self) -> str:
         """The plain layer's, and the row."""
@@ -205,7 +205,7 @@ def narrowed(name: str, module: nn.Module, row: Compute) -> Linear:
     layer.in_features, layer.out_features = sides
     layer.is_transposed = transposed
     state = torch.zeros(4, dtype=torch.int32, device=weight.device)
-    state[randomness.LAYER] = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little", signed=True)
+    state[rng.LAYER] = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little", signed=True)
     layer.register_buffer("state", state, persistent=False)
     layer.register_buffer("amax_history", None, persistent=False)
     layer.set_compute(row)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from narrowgauge.computes import Compute
-from narrowgauge.matmul import randomness
-from narrowgauge.matmul.delayed import count_overflows
+from narrowgauge.matmul import rng
+from narrowgauge.matmul.delayed_scaling import count_overflows
 from narrowgauge.matmul.grouped import GroupedLinear
 from narrowgauge.matmul.linear import SIBLINGS, Linear
+from narrowgauge.spec.computes import Compute
 
 Layer = Linear | GroupedLinear
 
@@ -48,7 +48,7 @@ class Linears:
     def set_first_sequence(self, index: int) -> None:
         """Say which sequence of the whole batch the next micro-batch begins with: its random bits are then the batch's."""
         for layer in self.layers.values():
-            layer.state[randomness.FIRST_SEQUENCE] = index
+            layer.state[rng.FIRST_SEQUENCE] = index
 
     def set_compute(self, choose: Callable[[str], Compute]) -> None:
         """Go on in other rows: ``choose`` gets each layer's name."""

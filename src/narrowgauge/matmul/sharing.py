@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from narrowgauge.matmul import operators
+from narrowgauge.matmul import custom_ops
 
 
 class LastCast:
@@ -52,4 +52,4 @@ def _identity(argument: Any) -> Any:
     return (id(argument), argument._version) if isinstance(argument, Tensor) else argument
 
 
-cast_input, cast_kept = LastCast(operators.cast_input), LastCast(operators.cast_kept)
+cast_input, cast_kept = LastCast(custom_ops.cast_input), LastCast(custom_ops.cast_kept)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import variants
-from narrowgauge.computes import COMPUTES, Compute
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import experts
 from narrowgauge.matmul.choosing import Choice, row_chooser, row_of, tell_emulation
@@ -14,7 +12,9 @@ from narrowgauge.matmul.fused_attention import widen_attention
 from narrowgauge.matmul.linear import Linear, is_linear, narrowed
 from narrowgauge.matmul.linears import Layer, Linears
 from narrowgauge.numerics.widening import is_widened
-from narrowgauge.processor import care_for
+from narrowgauge.spec import variants
+from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.processor import care_for
 
 
 def swap_linears(

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import FormatError
-from narrowgauge.formats import Format, get_format
 from narrowgauge.numerics.rounding import random_bits
+from narrowgauge.spec.formats import Format, get_format
 
 Rounding = Literal["nearest", "stochastic", "toward_zero"]
 

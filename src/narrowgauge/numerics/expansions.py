@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import FormatError
-from narrowgauge.formats import get_format
 from narrowgauge.numerics import rounding as float32
 from narrowgauge.numerics.rounding import MAGNITUDE, bits_of, float_of
+from narrowgauge.spec.formats import get_format
 
 Rounding = Callable[[Tensor], Tensor]
 Parts = tuple[Tensor, ...]

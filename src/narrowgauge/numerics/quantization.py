@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.computes import ROTATION_SIZE, Cast
 from narrowgauge.errors import FormatError
-from narrowgauge.formats import Format, get_format
 from narrowgauge.numerics.rounding import bits_of, float_of, power_below, random_bits
+from narrowgauge.spec.computes import ROTATION_SIZE, Cast
+from narrowgauge.spec.formats import Format, get_format
 
 TINY = 2.0**-100
 _E4M3 = get_format("float8_e4m3fn")

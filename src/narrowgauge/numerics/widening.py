@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from narrowgauge.processor import multiplies
+from narrowgauge.spec.processor import multiplies
 
 EXACT_TERMS = 1 << 10
 """So many products of 128 × 128 add up within float32's 24 bits."""

@@ -28,16 +28,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from narrowgauge.accumulations import ACCUMULATIONS, Accumulation, naive_limit
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics import rounding
 from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, random_bits, step_seed
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.summation import flat_chunks
-from narrowgauge.optim.checks import gradient_of
 from narrowgauge.optim.compilation import Compiled, compiled, normal_words
 from narrowgauge.optim.shards import local_of, placed_like
 from narrowgauge.optim.stores import as_words
+from narrowgauge.optim.validation import gradient_of
+from narrowgauge.spec.accumulations import ACCUMULATIONS, Accumulation, naive_limit
 
 WORTH_COMPILING, CHUNK_ON_GPU = 1 << 18, 1 << 18
 """Elements from which compiling an addition pays within a short run; elements at a time elsewhere than on a CPU, where

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from narrowgauge.numerics.expansions import Expansion, nearest_even_bits
 from narrowgauge.numerics.rounding import bits_of, dither, half, random_bits
-from narrowgauge.optim import codes
-from narrowgauge.optim.collage import expanded
-from narrowgauge.optim.elementwise import Rule, Scalars
-from narrowgauge.storages import Code, Storage, low_parts
+from narrowgauge.optim import encoding
+from narrowgauge.optim.rules.collage import expanded
+from narrowgauge.optim.rules.elementwise import Rule, Scalars
+from narrowgauge.spec.storages import Code, Storage, low_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Lane:
     """What a step reads.
 
     Args:
-        seen: int32 bits of the visible weight (see :func:`narrowgauge.optim.codes.seen_value`).
+        seen: int32 bits of the visible weight (see :func:`narrowgauge.optim.encoding.seen_value`).
         gradient: int32 bits of the gradient, likewise.
         fields: the word of every field, and the bit where it begins.
         scales: of what is kept relative to its row, the multipliers into the code's window, after the step, and back out
@@ -71,8 +71,8 @@ def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tenso
         One addend for ``weight`` and for each state.
     """
     table = {"weight": storage.weight, **{state: storage.code(state) for state, _ in storage.states}}
-    result: dict[str, Tensor | int] = {n: half(codes.dropped_bits(c)) for n, c in table.items()}
-    stochastic = [(n, codes.dropped_bits(c)) for n, c in table.items() if c.rounding == "stochastic"]
+    result: dict[str, Tensor | int] = {n: half(encoding.dropped_bits(c)) for n, c in table.items()}
+    stochastic = [(n, encoding.dropped_bits(c)) for n, c in table.items() if c.rounding == "stochastic"]
     if not stochastic:
         return result
     mantissa = (gradient_bits >> 16) & 0x7F if storage.visible == "bfloat16" else gradient_bits & 0x7FFFFF
@@ -97,8 +97,8 @@ def in_float32(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed:
     Returns:
         The new bits and the changes.
     """
-    gradient = codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
-    visible = codes.seen_value(storage.visible, lane.seen)
+    gradient = encoding.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
+    visible = encoding.seen_value(storage.visible, lane.seen)
     weight, low = _weight(storage, lane, visible)
     states = [read_state(storage, lane, name) for name in rule.states]
     change, *new_states = rule.update(weight, gradient, *states, scalars)
@@ -107,19 +107,19 @@ def in_float32(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed:
     if low is not None:
         # Kahan's order: what was left over before goes with the change, so that neither is lost beside the weight.
         total = low + change
-        seen = codes.encode_visible(storage, visible + total, addend["weight"])
-        moved = codes.seen_value(storage.visible, seen) - visible
+        seen = encoding.encode_visible(storage, visible + total, addend["weight"])
+        moved = encoding.seen_value(storage.visible, seen) - visible
         shift = lane.fields["weight_low"][1]
-        fields["weight_low"] = codes.encode(storage.weight, total - moved, addend["weight"], shift)
-        taken = moved + (codes.decode(storage.weight, fields["weight_low"], shift) - low)
+        fields["weight_low"] = encoding.encode(storage.weight, total - moved, addend["weight"], shift)
+        taken = moved + (encoding.decode(storage.weight, fields["weight_low"], shift) - low)
     else:
-        seen, field, kept = codes.encode_weight(storage, weight + change, addend["weight"])
+        seen, field, kept = encoding.encode_weight(storage, weight + change, addend["weight"])
         if field is not None:
             fields = _placed(storage, lane, field)
         taken = kept - weight
     for name, value in zip(rule.states, new_states, strict=True):
         fields |= write_state(storage, lane, name, value, addend[name])
-    return Stepped(seen, fields, (change, taken, codes.seen_value(storage.visible, seen) - visible))
+    return Stepped(seen, fields, (change, taken, encoding.seen_value(storage.visible, seen) - visible))
 
 
 def _weight(storage: Storage, lane: Lane, visible: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -128,9 +128,9 @@ def _weight(storage: Storage, lane: Lane, visible: Tensor) -> tuple[Tensor, Tens
         return visible, None
     word, shift = lane.fields[storage.beside[0]]
     if storage.weight.parts > 1 and not storage.master:
-        return visible, codes.decode(storage.weight, word, shift)
-    field = word if storage.master else codes.take_tail(storage, word, shift)
-    return codes.decode_weight(storage, lane.seen, field), None
+        return visible, encoding.decode(storage.weight, word, shift)
+    field = word if storage.master else encoding.take_tail(storage, word, shift)
+    return encoding.decode_weight(storage, lane.seen, field), None
 
 
 def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
@@ -138,11 +138,12 @@ def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
     code = storage.code(name)
     names = (name, *low_parts(name, code))
     if name == "weight":
-        first = (codes.seen_value(storage.visible, lane.seen),)
+        first = (encoding.seen_value(storage.visible, lane.seen),)
     else:
-        first = (codes.decode(code, *lane.fields[name], _back(code, lane.scales, name, 0)),)
+        first = (encoding.decode(code, *lane.fields[name], _back(code, lane.scales, name, 0)),)
     low = (
-        codes.decode(code, *lane.fields[part], _back(code, lane.scales, name, k)) for k, part in enumerate(names[1:], 1)
+        encoding.decode(code, *lane.fields[part], _back(code, lane.scales, name, k))
+        for k, part in enumerate(names[1:], 1)
     )
     return (*first, *low)
 
@@ -157,7 +158,7 @@ def read_weight(storage: Storage, lane: Lane) -> Tensor:
     """The stored weight as float32."""
     if storage.weight.parts > 1:
         return read_state(storage, lane, "weight")
-    return _weight(storage, lane, codes.seen_value(storage.visible, lane.seen))[0]
+    return _weight(storage, lane, encoding.seen_value(storage.visible, lane.seen))[0]
 
 
 def write_weight(storage: Storage, lane: Lane, value: Tensor, addend: Tensor | int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -167,16 +168,16 @@ def write_weight(storage: Storage, lane: Lane, value: Tensor, addend: Tensor | i
         alone = replace(lane, fields={**lane.fields, "weight": (zero, 32 - code.bits if not code.is_window else 0)})
         fields = write_state(storage, alone, "weight", value, addend)
         shift, into = alone.fields["weight"][1], _into(code, lane.scales, "weight", 0)
-        first = codes.decode(code, fields.pop("weight"), shift, _inverse(into))
-        return codes.encode_visible(storage, first, 0), fields
-    seen, field, _ = codes.encode_weight(storage, value, addend)
+        first = encoding.decode(code, fields.pop("weight"), shift, _inverse(into))
+        return encoding.encode_visible(storage, first, 0), fields
+    seen, field, _ = encoding.encode_weight(storage, value, addend)
     return seen, {} if field is None else _placed(storage, lane, field)
 
 
 def _placed(storage: Storage, lane: Lane, field: Tensor) -> dict[str, Tensor]:
     """The tail or master of a weight, in its place."""
     name = storage.beside[0]
-    return {name: field if storage.master else codes.place_tail(storage, field, lane.fields[name][1])}
+    return {name: field if storage.master else encoding.place_tail(storage, field, lane.fields[name][1])}
 
 
 def _inverse(into: Tensor | None) -> Tensor | None:
@@ -191,9 +192,9 @@ def write_state(storage: Storage, lane: Lane, name: str, value: Tensor, addend: 
     for place, part in enumerate(names):
         shift = lane.fields[part][1]
         into = _into(code, lane.scales, name, place)
-        fields[part] = codes.encode(code.part(place), rest, addend, shift, into)
+        fields[part] = encoding.encode(code.part(place), rest, addend, shift, into)
         if part != names[-1]:
-            rest = rest - codes.decode(code, fields[part], shift, _inverse(into))
+            rest = rest - encoding.decode(code, fields[part], shift, _inverse(into))
     return fields
 
 
@@ -211,10 +212,10 @@ def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, se
 
     Arguments and result as of :func:`in_float32`.
     """
-    rounding = nearest_even_bits(codes.dropped_bits(storage.weight), quiet=True)
+    rounding = nearest_even_bits(encoding.dropped_bits(storage.weight), quiet=True)
     weight = Expansion(read_parts(storage, lane, "weight"), rounding)
     states = [Expansion(read_parts(storage, lane, name), rounding) for name in rule.states]
-    gradient = codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
+    gradient = encoding.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
     advance = rule.expanded or expanded(rule.update)
     change, new_weight, *new_states = advance(weight, gradient, *states, scalars)
     fields: dict[str, Tensor] = {}
@@ -225,12 +226,12 @@ def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, se
             own = name if place == 0 else low_parts(name, code)[place - 1]
             shift = lane.fields[own][1] if own in lane.fields else 0
             into = _into(code, lane.scales, name, place)
-            bits = codes.encode(code.part(place), part, half(codes.dropped_bits(code)), shift, into)
+            bits = encoding.encode(code.part(place), part, half(encoding.dropped_bits(code)), shift, into)
             if name == "weight":
-                kept.append(codes.decode(code, bits, shift, _inverse(into)))
+                kept.append(encoding.decode(code, bits, shift, _inverse(into)))
             if own != "weight":
                 fields[own] = bits
-    seen = codes.encode_visible(storage, kept[0], 0)
+    seen = encoding.encode_visible(storage, kept[0], 0)
     moved = [new - old for new, old in zip(kept, weight.parts, strict=True)]
     return Stepped(seen, fields, (change, sum(moved[1:], moved[0]), moved[0]))
 

@@ -1,6 +1,6 @@
 """The audit: what share of the intended updates a storage took, watched all run long.
 
-On audited steps the kernel sums, per tensor, what was intended and what was stored (:mod:`narrowgauge.numerics.measures`).
+On audited steps the kernel sums, per tensor, what was intended and what was stored (:mod:`narrowgauge.numerics.update_metrics`).
 One reading of a small tensor is noisy, so an alarm looks at a window of audited steps: it is raised for a tensor when even
 the upper end of a confidence interval of its EDQ lies below the threshold. Stalls come late, when the learning rate
 decays, so the window moves with the run and a tensor that recovers may be named again.
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics import measures
-from narrowgauge.storages import Storage
+from narrowgauge.numerics import update_metrics
+from narrowgauge.spec.storages import Storage
 
 WINDOW = 20
 """Audited steps that a reading looks back over."""
@@ -126,10 +126,10 @@ def margin(num_audits: int) -> float:
 def figures_of(sums: Tensor) -> dict[str, float | None]:
     """The audit's readings of a vector of sums, as a run's record has them: ``None`` where nothing was intended."""
     readings = {
-        "edq": measures.edq(sums),
-        "noise": measures.noise(sums),
-        "lost_fraction": measures.lost_fraction(sums),
-        "unseen_fraction": measures.unseen_fraction(sums),
+        "edq": update_metrics.edq(sums),
+        "noise": update_metrics.noise(sums),
+        "lost_fraction": update_metrics.lost_fraction(sums),
+        "unseen_fraction": update_metrics.unseen_fraction(sums),
     }
     return {name: None if bool(torch.isnan(value)) else float(value) for name, value in readings.items()}
 
@@ -145,7 +145,7 @@ def read(rows: Iterable[Tensor], num_elements: float = math.nan) -> Reading:
     """
     table = torch.stack(list(rows))
     total = table.sum(0)
-    edq = float(measures.edq(total))
+    edq = float(update_metrics.edq(total))
     dd, de = table[:, 0], table[:, 1]
     count = len(table)
     error = math.nan
@@ -155,12 +155,12 @@ def read(rows: Iterable[Tensor], num_elements: float = math.nan) -> Reading:
     return Reading(
         edq,
         error,
-        float(measures.noise(total)),
-        float(measures.lost_fraction(total)),
-        float(measures.unseen_fraction(total)),
-        float(measures.visible_edq(total)),
+        float(update_metrics.noise(total)),
+        float(update_metrics.lost_fraction(total)),
+        float(update_metrics.unseen_fraction(total)),
+        float(update_metrics.visible_edq(total)),
         count,
-        float(measures.imprecision_share(total, num_elements)),
+        float(update_metrics.imprecision_share(total, num_elements)),
     )
 
 
@@ -185,7 +185,7 @@ class Auditor:
     def settle(self) -> Tensor:
         """Take the noted sums into the windows (this is where the host waits for a device), and return their total."""
         if not self.fresh:
-            return torch.zeros(len(measures.UPDATE_SUMS), dtype=torch.float64)
+            return torch.zeros(len(update_metrics.UPDATE_SUMS), dtype=torch.float64)
         table = torch.stack([sums for _, sums, _ in self.fresh]).cpu()
         for (parameter, _, count), row, (dd, de, *_) in zip(self.fresh, table, table.tolist(), strict=True):
             self.windows.setdefault(parameter, deque(maxlen=WINDOW)).append(row)

@@ -22,7 +22,7 @@ from torch import Tensor
 import narrowgauge
 from narrowgauge._torch import compile_ahead, compiler_missing, load_ahead, machine_key
 from narrowgauge.caching import cache_folder
-from narrowgauge.optim.packages import add_package, alone, discard, find_package, marked
+from narrowgauge.optim.kernel_cache import add_package, alone, discard, find_package, marked
 
 Compiled = Callable[[list[Tensor]], list[Tensor]]
 

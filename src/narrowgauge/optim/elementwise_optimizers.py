@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.optim.elementwise import ADAM, ADAMW, LION, Rule
-from narrowgauge.optim.elementwise import SGD as MOMENTUM_SGD
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, Rule
+from narrowgauge.optim.rules.elementwise import SGD as MOMENTUM_SGD
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from narrowgauge._torch import plain_name
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import step_seed
-from narrowgauge.optim.checks import (
+from narrowgauge.optim.entries import States, notes_of
+from narrowgauge.optim.kernels import StepKernel
+from narrowgauge.optim.leading import read_leading
+from narrowgauge.optim.loading import Losses, take_plain, taken_steps, without_none
+from narrowgauge.optim.options import check_options
+from narrowgauge.optim.outside import adopt_written, check_kept, is_as_left, mark, trace_of, written_unseen
+from narrowgauge.optim.rules.elementwise import ADAMW, Rule
+from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
+from narrowgauge.optim.shards import local_of, placed_like
+from narrowgauge.optim.stores import Bucket, Store, make_stores, without
+from narrowgauge.optim.validation import (
     agree,
     check_real,
     check_rule,
@@ -26,17 +36,7 @@ from narrowgauge.optim.checks import (
     check_visible,
     known_row,
 )
-from narrowgauge.optim.elementwise import ADAMW, Rule
-from narrowgauge.optim.entries import States, notes_of
-from narrowgauge.optim.kernels import StepKernel
-from narrowgauge.optim.leading import read_leading
-from narrowgauge.optim.loading import Losses, take_plain, taken_steps, without_none
-from narrowgauge.optim.matrix import MatrixRule, shapes_of_states
-from narrowgauge.optim.options import check_options
-from narrowgauge.optim.outside import adopt_written, check_kept, is_as_left, mark, trace_of, written_unseen
-from narrowgauge.optim.shards import local_of, placed_like
-from narrowgauge.optim.stores import Bucket, Store, make_stores, without
-from narrowgauge.storages import Storage, for_vectors
+from narrowgauge.spec.storages import Storage, for_vectors
 
 WORTH_COMPILING = 1 << 18
 """Elements of one storage from which compiling its kernel pays within a short run."""
@@ -369,7 +369,7 @@ class Keeping(torch.optim.Optimizer):
     def bytes_per_param(self) -> float:
         """Bytes of weights, gradients (in the parameters' format) and states per parameter, counted from live tensors.
 
-        A gradient that is released as it arrives (:func:`narrowgauge.optim.release.release_gradients`) is not counted.
+        A gradient that is released as it arrives (:func:`narrowgauge.optim.gradient_release.release_gradients`) is not counted.
         """
         parameters = [local_of(p) for p in self._parameters()]
         held = [local_of(p) for p in self._parameters() if p not in self.released]

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics import summation
-from narrowgauge.numerics.measures import update_terms
-from narrowgauge.optim import codes, layouts
+from narrowgauge.numerics.update_metrics import update_terms
+from narrowgauge.optim import encoding, packing
 from narrowgauge.optim.arithmetics import ARITHMETICS, Lane
 from narrowgauge.optim.compilation import Compiled, compile_elsewhere, compiled, kernel_key, normal_words
-from narrowgauge.optim.elementwise import RULES, Rule, rule_source
-from narrowgauge.storages import Storage
+from narrowgauge.optim.rules.elementwise import RULES, Rule, rule_source
+from narrowgauge.spec.storages import Storage
 
 Step = Callable[..., Tensor]
 CONTROL = ("gradient_scale", "skip")
@@ -45,7 +45,7 @@ def segment_sums(segments: Sequence[slice]) -> Callable[[Sequence[Tensor]], Tens
 
 def num_scales(storage: Storage) -> int:
     """How many tensors of multipliers a step takes after its words: two for each scaled code and part of the rows."""
-    return 2 * len(storage.scaled) * layouts.num_parts(storage)
+    return 2 * len(storage.scaled) * packing.num_parts(storage)
 
 
 def always_new(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
@@ -63,17 +63,17 @@ def make_step(
 
     Args:
         rule, storage: what to do and how to keep it.
-        summarize: how to sum the terms of the audit (:data:`narrowgauge.numerics.measures.UPDATE_SUMS`) over the words;
+        summarize: how to sum the terms of the audit (:data:`narrowgauge.numerics.update_metrics.UPDATE_SUMS`) over the words;
             ``None`` makes a step that is not audited.
         choose: from whether to skip, the old words and the new ones to what is written.
     Returns:
         ``step(*words, *scales, values, seed, *outputs) -> Tensor``. The words are int32: the parts of the weight, those of
-        the gradient, then the tensors of each plane, all of one shape (:func:`narrowgauge.optim.layouts.extent`). The
+        the gradient, then the tensors of each plane, all of one shape (:func:`narrowgauge.optim.packing.extent`). The
         scales are float32 ``[rows, 1]``: for each scaled code and each part, into the code's window and back.
         ``outputs`` are where to write, weight first, then the planes: the same tensors again (a compiler that is told so
         makes no temporaries). The result is the audit, empty where there is none.
     """
-    parts, visible, scaled = layouts.num_parts(storage), storage.visible, storage.scaled
+    parts, visible, scaled = packing.num_parts(storage), storage.visible, storage.scaled
     names, advance = (*CONTROL, *rule.scalars), ARITHMETICS[storage.arithmetic]
 
     def step(*arguments: Tensor) -> Tensor:
@@ -82,16 +82,16 @@ def make_step(
         multipliers, (values, seed, *outputs) = rest[: num_scales(storage)], rest[num_scales(storage) :]
         scalars = {name: values[place] for place, name in enumerate(names)}
         pairs = [(multipliers[k], multipliers[k + 1]) for k in range(0, len(multipliers), 2)]
-        seen = layouts.lanes_of_weight(visible, words[:parts])
-        slopes = layouts.lanes_of_weight(visible, words[parts : 2 * parts])
-        fields = layouts.by_lane(storage, words[2 * parts :])
+        seen = packing.lanes_of_weight(visible, words[:parts])
+        slopes = packing.lanes_of_weight(visible, words[parts : 2 * parts])
+        fields = packing.by_lane(storage, words[2 * parts :])
         done = []
         for lane in range(len(seen)):
-            part = lane // layouts.per_word(storage)
+            part = lane // packing.per_word(storage)
             scales = {name: pairs[place * parts + part] for place, name in enumerate(scaled)}
             done.append(advance(rule, storage, Lane(seen[lane], slopes[lane], fields[lane], scales), scalars, seed))
-        new = layouts.words_of_weight(visible, [d.seen for d in done])
-        new += layouts.join_lanes(storage, [d.fields for d in done])
+        new = packing.words_of_weight(visible, [d.seen for d in done])
+        new += packing.join_lanes(storage, [d.fields for d in done])
         skip = scalars["skip"] != 0
         for output, old, value in zip(outputs, (*words[:parts], *words[2 * parts :]), new, strict=True):
             output.copy_(choose(skip, old, value))
@@ -105,7 +105,7 @@ def make_step(
 
 def row_peaks(*words: Tensor) -> Tensor:
     """The largest magnitude in each row of a bfloat16 matrix read as words, float32 ``[rows]``."""
-    lanes = [codes.seen_value("bfloat16", lane).abs() for lane in layouts.lanes_of_weight("bfloat16", words)]
+    lanes = [encoding.seen_value("bfloat16", lane).abs() for lane in packing.lanes_of_weight("bfloat16", words)]
     return torch.stack([lane.amax(1) for lane in lanes]).amax(0)
 
 
@@ -147,7 +147,7 @@ class StepKernel:
 
     def __init__(self, rule: Rule, storage: Storage, *, compile: bool) -> None:
         self.rule, self.storage, self.compile = rule, storage, compile
-        self.parts = layouts.num_parts(storage)
+        self.parts = packing.num_parts(storage)
         # In the arithmetic of expansions too much is reused for one loop; its many then run a chunk at a time.
         self.one_loop = storage.arithmetic == "float32"
         self._plain = make_step(rule, storage)
@@ -218,7 +218,7 @@ class StepKernel:
 
     def variant(self, device: torch.device, audited: bool) -> Compiled | None:
         """The compiled plain or audited step for this device and number of threads, ``None`` without a compiler."""
-        storage, flat = self.storage, not layouts.by_rows(self.storage)
+        storage, flat = self.storage, not packing.by_rows(self.storage)
         name = self._names[audited]
         key = (name, torch.get_num_threads(), device)
         if key in self._compiled:
@@ -235,8 +235,8 @@ class StepKernel:
     def _example(self, device: torch.device) -> list[Tensor]:
         """Arguments of a step such as occur: normal weights and gradients, and the states that one step leaves."""
         storage, visible = self.storage, getattr(torch, self.storage.visible)
-        shape = (4, 1 << 8) if layouts.by_rows(storage) else (1 << 10,)
-        count = sum(layouts.num_tensors(storage, plane.bits) for plane in layouts.planes(storage))
+        shape = (4, 1 << 8) if packing.by_rows(storage) else (1 << 10,)
+        count = sum(packing.num_tensors(storage, plane.bits) for plane in packing.planes(storage))
         drawn = [normal_words(visible, shape, device, seed) for seed in range(3 * self.parts)]
         weight, first, then = (drawn[k * self.parts : (k + 1) * self.parts] for k in range(3))
         states = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(count)]

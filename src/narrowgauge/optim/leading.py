@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from narrowgauge.optim import layouts
+from narrowgauge.optim import packing
 from narrowgauge.optim.stores import Store
-from narrowgauge.storages import Storage
+from narrowgauge.spec.storages import Storage
 
 
 def read_leading(stores: Sequence[Store], count: int, name: str) -> list[Tensor]:
@@ -32,7 +32,7 @@ def read_leading(stores: Sequence[Store], count: int, name: str) -> list[Tensor]
     found: dict[int, Tensor] = {}
     alike: dict[Storage, list[int]] = {}
     for place, store in enumerate(first):
-        if store is stores[place] or layouts.by_rows(store.storage):
+        if store is stores[place] or packing.by_rows(store.storage):
             found[place] = store.stored(name)
         else:
             alike.setdefault(store.storage, []).append(place)
@@ -50,8 +50,8 @@ def leading(store: Store, count: int) -> Store:
 
     It is for reading: its words are copies or views.
     """
-    matrix = layouts.matrix_of(store.storage, store.parameter.shape)
-    lanes = layouts.num_lanes(store.storage)
+    matrix = packing.matrix_of(store.storage, store.parameter.shape)
+    lanes = packing.num_lanes(store.storage)
     wanted = -(-count // matrix[1]) if len(matrix) == 2 else -(-count // lanes) * lanes
     if wanted >= matrix[0]:
         return store

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.optim.elementwise import LION, PLAIN_SGD, SGD
-from narrowgauge.optim.matrix import MUON
+from narrowgauge.optim.rules.elementwise import LION, PLAIN_SGD, SGD
+from narrowgauge.optim.rules.matrix import MUON
 from narrowgauge.optim.stores import Store
 
 Entry = Mapping[str, Tensor]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from narrowgauge.optim.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, MUON, MatrixRule
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, MUON, MatrixRule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

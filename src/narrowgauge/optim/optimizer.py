@@ -18,19 +18,19 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.auditing import Alarm, Auditor, warn_of
-from narrowgauge.optim.checks import check_range, check_storage, gradient_of, known_row, tell_slow_matmuls
 from narrowgauge.optim.clipping import GradientNorm, control_scalars
-from narrowgauge.optim.elementwise import Rule
 from narrowgauge.optim.entries import States
 from narrowgauge.optim.keeping import Keeping
 from narrowgauge.optim.kernels import StepKernel
-from narrowgauge.optim.matrix import MatrixRule
 from narrowgauge.optim.options import check_options, check_step
 from narrowgauge.optim.outside import let_go
+from narrowgauge.optim.rules.elementwise import Rule
+from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.optim.shards import local_of
 from narrowgauge.optim.stepping import Stepper
 from narrowgauge.optim.stores import NO_GRADIENT, Bucket, Store
-from narrowgauge.storages import Storage
+from narrowgauge.optim.validation import check_range, check_storage, gradient_of, known_row, tell_slow_matmuls
+from narrowgauge.spec.storages import Storage
 
 Returned = TypeVar("Returned")
 

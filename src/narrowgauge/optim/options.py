@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.optim.elementwise import ADAM, ADAMW, LION, SGD, Rule
-from narrowgauge.optim.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, LR_SCALES, MUON, MatrixRule
+from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, SGD, Rule
+from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, LR_SCALES, MUON, MatrixRule
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.summation import fingerprint
-from narrowgauge.optim import layouts
+from narrowgauge.optim import packing
 from narrowgauge.optim.auditing import audited_parts
 from narrowgauge.optim.shards import local_of
 from narrowgauge.optim.stores import Store
@@ -185,4 +185,4 @@ def adopt_written(store: Store) -> int:
 
 
 def _bits(values: Tensor) -> Tensor:
-    return values.contiguous().view(layouts.INTEGER[8 * values.element_size()])
+    return values.contiguous().view(packing.INTEGER[8 * values.element_size()])

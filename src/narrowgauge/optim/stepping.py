@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import step_seed
-from narrowgauge.optim import codes, layouts
+from narrowgauge.optim import encoding, packing
 from narrowgauge.optim.auditing import Auditor, audited_parts
-from narrowgauge.optim.elementwise import Rule
 from narrowgauge.optim.kernels import CONTROL, StepKernel, Work, make_step, total_sums
-from narrowgauge.optim.matrix import MatrixRule
+from narrowgauge.optim.rules.elementwise import Rule
+from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.optim.shards import gathered, own_part
 from narrowgauge.optim.stores import Bucket, Store, weight_bound, write_back
 
@@ -192,8 +192,8 @@ def _rescale(batch: Sequence[Store], old: Mapping[str, Tensor], new: Mapping[str
     into, back = {}, {}
     for name in old:
         code, bound = batch[0].storage.code(name), torch.where(skip, old[name], new[name])
-        into[name] = codes.multipliers(code, bound)[0].split(sizes)
-        back[name] = codes.multipliers(code, old[name])[1].split(sizes)
+        into[name] = encoding.multipliers(code, bound)[0].split(sizes)
+        back[name] = encoding.multipliers(code, old[name])[1].split(sizes)
         torch._foreach_copy_([store.bounds[name] for store in batch], list(bound.split(sizes)))
     for place, store in enumerate(batch):
         store.set_scales({n: into[n][place] for n in into}, {n: back[n][place] for n in back})
@@ -236,8 +236,8 @@ def _new_bounds(
 
 def _in_lanes(store: Store, values: Tensor) -> list[Tensor]:
     """A float32 tensor of the parameter's shape as the kernel's lanes."""
-    plane = layouts.Plane("lanes", 32, (("lanes", 0, 32),), torch.float32)
-    words = layouts.from_parameter_order(store.storage, plane, values.float().contiguous())
+    plane = packing.Plane("lanes", 32, (("lanes", 0, 32),), torch.float32)
+    words = packing.from_parameter_order(store.storage, plane, values.float().contiguous())
     return list(words.view(torch.float32).unbind(0))
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import half, quiet
-from narrowgauge.optim import arithmetics, codes, layouts
+from narrowgauge.optim import arithmetics, encoding, packing
 from narrowgauge.optim.kernels import Work
 from narrowgauge.optim.shards import local_of
-from narrowgauge.storages import Storage
+from narrowgauge.spec.storages import Storage
 
 if TYPE_CHECKING:
     from narrowgauge.optim.kernels import StepKernel
@@ -86,8 +86,8 @@ class Store:
     def allocate(self) -> None:
         """Give it words of its own, all zero."""
         shape, device = self.parameter.shape, self.parameter.device
-        for plane in layouts.planes(self.storage):
-            self.words[plane.name] = layouts.allocate(self.storage, plane, shape, device)
+        for plane in packing.planes(self.storage):
+            self.words[plane.name] = packing.allocate(self.storage, plane, shape, device)
         for name in self.storage.scaled:
             self.bounds[name] = torch.zeros(self.num_rows, 1, dtype=torch.float32, device=device)
         if "weight" in self.bounds:
@@ -96,12 +96,12 @@ class Store:
     @property
     def num_rows(self) -> int:
         """Rows of the matrix in which it is kept, where it is."""
-        return layouts.matrix_of(self.storage, self.parameter.shape)[0]
+        return packing.matrix_of(self.storage, self.parameter.shape)[0]
 
     @cached_property
     def plane_words(self) -> list[Tensor]:
         """The state tensors in the order in which a kernel takes them."""
-        return [t for plane in layouts.planes(self.storage) for t in self.words[plane.name].unbind(0)]
+        return [t for plane in packing.planes(self.storage) for t in self.words[plane.name].unbind(0)]
 
     def tensors(self) -> list[Tensor]:
         """Everything kept beside the parameter."""
@@ -114,8 +114,8 @@ class Store:
         """Every plane as a tensor of the parameter's shape, in its own dtype, without loss; bounds as ``…_bound``."""
         shape = self.parameter.shape
         planes = {
-            plane.name: layouts.to_parameter_order(self.storage, plane, self.words[plane.name], shape)
-            for plane in layouts.planes(self.storage)
+            plane.name: packing.to_parameter_order(self.storage, plane, self.words[plane.name], shape)
+            for plane in packing.planes(self.storage)
         }
         bounds = {f"{name}_bound": bound.reshape(self._rows_shape).clone() for name, bound in self.bounds.items()}
         return {**planes, **bounds, **{name: value.clone() for name, value in self.extras.items()}}
@@ -127,9 +127,9 @@ class Store:
 
     def take(self, values: dict[str, Tensor]) -> None:
         """Fill the planes from tensors made by :meth:`in_parameter_order`."""
-        for plane in layouts.planes(self.storage):
+        for plane in packing.planes(self.storage):
             value = self._checked(values, plane.name, plane.dtype, tuple(self.parameter.shape))
-            self.words[plane.name].copy_(layouts.from_parameter_order(self.storage, plane, value))
+            self.words[plane.name].copy_(packing.from_parameter_order(self.storage, plane, value))
         for name, bound in self.bounds.items():
             given = self._checked(values, f"{name}_bound", bound.dtype, self._rows_shape)
             bound.copy_(given.reshape(bound.shape))
@@ -155,13 +155,13 @@ class Store:
 
     @cached_property
     def shapes_of_states(self) -> dict[str, tuple[int, ...]]:
-        """The states of its rule, by name, as :func:`narrowgauge.optim.matrix.shapes_of_states`."""
+        """The states of its rule, by name, as :func:`narrowgauge.optim.rules.matrix.shapes_of_states`."""
         kept = dict.fromkeys(dict(self.storage.states), tuple(self.owner.shape))
         return {**kept, **{name: tuple(extra.shape) for name, extra in self.extras.items()}}
 
     def inherit(self, old: Store) -> None:
         """Hold what another store of the parameter holds, bit for bit; states that it lacks are new, and begin as zeros."""
-        kept, places, fields = old._lane().fields, layouts.places(self.storage), {}
+        kept, places, fields = old._lane().fields, packing.places(self.storage), {}
         widths = dict(self.storage.fields)
         for name in places.keys() & kept.keys():
             word, shift = kept[name]
@@ -173,20 +173,20 @@ class Store:
                 mine[name].copy_(theirs[name])
         self.step = self.begun = old.step
 
-    def _bits(self, plane: layouts.Plane) -> Tensor:
+    def _bits(self, plane: packing.Plane) -> Tensor:
         """A plane's bits in the parameter's order and shape, int32."""
-        words = layouts.to_parameter_order(self.storage, plane, self.words[plane.name], self.parameter.shape)
-        return words.view(layouts.INTEGER[plane.bits]).to(torch.int32)
+        words = packing.to_parameter_order(self.storage, plane, self.words[plane.name], self.parameter.shape)
+        return words.view(packing.INTEGER[plane.bits]).to(torch.int32)
 
     def _lane(self) -> arithmetics.Lane:
         """The store as one lane in the parameter's order, a matrix or flat."""
-        matrix = layouts.matrix_of(self.storage, self.parameter.shape)
+        matrix = packing.matrix_of(self.storage, self.parameter.shape)
         fields = {}
-        for plane in layouts.planes(self.storage):
+        for plane in packing.planes(self.storage):
             raw = self._bits(plane).reshape(matrix)
             fields.update({name: (raw, shift) for name, shift, _ in plane.fields})
-        scales = {n: codes.multipliers(self.storage.code(n), bound) for n, bound in self.bounds.items()}
-        seen = codes.seen_bits(self.storage.visible, self.parameter.detach().float().reshape(matrix).contiguous())
+        scales = {n: encoding.multipliers(self.storage.code(n), bound) for n, bound in self.bounds.items()}
+        seen = encoding.seen_bits(self.storage.visible, self.parameter.detach().float().reshape(matrix).contiguous())
         return arithmetics.Lane(seen, seen, fields, scales)
 
     def stored(self, name: str) -> Tensor:
@@ -212,7 +212,7 @@ class Store:
         value = self._fresh("weight", values)
         lane = self._lane()
         seen, fields = arithmetics.write_weight(self.storage, lane, value, self._addend("weight", lane, seed))
-        visible = codes.seen_value(self.storage.visible, seen).reshape(self.parameter.shape)
+        visible = encoding.seen_value(self.storage.visible, seen).reshape(self.parameter.shape)
         visible = visible.to(getattr(torch, self.storage.visible))
         if self.parameter.dtype is visible.dtype:
             self.parameter.data.copy_(visible)  # in place: others may hold views of this memory
@@ -232,7 +232,7 @@ class Store:
     def outdated(self) -> Tensor:
         """Where a float32 master is not that of the visible weight, bool of the parameter's shape."""
         lane = self._lane()
-        outdated = codes.is_outdated(self.storage, lane.seen, lane.fields["master"][0])
+        outdated = encoding.is_outdated(self.storage, lane.seen, lane.fields["master"][0])
         return outdated.reshape(self.parameter.shape)
 
     def drop_tails(self, where: Tensor) -> None:
@@ -246,7 +246,7 @@ class Store:
     def _fresh(self, name: str, values: Tensor) -> Tensor:
         """Values as a matrix, and the row's bound made theirs."""
         value = quiet(values.detach().float().contiguous()).reshape(
-            layouts.matrix_of(self.storage, self.parameter.shape)
+            packing.matrix_of(self.storage, self.parameter.shape)
         )
         if name in self.bounds:
             peaks = self.peaks_of(value)
@@ -256,14 +256,14 @@ class Store:
     def _addend(self, name: str, lane: arithmetics.Lane, seed: Tensor | None) -> Tensor | int:
         """What is added before cutting: the random bits are a hash of the stored weights, as in a step."""
         if seed is None:
-            return half(codes.dropped_bits(self.storage.code(name)))
+            return half(encoding.dropped_bits(self.storage.code(name)))
         weight = arithmetics.read_weight(self.storage, lane)
         return arithmetics.addends(self.storage, weight, torch.zeros_like(lane.seen), seed)[name]
 
     def _fill(self, fields: dict[str, Tensor]) -> None:
         """Write fields, in the parameter's order and in their places, over what was there."""
         shape = self.parameter.shape
-        for plane in layouts.planes(self.storage):
+        for plane in packing.planes(self.storage):
             mine = [(name, shift, bits) for name, shift, bits in plane.fields if name in fields]
             if not mine:
                 continue
@@ -271,8 +271,8 @@ class Store:
             for name, shift, bits in mine:
                 mask = ((1 << bits) - 1) << shift if bits < 32 else -1
                 raw = (raw & ~mask) | (fields[name].reshape(shape) & mask)
-            value = raw.to(layouts.INTEGER[plane.bits]).view(plane.dtype)
-            self.words[plane.name].copy_(layouts.from_parameter_order(self.storage, plane, value))
+            value = raw.to(packing.INTEGER[plane.bits]).view(plane.dtype)
+            self.words[plane.name].copy_(packing.from_parameter_order(self.storage, plane, value))
 
     def detached(self) -> Tensor:
         """The parameter without its gradients; the view that its trace holds, where it has been looked at."""
@@ -282,7 +282,7 @@ class Store:
 
     def peaks_of(self, values: Tensor) -> Tensor:
         """The largest magnitude of each row, float32 ``[rows, 1]``."""
-        matrix = layouts.matrix_of(self.storage, self.parameter.shape)
+        matrix = packing.matrix_of(self.storage, self.parameter.shape)
         if not values.numel():
             return values.new_zeros(matrix[0], 1, dtype=torch.float32)
         words = None
@@ -295,11 +295,11 @@ class Store:
 
     def _parts(self, tensor: Tensor) -> list[Tensor] | None:
         """A tensor of the parameter's shape as the words that a kernel takes, where it lies, or ``None``."""
-        if not layouts.fits(self.storage, tensor.shape) or (flat := as_words(tensor)) is None:
+        if not packing.fits(self.storage, tensor.shape) or (flat := as_words(tensor)) is None:
             return None
-        if not layouts.by_rows(self.storage):
+        if not packing.by_rows(self.storage):
             return [flat]
-        parts, shape = layouts.num_parts(self.storage), layouts.extent(self.storage, tensor.shape)
+        parts, shape = packing.num_parts(self.storage), packing.extent(self.storage, tensor.shape)
         return list(flat.view(parts, *shape).unbind(0))
 
     def direct(self) -> Work | None:
@@ -324,10 +324,10 @@ class Store:
             ``(work, copies)``: after the step each copied weight's words must be written back by the caller with
             :func:`write_back`.
         """
-        if layouts.by_rows(self.storage):
+        if packing.by_rows(self.storage):
             yield from self._row_pieces()
             return
-        lanes = layouts.num_lanes(self.storage)
+        lanes = packing.num_lanes(self.storage)
         for start, weight, slopes in _even_pieces(self.parameter.detach(), self.gradient, BUCKET_WORDS * lanes):
             first, count = start // lanes, -(-weight.numel() // lanes)
             planes = [words[first : first + count] for words in self.plane_words]
@@ -336,9 +336,9 @@ class Store:
 
     def _row_pieces(self) -> Iterator[tuple[Work, list[tuple[Tensor, Tensor]]]]:
         storage, shape = self.storage, self.parameter.shape
-        rows, columns = layouts.matrix_of(storage, shape)
-        parts = layouts.num_parts(storage)
-        group, width = layouts.extent(storage, shape)
+        rows, columns = packing.matrix_of(storage, shape)
+        parts = packing.num_parts(storage)
+        group, width = packing.extent(storage, shape)
         weights = self.parameter.detach()
         # Oddly strided tensors of more than two dims are copied whole: their rows are no matrix in memory.
         whole = weights.reshape(rows, columns)
@@ -361,8 +361,8 @@ class Store:
 
     def set_scales(self, into: dict[str, Tensor], back: dict[str, Tensor]) -> None:
         """The multipliers of each scaled code, ``[rows, 1]``, as a kernel takes them: for each code, each part's pair."""
-        parts = layouts.num_parts(self.storage)
-        group = layouts.extent(self.storage, self.parameter.shape)[0]
+        parts = packing.num_parts(self.storage)
+        group = packing.extent(self.storage, self.parameter.shape)[0]
         self.scales = []
         for name in self.storage.scaled:
             halves = [_filled(s[name], parts * group).view(parts, group, 1).unbind(0) for s in (into, back)]
@@ -416,7 +416,7 @@ class Bucket:
     def segments(self) -> list[slice]:
         """Which words belong to each member."""
         return [
-            slice(start, start + layouts.extent(m.storage, m.parameter.shape)[0])
+            slice(start, start + packing.extent(m.storage, m.parameter.shape)[0])
             for start, m in zip(self.starts, self.members, strict=True)
         ]
 
@@ -432,7 +432,7 @@ def make_stores(
         joined: whether small ones may share a bucket.
     """
     stores, buckets, small = [], [], []
-    joined = joined and not layouts.by_rows(storage)
+    joined = joined and not packing.by_rows(storage)
     for owner in parameters:
         parameter = local_of(owner)
         store = Store(owner, parameter, storage, kernel)
@@ -445,7 +445,7 @@ def make_stores(
     batch: list[Store] = []
     total = 0
     for store in small:
-        total += layouts.extent(storage, store.parameter.shape)[0]
+        total += packing.extent(storage, store.parameter.shape)[0]
         batch.append(store)
         if total >= BUCKET_WORDS:
             buckets.append(_make_bucket(batch))
@@ -460,11 +460,11 @@ def _make_bucket(members: list[Store]) -> Bucket:
     starts, total = [], 0
     for member in members:
         starts.append(total)
-        count = layouts.extent(storage, member.parameter.shape)[0]
+        count = packing.extent(storage, member.parameter.shape)[0]
         total += -(-count // ALIGNMENT) * ALIGNMENT
-    planes = layouts.planes(storage)
-    length = total * layouts.num_lanes(storage)
-    words = {p.name: layouts.allocate(storage, p, (length,), device) for p in planes}
+    planes = packing.planes(storage)
+    length = total * packing.num_lanes(storage)
+    words = {p.name: packing.allocate(storage, p, (length,), device) for p in planes}
     weights, gradients = (torch.zeros(total, dtype=torch.int32, device=device) for _ in range(2))
     bucket = Bucket(members, starts, words, weights, gradients)
     visible = getattr(torch, storage.visible)

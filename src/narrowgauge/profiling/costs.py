@@ -6,7 +6,7 @@ seconds is the *difference* between two rows, taken in the same round.
 
 Seconds come as a :data:`Table`: for each shape and way to compute it those of its nine parts, the three matmuls
 (``output``, ``grad_input``, ``grad_weight``) and the six casts before them (``output.left`` … ``grad_weight.right``, as in
-:class:`narrowgauge.computes.Compute`). A part that a row has no need of is missing.
+:class:`narrowgauge.spec.computes.Compute`). A part that a row has no need of is missing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from narrowgauge.profiling.linears import Kind, Shape, groups_of
+from narrowgauge.profiling.layer_plan import Kind, Shape, groups_of
 from narrowgauge.profiling.settings import Rows, Setting, base_of, rows_of, yardstick_of
-from narrowgauge.recipes import Recipe
-from narrowgauge.variants import named
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.variants import named
 
 # Casts of the layer's input: made once for all the layers that are given it.
 SHARED = ("output.left", "grad_weight.right")
@@ -130,7 +130,7 @@ class RecipeCost:
 
     @property
     def fastest(self) -> dict[str, object]:
-        """The recipe with the overrides, as a table that :func:`narrowgauge.notation.parse_table` reads."""
+        """The recipe with the overrides, as a table that :func:`narrowgauge.spec.notation.parse_table` reads."""
         given = self.recipe.to_dict()
         narrow = {cost.kind.pattern for cost in self.kinds if not cost.setting.is_plain}
         if narrow and narrow == set(self.overrides):

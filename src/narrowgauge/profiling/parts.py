@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.computes import Compute, Product
-from narrowgauge.matmul.casts import Operand, cast_matrix
-from narrowgauge.matmul.delayed import delayed_amax, new_history
+from narrowgauge.matmul.custom_ops import GRADIENT, INPUT, WEIGHT
+from narrowgauge.matmul.delayed_scaling import delayed_amax, new_history
+from narrowgauge.matmul.gemm import multiply, operand_dtype
 from narrowgauge.matmul.linear import is_plain
-from narrowgauge.matmul.operators import GRADIENT, INPUT, WEIGHT
+from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.matmul.outliers import multiply_outliers, without_outliers
-from narrowgauge.matmul.products import multiply, operand_dtype
-from narrowgauge.matmul.randomness import STEP, random_words
-from narrowgauge.profiling.linears import Shape
+from narrowgauge.matmul.rng import STEP, random_words
+from narrowgauge.profiling.layer_plan import Shape
 from narrowgauge.profiling.settings import Setting, casts_made
-from narrowgauge.variants import named
+from narrowgauge.spec.computes import Compute, Product
+from narrowgauge.spec.variants import named
 
 Work = Callable[[], Any]
 
@@ -74,7 +74,7 @@ def _plain_parts(x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, Work]:
 
 
 def narrow_parts(row: Compute, x: Tensor, weight: Tensor, grad: Tensor, state: Tensor | None = None) -> dict[str, Work]:
-    """The casts that a row makes and its matmuls, as :mod:`narrowgauge.matmul.operators` does them.
+    """The casts that a row makes and its matmuls, as :mod:`narrowgauge.matmul.custom_ops` does them.
 
     Args:
         row: of computes.

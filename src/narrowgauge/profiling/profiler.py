@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from narrowgauge.chips import Chip, get_chip
 from narrowgauge.errors import NarrowgaugeError, RecipeError
-from narrowgauge.models import Model
-from narrowgauge.notation import parse
-from narrowgauge.profiling import predicting
+from narrowgauge.profiling import roofline
 from narrowgauge.profiling.costs import RecipeCost, Round, cost_of
-from narrowgauge.profiling.linears import Kind, read_model
-from narrowgauge.profiling.report import Loss, Profile
+from narrowgauge.profiling.layer_plan import Kind, read_model
+from narrowgauge.profiling.profile_report import Loss, Profile
 from narrowgauge.profiling.settings import ELSEWHERE, Setting, rows_of
-from narrowgauge.recipes import Recipe
+from narrowgauge.spec.chips import Chip, get_chip
+from narrowgauge.spec.models import Model
+from narrowgauge.spec.notation import parse
+from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.memory import require_batch
 
@@ -79,20 +79,20 @@ def _require_positions(row: Model, config: TrainConfig) -> None:
 
 
 def _predicted(row: Model, kinds: Sequence[Kind], recipes: list[Recipe], config: TrainConfig, chip: Chip) -> Profile:
-    step = predicting.Step(row, config.batch_size, config.sequence_length)
-    rounds = [predicting.predict(kinds, recipes, step, chip)]
+    step = roofline.Step(row, config.batch_size, config.sequence_length)
+    rounds = [roofline.predict(kinds, recipes, step, chip)]
     return Profile(
         model=row.name,
         where=chip.name,
         is_predicted=True,
         num_sequences=config.batch_size,
         sequence_length=config.sequence_length,
-        costs=_costs(kinds, recipes, rounds, config, lambda setting: predicting.weight_bytes(setting, chip)),
-        multiplied=tuple(predicting.told(recipe.compute, chip) for recipe in recipes),
+        costs=_costs(kinds, recipes, rounds, config, lambda setting: roofline.weight_bytes(setting, chip)),
+        multiplied=tuple(roofline.told(recipe.compute, chip) for recipe in recipes),
         notes=(
             f"a prediction from the figures of {chip.name}; nothing was run. It takes:",
-            *predicting.assumptions(recipes, chip),
-            predicting.NOT_RUN,
+            *roofline.assumptions(recipes, chip),
+            roofline.NOT_RUN,
             *_recipe_notes(recipes),
         ),
     )
@@ -107,26 +107,26 @@ def _measured(
     say: Callable[[str], None],
 ) -> Profile:
     require_batch(config, ELSEWHERE)
-    from narrowgauge.profiling import measuring
+    from narrowgauge.profiling import measurement
 
-    measuring.require_memory(row, recipes, config)
-    device = measuring.device_here()
-    rounds = measuring.measure(kinds, recipes, config, say=say)
-    notes, losses = [*measuring.noise_notes(rounds), *_recipe_notes(recipes)], list[tuple[Loss, ...]]()
+    measurement.require_memory(row, recipes, config)
+    device = measurement.device_here()
+    rounds = measurement.measure(kinds, recipes, config, say=say)
+    notes, losses = [*measurement.noise_notes(rounds), *_recipe_notes(recipes)], list[tuple[Loss, ...]]()
     if numerics:
-        from narrowgauge.profiling import numerics as reading
+        from narrowgauge.profiling import cast_error as reading
 
         say(f"casting what {reading.NUM_BATCHES} steps on '{config.data}' meet")
         losses = reading.losses(recipes, config)
         notes.append(f"what casts lose was read in the first {reading.NUM_BATCHES} steps on '{config.data}'.")
     return Profile(
         model=row.name,
-        where=measuring.where(),
+        where=measurement.where(),
         is_predicted=False,
         num_sequences=config.batch_size,
         sequence_length=config.sequence_length,
-        costs=_costs(kinds, recipes, rounds, config, lambda setting: measuring.weight_bytes(setting, device)),
-        multiplied=tuple(measuring.told(recipe.compute, device) for recipe in recipes),
+        costs=_costs(kinds, recipes, rounds, config, lambda setting: measurement.weight_bytes(setting, device)),
+        multiplied=tuple(measurement.told(recipe.compute, device) for recipe in recipes),
         losses=tuple(losses),
         notes=tuple(notes),
     )

@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from narrowgauge.computes import COMPUTES, Compute
-from narrowgauge.notation import parse
-from narrowgauge.profiling.linears import Kind, Shape
-from narrowgauge.recipes import Recipe
+from narrowgauge.profiling.layer_plan import Kind, Shape
+from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.notation import parse
+from narrowgauge.spec.recipes import Recipe
 
 ELSEWHERE = "Predict it for a machine that is not here: --chip NAME (narrowgauge show chips)."
 """Advice where a model is too large to be measured."""

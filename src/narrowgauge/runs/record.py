@@ -33,8 +33,8 @@ from typing import Any
 import tomli_w
 
 from narrowgauge.errors import RecordError
+from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, lock, sync_file, write_whole
 from narrowgauge.runs.events import Event, tell
-from narrowgauge.runs.files import AGAIN, TEMPORARY, append_whole, disk_errors, lock, sync_file, write_whole
 from narrowgauge.runs.rows import (
     ROW_FILES,
     STEPWISE,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.files import disk_errors, load_json
+from narrowgauge.runs.atomic_io import disk_errors, load_json
 from narrowgauge.runs.row_types import TEXT, is_whole, wrong_type
 
 Row = dict[str, Any]

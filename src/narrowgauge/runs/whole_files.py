@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.files import disk_errors, load_json
+from narrowgauge.runs.atomic_io import disk_errors, load_json
 from narrowgauge.runs.row_types import is_whole, short, wrong_type
 from narrowgauge.runs.rows import Row, revived
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from narrowgauge.caching import cache_folder
 from narrowgauge.errors import DataError
-from narrowgauge.runs.files import AGAIN, TEMPORARY, disk_errors, lock
-from narrowgauge.trainer.tokens import SCHEMA_VERSION, Tokens, read_tokens, write_tokens
+from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, disk_errors, lock
+from narrowgauge.trainer.tokenization import SCHEMA_VERSION, Tokens, read_tokens, write_tokens
 
 
 def cached_tokens(name: str, key: list[str | int], make: Callable[[], Tokens]) -> tuple[Tokens, list[str]]:

@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.files import (
+from narrowgauge.runs.atomic_io import (
     TEMPORARY,
     digest,
     disk_errors,

@@ -16,11 +16,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.accumulations import ACCUMULATIONS
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, suggestion
-from narrowgauge.models import MODELS, get_model, refuse_own_code
-from narrowgauge.notation import load_toml, parse, parse_table
-from narrowgauge.recipes import Recipe
+from narrowgauge.spec.accumulations import ACCUMULATIONS
+from narrowgauge.spec.models import MODELS, get_model, refuse_own_code
+from narrowgauge.spec.notation import load_toml, parse, parse_table
+from narrowgauge.spec.recipes import Recipe
 
 SCHEDULES = ("cosine", "linear", "constant")
 SPIKE_ACTIONS = ("report", "skip", "rollback", "stop")
@@ -359,7 +359,7 @@ class TrainConfig:
     def _require_sources(self) -> None:
         """The text and the tokenizer are there; both are read later."""
         # Late, because the command line makes flags of this file's settings and needs nothing of this.
-        from narrowgauge.trainer.texts import open_texts
+        from narrowgauge.trainer.corpus import open_texts
 
         if not self.data.startswith("datasets:"):
             open_texts(self.data)

@@ -23,12 +23,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.runs.files import AGAIN, digest, disk_errors, sync_file, sync_folder, temporary_name
+from narrowgauge.runs.atomic_io import AGAIN, digest, disk_errors, sync_file, sync_folder, temporary_name
 from narrowgauge.trainer.cache import cached_tokens
+from narrowgauge.trainer.corpus import open_texts
 from narrowgauge.trainer.data_head import fingerprints, read_head, write_head
-from narrowgauge.trainer.order import shuffled
-from narrowgauge.trainer.texts import open_texts
-from narrowgauge.trainer.tokens import (
+from narrowgauge.trainer.shuffle import shuffled
+from narrowgauge.trainer.tokenization import (
     Tokens,
     is_token_map,
     load_tokenizer,

@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.runs.files import digest, load_json
+from narrowgauge.runs.atomic_io import digest, load_json
 from narrowgauge.runs.row_types import is_whole, short
-from narrowgauge.trainer.tokens import Tokens
+from narrowgauge.trainer.tokenization import Tokens
 
 SCHEMA_VERSION = 2
 """Of ``data.json``. Since 2 the fingerprint covers what the tokens mean, not only their bytes."""

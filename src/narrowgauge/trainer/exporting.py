@@ -20,13 +20,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.notation import parse
-from narrowgauge.runs.files import AGAIN, disk_error, disk_errors, hidden_error, sync_file, sync_folder, temporary_name
+from narrowgauge.runs.atomic_io import (
+    AGAIN,
+    disk_error,
+    disk_errors,
+    hidden_error,
+    sync_file,
+    sync_folder,
+    temporary_name,
+)
+from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.language_model import without_progress_bars
-from narrowgauge.trainer.refusals import refuse_occupied
+from narrowgauge.trainer.preflight import refuse_occupied
 from narrowgauge.trainer.session import load
-from narrowgauge.trainer.tokens import load_tokenizer
+from narrowgauge.trainer.tokenization import load_tokenizer
 
 Dtype = Literal["visible", "float32"]
 

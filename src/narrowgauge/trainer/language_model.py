@@ -1,7 +1,7 @@
 """Language models to train: built from a shape and a seed, and the one number that training asks of them, their loss.
 
 The models are Hugging Face's own classes, so a trained one is a folder that any other tool reads. A preset is a row of
-``narrowgauge.models``: only a shape, whose weights are drawn here in float32 from the seed alone, so that every recipe
+``narrowgauge.spec.models``: only a shape, whose weights are drawn here in float32 from the seed alone, so that every recipe
 starts from the same numbers; nothing is downloaded. A path is a folder with a ``config.json``, and with its weights if
 it has some.
 
@@ -30,8 +30,8 @@ from transformers.utils import logging
 
 from narrowgauge.errors import DataError, suggestion
 from narrowgauge.matmul.linear import has_plain_product
-from narrowgauge.models import MODELS, Model, refuse_own_code
 from narrowgauge.numerics.plain import linear
+from narrowgauge.spec.models import MODELS, Model, refuse_own_code
 from narrowgauge.trainer.memory import LARGE_VOCABULARY as LARGE_VOCABULARY
 
 # Logits of one chunk: 64 MiB in float32. Smaller chunks make thin matmuls, larger ones save nothing worth having.

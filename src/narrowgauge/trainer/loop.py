@@ -14,25 +14,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from narrowgauge.comparison.labels import recipe_name
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.models import MODELS, refuse_own_code
 from narrowgauge.optim import compilation
-from narrowgauge.runs.comparing.names import recipe_name
+from narrowgauge.runs.atomic_io import AGAIN, disk_errors, held_folder
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.files import AGAIN, disk_errors, held_folder
 from narrowgauge.runs.record import Row, Run, RunWriter, is_run, read_run, remove_leftovers, require_free
 from narrowgauge.runs.whole_files import read_settings
+from narrowgauge.spec.models import MODELS, refuse_own_code
 from narrowgauge.trainer.changes import accept, differences
 from narrowgauge.trainer.config import TrainConfig, left_by_a_kill
 from narrowgauge.trainer.console import Console, Screen
 from narrowgauge.trainer.data import Dataset, open_data, prepare_data
 from narrowgauge.trainer.interruption import interruptible, stopped_by
 from narrowgauge.trainer.memory import require_batch
+from narrowgauge.trainer.preflight import require_resumable
 from narrowgauge.trainer.recovery import Recovery
-from narrowgauge.trainer.refusals import require_resumable
-from narrowgauge.trainer.reporting import Reporter
 from narrowgauge.trainer.session import Session, build, describe
-from narrowgauge.trainer.steps import evaluate, summarize, train_step
+from narrowgauge.trainer.sinks import Reporter
+from narrowgauge.trainer.step import evaluate, summarize, train_step
 
 
 def train(config: TrainConfig, *, lent: bool = False, screen: Screen | None = None) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from narrowgauge.errors import ChipError
-from narrowgauge.models import MODELS
+from narrowgauge.spec.models import MODELS
 from narrowgauge.trainer.config import TrainConfig
 
 LARGE_VOCABULARY = 16_384

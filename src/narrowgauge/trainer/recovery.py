@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
+from narrowgauge.comparison.labels import counted
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.gauges.replay import replay
-from narrowgauge.runs.comparing.names import counted
+from narrowgauge.gauges.nan_origin.replay import replay
+from narrowgauge.monitor.spikes import SpikeJudge
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Row
-from narrowgauge.runs.watching.spikes import SpikeJudge
 from narrowgauge.trainer.checkpoint import go_back
 from narrowgauge.trainer.detours import detours_of
-from narrowgauge.trainer.reporting import Reporter
 from narrowgauge.trainer.session import Session
-from narrowgauge.trainer.steps import losses
+from narrowgauge.trainer.sinks import Reporter
+from narrowgauge.trainer.step import losses
 
 FAILURES = 25
 """Failed steps in a row after which a run is said to go nowhere."""
@@ -158,7 +158,7 @@ def replay_last_step(session: Session, say: Callable[[str], object] = lambda _: 
         session: just after the step.
         say: gets a sentence for each attempt.
     Returns:
-        A :class:`narrowgauge.gauges.replay.Replay`.
+        A :class:`narrowgauge.gauges.nan_origin.replay.Replay`.
     """
     gauges, linears, scaler = session.gauges, session.linears, session.optimizer.loss_scaler
     was_sampling = gauges is not None and gauges.sampling

@@ -26,18 +26,18 @@ from transformers import PreTrainedModel
 import narrowgauge
 from narrowgauge.assembly import prepare
 from narrowgauge.errors import RecordError
-from narrowgauge.gauges.panel import Gauges, attach_gauges
+from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.matmul.gemm import told
 from narrowgauge.matmul.linears import Linears
-from narrowgauge.matmul.products import told
+from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import linears_of
-from narrowgauge.notation import parse
-from narrowgauge.numerics.measures import UPDATE_SUMS
 from narrowgauge.numerics.summation import fingerprint_all
+from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.runs.record import read_run
-from narrowgauge.scopes import compute_scope
+from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.checkpoint import latest_checkpoint, save_checkpoint
 from narrowgauge.trainer.config import TrainConfig

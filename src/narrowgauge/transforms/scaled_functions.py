@@ -9,7 +9,7 @@ door to door, as the gradient of a *token* that has no other use. Values are the
 sizes a rule names; these only decide where data lie in their range. A *size* is how large ``raw`` or a ``vjp`` is: data
 are divided and the scale is multiplied by it.
 
-Whether a size is guessed or measured, :mod:`narrowgauge.propagation` says. Guesses take operands to be independent, and
+Whether a size is guessed or measured, :mod:`narrowgauge.spec.propagation` says. Guesses take operands to be independent, and
 training makes them less so; e4m3 forgives a factor of some ten upwards and of some hundred downwards, e5m2, which gradients
 are cast to, of ten thousand either way.
 """
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.propagation import RULES, Measured
+from narrowgauge.spec.propagation import RULES, Measured
 from narrowgauge.transforms.scaled_tensor import FUNCTIONS, Scaled, measured, rescaled, root_below, times
 
 

@@ -3,7 +3,7 @@
 A :class:`Scaled` tensor stands for ``data * scale``: ``data`` is a plain tensor whose mean square is near one, and all
 of the magnitude is in ``scale``, one power of two. Each operation guesses the size of its result from the sizes of what
 goes in, as for independent random numbers: a product has the product of the scales, a sum of n numbers the root of n
-times their scale. Nothing is measured in this file; :mod:`narrowgauge.propagation` says what is elsewhere. The guess decides
+times their scale. Nothing is measured in this file; :mod:`narrowgauge.spec.propagation` says what is elsewhere. The guess decides
 only where ``data`` lies in its format's range, never the value: ``data * scale`` is what the operation would have given
 anyway, with the same rounding, since multiplying by a power of two rounds nothing until a number falls out of the range.
 
@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.statistics import power_of_rms
-from narrowgauge.propagation import RULES
+from narrowgauge.numerics.tensor_stats import power_of_rms
+from narrowgauge.spec.propagation import RULES
 
 aten = torch.ops.aten
 

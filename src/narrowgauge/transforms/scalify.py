@@ -2,7 +2,7 @@
 
 Narrow formats lose what is far from one: a gradient of 1e-6 is zero in ``float8_e4m3fn``. The usual cure measures each
 operand of each matmul before it is cast. Scalify propagates instead: a tensor is ``data * scale``, and each operation
-hands on a scale by a rule of its own, forward and backward (:mod:`narrowgauge.propagation`). Matmuls and sums guess the size
+hands on a scale by a rule of its own, forward and backward (:mod:`narrowgauge.spec.propagation`). Matmuls and sums guess the size
 of what they make; it is measured where guesses would pile up: what an activation hands on, the gradient behind a norm, and
 weights. A float8 matmul then needs no scale and no maximum: it casts ``data`` as they are.
 
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowgauge.propagation import RULES
+from narrowgauge.spec.propagation import RULES
 from narrowgauge.transforms.scaled_functions import activation, embedding, linear, norm, value_of
 from narrowgauge.transforms.scaled_tensor import Scaled, unknown
 

@@ -9,7 +9,7 @@ of the weight's.
 
 The factors are powers of two, from each call's own channels. They are part of the cast
 (:func:`narrowgauge.numerics.quantization.smoothing`), in the variants of rows whose whole input shares one scale
-(:mod:`narrowgauge.variants`): a recipe says ``float8-delayed+smooth``. This file is for a model of which one has no recipe.
+(:mod:`narrowgauge.spec.variants`): a recipe says ``float8-delayed+smooth``. This file is for a model of which one has no recipe.
 
 Source: Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv 2409.12517. There the factor is the reciprocal of
 the largest magnitude itself; the released code takes it for each token instead of each channel.

@@ -1,0 +1,110 @@
+"""Flags of the command line: one per setting of a training run, and the names that a shell completes for them.
+
+Names are completed from the tables: recipes part by part (``fp8-row/`` is followed by its storages), several with commas
+between, models, chips and formats. What is no name of ours may be a file, and is left to the shell.
+
+Source: click's ``shell_complete``; ``docs/start.md`` says how a shell is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+import click
+from click.shell_completion import CompletionItem
+
+from narrowgauge.spec import formats, notation
+from narrowgauge.spec.accumulations import ACCUMULATIONS
+from narrowgauge.spec.aliases import ALIASES, SPELLINGS
+from narrowgauge.spec.chips import CHIPS
+from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.models import MODELS
+
+Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+def recipes(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """A recipe: a compute or an alias, and behind a slash the storages that go with the compute."""
+    head, slash, rest = incomplete.partition("/")
+    if not slash:
+        computes = {name: row.purpose for name, row in COMPUTES.items()}
+        aliases = {name: f"as {row.recipe}" for name, row in ALIASES.items() if row.is_taken}
+        spellings = {short: f"as {full}" for short, full in SPELLINGS.items() if full in COMPUTES}
+        return _items({**spellings, **aliases, **computes}, incomplete, "file")
+    own = notation.compute_name(head)
+    if own not in COMPUTES:
+        return [CompletionItem(incomplete, type="file")]
+    stored = [name.partition("/")[2] for name in notation.full_names() if name.startswith(f"{own}/")]
+    return [CompletionItem(f"{head}/{name}") for name in stored if name.startswith(rest)]
+
+
+def many_recipes(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Recipes with commas between: the last one is completed."""
+    before, comma, last = incomplete.rpartition(",")
+    found = recipes(context, parameter, last)
+    return [CompletionItem(f"{before}{comma}{item.value}", item.type, item.help) for item in found]
+
+
+def of(table: Iterable[str] | Mapping[str, str], otherwise: str = "plain") -> Complete:
+    """A name of a table; where none begins so, a ``file`` or ``dir`` may be meant."""
+    rows = table if isinstance(table, Mapping) else dict.fromkeys(table, "")
+
+    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return _items(rows, incomplete, otherwise)
+
+    return complete
+
+
+def _items(rows: Mapping[str, str], incomplete: str, otherwise: str) -> list[CompletionItem]:
+    found = [
+        CompletionItem(name, help=says or None)
+        for name, says in rows.items()
+        if name.lower().startswith(incomplete.lower())
+    ]
+    return found or ([] if otherwise == "plain" else [CompletionItem(incomplete, type=otherwise)])
+
+
+models = of({name: f"{row.num_parameters:,} parameters" for name, row in MODELS.items()}, "dir")
+chips = of({name: f"{row.memory_gb:g} GB" for name, row in CHIPS.items()})
+number_formats = of([*formats.FORMATS, *formats.ALIASES])
+
+
+def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | None = None) -> list[click.Parameter]:
+    """A flag per setting of a training run, some left out; None until it is given, so that a file may say otherwise.
+
+    What a setting is where nobody gives it is told as ``defaults`` has it, and else as the run's own default.
+    """
+    # Not at the top: this module is of a layer that mostly needs torch, though the settings do not.
+    from narrowgauge.trainer.config import SCHEDULES, SPIKE_ACTIONS, TrainConfig, kind_of
+
+    completed = {
+        "model": models, "recipe": recipes, "data": of(["stdlib"], "file"), "tokenizer": of([], "file"), "out": of([], "dir"),
+        "schedule": of(SCHEDULES), "on_spike": of(SPIKE_ACTIONS), "accumulation_dtype": of(ACCUMULATIONS),
+    }  # fmt: skip
+    flags: list[click.Parameter] = []
+    for field in dataclasses.fields(TrainConfig):
+        if field.name in without:
+            continue
+        name = field.name.replace("_", "-")
+        default = (defaults or {}).get(field.name, field.default)
+        told = "" if default is None else f"  [default: {str(default).lower()}]"
+        switch = kind_of(field) is bool
+        flags.append(
+            click.Option(
+                [f"--{name}/--no-{name}" if switch else f"--{name}", field.name],
+                type=kind_of(field),
+                default=None,
+                help=field.metadata["help"] + told,
+                metavar=None if switch else {str: "TEXT", int: "N", float: "X"}[kind_of(field)],
+                shell_complete=completed.get(field.name),
+            )
+        )
+    return flags
+
+
+def of_comparisons() -> list[click.Parameter]:
+    """The flags that the runs of a comparison share."""
+    from narrowgauge.trainer.config import COMPARED, OF_A_RUN
+
+    return of_settings(without=OF_A_RUN, defaults=COMPARED)

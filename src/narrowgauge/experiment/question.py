@@ -1,0 +1,327 @@
+"""What a comparison is asked for: recipes, seeds and the settings that all its runs share, checked before anything is made.
+
+A question is a value that is kept in the comparison's folder (``compare.toml``) from before the first step, so that the
+folder alone says what is left to do. A question may grow by recipes and seeds; any other change asks another question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from narrowgauge.comparison.labels import recipe_name, run_name
+from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError
+from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
+from narrowgauge.spec.notation import load_toml, parse
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.trainer.config import KEPT_CHECKPOINTS, NUM_EVALS, OF_A_RUN, TrainConfig
+from narrowgauge.trainer.memory import require_batch
+
+SCHEMA_VERSION = 1
+QUESTION_FILE = "compare.toml"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a comparison was asked for.
+
+    Args:
+        recipes: none twice.
+        seeds: none twice.
+        base: the settings of every run but its recipe, seed and folder.
+        seconds: of training steps for each run, in place of ``base.steps``.
+        num_evals: validations per run, in place of ``base.eval_every``.
+        measured: of each recipe, with ``seconds``: how many steps, and whether they are compiled.
+    """
+
+    recipes: tuple[Recipe, ...]
+    seeds: tuple[int, ...]
+    base: TrainConfig
+    seconds: float | None = None
+    num_evals: int | None = None
+    measured: Mapping[str, tuple[int, bool]] = field(default_factory=dict)
+
+    def config(self, recipe: Recipe, seed: int, out: Path) -> TrainConfig:
+        """The settings of one run."""
+        name = recipe_name(recipe)
+        made = replace(
+            self.base, recipe=_plain(recipe), seed=seed, out=str(out / run_name(name, seed)), lr=self.lr(recipe)
+        )
+        if self.seconds is not None and name in self.measured:
+            steps, compile = self.measured[name]
+            made = replace(made, steps=steps, compile=compile)
+        return made if self.num_evals is None else replace(made, eval_every=max(1, made.steps // self.num_evals))
+
+    def pairs(self) -> Iterator[tuple[Recipe, int]]:
+        """Every run's recipe and seed, seed by seed: whatever is done at a stop is whole pairs."""
+        return ((recipe, seed) for seed in self.seeds for recipe in self.recipes)
+
+    def lr(self, recipe: Recipe) -> float | None:
+        """The peak rate: what was asked for, or a unit-scaled model's own where the others count in other units."""
+        units = {one.compute.transform == "unit" for one in self.recipes}
+        return None if recipe.compute.transform == "unit" and len(units) > 1 else self.base.lr
+
+    def to_dict(self) -> dict[str, Any]:
+        """A TOML table."""
+        base = {key: value for key, value in self.base.to_dict().items() if key not in OF_A_RUN}
+        table = {
+            "schema_version": SCHEMA_VERSION,
+            "recipes": [TrainConfig(recipe=_plain(recipe)).to_dict()["recipe"] for recipe in self.recipes],
+            "seeds": list(self.seeds),
+            "seconds": self.seconds,
+            "num_evals": self.num_evals,
+            "settings": base,
+            "measured": {name: {"steps": n, "compile": compile} for name, (n, compile) in self.measured.items()},
+        }
+        return {key: value for key, value in table.items() if value is not None}
+
+    @classmethod
+    def read(cls, out: Path) -> Question:
+        """What the comparison in a folder was asked for.
+
+        Raises:
+            RecordError: there is none, it is damaged, or from a newer version.
+        """
+        file = out / QUESTION_FILE
+        try:
+            with disk_errors(file):
+                table = load_toml(file.read_bytes().decode())
+            if table["schema_version"] > SCHEMA_VERSION:
+                raise RecordError(
+                    f"The comparison {out} has schema {table['schema_version']}; this version reads up to {SCHEMA_VERSION}.",
+                    "Upgrade with pip install --upgrade narrowgauge.",
+                )
+            recipes = [parse(TrainConfig.from_dict({"recipe": recipe}).recipe) for recipe in table["recipes"]]
+            return cls(
+                tuple(recipes),
+                tuple(table["seeds"]),
+                TrainConfig.from_dict(table["settings"], str(file)),
+                table.get("seconds"),
+                table.get("num_evals"),
+                {name: (row["steps"], row["compile"]) for name, row in table["measured"].items()},
+            )
+        except NarrowgaugeError:
+            raise  # it says more
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
+
+    def write(self, out: Path) -> None:
+        """Write ``compare.toml``."""
+        with disk_errors(out, AGAIN):
+            out.mkdir(parents=True, exist_ok=True)
+        write_whole(out / QUESTION_FILE, tomli_w.dumps(self.to_dict()).encode(), AGAIN)
+
+    def grown_from(self, before: Question, out: Path) -> Question:
+        """This question with what was measured for ``before``; refused unless that has only grown by recipes or seeds.
+
+        A recipe that is there already keeps the label it has there.
+        """
+        go_on = f"Choose another --out, or go on with that one: narrowgauge compare --out {out}"
+        for found, wanted in before._differences(self):
+            raise RecordError(f"{out} holds a comparison with {found}, and {wanted} was asked for.", go_on)
+        if any(recipe not in self.recipes for recipe in before.recipes):
+            found, wanted = (",".join(map(recipe_name, one.recipes)) for one in (before, self))
+            raise RecordError(
+                f"{out} holds a comparison of --recipes {found}, and {wanted} was asked for.",
+                "To add a recipe, name all; to compare others, choose another --out.",
+            )
+        if not set(before.seeds) <= set(self.seeds):
+            found, wanted = (",".join(map(str, one.seeds)) for one in (before, self))
+            raise RecordError(f"{out} holds a comparison with seeds {found}, and {wanted} was asked for.", go_on)
+        recipes = tuple(next((one for one in before.recipes if one == recipe), recipe) for recipe in self.recipes)
+        return replace(self, recipes=recipes, measured=before.measured)
+
+    def _differences(self, other: Question) -> Iterator[tuple[str, str]]:
+        """What both say of their runs' length and settings where that is not the same, in the words of flags."""
+        if (self.seconds, other.seconds) != (None, None) and self.seconds != other.seconds:
+            yield self._length(), other._length()
+        if self.num_evals != other.num_evals:
+            yield self._validations(), other._validations()
+        for setting in fields(TrainConfig):
+            found, wanted = (getattr(one.base, setting.name) for one in (self, other))
+            spread = setting.name == "eval_every" and self.num_evals is not None
+            if found != wanted and not spread and setting.name not in OF_A_RUN:
+                yield _flag(setting.name, found), _flag(setting.name, wanted)
+
+    def _length(self) -> str:
+        return _flag("steps", self.base.steps) if self.seconds is None else f"--seconds {self.seconds:g}"
+
+    def _validations(self) -> str:
+        if self.num_evals is None:
+            return _flag("eval_every", self.base.eval_every)
+        return "no --eval-every" if self.num_evals == NUM_EVALS else f"{self.num_evals} validations per run"
+
+
+def _flag(name: str, value: Any) -> str:
+    """A setting as a command line says it."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"no --{flag}" if value is None else f"--{flag} {value}"
+
+
+def _plain(recipe: Recipe) -> str | Recipe:
+    """Its name, where that says all."""
+    return recipe.name if recipe == parse(recipe.name) else recipe
+
+
+def read_settings(
+    given: Mapping[str, Any], file: Path | None, before: Question | None = None
+) -> tuple[TrainConfig, int | None]:
+    """The settings of a command line, and how many validations a run has where nothing says.
+
+    Args:
+        given: flags, over those of the file.
+        file: a TOML file of settings, over those of ``before``.
+        before: what the folder was asked for already.
+    Returns:
+        The settings of every run, with one checkpoint kept where nothing says; and ``num_evals`` of :func:`ask`.
+    Raises:
+        NarrowgaugeError: the file cannot be read, has an unknown key, or one that is each run's own.
+    """
+    start, num_evals = (
+        (TrainConfig(keep_checkpoints=KEPT_CHECKPOINTS), NUM_EVALS)
+        if before is None
+        else (before.base, before.num_evals)
+    )
+    told: dict[str, Any] = {}
+    if file is not None:
+        asked = TrainConfig.from_toml(file)
+        told = {name: getattr(asked, name) for name in load_toml(file.read_text(encoding="utf-8"))}
+        for name in OF_A_RUN:
+            if name in told:
+                raise NarrowgaugeError(
+                    f"{file} has {name} = {told[name]!r}, which the runs of a comparison do not share.",
+                    "Leave it out there; --recipes, --seeds and --out say it.",
+                )
+    told |= given
+    return replace(start, **told), None if "eval_every" in told else num_evals
+
+
+def read_flags(
+    recipes: str | None,
+    given: Mapping[str, Any],
+    *,
+    file: Path | None = None,
+    seeds: int | None = None,
+    seconds: float | None = None,
+    tokens: int | None = None,
+    out: Path | None = None,
+) -> Question:
+    """The question of a command line; what it leaves open is as the folder was asked for before.
+
+    Args:
+        recipes: with commas between.
+        given: settings by name.
+        file, seeds, seconds, tokens, out: flags; ``None`` where not given.
+    Returns:
+        The question.
+    Raises:
+        NarrowgaugeError: what cannot be.
+    """
+    before = past(out) if out is not None and (recipes is None or has_question(out)) else None
+    if before is not None and (recipes, file, seeds, seconds, tokens) == (None,) * 5 and not given:
+        return before
+    base, num_evals = read_settings(given, file, before)
+    has_length = "steps" in given or (seconds, tokens) != (None, None)
+    if before is not None and not has_length and base.steps == before.base.steps:
+        seconds = before.seconds
+    return ask(
+        before.recipes if recipes is None and before is not None else (recipes or "").split(","),
+        base,
+        seeds or (1 if before is None else before.seeds),
+        seconds=seconds,
+        tokens=tokens,
+        num_evals=num_evals,
+    )
+
+
+def has_question(out: Path) -> bool:
+    """Whether a folder is a comparison's."""
+    with disk_errors(out):
+        return (out / QUESTION_FILE).is_file()
+
+
+def past(out: Path) -> Question:
+    """What the comparison in a folder was asked for, which must be there."""
+    if not has_question(out):
+        raise RecordError(f"No comparison in {out}: it has no {QUESTION_FILE}.", "Name recipes with --recipes.")
+    return Question.read(out)
+
+
+def ask(
+    recipes: Sequence[str | Recipe],
+    base: TrainConfig,
+    seeds: int | Sequence[int] = 1,
+    *,
+    seconds: float | None = None,
+    tokens: int | None = None,
+    num_evals: int | None = None,
+) -> Question:
+    """Check a question, alone and against the settings, before anything is made.
+
+    Args:
+        recipes: names, ``.toml`` files or recipes.
+        base: the settings of every run; its recipe, seed, out and stop_after do not count.
+        seeds: how many, from 0 on, or which ones.
+        seconds: of training steps for each run, in place of ``base.steps``.
+        tokens: to train on in each run, in place of ``base.steps``.
+        num_evals: validations per run, in place of ``base.eval_every``.
+    Returns:
+        The question.
+    Raises:
+        NarrowgaugeError: what cannot be, of the question or of any run's settings.
+    """
+    asked = [_parsed(recipe) for recipe in recipes if recipe]
+    if not asked:
+        raise RecipeError("no recipe was named.", "For instance --recipes bfloat16/master,bfloat16/word.")
+    for number, recipe in enumerate(asked):
+        _require_new(recipe, asked[:number])
+    numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise NarrowgaugeError(f"seeds = {seeds!r} was asked for.", "Ask for at least one, none twice.")
+    if seconds is not None and tokens is not None:
+        raise NarrowgaugeError("both --seconds and --tokens were given.", "A run has one length: give one of them.")
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise NarrowgaugeError(
+            f"seconds = {seconds} was asked for, and it must be above 0 and finite.", "Change --seconds."
+        )
+    if tokens is not None:
+        if tokens < base.tokens_per_step:
+            raise NarrowgaugeError(
+                f"{tokens} tokens were asked for, and one step takes {base.tokens_per_step}.", "Raise --tokens."
+            )
+        base = replace(base, steps=tokens // base.tokens_per_step)
+    base = replace(base, out=None, stop_after=None, recipe=TrainConfig().recipe, seed=0)
+    base = replace(base, model=base.validated().model).located()
+    require_batch(base)
+    question = Question(tuple(asked), numbers, base, seconds, num_evals)
+    for recipe in asked:
+        replace(question.config(recipe, numbers[0], Path()), out=None).validated()
+    return question
+
+
+def _parsed(recipe: str | Recipe) -> Recipe:
+    name = recipe.strip() if isinstance(recipe, str) else recipe
+    try:
+        return parse(name)
+    except RecipeError:
+        if isinstance(name, str) and name and Path(name).is_dir():
+            raise RecipeError(f"the recipe {name} was asked for, and it is a folder.", "Name a .toml file.") from None
+        raise
+
+
+def _require_new(recipe: Recipe, others: Sequence[Recipe]) -> None:
+    """Refuse a recipe that is there already, or that another has the folder of."""
+    name = recipe_name(recipe)
+    for other in others:
+        if other == recipe:
+            raise RecipeError(f"two of the recipes are one, {name}.", "Name each once.")
+        if run_name(recipe_name(other), 0).lower() == run_name(name, 0).lower():
+            raise RecipeError(
+                f"two of the recipes are called {name}.", 'Give each a name of its own: name = "…" in its file.'
+            )

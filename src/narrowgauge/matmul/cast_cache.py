@@ -1,0 +1,100 @@
+"""Casts of weights, kept while a weight stays what it is.
+
+Micro-batches of one step multiply the same weights; inside :func:`cached_weights` each is cast once for all of them. A cast is
+used again only for the same storage, untouched since (PyTorch counts changes in place) and before any optimizer's next step.
+Nothing of this is visible to a compiler's graph: a matmul asks here for the cast of its weight when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from narrowgauge.matmul.operand import Operand
+
+Key = tuple[Any, ...]
+
+
+@dataclass
+class _Kept:
+    """Every cast of one weight, and the state of the weight that they were made from."""
+
+    storage: StorageWeakRef
+    version: int
+    casts: dict[Key, Operand] = field(default_factory=dict)
+
+
+class _Cache:
+    """The casts in use, by storage; empty outside :func:`cached_weights`."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.weights: dict[tuple[Any, ...], _Kept] = {}
+
+    def forget_dead(self) -> None:
+        """Drop the casts of tensors that are gone: a layer may make its weight anew at each call."""
+        for place in [place for place, kept in self.weights.items() if kept.storage.expired()]:
+            del self.weights[place]
+
+    def clear(self, *_: Any) -> None:
+        """Forget all casts: a step may have changed any weight."""
+        self.weights.clear()
+
+
+_CACHE = _Cache()
+_FOLLOWING: list[Any] = []
+
+
+@contextmanager
+def cached_weights() -> Iterator[None]:
+    """Within it, each weight is cast once and used again until it changes: for the micro-batches of a step.
+
+    Law: the same bits as without. A change through ``parameter.data`` is one that PyTorch does not count: leave the scope
+    first, or step with an optimizer of ``torch.optim``'s kind.
+
+    Returns:
+        A context manager.
+
+    Cost: the casts stay in memory: 1 byte a parameter for int8 and native float8, 2 where emulated, once for each of
+    ``output`` and ``grad_input`` that casts anew.
+    Example:
+        >>> with cached_weights():
+        ...     pass  # forward and backward of every micro-batch
+    """
+    if not _FOLLOWING:
+        _FOLLOWING.append(register_optimizer_step_post_hook(_CACHE.clear))
+    _CACHE.depth += 1
+    try:
+        yield
+    finally:
+        _CACHE.depth -= 1
+        if not _CACHE.depth:
+            _CACHE.clear()
+
+
+def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operand:
+    """A cast of a weight, from the cache where there is one.
+
+    Args:
+        weight: the parameter, as the matmul got it.
+        key: what identifies the cast.
+        make: makes it.
+    """
+    if not _CACHE.depth or weight.is_inference():
+        return make()
+    storage = weight.untyped_storage()
+    # A tied weight may be seen as its own transpose.
+    place = (storage._cdata, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
+    kept = _CACHE.weights.get(place)
+    if kept is None or kept.version != weight._version or kept.storage.expired():
+        _CACHE.forget_dead()
+        kept = _CACHE.weights[place] = _Kept(StorageWeakRef(storage), weight._version)
+    if key not in kept.casts:
+        kept.casts[key] = make()
+    return kept.casts[key]

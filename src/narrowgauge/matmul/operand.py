@@ -1,0 +1,197 @@
+"""Casts at work: a matrix becomes the operand that a matmul kernel takes.
+
+The arithmetic is :mod:`narrowgauge.numerics.quantization`, a definition that is compiled once for each cast and dimension, for
+any shape. What comes out depends on who multiplies: int8 and float8 *codes* where a kernel takes them or where they are
+kept for backward, else bfloat16 *values*, code times the scale of its block, which bfloat16 holds exactly. The scale of a
+row or a tensor stays beside them, for after the matmul.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from narrowgauge._torch import compile_any_shape, compiler_missing
+from narrowgauge.numerics import quantization
+from narrowgauge.numerics.quantization import blocked, padded, sides_of, smoothing
+from narrowgauge.spec.computes import Cast
+
+COMPILE_ELEMENTS = 1 << 18
+"""From so many elements on a cast is compiled: below, it costs less than the compiler's seconds will ever win back."""
+
+
+Words = tuple[Tensor, Tensor]
+
+
+class Operand(NamedTuple):
+    """One side of a matmul, as the matrix lay; it stands for ``data * outer``.
+
+    Attributes:
+        data: ``[rows, columns]``, filled up to whole blocks: int8 or float8 codes, or values in a wider dtype.
+        outer: float32 ``[rows, 1]``, ``[1, columns]`` (of a smooth cast too) or ``[1, 1]``; ``None`` without such a scale.
+    """
+
+    data: Tensor
+    outer: Tensor | None
+
+
+def cast_matrix(
+    x: Tensor,
+    cast: Cast,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    words: Words | None = None,
+    fold: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> Operand:
+    """Cast a matrix for a matmul that contracts its dimension ``dim``.
+
+    Law: the same bits compiled and not (int8 codes of a group whose scale is NaN may be any).
+
+    Args:
+        x: ``[rows, columns]``.
+        cast: how.
+        dim: the dimension that the matmul contracts.
+        dtype: of the result: int8 or a float8 for codes, else a dtype that holds the values.
+        words: for stochastic casts, see :func:`narrowgauge.numerics.quantization.random_words`; for the padded shape.
+        fold: float32, broadcastable: multiplied into ``x`` first.
+        amax: float32 ``[1, 1]``: the largest magnitude to scale by, in place of the tensor's own.
+    Returns:
+        The operand.
+    """
+    if cast.is_wide and cast.format != "tfloat32":
+        return Operand(x.detach().to(dtype), None)
+    x = padded(x.detach(), cast, dim)
+    if not x.numel():
+        return _nothing(x, cast, dim, dtype)
+    if cast.smooth:
+        fold, amax = _run(_smoothing, cast, dim, dtype, x, x)
+    if cast.block is None:
+        data, scale = _run(_whole, cast, dim, dtype, x, x, *(words or (None, None)), fold, amax)
+        return Operand(data, scale / fold if cast.smooth else scale)
+    if fold is not None:
+        x = x.float() * fold
+    if cast.rotation == "hadamard":
+        x = _run(_rotation, cast, dim, torch.float32, x, x)
+    sides = sides_of(cast, dim)
+    chances = (None, None) if words is None else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
+    values, outer, *_ = _run(_blocks, cast, dim, dtype, x, blocked(x, sides), *chances, amax)
+    return Operand(values.view(x.shape), outer)
+
+
+def outer_shape(shape: torch.Size, cast: Cast, dim: int) -> tuple[int, int] | None:
+    """Shape of an operand's outer scale, ``None`` without one.
+
+    Args:
+        shape: of the matrix, filled up to whole blocks.
+        cast, dim: as for :func:`cast_matrix`.
+    """
+    if cast.is_wide or cast.scaling == "static" or (cast.block is not None and cast.scale != "float8_e4m3fn"):
+        return None
+    kept = 1 if cast.smooth else {"row": 1 - dim, "column": dim}.get(cast.granularity)
+    return (shape[0] if kept == 0 else 1, shape[1] if kept == 1 else 1)
+
+
+def _nothing(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> Operand:
+    """The operand of a batch without tokens."""
+    shape = outer_shape(x.shape, cast, dim)
+    return Operand(x.to(dtype), None if shape is None else torch.ones(shape, dtype=torch.float32, device=x.device))
+
+
+def _run(
+    make: Callable[..., Any], cast: Cast, dim: int, dtype: torch.dtype, x: Tensor, *arguments: Tensor | None
+) -> Any:
+    definition = make(cast, dim, dtype)
+    if x.numel() >= COMPILE_ELEMENTS and can_compile():
+        return compiled(definition, *arguments)
+    return definition(*arguments)
+
+
+@lru_cache(None)
+def _whole(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
+    """The definition for a cast without blocks."""
+
+    def cast_whole(
+        x: Tensor, by_row: Tensor | None, by_column: Tensor | None, fold: Tensor | None, amax: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        words = None if by_row is None or by_column is None else (by_row, by_column)
+        codes, outer = quantization.quantize_whole(x, cast, dim, words, fold, amax)
+        return codes.to(dtype), outer
+
+    return cast_whole
+
+
+@lru_cache(None)
+def _smoothing(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
+    """The definition of what a smooth cast multiplies channels by."""
+
+    def channel_factors(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return smoothing(x, cast)
+
+    return channel_factors
+
+
+@lru_cache(None)
+def _rotation(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
+    """The definition of a cast's rotation."""
+
+    def rotate_blocks(x: Tensor) -> Tensor:
+        return quantization.rotate(x, dim)
+
+    return rotate_blocks
+
+
+@lru_cache(None)
+def _blocks(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
+    """The definition for a cast in blocks, on blocks."""
+
+    def cast_blocks(
+        x: Tensor, by_row: Tensor | None, by_column: Tensor | None, amax: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        words = None if by_row is None or by_column is None else (by_row, by_column)
+        codes, inner, inverse, outer = quantization.quantize_blocks(x, cast, words, amax)
+        return (codes * inner).to(dtype), outer, inner, inverse
+
+    return cast_blocks
+
+
+def compiled(definition: Callable[..., Any], *arguments: Tensor | None) -> Any:
+    """What the definition gives for these arguments, compiled for their pattern, of any size.
+
+    PyTorch compiles one function anew for each pattern (dtypes, what is absent, sides of 1, sides that are equal, order in
+    memory), and gives up after eight; so each pattern is a function of its own.
+    """
+    with torch.no_grad():
+        return _kernel(definition, _pattern(arguments))(*arguments)
+
+
+@lru_cache(None)
+def _kernel(definition: Callable[..., Any], pattern: tuple[Any, ...]) -> Callable[..., Any]:
+    return compile_any_shape(definition, definition.__name__)  # type: ignore[arg-type]
+
+
+def _pattern(arguments: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    sizes: dict[int, int] = {1: -1}
+    described: list[Any] = []
+    for argument in arguments:
+        if argument is None:
+            described.append(None)
+            continue
+        sides = tuple(sizes.setdefault(size, len(sizes)) for size in argument.shape)
+        described.append((argument.dtype, argument.device, sides, argument.is_contiguous()))
+    return tuple(described)
+
+
+@lru_cache(None)
+def can_compile() -> bool:
+    """Whether casts can be compiled here; told once where not."""
+    missing = compiler_missing()
+    if missing:
+        warnings.warn(f"{missing}: casts run uncompiled, with the same bits but slower.", stacklevel=3)
+    return not missing

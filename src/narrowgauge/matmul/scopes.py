@@ -1,0 +1,158 @@
+"""Scopes: in which dtype a model computes, where that is not the one its weights lie in.
+
+Over float32 weights a narrower compute is autocast. A compute that differs from *narrow* weights (``float32/word``,
+``float16/kahan``) has no such help in PyTorch: each module sees its own parameters cast to the compute's dtype while its
+forward runs, linear layers cast theirs in their product, and what flows between modules is in that dtype too. Modules that
+a recipe keeps stand outside of it all, in float32, with casts around them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.matmul.experts import NARROW
+from narrowgauge.matmul.linears import Layer
+from narrowgauge.spec.recipes import Recipe
+
+
+def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
+    """The scope in which a model computes as the recipe says: autocast over float32 weights, or nothing to do.
+
+    ``prepare`` puts it around the model's own forward; a loop that calls parts of the model enters it itself.
+    """
+    if recipe.storage.visible != "float32" or recipe.dtype == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, getattr(torch, recipe.dtype))
+
+
+def compute_in_scope(model: nn.Module, recipe: Recipe) -> None:
+    """Let a model of cut weights and swapped linear layers compute in the recipe's dtype, whoever calls it."""
+    for module in model.modules():
+        if isinstance(before := module.__dict__.get("forward"), _Forward):  # of an earlier prepare
+            del module.forward
+            if before.own is not None:
+                module.forward = before.own
+    if recipe.storage.visible not in ("float32", recipe.dtype):
+        _cast_parameters(model, recipe)
+    _widen_kept(model, recipe)
+    if isinstance(compute_scope(recipe, next(model.parameters()).device), torch.autocast):
+        model.forward = _Scoped(model, recipe)
+
+
+def _cast_parameters(model: nn.Module, recipe: Recipe) -> None:
+    """Let every module that has narrow parameters compute with them in the recipe's dtype."""
+    dtype, visible = (getattr(torch, name) for name in (recipe.dtype, recipe.storage.visible))
+    for module in model.modules():
+        own = [] if _casts_itself(module) else list(module._parameters.values())
+        if module is model or any(parameter is not None and parameter.dtype is visible for parameter in own):
+            module.forward = _Cast(module, dtype)
+
+
+def _casts_itself(module: nn.Module) -> bool:
+    """Whether a module's parameters are the operands of functions that cast them."""
+    return isinstance(module, Layer) or NARROW in module._modules or hasattr(module, "computes_in")
+
+
+def _widen_kept(model: nn.Module, recipe: Recipe) -> None:
+    """Casts around the outermost kept modules: float32 in and inside, the dtype of the model's stream out."""
+    if not recipe.keep or recipe.dtype == "float32":
+        return
+    done: list[str] = []
+    for name, module in model.named_modules():
+        if name and recipe.keeps(name) and not any(name.startswith(f"{outer}.") for outer in done):
+            done.append(name)
+            module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+            if recipe.storage.visible == "float32":
+                module.forward = _Scoped(module, None)
+            else:
+                module.register_forward_hook(_CAST_OUTPUTS[recipe.dtype])
+
+
+def _cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast(args, torch.float32), _cast(kwargs, torch.float32)
+
+
+def _to_bfloat16(_: nn.Module, __: Any, result: Any) -> Any:
+    return _cast(result, torch.bfloat16)
+
+
+def _to_float16(_: nn.Module, __: Any, result: Any) -> Any:
+    return _cast(result, torch.float16)
+
+
+# Functions of the module, so that a prepared model can be pickled.
+_CAST_OUTPUTS = {"bfloat16": _to_bfloat16, "float16": _to_float16}
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """The same with every floating tensor in it in ``dtype``."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)):
+        items = [_cast(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        changed = {key: _cast(item, dtype) for key, item in value.items()}
+        return changed if type(value) is dict else type(value)(**changed)
+    return value
+
+
+class _Forward:
+    """A module's own forward with something around it.
+
+    An object, not a closure: copies and pickles of the module then have one that computes with their own weights.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        # A forward that somebody put on the object itself.
+        self.own: Callable[..., Any] | None = module.__dict__.get("forward")
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # Callers such as transformers ask a forward for the names of its arguments.
+        return inspect.signature(self.own or type(self.module).forward.__get__(self.module))
+
+
+class _Scoped(_Forward):
+    """A module's own forward in the scope of a recipe, or outside every scope for ``None``."""
+
+    def __init__(self, module: nn.Module, recipe: Recipe | None) -> None:
+        super().__init__(module)
+        self.recipe = recipe
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        device = next(self.module.parameters()).device
+        wide = torch.autocast(device.type, enabled=False)
+        with wide if self.recipe is None else compute_scope(self.recipe, device):
+            return self._call(*args, **kwargs)
+
+
+class _Cast(_Forward):
+    """A module's own forward with its inputs and its own parameters in another dtype; gradients come back in theirs."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(module)
+        self.dtype = dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _cast(args, self.dtype), _cast(kwargs, self.dtype)
+        if _casts_itself(self.module):
+            return self._call(*args, **kwargs)
+        own = self.module._parameters
+        self.module._parameters = _cast(own, self.dtype)
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            self.module._parameters = own

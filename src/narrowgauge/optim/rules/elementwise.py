@@ -1,0 +1,204 @@
+"""Elementwise rules: what step an optimizer wants to take, as pure functions of float32 values.
+
+A rule sees one weight, its gradient and its states, and returns the intended change and the new states. It knows
+nothing of formats, layouts or devices: any storage carries it, and the arithmetic of expansions runs the same text. A
+state of either sign takes the storage's code for first moments, one that is never negative (an average of squares) that
+for second moments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from narrowgauge.numerics.expansions import sqrt
+from narrowgauge.optim.rules.collage import published_adamw
+
+Scalars = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """An update rule.
+
+    Args:
+        name: what tables and caches call it.
+        states: names of the states it keeps, in the order ``update`` takes and returns them.
+        scalars: names of the per-step float32 scalars that ``update`` reads.
+        prepare: from a param group's options and the number of steps taken (this one included, counted from when the states
+            were made) to those scalars; asked at every step, so that whatever a schedule or a user sets is obeyed.
+        update: ``(weight, gradient, *states, scalars) -> (change, *new states)``, in ``+ - * /``, ``abs``, ``sign`` and
+            :func:`narrowgauge.numerics.expansions.sqrt`.
+        squares: those of the states that are never negative.
+        coupled: whether new states depend on the weight (an L2 penalty).
+        expanded: the same in the arithmetic of expansions where a source says how; ``None`` runs ``update`` in it.
+        reduces: from a param group's options to the rule that keeps fewer states and takes the same steps under them, or
+            ``None`` for this one. Asked at every step, as long as a parameter has none of the states that are saved.
+
+    Example:
+        >>> from narrowgauge import Optimizer
+        >>> signs = Rule(
+        ...     "signs", (), ("lr",), lambda group, step: (group["lr"],), lambda w, g, s: (-s["lr"] * g.sign(),)
+        ... )
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+        >>> optimizer = Optimizer([weight], signs, {"lr": 0.5}, storage="word")
+        >>> weight.grad = torch.full_like(weight, 3.0)
+        >>> optimizer.step()
+        >>> weight[0, 0].item()
+        0.5
+    """
+
+    name: str
+    states: tuple[str, ...]
+    scalars: tuple[str, ...]
+    prepare: Callable[[Mapping[str, Any], int], tuple[float, ...]]
+    update: Callable[..., tuple[Any, ...]]
+    squares: tuple[str, ...] = ("exp_avg_sq",)
+    coupled: bool = False
+    expanded: Callable[..., tuple[Any, ...]] | None = None
+    reduces: Callable[[Mapping[str, Any]], Rule | None] | None = None
+
+    def under(self, group: Mapping[str, Any], kept: Collection[str] = ()) -> Rule:
+        """The rule that steps a parameter under a group's options: this one, or the one that it reduces to.
+
+        Args:
+            group: the param group's options.
+            kept: names of states that the parameter has already; a state that it has is never given up.
+        """
+        reduced = self.reduces(group) if self.reduces is not None else None
+        return self if reduced is None or set(self.states) & set(kept) else reduced
+
+    @property
+    def kept(self) -> tuple[tuple[str, str], ...]:
+        """The states, each with the code of a storage that it takes."""
+        return tuple((state, "exp_avg_sq" if state in self.squares else "exp_avg") for state in self.states)
+
+
+# Added to eps = 0: where nothing was ever seen, 0/0 must be no step, and nothing else notices the smallest normal float32.
+TINY = 2.0**-126
+
+
+def _adam_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+    correction1 = 1 - beta1**step
+    correction2 = (1 - beta2**step) ** 0.5
+    # Where another rule's eps is a pair of its own, AdamW's beside it has a name that says so.
+    eps = max(float(group.get("adam_eps", group["eps"])), TINY)
+    return 1 - beta1, 1 - beta2, -lr / correction1, 1 / correction2, eps
+
+
+def _adamw_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    return *_adam_scalars(group, step), -float(group["lr"]) * group["weight_decay"]
+
+
+def _adam_l2_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    return *_adam_scalars(group, step), float(group["weight_decay"])
+
+
+def _adamw(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
+    m = m + (g - m) * s["one_minus_beta1"]
+    v = v + (g * g - v) * s["one_minus_beta2"]
+    ratio = m / (sqrt(v) * s["inverse_root_correction2"] + s["eps"])
+    return ratio * s["negative_step_size"] + s["negative_decay"] * w, m, v
+
+
+def _adam(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
+    g = g + w * s["weight_decay"]
+    m = m + (g - m) * s["one_minus_beta1"]
+    v = v + (g * g - v) * s["one_minus_beta2"]
+    return m / (sqrt(v) * s["inverse_root_correction2"] + s["eps"]) * s["negative_step_size"], m, v
+
+
+_ADAM_SCALARS = ("one_minus_beta1", "one_minus_beta2", "negative_step_size", "inverse_root_correction2", "eps")
+ADAMW = Rule(
+    "adamw",
+    ("exp_avg", "exp_avg_sq"),
+    (*_ADAM_SCALARS, "negative_decay"),
+    _adamw_scalars,
+    _adamw,
+    expanded=published_adamw,
+)
+ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), (*_ADAM_SCALARS, "weight_decay"), _adam_l2_scalars, _adam, coupled=True)
+
+
+def _sgd_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    momentum, nesterov = float(group["momentum"]), bool(group["nesterov"])
+    decay, rate = float(group["weight_decay"]), -float(group["lr"])
+    if momentum == 0:  # as in torch: a buffer that is there already stays as it is, and steps go along the gradient
+        return decay, 1.0, 0.0, 1.0, 0.0, rate
+    gain = 1.0 if step == 1 else 1 - group["dampening"]
+    return decay, momentum, gain, float(nesterov), momentum if nesterov else 1.0, rate
+
+
+def _sgd(w: Any, g: Any, m: Any, s: Scalars) -> tuple[Any, ...]:
+    g = g + w * s["weight_decay"]
+    m = m * s["momentum"] + g * s["gain"]
+    return (g * s["share_of_gradient"] + m * s["share_of_momentum"]) * s["negative_lr"], m
+
+
+def _plain_sgd_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    return float(group["weight_decay"]), -float(group["lr"])
+
+
+def _plain_sgd(w: Any, g: Any, s: Scalars) -> tuple[Any, ...]:
+    return ((g + w * s["weight_decay"]) * s["negative_lr"],)
+
+
+PLAIN_SGD = Rule("plain sgd", (), ("weight_decay", "negative_lr"), _plain_sgd_scalars, _plain_sgd)
+
+
+def _without_momentum(group: Mapping[str, Any]) -> Rule | None:
+    return None if group["momentum"] else PLAIN_SGD
+
+
+SGD = Rule(
+    "sgd",
+    ("momentum_buffer",),
+    ("weight_decay", "momentum", "gain", "share_of_gradient", "share_of_momentum", "negative_lr"),
+    _sgd_scalars,
+    _sgd,
+    coupled=True,
+    reduces=_without_momentum,
+)
+
+
+def _lion_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+    return 1 - beta1, 1 - beta2, -lr, -lr * group["weight_decay"]
+
+
+def _lion(w: Any, g: Any, m: Any, s: Scalars) -> tuple[Any, ...]:
+    direction = (m + (g - m) * s["one_minus_beta1"]).sign()
+    return direction * s["negative_lr"] + w * s["negative_decay"], m + (g - m) * s["one_minus_beta2"]
+
+
+LION = Rule(
+    "lion",
+    ("exp_avg",),
+    ("one_minus_beta1", "one_minus_beta2", "negative_lr", "negative_decay"),
+    _lion_scalars,
+    _lion,
+)
+
+RULES = {rule.name: rule for rule in (ADAMW, ADAM, SGD, PLAIN_SGD, LION)}
+"""The elementwise rules by name."""
+
+
+def rule_source(rule: Rule) -> str:
+    """The text that a rule's arithmetic depends on, for the name of its compiled kernel."""
+    if RULES.get(rule.name) is rule:
+        return ""  # the package's own text is in every kernel's name
+    try:
+        if rule.update.__closure__ is None:
+            # With all its module: constants and functions beside it may decide what it computes.
+            return inspect.getsource(rule.update) + inspect.getsource(sys.modules[rule.update.__module__])
+    except (OSError, TypeError, AttributeError, KeyError):
+        pass
+    return uuid.uuid4().hex  # typed into an interpreter, or closing over values: compiled anew in every process

@@ -1,0 +1,359 @@
+"""Matrix rules: what step an optimizer wants to take, where a weight is more than a bag of numbers.
+
+An elementwise rule may cut a weight anywhere. The rules here look at the whole matrix, its singular vectors or the
+lengths of its rows and columns, so they need it gathered, and bits that do not depend on where it was cut are not
+promised. They are pure functions of float32 tensors all the same, and know nothing of formats: a storage keeps the weight, and
+those of their states that have the weight's shape, in its own codes. A parameter of more than two dims is the matrix of its
+first dim against all others; one of fewer is none, and is stepped by AdamW.
+
+| rule | keeps, beside the weight of ``rows × cols`` | looks at |
+|---|---|---|
+| ``muon`` | one moment | the whole matrix: every singular value of the step becomes about 1 |
+| ``adafactor`` | ``rows + cols`` values; a moment if asked | means of squares along rows and columns |
+| ``galore`` | ``rank · (shorter + 2 · longer side)`` values | its leading singular vectors |
+| ``gradnorm_lorp`` | the same and ``2 · cols`` values | the same, and the lengths of its columns |
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics.plain import add_product, matmul
+from narrowgauge.numerics.rounding import sqrt
+from narrowgauge.optim.rules.elementwise import TINY, Rule
+from narrowgauge.optim.rules.low_rank import adam_step, coordinate_shape, is_tall, lift, project, refreshed
+from narrowgauge.spec.storages import Storage
+
+Options = Mapping[str, Any]
+States = Mapping[str, Tensor]
+Update = Callable[[Tensor, Tensor, States, Options, int], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One state tensor of a matrix rule.
+
+    Args:
+        shape: its shape.
+        role: ``"exp_avg"`` or ``"exp_avg_sq"``, only where ``shape`` is the parameter's: kept in the storage's own code
+            for that moment. ``None``: kept as the float32 it is.
+    """
+
+    shape: tuple[int, ...]
+    role: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixRule:
+    """An update rule for whole matrices.
+
+    Args:
+        name: what tables call it.
+        states: from the parameter's shape and its group's options to the states it keeps, by name; all begin as zeros.
+        update: ``(weight, gradient, states, options, step) -> (change, new states)``: float32 tensors of the parameter's
+            shape (two dims or more), the number of the step from 1, and the change to add to the weight. Nothing given is
+            written to; a state that did not change may come back as the same tensor.
+        defaults: the group's options. ``betas`` and ``eps`` are also AdamW's, for parameters that are no matrices.
+    """
+
+    name: str
+    states: Callable[[tuple[int, ...], Options], dict[str, Kept]]
+    update: Update
+    defaults: Options
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a parameter: its first dim, and all others together."""
+    return shape[0], math.prod(shape[1:])
+
+
+def shapes_of_states(rule: Rule | MatrixRule, shape: Sequence[int], options: Options) -> dict[str, tuple[int, ...]]:
+    """The shapes of the states that a rule keeps for a parameter of ``shape`` under some options, by name."""
+    if isinstance(rule, MatrixRule):
+        return {name: kept.shape for name, kept in rule.states(tuple(shape), options).items()}
+    return dict.fromkeys(rule.states, tuple(shape))
+
+
+def state_bytes(rule: MatrixRule, shape: tuple[int, ...], options: Options, storage: Storage | None = None) -> int:
+    """Bytes of all the states that a rule keeps for one parameter.
+
+    Args:
+        rule: the rule.
+        shape: the parameter's shape.
+        options: those that differ from the rule's defaults.
+        storage: in whose codes the states with a role are kept; float32 without one.
+
+    Example:
+        >>> [round(state_bytes(rule, (4096, 4096), {}) / 4096**2, 3) for rule in MATRIX_RULES.values()]
+        [4.0, 0.002, 0.375, 0.377]
+    """
+    kept = rule.states(shape, {**rule.defaults, **options}).values()
+    bits = [getattr(storage, k.role).bits if storage is not None and k.role is not None else 32 for k in kept]
+    return sum(-(-math.prod(k.shape) * b // 8) for k, b in zip(kept, bits, strict=True))
+
+
+def _on_matrix(update: Update) -> Update:
+    """``update`` for parameters of more dims, by way of their matrix; an empty one has no step.
+
+    Strides are taken away here: a sum runs along memory, and a transposed gradient must not be another gradient.
+    """
+
+    @functools.wraps(update)  # by its own name, a rule can be pickled
+    def on_any(
+        weight: Tensor, gradient: Tensor, states: States, options: Options, step: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if weight.numel() == 0:
+            return torch.zeros_like(weight), dict(states)
+        shape = matrix_shape(weight.shape)
+        flat = {name: s.reshape(shape).contiguous() if s.shape == weight.shape else s for name, s in states.items()}
+        w, g = (x.reshape(shape).contiguous() for x in (weight, gradient))
+        change, new = update(w, g, flat, options, step)
+        return change.reshape(weight.shape), {name: s.reshape(states[name].shape) for name, s in new.items()}
+
+    return on_any
+
+
+def _length(x: Tensor, dim: int | None = None) -> Tensor:
+    """The L2 norm, float64: squares of float32 values neither overflow nor vanish there."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=torch.float64)
+    return norm
+
+
+def _root_mean_square(x: Tensor) -> Tensor:
+    return _length(x) / math.sqrt(x.numel())
+
+
+def _decay(options: Options) -> float:
+    return float(options["lr"]) * float(options["weight_decay"])
+
+
+# ── Muon ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of an odd quintic that lifts small singular values fast; it ends in a band around 1 (0.68 … 1.21), not at 1 itself."""
+
+LR_SCALES: dict[str, Callable[[int, int], float]] = {
+    # Every step of the same spectral norm, wider ones not counted.
+    "original": lambda rows, cols: max(1.0, rows / cols) ** 0.5,
+    # Entries of rms about 0.2, as AdamW's: learning rates and decays tuned for it carry over, and one rate serves both.
+    "match_rms_adamw": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5,
+}
+"""What the learning rate of a matrix of ``(rows, cols)`` is multiplied by; names as in ``torch.optim.Muon``."""
+
+
+def orthogonalise(matrix: Tensor, iterations: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A matrix with the same singular vectors, and all singular values moved towards 1.
+
+    Law: a Newton–Schulz iteration ``X ← aX + (bA + cA²)X`` with ``A = XX^T``, begun at unit Frobenius norm. The norm is
+    taken before anything is rounded, and without the usual 1e-7 beside it: gradients times a power of two give the
+    same bits, however small. Zeros stay zeros.
+
+    Args:
+        matrix: float32 ``[rows, cols]``.
+        iterations: how often; after 5, singular values above 1/600 of the Frobenius norm have come to 0.68 … 1.21.
+        dtype: of the products' operands; bfloat16 is as published, off by 1.2 % (rms), and 3 to 4 times as fast even on
+            a CPU.
+    Returns:
+        float32 ``[rows, cols]``.
+
+    Cost: with ``s`` the shorter side, ``iterations · (2 s · rows · cols + s³)`` multiply-adds.
+
+    Example:
+        >>> x = orthogonalise(torch.diag(torch.tensor([3.0, -1e-9])), dtype=torch.float32)
+        >>> [round(value, 1) for value in x.flatten().tolist()]
+        [0.7, 0.0, 0.0, -0.0]
+
+    Source:
+        Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
+    """
+    a, b, c = NS_COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix / _length(matrix).float().clamp(min=TINY)).to(dtype)
+    x = x.mT if tall else x
+    for _ in range(iterations):
+        gram = matmul(x, x.mT)
+        x = add_product(x, add_product(gram, gram, gram, b, c), x, a, 1.0)
+    return (x.mT if tall else x).float()
+
+
+def _muon_states(shape: tuple[int, ...], options: Options) -> dict[str, Kept]:
+    return {"momentum_buffer": Kept(shape, "exp_avg")}
+
+
+@_on_matrix
+def _muon(w: Tensor, g: Tensor, states: States, options: Options, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    momentum = options["momentum"]
+    m = states["momentum_buffer"]
+    m = m + (g - m) * (1 - momentum)
+    ahead = g + (m - g) * momentum if options["nesterov"] else m
+    size = float(options["lr"]) * LR_SCALES[options["adjust_lr_fn"] or "original"](*w.shape)
+    o = orthogonalise(ahead, options["ns_steps"], getattr(torch, options["ns_dtype"]))
+    return o * -size - w * _decay(options), {"momentum_buffer": m}
+
+
+# ── Adafactor ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+_EPS_SQUARE = 1e-30
+
+
+def _adafactor_states(shape: tuple[int, ...], options: Options) -> dict[str, Kept]:
+    rows, cols = matrix_shape(shape)
+    factors = {"exp_avg_sq_row": Kept((rows,)), "exp_avg_sq_col": Kept((cols,))}
+    return factors if options["beta1"] is None else {"exp_avg": Kept(shape, "exp_avg"), **factors}
+
+
+@_on_matrix
+def _adafactor(w: Tensor, g: Tensor, states: States, options: Options, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    # The second moment is taken as an outer product: that of row means and column means over the mean of all.
+    eps_square, eps_scale = options["eps"]
+    squares = g * g + (_EPS_SQUARE if eps_square is None else eps_square)
+    one_minus_beta2 = step ** options["beta2_decay"]
+    row, col = states["exp_avg_sq_row"], states["exp_avg_sq_col"]
+    row = row + (squares.mean(1) - row) * one_minus_beta2
+    col = col + (squares.mean(0) - col) * one_minus_beta2
+    # Divided before they are multiplied: the product of two mean squares may lie below float32.
+    roots = sqrt(row / row.mean().clamp(min=TINY))[:, None] * sqrt(col)
+    u = g / roots.clamp(min=TINY)
+    u = u / (_root_mean_square(u) / options["clip_threshold"]).clamp(min=1.0).float()
+    new = {"exp_avg_sq_row": row, "exp_avg_sq_col": col}
+    if options["beta1"] is not None:
+        m = states["exp_avg"]
+        u = new["exp_avg"] = m + (u - m) * (1 - options["beta1"])
+    size = min(float(options["lr"]), step**-0.5) if options["relative_step"] else float(options["lr"])
+    u = u * -size
+    if options["scale_parameter"]:
+        u = u * _root_mean_square(w).clamp(min=eps_scale).float()
+    return u - w * _decay(options), new
+
+
+# ── Low rank ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _galore_states(shape: tuple[int, ...], options: Options) -> dict[str, Kept]:
+    rows, cols = matrix_shape(shape)
+    rank = min(options["rank"], rows, cols)
+    coordinates = Kept(coordinate_shape(rows, cols, rank))
+    return {
+        "projector": Kept((min(rows, cols), rank)),
+        "projected_exp_avg": coordinates,
+        "projected_exp_avg_sq": coordinates,
+    }
+
+
+def _step_in_subspace(g: Tensor, states: States, options: Options, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Adam's step for ``g``, seen from the subspace and lifted out of it, and the three states that took it."""
+    p = refreshed(states["projector"], g, step, options["update_proj_gap"])
+    change, m, v = adam_step(project(p, g), states["projected_exp_avg"], states["projected_exp_avg_sq"], options, step)
+    new = {"projector": p, "projected_exp_avg": m, "projected_exp_avg_sq": v}
+    return lift(p, change, tall=is_tall(*g.shape)) * options["scale"], new
+
+
+@_on_matrix
+def _galore(w: Tensor, g: Tensor, states: States, options: Options, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    change, new = _step_in_subspace(g, states, options, step)
+    return change - w * _decay(options), new
+
+
+def _gradnorm_lorp_states(shape: tuple[int, ...], options: Options) -> dict[str, Kept]:
+    magnitudes = Kept((matrix_shape(shape)[1],))
+    return {
+        **_galore_states(shape, options),
+        "magnitude_exp_avg": magnitudes,
+        "magnitude_exp_avg_sq": magnitudes,
+    }
+
+
+@_on_matrix
+def _gradnorm_lorp(
+    w: Tensor, g: Tensor, states: States, options: Options, step: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A step on the lengths of a weight's columns and, within a subspace, on their directions.
+
+    The paper writes ``W = M (W0 + I J) / ‖W0 + I J‖_col``: a length ``M`` per column, and a direction that is ``W0`` with
+    a low-rank correction on top; it trains ``M`` and the two thin factors ``I`` and ``J``, with the gradient of the
+    direction projected onto a low-rank subspace that a singular value decomposition finds again every so often.
+
+    Here the direction is the weight itself: ``W = M V / ‖V‖_col`` with ``V = W``, so ``M`` is the length of its columns and
+    nothing beside ``W`` is kept of either. Factors would be parameters of the module, which an optimizer cannot add, and hold
+    the change to one rank for the whole run; here only each step has low rank, and the sum over many subspaces does not.
+    Beginning every step with ``V = W`` also keeps a direction's rate at ``lr / M``; with a ``V`` of its own it falls as ``V``
+    grows, and grow it must, since its gradient is at right angles to it. The subspace is one-sided, on the shorter side, as in
+    GaLore and in the released code; the paper's formula has a basis on both.
+
+    Lengths and directions part the gradient: ``dM_j = ⟨G_j, V_j⟩ / ‖V_j‖`` and ``dV = (M / ‖V‖) (G - V dM / ‖V‖)``. Decay
+    can only act on lengths, and does.
+    """
+    norms = _length(w, dim=0)
+    unit = w / norms.float().clamp(min=TINY)
+    along = (g * unit).sum(0)
+    turn, new = _step_in_subspace(g - unit * along, states, options, step)
+    stretch, m, v = adam_step(along, states["magnitude_exp_avg"], states["magnitude_exp_avg_sq"], options, step)
+    longer = stretch.double() - norms * _decay(options)
+    # A length that passes through zero comes out on the other side as a turned direction, whose slope has the other sign.
+    m = torch.where(norms + longer < 0, -m, m)
+    scale = _scale_minus_one(w, turn, norms, longer).float()
+    change = w * scale + turn * (scale + 1)
+    return change, {**new, "magnitude_exp_avg": m, "magnitude_exp_avg_sq": v}
+
+
+def _scale_minus_one(w: Tensor, turn: Tensor, norms: Tensor, longer: Tensor) -> Tensor:
+    """What each column of ``w + turn`` must be multiplied by to have the length ``norms + longer``, less 1; float64.
+
+    The change is a small difference of large lengths. Written so, with only differences added, it keeps float32's relative
+    precision where subtracting the old weight from the new one would leave two digits.
+    """
+    grown = ((2 * w + turn) * turn).sum(0, dtype=torch.float64)  # ‖w + turn‖² - ‖w‖²
+    turned = _length(w + turn, dim=0)
+    scale = (longer - grown / (turned + norms)) / turned
+    # A column of zeros has no direction to keep: it takes its step as it is, and has one from then on.
+    return torch.where(norms == 0, 0.0, torch.where(turned == 0, -1.0, scale))
+
+
+# ── The table ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_ADAM: Options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+_SUBSPACE: Options = {**_ADAM, "rank": 128, "update_proj_gap": 200}
+
+MUON = MatrixRule(
+    "muon",
+    _muon_states,
+    _muon,
+    {
+        **_ADAM,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+        "ns_dtype": "bfloat16",
+        "adjust_lr_fn": None,
+    },
+)
+ADAFACTOR = MatrixRule(
+    "adafactor",
+    _adafactor_states,
+    _adafactor,
+    {
+        **_ADAM,
+        "lr": 1e-2,
+        "weight_decay": 0.0,
+        "eps": (_EPS_SQUARE, 1e-3),
+        "adam_eps": 1e-8,
+        "beta1": None,
+        "beta2_decay": -0.8,
+        "clip_threshold": 1.0,
+        "scale_parameter": True,
+        "relative_step": True,
+    },
+)
+GALORE = MatrixRule("galore", _galore_states, _galore, {**_SUBSPACE, "scale": 0.25})
+GRADNORM_LORP = MatrixRule("gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, {**_SUBSPACE, "scale": 1.0})
+
+MATRIX_RULES = {rule.name: rule for rule in (MUON, ADAFACTOR, GALORE, GRADNORM_LORP)}

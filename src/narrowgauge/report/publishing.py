@@ -1,0 +1,110 @@
+"""From run folders to a page: several folders read, compared, and written down for a person and for a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from narrowgauge.comparison.comparison import Comparison, compare_runs
+from narrowgauge.comparison.labels import listed, run_labels
+from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
+from narrowgauge.runs.record import Run, is_run, read_run
+
+
+def read_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """The runs in folders, each a run's or a comparison's.
+
+    Args:
+        paths: run folders, or folders that hold some.
+    Returns:
+        The runs, in the order named; those of one folder by name. None twice.
+    Raises:
+        RecordError: a folder holds no run, or a record is damaged, newer than this version, or not to be read.
+    """
+    places: dict[Path, None] = {}
+    for path in map(Path, paths):
+        inside = [path] if is_run(path) else runs_inside(path)
+        if not inside:
+            found = "there is no such folder" if not path.exists() else "neither it nor a folder in it has a run.toml"
+            raise RecordError(f"No run in {path}: {found}.", "Name a run folder, or the folder of a comparison.")
+        places |= dict.fromkeys(inside)
+    return [read_run(place) for place in places]
+
+
+def runs_inside(path: Path) -> list[Path]:
+    """The run folders in a folder, by name; none where there is no such folder.
+
+    Raises:
+        RecordError: one of them may not be looked into, so what it holds is not known.
+    """
+    with disk_errors(path):
+        folders = sorted(place for place in path.iterdir() if place.is_dir()) if path.is_dir() else []
+    return [place for place in folders if is_run(place)]
+
+
+def title_of(runs: Sequence[Run]) -> str:
+    """What a page of these runs is called.
+
+    Example:
+        >>> title_of([Run(Path("a"), {"config": {"recipe": "bf16/word", "model": "llama-1m"}})])
+        'llama-1m in bfloat16/word'
+    """
+    models = list(dict.fromkeys(Path(str(run.config.get("model", "a model"))).name for run in runs))
+    recipes = list(dict.fromkeys(run_labels(runs)))
+    return f"{listed(models)} in {listed(recipes) if len(recipes) <= 4 else f'{len(recipes)} recipes'}"
+
+
+def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Write one page on existing runs.
+
+    Args:
+        paths: run folders, or the folder of a comparison.
+        out: the page; ``None`` puts ``report.html`` into the one folder named.
+    Returns:
+        The page.
+    Raises:
+        RecordError: a folder holds no run, or the page cannot be written.
+        NarrowgaugeError: several folders and no ``out``.
+    """
+    if out is None and len(paths) != 1:
+        raise NarrowgaugeError(f"{len(paths)} folders were named and no page to write.", "Give --out page.html.")
+    runs = read_runs(paths)
+    page = Path(out) if out is not None else Path(paths[0]) / "report.html"
+    if page.is_dir():
+        raise RecordError(f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html.")
+    if page.is_file() and not _is_page(page):
+        raise RecordError(f"Cannot write {page}: the file there is no HTML page.", "Name another, or remove it first.")
+    return write_page(compare_runs(runs), runs, page)
+
+
+def _is_page(file: Path) -> bool:
+    with disk_errors(file), file.open("rb") as stream:
+        begins = stream.read(256).lstrip().lower()
+    return not begins or begins.startswith((b"<!doctype html", b"<html"))
+
+
+def write_page(found: Comparison, runs: Sequence[Run], page: Path) -> Path:
+    """Write the page of a comparison, held against the comparison's own yardstick.
+
+    Args:
+        found: the comparison of ``runs``.
+        runs: all of them.
+        page: the file.
+    Returns:
+        The file.
+    """
+    # Late, since the page is most of what there is to load.
+    from narrowgauge.report.page import render
+
+    html = render(
+        runs, rows=list(found.rows), verdict=list(found.verdict), title=title_of(runs), yardstick=found.yardstick
+    )
+    write_whole(page, html.encode(), AGAIN)
+    return page
+
+
+def publish(found: Comparison, runs: Sequence[Run], out: Path) -> Path:
+    """Write ``compare.json`` and ``report.html`` into a folder; the path of the page."""
+    write_whole(out / "compare.json", found.json(), AGAIN)
+    return write_page(found, runs, out / "report.html")

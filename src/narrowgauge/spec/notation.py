@@ -1,0 +1,295 @@
+"""How recipes are written: as a name, ``compute/storage/reduction`` or one of its short forms, or as a TOML table.
+
+A TOML file can say more than a name: which modules stay wide, which take another compute or storage, which compute holds
+in which part of a run, and which one evaluates.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.spec import storages, variants
+from narrowgauge.spec.aliases import ALIASES, COMPUTES_ELSEWHERE, SPELLINGS
+from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.recipes import REDUCTIONS, Override, Phase, Recipe, own_name
+from narrowgauge.spec.storages import STORAGES, Storage
+
+DEFAULT_STORAGE: dict[str, str] = {
+    **dict.fromkeys(COMPUTES, "word"),
+    **dict.fromkeys(("float32", "tfloat32"), "float32"),
+    "float16": "split",
+    "float16-throughout": "naive",
+    "float8": "collage-plus",
+}
+"""The storage that a compute named alone is taken with."""
+
+
+def default_storage(compute: str) -> str:
+    """The storage that a compute or a variant of one, named alone, is taken with."""
+    return DEFAULT_STORAGE.get(compute.partition("+")[0], "")
+
+
+def full_names() -> list[str]:
+    """Every legal ``compute/storage`` name, in table order."""
+    names = []
+    for compute in COMPUTES.values():
+        for storage in STORAGES:
+            try:
+                names.append(Recipe(compute, STORAGES[storage]).name)
+            except RecipeError:
+                continue
+    return names
+
+
+def representative_names() -> list[str]:
+    """Names in which every compute, every storage and every alias occurs: what tables list and tests try.
+
+    Returns:
+        Each compute with its default storage; each storage under bfloat16, or under the compute that it belongs to; then
+        the recipes that aliases stand for, and ``word`` under all computes that take it.
+    """
+    names = [f"{compute}/{storage}" for compute, storage in DEFAULT_STORAGE.items()]
+    names += [name if "/" in name else f"bfloat16/{name}" for name in STORAGES]
+    names += [alias.recipe for alias in ALIASES.values() if alias.is_taken and "/" in alias.recipe]
+    names += [name for name in full_names() if name.endswith("/word")]
+    return list(dict.fromkeys(names))
+
+
+def known_names() -> list[str]:
+    """Everything :func:`parse` takes for a whole recipe, but for spellings and files."""
+    return [*(name for name, alias in ALIASES.items() if alias.is_taken), *full_names(), *variants.names()]
+
+
+def parse(text: str | Path | Recipe) -> Recipe:
+    """Read a recipe from its name or from a TOML file.
+
+    Args:
+        text: ``"bfloat16/word"``, an alias such as ``"bf16-mixed"`` (``narrowgauge show aliases``), a compute alone (its
+            default storage is added), the path of a ``.toml`` file, or a recipe, which is returned as it is.
+    Returns:
+        The recipe.
+    Raises:
+        RecipeError: for an unknown part, parts that contradict each other, or a file that cannot be read.
+
+    Example:
+        >>> parse("bf16-mixed").name, parse("bfloat16").name
+        ('bfloat16/float32', 'bfloat16/word')
+    """
+    if isinstance(text, Recipe):
+        return text
+    if str(text).endswith(".toml"):
+        return parse_file(Path(text))
+    compute, *rest = str(text).strip().split("/")
+    name = "/".join([compute_name(compute), *map(_spelled, rest)])
+    if (alias := ALIASES.get(name)) is not None:
+        if not alias.is_taken:
+            raise RecipeError(f"no recipe is named '{text}': {alias.differs}", f"Take '{alias.recipe}'. {_SEE_ALIASES}")
+        name = alias.recipe
+    compute, *rest = name.split("/")
+    if len(rest) > 2 or (not rest and variants.find(compute) is None):
+        # A storage alone is a likely slip, and too short to resemble any full name.
+        near = f"Did you mean 'bfloat16/{name}'?" if name in STORAGES else suggestion(name, known_names())
+        raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
+    row = _compute_row(compute)
+    storage = _storage(rest[0] if rest else default_storage(row.name), row.name)
+    return Recipe(row, storage, _row(REDUCTIONS, rest[1]) if len(rest) == 2 else REDUCTIONS["native"])
+
+
+def parse_file(path: Path) -> Recipe:
+    """Read a recipe from a TOML file; see :func:`parse_table` for its keys.
+
+    Args:
+        path: a UTF-8 TOML file.
+    Returns:
+        The recipe, labelled by its ``name``, else by the file's.
+    Raises:
+        RecipeError: when the file is missing, is not TOML, or names something unknown.
+    """
+    try:
+        table = load_toml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"the recipe file '{path}' does not exist.", _SEE) from None
+    except (ValueError, OSError) as error:
+        raise RecipeError(f"the recipe file '{path}' cannot be read: {error}.") from None
+    recipe = parse_table(table, str(path))
+    return recipe if recipe.label else replace(recipe, label=path.stem)
+
+
+def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Recipe:
+    """Read a recipe from a TOML table.
+
+    Args:
+        table: ``compute``, ``storage``, ``reduction``, for which ``recipe = "bfloat16/word"`` may stand; ``name`` (what to
+            call it beside others); ``evaluation`` (a compute), ``keep`` (patterns), ``override`` (a list of tables with
+            ``pattern`` and ``storage``, ``compute`` or both) and ``phase`` (a list of tables with ``until`` and ``compute``).
+        where: what to call the table in an error.
+    Returns:
+        The recipe.
+    Raises:
+        RecipeError: for an unknown key or row, or a value of the wrong kind.
+
+    Example:
+        >>> recipe = parse_table({"recipe": "bfloat16/word", "phase": [{"until": 0.9, "compute": "float8-row"}]})
+        >>> recipe.compute_at(0.0).name, recipe.compute_at(0.9).name
+        ('float8-row', 'bfloat16')
+    """
+    for key in table:
+        if key not in _KEYS:
+            raise RecipeError(
+                f"{where} has an unknown key '{key}'.", suggestion(key, _KEYS) or f"It takes {', '.join(_KEYS)}."
+            )
+    parts = {key: _text(table, key, where) for key in ("recipe", "compute", "storage", "reduction") if key in table}
+    if "recipe" in parts:
+        # A file that named itself would be read for ever.
+        if parts["recipe"].endswith(".toml"):
+            raise RecipeError(f"{where} takes its recipe from another file, {parts['recipe']}.", "Write it out here.")
+        base = parse(parts["recipe"]).to_dict()
+    elif "compute" in parts:
+        named = compute_name(parts["compute"])
+        base = {"compute": named, "storage": default_storage(named), "reduction": "native"}
+    else:
+        raise RecipeError(f"{where} names no compute.", 'Add compute = "bfloat16" or recipe = "bfloat16/word".')
+    compute = _compute_row(parts.get("compute", base["compute"]))
+    return Recipe(
+        compute,
+        _storage(parts.get("storage", base["storage"]), compute.name),
+        _row(REDUCTIONS, parts.get("reduction", base["reduction"])),
+        _patterns(table, where),
+        _overrides(table, where, compute.name),
+        _phases(table, where),
+        _compute(table, "evaluation", where) if "evaluation" in table else None,
+        " ".join(_text(table, "name", where).split()) if "name" in table else "",
+    )
+
+
+def _text(table: Mapping[str, Any], key: str, where: str) -> str:
+    if not isinstance(table[key], str):
+        raise RecipeError(f"{where} has {key} = {table[key]!r}, which is no text.", "Write a name in quotes.")
+    return str(table[key])
+
+
+def _patterns(table: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    keep = table.get("keep", [])
+    if not isinstance(keep, list) or not all(isinstance(pattern, str) for pattern in keep):
+        raise RecipeError(
+            f"{where} has keep = {keep!r}, which is no list of patterns.", 'For instance keep = ["lm_head"].'
+        )
+    return tuple(keep)
+
+
+def _overrides(table: Mapping[str, Any], where: str, compute: str) -> tuple[Override, ...]:
+    within = f"an [[override]] of {where}"
+    overrides = []
+    for entry in _entries(
+        table, "override", where, "Write [[override]] above each pattern with its storage or compute."
+    ):
+        if "pattern" not in entry or not {"pattern"} < set(entry) <= {"pattern", "storage", "compute"}:
+            raise RecipeError(
+                f"{within} has the keys {_listed(entry)}.", "It takes pattern, and storage, compute or both."
+            )
+        storage = _storage(_text(entry, "storage", within), compute) if "storage" in entry else None
+        other = _compute(entry, "compute", within) if "compute" in entry else None
+        overrides.append(Override(_text(entry, "pattern", within), storage, other))
+    return tuple(overrides)
+
+
+def _phases(table: Mapping[str, Any], where: str) -> tuple[Phase, ...]:
+    within = f"a [[phase]] of {where}"
+    phases = []
+    for entry in _entries(table, "phase", where, "Write [[phase]] above each until and compute."):
+        if set(entry) != {"until", "compute"}:
+            raise RecipeError(f"{within} has the keys {_listed(entry)}.", "It takes until and compute.")
+        until = entry["until"]
+        if isinstance(until, bool) or not isinstance(until, (int, float)):
+            raise RecipeError(f"{within} has until = {until!r}, which is no number.", "For instance until = 0.9.")
+        phases.append(Phase(float(until), _compute(entry, "compute", within)))
+    return tuple(phases)
+
+
+def _entries(table: Mapping[str, Any], key: str, where: str, advice: str) -> list[dict[str, Any]]:
+    """The tables under a key, none where there is no such key."""
+    entries = table.get(key, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise RecipeError(f"{where} has {key} = {entries!r}.", advice)
+    return entries
+
+
+def _listed(entry: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(entry)) or "none"
+
+
+def _compute(table: Mapping[str, Any], key: str, where: str) -> Compute:
+    return _compute_row(_text(table, key, where))
+
+
+def load_toml(text: str) -> dict[str, Any]:
+    """Parse TOML text with the standard library, or with ``tomli`` before Python 3.11."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        table: dict[str, Any] = tomllib.loads(text)
+    except RecursionError as error:  # nested deeper than Python goes
+        raise ValueError(str(error)) from error
+    return table
+
+
+_KEYS = ("recipe", "name", "compute", "storage", "reduction", "evaluation", "keep", "override", "phase")
+_SEE = "(narrowgauge show recipes lists all.)"
+_SEE_ALIASES = "(narrowgauge show aliases lists what others call recipes.)"
+
+
+def _spelled(part: str) -> str:
+    """The full spelling of a part: ``bf16-mixed`` becomes ``bfloat16-mixed``."""
+    head, dash, rest = part.strip().lower().partition("-")
+    return SPELLINGS.get(head, head) + dash + rest
+
+
+def compute_name(part: str) -> str:
+    """The full name of a compute, or of a whole recipe that stands where one may."""
+    spelled = _spelled(part)
+    return COMPUTES_ELSEWHERE.get(part.strip().lower()) or COMPUTES_ELSEWHERE.get(spelled, spelled)
+
+
+def _compute_row(name: str) -> Compute:
+    """The compute of that name."""
+    full = compute_name(name)
+    alias = ALIASES.get(full)
+    if (row := variants.find(full)) is not None:
+        return row
+    if alias is not None and not alias.is_taken:
+        nearest = alias.recipe.partition("/")[0]
+        raise RecipeError(
+            f"no recipe part is named '{name}': {alias.differs}", f"Take compute '{nearest}'. {_SEE_ALIASES}"
+        )
+    base, plus, _ = full.partition("+")
+    if plus and base in COMPUTES:
+        also = [known for known in variants.names() if known.startswith(f"{base}+")]
+        advice = f"Take {' or '.join(map(repr, also))}." if also else f"It has no variants; take '{base}'."
+        raise RecipeError(f"compute '{base}' has no variant '{full}'.", f"{advice} {_SEE}")
+    raise RecipeError(f"no recipe part is named '{full}'.", f"{suggestion(full, variants.names())} {_SEE}".strip())
+
+
+def _storage(name: str, compute: str) -> Storage:
+    """The storage of that name that belongs to the compute, else the one that belongs to none, else a composed one."""
+    spelled = name.strip().lower() if "+" in name else _spelled(name)
+    row = storages.find(f"{compute}/{spelled}") or storages.find(spelled)
+    if row is None:
+        names = [
+            own_name(known) for known in STORAGES.values() if known.name.partition("/")[0] in (known.name, compute)
+        ]
+        raise RecipeError(f"no recipe part is named '{spelled}'.", f"{suggestion(spelled, names)} {_SEE}".strip())
+    return row
+
+
+def _row(table: Mapping[str, Any], name: str) -> Any:
+    """The row of one of the three tables, or an error that suggests the nearest."""
+    if name in table:
+        return table[name]
+    raise RecipeError(f"no recipe part is named '{name}'.", f"{suggestion(name, table)} {_SEE}".strip())

@@ -1,0 +1,61 @@
+"""What a run folder lacks, told before PyTorch is loaded: a mistake in a path costs no seconds of waiting.
+
+The command line asks here first. The verbs behind it look again, for callers of their own, and since a folder may change.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from narrowgauge.errors import RecordError
+from narrowgauge.runs.atomic_io import disk_errors
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.trainer.config import TrainConfig
+
+
+def require_resumable(folder: Path) -> Run:
+    """The record of a run that can go on.
+
+    Args:
+        folder: the run folder.
+    Returns:
+        The run.
+    Raises:
+        RecordError: no such run, a damaged or finished one.
+        NarrowgaugeError: settings that this version does not know.
+    """
+    run = read_run(folder)
+    if run.summary is not None:
+        raise RecordError(
+            f"{folder} is finished: {run.summary['steps']} steps, validation loss {run.summary['val_loss']:.4f}.",
+            "Start another run with narrowgauge train.",
+        )
+    TrainConfig.from_dict(run.config, str(folder / "run.toml"))
+    return run
+
+
+def require_trained(folder: Path) -> None:
+    """Refuse what is no run, or one that holds no checkpoint; whether one is whole is left to its reader.
+
+    Args:
+        folder: the run folder.
+    Raises:
+        RecordError: no such run, or nothing to read from it.
+        NarrowgaugeError: settings that this version does not know.
+    """
+    TrainConfig.from_dict(read_run(folder).config, str(folder / "run.toml"))
+    with disk_errors(folder):
+        found = any((folder / "checkpoints").glob("step-*"))
+    if not found:
+        raise RecordError(
+            f"{folder} holds no good checkpoint.", f"narrowgauge resume {folder} starts it again from step 0."
+        )
+
+
+def refuse_occupied(out: Path) -> None:
+    """Raise unless nothing, or an empty folder, has the name ``out``."""
+    with disk_errors(out):
+        occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    if occupied:
+        what = "is not empty" if out.is_dir() else "is a file"
+        raise RecordError(f"Cannot export to {out}: it exists and {what}.", "Name another folder, or remove this one.")

@@ -1,0 +1,112 @@
+"""What differs that should not, and what is not finished: told, and only where it is so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from comparison.made_runs import MASTER, SIZES, made, seeds, sentence
+from narrowgauge.comparison.comparison import compare_runs
+from narrowgauge.runs.record import Run
+
+
+def test_an_unfinished_run_is_said_and_left_out() -> None:
+    found = compare_runs([*MASTER, *seeds("bfloat16/word", (4.0, 4.1, None), config={"steps": 40})])
+    assert found.rows[1]["num_seeds"] == 2 and not found.rows[1]["diverged"]
+    assert sentence(found, "Not finished") == (
+        "Not finished, and left out of every number: bfloat16/word, seed 2 (10 of 40 steps)."
+    )
+
+
+def test_a_run_of_an_older_version_differs_in_no_setting_it_did_not_have() -> None:
+    word = seeds("bfloat16/word", (4.0, 4.1, 4.2), config={"new": 1})
+    assert not sentence(compare_runs([*MASTER, *word]), "The runs differ")
+
+
+@pytest.mark.parametrize("key", ["gauges_every", "tensorboard", "max_rollbacks"])
+def test_settings_that_change_no_bit_may_differ(key: str) -> None:
+    word = seeds("bfloat16/word", (4.0, 4.1, 4.2), config={key: 1})
+    master = seeds("bfloat16/master", (4.0, 4.1, 4.2), config={key: 2})
+    assert not sentence(compare_runs([*master, *word]), "The runs differ")
+
+
+def test_how_often_runs_may_go_back_counts_where_they_did() -> None:
+    back = [{"kind": "rollback", "step": 7, "to_step": 5, "batches": 2}]
+    runs = [made(name, 0, 4.0, events=back, config={"max_rollbacks": n}) for n, name in enumerate(SIZES, 1)][:2]
+    assert "(max_rollbacks 1, 2)" in sentence(compare_runs(runs), "The runs differ")
+
+
+def test_numbers_of_steps_that_differ_are_told() -> None:
+    def said(**more: Any) -> str:
+        evals = [(5, 5.0), (10, 4.0)]
+        runs = seeds("bfloat16/master", (4.0, 4.1, 4.2), evals=evals)
+        runs += seeds("bfloat16/word", (4.0, 4.1, 4.2), config={"steps": 25}, **more)
+        return sentence(
+            compare_runs(runs), "They took different numbers of steps (bfloat16/master 10, bfloat16/word 25)"
+        )
+
+    assert said(evals=[(10, 4.0)], step_seconds=0.53).endswith(": fair at equal time, not at equal tokens.")
+    # A calibration that was wrong by more than a tenth is told, and nothing is called fair.
+    assert said(evals=[(10, 4.0)], step_seconds=0.6).endswith(
+        " and different times (bfloat16/master 5 s, bfloat16/word 6 s): their last losses are fair neither at equal tokens "
+        "nor at equal time."
+    )
+    assert said().endswith(": not fair at equal tokens.")
+
+
+def test_a_unit_scaled_model_among_others_is_another_one() -> None:
+    master = seeds("bfloat16/master", (4.0, 4.1), config={"lr": 0.003})
+    unit = seeds("unit/master", (3.9, 4.0), config={"lr": 0.5})
+    assert sentence(compare_runs([*master, *unit]), "unit/master is another") == (
+        "unit/master is another parametrisation of the model, with its own first weights and rate (lr 0.5, the others 0.003): "
+        "a difference is not the format's alone."
+    )
+    assert "parametrisation" not in compare_runs([*unit, *seeds("unit/word", (4.0, 4.1))]).text()
+
+
+def with_tables(runs: list[Run], **tables: dict[str, Any]) -> list[Run]:
+    """The same runs, with more in their ``run.toml``."""
+    for run in runs:
+        run.run.update(tables)
+    return runs
+
+
+def test_each_seed_has_a_text_of_its_own_and_that_is_no_difference() -> None:
+    runs = [*seeds("bfloat16/master", (4.0, 4.1, 4.2)), *seeds("bfloat16/word", (4.0, 4.1, 4.2))]
+    for run in runs:
+        with_tables([run], data={"fingerprint": f"{run.config['seed']:032x}"})
+    assert not sentence(compare_runs(runs), "The runs differ")
+
+
+def test_texts_that_differ_within_a_seed_are_told_without_their_fingerprints() -> None:
+    master, word = seeds("bfloat16/master", (4.0, 4.1, 4.2)), seeds("bfloat16/word", (4.0, 4.1, 4.2))
+    with_tables(master, data={"fingerprint": "a" * 32})
+    with_tables(word[:2], data={"fingerprint": "b" * 32})
+    with_tables(word[2:], data={"fingerprint": "a" * 32})
+    found = compare_runs([*master, *word])
+    assert sentence(found, "The runs differ") == (
+        "The runs differ in more than recipe and seed (the text of seeds 0 and 1): a difference is not the recipe's alone."
+    )
+    assert "aaaa" not in found.text() and "bbbb" not in found.text()
+
+
+def test_settings_are_compared_within_a_seed_and_not_across() -> None:
+    def runs(*sizes: tuple[str, int, int]) -> list[Run]:
+        return [made(recipe, seed, 4.0, config={"batch_size": size}) for recipe, seed, size in sizes]
+
+    across = runs(*((recipe, seed, 8 << seed) for recipe in SIZES for seed in (0, 1)))
+    assert not sentence(compare_runs(across), "The runs differ")
+    within = runs(
+        ("bfloat16/master", 0, 8), ("bfloat16/word", 0, 8), ("bfloat16/master", 1, 8), ("bfloat16/word", 1, 16)
+    )
+    assert "(batch_size 8, 16)" in sentence(compare_runs(within), "The runs differ")
+
+
+def test_machines_are_compared_within_a_seed_and_not_across() -> None:
+    master, word = seeds("bfloat16/master", (4.0, 4.1)), seeds("bfloat16/word", (4.0, 4.1))
+    with_tables([master[0], word[0]], machine={"device": "cpu", "num_threads": 2})
+    with_tables([master[1], word[1]], machine={"device": "cuda"})
+    assert not sentence(compare_runs([*master, *word]), "The runs differ")
+    with_tables([word[0]], machine={"device": "cpu", "num_threads": 1})
+    assert "(threads 2, 1)" in sentence(compare_runs([*master, *word]), "The runs differ")

@@ -1,0 +1,55 @@
+"""What recipes, runs and folders are called, and that the page and compare.json call them the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from comparison.made_runs import made, seeds, sentence
+from narrowgauge.comparison.comparison import compare_runs
+from narrowgauge.comparison.labels import recipe_name, run_labels, run_name
+from narrowgauge.report.groups import group_runs
+
+
+def test_names_of_recipes_and_folders() -> None:
+    assert run_name("a/../b <script>", 3) == "a-..-b--script--seed3" and run_name("..", 0) == "recipe-seed0"
+    assert recipe_name({"recipe": "bf16/word", "phase": [{"until": 0.5, "compute": "float8-row"}]}) == (
+        "bfloat16/word with phase"
+    )
+
+
+def test_runs_of_one_recipe_that_differ_otherwise_are_recipes_of_their_own() -> None:
+    runs = [made("bfloat16/word", 0, loss, config={"lr": lr}) for loss, lr in ((4.0, 1e-3), (4.1, 1e-4))]
+    found = compare_runs(runs)
+    assert [row["recipe"] for row in found.rows] == ["bfloat16/word, lr 0.001", "bfloat16/word, lr 0.0001"]
+    assert "lr 0.001, 0.0001" in sentence(found, "The runs differ")
+
+
+def test_the_page_and_compare_json_call_every_recipe_the_same() -> None:
+    table = {"recipe": "bf16/word", "keep": ["lm_head"]}
+    runs = [made("", 0, 4.0, config={"recipe": recipe}) for recipe in ("bf16", "bfloat16/compact", table, "mine")]
+    runs += [made("bfloat16/compact", 0, 4.1, config={"lr": 1e-4})]
+    rows = [row["recipe"] for row in json.loads(compare_runs(runs).json())]
+    assert rows == [group.label for group in group_runs(runs)] == run_labels(runs)
+    assert rows[0] == "bfloat16/word" and rows[2] == "bfloat16/word with keep" and rows[4].endswith("lr 0.0001")
+
+
+def test_the_same_run_in_two_comparisons_is_two_and_each_keeps_its_seeds_together() -> None:
+    runs = [
+        replace(run, path=Path(folder) / run.path)
+        for folder in ("old", "new")
+        for run in seeds("bfloat16/word", (4.0, 4.1))
+    ]
+    assert run_labels(runs) == ["bfloat16/word (old)"] * 2 + ["bfloat16/word (new)"] * 2
+
+
+def test_where_nothing_else_tells_two_runs_apart_their_folders_do() -> None:
+    run = made("bfloat16/word", 0, 4.0)
+    assert run_labels([replace(run, path=Path(name)) for name in ("a/one", "a/two")]) == [
+        "bfloat16/word (one)", "bfloat16/word (two)",
+    ]  # fmt: skip
+    places = [Path("a/same/one"), Path("b/same/one")]
+    assert run_labels([replace(run, path=place) for place in places]) == [
+        f"bfloat16/word ({place})" for place in places
+    ]

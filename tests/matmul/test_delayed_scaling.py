@@ -1,0 +1,281 @@
+"""Delayed scales: what the ring holds, what it scales by, and that a spike is counted."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from matmul.scenarios import DELAYED, gaussian, make_layer, names, passed, same
+from narrowgauge.matmul.delayed_scaling import OPERANDS, count_overflows, delayed_amax, new_history
+from narrowgauge.matmul.linear import Linear
+from narrowgauge.matmul.linears import Linears
+from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.spec.computes import COMPUTES, Cast
+
+every_row = pytest.mark.parametrize("row", DELAYED, **names)
+CAST = COMPUTES["float8-delayed"].output.left
+CPU = torch.device("cpu")
+
+
+def seen(
+    values: float | Tensor, step: int, history: Tensor, cast: Cast = CAST, operand: int = 0, record: bool = True
+) -> float:
+    x = values if isinstance(values, Tensor) else torch.tensor([[values, -values / 2]])
+    amax = delayed_amax(x, cast, history, operand, torch.tensor(step, dtype=torch.int32), record)
+    assert amax is not None and amax.shape == (1, 1) and amax.dtype == torch.float32
+    return amax.item()
+
+
+# ── the ring ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("length", [1, 3, 16])
+@pytest.mark.parametrize("margin", [0, 2])
+def test_a_scale_is_the_largest_of_as_many_steps_as_are_looked_back_on(length: int, margin: int) -> None:
+    cast, history = replace(CAST, history=length, margin=margin), new_history(length, CPU)
+    draw, met = random.Random(0), dict[int, float]()
+    step = 0
+    for _ in range(60):
+        value = draw.choice([1e-3, 0.5, 1.0, 3.0, 100.0])
+        earlier = [met[s] for s in range(step - length, step) if s in met]
+        expected = max(earlier) * 2**margin if earlier else value
+        for _ in range(3):  # micro-batches and recomputation see what the first one saw
+            assert seen(value, step, history, cast) == torch.tensor(expected).float().item()
+        met[step] = value
+        # Steps that the layer took no part in age like others.
+        step += draw.choice([1, 1, 1, 2, length + 1])
+
+
+def test_of_several_micro_batches_the_largest_counts_whatever_their_order() -> None:
+    for values in ((1.0, 8.0, 2.0), (8.0, 2.0, 1.0)):
+        history = new_history(16, CPU)
+        for value in values:
+            seen(value, 0, history)
+        assert seen(0.1, 1, history) == 8.0
+
+
+def test_operands_have_rings_of_their_own() -> None:
+    history = new_history(16, CPU)
+    for operand in range(OPERANDS):
+        seen(2.0**operand, 0, history, operand=operand)
+    assert [seen(99.0, 1, history, operand=operand) for operand in range(OPERANDS)] == [1.0, 2.0, 4.0]
+
+
+def test_looking_without_recording_leaves_no_trace() -> None:
+    history = new_history(16, CPU)
+    seen(1.0, 0, history)
+    before = history.clone()
+    assert seen(50.0, 1, history, record=False) == 1.0
+    assert torch.equal(history, before)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_nan_now_and_gone_at_the_next_step(bad: float) -> None:
+    history = new_history(16, CPU)
+    x = torch.tensor([[1.0, bad]])
+    assert seen(x, 0, history) != seen(x, 0, history)  # NaN: the first step has nothing else
+    assert seen(3.0, 1, history) == 3.0
+    assert seen(x, 2, history) != seen(x, 2, history)
+    assert history[:, 0].isfinite().all()
+    assert seen(5.0, 3, history) == 3.0
+
+
+def test_zeros_are_no_scale() -> None:
+    """The gradient of a layer before one that begins at zero is zero for one step; a scale made of it would cut the next."""
+    history = new_history(16, CPU)
+    assert seen(0.0, 0, history) == 0.0
+    assert seen(4.0, 1, history) == 4.0
+    assert seen(0.0, 2, history) == 4.0
+    assert count_overflows(history).tolist() == [0, 0, 0]
+
+
+def test_overflows_are_counted_and_kept_as_long_as_the_steps() -> None:
+    history = new_history(4, CPU)
+    seen(1.0, 0, history)
+    x = torch.tensor([[1.0, 1.5, -7.0, 0.0], [2.0, -1.0, 0.5, 100.0]])
+    seen(x, 1, history)
+    seen(0.5, 1, history)  # a micro-batch without overflows does not hide the one before
+    assert count_overflows(history).tolist() == [4, 0, 0]
+    seen(x, 1, history)  # nor does computing it again count it twice
+    assert count_overflows(history).tolist() == [4, 0, 0]
+    for step in range(2, 6):
+        seen(1.0, step, history)
+        assert count_overflows(history)[0] == 4
+    seen(1.0, 6, history)
+    assert count_overflows(history)[0] == 0
+
+
+def test_other_casts_have_no_delayed_scale() -> None:
+    step = torch.tensor(0)
+    assert (
+        delayed_amax(torch.ones(2, 2), COMPUTES["float8-tensor"].output.left, new_history(16, CPU), 0, step, True)
+        is None
+    )
+    assert delayed_amax(torch.ones(2, 2), CAST, None, 0, step, True) is None
+    assert delayed_amax(torch.ones(0, 2), CAST, new_history(16, CPU), 0, step, True) is None
+
+
+# ── in layers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def train(layer: Linear, linears: Linears, steps: range, spike: int = -1) -> list:  # type: ignore[type-arg]
+    found = []
+    for step in steps:
+        linears.step = step
+        scale = 1000.0 if step == spike else 1.0 + 0.1 * (step % 3)
+        found.append(passed(layer, gaussian(33, 65, seed=step, scale=scale), gaussian(33, 17, seed=step + 500)))
+    return found
+
+
+@every_row
+def test_the_first_step_s_scales_are_the_tensors_own(row) -> None:  # type: ignore[no-untyped-def]
+    current = COMPUTES[row.name.replace("delayed", "tensor")]
+    one, other = train(*make_layer(row), range(1)), train(*make_layer(current), range(1))
+    assert same(one[0], other[0])
+    # And not so later, when the tensors differ from those before.
+    assert not same(train(*make_layer(row), range(3))[2], train(*make_layer(current), range(3))[2])
+
+
+@every_row
+def test_a_spike_saturates_is_counted_and_passes(row) -> None:  # type: ignore[no-untyped-def]
+    layer, linears = make_layer(row)
+    found = train(layer, linears, range(4), spike=3)
+    inputs, weight, gradient = linears.overflows()["fc"]
+    assert inputs > 33 * 65 * 0.9 and weight == 0
+    assert gradient < 33 * 17 * 0.05
+    assert found[3].output.isfinite().all()
+    assert found[3].output.abs().max() < 10 * found[2].output.abs().max()  # cut, as said
+    # From then on the scale has room for it, for as long as it is looked back on.
+    again = train(layer, linears, range(4, 6), spike=5)
+    assert linears.overflows()["fc"][0] == inputs
+    assert again[1].output.abs().max() > 100 * found[2].output.abs().max()
+    train(layer, linears, range(6, 30))
+    assert linears.overflows()["fc"][0] < 33 * 65 * 0.05
+
+
+@every_row
+def test_evaluation_records_nothing(row) -> None:  # type: ignore[no-untyped-def]
+    layer, linears = make_layer(row)
+    train(layer, linears, range(2))
+    before = layer.amax_history.clone()  # type: ignore[union-attr]
+    linears.step = 2
+    with torch.no_grad():
+        layer(gaussian(33, 65, scale=50.0))
+    assert torch.equal(layer.amax_history, before)
+    layer.eval()
+    y = layer(gaussian(33, 65, scale=50.0))
+    assert torch.equal(layer.amax_history, before)
+    with torch.inference_mode():
+        layer(gaussian(33, 65, scale=50.0))
+    y.sum().backward()
+    assert torch.equal(layer.amax_history, before)
+
+
+@every_row
+def test_activation_checkpointing_changes_nothing(row) -> None:  # type: ignore[no-untyped-def]
+    """Not in the steps after either, up to and past the end of the ring."""
+    plain, again = make_layer(row), make_layer(row)
+    for step in range(20):
+        x, grad = gaussian(33, 65, seed=step, scale=30.0 if step == 1 else 1.0), gaussian(33, 17, seed=step + 500)
+        for _, linears in (plain, again):
+            linears.step = step
+        kept = passed(plain[0], x, grad)
+        recomputed = passed(again[0], x, grad, lambda x: checkpoint(again[0], x, use_reentrant=False))
+        assert same(kept, recomputed)
+        assert torch.equal(plain[0].amax_history, again[0].amax_history)
+
+
+@every_row
+def test_a_layer_may_be_used_twice_before_going_backward(row) -> None:  # type: ignore[no-untyped-def]
+    layer, linears = make_layer(row)
+    train(layer, linears, range(3))
+    linears.step = 3
+    twin = copy.deepcopy(layer)
+    x, grad = gaussian(33, 65, seed=70), gaussian(33, 17, seed=71)
+    one, other = (
+        passed(twin, half_x, half_grad) for half_x, half_grad in zip(x.split(17), grad.split(17), strict=True)
+    )
+    x.requires_grad_()
+    layer.zero_grad()
+    first, second = (layer(half) for half in x.split(17))
+    torch.autograd.backward([first, second], list(grad.split(17)))
+    assert torch.equal(x.grad, torch.cat([one.grad_input, other.grad_input]))
+    assert torch.equal(layer.weight.grad, one.grad_weight + other.grad_weight)
+    assert torch.equal(layer.amax_history, twin.amax_history)
+
+
+@every_row
+def test_a_history_taken_back_goes_on_with_the_same_bits(row) -> None:  # type: ignore[no-untyped-def]
+    whole = train(*make_layer(row), range(8), spike=2)
+    first, first_linears = make_layer(row)
+    train(first, first_linears, range(4), spike=2)
+    kept = copy.deepcopy(first_linears.histories())
+    assert kept.keys() == {"fc"}
+    assert first_linears.layers["fc"].state_dict().keys() == {"weight", "bias"}
+    second, second_linears = make_layer(row)
+    second_linears.load_histories(kept)
+    resumed = train(second, second_linears, range(4, 8))
+    assert all(same(one, other) for one, other in zip(whole[4:], resumed, strict=True))
+    assert second_linears.overflows()["fc"][0] > 0
+    without = train(*make_layer(row), range(4, 8))
+    assert not same(without[0], whole[4])
+
+
+def test_a_nan_does_not_stay() -> None:
+    layer, linears = make_layer("float8-delayed")
+    train(layer, linears, range(2))
+    linears.step = 2
+    x = gaussian(33, 65)
+    x[4, 4] = torch.nan
+    assert passed(layer, x, gaussian(33, 17)).output.isnan().all()
+    after = train(layer, linears, range(3, 5))
+    assert all(tensor.isfinite().all() for result in after for tensor in result)
+
+
+class Attention(nn.Module):
+    """Three layers with one input, by the names that models give them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, size, bias=False) for size in (64, 32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+
+
+def test_siblings_go_on_together_after_a_move() -> None:
+    """Moving a module makes new buffers, and what two layers had in common must be one again."""
+    models = [Attention().bfloat16() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    handles = [swap_linears(model, "float8-delayed") for model in models]
+    for step in range(4):
+        outputs = []
+        for model, handle in zip(models, handles, strict=True):
+            handle.step = step
+            outputs.append(model(gaussian(5, 64, seed=step, scale=1.0 + step)))
+            outputs[-1].sum().backward()
+        assert torch.equal(*outputs)
+        if step == 1:
+            models[1]._apply(torch.clone)
+
+
+def test_siblings_scale_their_common_input_alike() -> None:
+    torch.manual_seed(0)
+    model = Attention().bfloat16()
+    linears = swap_linears(model, "float8-delayed")
+    for step in range(3):
+        linears.step = step
+        model(gaussian(5, 64, seed=step, scale=1.0 + step)).sum().backward()
+    elder, *others = (linears.layers[name] for name in ("q_proj", "k_proj", "v_proj"))
+    for layer in others:
+        # Of the input only the elder keeps a record; of weight and gradient each its own.
+        assert layer.amax_history is not elder.amax_history
+        assert (layer.amax_history[0, 1] == -1).all() and (layer.amax_history[1:, 1, :3] >= 0).all()
+    recorded = [gaussian(5, 64, seed=step, scale=1.0 + step).abs().max().item() for step in range(3)]
+    assert elder.amax_history[0, 0, :3].tolist() == recorded

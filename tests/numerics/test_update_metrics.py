@@ -1,0 +1,233 @@
+"""The gauges of an update and of a cut, on cases whose reading is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import FormatError
+from narrowgauge.numerics import summation
+from narrowgauge.numerics.update_metrics import (
+    UPDATE_SUMS,
+    edq,
+    lost_fraction,
+    noise,
+    overflow_fraction,
+    sqnr_db,
+    underflow_fraction,
+    unseen_fraction,
+    update_sums,
+    update_terms,
+    visible_edq,
+    visible_noise,
+)
+from oracles.exact_sums import update_sums as oracle_sums
+
+READINGS = (edq, noise, lost_fraction, unseen_fraction, visible_edq, visible_noise)
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def read(sums: Tensor) -> dict[str, float]:
+    return {reading.__name__: reading(sums).item() for reading in READINGS}
+
+
+# -- the eight sums --
+
+
+@pytest.mark.parametrize("chunk", [summation.CHUNK, 7])
+def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summation, "CHUNK", chunk)
+    d, e, v = gaussian(10, 20, seed=1), gaussian(20, 10, seed=2).t(), gaussian(10, 20, seed=3)
+    d[0], e[0:3], v[0:5] = 0.0, 0.0, -0.0
+    got = update_sums(d, e, v)
+    expected = oracle_sums(*(x.reshape(-1).tolist() for x in (d, e, v)))
+    assert got.dtype == torch.float64 and got.shape == (len(UPDATE_SUMS),)
+    assert got[5:].tolist() == [180.0, 40.0, 80.0] == [float(x) for x in expected[5:]]
+    for name, value, exact in zip(UPDATE_SUMS, got.tolist(), expected, strict=True):
+        assert value == pytest.approx(float(exact), rel=1e-12, abs=1e-12), name
+
+
+def test_terms_keep_shape_and_dtype_and_sum_to_the_sums() -> None:
+    d, e, v = gaussian(3, 50, seed=1), gaussian(3, 50, seed=2), gaussian(3, 50, seed=3)
+    terms = update_terms(d, e, v)
+    assert len(terms) == len(UPDATE_SUMS)
+    assert all(term.dtype == torch.float32 and term.shape == (3, 50) for term in terms)
+    summed = torch.stack([term.sum(dtype=torch.float64) for term in terms])
+    torch.testing.assert_close(summed, update_sums(d, e, v), rtol=1e-6, atol=1e-5)
+
+
+def test_sums_of_parts_add_up_and_readings_take_any_leading_shape() -> None:
+    d, e, v = gaussian(6, 40, seed=1), gaussian(6, 40, seed=2), gaussian(6, 40, seed=3)
+    rows = torch.stack([update_sums(*row) for row in zip(d, e, v, strict=True)])
+    torch.testing.assert_close(rows.sum(0), update_sums(d, e, v), rtol=1e-12, atol=1e-12)
+    for reading in READINGS:
+        together = reading(rows.reshape(2, 3, 8))
+        assert together.shape == (2, 3) and together.dtype == torch.float64
+        assert together.reshape(-1).tolist() == [reading(row).item() for row in rows]
+
+
+def test_sums_of_nothing_are_zero_and_refuse_other_shapes() -> None:
+    assert update_sums(*[torch.empty(0, 3)] * 3).tolist() == [0.0] * 8
+    with pytest.raises(FormatError, match=r"\(2,\), \(2,\), \(3,\)"):
+        update_sums(torch.ones(2), torch.ones(2), torch.ones(3))
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (8, 2)])
+def test_readings_refuse_vectors_of_another_length(shape: tuple[int, ...]) -> None:
+    for reading in READINGS:
+        with pytest.raises(FormatError, match=r"dd, de, ee"):
+            reading(torch.zeros(shape))
+
+
+# -- known answers of an update --
+
+
+def test_nothing_is_lost() -> None:
+    d = gaussian(1000)
+    assert read(update_sums(d, d, d)) == {
+        "edq": 1.0,
+        "noise": 0.0,
+        "lost_fraction": 0.0,
+        "unseen_fraction": 0.0,
+        "visible_edq": 1.0,
+        "visible_noise": 0.0,
+    }
+
+
+def test_nothing_moves() -> None:
+    d = gaussian(1000)
+    still = torch.zeros(1000)
+    assert read(update_sums(d, still, still)) == {
+        "edq": 0.0,
+        "noise": 1.0,
+        "lost_fraction": 1.0,
+        "unseen_fraction": 1.0,
+        "visible_edq": 0.0,
+        "visible_noise": 1.0,
+    }
+
+
+def test_a_tail_keeps_what_the_model_does_not_see_yet() -> None:
+    d = gaussian(1000)
+    reading = read(update_sums(d, d, torch.zeros(1000)))
+    assert (reading["edq"], reading["lost_fraction"]) == (1.0, 0.0)
+    assert (reading["visible_edq"], reading["unseen_fraction"]) == (0.0, 1.0)
+
+
+def test_nothing_was_intended() -> None:
+    still = torch.zeros(10)
+    for sums in (update_sums(still, still, still), update_sums(still, still, torch.ones(10))):
+        assert all(math.isnan(value) for value in read(sums).values())
+
+
+def test_half_of_each_change_is_taken() -> None:
+    d = gaussian(1000)
+    reading = read(update_sums(d, d / 2, 2 * d))
+    assert reading["edq"] == reading["noise"] == 0.5
+    assert (reading["visible_edq"], reading["visible_noise"]) == (2.0, 1.0)
+
+
+def test_only_elements_that_meant_to_move_can_be_lost() -> None:
+    d = torch.tensor([0.0, -0.0, 1.0, 1.0, 1.0, 1.0])
+    e = torch.tensor([0.0, 5.0, 0.0, 1.0, 1.0, 1.0])
+    v = torch.tensor([0.0, 0.0, 0.0, -0.0, 1.0, 1.0])
+    sums = update_sums(d, e, v)
+    assert lost_fraction(sums).item() == 0.25 and unseen_fraction(sums).item() == 0.5
+
+
+def test_lost_elements_are_counted_where_their_squares_vanish() -> None:
+    d = torch.full((4,), 1e-30)
+    terms = update_terms(d, torch.zeros(4), torch.zeros(4))
+    assert terms[0].sum() == 0 and terms[6].sum() == 4
+
+
+def test_rounding_to_nearest_bfloat16_stalls() -> None:
+    w, d = torch.ones(1000), torch.full((1000,), 1e-4)
+    e = (w + d).bfloat16().float() - w
+    reading = read(update_sums(d, e, e))
+    assert (reading["edq"], reading["noise"], reading["lost_fraction"]) == (0.0, 1.0, 1.0)
+
+
+def test_a_stochastic_cut_is_right_on_average_and_noisy() -> None:
+    # A step of 2^-7 is taken with probability d/2^-7: the mean is d, and the noise sqrt(2^-7/d - 1).
+    count, step, d = 400_000, 2.0**-7, 1e-4
+    chance = torch.rand(count, generator=torch.Generator().manual_seed(3))
+    e = torch.where(chance < d / step, step, 0.0)
+    reading = read(update_sums(torch.full((count,), d), e, e))
+    expected = math.sqrt(step / d - 1)
+    # The mean of `count` such readings has a standard error of expected/sqrt(count) = 0.014: 5 of them.
+    assert reading["edq"] == pytest.approx(1.0, abs=5 * expected / math.sqrt(count))
+    assert reading["noise"] == pytest.approx(expected, rel=0.05) and expected > 8
+    assert reading["lost_fraction"] == pytest.approx(1 - d / step, abs=0.002)
+
+
+def test_noise_never_roots_a_negative_number() -> None:
+    d = gaussian(100_000)
+    sums = update_sums(d, d, d)
+    sums[2] -= sums[2] * 1e-15
+    assert noise(sums).item() == 0.0
+
+
+# -- a cut of a tensor --
+
+
+def test_sqnr_of_known_cases() -> None:
+    x = gaussian(5000)
+    assert sqnr_db(x, x).item() == math.inf
+    assert sqnr_db(torch.zeros(3), torch.zeros(3)).item() == math.inf
+    assert sqnr_db(x, torch.zeros(5000)).item() == pytest.approx(0.0, abs=1e-12)
+    assert sqnr_db(x, x * 0.9).item() == pytest.approx(20.0, abs=1e-5)
+    assert sqnr_db(torch.zeros(3), torch.ones(3)).item() == -math.inf
+    assert math.isnan(sqnr_db(torch.empty(0), torch.empty(0)).item())
+    assert math.isnan(sqnr_db(torch.tensor([math.nan]), torch.ones(1)).item())
+
+
+def test_a_bit_of_precision_is_six_decibels() -> None:
+    x = torch.rand(200_000, generator=torch.Generator().manual_seed(1)) + 1
+    coarse, fine = ((x * 2.0**bits).round() / 2.0**bits for bits in (7, 8))
+    assert sqnr_db(x, fine).item() - sqnr_db(x, coarse).item() == pytest.approx(20 * math.log10(2), abs=0.05)
+
+
+def test_sqnr_refuses_other_shapes() -> None:
+    with pytest.raises(FormatError, match=r"\(2,\) and \(2, 1\)"):
+        sqnr_db(torch.ones(2), torch.ones(2, 1))
+
+
+def test_underflow_counts_what_becomes_zero() -> None:
+    smallest = 2.0**-9
+    x = torch.tensor([0.0, -0.0, smallest, -smallest / 2, smallest / 2 * 1.0001, 1e-30, 1.0, math.inf])
+    rounded = x.to(torch.float8_e4m3fn).float()
+    expected = ((rounded == 0) & (x != 0)).sum().item() / (x != 0).sum().item()
+    assert underflow_fraction(x, smallest).item() == expected == 2 / 6
+    assert underflow_fraction(torch.full((3,), 1e-30), smallest).item() == 1.0
+    assert underflow_fraction(torch.ones(3), smallest).item() == 0.0
+    assert math.isnan(underflow_fraction(torch.zeros(3), smallest).item())
+
+
+def test_underflow_of_the_narrow_dtypes_themselves() -> None:
+    x = gaussian(20_000).mul(1e-7)
+    expected = (x.half() == 0).sum().item() / x.numel()
+    assert underflow_fraction(x, 2.0**-24).item() == expected
+    assert 0 < expected < 1
+
+
+def test_overflow_counts_what_lies_beyond() -> None:
+    x = torch.tensor([448.0, -448.0, 449.0, -math.inf, math.nan, 0.0, 1.0, 1e30])
+    assert overflow_fraction(x, 448.0).item() == 3 / 8
+    assert overflow_fraction(torch.full((3,), 1e9), 448.0).item() == 1.0
+    assert overflow_fraction(torch.zeros(3), 448.0).item() == 0.0
+    assert math.isnan(overflow_fraction(torch.empty(0), 448.0).item())
+
+
+@pytest.mark.parametrize("fraction", [underflow_fraction, overflow_fraction])
+@pytest.mark.parametrize("limit", [0.0, -1.0, math.nan])
+def test_limits_must_be_positive(fraction: Callable[[Tensor, float], Tensor], limit: float) -> None:
+    with pytest.raises(FormatError, match="positive"):
+        fraction(torch.ones(2), limit)

@@ -1,0 +1,255 @@
+"""Collage's step against ordinary bfloat16 tensors, its second moments against float64, and the released code's faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics.expansions import Expansion, Rounding, expansion_of, nearest_even, nearest_even_bits, sqrt
+from narrowgauge.numerics.rounding import bits_of
+from narrowgauge.optim.rules.collage import expanded, published_adamw
+from oracles import released_collage as narrow
+
+BFLOAT16 = nearest_even("bfloat16")
+
+
+def scalars(*, beta2: float = 0.999, lr: float = 1e-3, decay: float = 0.1, t: int = 1000) -> dict[str, Tensor]:
+    """What AdamW's rule reads at step t; eps is a bfloat16, since torch's sums on a CPU round a number beside a tensor."""
+    values = {
+        "one_minus_beta1": 1 - 0.9,
+        "one_minus_beta2": 1 - beta2,
+        "negative_step_size": -lr / (1 - 0.9**t),
+        "inverse_root_correction2": (1 - beta2**t) ** -0.5,
+        "eps": float(torch.tensor(1e-8).bfloat16()),
+        "negative_decay": -lr * decay,
+    }
+    return {name: torch.tensor(value) for name, value in values.items()}
+
+
+def expansion(x: Tensor | float, length: int, rn: Rounding = BFLOAT16) -> Expansion:
+    return Expansion(expansion_of(x, length, rn), rn)
+
+
+def total(x: Expansion) -> Tensor:
+    """The exact value, or nearly: float64 holds three bfloat16 parts that are not too far apart."""
+    return torch.stack([part.double() for part in x.parts]).sum(0)
+
+
+def gradients(count: int, steps: int, scale: float = 1e-2, seed: int = 0) -> Iterator[Tensor]:
+    """A new Gaussian gradient each step, bfloat16 values in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        yield BFLOAT16(torch.randn(count, generator=generator) * scale)
+
+
+# ── the published step, written with bfloat16 tensors ───────────────────────────────────────────────────────────────
+
+
+def eager_step(words: dict[str, Tensor], g: Tensor, s: dict[str, float]) -> Tensor:
+    """One step in place; every operation is an ordinary one of bfloat16 tensors. Returns the change."""
+    beta1, beta2 = ((1 - torch.tensor(s[name])).item() for name in ("one_minus_beta1", "one_minus_beta2"))
+    words["m"] = torch.addcmul(words["m"] * beta1, g, torch.ones_like(g), value=s["one_minus_beta1"])
+    if "dv" in words:
+        decayed = narrow.mul((words["v"], words["dv"]), narrow.split(beta2))
+        increment = torch.addcmul(torch.zeros_like(g), g, g, value=s["one_minus_beta2"])
+        words["v"], words["dv"] = narrow.grow(decayed, increment)
+    else:
+        # One rounding of a float32 sum; addcmul fuses product and sum, see the next test.
+        words["v"] = (words["v"] * beta2 + s["one_minus_beta2"] * g.float() * g.float()).bfloat16()
+    denominator = words["v"].sqrt() * s["inverse_root_correction2"] + s["eps"]
+    change = words["m"] * s["negative_step_size"] / denominator + words["w"] * s["negative_decay"]
+    words["w"], words["dw"] = narrow.grow((words["w"], words["dw"]), change)
+    return change
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+@pytest.mark.parametrize("plus", [False, True], ids=["light", "plus"])
+def test_published_step_is_eager_bfloat16_bit_for_bit(plus: bool, beta2: float) -> None:
+    count = 2048
+    weight = expansion(BFLOAT16(torch.randn(count, generator=torch.Generator().manual_seed(1)) * 0.02), 2)
+    moments = [expansion(torch.zeros(count), 1), expansion(torch.zeros(count), 2 if plus else 1)]
+    words = {name: torch.zeros(count, dtype=torch.bfloat16) for name in ("dw", "m", "v", *(["dv"] if plus else []))}
+    words["w"] = weight.parts[0].bfloat16()
+    for t, g in enumerate(gradients(count, 20), 1):
+        s = scalars(beta2=beta2, t=t)
+        change, weight, *moments = published_adamw(weight, g, *moments, s)
+        expected = eager_step(words, g.bfloat16(), {name: value.item() for name, value in s.items()})
+        assert torch.equal(bits_of(change), bits_of(expected.float())), t
+        found = dict(
+            zip(("w", "dw", "m", "v", "dv"), (*weight.parts, *moments[0].parts, *moments[1].parts), strict=False)
+        )
+        assert found.keys() == words.keys()
+        for name, value in found.items():
+            assert torch.equal(value, words[name].float()), (t, name)
+    assert (weight.parts[1] != 0).float().mean() > 0.9
+
+
+def test_torchs_fused_multiply_add_gives_a_neighbour_now_and_then() -> None:
+    """A light second moment with ``addcmul``, which rounds once where ours rounds a float32 product: as good as equal."""
+    count, s = 200_000, scalars()
+    g, v = (next(gradients(count, 1, seed=seed)) for seed in (7, 8))
+    _, _, _, ours = published_adamw(expansion(torch.zeros(count), 1), g, expansion(g, 1), expansion(v.abs(), 1), s)
+    beta2 = (1 - s["one_minus_beta2"]).item()
+    torchs = torch.addcmul(v.abs().bfloat16() * beta2, g.bfloat16(), g.bfloat16(), value=s["one_minus_beta2"].item())
+    apart = (bits_of(ours.value) - bits_of(torchs.float())).abs()
+    assert apart.max() <= 1 << 16 and (apart != 0).float().mean() < 1e-4
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_the_gradient_is_rounded_first(published: bool) -> None:
+    step = published_adamw if published else expanded(adamw)
+    g = torch.randn(500, generator=torch.Generator().manual_seed(2)) * 1e-2
+    weight, moments = expansion(torch.ones(500), 2), (expansion(torch.zeros(500), 1), expansion(torch.zeros(500), 2))
+    one, other = (step(weight, x, *moments, scalars()) for x in (g, BFLOAT16(g)))
+    assert torch.equal(one[0], other[0]) and torch.equal(one[3].value, other[3].value)
+
+
+# ── second moments ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def second_moments(beta2: float, length: int, steps: int, start: Tensor, g: Tensor, rn: Rounding = BFLOAT16) -> Tensor:
+    """v / exact v of a constant gradient after so many steps from ``start`` times its square."""
+    weight, exp_avg = expansion(torch.zeros_like(g), 1, rn), expansion(torch.zeros_like(g), 1, rn)
+    exp_avg_sq = expansion(start * g * g, length, rn)
+    exact = total(exp_avg_sq)
+    s = scalars(beta2=beta2)
+    for _ in range(steps):
+        _, _, _, exp_avg_sq = published_adamw(weight, g, exp_avg, exp_avg_sq, s)
+        exact += (g.double() ** 2 - exact) * (1 - beta2)
+    return total(exp_avg_sq) / exact
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])
+def test_second_moment_of_a_constant_gradient_is_within_five_percent(beta2: float) -> None:
+    """From zero, from too small and from too large: three time constants, so what does not move is far off."""
+    g = next(gradients(192, 1))
+    start = torch.tensor([0.0, 0.7, 1.4]).repeat(64)
+    ratios = second_moments(beta2, 2, int(3 / (1 - beta2)), start, g)
+    assert ratios.min() > 0.95 and ratios.max() < 1.05
+    if beta2 == 0.999:
+        single = second_moments(beta2, 1, 3000, start, g)
+        assert single[start == 0].max() < 0.6 and single[start > 1].min() > 1.2
+
+
+def test_eight_bits_need_a_third_part() -> None:
+    """In the precision of e4m3 a pair has as many bits as a single bfloat16, and its second moment stops as early."""
+    rn = nearest_even_bits(20)
+    g = rn(next(gradients(64, 1)))
+    single, pair, triple = (second_moments(0.99, length, 400, torch.zeros(64), g, rn) for length in (1, 2, 3))
+    assert single.max() < 0.4 and pair.max() < 0.9
+    assert triple.min() > 0.95 and triple.max() < 1.05
+
+
+RELEASED = {
+    ("product",): {0.95: 0.331, 0.98: 0.335, 0.99: 0.313, 0.999: 0.501},  # as the authors' own functions gave
+    ("product", "split"): {0.95: 0.325, 0.98: 0.342, 0.99: 0.275, 0.999: 6.0},  # a time constant each, and no end
+    (): {0.95: 1.0, 0.98: 1.0, 0.99: 1.0, 0.999: 1.0},
+}
+
+
+@pytest.mark.parametrize("faults", RELEASED, ids=lambda faults: " and ".join(faults) or "both mended")
+@pytest.mark.parametrize("beta2", [0.95, 0.98, 0.99, 0.999])
+def test_the_released_code_has_two_faults_and_without_them_is_ours(beta2: float, faults: tuple[str, ...]) -> None:
+    """Medians of stationary gradients over six time constants; with both faults mended, ours is the same bit for bit."""
+    steps = int(6 / (1 - beta2))
+    found, exact = narrow.second_moment(gradients(1024, steps, 1.0), beta2, faults=faults)
+    assert (found / exact).median().item() == pytest.approx(RELEASED[faults][beta2], rel=0.01, abs=0.01)
+    if not faults:
+        ours = expansion(torch.zeros(1024), 2)
+        others = expansion(torch.zeros(1024), 1), expansion(torch.zeros(1024), 1)
+        s, few = scalars(beta2=beta2), min(steps, 600)
+        for g in gradients(1024, few, 1.0):
+            _, _, _, ours = published_adamw(others[0], g, others[1], ours, s)
+        theirs, exact = narrow.second_moment(gradients(1024, few, 1.0), beta2)
+        assert torch.equal(total(ours), theirs)
+        assert ((total(ours) / exact).median() - 1).abs() < 0.005
+
+
+# ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("rn", [BFLOAT16, nearest_even_bits(20)], ids=["bfloat16", "e4m3's precision"])
+def test_more_parts_keep_more_of_small_updates(rn: Rounding) -> None:
+    """300 steps a hundredth of a spacing long or so: one part loses nearly all, each further part a fraction."""
+    count, errors = 512, []
+    start = rn(torch.rand(count, generator=torch.Generator().manual_seed(4)) + 1)
+    s = scalars(lr=1e-4 if rn is BFLOAT16 else 1e-2, decay=0.0)
+    for length in (1, 2, 3):
+        weight, wanted = expansion(start, length, rn), torch.zeros(count, dtype=torch.float64)
+        moments = (expansion(torch.zeros(count), 1, rn), expansion(torch.ones(count) * 1e-4, 1, rn))
+        for g in gradients(count, 300):
+            change, weight, *moments = published_adamw(weight, g + 0.005, *moments, s)
+            wanted += change
+        errors.append(((total(weight) - start.double() - wanted).norm() / wanted.norm()).item())
+    assert errors[0] > 0.5 and errors[1] < 0.1 and errors[2] < 0.01
+    assert errors[2] < errors[1] / 5
+
+
+# ── other rules ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def adamw(w: Any, g: Any, m: Any, v: Any, s: Any) -> tuple[Any, ...]:
+    m = m + (g - m) * s["one_minus_beta1"]
+    v = v + (g * g - v) * s["one_minus_beta2"]
+    root = v.sqrt() if isinstance(v, Tensor) else sqrt(v)
+    ratio = m / (root * s["inverse_root_correction2"] + s["eps"])
+    return ratio * s["negative_step_size"] + s["negative_decay"] * w, m, v
+
+
+def lion(w: Any, g: Any, m: Any, s: Any) -> tuple[Any, ...]:
+    direction = (m + (g - m) * 0.1).sign()
+    return direction * s["negative_step_size"] + w * s["negative_decay"], m + (g - m) * 0.01
+
+
+def plain(w: Any, g: Any, s: Any) -> tuple[Any, ...]:
+    return (s["negative_step_size"] * g,)
+
+
+@pytest.mark.parametrize(("rule", "num_states"), [(adamw, 2), (lion, 1), (plain, 0)])
+def test_a_rule_on_single_parts_is_the_rule_on_bfloat16_tensors(rule: Any, num_states: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    w, g, *states = (torch.randn(5000, generator=generator).abs().bfloat16() for _ in range(2 + num_states))
+    s = scalars()
+    numbers = {name: value.item() for name, value in s.items()}
+    change, *new = expanded(rule)(*(expansion(x.float(), 1) if x is not g else g.float() for x in (w, g, *states)), s)
+    intended, *expected = rule(w, g, *states, numbers)
+    assert torch.equal(change, intended.float())
+    for found, one in zip(new, (w + intended, *expected), strict=True):
+        assert torch.equal(found.value, one.float())
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def test_a_rule_on_pairs_is_nearly_the_rule_on_numbers() -> None:
+    generator = torch.Generator().manual_seed(6)
+    w, m, v = (torch.randn(2000, generator=generator) for _ in range(3))
+    g = BFLOAT16(torch.randn(2000, generator=generator))
+    s = scalars()
+    states = [expansion(w, 2), expansion(m, 2), expansion(v.abs(), 2)]
+    change, *new = expanded(adamw)(states[0], g, *states[1:], s)
+    assert [len(state) for state in new] == [2, 2, 2]
+    exact = [total(state) for state in states]
+    wide = {name: value.double() for name, value in s.items()}
+    intended, *moments = adamw(exact[0], g.double(), *exact[1:], wide)
+    assert relative_error(change.double(), intended) < 2.0**-10
+    assert relative_error(total(new[0]), exact[0] + intended) < 2.0**-14
+    assert relative_error(total(new[1]), moments[0]) < 2.0**-14
+    assert relative_error(total(new[2]), moments[1]) < 2.0**-13
+    single, *_ = expanded(adamw)(*(expansion(x, 1) if x is not g else g for x in (w, g, m, v.abs())), s)
+    assert relative_error(single.double(), intended) > 2.0**-9
+
+
+def test_states_keep_their_number_of_parts() -> None:
+    s = scalars()
+    for parts in ((1, 1, 1), (2, 1, 1), (2, 1, 2), (3, 2, 2), (1, 2, 1)):
+        states = [expansion(torch.tensor([0.3, 1.7]), length) for length in parts]
+        change, *new = expanded(adamw)(states[0], torch.tensor([0.1, 0.2]), *states[1:], s)
+        assert tuple(len(state) for state in new) == parts and change.dtype is torch.float32
+        published = published_adamw(states[0], torch.tensor([0.1, 0.2]), *states[1:], s)
+        assert tuple(len(state) for state in published[1:]) == parts

@@ -1,0 +1,335 @@
+"""Compiled kernels on the disk: native code, loaded only where it is whole, our own, and killed nobody before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import shutil
+import signal
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge import _torch
+from narrowgauge._torch import compiler_missing
+from narrowgauge.optim import compilation, kernel_cache
+
+needs_compiler = pytest.mark.skipif(bool(compiler_missing()), reason=f"{compiler_missing()}: nothing is compiled here")
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no locks that end with a process")
+KEY = "0123456789abcdef01234567"
+
+
+def doubled(x: Tensor, out: Tensor) -> Tensor:
+    out.copy_(x * 2)
+    return x.new_zeros(0)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One real package, compiled once."""
+    path = tmp_path_factory.mktemp("made") / "made.pt2"
+    _torch.compile_ahead(doubled, (torch.ones(8), torch.ones(8)), [(0,), (0,)], path)
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(compilation, "kernel_key", lambda name, device: KEY)
+    compilation._warn_once.cache_clear()
+    return tmp_path / "kernels"
+
+
+@pytest.fixture
+def kernel(cache: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Gets the kernel as a new process would, and tries it; whether it was compiled for that."""
+
+    def get() -> bool:
+        compiled: list[Path] = []
+
+        def compile_ahead(function: object, example: object, lengths: object, path: Path, one_loop: bool) -> None:
+            compiled.append(path)
+            shutil.copy(made, path)
+
+        monkeypatch.setattr(compilation, "compile_ahead", compile_ahead)
+        monkeypatch.setattr(compilation, "_LOADED", {})
+        run = compilation.compiled("doubled", doubled, [torch.ones(8), torch.ones(8)], [(0,), (0,)])
+        assert run is not None
+        out = torch.zeros(5)
+        run([torch.arange(5.0), out])
+        assert out.tolist() == [0, 2, 4, 6, 8]
+        return bool(compiled)
+
+    return get
+
+
+def package_in(cache: Path) -> Path:
+    (path,) = cache.glob(f"{KEY}-*.pt2")
+    return path
+
+
+@needs_compiler
+def test_a_package_is_made_once_and_for_its_owner_alone(kernel: Callable[[], bool], cache: Path) -> None:
+    mask = os.umask(0)
+    try:
+        assert [kernel(), kernel()] == [True, False]
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert not package_in(cache).stat().st_mode & 0o022
+    assert {path.suffix for path in cache.iterdir()} == {".pt2", ".lock"}  # no mark, nothing half written
+
+
+@needs_compiler
+@pytest.mark.parametrize("place", [0.0, 0.1, 0.35, 0.6, 0.85, 1.0])
+def test_one_flipped_bit_is_never_loaded(kernel: Callable[[], bool], cache: Path, place: float) -> None:
+    kernel()
+    damaged = package_in(cache)
+    data = bytearray(damaged.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 4
+    damaged.write_bytes(data)
+    assert [kernel(), kernel()] == [True, False]
+
+
+@needs_compiler
+def test_a_package_cut_short_is_never_loaded(kernel: Callable[[], bool], cache: Path) -> None:
+    kernel()
+    with package_in(cache).open("r+b") as stream:
+        stream.truncate(4096)
+    assert [kernel(), kernel()] == [True, False]
+
+
+@needs_compiler
+def test_what_others_may_have_written_is_never_loaded(kernel: Callable[[], bool], cache: Path, tmp_path: Path) -> None:
+    kernel()
+    package_in(cache).chmod(0o666)
+    assert [kernel(), kernel()] == [True, False]
+    own = package_in(cache)
+    elsewhere = own.rename(tmp_path / "elsewhere.pt2")
+    own.symlink_to(elsewhere)
+    assert [kernel(), kernel()] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "trusted"),
+    [
+        (stat.S_IFREG | 0o644, 1000, True),
+        (stat.S_IFREG | 0o600, 0, True),  # root could do anything anyway
+        (stat.S_IFREG | 0o600, 1001, False),
+        (stat.S_IFREG | 0o664, 1000, False),
+        (stat.S_IFREG | 0o602, 1000, False),
+        (stat.S_IFLNK | 0o600, 1000, False),
+    ],
+)
+def test_a_file_is_trusted_by_owner_mode_and_kind(
+    monkeypatch: pytest.MonkeyPatch, mode: int, owner: int, trusted: bool
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 1000, raising=False)
+    found = SimpleNamespace(st_mode=mode, st_uid=owner)
+    assert kernel_cache.is_trusted(found) is trusted  # type: ignore[arg-type]
+
+
+def test_a_folder_that_others_could_write_is_closed(cache: Path) -> None:
+    cache.mkdir(mode=0o777)
+    cache.chmod(0o777)
+    assert kernel_cache.packages_folder() == cache
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+def test_a_folder_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.mkdir()
+    real = Path.stat
+    foreign = SimpleNamespace(st_mode=stat.S_IFDIR | 0o755, st_uid=os.getuid() + 1)
+    monkeypatch.setattr(Path, "stat", lambda self, **options: foreign if self == cache else real(self, **options))
+    with pytest.warns(UserWarning, match=r"belongs to another user; set NARROWGAUGE_CACHE.* run uncompiled"):
+        assert compilation._load_or_compile(KEY, doubled, (torch.ones(8), torch.ones(8)), ((0,), (0,)), True) is None
+    compilation._LOADED.pop(KEY)
+
+
+@needs_compiler
+def test_a_package_of_a_machine_with_other_libraries_is_made_anew(
+    kernel: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel()
+    real, tries = compilation.load_ahead, []
+
+    def load(path: Path) -> object:
+        tries.append(path)
+        if len(tries) == 1:
+            raise RuntimeError("version `GLIBC_9.99' not found")
+        return real(path)
+
+    monkeypatch.setattr(compilation, "load_ahead", load)
+    assert [kernel(), kernel()] == [True, False]
+
+
+@needs_compiler
+def test_a_folder_that_can_only_be_read_serves_what_it_has(
+    kernel: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel()
+    real = os.open
+
+    def open_(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT and KEY in str(path):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", open_)
+    assert kernel() is False
+
+
+def test_a_full_disk_leaves_the_definition_running_and_nothing_behind(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_ahead(function: object, example: object, lengths: object, path: Path, one_loop: bool) -> None:
+        path.write_bytes(b"half a package")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(compilation, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(compilation, "compiler_missing", lambda: "")
+    with pytest.warns(UserWarning, match=r"No space left.*same bits in weights and states.*last digits"):
+        assert compilation._load_or_compile(KEY, doubled, (torch.ones(8), torch.ones(8)), ((0,), (0,)), True) is None
+    compilation._LOADED.pop(KEY)
+    assert [path.name for path in cache.iterdir()] == [f"{KEY}.lock"]
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Do something in a forked process, which then ends at once."""
+    if child := os.fork():
+        return child
+    try:
+        work()
+    finally:
+        os._exit(0)
+
+
+def store(data: bytes) -> Path:
+    with kernel_cache.alone(KEY) as path:
+        path.write_bytes(data)
+        return kernel_cache.add_package(KEY, path)
+
+
+@pytest.fixture
+def loader(cache: Path) -> Iterator[int]:
+    """A process that is loading the package."""
+    path, (reader, writer) = store(b"package"), os.pipe()
+
+    def load() -> None:
+        with kernel_cache.marked(path):
+            os.write(writer, b"loading")
+            signal.pause()
+
+    child = in_child(load)
+    assert os.read(reader, 7) == b"loading"
+    yield child
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(reader)
+    os.close(writer)
+
+
+@needs_fork
+def test_others_may_load_a_package_that_is_being_loaded(loader: int, cache: Path) -> None:
+    assert kernel_cache.find_package(KEY) == package_in(cache)
+    with kernel_cache.marked(package_in(cache)):
+        assert kernel_cache.find_package(KEY) == package_in(cache)
+    assert kernel_cache.find_package(KEY) == package_in(cache)
+
+
+@needs_fork
+def test_a_package_whose_loading_killed_a_process_is_made_anew(cache: Path) -> None:
+    path = store(b"package")
+
+    def die() -> None:
+        with kernel_cache.marked(path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _, status = os.waitpid(in_child(die), 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert kernel_cache.find_package(KEY) is None
+    assert [left.suffix for left in cache.iterdir()] == [".lock"]
+    assert kernel_cache.find_package(KEY) is None and store(b"package") == kernel_cache.find_package(KEY)
+
+
+@needs_fork
+def test_two_processes_make_a_package_once(cache: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def make() -> None:
+        with kernel_cache.alone(KEY) as path:
+            if kernel_cache.find_package(KEY) is None:
+                with log.open("a") as stream:
+                    stream.write("made\n")
+                path.write_bytes(os.urandom(1 << 16))
+                kernel_cache.add_package(KEY, path)
+
+    for child in [in_child(make) for _ in range(4)]:
+        os.waitpid(child, 0)
+    assert log.read_text() == "made\n"
+    assert kernel_cache.find_package(KEY) == package_in(cache)
+
+
+@needs_fork
+def test_what_a_killed_compilation_left_is_removed(cache: Path) -> None:
+    def die() -> None:
+        with kernel_cache.alone(KEY) as path:
+            path.write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.waitpid(in_child(die), 0)
+    assert [path for path in cache.iterdir() if path.suffix == ".pt2"]
+    path = store(b"whole")
+    assert [left for left in cache.iterdir() if left.suffix == ".pt2"] == [path]
+
+
+# ── instruction sets ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_key_names_the_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = set()
+    for capability in ("AVX2", "AVX512", "DEFAULT"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        keys.add(_torch.machine_key())
+    # Where a compiler may use all that the processor has, two processors share nothing.
+    for sets in ({"avx", "gfni"}, {"avx"}):
+        monkeypatch.setattr(_torch, "instruction_sets", lambda sets=sets: sets)
+        keys.add(_torch.machine_key())
+    assert len(keys) == 5
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="levels are x86's")
+@pytest.mark.parametrize(
+    ("capability", "has", "lacks"), [("AVX2", "AVX2", "AVX512F"), ("AVX512", "AVX512F", "AVX512VNNI")]
+)
+def test_a_kernel_is_compiled_for_its_level_alone(capability: str, has: str, lacks: str) -> None:
+    """Whatever this processor has beyond."""
+    flags = _torch._arch_flags(_torch._LEVELS[capability]).split()
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    command = [get_cpp_compiler(), "-march=native", *flags, "-dM", "-E", "-x", "c++", os.devnull]
+    defined = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert f"#define __{has}__ 1" in defined and f"__{lacks}__" not in defined
+
+
+def test_inductor_compiles_for_that_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpu_vec_isa
+
+    level, real = _torch._level(), cpu_vec_isa.valid_vec_isa_list
+    with _torch._for_level():
+        picked = cpu_vec_isa.pick_vec_isa()
+    assert cpu_vec_isa.valid_vec_isa_list is real
+    if level is not None:
+        assert isinstance(picked, getattr(cpu_vec_isa, level.vectors)) and picked
+        assert picked.build_arch_flags() == _torch._arch_flags(level)
+    monkeypatch.setattr(_torch, "_level", lambda: None)
+    with _torch._for_level():
+        assert cpu_vec_isa.valid_vec_isa_list is real

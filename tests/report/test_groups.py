@@ -1,0 +1,45 @@
+"""Which runs stand together on a page, in which order, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from narrowgauge.report.groups import final_loss, group_runs, run_names
+from narrowgauge.runs.record import Run
+
+MakeRun = Callable[..., Run]
+
+
+def test_seeds_of_a_recipe_stand_together(make_run: MakeRun) -> None:
+    made = [make_run(recipe, seed) for seed in (0, 1) for recipe in ("bfloat16/word", "bfloat16/naive")]
+    assert [(group.label, group.place, len(group.runs)) for group in group_runs(made)] == [
+        ("bfloat16/word", 0, 2),
+        ("bfloat16/naive", 1, 2),
+    ]
+
+
+def test_rows_decide_the_order_and_strangers_come_last(make_run: MakeRun) -> None:
+    made = [make_run("bfloat16/word"), make_run("bfloat16/naive"), make_run("bfloat16/master")]
+    rows = [{"recipe": "bfloat16/master"}, {"recipe": "bfloat16/naive"}]
+    assert [group.label for group in group_runs(made, rows)] == ["bfloat16/master", "bfloat16/naive", "bfloat16/word"]
+
+
+def test_settings_that_differ_part_a_recipe(make_run: MakeRun) -> None:
+    groups = group_runs([make_run(config={"lr": lr}) for lr in (1e-3, 1e-4)])
+    assert len({group.label for group in groups}) == 2
+    assert "0.001" in groups[0].label
+
+
+def test_every_run_has_a_name_of_its_own(make_run: MakeRun) -> None:
+    groups = group_runs([make_run(seed=0), make_run(seed=1), make_run("bfloat16/naive")])
+    assert [name for _, name in run_names(groups)] == [
+        "bfloat16/word · seed 0",
+        "bfloat16/word · seed 1",
+        "bfloat16/naive",
+    ]
+
+
+def test_an_unfinished_run_is_read_by_its_last_evaluation(make_run: MakeRun) -> None:
+    run = make_run(loss=lambda step: float(step), finished=False)
+    assert final_loss(run) == 100.1
+    assert final_loss(make_run(steps=0, finished=False)) is None

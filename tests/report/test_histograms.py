@@ -1,0 +1,96 @@
+"""Histograms over format ranges: shares, frames and the windows themselves against the formats' own figures."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+
+from narrowgauge.report.histograms import KIND_TITLES, MAX_BARS, SHOWN_FORMATS, format_ranges, histograms
+from narrowgauge.report.samples import read_samples
+from narrowgauge.runs.readings import FIRST_EXPONENT, KINDS, NUM_EXPONENTS
+from narrowgauge.runs.record import Run
+from narrowgauge.spec.formats import get_format
+
+MakeRun = Callable[..., Run]
+
+
+def counts(**at: int) -> list[int]:
+    """``counts(m3=7)``: seven values at exponent −3."""
+    bins = [0] * NUM_EXPONENTS
+    for name, count in at.items():
+        bins[(-1 if name[0] == "m" else 1) * int(name[1:]) - FIRST_EXPONENT] = count
+    return bins
+
+
+def test_bars_are_shares_at_their_exponents(make_run: MakeRun) -> None:
+    rows = [
+        {"step": 10, "histograms": {"weight": counts(m4=1, m3=2, m1=1)}},
+        {"step": 20, "histograms": {"weight": counts(m2=5), "grad": counts(p3=1)}},
+    ]
+    (found,) = histograms([read_samples(make_run(gauges=rows))], [2])
+    assert found is not None
+    assert found["steps"] == [10, 20]
+    weights, grads = [trace for trace in found["data"] if trace["type"] == "bar"]
+    assert weights["x"] == [-4, -3, -2, -1]
+    assert weights["marker"]["color"] == "@c2"
+    assert found["frames"] == [[[0.25, 0.5, None, 0.25], None], [[None, None, 1.0, None], [1.0]]]
+    assert grads["y"] == [1.0]
+    assert [weights["meta"]["title"], grads["meta"]["title"]] == ["Weights", "Parameter gradients"]
+
+
+def test_a_long_run_is_sampled_with_its_ends(make_run: MakeRun) -> None:
+    rows = [{"step": step, "histograms": {"weight": counts(m4=1)}} for step in range(1, 1001)]
+    (found,) = histograms([read_samples(make_run(gauges=rows))], [0])
+    assert found is not None
+    assert len(found["steps"]) == 60
+    assert (found["steps"][0], found["steps"][-1]) == (1, 1000)
+    assert found["num_sampled"] == 1000
+
+
+def test_all_histograms_of_a_page_share_one_allowance(make_run: MakeRun) -> None:
+    wide = [1] * NUM_EXPONENTS
+    rows = [{"step": step, "histograms": dict.fromkeys(KIND_TITLES, wide)} for step in range(50)]
+    found = histograms([read_samples(make_run(seed=seed, gauges=rows)) for seed in range(20)], [0] * 20)
+    bars = sum(len(frame) for one in found if one for step in one["frames"] for frame in step)
+    assert 0.8 * MAX_BARS <= bars <= MAX_BARS
+
+
+def test_runs_without_histograms_have_none(make_run: MakeRun) -> None:
+    empty = {"step": 1, "histograms": {"weight": [0] * NUM_EXPONENTS, "unheard of": counts(p0=1)}}
+    assert histograms([read_samples(run) for run in (make_run(), make_run(seed=1, gauges=[empty]))], [0, 1]) == [
+        None,
+        None,
+    ]
+
+
+def test_windows_are_the_formats_own() -> None:
+    rows = {row["name"]: row for row in format_ranges()}
+    assert tuple(rows) == SHOWN_FORMATS
+    e4m3 = rows["float8_e4m3fn"]
+    assert (e4m3["subnormal"], e4m3["normal"], e4m3["last"]) == (-9, -6, 8)
+    assert math.isclose(2 ** e4m3["max"], 448, rel_tol=1e-3)
+    for name, row in rows.items():
+        form = get_format(name)
+        # The largest value that a bin counted as lost holds becomes zero; the next bin's smallest does not all do.
+        top_of_lost = math.nextafter(2.0 ** row["zero_below"], 0)
+        assert form.decode(form.encode(top_of_lost)) == 0
+        assert form.decode(form.encode(1.5 * 2.0 ** row["zero_below"])) > 0
+        assert 2.0 ** row["last"] <= form.max < 2.0 ** (row["last"] + 1)
+
+
+def test_every_kind_that_gauges_watch_has_a_panel() -> None:
+    assert set(KIND_TITLES) == set(KINDS)
+
+
+def test_a_figure_is_valid_json_with_a_panel_per_kind(make_run: MakeRun) -> None:
+    rows = [{"step": 1, "histograms": dict.fromkeys(KIND_TITLES, counts(p0=1))}]
+    (found,) = histograms([read_samples(make_run(gauges=rows))], [0])
+    assert found is not None
+    json.dumps(found, allow_nan=False)
+    axes = {trace["yaxis"] for trace in found["data"] if trace["type"] == "bar"}
+    assert axes == {f"y{place}" for place in range(2, 8)}
+    domains = sorted(tuple(layout["domain"]) for name, layout in found["layout"].items() if name.startswith("yaxis"))
+    assert all(low[1] <= high[0] + 1e-9 for low, high in itertools.pairwise(domains))
+    assert domains[0][0] >= 0 and domains[-1][1] <= 1

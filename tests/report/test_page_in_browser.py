@@ -1,0 +1,312 @@
+"""The report in a real browser, from a file, without a network: it draws, answers, and lets nothing run or overflow.
+
+The browser is asked for the document after its scripts (``--dump-dom``) and for what it wrote to its console. To press
+buttons without a driver the page is put into a frame of a page that presses them: a frame with ``srcdoc`` has the origin
+of the page around it, so that one may look inside.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from narrowgauge.report import page
+from narrowgauge.runs.record import Run
+
+MakeRun = Callable[..., Run]
+
+EVIL = "<script>document.documentElement.dataset.broken='yes'</script>"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def browser() -> str:
+    found = os.environ.get("NARROWGAUGE_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip("no Chromium here (Debian: apt install chromium)")
+    return found
+
+
+def opened(folder: Path, source: str, fragment: str = "", width: int = 1200) -> tuple[str, list[str]]:
+    """The document after its scripts, and the lines of the console."""
+    file = folder / "page.html"
+    file.write_text(source, encoding="utf-8")
+    command = [
+        browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
+        f"--user-data-dir={folder / 'profile'}", f"--window-size={width},2000", "--virtual-time-budget=30000", "--dump-dom",
+        f"{file.as_uri()}{fragment}",
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"the browser hung: {' '.join(command)}")
+    errors = done.stderr.decode(errors="replace")
+    assert done.returncode == 0, errors
+    return done.stdout.decode(errors="replace"), [line for line in errors.splitlines() if ":CONSOLE" in line]
+
+
+@pytest.fixture
+def report(make_run: MakeRun) -> str:
+    """Three runs of two recipes with gauges; a tensor, a message and a setting that would like to run."""
+    counts = [0] * 40 + [1, 2, 4, 8, 16, 8, 4, 2, 1] + [0] * 63
+    gauges = [
+        {
+            "step": step,
+            "tensors": {
+                f"input:{name}": [1.0, 1.0, 0, 0.01, 0.0, 30.0, 5.0, 3.0, 1.0] for name in ("layers.0.up", EVIL)
+            },
+            "updates": {f"{name}.weight": [0.5, 0.1, 0.1, 0.1, 0.1, 0.1] for name in ("layers.0.up", EVIL)},
+            "histograms": {"weight": counts, "grad": counts[10:] + [0] * 10},
+        }
+        for step in (20, 40, 60)
+    ]
+    events = ({"kind": "warning", "step": 50, "message": EVIL, "tensor": EVIL, "advice": "read it"},)
+    runs = [make_run("bfloat16/word", seed, steps=60, gauges=gauges, events=events) for seed in (0, 1)]
+    runs.append(
+        make_run("bfloat16/naive", steps=60, loss=lambda step: 2.5 + 5 * math.exp(-step / 30), config={"data": EVIL})
+    )
+    # One that is far beyond the others ends the axes of losses and of differences.
+    runs.append(make_run("bfloat16/no-master", steps=60, loss=lambda step: 5.0 * step))
+    return page.render(runs, verdict=[EVIL], yardstick="bfloat16/word")
+
+
+def data_of(source: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', source, re.DOTALL)
+    assert found is not None
+    return dict(json.loads(found[1]))
+
+
+def figures_of(source: str) -> int:
+    return source.count('class="plot')
+
+
+def test_every_figure_is_drawn_in_the_dark_without_a_word_in_the_console(tmp_path: Path, report: str) -> None:
+    dom, console = opened(tmp_path, report, "#dark")
+    assert console == []
+    assert 'data-theme="dark"' in dom[:600]
+    assert f'data-drawn="{figures_of(report)}"' in dom[:600]
+    assert dom.count('data-ready="yes"') == figures_of(report) >= 9
+    assert len(re.findall(r'class="main-svg"', dom)) >= figures_of(report)
+    slider = re.search(r'<input[^>]*type="range"[^>]*>', dom)
+    assert slider is not None and 'max="2"' in slider[0]
+    assert "60 (3 of 3 sampled)" in dom
+    assert "data-broken" not in dom[:600]
+    assert html.escape(EVIL, quote=False) in dom
+
+
+PRESS = """
+<!doctype html><meta charset="utf-8"><body style="margin:0">
+<iframe id="frame" width="390" height="800" srcdoc="SOURCE"></iframe>
+<script>
+const said = {};
+const wait = (test, then, tries = 400) => test() ? then() : tries ? setTimeout(wait, 50, test, then, tries - 1) : end("gave up");
+const end = (word) => { document.body.replaceChildren(JSON.stringify({ ...said, end: word })); };
+addEventListener("load", () => {
+  const inside = document.getElementById("frame").contentDocument;
+  const root = inside.documentElement;
+  const all = (query) => [...inside.querySelectorAll(query)];
+  const one = (query) => inside.querySelector(query);
+  const change = (query, value, kind) => { one(query).value = value; one(query).dispatchEvent(new Event(kind)); };
+  wait(() => Number(root.dataset.drawn) > 0, () => {
+    said.broken = root.dataset.broken ?? "no";
+    said.width = [root.clientWidth, root.scrollWidth, Math.max(...all(".card").map((card) => card.scrollWidth))];
+    const shown = () => one("#validation-loss").querySelectorAll(".scatterlayer .trace").length;
+    const paint = () => one("#validation-loss").querySelector(".gtitle, .xtitle").style.fill;
+    const look = () => [shown(), one("#ranges-figure .annotation-text").textContent, one("#heat-how").textContent, paint()];
+    said.before = look();
+    const ranges = (name) => one(`[data-plot='${name}']`)._fullLayout.yaxis.range.map(Number);
+    for (const name of ["validation-loss", "training-loss", "difference", "strip"]) said[name] = ranges(name);
+    const at = (element) => element.getBoundingClientRect();
+    const box = (name, query) => one(`#${name} ${query}`).getBoundingClientRect();
+    said.gap = box("heat", ".annotation-text").top - box("heat", ".xtick").bottom;
+    const cells = all("#cost-table tbody tr:first-child > *");
+    cells.sort((a, b) => at(a).top - at(b).top || at(a).left - at(b).left);
+    said.card = cells.map((cell) => cell.dataset.title ?? "name");
+    said.cut = cells.filter((cell) => at(cell).right > root.clientWidth).length;
+    const size = (text) => parseFloat(getComputedStyle(text).fontSize);
+    said.small = all(".plot text").filter((text) => size(text) < 11).map((text) => text.textContent);
+    said.header = getComputedStyle(one("header")).backgroundColor;
+    said.fades = ["nav", ".legend"].map((query) => getComputedStyle(one(query)).maskImage.startsWith("linear-gradient"));
+    const labels = all("#ranges-figure .annotation-text, #strip .annotation-text");
+    said.labels = labels.length;
+    const edge = box("ranges-figure", ".main-svg").right;
+    said.clipped = labels.filter((label) => label.getBoundingClientRect().right > edge).length;
+    one("[data-group='0']").click();
+    change("[data-choice='step']", 0, "input");
+    change("[data-choice='format']", "bfloat16", "input");
+    change("[data-choice='measure']", "lost", "change");
+    one("[data-view='raw']").click();
+    one("#theme").click();
+    one("#cost-table thead button").click();
+    one("#cost-table thead button").click();
+    wait(() => shown() < said.before[0] && paint() !== said.before[3], () => {
+      said.after = look();
+      said.rawRange = ranges("training-loss");
+      said.step = one("#step-said").textContent;
+      said.pressed = one("[data-view='raw']").getAttribute("aria-pressed");
+      said.sorted = all("#cost-table tbody th").map((cell) => cell.textContent);
+      const named = (button) => button.textContent.trim() || button.labels?.length || button.ariaLabel;
+      said.unnamed = all("button, select, input").filter((button) => !named(button)).length;
+      end("done");
+    });
+  });
+});
+</script>
+"""
+
+
+def test_buttons_answer_on_a_telephone_and_foreign_scripts_stay_still(tmp_path: Path, report: str) -> None:
+    # Had a script come through in spite of the escaping, the page's policy would still hold it.
+    smuggled = report.replace("</main>", f"{EVIL}</main>")
+    dom, console = opened(tmp_path, PRESS.replace("SOURCE", html.escape(smuggled)), width=500)
+    found = re.search(r"<body[^>]*>(.*)</body>", dom, re.DOTALL)
+    assert found is not None
+    said = json.loads(html.unescape(found[1]))
+    assert said["end"] == "done", said
+    assert said["broken"] == "no"
+    assert all("Content Security Policy" in line for line in console) and console
+    client, scrolled, widest = said["width"]
+    assert scrolled <= client <= 390 and widest <= 390
+    assert all(before != after for before, after in zip(said["before"], said["after"], strict=True))
+    assert said["after"][0] < said["before"][0]
+    assert said["step"] == "20 (1 of 3 sampled)"
+    assert said["pressed"] == "true"
+    assert said["sorted"][0] == "bfloat16/word", said["sorted"]
+    assert said["unnamed"] == 0
+    # Each row of costs is a card, what decides comes first, and nothing of it is off the screen.
+    assert said["card"][:3] == ["name", "Minus bfloat16/word", "Bytes/param"] and len(said["card"]) > 4
+    assert said["cut"] == 0 and said["small"] == []
+    # Nothing shines through the bar that stays on top: its colour has no transparency.
+    assert re.fullmatch(r"rgb\(\d+, \d+, \d+\)", said["header"]) and said["fades"] == [True, True]
+    # Names stand over their lines, whole, and the title of the steps below their ticks.
+    assert said["labels"] > 10 and said["clipped"] == 0 and said["gap"] >= 0
+    # A range that a figure asks for holds, with buttons for other views and without; another view shows everything.
+    drawn = data_of(report)
+    for name in ("validation-loss", "training-loss", "difference"):
+        assert said[name] == pytest.approx(drawn["figures"][name]["layout"]["yaxis"]["range"]), name
+    assert said["strip"] == drawn["strip"]["layout"]["yaxis"]["range"]
+    assert said["rawRange"][1] > 100 > 2 * said["training-loss"][1]
+
+
+CHOOSE = """
+<!doctype html><meta charset="utf-8"><body style="margin:0">
+<iframe id="frame" width="900" height="800" srcdoc="SOURCE"></iframe>
+<script>
+const said = [];
+const end = (word) => { document.body.replaceChildren(JSON.stringify([...said, word])); };
+const wait = (test, then, tries = 400) => test() ? then() : tries ? setTimeout(wait, 50, test, then, tries - 1) : end("gave up");
+addEventListener("load", () => {
+  const inside = document.getElementById("frame").contentDocument;
+  const one = (query) => inside.querySelector(query);
+  const plot = (name) => one(`[data-plot='${name}']`);
+  const drawn = (name) => plot(name).data?.filter((trace) => ["bar", "heatmap"].includes(trace.type)).length;
+  const look = () => said.push([
+    drawn("ranges-figure"), drawn("heat"), one("#step-said").textContent, one("#step-choice").disabled,
+    plot("ranges-figure").textContent.includes("no histograms"), plot("heat").textContent.includes("no readings"),
+  ]);
+  const select = one("#heat [data-choice='run']");
+  const steps = [[1, () => !drawn("ranges-figure")], [2, () => drawn("ranges-figure")], [0, () => drawn("heat")]];
+  const next = () => {
+    look();
+    if (!steps.length) return end("done");
+    const [run, shown] = steps.shift();
+    select.value = run;
+    select.dispatchEvent(new Event("change"));
+    wait(shown, next);
+  };
+  wait(() => Number(inside.documentElement.dataset.drawn) > 0, next);
+});
+</script>
+"""
+
+
+def test_a_run_without_gauges_of_a_kind_shows_none_of_another_run(tmp_path: Path, make_run: MakeRun) -> None:
+    counts = [0] * 50 + [1] * 12 + [0] * 50
+    updates = {"a.weight": [0.5, 0.1, 0.1, 0.1, 0.1, 0.1]}
+    long = [{"step": step, "updates": updates, "histograms": {"weight": counts}} for step in range(1, 101)]
+    runs = [
+        make_run("bfloat16/word", gauges=long),
+        make_run("bfloat16/master", gauges=[{"step": 5, "updates": {"a.weight": [1.0]}}]),
+        make_run("bfloat16/naive", gauges=[{"step": 5, "histograms": {"weight": counts}}]),
+    ]
+    dom, console = opened(tmp_path, CHOOSE.replace("SOURCE", html.escape(page.render(runs))))
+    assert console == []
+    found = re.search(r"<body[^>]*>(.*)</body>", dom, re.DOTALL)
+    assert found is not None
+    first, without_histograms, without_readings, again, word = json.loads(html.unescape(found[1]))
+    assert word == "done"
+    assert first == again == [1, 1, "100 (60 of 60 shown, of 100 sampled)", False, False, False]
+    assert without_histograms == [0, 1, "This run has no histograms.", True, True, False]
+    assert without_readings == [1, 0, "5 (1 of 1 sampled)", False, False, True]
+
+
+COVER = """
+<!doctype html><meta charset="utf-8"><body style="margin:0">
+<iframe id="frame" width="WIDTH" height="800" srcdoc="SOURCE"></iframe>
+<script>
+const end = (word) => { document.body.replaceChildren(JSON.stringify(word)); };
+const wait = (test, then, tries = 400) => test() ? then() : tries ? setTimeout(wait, 50, test, then, tries - 1) : end("gave up");
+addEventListener("load", () => {
+  const frame = document.getElementById("frame");
+  const inside = frame.contentDocument;
+  const traces = () => [...inside.querySelectorAll("#loss-bytes .scatterlayer .trace")];
+  const box = (element) => element.getBoundingClientRect();
+  const touch = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  const look = () => {
+    const figure = box(inside.querySelector("#loss-bytes .main-svg"));
+    const names = traces().flatMap((trace) => [...trace.querySelectorAll("text")].map((text) => [trace, box(text)]));
+    const covered = names.filter(([trace, name]) => traces().some((other) => other !== trace &&
+      [...other.querySelectorAll("path.point, text")].some((mark) => touch(box(mark), name))) ||
+      [...inside.querySelectorAll("#loss-bytes .errorbars path")].some((bar) => touch(box(bar), name)));
+    const cut = names.filter(([, name]) => name.left < figure.left || name.right > figure.right);
+    return [traces().length, names.length, covered.length, cut.length];
+  };
+  wait(() => Number(inside.documentElement.dataset.drawn) > 0, () => {
+    const wide = look();
+    frame.width = 440;
+    const redrawn = () => box(inside.querySelector("#loss-bytes .main-svg")).right < 440 && look()[1] !== wide[1];
+    wait(redrawn, () => end([wide, look()]));
+  });
+});
+</script>
+"""
+
+
+@pytest.mark.parametrize("width", [1200, 820])
+def test_names_of_points_cover_nothing(tmp_path: Path, make_run: MakeRun, width: int) -> None:
+    sizes = {"master": 16.0, "exact": 14.0, "split": 12.0, "collage-plus": 12.0, "collage-light": 10.0, "split8": 10.0}
+    sizes |= {"word": 8.0, "naive": 8.0, "stochastic": 8.0, "compact": 7.0, "states8": 6.0}
+    runs = [
+        make_run(
+            f"bfloat16/{name}", seed, bytes_per_param=size, loss=lambda step, at=3 + place % 4 * 0.03 + seed / 50: at
+        )
+        for place, (name, size) in enumerate(sizes.items())
+        for seed in (0, 1)
+    ]
+    source = COVER.replace("WIDTH", str(width)).replace("SOURCE", html.escape(page.render(runs)))
+    dom, console = opened(tmp_path, source, width=1300)
+    assert console == []
+    found = re.search(r"<body[^>]*>(.*)</body>", dom, re.DOTALL)
+    assert found is not None
+    wide, narrow = json.loads(html.unescape(found[1]))
+    # There, named as far as there is room, none over another, none cut off; and the same after the page was made narrow.
+    assert wide[0] == len(sizes) and wide[1] >= 5 and wide[2:] == [0, 0], wide
+    assert narrow[0] == len(sizes) and 2 <= narrow[1] < wide[1] and narrow[2:] == [0, 0], narrow
+
+
+def test_a_run_that_has_hardly_begun_opens_in_the_light(tmp_path: Path, make_run: MakeRun) -> None:
+    source = page.render([make_run(steps=3, finished=False, loss=lambda step: float("nan") if step == 2 else 2.0)])
+    dom, console = opened(tmp_path, source, "#light", width=800)
+    assert console == []
+    assert 'data-theme="light"' in dom[:600]
+    assert f'data-drawn="{figures_of(source)}"' in dom[:600]
+    assert figures_of(source) > 0

@@ -1,0 +1,105 @@
+"""From folders to a page and a file of rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from comparison.made_runs import COLUMNS, MASTER, close, seeds, sentence
+from narrowgauge.comparison.comparison import compare_runs
+from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.report import page
+from narrowgauge.report.publishing import publish, read_runs, report, write_page
+from narrowgauge.runs.record import RunWriter
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A comparison on the disk: two recipes, two seeds, one run not finished and torn."""
+    for run in [*MASTER[:2], *seeds("bfloat16/word", (4.0, None))]:
+        with RunWriter.create(tmp_path / "there" / run.path, run.run) as writer:
+            for row in run.steps:
+                writer.step(row)
+            if run.summary is not None:
+                writer.summary(run.summary)
+    with (tmp_path / "there" / "bfloat16-word-seed1" / "steps.jsonl").open("ab") as stream:
+        stream.write(b'{"step":11,"lo')
+    return tmp_path / "there"
+
+
+def test_runs_are_found_in_the_folder_of_a_comparison_and_by_name_once(folder: Path) -> None:
+    names = ["bfloat16-master-seed0", "bfloat16-master-seed1", "bfloat16-word-seed0", "bfloat16-word-seed1"]
+    assert [run.path.name for run in read_runs([folder])] == names
+    assert [run.path.name for run in read_runs([folder / names[2], folder])] == [names[2], *names[:2], names[3]]
+    found = compare_runs(read_runs([folder]))
+    assert [row["num_seeds"] for row in found.rows] == [2, 1] and "(10 of 10 steps)" in sentence(found, "Not finished")
+
+
+def test_where_no_run_is_the_refusal_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="there is no such folder"):
+        read_runs([tmp_path / "nowhere"])
+    with pytest.raises(RecordError, match=r"neither it nor a folder in it has a run\.toml"):
+        read_runs([tmp_path])
+    with pytest.raises(RecordError, match="no run was named"):
+        compare_runs([])
+
+
+def test_compare_json_is_a_list_of_rows_and_valid_whatever_the_figures(folder: Path, tmp_path: Path) -> None:
+    found = compare_runs([*MASTER, *seeds("bfloat16/word", (math.inf, math.nan))])
+    page = publish(found, read_runs([folder]), tmp_path)
+    rows = json.loads((tmp_path / "compare.json").read_text(), parse_constant=lambda word: pytest.fail(word))
+    assert [list(row) for row in rows] == [COLUMNS] * 2 and [row["diverged"] for row in rows] == [False, True]
+    assert page == tmp_path / "report.html" and page.stat().st_size
+
+
+def test_a_report_goes_into_the_one_folder_or_where_it_is_told(folder: Path, tmp_path: Path) -> None:
+    assert report([folder]) == folder / "report.html" and "bfloat16/word" in (folder / "report.html").read_text()
+    runs = [folder / "bfloat16-word-seed0", folder / "bfloat16-master-seed0"]
+    assert report(runs, tmp_path / "both.html").is_file()
+    with pytest.raises(NarrowgaugeError, match=r"2 folders were named.*--out page\.html"):
+        report(runs)
+    with pytest.raises(RecordError, match="it is a folder"):
+        report(runs, tmp_path)
+
+
+def test_the_page_is_held_against_the_comparisons_own_yardstick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(page, "render", lambda runs, **more: str(asked.append(more)))
+    runs = [*MASTER, *seeds("bfloat16/word", (4.0, 4.1, 4.2))]
+    for yardstick in (None, "bf16/word"):
+        write_page(compare_runs(runs, yardstick), runs, tmp_path / "page.html")
+    assert [more["yardstick"] for more in asked] == ["bfloat16/master", "bfloat16/word"]
+    assert asked[0]["title"] == "a model in bfloat16/master and bfloat16/word"
+
+
+@pytest.mark.parametrize("name", ["run.toml", "notes.txt"])
+def test_a_report_takes_no_other_files_place(name: str, folder: Path) -> None:
+    out = folder / "bfloat16-word-seed0" / name
+    if not out.exists():
+        out.write_text("mine")
+    before = out.read_bytes()
+    with pytest.raises(RecordError, match=r"the file there is no HTML page\. Name another"):
+        report([folder], out)
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["", "\n<!DOCTYPE html>\n<p>mine", "<html>"])
+def test_a_report_takes_a_pages_place(text: str, folder: Path) -> None:
+    (folder / "page.html").write_text(text)
+    assert report([folder], folder / "page.html").stat().st_size > 1000
+
+
+def test_a_run_that_may_not_be_looked_into_is_not_left_out_without_a_word(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = folder / "bfloat16-word-seed0"
+    close(monkeypatch, closed)
+    for asked in (folder, closed):
+        with pytest.raises(RecordError, match=f"Cannot use {closed}.*: Permission denied"):
+            report([asked])
+    assert not (folder / "report.html").exists()

@@ -1,0 +1,264 @@
+"""Computes: what each row keeps and reuses, which casts serve two matmuls, how far sums may be off, and what rows promise."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, replace
+
+import numpy as np
+import pytest
+
+from narrowgauge.spec import computes
+from narrowgauge.spec.computes import BLOCKS, COMPUTES, PLACES, ROTATION_SIZE, Cast, Compute, Product
+from narrowgauge.spec.formats import FORMATS, get_format
+
+every_row = pytest.mark.parametrize("row", COMPUTES.values(), ids=COMPUTES)
+CASTS = list(dict.fromkeys(cast for row in COMPUTES.values() for cast in row.casts.values()))
+PRODUCTS = list(dict.fromkeys(product for row in COMPUTES.values() for product in row.products.values()))
+SCALED = ("tensor", "row", "column", *BLOCKS)
+
+# name: codes of the input kept, of the weight and of the gradient reused, bytes kept of each input element.
+KEPT: dict[str, tuple[bool, bool, bool, float]] = {
+    "float32": (False, False, False, 4),
+    "tfloat32": (False, False, False, 4),
+    "bfloat16": (False, False, False, 2),
+    "float16": (False, False, False, 2),
+    "float16-throughout": (False, False, False, 2),
+    "float8": (False, False, False, 2),
+    "float8-tensor": (True, True, True, 1),
+    "float8-delayed": (True, True, True, 1),
+    "float8-row": (False, False, False, 2),
+    "float8-block": (False, True, False, 2),
+    "float8-tensor-e5m2": (True, True, True, 1),
+    "float8-delayed-e5m2": (True, True, True, 1),
+    "float8-row-e5m2": (False, False, False, 2),
+    "float8-block-e5m2": (False, True, False, 2),
+    "int8-row": (True, True, False, 1),
+    "int8-outlier": (False, False, True, 2),
+    "mxfp8": (False, False, False, 2),
+    "mxfp6": (False, False, False, 2),
+    "mxfp4": (False, False, False, 2),
+    "nvfp4": (False, False, False, 2),
+    "scalify": (True, True, True, 1),
+    "scalify-float16": (False, False, False, 2),
+    "unit": (True, True, True, 1),
+}
+
+
+# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
+    found = {n: (row.keeps_codes, row.reuses_weight, row.reuses_grad, row.kept_bytes) for n, row in COMPUTES.items()}
+    assert found == KEPT
+
+
+def test_every_name_is_one_row_s() -> None:
+    names = [row.name for row in computes._ROWS]
+    assert len(set(names)) == len(names) and list(COMPUTES) == names
+    assert all(re.fullmatch(r"[a-z]+[0-9]*(-[a-z0-9]+)*", name) for name in names)
+    meanings = [replace(row, name="", purpose="", source="") for row in COMPUTES.values()]
+    twins = {
+        frozenset((one.name, other.name))
+        for one, other in itertools.combinations(COMPUTES.values(), 2)
+        if meanings[names.index(one.name)] == meanings[names.index(other.name)]
+    }
+    # Told apart by the storages they go with.
+    assert twins == {frozenset(("bfloat16", "float8")), frozenset(("float16", "float16-throughout"))}
+
+
+@every_row
+def test_a_row_says_what_it_is_for_and_where_it_comes_from(row: Compute) -> None:
+    for words in (row.purpose, row.source):
+        assert words == words.strip() and len(words) >= 8 and "\n" not in words
+    assert not row.purpose.endswith(".")
+    assert row.dtype in ("float32", "bfloat16", "float16")
+    assert row.transform in ("", "scalify", "unit") and all(row.keep)
+
+
+@every_row
+def test_a_row_is_a_value(row: Compute) -> None:
+    again = replace(row)
+    assert again == row and hash(again) == hash(row) and again is not row
+    with pytest.raises(FrozenInstanceError):
+        row.name = "other"  # type: ignore[misc]
+
+
+@every_row
+def test_a_row_has_three_products_and_six_casts(row: Compute) -> None:
+    assert list(row.products) == list(PLACES)
+    assert list(row.casts) == [f"{place}.{side}" for place in PLACES for side in ("left", "right")]
+    for place, product in row.products.items():
+        assert product is getattr(row, place)
+        assert row.casts[f"{place}.left"] is product.left and row.casts[f"{place}.right"] is product.right
+    assert row.is_wide == all(cast.is_wide for cast in row.casts.values())
+    assert row.scales_loss == row.name.startswith("float16")
+    assert row.is_delayed == ("delayed" in row.name)
+    assert row.is_stochastic == (row.name in ("int8-row", "mxfp4", "nvfp4"))
+
+
+@every_row
+def test_only_gradients_are_rounded_stochastically(row: Compute) -> None:
+    """Weights and activations are rounded to the nearest, so that evaluation and recomputation give the same bits."""
+    gradients = {"grad_input.left", "grad_weight.left"}
+    assert {place for place, cast in row.casts.items() if cast.rounding == "stochastic"} in (set(), gradients)
+
+
+# ── what the casts of a product have in common ──────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: f"{p.left} × {p.right}")
+def test_operands_of_a_product_can_be_multiplied(product: Product) -> None:
+    left, right = product.left, product.right
+    assert left.rotation == right.rotation
+    # Scales change at the same places of the contraction, or nowhere along it.
+    steps = {cast.block[1] for cast in (left, right) if cast.block}
+    assert len(steps) <= 1 and (left.block is None) == (right.block is None)
+    # A scale for each term goes into the other operand before that is cast, whose own scale must lie outside the sum.
+    assert left.granularity != "column"
+    assert right.granularity != "column" or left.granularity in ("row", "tensor")
+    assert left.is_wide == right.is_wide
+    assert (product.accumulation == "int32") == (left.element.kind == "int" == right.element.kind)
+    assert product.is_wide == (left.is_wide and right.is_wide)
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_a_cast_is_one_that_can_be_made(cast: Cast) -> None:
+    assert cast.format in FORMATS and cast.element is get_format(cast.format)
+    assert cast.is_wide == (cast.granularity == "none") == (cast.element.bits > 8)
+    assert cast.granularity in {"none", *SCALED}
+    # Scales of blocks are powers of two or numbers of 8 bits; whole scales, which are few, are float32.
+    assert (cast.block is None) == (cast.scale == "float32")
+    assert (cast.block is None) or cast.block == BLOCKS[cast.granularity]
+    assert cast.rotation == "none" or (cast.block is not None and cast.block[1] % ROTATION_SIZE == 0)
+    assert cast.scaling == "current" or cast.granularity == "tensor"
+    assert not cast.outliers or cast == COMPUTES["int8-outlier"].output.left
+
+
+def test_bits_of_a_value_have_its_share_of_a_scale() -> None:
+    expected = {
+        "float8-tensor": 8.0, "float8-row": 8.0, "int8-row": 8.0, "mxfp8": 8.25, "mxfp6": 6.25, "mxfp4": 4.25, "nvfp4": 4.5,
+        "float8-block": 8.25, "bfloat16": 16.0, "tfloat32": 19.0,
+    }  # fmt: skip
+    assert {name: COMPUTES[name].output.left.bits for name in expected} == expected
+    assert COMPUTES["float8-block"].output.right.bits == 8 + 32 / 128**2
+
+
+# ── serves ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def grouped(granularity: str, dim: int) -> list[tuple[int, ...]]:
+    """Which of 256 × 256 places share a scale with each, where ``dim`` is contracted; the first of its group stands for it."""
+    high, wide = {"tensor": (256, 256), "row": (1, 256), "column": (256, 1), "none": (256, 256), **BLOCKS}[granularity]
+    high, wide = (high, wide) if dim == 1 else (wide, high)
+    return [(row // high, column // wide) for row in range(0, 256, 8) for column in range(0, 256, 8)]
+
+
+@pytest.mark.parametrize("one", ["none", *SCALED])
+@pytest.mark.parametrize("other", ["none", *SCALED])
+def test_codes_serve_where_scales_are_shared_by_the_same_places(one: str, other: str) -> None:
+    """Along the one dimension and along the other: worked out from places, not from names."""
+    if "none" in (one, other) and one != other:
+        assert not Cast("int8", one).serves(Cast("int8", other))  # type: ignore[arg-type]
+        return
+    same = grouped(one, 1) == grouped(other, 0)
+    # Codes of columns would serve rows as well; no row of the table has them that way.
+    assert Cast("int8", one).serves(Cast("int8", other)) == (same and one != "column")  # type: ignore[arg-type]
+
+
+def variations(cast: Cast) -> Iterator[Cast]:
+    """Casts that differ in one other field, each of which makes other codes."""
+    yield replace(cast, format="float8_e5m2")
+    yield replace(cast, scale="float8_e8m0fnu")
+    yield replace(cast, rounding="stochastic")
+    yield replace(cast, scaling="delayed")
+    yield replace(cast, rotation="hadamard")
+    yield replace(cast, outliers=6.0)
+    yield replace(cast, margin=1)
+
+
+@pytest.mark.parametrize(("one", "other"), [("tensor", "tensor"), ("row", "column"), ("128x128", "128x128")])
+def test_codes_of_another_cast_do_not_serve(one: str, other: str) -> None:
+    cast, turned = Cast("float8_e4m3fn", one), Cast("float8_e4m3fn", other)  # type: ignore[arg-type]
+    assert cast.serves(turned)
+    for varied in variations(turned):
+        assert not cast.serves(varied)
+    for varied in variations(cast):
+        assert not varied.serves(turned)
+    # A rotation mixes along one contraction and outliers are columns of one operand: neither serves itself.
+    for field, value in (("rotation", "hadamard"), ("outliers", 6.0)):
+        assert not replace(cast, **{field: value}).serves(replace(turned, **{field: value}))  # type: ignore[arg-type]
+
+
+# ── sums ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def products_of(accumulation: str) -> Product:
+    kind = "int8" if accumulation == "int32" else "float8_e4m3fn"
+    return Product(Cast(kind, "row"), Cast(kind, "row"), accumulation)  # type: ignore[arg-type]
+
+
+ACCUMULATIONS = ("int32", "float32", "promoted", "fast")
+TERMS = [1, 2, 16, 127, 128, 129, 1000, 4096, 1 << 16, 1 << 20]
+
+
+def test_the_bound_grows_with_the_terms_and_from_exact_to_fast() -> None:
+    for accumulation in ACCUMULATIONS:
+        bounds = [products_of(accumulation).bound(terms) for terms in TERMS]
+        assert bounds == sorted(bounds) and (accumulation == "int32") == (set(bounds) == {0.0})
+    # Up to 128 terms a register is emptied once, and that is an addition more.
+    for terms in [terms for terms in TERMS if 128 < terms <= 1 << 16]:
+        bounds = [products_of(accumulation).bound(terms) for accumulation in ACCUMULATIONS]
+        assert bounds == sorted(bounds)
+    assert products_of("promoted").bound(1 << 20) < products_of("fast").bound(1 << 20) / 1000
+
+
+def chopped(x: np.ndarray, significant: int) -> np.ndarray:
+    """Toward zero to so many significant bits, as a register drops what it has no room for."""
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.trunc(np.ldexp(mantissa, significant)), exponent - significant)
+
+
+@pytest.mark.parametrize("accumulation", ["float32", "promoted", "fast"])
+def test_a_sum_made_that_way_is_within_the_bound(accumulation: str) -> None:
+    """Term by term in a register that chops: of 24 bits, or of 14 as Hopper's, emptied every 128 terms or never."""
+    register = 24 if accumulation == "float32" else 14
+    random = np.random.default_rng(0)
+    for terms in (64, 300, 2048):
+        for signs in (1, -1):
+            values = chopped(random.lognormal(0, 2, (terms, 64)) * random.choice([1, signs], (terms, 64)), 8)
+            whole = np.zeros(64)
+            part = np.zeros(64)
+            for number, value in enumerate(values, 1):
+                part = chopped(part + value, register)
+                if accumulation == "promoted" and number % 128 == 0:
+                    whole, part = chopped(whole + part, 24), np.zeros(64)
+            off = np.abs(chopped(whole + part, 24) - values.sum(0)) / np.abs(values).sum(0)
+            bound = products_of(accumulation).bound(terms)
+            assert (off <= bound).all()
+            # Of one sign, chopping is off by a good part of what may happen: the bound is no empty word.
+            assert signs == -1 or off.max() > 2.0**-register / 4
+
+
+# ── words ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_cast_reads_as_words() -> None:
+    expected = {
+        ("bfloat16", "output.left"): "bfloat16",
+        ("float8-tensor", "output.left"): "float8_e4m3fn, per tensor",
+        ("float8-delayed-e5m2", "grad_input.left"): "float8_e5m2, per tensor, delayed scale",
+        ("float8-block", "output.right"): "float8_e4m3fn, per 128x128, scales power-of-two",
+        ("int8-row", "grad_input.left"): "int8, per row, stochastic",
+        ("int8-row", "grad_weight.right"): "int8, per column",
+        ("int8-outlier", "output.left"): "int8, per row, columns from 6 on in 16 bits",
+        ("nvfp4", "grad_weight.left"): "float4_e2m1fn, per 1x16, scales float8_e4m3fn, stochastic, hadamard",
+        ("unit", "output.left"): "float8_e4m3fn, per tensor, static scale",
+    }
+    assert {key: str(COMPUTES[key[0]].casts[key[1]]) for key in expected} == expected
+
+
+def test_different_casts_have_different_words() -> None:
+    assert len({str(cast) for cast in CASTS}) == len(CASTS)

@@ -1,0 +1,205 @@
+"""The formats' derived figures and codes, against PyTorch, NumPy, ml_dtypes and fractions."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.errors import FormatError
+from narrowgauge.spec.formats import ALIASES, FORMATS, describe_value, get_format
+from oracles.minifloat import DEFINITIONS, INTEGERS, Grid
+
+ML_DTYPES = [name for name in FORMATS if hasattr(ml_dtypes, name) and FORMATS[name].kind != "int"]
+TORCH_FLOATS = [
+    name
+    for name in FORMATS
+    if FORMATS[name].kind != "int" and isinstance(getattr(torch, name, None), torch.dtype) and name != "float4_e2m1fn"
+]
+NARROW_ML = [name for name in ML_DTYPES if FORMATS[name].bits <= 8]
+
+
+def same(left: float, right: float) -> bool:
+    """Equal as codes would be: NaN is NaN, and zeros have signs."""
+    if math.isnan(left) or math.isnan(right):
+        return math.isnan(left) and math.isnan(right)
+    return left == right and math.copysign(1, left) == math.copysign(1, right)
+
+
+def test_the_tables_know_what_they_should() -> None:
+    wanted = """float64 float32 tfloat32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz
+        float8_e8m0fnu float6_e3m2fn float6_e2m3fn float4_e2m1fn int8 uint8 int4"""
+    assert set(wanted.split()) <= set(FORMATS)
+    assert len(ML_DTYPES) >= 12 and len(TORCH_FLOATS) >= 8
+    assert all(row.source and row.purpose for row in FORMATS.values())
+
+
+@pytest.mark.parametrize("name", TORCH_FLOATS)
+def test_figures_against_torch(name: str) -> None:
+    row, info = FORMATS[name], torch.finfo(getattr(torch, name))
+    assert (row.bits, row.max, row.smallest_normal) == (info.bits, info.max, info.smallest_normal)
+    # PyTorch gives e5m2fnuz, which has two mantissa bits, the epsilon of three.
+    assert row.epsilon == info.eps or name == "float8_e5m2fnuz"
+    assert row.min == info.min
+
+
+@pytest.mark.parametrize("name", ML_DTYPES)
+def test_figures_against_ml_dtypes(name: str) -> None:
+    row, info = FORMATS[name], ml_dtypes.finfo(getattr(ml_dtypes, name))
+    assert (row.bits, row.exponent_bits, row.mantissa_bits) == (info.bits, info.nexp, info.nmant)
+    assert (row.max, row.min, row.epsilon) == (float(info.max), float(info.min), float(info.eps))
+    assert (row.min_exponent, row.max_exponent + 1) == (info.minexp, info.maxexp)
+    assert row.smallest_normal == float(info.smallest_normal)
+    if row.kind == "float":
+        assert row.smallest_subnormal == float(info.smallest_subnormal)
+
+
+@pytest.mark.parametrize("name", ["float64", "float32", "float16"])
+def test_figures_against_numpy(name: str) -> None:
+    row, info = FORMATS[name], np.finfo(name)
+    ours = (row.max, row.min, row.epsilon, row.smallest_normal, row.smallest_subnormal, row.mantissa_bits)
+    theirs = (info.max, info.min, info.eps, info.smallest_normal, info.smallest_subnormal, info.nmant)
+    assert ours == tuple(float(figure) for figure in theirs)
+
+
+@pytest.mark.parametrize("name", ["int8", "uint8", "int4", "uint4"])
+def test_integers_against_their_limits(name: str) -> None:
+    row = FORMATS[name]
+    info = ml_dtypes.iinfo(getattr(ml_dtypes, name)) if name.endswith("int4") else torch.iinfo(getattr(torch, name))
+    assert (row.min, row.max, row.bits) == (info.min, info.max, info.bits)
+    assert (row.min, row.max) == INTEGERS[name]
+    assert (row.smallest_subnormal, row.smallest_normal, row.epsilon) == (None, None, 1.0)
+    codes = [row.encode(value) for value in range(int(info.min), int(info.max) + 1)]
+    assert sorted(codes) == list(range(1 << row.bits))
+    assert [row.decode(code) for code in codes] == list(range(int(info.min), int(info.max) + 1))
+
+
+def test_storage_bits() -> None:
+    wanted = {"tfloat32": 32, "float6_e3m2fn": 8, "float4_e2m1fn": 4, "bfloat16": 16, "int4": 4, "float64": 64}
+    assert {name: FORMATS[name].storage_bits for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", NARROW_ML)
+def test_every_code_of_narrow_formats(name: str) -> None:
+    row = FORMATS[name]
+    codes = np.arange(1 << row.bits, dtype=np.uint8)
+    values = codes.view(getattr(ml_dtypes, name)).astype(np.float64)
+    for code, value in zip(codes.tolist(), values.tolist(), strict=True):
+        assert same(row.decode(code), value)
+        if not math.isnan(value):
+            assert row.encode(value) == code
+    assert math.isnan(row.decode(row.encode(math.nan))) == row.nans
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_codes_of_sixteen_bits(name: str) -> None:
+    row = FORMATS[name]
+    dtype = getattr(ml_dtypes, name, np.float16)
+    codes = np.arange(0, 1 << 16, 7, dtype=np.uint16)
+    with np.errstate(invalid="ignore"):
+        values = codes.view(dtype).astype(np.float64)
+    for code, value in zip(codes.tolist(), values.tolist(), strict=True):
+        assert same(row.decode(code), value)
+        if not math.isnan(value):
+            assert row.encode(value) == code
+
+
+def awkward_values(name: str, precision: type[np.floating]) -> list[float]:
+    """Values of the format, the ties between them, and the next floats beside those; zeros, infinities, extremes."""
+    row = FORMATS[name]
+    finite = sorted(v for v in map(row.decode, range(0, 1 << row.bits, max(1, 1 << row.bits >> 8))) if math.isfinite(v))
+    ties = [(low + high) / 2 for low, high in pairwise(finite)]
+    ties += [edge + way * row.spacing(edge) / 2 for edge in (row.max, row.min) for way in (-1, 1)]
+    with np.errstate(over="ignore"):
+        middle = np.array(finite + ties, dtype=precision)
+        near = np.concatenate([np.nextafter(middle, precision(way)) for way in (-np.inf, np.inf)])
+    extremes = [0.0, -0.0, math.inf, -math.inf, 1e-45, -1e-45, 3.4e38, -3.4e38]
+    return [*middle.tolist(), *near.tolist(), *np.array(extremes, dtype=precision).tolist()]
+
+
+@pytest.mark.parametrize("name", [*ML_DTYPES, "float16"])
+def test_encode_rounds_as_ml_dtypes_does(name: str) -> None:
+    row = FORMATS[name]
+    # Not from float64: ml_dtypes takes that to float32 first, and so rounds it twice.
+    values = awkward_values(name, np.float32)
+    with np.errstate(all="ignore"):
+        theirs = np.array(values, dtype=np.float32).astype(getattr(ml_dtypes, name, np.float16))
+    for value, code in zip(values, theirs.view(f"u{theirs.itemsize}").tolist(), strict=True):
+        assert row.encode(value) == code, value.hex()
+
+
+@pytest.mark.parametrize("name", sorted(DEFINITIONS.keys() - {"tfloat32"}))
+def test_encode_against_fractions(name: str) -> None:
+    row, grid = FORMATS[name], Grid(name)
+    assert row.max == float(grid.max)
+    for value in filter(math.isfinite, awkward_values(name, np.float64)):
+        nearest = grid.nearest(value)
+        if nearest is not None:
+            assert row.decode(row.encode(value)) == nearest
+        saturated = row.decode(row.encode(value, saturate=True))
+        assert saturated == (math.copysign(row.max, value) if nearest is None else nearest)
+
+
+def test_saturation_and_what_does_not_fit() -> None:
+    cases = [
+        ("float8_e5m2", 1e9, math.inf, 57344.0),
+        ("float8_e5m2", -math.inf, -math.inf, -57344.0),
+        ("float8_e4m3fn", 1e9, math.nan, 448.0),
+        ("float8_e4m3fnuz", -1e9, math.nan, -240.0),
+        ("float4_e2m1fn", math.inf, 6.0, 6.0),
+        ("int8", -1e9, -128.0, -128.0),
+        ("uint8", -3.0, 0.0, 0.0),
+        ("float8_e8m0fnu", 0.0, math.nan, 2.0**-127),
+        ("float8_e8m0fnu", -1.0, math.nan, 2.0**-127),
+        ("float8_e8m0fnu", 1e-300, 2.0**-127, 2.0**-127),
+    ]
+    for name, value, plain, saturated in cases:
+        row = FORMATS[name]
+        assert same(row.decode(row.encode(value)), plain)
+        assert same(row.decode(row.encode(value, saturate=True)), saturated)
+    assert FORMATS["float4_e2m1fn"].encode(math.nan) == 0
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_spacing_is_the_distance_to_the_next_code(name: str) -> None:
+    row = FORMATS[name]
+    value = row.decode(row.encode(2.0))
+    assert row.spacing(value) == row.decode(row.encode(value) + 1) - value
+    assert row.spacing(math.inf) == row.spacing(row.max)
+    assert math.isnan(row.spacing(math.nan))
+
+
+def test_codes_outside_the_format_are_refused() -> None:
+    with pytest.raises(FormatError, match="float4_e2m1fn"):
+        get_format("fp4").decode(16)
+
+
+def test_names() -> None:
+    for alias, name in {"fp8": "float8_e4m3fn", "half": "float16", "BF16": "bfloat16", "torch.int8": "int8"}.items():
+        assert get_format(alias) is FORMATS[name]
+    assert get_format(FORMATS["int4"]) is FORMATS["int4"]
+    assert not ALIASES.keys() & FORMATS.keys() and set(ALIASES.values()) <= FORMATS.keys()
+    with pytest.raises(FormatError, match="Did you mean 'bfloat16'"):
+        get_format("bfloat15")
+
+
+def test_a_number_in_every_format() -> None:
+    rows = {row["name"]: row for row in describe_value(0.1)}
+    assert list(rows) == list(FORMATS)
+    assert rows["bfloat16"] == {
+        "name": "bfloat16",
+        "hex": "0x3dcd",
+        "value": 0.10009765625,
+        "relative_error": pytest.approx(2.0**-10),
+        "spacing": 2.0**-11,
+        "note": "",
+    }
+    assert rows["float32"]["hex"] == "0x3dcccccd" and rows["float64"]["relative_error"] == 0
+    notes = {row["name"]: str(row["note"]) for row in describe_value(1e30)}
+    assert "infinite" in notes["float16"] and "NaN" in notes["float8_e4m3fn"] and "end" in notes["int8"]
+    assert not notes["bfloat16"]
+    assert {row["note"] for row in describe_value(math.nan)} == {"", "no NaN: becomes 0"}

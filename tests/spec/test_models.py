@@ -1,0 +1,75 @@
+"""The preset models: parameter counts against the Hugging Face classes, names and sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.spec.models import MODELS, Model, get_model
+
+
+def count_parameters(model: Model) -> int:
+    """Parameters of the real model, built without memory."""
+    with torch.device("meta"):
+        if model.family == "gpt2":
+            gpt2 = GPT2Config(
+                vocab_size=model.vocab_size,
+                n_positions=model.max_positions,
+                n_embd=model.hidden_size,
+                n_inner=model.intermediate_size,
+                n_layer=model.num_layers,
+                n_head=model.num_heads,
+                tie_word_embeddings=model.tie_embeddings,
+            )
+            return GPT2LMHeadModel(gpt2).num_parameters()
+        llama = LlamaConfig(
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
+            num_hidden_layers=model.num_layers,
+            num_attention_heads=model.num_heads,
+            num_key_value_heads=model.num_kv_heads,
+            max_position_embeddings=model.max_positions,
+            tie_word_embeddings=model.tie_embeddings,
+        )
+        return LlamaForCausalLM(llama).num_parameters()
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama-13b", "llama-70b")])
+def test_parameter_counts_against_transformers(name: str) -> None:
+    assert MODELS[name].num_parameters == count_parameters(MODELS[name])
+
+
+def test_published_parameter_counts() -> None:
+    published = {
+        "llama-1b": 1_235_814_400,
+        "llama-7b": 6_738_415_616,
+        "llama-8b": 8_030_261_248,
+        "llama-13b": 13_015_864_320,
+        "llama-70b": 70_553_706_496,
+        "gpt2-124m": 124_439_808,
+    }
+    assert {name: MODELS[name].num_parameters for name in published} == published
+
+
+@pytest.mark.parametrize("name", ["llama-1m", "llama-8m", "llama-35m", "llama-125m"])
+def test_our_presets_are_what_they_are_called(name: str) -> None:
+    model = MODELS[name]
+    assert model.num_parameters == pytest.approx(float(name[6:-1]) * 1e6, rel=0.1)
+    assert model.head_dim in (32, 64)
+    assert all(size % 32 == 0 for size in (model.hidden_size, model.intermediate_size, model.vocab_size))
+
+
+def test_shapes_fit_together() -> None:
+    for model in MODELS.values():
+        assert model.hidden_size == model.head_dim * model.num_heads and model.head_dim % 2 == 0
+        assert model.num_heads % model.num_kv_heads == 0
+        assert (model.rope_theta is None) == (model.family == "gpt2")
+
+
+def test_names() -> None:
+    assert get_model("Llama-8M") is MODELS["llama-8m"]
+    with pytest.raises(RecipeError, match="Did you mean 'llama-125m'"):
+        get_model("llama-120m")

@@ -1,0 +1,259 @@
+"""How recipes are written: names in every spelling, wrong names, and files that say the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.spec.aliases import ALIASES, COMPUTES_ELSEWHERE, SPELLINGS
+from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.notation import (
+    DEFAULT_STORAGE,
+    full_names,
+    known_names,
+    parse,
+    parse_file,
+    parse_table,
+    representative_names,
+)
+from narrowgauge.spec.recipes import Override, Phase, Recipe, own_name
+from narrowgauge.spec.storages import STORAGES
+
+WORD = parse("bfloat16/word")
+FLOAT32 = parse("bfloat16/float32")
+
+
+def test_full_names_parse_to_themselves() -> None:
+    for name in full_names():
+        recipe = parse(name)
+        assert recipe.name == name
+        assert parse(recipe) is recipe
+        assert parse_table(recipe.to_dict()) == recipe
+
+
+def test_every_pair_that_agrees_is_listed() -> None:
+    shared = [name for name in STORAGES if "/" not in name]
+    own = {name for name in STORAGES if "/" in name}
+    assert own == {
+        "float16/master", "float16/split", "float16/naive", "float16/kahan", "float16/collage-light", "float16/collage-plus",
+        "float16-throughout/naive", "scalify-float16/scaled16", "float8/collage-light", "float8/collage-plus",
+    }  # fmt: skip
+    bound = {"float8", "float16-throughout"}
+    pairs = {f"{compute}/{storage}" for compute in COMPUTES if compute not in bound for storage in shared} | own
+    names = full_names()
+    assert set(names) == pairs and len(names) == len(pairs)
+    # A name is one recipe's only: a storage of the compute's own takes the place of the one that all share.
+    assert all(parse(name).storage.name == name for name in own)
+
+
+def test_representative_names_have_every_row_and_alias() -> None:
+    names = representative_names()
+    recipes = [parse(name) for name in names]
+    assert len(set(names)) == len(names) and set(names) <= set(full_names())
+    assert [recipe.compute.name for recipe in recipes[: len(COMPUTES)]] == list(COMPUTES)
+    assert {recipe.storage.name for recipe in recipes} == set(STORAGES)
+    assert {parse(alias.recipe).name for alias in ALIASES.values() if alias.is_taken} <= set(names)
+    assert {name for name in full_names() if name.endswith("/word")} <= set(names)
+
+
+def test_every_compute_alone_is_taken_with_a_storage_that_fits_it() -> None:
+    assert list(DEFAULT_STORAGE) == list(COMPUTES)
+    others = {"float32", "tfloat32", "float16", "float16-throughout", "float8"}
+    for name in COMPUTES:
+        recipe = parse(name)
+        assert recipe.compute is COMPUTES[name] and own_name(recipe.storage) == DEFAULT_STORAGE[name]
+        assert (recipe.storage.name == "word") == (name not in others)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("bf16/word", "bfloat16/word"),
+        ("BF16/Word", "bfloat16/word"),
+        (" bfloat16 / word ", "bfloat16/word"),
+        ("bf16", "bfloat16/word"),
+        ("fp32", "float32/float32"),
+        ("tf32", "tfloat32/float32"),
+        ("fp8-row", "float8-row/word"),
+        ("FP8-tensor-e5m2/exact", "float8-tensor-e5m2/exact"),
+        ("fp16-throughout", "float16-throughout/naive"),
+        ("float32/word", "float32/word"),
+        ("fp16/word", "float16/word"),
+        ("int8-row/master", "int8-row/master"),
+        ("mxfp8/tail8+bfloat16+float32", "mxfp8/tail8+bfloat16+float32"),
+        ("bf16-mixed", "bfloat16/float32"),
+        ("bfloat16-true", "bfloat16/naive"),
+        ("bf16/fp32", "bfloat16/float32"),
+        ("bfloat16/exact/native", "bfloat16/exact"),
+        ("fp16", "float16/split"),
+        ("fp16-mixed", "float16/float32"),
+        ("fp16/fp32", "float16/float32"),
+        ("float16/master", "float16/master"),
+        ("float8", "float8/collage-plus"),
+        ("float8/collage-light", "float8/collage-light"),
+        ("collage-plus", "bfloat16/collage-plus"),
+        ("bf16/tail8+bfloat16+float32", "bfloat16/tail8+bfloat16+float32"),
+    ],
+)
+def test_known_spellings(said: str, meant: str) -> None:
+    assert parse(said).name == meant
+
+
+def test_aliases_lead_to_full_names() -> None:
+    taken = [alias for alias in ALIASES.values() if alias.is_taken]
+    assert len(taken) > 10 and all(parse(alias.name) == parse(alias.recipe) for alias in taken)
+    assert all(parse(name) for name in known_names())
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("16-mixed", "float16/float32"), ("16-true", "float16/naive"), ("bf16-true", "bfloat16/naive"),
+        ("32-true", "float32/float32"), ("32", "float32/float32"), ("16", "float16/split"), ("half", "float16/split"),
+        ("O0", "float32/float32"), ("O1", "float16/float32"), ("O2", "float16/master"), ("o3", "float16/naive"),
+        ("fp8", "float8-row/word"), ("FP8/master", "float8-row/master"), ("int8", "int8-row/word"),
+        ("int8/exact", "int8-row/exact"), ("fp8-rowwise", "float8-row/word"), ("tensorwise", "float8-tensor/word"),
+        ("MXFP8BlockScaling", "mxfp8/word"), ("DelayedScaling/fp32", "float8-delayed-e5m2/float32"),
+        ("amp_bf16", "bfloat16/float32"), ("mixed_float16", "float16/float32"), ("pure_bf16", "bfloat16/naive"),
+    ],
+)  # fmt: skip
+def test_names_of_other_libraries_mean_what_they_mean_there(said: str, meant: str) -> None:
+    assert parse(said).name == meant
+    assert parse_table({"recipe": said}) == parse(meant)
+
+
+def test_names_that_leave_something_open_are_refused_with_the_recipe_that_is_nearest() -> None:
+    refused = [alias for alias in ALIASES.values() if not alias.is_taken]
+    assert {"float64-true", "transformer-engine"} < {alias.name for alias in refused}
+    for alias in refused:
+        with pytest.raises(RecipeError) as caught:
+            parse(alias.name)
+        assert alias.differs in caught.value.message and f"Take '{alias.recipe}'" in caught.value.advice
+        assert parse(alias.recipe).name == alias.recipe
+
+
+def test_names_from_elsewhere_are_none_of_ours() -> None:
+    """Nothing here takes the place of a row, and what is looked up is in the spelling in which it is looked up."""
+    assert not set(ALIASES) & {*COMPUTES, *full_names()}
+    assert set(COMPUTES_ELSEWHERE.values()) <= set(COMPUTES)
+    for name in set(ALIASES) - {"fp8"}:  # which alone is a compute, and float8 another
+        head, dash, rest = name.partition("-")
+        assert name == name.lower() and SPELLINGS.get(head, head) + dash + rest == name
+
+
+def test_a_compute_of_another_library_is_taken_wherever_a_compute_is_named() -> None:
+    table = {"compute": "int8", "evaluation": "fp8", "phase": [{"until": 0.5, "compute": "blockwise"}]}
+    recipe = parse_table(table)
+    assert [row.name for row in recipe.computes] == ["int8-row", "float8-block", "float8-row"]
+    with pytest.raises(RecipeError, match=r"named 'double': nothing here computes in 64 bits\. Take compute 'float32'"):
+        parse_table({"compute": "bf16", "evaluation": "double"})
+
+
+@pytest.mark.parametrize(
+    ("said", "word"),
+    [
+        ("bfloat16/wrod", "Did you mean 'word'"),
+        ("bfloat17/word", "Did you mean 'bfloat16'"),
+        ("word", "Did you mean 'bfloat16/word'"),
+        ("bfloat16-mixd", "Did you mean 'bfloat16-mixed'"),
+        ("", "no recipe is named ''"),
+        ("bfloat16/", "no recipe part is named ''"),
+        ("bfloat16/word/native/more", "no recipe is named"),
+        ("bfloat16/word/reproducibl", "no recipe part is named 'reproducibl'"),
+        ("float8-rwo", "Did you mean 'float8-row'"),
+        ("int8-rwo/word", "Did you mean 'int8-row'"),
+        ("float8-row/wrod", "Did you mean 'word'"),
+        ("float16-throughout/word", "Take storage 'naive'"),
+        ("float8/float32", "Take storage 'collage-light', 'collage-plus'"),
+        ("float8/tail8+bfloat16+float32", "Take storage 'collage-light', 'collage-plus'"),
+        ("bfloat16/tail8+bfloat16", "no recipe part is named 'tail8+bfloat16'"),
+        ("bfloat16/tail8+e7m5+float32", "no recipe part is named 'tail8+e7m5+float32'"),
+    ],
+)
+def test_wrong_names_are_refused_in_one_line(said: str, word: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse(said)
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "storage"),
+    [("bf16/split", "split"), ("fp16/split", "float16/split"), ("bf16/collage-plus", "collage-plus"),
+     ("float8/collage-plus", "float8/collage-plus"), ("fp16/fp32", "float32")],
+)  # fmt: skip
+def test_a_compute_has_its_own_storage_of_a_name_that_others_have_too(recipe: str, storage: str) -> None:
+    assert parse(recipe).storage is STORAGES[storage]
+    assert parse(recipe).bytes_per_param == STORAGES[storage].bytes_per_param
+
+
+def test_a_file_says_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('compute = "bf16"\nkeep = ["lm_head"]\n', encoding="utf-8")
+    assert parse(path) == parse(str(path)) == parse_file(path)
+    assert parse(path) == dataclasses.replace(parse("bfloat16/word"), keep=("lm_head",))
+    path.write_text(
+        'recipe = "bf16/word"\nevaluation = "fp32"\n[[phase]]\nuntil = 1\ncompute = "int8-row"\n'
+        '[[override]]\npattern = "lm_head"\ncompute = "mxfp8"\n',
+        encoding="utf-8",
+    )
+    assert parse(path) == Recipe(
+        WORD.compute,
+        WORD.storage,
+        overrides=(Override("lm_head", compute=COMPUTES["mxfp8"]),),
+        phases=(Phase(1.0, COMPUTES["int8-row"]),),
+        evaluation=COMPUTES["float32"],
+    )
+
+
+def test_a_key_beside_recipe_overrules_its_part() -> None:
+    assert parse_table({"recipe": "bfloat16/word", "storage": "exact"}).name == "bfloat16/exact"
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("", "names no compute"),
+        ('computes = "bfloat16"', "Did you mean 'compute'"),
+        ("compute = 16", "which is no text"),
+        ('compute = "float64"', "no recipe part is named 'float64'"),
+        ('recipe = "bfloat16/word"\nkeep = "lm_head"', "no list of patterns"),
+        ('recipe = "bfloat16/word"\noverride = "x"', "[[override]]"),
+        ('recipe = "bfloat16/word"\n[[override]]\npattern = "x"', "It takes pattern, and storage, compute or both"),
+        ('recipe = "bfloat16/word"\n[[override]]\nstorage = "split"', "the keys storage. It takes pattern"),
+        (
+            'recipe = "bfloat16/word"\n[[override]]\npattern = "x"\nuntil = 1\nstorage = "split"',
+            "pattern, storage, until",
+        ),
+        ('recipe = "bfloat16/word"\n[[override]]\npattern = "x"\ncompute = "int8-rwo"', "Did you mean 'int8-row'"),
+        ('recipe = "bfloat16/word"\n[[override]]\npattern = "x"\ncompute = 8', "which is no text"),
+        ('recipe = "bfloat16/word"\n[[override]]\n', "the keys none"),
+        ('recipe = "bfloat16/word"\nphase = "x"', "[[phase]]"),
+        ('recipe = "bfloat16/word"\n[[phase]]\nuntil = 0.5', "the keys until. It takes until and compute"),
+        ('recipe = "bfloat16/word"\n[[phase]]\nuntil = "half"\ncompute = "mxfp8"', "which is no number"),
+        ('recipe = "bfloat16/word"\n[[phase]]\nuntil = true\ncompute = "mxfp8"', "which is no number"),
+        ('recipe = "bfloat16/word"\n[[phase]]\nuntil = 2\ncompute = "mxfp8"', "at most 1"),
+        ('recipe = "bfloat16/word"\n[[phase]]\nuntil = 0.5\ncompute = "mxpf8"', "Did you mean 'mxfp8'"),
+        ('recipe = "bfloat16/word"\nevaluation = "bfloat"', "Did you mean 'bfloat16'"),
+        ('recipe = "bfloat16/word"\nevaluation = 1', "which is no text"),
+        ('recipe = "bfloat16/word"\nevaluation = "unit"', "share it"),
+        ('recipe = "bfloat16/word"\n[[override]]\npattern = "x"\nstorage = "wrd"', "Did you mean 'word'"),
+        ('recipe = "other.toml"', "another file"),
+        ("not toml", "cannot be read"),
+    ],
+)
+def test_wrong_files_are_refused_in_one_line(text: str, word: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        parse(path)
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"mine\.toml' does not exist"):
+        parse(tmp_path / "mine.toml")

@@ -1,0 +1,95 @@
+"""Which formats a processor multiplies: from its instruction sets and oneDNN's limit, the same as PyTorch goes by."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowgauge.spec import processor
+from narrowgauge.spec.processor import instruction_sets, multiplies, pretending
+
+QUESTION = (
+    "from narrowgauge.spec.processor import multiplies; print([multiplies(f) for f in ('float32', 'bfloat16', 'int8')])"
+)
+UNLIMITED = {k: v for k, v in os.environ.items() if k not in (processor.OVERRIDE, *processor._LIMITS)}
+
+
+def answers(**variables: str) -> list[bool]:
+    """What a process of its own says of float32, bfloat16 and int8."""
+    done = subprocess.run(
+        [sys.executable, "-c", QUESTION], env=UNLIMITED | variables, capture_output=True, text=True, check=True
+    )
+    return [word.strip(" []\n") == "True" for word in done.stdout.split(",")]
+
+
+@pytest.mark.parametrize(
+    ("sets", "bfloat16", "int8"),
+    [
+        ("avx2,fma", False, False),
+        ("avx2,avx_vnni", False, True),
+        ("avx512f,avx512_vnni", False, True),
+        ("avx512_bf16, AVX512_VNNI", True, True),
+        ("amx_bf16,amx_int8", True, True),
+        ("asimd,bf16,i8mm", True, True),
+        ("", False, False),
+    ],
+)
+def test_named_sets_decide(sets: str, bfloat16: bool, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(processor.OVERRIDE, sets)
+    assert processor._multiplied_by(processor._usable_sets()) >= {"float32"}
+    assert ("bfloat16" in processor._multiplied_by(processor._usable_sets())) is bfloat16
+    assert ("int8" in processor._multiplied_by(processor._usable_sets())) is int8
+
+
+def test_variables_are_heard_by_a_process() -> None:
+    assert answers(NARROWGAUGE_CPU="avx2") == [True, False, False]
+    assert answers(NARROWGAUGE_CPU="avx512_bf16,avx512_vnni") == [True, True, True]
+    # The limit is one of x86.
+    arm = {"bf16", "i8mm"} & instruction_sets() if sys.platform == "linux" else set()
+    assert answers(ONEDNN_MAX_CPU_ISA="AVX2") == [True, "bf16" in arm, "i8mm" in arm]
+
+
+@pytest.mark.parametrize(
+    ("level", "left"),
+    [
+        ("AVX2", set()),
+        ("avx2_vnni", {"avx_vnni"}),
+        ("AVX512_CORE", {"avx_vnni"}),
+        ("AVX512_CORE_VNNI", {"avx_vnni", "avx512_vnni"}),
+        ("AVX512_CORE_BF16", {"avx_vnni", "avx512_vnni", "avx512_bf16"}),
+        ("ALL", {"avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"}),
+    ],
+)
+def test_a_limit_of_onednn_forbids_what_lies_above(level: str, left: set[str]) -> None:
+    x86 = {"avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"}
+    assert x86 - processor._forbidden(level) == left
+
+
+def test_what_pytorch_finds_is_found() -> None:
+    """PyTorch's own question is about AVX512 with and without the bfloat16 instructions: ours is never the laxer one."""
+    if multiplies("bfloat16"):
+        assert torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def test_flags_of_x86_and_arm(tmp_path: Path) -> None:
+    x86, arm = tmp_path / "x86", tmp_path / "arm"
+    x86.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma\n\nprocessor\t: 1\nflags\t: avx512f\n")
+    arm.write_text("processor\t: 0\nBogoMIPS\t: 50\nFeatures\t: fp asimd bf16 i8mm\n")
+    assert processor._of_linux(x86) == {"fpu", "avx2", "fma"}
+    assert processor._of_linux(arm) == {"fp", "asimd", "bf16", "i8mm"}
+    assert processor._of_linux(tmp_path / "none") == frozenset()
+
+
+def test_pretending_ends() -> None:
+    before = multiplies("bfloat16")
+    with pretending("avx2"):
+        assert not multiplies("bfloat16")
+        with pretending("bf16"):
+            assert multiplies("bfloat16")
+        assert not multiplies("bfloat16")
+    assert multiplies("bfloat16") is before
