@@ -47,7 +47,7 @@ def test_every_example_runs_alone(page: str, number: int) -> None:
 
 def test_no_page_with_examples_is_overlooked() -> None:
     pages = {page for page, _ in EXAMPLES}
-    assert {"start.md", "words.md", "ideas/rules.md", "ideas/loss-scaling.md"} <= pages
+    assert {"start.md", "concepts.md", "ideas/rules.md", "ideas/loss-scaling.md"} <= pages
     assert all(examples(page) for page in LOOKED_AT) and len(EXAMPLES) > 15
 
 
