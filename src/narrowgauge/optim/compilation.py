@@ -27,14 +27,14 @@ from narrowgauge.optim.kernel_cache import add_package, alone, discard, find_pac
 Compiled = Callable[[list[Tensor]], list[Tensor]]
 
 
-WORDS = ("_torch", "processor", "errors", "formats", "storages", "accumulations", "caching")
+TABLES = ("accumulations", "formats", "processor", "storages")
+SOURCES = ("_torch.py", "caching.py", "errors.py", *(f"spec/{n}.py" for n in TABLES), "numerics/*.py", "optim/**/*.py")
 
 
 def source_files() -> list[Path]:
     """Every file whose text a kernel is made from."""
     root = Path(narrowgauge.__file__).parent
-    words = (root / f"{name}.py" for name in WORDS)
-    return sorted([*words, *root.glob("numerics/*.py"), *root.glob("optim/*.py")])
+    return sorted(path for pattern in SOURCES for path in root.glob(pattern))
 
 
 @lru_cache
