@@ -10,7 +10,8 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS, update_sums
-from narrowgauge.optim.auditing import CONFIDENCE, FEWEST, THRESHOLD, WINDOW, Auditor, margin, read
+from narrowgauge.optim.auditing import FEWEST, WINDOW, Auditor, read
+from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import REPRESENTATIVES, gradients, parameters
 
@@ -76,21 +77,13 @@ def test_nothing_intended_judges_nothing() -> None:
     assert not broken.stalls
 
 
-def test_margin_is_students_quantile() -> None:
-    """Against published quantiles of Student's t for one in 10,000."""
-    for num_audits, quantile in ((5, 13.034), (11, 5.694), (20, 4.590)):
-        assert margin(num_audits) == pytest.approx(quantile, rel=0.06)
-    assert margin(100_000) == pytest.approx(CONFIDENCE, rel=1e-3)
-    assert all(margin(n) > margin(n + 1) for n in range(2, 60))
-
-
 # ── alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_stall_is_named_at_the_fewest_audits_and_not_before() -> None:
     assert not read(steps([0.1] * (FEWEST - 1))).stalls
     assert read(steps([0.1] * FEWEST)).stalls
-    assert not read(steps([THRESHOLD] * WINDOW)).stalls
+    assert not read(steps([MIN_EDQ] * WINDOW)).stalls
 
 
 def test_every_noisy_stall_is_named_within_a_window() -> None:

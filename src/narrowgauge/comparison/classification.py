@@ -17,9 +17,8 @@ from narrowgauge.comparison.intervals import Difference
 from narrowgauge.comparison.labels import counted
 from narrowgauge.comparison.run_stats import Trial, late_reading
 from narrowgauge.runs.record import Row
+from narrowgauge.spec.significance import MIN_EDQ
 
-FEWEST_EDQ = 0.9
-"""Below it the updates count as lost: the threshold of the audit's own alarms."""
 MOST_NOISE = 1.0
 """Above it more arrives beside an update than the update itself."""
 MOST_SKIPPED = 0.05
@@ -134,7 +133,7 @@ def faults(group: Sequence[Trial]) -> list[str]:
         where = f"diverged in {len(diverged)} of {counted(len(group), 'run')}"
         found.append(f"{where} (seed {diverged[0].seed}, {diverged[0].diverged.strip().rstrip('.')})")
     edq, lost = late_reading(group, "edq"), late_reading(group, "lost_fraction")
-    if edq is not None and edq < FEWEST_EDQ:
+    if edq is not None and edq < MIN_EDQ:
         more = "" if lost is None else f"; {lost:.0%} of the changes never arrived"
         found.append(f"loses its updates (a late EDQ of {edq:.2f}, where 1 loses nothing{more})")
     ended = [(t.run.summary, len(t.run.steps)) for t in group if t.counts and t.run.summary is not None]

@@ -12,31 +12,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from narrowgauge.spec.significance import student_t
+
 MINUS = "\N{MINUS SIGN}"
 NEGLIGIBLE = 1e-3
 """A difference whose whole interval lies below this share of the yardstick's loss is worth no bytes, however certain."""
-
-
-def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t: a table, then the expansion in 1/degrees.
-
-    Args:
-        degrees: of freedom, at least 1.
-    Returns:
-        The quantile, to three decimals or better.
-    Example:
-        >>> student(2), round(student(30), 3)
-        (4.303, 2.042)
-
-    Source: Fisher and Cornish, Technometrics 2 (1960).
-    """
-    table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-    if degrees <= len(table):
-        return table[degrees - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / degrees + second / degrees**2 + third / degrees**3
 
 
 def interval(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -61,7 +41,7 @@ def interval(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
     if not sum(shares):
         return mean, 0.0
     degrees = sum(shares) ** 2 / sum(s**2 / (len(cell) - 1) for s, cell in zip(shares, cells, strict=True))
-    return mean, student(int(degrees + 1e-9)) * math.sqrt(sum(shares)) / len(cells)
+    return mean, student_t(int(degrees + 1e-9)) * math.sqrt(sum(shares)) / len(cells)
 
 
 @dataclass(frozen=True)

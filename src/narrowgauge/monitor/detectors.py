@@ -14,6 +14,7 @@ the inputs of down_proj under mxfp4), yet its signal to noise stays above 12 dB,
 from __future__ import annotations
 
 from narrowgauge.monitor.conditions import Detector
+from narrowgauge.spec.significance import MIN_EDQ
 
 SERIOUS: dict[str, str] = {
     "lost_updates": "training slows or stops, and the loss curve does not show why",
@@ -41,7 +42,7 @@ _BACK = "go back to a checkpoint, lower the learning rate, or skip such batches 
 
 _ROWS = (
     Detector(
-        "lost-updates", "lost_updates", "updates.edq", 0.9, side="below", clears=1.05, readings=3, only="rounded",
+        "lost-updates", "lost_updates", "updates.edq", MIN_EDQ, side="below", clears=1.05, readings=3, only="rounded",
         says="takes only {value:.0%} of its update; the rest is rounded away",
         advice="Use storage '{cure}', which keeps what this one rounds away.",
         source="EDQ: Yu et al. 2024, Collage (2405.03637); threshold as in the optimizer's audit",

@@ -20,17 +20,15 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import update_metrics
+from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.spec.storages import Storage
 
 WINDOW = 20
 """Audited steps that a reading looks back over."""
 FEWEST = 5
 """Audited steps before an alarm may be raised."""
-THRESHOLD = 0.9
-"""The EDQ below which a tensor is said to lose its update."""
-CONFIDENCE = 3.72
-"""Standard errors between the reading and the threshold if the error were known: one false alarm in 10,000 readings of
-tensors that truly read 0.9, or that read 1 so noisily that the two cannot be told apart. :func:`margin` widens it."""
+CONFIDENCE = 1 - 2e-4
+"""Two-sided: one false alarm in 10,000 windows of tensors whose EDQ is exactly ``MIN_EDQ``."""
 
 
 AUDIT_SHARE, AUDIT_WHOLE = 32, 1 << 15
@@ -72,7 +70,10 @@ class Reading:
     @property
     def stalls(self) -> bool:
         """Whether the update is lost beyond doubt."""
-        return self.num_audits >= FEWEST and self.edq + margin(self.num_audits) * self.edq_error < THRESHOLD
+        return (
+            self.num_audits >= FEWEST
+            and self.edq + student_t(self.num_audits - 1, CONFIDENCE) * self.edq_error < MIN_EDQ
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,28 +100,6 @@ class Alarm:
             f"'{self.tensor}' loses {1 - r.edq:.0%} of its update (EDQ {r.edq:.2f} ± {r.edq_error:.2f} over "
             f"{r.num_audits} audited steps): storage '{self.storage}' rounds it away; '{self.cure}' would keep it."
         )
-
-
-def margin(num_audits: int) -> float:
-    """How many estimated standard errors are as sure as ``CONFIDENCE`` known ones: Student's t.
-
-    Five readings may agree by chance, and their spread then says nothing: it takes 14 of them. Twenty take 4.6.
-
-    Args:
-        num_audits: readings in the window, at least 2.
-    Returns:
-        The one-sided quantile, within 6 % for 5 readings and 1 % for 20.
-
-    Example:
-        >>> round(margin(20), 1)
-        4.6
-
-    Source:
-        Gaver and Kafadar 1984, "A retrievable recipe for inverse t", The American Statistician 38(4).
-    """
-    freedom = num_audits - 1
-    growth = CONFIDENCE**2 * (freedom - 5 / 6) / (freedom - 2 / 3 + 1 / (10 * freedom)) ** 2
-    return math.sqrt(freedom * math.expm1(growth))
 
 
 def figures_of(sums: Tensor) -> dict[str, float | None]:
@@ -207,7 +186,7 @@ class Auditor:
         for parameter, products in self._products.items():
             # A tensor whose EDQ is not below the threshold cannot be beyond doubt, and a healthy run has no others: this
             # is all that an audited step pays.
-            suspicious = sum(de for _, de in products) < THRESHOLD * sum(dd for dd, _ in products)
+            suspicious = sum(de for _, de in products) < MIN_EDQ * sum(dd for dd, _ in products)
             reading = read(self.windows[parameter]) if suspicious else None
             stalls = reading is not None and reading.stalls
             if stalls and reading is not None and reading.lost_fraction == 1 and is_stochastic(storages[parameter]):

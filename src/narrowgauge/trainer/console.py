@@ -8,13 +8,15 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
+
+from narrowgauge.spec.tables import Column, Table
 
 Row = dict[str, Any]
 
@@ -131,10 +133,9 @@ class Console:
         if self.progress is not None:
             self.progress.stop()
         table = summary_table(rows)
-        # A table that does not fit would be cut to nothing; lines only wrap. Only in plenty of room does it say what it takes.
-        natural = self.rich.measure(table, options=self.rich.options.update(width=1000)).maximum
-        fits = self.on_terminal and natural <= self.rich.width
-        self.rich.print(table if fits else plain_table(rows), markup=False, soft_wrap=True)
+        # A table that does not fit would be cut to nothing; lines only wrap.
+        widths = table.widths(self.rich.width) if self.on_terminal else []
+        self.rich.print(table.rich(widths) if widths else table.plain().rstrip(), markup=False, soft_wrap=True)
 
 
 def write_past_buffers(line: str) -> None:
@@ -156,33 +157,25 @@ class _TimeLeft(TimeRemainingColumn):
         return super().render(task) if task.total is not None else Text()
 
 
+def _shown(key: str, form: str) -> Callable[[Row], str]:
+    return lambda row: "–" if row.get(key) is None else form.format(row[key])
+
+
+def _update_lost(row: Row) -> str:
+    # 1 - EDQ is the share of the update that is lost on average; it may be a little below 0 for stochastic storages.
+    return "–" if row.get("edq") is None else f"{max(0.0, 1 - row['edq']):.1%}"
+
+
 _COLUMNS = (
-    ("recipe", "recipe", str),
-    ("val_loss", "val. loss", "{:.4f}".format),
-    ("bytes_per_param", "bytes/param", "{:.2f}".format),
-    ("update_lost", "update lost", "{:.1%}".format),
-    ("tokens_per_second", "tokens/s", "{:,.0f}".format),
-    ("wall_seconds", "seconds", "{:.0f}".format),
+    Column("recipe", "recipe", code=True),
+    Column("val. loss", _shown("val_loss", "{:.4f}"), right=True),
+    Column("bytes/param", _shown("bytes_per_param", "{:.2f}"), right=True),
+    Column("update lost", _update_lost, right=True),
+    Column("tokens/s", _shown("tokens_per_second", "{:,.0f}"), right=True),
+    Column("seconds", _shown("wall_seconds", "{:.0f}"), right=True),
 )
 
 
-def _cells(row: Row) -> list[str]:
-    # 1 - EDQ is the share of the update that is lost on average; it may read a little below 0 for stochastic storages.
-    edq = row.get("edq")
-    figures = {**row, "update_lost": None if edq is None else max(0.0, 1 - edq)}
-    return [shown(figures[key]) if figures.get(key) is not None else "–" for key, _, shown in _COLUMNS]
-
-
 def summary_table(rows: list[Row]) -> Table:
-    """The figures of finished runs, for a terminal."""
-    table = Table(*[title for _, title, _ in _COLUMNS])
-    for row in rows:
-        table.add_row(*_cells(row))
-    return table
-
-
-def plain_table(rows: list[Row]) -> str:
-    """The figures of finished runs, as aligned text."""
-    lines = [[title for _, title, _ in _COLUMNS], *(_cells(row) for row in rows)]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(_COLUMNS))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    """The metrics of finished runs."""
+    return Table(_COLUMNS, rows)
