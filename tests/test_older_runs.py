@@ -1,0 +1,169 @@
+"""What earlier versions wrote can be opened: run folders, checkpoints, comparisons and optimizer states.
+
+Each folder of ``golden/older`` is named after the version whose code made it, by ``golden/older/make.py`` (which see), and
+holds a finished run, two that stopped in the middle, a comparison, states of four optimizers, and in ``expected.json``
+what that version made of them. A release adds a folder and never replaces one: only files that an earlier version really
+wrote show that a user of that version can go on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from golden_files import TOLERANCE, deviation, digest, machine_key
+from trainer.tiny_runs import call
+
+OLDER = Path(__file__).parent / "golden" / "older"
+VERSIONS = sorted(path.name for path in OLDER.iterdir() if path.is_dir())
+STOPPED = ("stopped", "stopped-compact")
+STATES = ("AdamW-word", "AdamW-compact", "AdamW-collage-plus", "Muon-split")
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> Path:
+    return OLDER / str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def unpack(version: Path, name: str, folder: Path) -> Path:
+    """A folder as the earlier version left it, except that model and text have moved."""
+    moved = {"model": folder / "model", "data": folder / "text"}
+    for place in moved.values():
+        place.mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_bytes((version / "config.json").read_bytes())
+    (folder / "text" / "a.txt").write_text("What runs were prepared from is not needed again.")
+    with zipfile.ZipFile(version / f"{name}.zip") as packed:
+        packed.extractall(folder / name)
+    for file in (folder / name).rglob("*.toml"):
+        text = file.read_text(encoding="utf-8")
+        for key, place in moved.items():
+            text = re.sub(rf'(?m)^{key} = ".*"$', lambda _, key=key, place=place: f"{key} = '{place}'", text)
+        file.write_text(text, encoding="utf-8")
+    return folder / name
+
+
+def expected(version: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((version / "expected.json").read_text(encoding="utf-8"))
+    return found
+
+
+def bits(x: torch.Tensor) -> bytes:
+    return x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def losses_of(run: ng.Run) -> list[float]:
+    return [row["loss"] for row in run.steps]
+
+
+def assert_as_recorded(found: list[float], version: Path, name: str) -> None:
+    """The same bits on the same kind of machine, and the same curve on any other."""
+    known = expected(version)
+    recorded = [float.fromhex(loss) for loss in known["losses"][name]]
+    if known["key"] == machine_key():
+        assert found == recorded
+    assert deviation(recorded, found) <= TOLERANCE
+
+
+def test_there_are_some() -> None:
+    assert "0.1.0" in VERSIONS
+
+
+def test_a_finished_run_is_read(version: Path, tmp_path: Path) -> None:
+    run = ng.read_run(unpack(version, "finished", tmp_path))
+    assert losses_of(run) == [float.fromhex(loss) for loss in expected(version)["losses"]["finished"]]
+    assert [row["step"] for row in run.evals] == [5, 10] and run.evals[-1]["val_loss"] > 0
+    assert {"start", "lost_updates", "finish"} <= {event["kind"] for event in run.events}
+    assert [row["step"] for row in run.gauges] == [2, 4, 6, 8, 10]
+    assert {"tensors", "updates", "moments", "histograms"} <= set(run.gauges[-1])
+    assert all("edq" in row and "lost_fraction" in row for row in run.steps)
+    assert run.summary is not None and run.summary["recipe"] == "bfloat16/naive" and run.summary["steps"] == 10
+    assert run.config["recipe"] == "bfloat16/naive" and run.data_fingerprint
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_stopped_run_goes_on(version: Path, name: str, tmp_path: Path) -> None:
+    folder = unpack(version, name, tmp_path)
+    refused = call("resume", str(folder))
+    assert refused.exit_code == 2 and "--accept-changes" in refused.stderr  # the model has moved
+    resumed = call("resume", str(folder), "--accept-changes")
+    assert resumed.exit_code == 0, resumed.output
+    run = ng.read_run(folder)
+    assert_as_recorded(losses_of(run), version, name)
+    assert run.summary is not None and run.summary["steps"] == 10
+    assert "resume" in [event["kind"] for event in run.events]
+
+
+def test_a_finished_run_is_exported(version: Path, tmp_path: Path) -> None:
+    folder = unpack(version, "finished", tmp_path)
+    exported = call("export", str(folder), str(tmp_path / "exported"), "--dtype", "float32")
+    assert exported.exit_code == 0, exported.output
+    assert digest(tmp_path / "exported") == expected(version)["exported"]
+
+
+def test_a_stopped_run_is_converted(version: Path, tmp_path: Path) -> None:
+    folder, out = unpack(version, "stopped", tmp_path), tmp_path / "converted"
+    converted = call("convert", str(folder), "--recipe", "float8-delayed/exact", "--out", str(out))
+    assert converted.exit_code == 0, converted.output
+    assert call("resume", str(out), "--accept-changes").exit_code == 0
+    assert deviation(losses_of(ng.read_run(folder)), losses_of(ng.read_run(out))[:5]) == 0
+
+
+def test_a_comparison_is_read_and_goes_on(version: Path, tmp_path: Path) -> None:
+    folder = unpack(version, "compared", tmp_path)
+    recorded = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
+    rows = ng.compare_runs([ng.read_run(file.parent) for file in sorted(folder.glob("*/run.toml"))]).rows
+    assert sorted(rows, key=str) == sorted(recorded, key=str)
+    again = call("compare", "--out", str(folder), "--json")
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout) == recorded
+
+
+@pytest.mark.parametrize("name", ["finished", "stopped", "compared"])
+def test_a_page_is_made(version: Path, name: str, tmp_path: Path) -> None:
+    folder, page = unpack(version, name, tmp_path), tmp_path / "page.html"
+    made = call("report", str(folder), "--out", str(page))
+    assert made.exit_code == 0, made.output
+    text = page.read_text(encoding="utf-8")
+    for run in folder.rglob("run.toml"):
+        assert ng.read_run(run.parent).config["recipe"] in text
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_an_optimizer_state_is_loaded(version: Path, name: str, tmp_path: Path) -> None:
+    saved = torch.load(unpack(version, "states", tmp_path) / f"{name}.pt", weights_only=True)
+    kind, _, storage = name.partition("-")
+    parameters = [torch.nn.Parameter(weight) for weight in saved["weights"]]
+    optimizer = getattr(ng, kind)(parameters, lr=1e-2, storage=storage)
+    optimizer.load_state_dict(saved["state"])
+    again = optimizer.state_dict()
+    assert again["param_groups"] == saved["state"]["param_groups"]
+    for index, entry in saved["state"]["state"].items():
+        assert set(again["state"][index]) == set(entry)
+        for key, value in entry.items():
+            assert bits(again["state"][index][key]) == bits(value), (index, key)
+    assert [bits(optimizer.stored(p)) for p in parameters] == [bits(weight) for weight in saved["stored"]]
+    for parameter, gradient in zip(parameters, saved["gradients"], strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    for parameter, weight in zip(parameters, saved["next"], strict=True):
+        if (
+            kind != "Muon" or expected(version)["key"] == machine_key()
+        ):  # whose matmuls add in an order of the machine's
+            assert bits(optimizer.stored(parameter)) == bits(weight)
+        torch.testing.assert_close(optimizer.stored(parameter), weight, rtol=1e-2, atol=1e-3)
