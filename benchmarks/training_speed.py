@@ -33,7 +33,7 @@ from timing import Contender, Report, Row, Timing, measure, parser
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from narrowgauge.runs.record import RunWriter
+from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.models import get_model
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig

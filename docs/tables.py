@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 
 import narrowgauge
 from narrowgauge.monitor.conditions import CONDITIONS, Detector
 from narrowgauge.monitor.detectors import DETECTORS, SERIOUS
+from narrowgauge.runs import schema
 from narrowgauge.runs.events import KINDS
-from narrowgauge.runs.readings import FIELDS
-from narrowgauge.runs.readings import KINDS as WATCHED
 from narrowgauge.spec import show
 from narrowgauge.spec.tables import Column, Row, Table
 
@@ -53,17 +53,28 @@ def reference() -> str:
 
 def watched() -> str:
     """The kinds of tensor that gauges watch."""
-    return _pairs(("kind", "what it is"), WATCHED)
+    return _pairs(("kind", "what it is"), schema.TENSOR_KINDS)
 
 
-def readings() -> str:
-    """Every column of a row of gauges."""
+def metrics() -> str:
+    """Every metric in a row of ``gauges.jsonl``."""
     rows = [
-        {"table": name, "column": field, "says": says}
-        for name, fields in FIELDS.items()
-        for field, says in fields.items()
+        {"table": table, "metric": metric.name, "unit": metric.unit, "help": metric.help}
+        for table, found in schema.METRICS.items()
+        for metric in found.values()
     ]
-    return _markdown(rows, Column("table", "table", code=True), Column("column", "column", code=True), says="says")
+    heads = Column("table", "table", code=True), Column("metric", "metric", code=True)
+    return _markdown(rows, *heads, **{"unit": "unit", "what it is": "help"})
+
+
+def record(kind: str) -> str:
+    """The columns of one file of a run folder."""
+    rows = [
+        {"name": column.name, "type": column.type, "unit": column.unit, "help": column.help}
+        for column in schema.TABLES[kind].values()
+    ]
+    heads = Column("column", "name", code=True), Column("type", "type")
+    return _markdown(rows, *heads, **{"unit": "unit", "what it is": "help"})
 
 
 def detectors() -> str:
@@ -134,7 +145,8 @@ def _markdown(rows: list[Row], *heads: Column, **others: str) -> str:
 
 OWN: dict[str, Callable[[], str]] = {
     "watched": watched,
-    "readings": readings,
+    "metrics": metrics,
+    **{f"record_{kind}": partial(record, kind) for kind in schema.TABLES},
     "detectors": detectors,
     "advice": advice,
     "conditions": conditions,

@@ -18,7 +18,7 @@ from narrowgauge.gauges import collect
 from narrowgauge.gauges.attach import _OPEN, GaugeNotice, Gauges, attach_gauges
 from narrowgauge.gauges.moment_shadow import States
 from narrowgauge.gauges.recorder import SWITCH
-from narrowgauge.runs.readings import figure
+from narrowgauge.runs.schema import metric_of
 
 BF16 = torch.bfloat16
 
@@ -82,12 +82,12 @@ def test_readings_are_those_of_the_tensors() -> None:
     trained(model, optimizer, 1)
     row = gauges.last
     assert row is not None and row["step"] == 1
-    assert figure(row, "tensors", "input:blocks.1.down", "amax") == pytest.approx(
+    assert metric_of(row, "tensors", "input:blocks.1.down", "amax") == pytest.approx(
         seen["x"].abs().max().item(), rel=1e-3
     )
     rms = weight.float().square().mean().sqrt().item()
-    assert figure(row, "tensors", "weight:blocks.1.down.weight", "rms") == pytest.approx(rms, rel=2**-8)
-    assert figure(row, "tensors", "input:blocks.1.down", "nonfinite") == 0
+    assert metric_of(row, "tensors", "weight:blocks.1.down.weight", "rms") == pytest.approx(rms, rel=2**-8)
+    assert metric_of(row, "tensors", "input:blocks.1.down", "nonfinite") == 0
     # Three inputs of 32 features and two of 64, of 64 tokens each; every third value counts, and hardly one is zero.
     counted = 3 * -(-64 * 32 // collect.COUNTED) + 2 * -(-64 * 64 // collect.COUNTED)
     assert 0 <= counted - sum(row["histograms"]["input"]) <= 4
@@ -173,20 +173,20 @@ def test_any_module_and_any_optimizer(kind: Any) -> None:
     gauges = attach_gauges(model, optimizer, every=2)
     trained(model, optimizer, 4)
     row = gauges.last
-    assert row is not None and figure(row, "updates", "head.weight", "edq") is None
-    assert 0 < (figure(row, "updates", "head.weight", "update_to_weight") or 0) < 1
+    assert row is not None and metric_of(row, "updates", "head.weight", "edq") is None
+    assert 0 < (metric_of(row, "updates", "head.weight", "update_to_weight") or 0) < 1
     if kind is torch.optim.AdamW:
-        assert figure(row, "moments", "head.weight", "bias") == pytest.approx(1.0, rel=1e-5)
-        assert (figure(row, "updates", "head.weight", "update_to_ulp") or 0) > 0
+        assert metric_of(row, "moments", "head.weight", "bias") == pytest.approx(1.0, rel=1e-5)
+        assert (metric_of(row, "updates", "head.weight", "update_to_ulp") or 0) > 0
 
 
 def test_what_a_cast_loses_is_read_from_its_own_scale() -> None:
     row, _ = read("float8-row/word")
-    sqnr = figure(row, "tensors", "input:blocks.0.up", "sqnr_db")
+    sqnr = metric_of(row, "tensors", "input:blocks.0.up", "sqnr_db")
     assert sqnr is not None and 28 < sqnr < 36  # e4m3 scaled by row: 31.5 for normal values
-    assert figure(row, "tensors", "input:blocks.0.up", "overflow") == 0.0
+    assert metric_of(row, "tensors", "input:blocks.0.up", "overflow") == 0.0
     plain, _ = read("bfloat16/word")
-    assert figure(plain, "tensors", "input:blocks.0.up", "sqnr_db") is None
+    assert metric_of(plain, "tensors", "input:blocks.0.up", "sqnr_db") is None
 
 
 def test_block_scales_of_a_microscaling_row() -> None:
@@ -205,8 +205,8 @@ def test_the_dead_and_the_scaled_layer_are_told_apart() -> None:
     trained(model, optimizer, 1)
     row = gauges.last
     assert row is not None
-    assert figure(row, "tensors", "weight:blocks.0.down.weight", "amax") == 0.0
-    ratio = figure(row, "tensors", "weight:blocks.1.up.weight", "rms") / figure(  # type: ignore[operator]
+    assert metric_of(row, "tensors", "weight:blocks.0.down.weight", "amax") == 0.0
+    ratio = metric_of(row, "tensors", "weight:blocks.1.up.weight", "rms") / metric_of(  # type: ignore[operator]
         row, "tensors", "weight:blocks.0.up.weight", "rms"
     )
     assert ratio == pytest.approx(2.0**12, rel=0.1)
@@ -219,8 +219,8 @@ def test_bad_values_are_counted() -> None:
     gauges = attach_gauges(model, optimizer, every=1)
     trained(model, optimizer, 1)
     assert gauges.last is not None
-    assert figure(gauges.last, "tensors", "weight:blocks.1.up.weight", "nonfinite") == 2
-    assert figure(gauges.last, "tensors", "input:blocks.0.up", "nonfinite") == 0
+    assert metric_of(gauges.last, "tensors", "weight:blocks.1.up.weight", "nonfinite") == 2
+    assert metric_of(gauges.last, "tensors", "input:blocks.0.up", "nonfinite") == 0
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_second_moments_that_freeze_are_seen(storage: str, freezes: bool) -> Non
         optimizer.step()
     row = gauges.last
     assert row is not None
-    bias, frozen = figure(row, "moments", "w", "bias"), figure(row, "moments", "w", "frozen_fraction")
+    bias, frozen = metric_of(row, "moments", "w", "bias"), metric_of(row, "moments", "w", "frozen_fraction")
     assert bias is not None and frozen is not None
     if freezes:
         assert frozen > 0.9 and abs(bias - 1) > 0.05
@@ -255,7 +255,7 @@ def test_the_shadow_takes_clipped_gradients_and_leaves_skipped_ones() -> None:
         weight.grad = torch.full((4, 8), math.nan if step == 3 else 1.0)
         optimizer.step()
     assert optimizer.num_skipped == 1 and gauges.last is not None
-    assert figure(gauges.last, "moments", "w", "bias") == pytest.approx(1.0, rel=1e-5)
+    assert metric_of(gauges.last, "moments", "w", "bias") == pytest.approx(1.0, rel=1e-5)
 
 
 def test_patterns_choose_and_nothing_is_refused() -> None:
@@ -311,7 +311,7 @@ def test_a_parameter_without_a_gradient_spoils_no_other() -> None:
         optimizer.zero_grad(set_to_none=True)
     assert gauges.last is not None and set(gauges.last["moments"]) == {"used.weight", "sometimes.weight"}
     for name in gauges.last["moments"]:
-        assert figure(gauges.last, "moments", name, "bias") == pytest.approx(1.0, rel=1e-4)
+        assert metric_of(gauges.last, "moments", name, "bias") == pytest.approx(1.0, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", [ng.Lion, torch.optim.SGD])
@@ -346,8 +346,8 @@ def test_a_loaded_state_is_followed_from_there_and_its_rate_is_the_new_one() -> 
     optimizer.load_state_dict(state)
     trained(model, optimizer, 4)
     assert first is not None and gauges.last is not None
-    assert figure(gauges.last, "moments", "head.weight", "bias") == pytest.approx(1.0, rel=1e-3)
-    ratio = figure(gauges.last, "updates", "head.weight", "update_to_ulp") / figure(  # type: ignore[operator]
+    assert metric_of(gauges.last, "moments", "head.weight", "bias") == pytest.approx(1.0, rel=1e-3)
+    ratio = metric_of(gauges.last, "updates", "head.weight", "update_to_ulp") / metric_of(  # type: ignore[operator]
         first, "updates", "head.weight", "update_to_ulp"
     )
     assert ratio < 0.02  # a hundredth of the rate, and a tenth for the larger moments
@@ -364,7 +364,7 @@ def test_gauges_attached_late_know_how_many_steps_were_taken() -> None:
         trained(model, optimizer, 5)
         gauges = gauges or attach_gauges(model, optimizer, every=1)
         trained(model, optimizer, 1)
-        readings.append(figure(gauges.last or {}, "updates", "head.weight", "update_to_ulp"))
+        readings.append(metric_of(gauges.last or {}, "updates", "head.weight", "update_to_ulp"))
     assert readings[0] is not None and readings[0] == pytest.approx(readings[1])
 
 
@@ -377,7 +377,7 @@ def test_a_stale_scale_is_read_as_the_layer_used_it() -> None:
     trained(model, optimizer, 3)
     trained(model, optimizer, 1, size=1000.0)
     assert gauges.last is not None and sum(linears.overflows(3)["blocks.0.up"]) > 1000
-    share = figure(gauges.last, "tensors", "input:blocks.0.up", "overflow")
+    share = metric_of(gauges.last, "tensors", "input:blocks.0.up", "overflow")
     assert share == pytest.approx(linears.overflows(3)["blocks.0.up"][0] / (64 * 32), abs=0.02)
 
 
@@ -442,7 +442,7 @@ def test_updates_of_an_embedding_are_not_those_of_its_first_token() -> None:
     gauges = attach_gauges(model, optimizer, every=1)
     model(torch.arange(1, 64)).square().sum().backward()
     optimizer.step()
-    assert gauges.last is not None and (figure(gauges.last, "updates", "0.weight", "update_to_weight") or 0) > 0
+    assert gauges.last is not None and (metric_of(gauges.last, "updates", "0.weight", "update_to_weight") or 0) > 0
 
 
 @pytest.mark.parametrize("kind", ["BertForMaskedLM", "AlbertForMaskedLM", "GPT2LMHeadModel"])

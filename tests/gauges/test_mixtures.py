@@ -13,7 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import narrowgauge as ng
 from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.matmul.experts import grouped_layers_of
-from narrowgauge.runs.readings import figure
+from narrowgauge.runs.schema import metric_of
 
 EXPERTS = "model.layers.0.mlp.experts"
 SHAPE = {
@@ -53,19 +53,19 @@ def test_operands_are_read_and_the_run_is_the_same(compiled: bool) -> None:
     assert row is not None
     for name in (f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"):
         for kind in ("input", "output_grad"):
-            assert (figure(row, "tensors", f"{kind}:{name}", "amax") or 0) > 0
-            assert 25 < (figure(row, "tensors", f"{kind}:{name}", "sqnr_db") or 0) < 55
+            assert (metric_of(row, "tensors", f"{kind}:{name}", "amax") or 0) > 0
+            assert 25 < (metric_of(row, "tensors", f"{kind}:{name}", "sqnr_db") or 0) < 55
         if seen:
             largest = seen[name].abs().max().item()
-            assert figure(row, "tensors", f"input:{name}", "amax") == pytest.approx(largest, rel=1e-3)
+            assert metric_of(row, "tensors", f"input:{name}", "amax") == pytest.approx(largest, rel=1e-3)
 
 
 def test_scales_of_an_expert_are_left_out() -> None:
     row = trained("float8-tensor/word", 2)[1].last
     assert row is not None
-    assert figure(row, "tensors", f"input:{EXPERTS}.down_proj", "sqnr_db") is None
-    assert (figure(row, "tensors", f"input:{EXPERTS}.down_proj", "rms") or 0) > 0
-    assert figure(row, "tensors", f"weight:{EXPERTS}.down_proj", "sqnr_db") is None
+    assert metric_of(row, "tensors", f"input:{EXPERTS}.down_proj", "sqnr_db") is None
+    assert (metric_of(row, "tensors", f"input:{EXPERTS}.down_proj", "rms") or 0) > 0
+    assert metric_of(row, "tensors", f"weight:{EXPERTS}.down_proj", "sqnr_db") is None
 
 
 def test_a_pattern_finds_them_and_detaching_frees_them() -> None:

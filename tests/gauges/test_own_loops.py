@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowgauge as ng
 from narrowgauge.gauges.attach import Gauges, attach_gauges
-from narrowgauge.runs.readings import MOMENT_FIELDS, UPDATE_FIELDS
+from narrowgauge.runs.schema import METRICS
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
 
@@ -83,11 +83,11 @@ def test_every_optimizer_is_read(name: str) -> None:
         runs.append((train(model, optimizer, 6), gauges.last))
     (plain, nothing), (watched, row) = runs
     assert plain == watched and nothing is None and row is not None
-    fields = dict(zip(UPDATE_FIELDS, row["updates"]["0.weight"], strict=True))
+    fields = dict(zip(METRICS["updates"], row["updates"]["0.weight"], strict=True))
     assert fields["update_to_weight"] > 0
     if "Adam" in name and name not in ("Adamax", "NAdam", "RAdam"):
         assert fields["update_to_ulp"] > 1
-        moments = dict(zip(MOMENT_FIELDS, row["moments"]["0.weight"], strict=True))
+        moments = dict(zip(METRICS["moments"], row["moments"]["0.weight"], strict=True))
         assert moments == {"bias": pytest.approx(1, abs=1e-3), "frozen_fraction": 0}
 
 

@@ -27,7 +27,7 @@ from narrowgauge.gauges import collect
 from narrowgauge.gauges.attach import attach_gauges
 from narrowgauge.gauges.collect import Shards
 from narrowgauge.gauges.moment_shadow import SHADOWED
-from narrowgauge.runs.readings import Row, figure
+from narrowgauge.runs.schema import Row, metric_of
 from ranks import run_ranks
 
 CASES = ["ours", "naive", "torch", "float8-tensor"]
@@ -148,7 +148,7 @@ def shared(row: Row) -> Row:
 def column(row: Row, field: str) -> dict[str, float]:
     """A column of the tables of tensors or updates; -1 for null."""
     table = "updates" if field in AUDITED else "tensors"
-    values = {name: figure(row, table, name, field) for name in shared(row)[table]}
+    values = {name: metric_of(row, table, name, field) for name in shared(row)[table]}
     return {name: -1.0 if value is None else value for name, value in values.items()}
 
 
@@ -189,19 +189,19 @@ def test_samples_are_those_of_all_ranks(found: list[Any]) -> None:
     sizes = [(512, 512), (32, 32), (256, 192), (4, 3), (7, 0), (1, 0), (4, 3)]
     assert counts["weight"] == sum(-(-size // collect.COUNTED) for pair in sizes for size in pair)
     assert counts["exp_avg"] == sum(min(size, SHADOWED) for pair in sizes for size in pair)
-    assert figure(found[0]["torch"][0][1], "moments", "uneven.weight", "bias") == pytest.approx(1, abs=0.01)
+    assert metric_of(found[0]["torch"][0][1], "moments", "uneven.weight", "bias") == pytest.approx(1, abs=0.01)
     for field in ("update_to_weight", "update_to_ulp"):
-        whole = figure(train(*start("ours"))[0][1], "updates", "even.weight", field)
-        assert figure(found[1]["ours"][0][1], "updates", "even.weight", field) == pytest.approx(whole, rel=0.3)
+        whole = metric_of(train(*start("ours"))[0][1], "updates", "even.weight", field)
+        assert metric_of(found[1]["ours"][0][1], "updates", "even.weight", field) == pytest.approx(whole, rel=0.3)
 
 
 def test_a_bad_value_on_one_rank_is_seen_on_all(found: list[Any]) -> None:
     for result in found:
         before, row = result["spoiled"][0]
-        assert figure(before, "tensors", "grad:even.weight", "nonfinite") == 0
-        assert figure(row, "tensors", "grad:even.weight", "nonfinite") == 1
-        assert figure(row, "tensors", "grad:even.weight", "amax") is None  # as on one process
-        assert figure(row, "tensors", "grad:uneven.weight", "nonfinite") == 0
+        assert metric_of(before, "tensors", "grad:even.weight", "nonfinite") == 0
+        assert metric_of(row, "tensors", "grad:even.weight", "nonfinite") == 1
+        assert metric_of(row, "tensors", "grad:even.weight", "amax") is None  # as on one process
+        assert metric_of(row, "tensors", "grad:uneven.weight", "nonfinite") == 0
 
 
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])
@@ -209,7 +209,7 @@ def test_watched_ranks_have_the_bits_of_unwatched_ones_and_operands_of_their_own
     for result in found:
         watched, unwatched = (result[f"{how} {name}"][1] for name in ("watched", "unwatched"))
         assert watched and all(torch.equal(value, unwatched[name]) for name, value in watched.items())
-    amax = [figure(result[f"{how} watched"][0][0], "tensors", "input:even", "amax") for result in found]
+    amax = [metric_of(result[f"{how} watched"][0][0], "tensors", "input:even", "amax") for result in found]
     assert amax[0] != amax[1]
 
 

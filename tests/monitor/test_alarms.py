@@ -15,7 +15,7 @@ from narrowgauge.monitor.conditions import CONDITIONS
 from narrowgauge.monitor.detectors import DETECTORS, SAFER, SERIOUS
 from narrowgauge.monitor.features import halvings
 from narrowgauge.runs.events import KINDS, Event
-from narrowgauge.runs.readings import FIELDS, TENSOR_FIELDS
+from narrowgauge.runs.schema import METRICS
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES
@@ -44,7 +44,7 @@ def gauges(step: int, **wrong: Any) -> Row:
 
     def figures(kind: str, name: str, bad: bool) -> list[float | None]:
         healthy = HEALTHY["tensor" if name == "tensors" else kind]
-        return [{**healthy, **(wrong.get(kind, {}) if bad else {})}[field] for field in FIELDS[name]]
+        return [{**healthy, **(wrong.get(kind, {}) if bad else {})}[field] for field in METRICS[name]]
 
     tensors = {
         f"{kind}:{layer}{'.weight' if kind in ('weight', 'grad') else ''}": figures(kind, "tensors", layer == LAYER)
@@ -395,14 +395,14 @@ def test_the_tables_name_only_what_exists() -> None:
     worked_out = {"updates.intended", "attention.nonfinite", "logits.nonfinite", "logits.log_z", "steps.halvings",
                   "steps.skipped", "steps.climb", "steps.growth", "steps.nonfinite", "steps.loss_scale", "steps.loss",
                   "steps.grad_norm"}  # fmt: skip
-    known = {f"{table}.{name}" for table, names in FIELDS.items() for name in names} | worked_out
+    known = {f"{table}.{name}" for table, names in METRICS.items() for name in names} | worked_out
     for name, row in DETECTORS.items():
         assert row.name == name and row.kind in KINDS and row.reads in known
         assert row.only in ("", *CONDITIONS) and row.source and row.clears != 1.0
         assert not row.past or row.window >= 3
     assert set(SERIOUS) < {row.kind for row in DETECTORS.values()}
     assert {row.only for row in DETECTORS.values()} == {"", *CONDITIONS}
-    assert set(TENSOR_FIELDS) >= {"amax", "outlier"}
+    assert set(METRICS["tensors"]) >= {"amax", "outlier"}
 
 
 @pytest.mark.parametrize("name", [name for name, row in COMPUTES.items() if not row.is_wide])

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.runs.readings import FIRST_EXPONENT, NUM_EXPONENTS
 from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import FIRST_EXPONENT, NUM_EXPONENTS
 
 Row = dict[str, Any]
 

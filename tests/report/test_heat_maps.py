@@ -12,8 +12,8 @@ from narrowgauge.report import heat_maps as module
 from narrowgauge.report.heat_map_metrics import MEASURES
 from narrowgauge.report.heat_maps import heat_maps, short_names
 from narrowgauge.report.samples import read_samples
-from narrowgauge.runs.readings import FIELDS
 from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import METRICS
 
 MakeRun = Callable[..., Run]
 
@@ -81,7 +81,7 @@ def test_rows_of_other_versions_are_borne(make_run: MakeRun) -> None:
 
 def test_every_measure_is_a_column_of_the_readings() -> None:
     for name, measure in MEASURES.items():
-        assert measure.field in FIELDS[measure.table], name
+        assert measure.field in METRICS[measure.table], name
         assert measure.how.endswith(".") and measure.low < measure.high
         assert not measure.log or measure.low > 0
 

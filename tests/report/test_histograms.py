@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from narrowgauge.report.histograms import KIND_TITLES, MAX_BARS, SHOWN_FORMATS, format_ranges, histograms
 from narrowgauge.report.samples import read_samples
-from narrowgauge.runs.readings import FIRST_EXPONENT, KINDS, NUM_EXPONENTS
 from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import FIRST_EXPONENT, NUM_EXPONENTS, TENSOR_KINDS
 from narrowgauge.spec.formats import get_format
 
 MakeRun = Callable[..., Run]
@@ -81,7 +81,7 @@ def test_windows_are_the_formats_own() -> None:
 
 
 def test_every_kind_that_gauges_watch_has_a_panel() -> None:
-    assert set(KIND_TITLES) == set(KINDS)
+    assert set(KIND_TITLES) == set(TENSOR_KINDS)
 
 
 def test_a_figure_is_valid_json_with_a_panel_per_kind(make_run: MakeRun) -> None:

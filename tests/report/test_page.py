@@ -17,8 +17,8 @@ import pytest
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report import packing, page
-from narrowgauge.runs.readings import NUM_EXPONENTS
 from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import NUM_EXPONENTS
 
 MakeRun = Callable[..., Run]
 

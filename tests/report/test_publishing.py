@@ -13,7 +13,7 @@ from narrowgauge.comparison.comparison import compare_runs
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.report import page
 from narrowgauge.report.publishing import publish, read_runs, report, write_page
-from narrowgauge.runs.record import RunWriter
+from narrowgauge.runs.writer import RunWriter
 
 
 @pytest.fixture

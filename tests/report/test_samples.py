@@ -13,8 +13,9 @@ import pytest
 from narrowgauge.report import page
 from narrowgauge.report.samples import MOST_HISTOGRAMS, MOST_TENSORS, read_samples, spread
 from narrowgauge.runs import record
-from narrowgauge.runs.readings import NUM_EXPONENTS
-from narrowgauge.runs.record import Run, RunWriter, read_run
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.schema import NUM_EXPONENTS
+from narrowgauge.runs.writer import RunWriter
 
 MakeRun = Callable[..., Run]
 

@@ -17,7 +17,9 @@ import narrowgauge.runs.atomic_io
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.events import KINDS, Event
-from narrowgauge.runs.record import SCHEMA_VERSION, Run, RunWriter, read_run
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.schema import VERSION
+from narrowgauge.runs.writer import RunWriter
 
 RUN = {"recipe": "bfloat16/word", "lr": 1e-3, "eval_every": None, "versions": {"torch": "2.13.0"}, "out": Path("a")}
 
@@ -39,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 def test_everything_comes_back(folder: Path) -> None:
     run = read_run(folder)
     assert run.run == {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": VERSION,
         "recipe": "bfloat16/word",
         "lr": 1e-3,
         "versions": {"torch": "2.13.0"},
@@ -48,7 +50,7 @@ def test_everything_comes_back(folder: Path) -> None:
     assert run.steps == [{"step": step, "loss": 1 / step} for step in range(1, 5)]
     assert [row["step"] for row in run.evals] == [2, 4]
     assert [Event.from_row(row) for row in run.events] == [Event("start", 0, "begun")]
-    assert run.summary == {"schema_version": SCHEMA_VERSION, "steps": 4, "val_loss": math.inf}
+    assert run.summary == {"schema_version": VERSION, "steps": 4, "val_loss": math.inf}
 
 
 def test_not_finite_values_are_valid_json_and_come_back_as_floats(tmp_path: Path) -> None:
@@ -135,8 +137,8 @@ def test_a_missing_damaged_or_newer_run_is_refused(folder: Path, tmp_path: Path)
         read_run(tmp_path / "nowhere")
     with pytest.raises(RecordError, match=r"the folder has no run\.toml"):
         RunWriter.open(tmp_path)
-    (folder / "run.toml").write_text(f"schema_version = {SCHEMA_VERSION + 1}\n")
-    with pytest.raises(RecordError, match=f"schema {SCHEMA_VERSION + 1}; this version reads up to {SCHEMA_VERSION}"):
+    (folder / "run.toml").write_text(f"schema_version = {VERSION + 1}\n")
+    with pytest.raises(RecordError, match=f"schema {VERSION + 1}; this version reads up to {VERSION}"):
         read_run(folder)
     (folder / "run.toml").write_text("schema_version = ")
     with pytest.raises(RecordError, match=r"run\.toml is damaged"):
@@ -187,7 +189,7 @@ def test_a_whole_file_survives_a_failed_replacement(folder: Path, monkeypatch: p
 
 WRITER = """
 import os, signal, sys
-from narrowgauge.runs.record import RunWriter
+from narrowgauge.runs.writer import RunWriter
 with RunWriter.open(sys.argv[1]) as writer:
     for step in range(5, 1000):
         writer.step({"step": step, "loss": 0.0})
@@ -240,22 +242,22 @@ def test_what_a_resume_needs_is_there_or_the_record_is_damaged(
 @pytest.mark.parametrize(
     ("name", "line", "says"),
     [
-        ("steps", '{"step": 2, "loss": "low"}', "line 2 of 5 has loss = 'low', which is no number"),
-        ("steps", '{"step": 2, "edq": [1.0]}', r"edq = \[1\.0\], which is no number"),
+        ("steps", '{"step": 2, "loss": "low"}', "line 2 of 5 has loss = 'low', which is not a number"),
+        ("steps", '{"step": 2, "edq": [1.0]}', r"edq = \[1\.0\], which is not a number"),
         ("steps", '{"loss": 1.0}', "line 2 of 5 has no step"),
-        ("steps", '{"step": "2"}', "step = '2', which is no whole number"),
-        ("steps", '{"step": "nan"}', "step = nan, which is no whole number"),
-        ("evals", '{"step": 2, "val_loss": {}}', "val_loss = {}, which is no number"),
-        ("events", '{"kind": 3, "step": 1, "message": "a"}', "kind = 3, which is no text"),
-        ("events", '{"kind": "note", "step": 1, "message": ["a"]}', "message = .* no text"),
-        ("gauges", '{"step": 1, "tensors": 5}', "line 2 of 2 has tensors = 5, which is no table"),
-        ("gauges", '{"step": 1, "updates": {"a": 1}}', "a = 1 in updates, which is no list"),
+        ("steps", '{"step": "2"}', "step = '2', which is not a whole number"),
+        ("steps", '{"step": "nan"}', "step = nan, which is not a whole number"),
+        ("evals", '{"step": 2, "val_loss": {}}', "val_loss = {}, which is not a number"),
+        ("events", '{"kind": 3, "step": 1, "message": "a"}', "kind = 3, which is not text"),
+        ("events", '{"kind": "note", "step": 1, "message": ["a"]}', "message = .* not text"),
+        ("gauges", '{"step": 1, "tensors": 5}', "line 2 of 2 has tensors = 5, which is not a table"),
+        ("gauges", '{"step": 1, "updates": {"a": 1}}', "a = 1 in updates, which is not a list"),
         (
             "gauges",
             '{"step": 1, "histograms": {"weight": [1, "x"]}}',
-            "weight = .* in histograms, which are no numbers",
+            "weight = .* in histograms, which are not numbers",
         ),
-        ("gauges", '{"step": 1, "logits": {"max": "high"}}', "in logits, which are no numbers"),
+        ("gauges", '{"step": 1, "logits": {"max": "high"}}', "in logits, which are not numbers"),
     ],
 )
 def test_a_value_that_no_reader_could_reckon_with_is_refused_with_its_line(
@@ -297,7 +299,7 @@ def test_a_summary_of_another_kind_is_refused(text: str, says: str, folder: Path
 
 def test_settings_of_another_kind_are_refused(tmp_path: Path) -> None:
     RunWriter.create(tmp_path / "run", {"config": {"recipe": "bfloat16/word", "seed": "one"}}).close()
-    with pytest.raises(RecordError, match=r"run\.toml is damaged: its seed = 'one' is no whole number"):
+    with pytest.raises(RecordError, match=r"run\.toml is damaged: its seed = 'one' is not a whole number"):
         read_run(tmp_path / "run")
 
 
@@ -351,11 +353,11 @@ def test_a_table_or_summary_that_is_nested_too_deep_is_damaged(folder: Path) -> 
 
 
 def test_a_newer_summary_is_refused(folder: Path) -> None:
-    (folder / "summary.json").write_text(f'{{"schema_version": {SCHEMA_VERSION + 1}, "steps": 4}}')
-    with pytest.raises(RecordError, match=f"has record schema {SCHEMA_VERSION + 1}; this version reads up to"):
+    (folder / "summary.json").write_text(f'{{"schema_version": {VERSION + 1}, "steps": 4}}')
+    with pytest.raises(RecordError, match=f"has record schema {VERSION + 1}; this version reads up to"):
         read_run(folder)
     (folder / "summary.json").write_text('{"schema_version": "two", "steps": 4}')
-    with pytest.raises(RecordError, match=r"schema_version = 'two', which is no number"):
+    with pytest.raises(RecordError, match=r"schema_version = 'two', which is not a number"):
         read_run(folder)
     (folder / "summary.json").write_text('{"steps": 4}')
     assert read_run(folder).summary == {"steps": 4}

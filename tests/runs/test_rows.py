@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import tomli_w
 
-import narrowgauge.runs.record as record_module
+import narrowgauge.runs.writer as writer_module
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.record import RunWriter, read_run, require_rows, rows_lost
-from narrowgauge.runs.rows import ROW_FILES, line_of, line_steps, read_rows
-from narrowgauge.runs.whole_files import read_settings
+from narrowgauge.runs.lines import ROW_FILES, line_of, line_steps, read_rows
+from narrowgauge.runs.record import read_run, read_settings
+from narrowgauge.runs.writer import RunWriter, require_rows, rows_lost
 
 SETTINGS = {"recipe": "bfloat16/word", "seed": 0, "lr": 1e-3}
 COUNTS = {"steps": 6, "evals": 3, "events": 2, "gauges": 2}
@@ -187,7 +187,7 @@ def test_steps_are_found_without_parsing_and_are_those_of_the_rows(folder: Path)
 
 def test_of_two_that_make_a_run_at_once_one_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other comes at every moment at which the first writes."""
-    true_write, refused = record_module.write_whole, []
+    true_write, refused = writer_module.write_whole, []
 
     def write(path: Path, data: bytes, then: str) -> None:
         with pytest.raises(RecordError) as caught:
@@ -195,7 +195,7 @@ def test_of_two_that_make_a_run_at_once_one_makes_it(tmp_path: Path, monkeypatch
         refused.append(caught.value.message)
         true_write(path, data, then)
 
-    monkeypatch.setattr(record_module, "write_whole", write)
+    monkeypatch.setattr(writer_module, "write_whole", write)
     with RunWriter.create(tmp_path / "run", {"config": {"seed": 1}}) as writer:
         writer.step({"step": 1})
         with pytest.raises(RecordError, match="a run is there already"):
@@ -208,7 +208,7 @@ def test_a_run_that_could_not_be_made_leaves_no_files(tmp_path: Path, monkeypatc
     def refuse(*_: Any) -> None:
         raise RecordError("the disk is full.")
 
-    monkeypatch.setattr(record_module, "write_whole", refuse)
+    monkeypatch.setattr(writer_module, "write_whole", refuse)
     with pytest.raises(RecordError, match="the disk is full"):
         RunWriter.create(tmp_path, {"config": {}})
     assert list(tmp_path.iterdir()) == []
@@ -222,7 +222,7 @@ def test_what_a_kill_left_before_there_was_a_run_is_in_nobodys_way(tmp_path: Pat
     RunWriter.create(tmp_path, {"config": {}}).close()
     assert read_run(tmp_path).steps == []
     other = tmp_path.with_name("other")
-    record_module.remove_leftovers(other)
+    writer_module.remove_leftovers(other)
     assert list(other.iterdir()) == []
     (other / ".tmp-mine").touch()
     with pytest.raises(RecordError, match=r"not empty \(it holds \.tmp-mine\)"):
@@ -231,7 +231,7 @@ def test_what_a_kill_left_before_there_was_a_run_is_in_nobodys_way(tmp_path: Pat
     (other / "steps.jsonl").write_text('{"step":1}\n')
     with pytest.raises(RecordError, match=r"not empty \(it holds steps\.jsonl\)"):
         RunWriter.create(other, {"config": {}})
-    record_module.remove_leftovers(other)
+    writer_module.remove_leftovers(other)
     assert (other / "steps.jsonl").exists()
 
 
@@ -242,5 +242,5 @@ def test_what_a_kill_left_before_there_was_a_run_is_in_nobodys_way(tmp_path: Pat
 def test_a_schema_version_that_is_no_whole_number_is_damage(version: str, folder: Path) -> None:
     text = (folder / "run.toml").read_text().replace("schema_version = 2", f"schema_version = {version}")
     (folder / "run.toml").write_text(text)
-    with pytest.raises(RecordError, match=r"run\.toml is damaged: its schema_version = .* is no whole number"):
+    with pytest.raises(RecordError, match=r"run\.toml is damaged: its schema_version = .* is not a whole number"):
         read_run(folder)

@@ -154,7 +154,7 @@ def test_lost_rows_are_refused_and_going_on_without_them_is_told(stopped: Path) 
     (stopped / "steps.jsonl").write_bytes(lines[0] + lines[3])
     (stopped / "evals.jsonl").unlink()
     told = refused(stopped)
-    assert "lost rows that its checkpoint of step 4 stands on" in told
+    assert "lost rows from before its checkpoint of step 4" in told
     assert "steps.jsonl lacks steps 2 to 3; evals.jsonl holds 0 of the 1 rows up to step 4" in told
     loop.resume(stopped, accept_changes=True)
     run = read_run(stopped)

@@ -76,7 +76,7 @@ def test_a_terminal_sees_a_bar_and_a_table() -> None:
     said = on_terminal(TERM="xterm-256color")
     assert "\x1b[" in said and "━" in said and "4/4" in said
     assert "loss 2.5000  1,234 tokens/s" in said
-    assert "──" in said and "first [bold]words[/bold]" in said
+    assert "────" in said and "first [bold]words[/bold]" in said
     assert "lr 1.00e-03" not in said, "lines are for pipes"
 
 
@@ -84,7 +84,7 @@ def test_a_terminal_sees_a_bar_and_a_table() -> None:
 def test_a_narrow_terminal_cuts_no_figure(columns: str) -> None:
     said = on_terminal(TERM="xterm-256color", COLUMNS=columns)
     last = said.splitlines()[-1]
-    assert "──" not in said and last.split()[:3] == ["bfloat16/word", "2.2500", "–"], said
+    assert "────" not in said and last.split()[:3] == ["bfloat16/word", "2.2500", "–"], said
 
 
 def test_a_terminal_that_cannot_move_its_cursor_sees_lines() -> None:
@@ -93,10 +93,12 @@ def test_a_terminal_that_cannot_move_its_cursor_sees_lines() -> None:
 
 
 def test_the_table_has_a_cell_for_everything_and_a_dash_for_nothing() -> None:
-    head, full, empty = summary_table([FINISHED, {"recipe": "float32/float32"}]).plain().splitlines()
+    table = summary_table([FINISHED, {"recipe": "float32/float32"}])
+    head, full, empty = table.plain().splitlines()
     assert full.split() == ["bfloat16/word", "2.2500", "8.00", "10.0%", "1,234", "61"]
     assert empty.split() == ["float32/float32", *"–––––"]
     assert head.index("tokens/s") + len("tokens/s") == full.index("1,234") + len("1,234")
+    assert head.split() == ["recipe", "val.", "loss", "bytes/param", "update", "lost", "tokens/s", "seconds"]
 
 
 def test_an_edq_above_one_is_no_negative_loss() -> None:

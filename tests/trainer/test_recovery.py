@@ -13,8 +13,8 @@ import torch
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.attach import _OPEN
 from narrowgauge.runs.events import on_event
-from narrowgauge.runs.readings import UPDATE_FIELDS
 from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.schema import METRICS
 from narrowgauge.trainer import loop, recovery
 from narrowgauge.trainer.recovery import DivergenceError
 from narrowgauge.trainer.session import Session
@@ -242,7 +242,7 @@ def on_board(folder: Path) -> Any:
 def test_tensorboard_shows_the_audit_of_each_parameter_and_events_as_text(place: Path, tmp_path: Path) -> None:
     run = run_with(place, tmp_path / "run", steps=6, audit_every=2, gauges_every=2, tensorboard=True)
     found = on_board(run.path)
-    name, edq = "model.norm.weight", list(UPDATE_FIELDS).index("edq")
+    name, edq = "model.norm.weight", list(METRICS["updates"]).index("edq")
     points = [(point.step, point.value) for point in found.Scalars(f"edq/{name}")]
     assert points == [(row["step"], pytest.approx(row["updates"][name][edq], rel=1e-6)) for row in run.gauges]
     (end,) = found.Tensors("events/finish/text_summary")

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.runs.record import RunWriter, read_run
+from narrowgauge.runs.record import read_run
+from narrowgauge.runs.writer import RunWriter
 from trainer.tiny_runs import ENVIRONMENT
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

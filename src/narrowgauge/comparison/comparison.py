@@ -25,7 +25,8 @@ from narrowgauge.comparison.labels import recipe_name, run_labels, seed_of
 from narrowgauge.comparison.run_stats import Trial, divergence, late_reading
 from narrowgauge.comparison.verdict import sentences
 from narrowgauge.errors import RecipeError, RecordError, suggestion
-from narrowgauge.runs.record import Row, Run
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row
 from narrowgauge.spec.tables import Column, Table
 
 

@@ -18,7 +18,7 @@ from narrowgauge.comparison.classification import WIDE, Evidence
 from narrowgauge.comparison.intervals import Difference, interval
 from narrowgauge.comparison.labels import counted, listed
 from narrowgauge.comparison.run_stats import UNSTEADY, Trial
-from narrowgauge.runs.record import Row
+from narrowgauge.runs.schema import Row
 
 MUCH_WIDER = 5.0
 """An interval at equal time whose half exceeds every difference there so many times leaves nothing to say."""

@@ -39,7 +39,8 @@ from narrowgauge.runs.atomic_io import (
     temporary_name,
 )
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.record import Run, RunWriter, read_run
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.notation import parse, parse_table
 from narrowgauge.spec.recipes import Recipe
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from narrowgauge.errors import DataError
-from narrowgauge.runs.record import require_free
+from narrowgauge.runs.writer import require_free
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 

@@ -30,7 +30,7 @@ from narrowgauge.numerics.summation import fingerprint_all
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.record import require_free
+from narrowgauge.runs.writer import require_free
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STATE_NAMES, Storage
 

@@ -21,7 +21,9 @@ from narrowgauge.comparison.labels import counted, recipe_name, run_name
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report.publishing import publish, read_runs
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.record import Row, Run, RunWriter, read_run, require_free
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.schema import Row
+from narrowgauge.runs.writer import RunWriter, require_free
 
 
 class RunLog:

@@ -23,7 +23,8 @@ from narrowgauge.comparison.run_stats import divergence
 from narrowgauge.experiment.pace import Forecast, Pace, duration
 from narrowgauge.experiment.question import Question
 from narrowgauge.runs.record import Run
-from narrowgauge.trainer.console import MIN_WIDTH, Row, write_past_buffers
+from narrowgauge.runs.schema import Row
+from narrowgauge.trainer.console import MIN_WIDTH, write_past_buffers
 
 OTHER_LINES = 8
 """Lines of a terminal that the table of runs must leave to its own frame, the bar and what is said above."""

@@ -15,7 +15,8 @@ from narrowgauge.experiment.own_loop import RunLog
 from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.optim.auditing import figures_of
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.record import Row, RunWriter
+from narrowgauge.runs.schema import Row
+from narrowgauge.runs.writer import RunWriter
 
 
 class WatchedLog(RunLog):

@@ -38,8 +38,8 @@ from narrowgauge.numerics.plain import matmul
 from narrowgauge.optim.auditing import audit, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.shards import is_sharded, local_of
-from narrowgauge.runs.events import tell
-from narrowgauge.runs.readings import Row
+from narrowgauge.runs.events import emit
+from narrowgauge.runs.schema import Row
 
 
 class GaugeNotice(UserWarning):
@@ -275,7 +275,7 @@ class Gauges:
         if self.on_row is not None:
             self.on_row(row)
         for event in self.alarms.on_gauges(row) if self.alarms is not None else ():
-            tell(event)
+            emit(event)
 
     def _head_logits(self) -> Tensor | None:
         """Largest logit and mean log Z of sampled places, from what entered the head."""
@@ -363,8 +363,8 @@ def attach_gauges(
         every: steps from one sample to the next; 0 never.
         outputs: names of further modules whose outputs are watched, as ``output:NAME``. In a compiled model this keeps the
             compiler from fusing across them, which may change last bits; a warning says so.
-        on_row: called with each row, see :mod:`narrowgauge.runs.readings`; ``RunWriter.gauge`` writes it to a run folder.
-        alarms: let the detectors read each row, and tell their events to those who asked with ``ng.on_event``.
+        on_row: called with each row, see :data:`narrowgauge.runs.schema.GAUGE`; ``RunWriter.gauge`` writes it to a run folder.
+        alarms: let the detectors read each row, and emit their events to those who asked with ``ng.on_event``.
     Returns:
         The gauges; ``last`` is their newest row, ``detach()`` takes them away.
     Raises:

@@ -21,7 +21,7 @@ from narrowgauge.gauges.aggregate import SHARED, Shards, shared_places
 from narrowgauge.gauges.casts import block_exponents, cast_figures, lost_shares
 from narrowgauge.gauges.recorder import Board, Watched
 from narrowgauge.numerics import tensor_stats
-from narrowgauge.runs.readings import FIRST_EXPONENT, KINDS, NUM_EXPONENTS, TENSOR_FIELDS, Row
+from narrowgauge.runs.schema import FIRST_EXPONENT, METRICS, NUM_EXPONENTS, TENSOR_KINDS, Row
 from narrowgauge.spec.computes import Cast
 
 COUNTED = 3
@@ -128,7 +128,7 @@ def measure(board: Board, cast_of: CastOf, packed: Packed) -> dict[str, list[int
             packed.add(f"{name} cast", cast_figures(finite, cast, torch.stack(scales)))
             if cast.block is not None:
                 packed.add(f"{name} blocks", torch.stack([block_exponents(one, cast) for one in finite]))
-    for kind in KINDS:
+    for kind in TENSOR_KINDS:
         mine = [board.samples[i].reshape(-1)[::COUNTED] for i in board.samples if board.watched[i].kind == kind]
         if mine or kind in SHARED:
             packed.add_histogram(kind, mine, board.marked_on)
@@ -199,7 +199,7 @@ def row_of(board: Board, groups: Mapping[str, Sequence[int]], fetched: Mapping[s
                 blocks[watched.key] = [rounded(value) for value in exponent_rows[k].tolist()]
     whole = _whole(board, fetched)
     tensors = {key: values for key, values in tensors.items() if key not in whole} | whole  # in one order on all ranks
-    assert all(len(values) == len(TENSOR_FIELDS) for values in tensors.values())
+    assert all(len(values) == len(METRICS["tensors"]) for values in tensors.values())
     attention = {
         watched.name: [rounded(value, keep_nan=True) for value in figures[index][:2]]
         for index, watched in enumerate(board.watched)

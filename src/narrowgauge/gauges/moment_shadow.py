@@ -27,7 +27,7 @@ from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim import auditing
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.shards import local_of
-from narrowgauge.runs.readings import Row
+from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import get_format
 
 SHADOWED = 64

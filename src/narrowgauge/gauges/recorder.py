@@ -50,7 +50,7 @@ class Watched:
     """A tensor that has a place on the board.
 
     Args:
-        kind: a key of ``runs.readings.KINDS``, or ``attention``.
+        kind: a key of ``runs.schema.TENSOR_KINDS``, or ``attention``.
         name: of the module or parameter.
     """
 

@@ -23,7 +23,7 @@ from narrowgauge.monitor.detectors import DETECTORS, SAFER
 from narrowgauge.monitor.features import StepFigures, gauge_figures, number
 from narrowgauge.monitor.spikes import Spike, SpikeJudge
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.readings import FIELDS, Row
+from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec.notation import parse, parse_table
 from narrowgauge.spec.recipes import Recipe
 
@@ -165,7 +165,7 @@ class Alarms:
         """Take in a row of ``gauges.jsonl``.
 
         Args:
-            row: the row just written (see :mod:`narrowgauge.runs.readings`); rows come in the order of their steps.
+            row: the row just written (see :data:`narrowgauge.runs.schema.GAUGE`); rows come in the order of their steps.
         Returns:
             The events it sets off: one of each kind at most, for the tensor that is worst.
         """
@@ -225,7 +225,7 @@ class Alarms:
 
 
 _BY_TABLE: dict[str, tuple[Detector, ...]] = {
-    table: tuple(row for row in DETECTORS.values() if row.table == table) for table in (*FIELDS, "logits")
+    table: tuple(row for row in DETECTORS.values() if row.table == table) for table in (*METRICS, "logits")
 }
 
 

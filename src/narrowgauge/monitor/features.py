@@ -18,7 +18,7 @@ from narrowgauge.monitor.change_points import DriftJudge
 from narrowgauge.monitor.conditions import Figures
 from narrowgauge.monitor.detectors import DETECTORS
 from narrowgauge.monitor.spikes import Spike
-from narrowgauge.runs.readings import FIELDS, Row
+from narrowgauge.runs.schema import METRICS, Row
 
 SETTLING_STEPS = 100
 """Steps at the beginning in which a loss scale is still being found: halvings and skips are not counted."""
@@ -86,7 +86,7 @@ def halvings(scales: Iterable[float]) -> float:
 
 def gauge_figures(row: Row) -> Iterator[tuple[str, str | None, dict[str, float | None]]]:
     """Every table's figures of every tensor, by field."""
-    for table, names in FIELDS.items():
+    for table, names in METRICS.items():
         for name, values in (row.get(table) or {}).items():
             figures: dict[str, float | None] = dict(zip(names, map(number, values), strict=False))
             if table == "updates" and (edq := figures.get("edq")) is not None:

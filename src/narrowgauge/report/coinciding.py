@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from narrowgauge.report.traces import Curve
-from narrowgauge.runs.record import Row
+from narrowgauge.runs.schema import Row
 
 THICKNESS = 0.008
 """Of a line, as a share of the figure's height."""

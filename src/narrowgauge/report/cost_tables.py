@@ -21,7 +21,8 @@ from narrowgauge.report.marks import swatch
 from narrowgauge.report.markup import scroll, text
 from narrowgauge.report.series import number
 from narrowgauge.report.standing import best_of, faults_of, late_of
-from narrowgauge.runs.record import Row, Run
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row
 
 _NOT_TOLD = frozenset({"config.out"})
 """Settings that differ by nature and say nothing."""

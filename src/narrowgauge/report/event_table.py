@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from narrowgauge.report.history_figures import ROUTINE
 from narrowgauge.report.markup import scroll, text
 from narrowgauge.report.series import number
-from narrowgauge.runs.record import Row, Run
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row
 
 MAX_EVENT_ROWS = 300
 MAX_REPETITIONS = 100

@@ -30,7 +30,7 @@ from narrowgauge.report.traces import (
     symbol_of,
     traces_of,
 )
-from narrowgauge.runs.record import Row
+from narrowgauge.runs.schema import Row
 
 SMALLEST_SPAN = 0.001
 """The least span of an axis where losses are told apart, as a share of the loss."""

@@ -13,7 +13,8 @@ from functools import cached_property
 from narrowgauge.comparison.labels import run_labels, seed_of
 from narrowgauge.report.samples import Samples, read_samples
 from narrowgauge.report.series import Series, column, number
-from narrowgauge.runs.record import Row, Run
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row
 
 
 @dataclass(frozen=True)

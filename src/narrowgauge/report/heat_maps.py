@@ -13,7 +13,7 @@ from narrowgauge.report.heat_map_metrics import MEASURES, Measure
 from narrowgauge.report.samples import MOST_TENSORS, Readings, Samples, farthest, known
 from narrowgauge.report.series import rounded, thin_places
 from narrowgauge.report.traces import plain
-from narrowgauge.runs.record import Row
+from narrowgauge.runs.schema import Row
 
 MAX_CELLS = 150_000
 """Cells of all heat maps of a page together; a cell takes about one byte of it, compressed."""

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from narrowgauge.report.samples import MOST_HISTOGRAMS, Samples, spread
 from narrowgauge.report.series import rounded
 from narrowgauge.report.traces import colour
-from narrowgauge.runs.readings import FIRST_EXPONENT
-from narrowgauge.runs.record import Row
+from narrowgauge.runs.schema import FIRST_EXPONENT, Row
 from narrowgauge.spec.formats import FORMATS
 
 SHOWN_FORMATS = (

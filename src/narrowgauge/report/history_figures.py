@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from narrowgauge.report.groups import Group
 from narrowgauge.report.series import Series, accumulate, is_wide, number
 from narrowgauge.report.traces import Figure, curve_of, layout_of, plain, traces_of
-from narrowgauge.runs.record import Row, Run
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row
 
 ROUTINE = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note"})
 """Kinds of events that belong to every healthy run; all others, unknown ones too, ask for attention."""

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from narrowgauge.runs.record import Row
+from narrowgauge.runs.schema import Row
 
 WIDTHS = (280, 320, 360, 400, 440, 480, 520, 580, 640, 760, 900)
 """Widths of figures, in dots, for which places are found; the first is a small telephone's."""

@@ -27,7 +27,8 @@ from narrowgauge.report.markup import text
 from narrowgauge.report.packing import digest_of, packed, plotly_script
 from narrowgauge.report.samples import Samples
 from narrowgauge.report.traces import Figure
-from narrowgauge.runs.record import Row, Run
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row
 
 _HISTOGRAM_HOW = (
     "How many values lie in each power of two, as a share; the axis of shares counts hundredfold steps. The thick bars on "

@@ -18,8 +18,8 @@ from typing import Any
 
 from narrowgauge.report.heat_map_metrics import MEASURES, Measure
 from narrowgauge.report.series import number
-from narrowgauge.runs.readings import FIELDS, KINDS
-from narrowgauge.runs.record import Row, Run
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import METRICS, TENSOR_KINDS, Row
 
 MOST_TENSORS = 64
 """Rows of a heat map, at most."""
@@ -112,7 +112,7 @@ def farthest(lines: Mapping[str, Sequence[float]], measure: Measure, most: int) 
 
 def _sampled(rows: Sequence[Row]) -> Samples:
     steps = sorted({step for row in rows if (step := number(row.get("step"))) is not None})
-    lines = {name: line for table in FIELDS for name, line in _lines(rows, steps, table).items()}
+    lines = {name: line for table in METRICS for name, line in _lines(rows, steps, table).items()}
     counted = [
         {"step": int(step), "histograms": counts}
         for row in rows
@@ -133,7 +133,7 @@ def _sampled(rows: Sequence[Row]) -> Samples:
 def _lines(rows: Sequence[Row], steps: Sequence[float], table: str) -> dict[str, _Lines]:
     """By measure and tensor, the readings of a table over the steps."""
     measures = [name for name, measure in MEASURES.items() if measure.table == table]
-    places = [list(FIELDS[table]).index(MEASURES[name].field) for name in measures]
+    places = [list(METRICS[table]).index(MEASURES[name].field) for name in measures]
     columns = {step: column for column, step in enumerate(steps)}
     blank = array("d", [math.nan]) * len(steps)
     found: dict[str, list[array[float]]] = {}
@@ -178,7 +178,7 @@ def _worst(steps: Sequence[float], lines: _Lines) -> dict[float, tuple[str, floa
 
 
 def _lowest_edq(rows: Sequence[Row]) -> float:
-    place = list(FIELDS["updates"]).index("edq")
+    place = list(METRICS["updates"]).index("edq")
     last = [values[place] for _, _, values in _lists(rows[-1:], "updates") if place < len(values)]
     return min((value for one in last if (value := number(one)) is not None), default=1.0)
 
@@ -191,7 +191,7 @@ def _counts(row: Row) -> dict[str, list[float]]:
     return {
         kind: [max(0, count) if type(count) is int else max(0.0, number(count) or 0.0) for count in counts]
         for kind, counts in found.items()
-        if kind in KINDS and isinstance(counts, list)
+        if kind in TENSOR_KINDS and isinstance(counts, list)
     }
 
 

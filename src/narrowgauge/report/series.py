@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.runs.readings import Row
+from narrowgauge.runs.schema import Row
 
 
 @dataclass(frozen=True)

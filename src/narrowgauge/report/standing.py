@@ -17,7 +17,7 @@ from narrowgauge.comparison.labels import seed_of
 from narrowgauge.comparison.run_stats import Trial, divergence, late_reading
 from narrowgauge.report.groups import Group
 from narrowgauge.report.series import number
-from narrowgauge.runs.record import Row
+from narrowgauge.runs.schema import Row
 
 MARGIN = 1.1
 """With one seed in common, a figure of time or memory is apart from another where it is so many times as good."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from narrowgauge.report.groups import Group
 from narrowgauge.report.series import Band, Series, band, decimate, gaps, is_wide, outline, rounded
-from narrowgauge.runs.record import Row
+from narrowgauge.runs.schema import Row
 
 NUM_COLOURS = 8
 """Colours of the palette; recipes beyond it get its colours again with another dash and another kind of marker."""

@@ -1,6 +1,5 @@
-"""What a run leaves on disk and what is read from it, written so that a crash costs at most the line being written.
+"""The run folder: what a run writes to disk, in a way that a crash costs at most the line being written.
 
-``record`` is the run folder, ``events`` the things worth a word, ``readings`` what gauges saw, ``files`` the few ways this
-package writes to a disk. ``watching`` reads a run while it goes on, ``comparing`` several beside each other, ``pages`` shows
-them. Nothing here needs torch, so a report on a finished run starts at once.
+``schema`` defines the columns, ``record`` reads a run, ``writer`` writes it, ``lines`` is the checksummed line format,
+``events`` the messages of a run, ``atomic_io`` how this package writes files. Nothing here needs torch.
 """

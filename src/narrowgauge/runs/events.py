@@ -1,46 +1,46 @@
-"""What happened in a run that deserves a word: one frozen value per happening.
+"""Events: what happened in a run that a person should know.
 
-Numbers go to ``steps.jsonl``; an event is what a person would want to be told. Each has a kind from the table below,
-the step it belongs to, one sentence, and where it applies the tensor, the value measured, the threshold it crossed and
-what to do. The same rows feed the screen during training, ``events.jsonl``, the report and the diagnosis.
+Metrics go to ``steps.jsonl``; an event is a sentence. Each event has a kind from the table below, the step it belongs to, one
+sentence, and where they apply the tensor, the measured value, the threshold and what to do. The console, ``events.jsonl``,
+TensorBoard and the report all show the same events.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 from narrowgauge.errors import suggestion
+from narrowgauge.runs.schema import Row
 
 KINDS: dict[str, str] = {
     "start": "the run began",
-    "resume": "the run went on from a checkpoint",
+    "resume": "the run resumed from a checkpoint",
     "stop": "the run was stopped before its last step, by request or signal",
     "finish": "the last step was done",
-    "note": "a choice was made for the user that he may want to know of",
-    "warning": "something is being lost that has no kind of its own",
+    "note": "a default or a change that the user may want to know of",
+    "warning": "a loss of accuracy that has no kind of its own",
     "skip": "an update was not applied, because a gradient was not finite or the step was a spike",
-    "divergence": "training goes nowhere: 25 steps in a row failed, or it stopped as --on-spike asks",
-    "rollback": "the run went back to a checkpoint and round the data that led to a spike",
-    "first_bad_value": "the operation that made the first value that is not finite, found by doing the step again",
+    "divergence": "training makes no progress: 25 steps in a row failed, or --on-spike stopped it",
+    "rollback": "the run went back to a checkpoint and leaves out the data that led to a spike",
+    "first_bad_value": "the operation that made the first value that is not finite, found by replaying the step",
     "lost_updates": "a storage loses part of the updates",
-    "noise": "a storage adds more to the updates than they are",
+    "noise": "a storage adds more rounding noise than update",
     "frozen_moments": "second moments no longer follow the gradients",
-    "underflow": "a cast makes much of a tensor zero",
-    "overflow": "a cast cuts off much of a tensor",
-    "outliers": "a tensor's largest values grow away from the others",
-    "attention": "attention logits grow, or attend to one place only",
+    "underflow": "a cast rounds much of a tensor to zero",
+    "overflow": "a cast saturates much of a tensor",
+    "outliers": "a tensor's largest values grow much faster than the others",
+    "attention": "attention logits grow, or attention collapses to one position",
     "logits": "the model's logits drift away from zero",
     "loss_scale": "the loss scale collapses",
-    "loss_spike": "the loss jumped above its past",
-    "gradient_spike": "the gradient norm jumped above its past",
-    "loss_climb": "the loss climbs slowly, and does not come back",
+    "loss_spike": "the loss jumped far above recent steps",
+    "gradient_spike": "the gradient norm jumped far above recent steps",
+    "loss_climb": "the loss climbs slowly and does not recover",
     "growth": "a weight or the gradient norm grows far beyond what it was",
     "dead_layer": "a layer no longer learns",
     "nonfinite": "a tensor holds values that are not finite",
     "checkpoint": "a checkpoint was written",
-    "checkpoint_damaged": "a checkpoint did not match its manifest and was passed over",
+    "checkpoint_damaged": "a checkpoint did not match its manifest and was not used",
 }
 """Every kind of event and its meaning."""
 
@@ -49,17 +49,17 @@ _LISTENERS: list[Callable[[Event], object]] = []
 
 @dataclass(frozen=True)
 class Event:
-    """One happening of a run.
+    """Something that happened in a run.
 
-    Law: ``Event.from_row(event.row()) == event``.
+    Invariant: ``Event.from_row(event.row()) == event``.
 
     Args:
         kind: a key of :data:`KINDS`.
         step: optimizer steps done when it happened; 0 is before the first.
         message: one sentence.
         tensor: the parameter it is about.
-        value: what was measured, in the unit the message names.
-        threshold: what it was compared with, in the same unit.
+        value: what was measured, in the unit that the message names.
+        threshold: what the value was compared with, in the same unit.
         advice: what to do.
 
     Raises:
@@ -82,35 +82,35 @@ class Event:
         if self.kind not in KINDS:
             raise ValueError(f"no event kind is named {self.kind!r}. {suggestion(self.kind, KINDS)}".strip())
 
-    def row(self) -> dict[str, Any]:
-        """The event as a row of ``events.jsonl``; what does not apply is left out."""
+    def row(self) -> Row:
+        """The event as a row of ``events.jsonl``; empty columns are left out."""
         return {name: value for name, value in asdict(self).items() if value is not None and value != ""}
 
     @classmethod
-    def from_row(cls, row: dict[str, Any]) -> Event:
-        """The event of a row; fields this version does not know are ignored."""
+    def from_row(cls, row: Row) -> Event:
+        """The event of a row; columns that an event does not have are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in {"message": "", **row}.items() if name in known})
 
 
 def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:
-    """Be told of every event of every run and gauge of this process, as it happens.
+    """Call a function with every event of every run and all gauges of this process.
 
-    Law: events are told in the order in which they are written, after they were; what a callback raises ends the run, as
-    any error of the caller's would.
+    Events arrive in the order in which they are written, after they were written. An exception in the callback ends the run,
+    as any error in the training loop would.
 
     Args:
-        callback: gets an event with ``kind``, ``step``, ``message`` and, where they apply, ``tensor``, ``value``,
-            ``threshold`` and ``advice``.
+        callback: takes an event: ``kind``, ``step``, ``message`` and, where they apply, ``tensor``, ``value``, ``threshold``
+            and ``advice``.
     Returns:
-        A function that ends it.
+        A function that removes the callback.
     Example:
-        >>> told = []
-        >>> stop = on_event(lambda event: told.append(event.kind))
-        >>> tell(Event("note", 0, "bits may differ"))
+        >>> kinds = []
+        >>> stop = on_event(lambda event: kinds.append(event.kind))
+        >>> emit(Event("note", 0, "bits may differ"))
         >>> stop()
-        >>> tell(Event("finish", 9, "done"))
-        >>> told
+        >>> emit(Event("finish", 9, "done"))
+        >>> kinds
         ['note']
     """
     _LISTENERS.append(callback)
@@ -122,7 +122,7 @@ def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:
     return stop
 
 
-def tell(event: Event) -> None:
-    """Tell an event to all who asked; writers of runs and gauges call it once it is written."""
+def emit(event: Event) -> None:
+    """Call every callback with an event; writers of runs and gauges call it after writing the event."""
     for callback in list(_LISTENERS):
         callback(event)

@@ -12,9 +12,10 @@ from dataclasses import fields
 from typing import Any
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.record import Run, require_rows, rows_lost
-from narrowgauge.runs.row_types import short
-from narrowgauge.runs.rows import plain, revived, without_none
+from narrowgauge.runs.lines import json_value, restored, toml_value
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import short
+from narrowgauge.runs.writer import require_rows, rows_lost
 from narrowgauge.trainer.config import TrainConfig
 
 _NOT_OF_THE_RUN = ("out", "stop_after")
@@ -71,7 +72,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     for field in fields(TrainConfig):
         if field.name in _NOT_OF_THE_RUN:
             continue
-        values = [revived(plain(without_none(table.get(field.name, field.default)))) for table in (before, now)]
+        values = [restored(json_value(toml_value(table.get(field.name, field.default)))) for table in (before, now)]
         if values[0] != values[1]:
             said = ["not set" if value is None else short(value) for value in values]
             found.append((field.name, said[0], said[1]))

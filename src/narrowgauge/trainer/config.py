@@ -367,7 +367,7 @@ class TrainConfig:
             raise DataError(f"the tokenizer {self.tokenizer} does not exist.", "Name a tokenizer.json or its folder.")
 
     def _free_out(self) -> str:
-        from narrowgauge.runs.record import require_free
+        from narrowgauge.runs.writer import require_free
 
         assert self.out is not None
         require_free(self.out, beside=left_by_a_kill(Path(self.out)))
@@ -377,7 +377,7 @@ class TrainConfig:
 def left_by_a_kill(folder: Path) -> tuple[str, ...]:
     """Names that may lie in a new run's folder: what a killed command left before there was a run, whole data and rubbish."""
     # Late, as above.
-    from narrowgauge.runs.record import leftovers
+    from narrowgauge.runs.writer import leftovers
 
     return (*leftovers(folder), *(("data",) if (folder / "data" / "data.json").is_file() else ()))
 

@@ -1,6 +1,7 @@
-"""What a person sees of a run: a progress bar with figures on a terminal, plain lines in a pipe.
+"""The console of a run: a progress bar with metrics on a terminal, plain lines in a pipe.
 
-The bar is there from the first second: before there are steps to count it moves to and fro beside what is being done.
+The bar shows from the first second: before there are steps to count, it pulses next to the name of the current stage. Which
+format each metric has is in :mod:`narrowgauge.runs.schema`.
 """
 
 from __future__ import annotations
@@ -8,49 +9,51 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from narrowgauge.runs.schema import EVAL, STEP, SUMMARY, Row
+from narrowgauge.runs.schema import Column as SchemaColumn
 from narrowgauge.spec.tables import Column, Table
 
-Row = dict[str, Any]
-
 MIN_WIDTH = 80
-"""Columns of a terminal below which it has no room for figures beside a bar, nor for a table of runs."""
+"""Width of a terminal below which metrics do not fit beside a bar, nor a table of runs."""
+_BAR = ("loss", "tokens_per_second")
+_LINE = (*_BAR, "lr", "edq")
 
 
 class Screen(Protocol):
-    """Who is shown how a run goes."""
+    """Shows the progress of a run."""
 
     def stage(self, what: str) -> None:
-        """What is done before there are steps to count."""
+        """Show what happens before the first step."""
 
     def start(self, name: str, step: int) -> None:
-        """Steps begin, after ``step``."""
+        """Begin to count steps, after ``step``."""
 
     def say(self, line: str) -> None:
-        """One line."""
+        """Print one line."""
 
     def step(self, row: Row) -> None:
-        """One step's figures."""
+        """Show a row of ``steps.jsonl``."""
 
     def evaluation(self, row: Row) -> None:
-        """One validation."""
+        """Show a row of ``evals.jsonl``."""
 
     def stopping(self, line: str) -> None:
-        """One line, from within a signal, which may have come in the middle of any other."""
+        """Show one line from a signal handler, which may interrupt any other output."""
 
     def summary(self, rows: list[Row]) -> None:
-        """The figures of finished runs."""
+        """Show a table of finished runs."""
 
 
 class Console:
-    """Reports of one run to standard output.
+    """Prints the progress of one run to standard output.
 
     Args:
         num_steps: steps of the whole run.
@@ -60,11 +63,11 @@ class Console:
     def __init__(self, num_steps: int, log_every: int) -> None:
         self.num_steps, self.log_every = num_steps, log_every
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # A character that an old terminal lacks must not end a run.
+            # A character that the terminal cannot encode must not end a run.
             sys.stdout.reconfigure(errors="replace")
         self.rich = RichConsole(highlight=False)
         self.progress: Progress | None = None
-        # A terminal that cannot move its cursor is served like a pipe.
+        # A terminal that cannot move its cursor gets the same lines as a pipe.
         self.on_terminal = sys.stdout.isatty() and not self.rich.is_dumb_terminal
         if self.on_terminal:
             is_wide = self.rich.width >= MIN_WIDTH
@@ -85,11 +88,11 @@ class Console:
             self.progress.stop()
 
     def stage(self, what: str) -> None:
-        """A bar that only moves to and fro, beside what is done before there are steps to count."""
+        """Show a pulsing bar next to what happens before the first step."""
         self._bar(what, None, 0, "")
 
     def start(self, name: str, step: int) -> None:
-        """Begin at ``step``."""
+        """Begin to count steps, after ``step``."""
         self._bar(name, self.num_steps, step, "the first step compiles")
 
     def _bar(self, name: str, total: int | None, step: int, figures: str) -> None:
@@ -104,32 +107,29 @@ class Console:
         self.progress.update(task, description=name, figures=figures)
 
     def say(self, line: str) -> None:
-        """One line, above the bar."""
+        """Print one line, above the bar."""
         (self.progress.console if self.progress is not None else self.rich).print(line, markup=False, soft_wrap=True)
 
     def step(self, row: Row) -> None:
-        """One step's figures."""
-        figures = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
+        """Update the bar, or print a line every ``log_every`` steps."""
         if self.progress is not None:
-            self.progress.update(self.progress.task_ids[0], completed=row["step"], figures=figures)
+            self.progress.update(self.progress.task_ids[0], completed=row["step"], figures=_metrics(row, _BAR))
         elif row["step"] % self.log_every == 0 or row["step"] in (1, self.num_steps):
-            audited = row.get("edq") is not None
-            edq = f"  update lost {max(0.0, 1 - row['edq']):.1%}" if audited else ""
-            self.say(f"step {row['step']:>6}/{self.num_steps}  {figures}  lr {row['lr']:.2e}{edq}")
+            self.say(f"step {row['step']:>6}/{self.num_steps}  {_metrics(row, _LINE)}")
 
     def evaluation(self, row: Row) -> None:
-        """One validation."""
-        self.say(f"step {row['step']:>6}/{self.num_steps}  validation loss {row['val_loss']:.4f}")
+        """Print the validation loss."""
+        self.say(f"step {row['step']:>6}/{self.num_steps}  {EVAL['val_loss'].text(row)}")
 
     def stopping(self, line: str) -> None:
-        """Beside the bar, where there is one: a line of its own would tear it."""
+        """Show a line in place of the bar's description, where there is a bar: printing would break it."""
         if self.progress is not None and self.progress.task_ids:
             self.progress.update(self.progress.task_ids[0], description=line)
         else:
             write_past_buffers(line)
 
     def summary(self, rows: list[Row]) -> None:
-        """The table at the end: a line per run."""
+        """Print the table of finished runs: framed where the terminal is wide enough, else as aligned text that may wrap."""
         if self.progress is not None:
             self.progress.stop()
         table = summary_table(rows)
@@ -139,43 +139,38 @@ class Console:
 
 
 def write_past_buffers(line: str) -> None:
-    """A line to standard error, from within a signal that may have come in the middle of a print."""
+    """Write a line to standard error from a signal handler, which may have interrupted a print."""
     os.write(2, f"{line}\n".encode())
 
 
 class _Steps(MofNCompleteColumn):
-    """How many steps of how many, where there are any to count."""
+    """Steps done of all steps, once there are any to count."""
 
     def render(self, task: Task) -> Text:
         return super().render(task) if task.total is not None else Text()
 
 
 class _TimeLeft(TimeRemainingColumn):
-    """How long the rest takes, where that can be said."""
+    """The estimated time left, once there are steps to estimate it from."""
 
     def render(self, task: Task) -> Text:
         return super().render(task) if task.total is not None else Text()
 
 
-def _shown(key: str, form: str) -> Callable[[Row], str]:
-    return lambda row: "–" if row.get(key) is None else form.format(row[key])
-
-
-def _update_lost(row: Row) -> str:
-    # 1 - EDQ is the share of the update that is lost on average; it may be a little below 0 for stochastic storages.
-    return "–" if row.get("edq") is None else f"{max(0.0, 1 - row['edq']):.1%}"
-
-
-_COLUMNS = (
-    Column("recipe", "recipe", code=True),
-    Column("val. loss", _shown("val_loss", "{:.4f}"), right=True),
-    Column("bytes/param", _shown("bytes_per_param", "{:.2f}"), right=True),
-    Column("update lost", _update_lost, right=True),
-    Column("tokens/s", _shown("tokens_per_second", "{:,.0f}"), right=True),
-    Column("seconds", _shown("wall_seconds", "{:.0f}"), right=True),
-)
+def _metrics(row: Row, names: tuple[str, ...]) -> str:
+    return "  ".join(STEP[name].text(row) for name in names if row.get(name) is not None)
 
 
 def summary_table(rows: list[Row]) -> Table:
-    """The metrics of finished runs."""
-    return Table(_COLUMNS, rows)
+    """The labelled metrics of finished runs."""
+    labelled = [column for column in SUMMARY.values() if column.label]
+    columns = [
+        Column(column.label, partial(_cell, column), code=column.type == "recipe", right=column.type != "recipe")
+        for column in labelled
+    ]
+    return Table(tuple(columns), rows)
+
+
+def _cell(column: SchemaColumn, row: Row) -> str:
+    value = row.get(column.name)
+    return "–" if value is None else column.show(value)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.runs.atomic_io import digest, load_json
-from narrowgauge.runs.row_types import is_whole, short
+from narrowgauge.runs.schema import is_whole, short
 from narrowgauge.trainer.tokenization import Tokens
 
 SCHEMA_VERSION = 2

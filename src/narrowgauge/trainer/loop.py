@@ -19,8 +19,9 @@ from narrowgauge.errors import DataError, RecordError
 from narrowgauge.optim import compilation
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, held_folder
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.record import Row, Run, RunWriter, is_run, read_run, remove_leftovers, require_free
-from narrowgauge.runs.whole_files import read_settings
+from narrowgauge.runs.record import Run, is_run, read_run, read_settings
+from narrowgauge.runs.schema import Row
+from narrowgauge.runs.writer import RunWriter, remove_leftovers, require_free
 from narrowgauge.spec.models import MODELS, refuse_own_code
 from narrowgauge.trainer.changes import accept, differences
 from narrowgauge.trainer.config import TrainConfig, left_by_a_kill

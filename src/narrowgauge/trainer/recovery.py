@@ -20,7 +20,7 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.nan_origin.replay import replay
 from narrowgauge.monitor.spikes import SpikeJudge
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.record import Row
+from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.checkpoint import go_back
 from narrowgauge.trainer.detours import detours_of
 from narrowgauge.trainer.session import Session

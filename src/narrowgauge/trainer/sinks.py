@@ -12,8 +12,9 @@ from typing import Any
 from narrowgauge.monitor.alarms import Alarms
 from narrowgauge.optim.auditing import Alarm
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.readings import Row
-from narrowgauge.runs.record import Run, RunWriter, read_run
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.schema import Row
+from narrowgauge.runs.writer import RunWriter
 from narrowgauge.trainer.console import Screen
 
 

@@ -1,6 +1,7 @@
-"""The run in TensorBoard: scalars of every step, histograms and figures of sampled ones, events as text.
+"""TensorBoard: scalars of every step, histograms and metrics of sampled steps, events as text.
 
-The run folder holds the same and more; this is for those who look at many tools' runs in one place.
+The run folder holds the same and more; this is for those who compare runs of several tools in one place. The tags are in
+:mod:`narrowgauge.runs.schema`.
 """
 
 from __future__ import annotations
@@ -10,18 +11,17 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.readings import FIRST_EXPONENT, NUM_EXPONENTS, UPDATE_FIELDS, Row
+from narrowgauge.runs.schema import EVAL, FIRST_EXPONENT, GAUGE, METRICS, NUM_EXPONENTS, STEP, Column, Row, metric_of
 
-_STEP = ("loss", "lr", "grad_norm", "tokens_per_second", "loss_scale", "saturated", "edq", "noise", "lost_fraction")
 _EDGES = [float(FIRST_EXPONENT + k) for k in range(NUM_EXPONENTS + 1)]
 
 
 class TensorBoard:
-    """A writer of TensorBoard's event files.
+    """Writes TensorBoard's event files.
 
     Args:
-        folder: where they go; a run that goes on adds a file to it.
-        step: steps done; what earlier files say of later ones is taken back.
+        folder: where they go; a resumed run adds a file to it.
+        step: steps done; TensorBoard discards what earlier files hold of later steps.
     """
 
     def __init__(self, folder: Path, step: int = 0) -> None:
@@ -29,43 +29,49 @@ class TensorBoard:
         self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def go_back(self, step: int) -> None:
-        """Take back what was written of the steps after ``step``."""
+        """Discard what was written of the steps after ``step``."""
         self.writer.close()
         self.writer = SummaryWriter(str(self.folder), purge_step=step + 1)
 
     def step(self, row: Row) -> None:
-        """The scalars of a step."""
-        for name in _STEP:
-            self._scalar(f"train/{name}", row.get(name), row["step"])
+        """Write the scalars of a step."""
+        self._scalars(STEP, row)
 
     def evaluation(self, row: Row) -> None:
-        """The loss of an evaluation."""
-        self._scalar("validation/loss", row["val_loss"], row["step"])
+        """Write the validation loss."""
+        self._scalars(EVAL, row)
 
     def gauge(self, row: Row) -> None:
-        """Histograms of binary exponents, EDQ by parameter, logits."""
+        """Write histograms of binary exponents, tagged metrics of each tensor, and logits."""
         for kind, counts in row.get("histograms", {}).items():
             if total := sum(counts):
                 middles = [_EDGES[k] + 0.5 for k in range(len(counts))]
                 first = sum(m * c for m, c in zip(middles, counts, strict=True))
                 second = sum(m * m * c for m, c in zip(middles, counts, strict=True))
+                tag = GAUGE["histograms"].tag.format(kind)
                 self.writer.add_histogram_raw(
-                    f"exponents/{kind}", _EDGES[0], _EDGES[-1], total, first, second, _EDGES[1:], counts, row["step"]
+                    tag, _EDGES[0], _EDGES[-1], total, first, second, _EDGES[1:], counts, row["step"]
                 )
-        place = list(UPDATE_FIELDS).index("edq")
-        for name, values in row.get("updates", {}).items():
-            self._scalar(f"edq/{name}", values[place], row["step"])
+        for table, metrics in METRICS.items():
+            for metric in filter(lambda column: column.tag, metrics.values()):
+                for name in row.get(table, {}):
+                    self._scalar(metric.tag.format(name), metric_of(row, table, name, metric.name), row["step"])
         for name, value in row.get("logits", {}).items():
-            self._scalar(f"logits/{name}", value, row["step"])
+            self._scalar(GAUGE["logits"].tag.format(name), value, row["step"])
 
     def event(self, event: Event) -> None:
-        """An event as text."""
+        """Write an event as text."""
         advice = f" {event.advice}" if event.advice else ""
         self.writer.add_text(f"events/{event.kind}", event.message + advice, event.step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the file."""
         self.writer.close()
+
+    def _scalars(self, table: dict[str, Column], row: Row) -> None:
+        for column in table.values():
+            if column.tag:
+                self._scalar(column.tag, row.get(column.name), row["step"])
 
     def _scalar(self, name: str, value: float | None, step: int) -> None:
         if value is not None:

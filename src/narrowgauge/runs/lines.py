@@ -1,12 +1,12 @@
-"""Lines of rows: how a row becomes a line that a flipped bit cannot change unseen, and how lines are read again.
+"""Checksummed lines: how a row becomes a line of a file, and how lines are read back.
 
-A line is a JSON object whose last key, ``crc32``, is the checksum of the text before it. So a row can be read by any
-program, and a damaged one is told from a true one; readers never see the key. Lines without it were written by an older
-version, or by hand. A checksum does not tell that a whole line is gone: that is what :func:`lost_rows` is for, which
-knows how many there were at a checkpoint, and that steps are numbered one by one.
+A line is a JSON object whose last key, ``crc32``, is the checksum of the text before it. Any program can read such a row, and
+a damaged one is found; readers remove the key. Lines without it were written by an older version, or by hand. A checksum
+does not show that a whole line is missing: :func:`lost_rows` finds that, from the number of rows at a checkpoint and the
+steps, which are numbered one by one.
 
-Reading must stay as quick as parsing is: the checksum costs a thirtieth of it, and where only the number of the step is
-asked for, a line that keeps its checksum is not parsed at all.
+Reading must stay as fast as parsing: the checksum costs a thirtieth of it, and where only the step of a line is needed, a
+line with a valid checksum is not parsed at all.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from typing import Any, TypeVar
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, load_json
-from narrowgauge.runs.row_types import TEXT, is_whole, wrong_type
+from narrowgauge.runs.schema import NOT_FINITE, TEXT, Row, is_whole, wrong_value
 
-Row = dict[str, Any]
 T = TypeVar("T")
 
 ROW_FILES = ("steps", "evals", "events", "gauges")
-"""What rows there are; each kind has its file, ``steps.jsonl`` and so on."""
+"""The kinds of rows; each has a file, ``steps.jsonl`` and so on."""
 STEPWISE = ("steps", "evals", "gauges")
-"""Those that a resume writes again from its checkpoint on."""
+"""The kinds that a resume writes again from its checkpoint on."""
 
 _CHECKSUM = "crc32"
 _KEY = b',"crc32":"'
 _TAIL = len(_KEY) + 8 + len(b'"}\n')
 _STEP = re.compile(rb'\{"step":(\d{1,15})[,}]')
-_NOT_FINITE = frozenset({"nan", "inf", "-inf"})
-_QUOTED = tuple(f'"{name}"'.encode() for name in sorted(_NOT_FINITE))
+_QUOTED = tuple(f'"{name}"'.encode() for name in sorted(NOT_FINITE))
 
 
 def line_of(row: Row) -> bytes:
-    """A row as the line of a file.
+    """A row as a line of a file.
 
+    Args:
+        row: of values that JSON has, see :func:`json_value`.
     Example:
-        >>> line_of({"step": 1, "loss": float("nan")})
+        >>> line_of({"step": 1, "loss": "nan"})
         b'{"step":1,"loss":"nan","crc32":"9db3cc41"}\\n'
     """
-    text = json.dumps(plain(row), allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()[:-1]
+    text = json.dumps(row, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()[:-1]
     return text + _KEY + b'%08x"}\n' % zlib.crc32(text)
 
 
 def has_checksum(line: bytes) -> bool:
-    """Whether a line keeps its checksum; ``False`` where it has none.
+    """Whether a line has a checksum.
 
     Raises:
-        ValueError: it has one that is not its own.
+        ValueError: the checksum does not match the line.
     """
     text, tail = line[:-_TAIL], line[-_TAIL:]
     if not tail.startswith(_KEY):
@@ -65,10 +65,10 @@ def has_checksum(line: bytes) -> bool:
 
 
 def whole_lines(file: Path) -> Iterator[tuple[bytes, Row]]:
-    """Each whole line of a file with its newline, and its row; a torn last line is left out.
+    """Each complete line of a file with its newline, and its row; a torn last line is left out.
 
     Raises:
-        RecordError: a line is damaged, or has text where readers reckon with a number.
+        RecordError: a line is damaged, or a value has the wrong type.
     """
 
     def parsed(line: bytes) -> tuple[Row, str]:
@@ -78,9 +78,9 @@ def whole_lines(file: Path) -> Iterator[tuple[bytes, Row]]:
             raise ValueError("not an object")
         if is_checked:
             del row[_CHECKSUM]
-        # A hundred thousand numbers of a long run need no look each.
-        row = revived(row) if any(name in line for name in _QUOTED) else row
-        return row, wrong_type(file.stem, row)
+        # Visiting each of the hundred thousand numbers of a long run would cost more than parsing them.
+        row = restored(row) if any(name in line for name in _QUOTED) else row
+        return row, wrong_value(file.stem, row)
 
     return _read(file, parsed)
 
@@ -91,7 +91,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def line_steps(file: Path) -> list[tuple[int, int, bool]]:
-    """Of each whole line its step, its length in bytes, and whether it has a checksum: without parsing where it has.
+    """The step of each complete line, its length in bytes, and whether it has a checksum; checksummed lines are not parsed.
 
     Raises:
         RecordError: a line is damaged.
@@ -104,7 +104,7 @@ def line_steps(file: Path) -> list[tuple[int, int, bool]]:
         row = load_json(line)
         if not isinstance(row, dict):
             raise ValueError("not an object")
-        wrong = wrong_type(file.stem, revived(row))
+        wrong = wrong_value(file.stem, restored(row))
         step = row.get("step", 0)
         return (int(step) if is_whole(step) else 0, len(line), is_checked), wrong
 
@@ -119,7 +119,7 @@ def _read(file: Path, read: Callable[[bytes], tuple[T, str]]) -> Iterator[tuple[
             if not line.endswith(b"\n"):
                 raise ValueError("no end of line")
             found, wrong = read(line)
-        # A line can be nested deeper than Python goes.
+        # A line may be nested deeper than Python recurses.
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 return
@@ -132,17 +132,17 @@ def _read(file: Path, read: Callable[[bytes], tuple[T, str]]) -> Iterator[tuple[
 
 
 def lost_rows(folder: Path, step: int, counts: Mapping[str, int], *, checked: bool) -> list[str]:
-    """What is missing of the rows that a checkpoint stands on, a sentence for each file.
+    """Which rows are missing that were written before a checkpoint, a sentence for each file.
 
     Args:
         folder: of the run.
-        step: of the checkpoint.
-        counts: rows of each file when it was written; a file that is not named may have any number.
-        checked: whether every row must carry a checksum.
+        step: the checkpoint's.
+        counts: rows of each file when it was written; a file without a count may have any number.
+        checked: whether every row must have a checksum.
     Returns:
         Sentences without a full stop; none where nothing is missing.
     Raises:
-        RecordError: rows are out of order, so it cannot be told which of them are later than the checkpoint.
+        RecordError: rows are out of order, so that those after the checkpoint cannot be identified.
     Cost: one read of the files, without parsing their rows.
     """
     sentences = []
@@ -150,20 +150,20 @@ def lost_rows(folder: Path, step: int, counts: Mapping[str, int], *, checked: bo
         file = folder / f"{kind}.jsonl"
         lines = line_steps(file)
         kept = lines[: kept_lines(file, lines, step)] if kind in STEPWISE else lines
-        plain = [number for number, (_, _, is_checked) in enumerate(kept, 1) if not is_checked]
+        unchecked = [number for number, (_, _, is_checked) in enumerate(kept, 1) if not is_checked]
         absent = sorted(set(range(1, step + 1)) - {number for number, _, _ in kept}) if kind == "steps" else []
         until = f" up to step {step}" if kind in STEPWISE else ""
         if absent:
             sentences.append(f"{file.name} lacks {_listed(absent)}")
         elif len(kept) < counts.get(kind, 0):
             sentences.append(f"{file.name} holds {len(kept)} of the {counts[kind]} rows{until} that were written")
-        if checked and plain:
-            sentences.append(f"{file.name} has no checksum in line {plain[0]}")
+        if checked and unchecked:
+            sentences.append(f"{file.name} has no checksum in line {unchecked[0]}")
     return sentences
 
 
 def kept_lines(file: Path, lines: list[tuple[int, int, bool]], step: int) -> int:
-    """How many lines of a file are of ``step`` or before; all others must come after them, in order.
+    """How many lines of a file belong to ``step`` or earlier steps; all later ones must follow them, in order.
 
     Raises:
         RecordError: they do not.
@@ -180,27 +180,27 @@ def kept_lines(file: Path, lines: list[tuple[int, int, bool]], step: int) -> int
 
 
 def _listed(steps: list[int]) -> str:
-    """Steps in words: ``step 7``, ``steps 7 to 9``, ``steps 3, 7 to 9``; of very many the first."""
+    """Steps as text: ``step 7``, ``steps 7 to 9``, ``steps 3, 7 to 9``; at most the first five ranges."""
     spans: list[list[int]] = []
     for step in steps:
         if spans and spans[-1][1] == step - 1:
             spans[-1][1] = step
         else:
             spans.append([step, step])
-    told = [f"{first}" if first == last else f"{first} to {last}" for first, last in spans[:5]]
+    ranges = [f"{first}" if first == last else f"{first} to {last}" for first, last in spans[:5]]
     more = f" and {len(spans) - 5} more" if len(spans) > 5 else ""
-    return f"step{'s' if len(steps) > 1 else ''} {', '.join(told)}{more}"
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(ranges)}{more}"
 
 
 # ── values ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def plain(value: Any) -> Any:
-    """What JSON can say: numbers of numpy and torch as Python's, paths as text, non-finite floats as their names."""
+def json_value(value: Any) -> Any:
+    """A value that JSON has: numbers of NumPy and PyTorch as Python's, paths as text, floats that are not finite by name."""
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [json_value(item) for item in value]
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "item"):
@@ -210,21 +210,21 @@ def plain(value: Any) -> Any:
     return value
 
 
-def revived(value: Any, key: str = "") -> Any:
-    """The same read back: the names of floats that are not finite as floats, but where they are text."""
+def restored(value: Any, key: str = "") -> Any:
+    """The inverse for floats that are not finite: their names become floats again, except in columns of text."""
     if isinstance(value, dict):
-        return {name: revived(item, name) for name, item in value.items()}
+        return {name: restored(item, name) for name, item in value.items()}
     if isinstance(value, list):
-        return [revived(item, key) for item in value]
-    if isinstance(value, str) and value in _NOT_FINITE and key not in TEXT:
+        return [restored(item, key) for item in value]
+    if isinstance(value, str) and value in NOT_FINITE and key not in TEXT:
         return float(value)
     return value
 
 
-def without_none(value: Any) -> Any:
-    """What TOML can say: without ``None``, paths as text."""
+def toml_value(value: Any) -> Any:
+    """A value that TOML has: without ``None``, paths as text."""
     if isinstance(value, dict):
-        return {str(key): without_none(item) for key, item in value.items() if item is not None}
+        return {str(key): toml_value(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
-        return [without_none(item) for item in value]
+        return [toml_value(item) for item in value]
     return str(value) if isinstance(value, Path) else value

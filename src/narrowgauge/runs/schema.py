@@ -1,0 +1,372 @@
+"""The schema of a run's record: every column of every file in a run folder, defined once.
+
+Five tables describe what a run writes: :data:`STEP` (``steps.jsonl``), :data:`EVAL` (``evals.jsonl``), :data:`GAUGE`
+(``gauges.jsonl``), :data:`EVENT` (``events.jsonl``) and :data:`SUMMARY` (``summary.json``). The writer and the reader check
+rows against them, the console and TensorBoard take their formats and tags from them, and the documentation prints them.
+Rows may hold further columns; nothing checks those.
+
+A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``, and lists its metrics in the order of :data:`METRICS`,
+since a thousand tensors times a thousand samples would otherwise be mostly keys::
+
+    {"step": 20, "tensors": {"input:model.layers.0.mlp.down_proj": [4.2, 0.9, 0, ...]}, "updates": {...}, ...}
+
+A metric that does not apply is null; an empty table is left out. Histograms count binary exponents, pooled over all tensors
+of a kind: integers that a reader may add in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Row = dict[str, Any]
+"""One row of a record: column to value."""
+
+VERSION = 2
+"""The version of the run folder. A newer one is refused; an older one stays readable. Since 2 every row has a checksum."""
+
+Type = Literal["step", "count", "number", "flag", "text", "recipe", "object", "lists", "numbers"]
+"""``step``: the whole number that orders rows. ``recipe``: a name, or a table. ``lists``: name to a list of numbers.
+``numbers``: name to a number. Every value but a step may be null."""
+
+PYTHON_TYPES: dict[Type, tuple[type, ...]] = {
+    "step": (int,),
+    "count": (int,),
+    "number": (int, float),
+    "flag": (bool,),
+    "text": (str,),
+    "recipe": (str, dict),
+    "object": (dict,),
+    "lists": (dict,),
+    "numbers": (dict,),
+}
+"""What a value of each type is in a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a record.
+
+    Args:
+        name: the key in a row.
+        type: see :data:`Type`.
+        help: what it means.
+        unit: of a number; empty for a ratio or a name.
+        checked: readers compute with it, so a value of another type is refused.
+        tag: TensorBoard's name for it; columns without one are not shown there.
+        label: on the console, with ``{}`` for the value; the heading in the table of finished runs.
+        show: formats the value for the console.
+        metrics: what each list of a ``lists`` column holds, in order, or each name of a ``numbers`` column.
+    """
+
+    name: str
+    type: Type
+    help: str
+    unit: str = ""
+    checked: bool = True
+    tag: str = ""
+    label: str = ""
+    show: Callable[[Any], str] = str
+    metrics: tuple[Column, ...] = ()
+
+    def text(self, row: Row) -> str:
+        """The label and the row's value as the console prints them."""
+        return self.label.format(self.show(row[self.name]))
+
+
+def lost_share(edq: float) -> str:
+    """What an EDQ says was lost on average; stochastic storages may read slightly above 1, where nothing was.
+
+    Example:
+        >>> lost_share(0.25), lost_share(1.01)
+        ('75.0%', '0.0%')
+    """
+    return f"{max(0.0, 1 - edq):.1%}"
+
+
+def _table(columns: Iterable[Column]) -> dict[str, Column]:
+    return {column.name: column for column in columns}
+
+
+# ── what gauges measure ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+TENSOR_KINDS: dict[str, str] = {
+    "input": "what enters a linear layer: the left operand of output",
+    "output_grad": "the gradient of a linear layer's output: the left operand of grad_input",
+    "weight": "the weights as the model sees them",
+    "grad": "the gradients of the parameters",
+    "exp_avg": "first moments",
+    "exp_avg_sq": "second moments",
+}
+"""Every kind of tensor that gauges watch, and its meaning."""
+
+FIRST_EXPONENT = -64
+NUM_EXPONENTS = 112
+"""Bin ``k`` of a histogram counts magnitudes from ``2**(FIRST_EXPONENT + k)`` to just below twice that; smaller ones are in the
+first bin, larger ones in the last; zeros and values that are not finite are not counted."""
+
+# Underflow, overflow and SQNR are those of the cast by which the tensor enters its matmul, null where it enters uncast.
+_TENSOR = (
+    Column("amax", "number", "largest magnitude"),
+    Column("rms", "number", "root mean square"),
+    Column("nonfinite", "number", "number of NaN and infinite values"),
+    Column("underflow", "number", "share of the nonzero values that the cast rounds to zero"),
+    Column("overflow", "number", "share of the values beyond the largest value of the cast's format"),
+    Column("sqnr_db", "number", "signal-to-quantization-noise ratio of the cast", "dB"),
+    Column("outlier", "number", "largest magnitude over the rms, of the sampled rows"),
+    Column(
+        "kurtosis", "number", "fourth moment over the squared second, of the sampled rows; 3 for a normal distribution"
+    ),
+    Column("top_feature", "number", "largest rms of one feature (column) over that of all, of the sampled rows"),
+    Column("top_to_rest", "number", "energy of that feature over the energy of all others together"),
+)
+_UPDATE = (
+    Column(
+        "edq", "number", "effective descent quality over the audit's window: the share of the update that the storage took",
+        tag="edq/{}",
+    ),
+    Column("noise", "number", "rounding noise relative to the intended update, over the audit's window"),
+    Column("lost_fraction", "number", "share of intended changes that left the stored value as it was"),
+    Column("unseen_fraction", "number", "share of intended changes that left the visible weight as it was"),
+    Column("update_to_weight", "number", "rms of the visible weight's change over its rms, of the sampled rows"),
+    Column("update_to_ulp", "number", "median of the visible weight's change over its spacing, of the sampled rows"),
+)  # fmt: skip
+_MOMENT = (
+    Column(
+        "bias", "number", "sum of the stored second moments of the sampled row over that of an exact float32 shadow"
+    ),
+    Column(
+        "frozen_fraction", "number", "share of them that did not move since the last sample although the shadow did"
+    ),
+)
+_ATTENTION = (
+    Column("max_logit", "number", "largest attention logit of the sampled queries"),
+    Column("entropy", "number", "mean entropy of their attention weights, over that of uniform ones"),
+)
+_LOGITS = (
+    Column("max", "number", "largest magnitude of the sampled logits"),
+    Column("log_z", "number", "mean logarithm of their partition function"),
+)
+
+# ── one table per file ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+_STEP = Column("step", "step", "optimizer steps done")
+_TOKENS = Column("tokens", "number", "tokens trained on so far", "tokens")
+_MEMORY = Column(
+    "peak_memory_bytes", "number", "most memory in use so far: of the device on CUDA, else of the process", "bytes"
+)
+_CHECKSUM = Column("crc32", "text", "checksum of the text of the row before it; readers remove it", checked=False)
+
+
+def _audit(scope: str, label: str, tag: str) -> tuple[Column, ...]:
+    """What the audit measured of all parameters together."""
+    of = [
+        ("edq", "share of the intended update that was stored", tag, label),
+        ("noise", "rounding noise relative to the intended update", tag, ""),
+        ("lost_fraction", "share of the intended changes that left the stored value as it was", tag, ""),
+        ("unseen_fraction", "share of the intended changes that left the visible weight as it was", "", ""),
+    ]
+    return tuple(
+        Column(name, "number", f"{what}, {scope}", tag=under and f"{under}/{name}", label=label, show=lost_share)
+        for name, what, under, label in of
+    )
+
+
+STEP = _table((
+    _STEP,
+    Column(
+        "loss", "number", "mean training loss of the step", "nats per token",
+        tag="train/loss", label="loss {}", show="{:.4f}".format,
+    ),
+    Column("lr", "number", "learning rate", tag="train/lr", label="lr {}", show="{:.2e}".format),
+    Column("grad_norm", "number", "norm of all gradients before clipping, null where it was not computed", tag="train/grad_norm"),
+    _TOKENS,
+    Column(
+        "tokens_per_second", "number", "training throughput of the step", "tokens/s",
+        tag="train/tokens_per_second", label="{} tokens/s", show="{:,.0f}".format,
+    ),
+    Column("seconds", "number", "duration of the step", "s"),
+    _MEMORY,
+    Column("skipped", "flag", "the update was not applied"),
+    Column("spike", "object", "why --on-spike left the step out: what, value, threshold, z", checked=False),
+    Column("loss_scale", "number", "loss scale after the step", tag="train/loss_scale"),
+    Column("saturated", "number", "values beyond a delayed scale, held at its end", "values", tag="train/saturated"),
+    *_audit("on an audited step", "update lost {}", "train"),
+    Column("settings", "object", "in the first row only: the settings that the run began with", checked=False),
+    _CHECKSUM,
+))  # fmt: skip
+"""``steps.jsonl``: a row per optimizer step."""
+
+EVAL = _table((
+    _STEP,
+    Column(
+        "val_loss", "number", "mean validation loss", "nats per token",
+        tag="validation/loss", label="validation loss {}", show="{:.4f}".format,
+    ),
+    _TOKENS,
+    Column("seconds", "number", "training time so far", "s"),
+    Column("tokens_per_second", "number", "training throughput", "tokens/s"),
+    _MEMORY,
+    _CHECKSUM,
+))  # fmt: skip
+"""``evals.jsonl``: a row per evaluation."""
+
+EVENT = _table((
+    Column("kind", "text", "a key of the table of event kinds"),
+    Column("step", "step", "optimizer steps done when it happened; 0 is before the first", checked=False),
+    Column("message", "text", "one sentence"),
+    Column("tensor", "text", "the tensor or parameter it is about"),
+    Column("value", "number", "what was measured, in the unit that the message names"),
+    Column("threshold", "number", "what the value was compared with"),
+    Column("advice", "text", "what to do"),
+    Column("to_step", "number", "of a rollback: the step that the run went back to", "steps"),
+    Column("batches", "number", "of a rollback: batches that are left out from then on", "batches"),
+    _CHECKSUM,
+))  # fmt: skip
+"""``events.jsonl``: a row per event."""
+
+GAUGE = _table((
+    _STEP,
+    Column("tensors", "lists", "metrics of each watched tensor, by KIND:NAME", metrics=_TENSOR),
+    Column("updates", "lists", "metrics of each parameter's update", metrics=_UPDATE),
+    Column("moments", "lists", "metrics of each parameter's second moment", metrics=_MOMENT),
+    Column("attention", "lists", "metrics of each attention module", metrics=_ATTENTION),
+    Column("logits", "numbers", "metrics of the model's logits", tag="logits/{}", metrics=_LOGITS),
+    Column("block_scales", "lists", "lowest, median and highest exponent of a tensor's block scales, by KIND:NAME"),
+    Column("histograms", "lists", "histogram of binary exponents of each kind of tensor", "values", tag="exponents/{}"),
+    Column("seconds", "number", "time that the sample took", "s", checked=False),
+    _CHECKSUM,
+))  # fmt: skip
+"""``gauges.jsonl``: a row per sampled step."""
+
+SUMMARY = _table((
+    Column("schema_version", "count", "version of the run folder"),
+    Column("recipe", "recipe", "the recipe's name, or its table where a name does not define it", checked=False, label="recipe"),
+    Column("model", "text", "name or folder of the model", checked=False),
+    Column("val_loss", "number", "last validation loss", "nats per token", label="val. loss", show="{:.4f}".format),
+    Column("steps", "count", "optimizer steps done", "steps"),
+    _TOKENS,
+    Column(
+        "bytes_per_param", "number", "weight, gradient and optimizer state", "bytes per parameter",
+        label="bytes/param", show="{:.2f}".format,
+    ),
+    *_audit("over the run", "update lost", ""),
+    Column("tokens_per_second", "number", "median training throughput", "tokens/s", label="tokens/s", show="{:,.0f}".format),
+    _MEMORY,
+    Column("num_skipped", "count", "updates that were not applied", "steps"),
+    Column("saturated", "number", "values beyond a delayed scale", "values"),
+    Column("weights_fingerprint", "text", "hash of the final weights", checked=False),
+    Column("seconds", "number", "training time", "s"),
+    Column("wall_seconds", "number", "duration of the run", "s", label="seconds", show="{:.0f}".format),
+))  # fmt: skip
+"""``summary.json``: the metrics of a finished run."""
+
+TABLES: dict[str, dict[str, Column]] = {
+    "steps": STEP,
+    "evals": EVAL,
+    "events": EVENT,
+    "gauges": GAUGE,
+    "summary": SUMMARY,
+}
+"""The table of each file, by the file's stem."""
+
+METRICS: dict[str, dict[str, Column]] = {
+    column.name: _table(column.metrics) for column in GAUGE.values() if column.type == "lists" and column.metrics
+}
+"""What the lists of each table of a ``gauges.jsonl`` row hold, in order."""
+
+
+def metric_of(row: Row, table: str, name: str, metric: str) -> float | None:
+    """One metric in a row of ``gauges.jsonl``.
+
+    Args:
+        row: the row.
+        table: a key of :data:`METRICS`.
+        name: the tensor, parameter or module, as the row names it.
+        metric: a metric of that table.
+    Returns:
+        The value, or ``None`` where the row has none.
+    Example:
+        >>> metric_of({"step": 1, "moments": {"w": [1.25, 0.0]}}, "moments", "w", "bias")
+        1.25
+    """
+    values = row.get(table, {}).get(name)
+    place = list(METRICS[table]).index(metric)
+    return values[place] if values is not None and place < len(values) else None
+
+
+# ── the check of a row ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+TEXT = frozenset(name for name, column in EVENT.items() if column.type == "text" and column.checked)
+"""Columns in which ``"nan"`` is text and not a number."""
+NOT_FINITE = frozenset({"nan", "inf", "-inf"})
+"""How JSON, which has no such numbers, holds them."""
+_NUMBER = frozenset({int, float, bool, type(None)})
+
+
+def _checked(kind: str, *types: Type) -> frozenset[str]:
+    return frozenset(name for name, column in TABLES[kind].items() if column.checked and column.type in types)
+
+
+_NUMBERS = {kind: _checked(kind, "count", "number", "flag") for kind in TABLES}
+_TEXTS = {kind: _checked(kind, "text") for kind in TABLES}
+_STEPS = frozenset(kind for kind in TABLES if _checked(kind, "step"))
+_LISTS = _checked("gauges", "lists", "numbers")
+
+
+def wrong_value(kind: str, row: Row) -> str:
+    """The first value in a row that has not the type of its column, in words; empty where there is none.
+
+    Args:
+        kind: a key of :data:`TABLES`.
+        row: as it was read or will be written; values that are not finite may be their names.
+    Cost: about 2 µs for a row of a step.
+    Example:
+        >>> wrong_value("evals", {"step": 3, "val_loss": "low"}), wrong_value("evals", {"step": 3, "val_loss": 2.5})
+        ("val_loss = 'low', which is not a number", '')
+    """
+    numbers, texts = _NUMBERS[kind], _TEXTS[kind]
+    for key, value in row.items():
+        if key in numbers and type(value) not in _NUMBER and not _is_number(value):
+            return f"{key} = {short(value)}, which is not a number"
+        if key in texts and not isinstance(value, (str, type(None))):
+            return f"{key} = {short(value)}, which is not text"
+    step = row.get("step")
+    if kind in _STEPS and not is_whole(step):
+        return "no step" if step is None else f"step = {short(step)}, which is not a whole number"
+    return _wrong_list(row) if kind == "gauges" else ""
+
+
+def _wrong_list(row: Row) -> str:
+    """The first wrong value in the tables of a ``gauges.jsonl`` row."""
+    table: Any
+    for key, table in row.items():
+        if key not in _LISTS:
+            continue
+        if not isinstance(table, dict):
+            return f"{key} = {short(table)}, which is not a table"
+        lists: Row = {key: list(table.values())} if GAUGE[key].type == "numbers" else table
+        for name, values in lists.items():
+            if values is None:
+                continue
+            if not isinstance(values, list):
+                return f"{name} = {short(values)} in {key}, which is not a list"
+            if not _NUMBER.issuperset(map(type, values)) and not all(map(_is_number, values)):
+                return f"{name} = {short(values)} in {key}, which are not numbers"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in _NUMBER or (type(value) is str and value in NOT_FINITE)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, also one written as a float; ``True`` is not."""
+    return type(value) is int or (type(value) is float and value.is_integer())
+
+
+def short(value: Any) -> str:
+    """A value for a message, cut to forty characters."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
