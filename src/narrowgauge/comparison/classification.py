@@ -16,8 +16,8 @@ from narrowgauge.comparison.caveats import steps_asked
 from narrowgauge.comparison.intervals import Difference
 from narrowgauge.comparison.labels import counted
 from narrowgauge.comparison.run_stats import Trial, late_reading
-from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.runs.schema import Row
+from narrowgauge.spec.significance import MIN_EDQ
 
 MOST_NOISE = 1.0
 """Above it more arrives beside an update than the update itself."""
