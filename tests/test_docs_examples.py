@@ -82,7 +82,7 @@ def test_the_first_bad_value_is_told_as_the_page_has_it(capsys: pytest.CaptureFi
 
 def test_whoever_asks_is_told_of_events(capsys: pytest.CaptureFixture[str]) -> None:
     run_example("ideas/alarms.md", 1)
-    events.tell(events.Event("note", 3, "bits may differ", advice="Look."))
+    events.emit(events.Event("note", 3, "bits may differ", advice="Look."))
     assert capsys.readouterr().out == "note 3 bits may differ Look.\n"
 
 

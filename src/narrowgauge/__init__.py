@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from narrowgauge.matmul.linears import Linears as Linears
     from narrowgauge.matmul.swapping import linears_of as linears_of
     from narrowgauge.matmul.swapping import swap_linears as swap_linears
+    from narrowgauge.monitor.alarms import Alarms as Alarms
     from narrowgauge.numerics.casting import round_to as round_to
     from narrowgauge.numerics.scaling import LossScaler as LossScaler
     from narrowgauge.numerics.summation import fingerprint as fingerprint
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from narrowgauge.runs.events import on_event as on_event
     from narrowgauge.runs.record import Run as Run
     from narrowgauge.runs.record import read_run as read_run
+    from narrowgauge.runs.writer import RunWriter as RunWriter
     from narrowgauge.spec.accumulations import ACCUMULATIONS as ACCUMULATIONS
     from narrowgauge.spec.chips import CHIPS as CHIPS
     from narrowgauge.spec.chips import Chip as Chip
@@ -110,11 +112,13 @@ _HOMES = {
     "Replay": "gauges.nan_origin.replay",
     "on_event": "runs.events",
     "Event": "runs.events",
+    "Alarms": "monitor.alarms",
     "compare": "experiment.run_log",
     "compare_runs": "comparison.comparison",
     "Comparison": "comparison.comparison",
     "read_run": "runs.record",
     "Run": "runs.record",
+    "RunWriter": "runs.writer",
     "Alarm": "optim.auditing",
     "Reading": "optim.auditing",
     "UpdateLossWarning": "optim.auditing",
