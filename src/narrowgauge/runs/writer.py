@@ -151,10 +151,12 @@ class RunWriter:
 
     def event(self, event: Event | Row) -> None:
         """Append an event to ``events.jsonl``, then call the callbacks of ``ng.on_event``."""
+        row = event.row() if isinstance(event, Event) else event
         # First: a row that is not an event is refused, and not written.
-        written = event if isinstance(event, Event) else Event.from_row(event)
-        self._append("events", event.row() if isinstance(event, Event) else event)
-        emit(written)
+        self._checked("events", row)
+        happened = event if isinstance(event, Event) else Event.from_row(row)
+        self._append("events", row)
+        emit(happened)
 
     def gauge(self, row: Row) -> None:
         """Append a row to ``gauges.jsonl``, as ``ng.attach_gauges`` passes it to ``on_row``."""

@@ -1,0 +1,104 @@
+"""The schema of the record: its columns, what is refused, and that types and documentation follow from it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import narrowgauge
+from narrowgauge.errors import RecordError
+from narrowgauge.runs import schema
+from narrowgauge.runs.schema import GAUGE, METRICS, PYTHON_TYPES, STEP, SUMMARY, TABLES, Column, Row, wrong_value
+from narrowgauge.runs.writer import RunWriter
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES: dict[str, Any] = {
+    "step": 3, "count": 3, "number": 0.5, "flag": True, "text": "words", "recipe": "bfloat16/word", "object": {"a": 1},
+    "lists": {"a": [1, None]}, "numbers": {"a": 0.5},
+}  # fmt: skip
+WRONG: dict[str, Any] = {
+    "step": "three", "count": "three", "number": "low", "flag": {}, "text": 3, "lists": {"a": ["low"]},
+    "numbers": {"a": "low"},
+}  # fmt: skip
+COLUMNS = [(kind, column) for kind, table in TABLES.items() for column in table.values()]
+CHECKED = [(kind, column) for kind, column in COLUMNS if column.checked and column.type in WRONG]
+
+
+def named(case: Any) -> str:
+    return case.name if isinstance(case, Column) else str(case)
+
+
+def row_of(kind: str, column: Column, value: Any) -> Row:
+    return {"step": 1, "kind": "note", column.name: value} if kind != "summary" else {column.name: value}
+
+
+@pytest.mark.parametrize(("kind", "column"), COLUMNS, ids=named)
+def test_every_column_takes_its_type_and_null(kind: str, column: Column) -> None:
+    assert isinstance(EXAMPLES[column.type], PYTHON_TYPES[column.type])
+    assert wrong_value(kind, row_of(kind, column, EXAMPLES[column.type])) == ""
+    assert column.type in ("step", "lists", "numbers") or wrong_value(kind, row_of(kind, column, None)) == ""
+    assert column.type != "number" or wrong_value(kind, row_of(kind, column, "nan")) == ""
+
+
+@pytest.mark.parametrize(("kind", "column"), CHECKED, ids=named)
+def test_a_value_of_another_type_is_refused_by_the_check_and_by_the_writer(
+    kind: str, column: Column, tmp_path: Path
+) -> None:
+    row = row_of(kind, column, WRONG[column.type])
+    found = wrong_value(kind, row)
+    assert column.name in found and "which" in found
+    with RunWriter.create(tmp_path / "run", {}) as writer:
+        write = {"steps": writer.step, "evals": writer.eval, "events": writer.event, "gauges": writer.gauge}
+        with pytest.raises(RecordError, match=f"Cannot write this row of {kind} to .*which (is|are) not"):
+            write.get(kind, writer.summary)(row)
+        assert not any(writer.num_rows.values()) and not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_row_without_a_step_is_not_written(tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path / "run", {}) as writer, pytest.raises(RecordError, match="it has no step"):
+        writer.step({"loss": 1.0})
+
+
+def test_names_are_keys_and_every_column_is_explained() -> None:
+    for table in (*TABLES.values(), *METRICS.values(), {c.name: c for c in GAUGE["logits"].metrics}):
+        assert all(name == column.name and column.help for name, column in table.items())
+    assert {column.type for _, column in COLUMNS} == set(PYTHON_TYPES) == set(EXAMPLES)
+
+
+def test_tags_of_tensorboard_are_distinct_and_the_console_formats_what_it_labels() -> None:
+    tags = [column.tag for _, column in COLUMNS if column.tag]
+    assert len(set(tags)) == len(tags)
+    assert STEP["edq"].text({"edq": 0.75}) == "update lost 25.0%" and STEP["lr"].text({"lr": 1e-3}) == "lr 1.00e-03"
+    assert [column.label for column in SUMMARY.values() if column.label] == [
+        "recipe", "val. loss", "bytes/param", "update lost", "tokens/s", "seconds",
+    ]  # fmt: skip
+
+
+def test_the_documentation_lists_every_column() -> None:
+    spec = importlib.util.spec_from_file_location("documented_tables", ROOT / "docs" / "tables.py")
+    assert spec is not None and spec.loader is not None
+    tables: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    page = tables.on_page_markdown((ROOT / "docs" / "tables.md").read_text())
+    for _, column in COLUMNS:
+        unit = column.unit or ""
+        assert f"| `{column.name}` | {column.type} | {unit} | {column.help} |" in page
+    gauges = tables.on_page_markdown((ROOT / "docs" / "ideas" / "gauges.md").read_text())
+    for table, metrics in METRICS.items():
+        for metric in metrics.values():
+            assert f"| `{table}` | `{metric.name}` | {metric.unit} | {metric.help} |" in gauges
+
+
+def test_the_type_of_a_row_is_defined_once() -> None:
+    """``spec/tables.py`` has rows of printed tables, which is another thing."""
+    defined = []
+    for path in Path(narrowgauge.__file__).parent.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node) == "Row = dict[str, Any]":
+                defined.append(path.relative_to(Path(narrowgauge.__file__).parent).as_posix())
+    assert sorted(defined) == ["runs/schema.py", "spec/tables.py"]
+    assert schema.Row is Row
