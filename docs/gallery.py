@@ -55,7 +55,7 @@ def page(name: str, runs: Path = RUNS) -> str:
         runs: where its folder lies.
     """
     # Here: MkDocs loads this file for every command, and a page needs what the others do not.
-    from narrowgauge.report.page import render
+    from narrowgauge.report.render import render
 
     found = [narrowgauge.read_run(file.parent) for file in sorted((runs / name).glob("*/run.toml"))]
     found.sort(key=lambda run: -round((run.summary or {}).get("bytes_per_param", 0.0), 1))  # as the tables list them

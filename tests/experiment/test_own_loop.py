@@ -19,7 +19,7 @@ from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.experiment import own_loop
 from narrowgauge.experiment.own_loop import RunLog
 from narrowgauge.experiment.run_log import WatchedLog, compare
-from narrowgauge.report.publishing import read_runs
+from narrowgauge.report.write import read_runs
 from narrowgauge.runs.record import Run, read_run
 
 

@@ -20,7 +20,7 @@ from narrowgauge.experiment import forecast, runner
 from narrowgauge.experiment.progress import Board
 from narrowgauge.experiment.question import Question, ask, read_flags, read_settings
 from narrowgauge.experiment.runner import compare
-from narrowgauge.report import page
+from narrowgauge.report import render as report_render
 from narrowgauge.runs.atomic_io import held_folder
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
@@ -37,10 +37,10 @@ NAMES = [f"bfloat16-{name}-seed{seed}" for seed in (0, 1) for name in ("word", "
 def page_of_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page has tests of its own; here its words are enough."""
 
-    def render(runs: list[Run], *, rows: list[Any], verdict: list[str], title: str, yardstick: str | None) -> str:
+    def render(runs: list[Run], *, rows: list[Any], verdict: list[str], title: str, baseline: str | None) -> str:
         return "\n".join([title, *(str(run.path) for run in runs), *(row["recipe"] for row in rows), *verdict])
 
-    monkeypatch.setattr(page, "render", render)
+    monkeypatch.setattr(report_render, "render", render)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def first(base: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     """A comparison, and what it said; tests that change it take a copy."""
     out = tmp_path_factory.mktemp("first") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "render", lambda runs, **said: "\n".join([said["title"], *said["verdict"]]))
+        patch.setattr(report_render, "render", lambda runs, **said: "\n".join([said["title"], *said["verdict"]]))
         return out, done(base, out)
 
 

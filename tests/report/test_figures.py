@@ -17,7 +17,8 @@ from narrowgauge.report import figures, history_figures
 from narrowgauge.report.figures import comparison_figures
 from narrowgauge.report.groups import Group, group_runs, run_names
 from narrowgauge.report.history_figures import event_strip
-from narrowgauge.report.traces import Figure, colour, dash_of, plain, symbol_of
+from narrowgauge.report.marks import colour, dash_of, plain, symbol_of
+from narrowgauge.report.traces import Figure
 from narrowgauge.runs.record import Run
 
 MakeRun = Callable[..., Run]
@@ -96,6 +97,16 @@ def test_loss_stands_over_bytes_and_the_axis_begins_at_zero(groups: list[Group])
     assert [(trace["x"], trace["y"]) for trace in figure.data] == [([16.0], [3.35]), ([8.0], [4.1])]
     assert figure.data[0]["error_y"]["array"] == pytest.approx([0.25])
     assert figure.layout["xaxis"]["range"][0] == 0
+
+
+def test_points_differ_by_marker_and_are_named_on_hover(make_run: MakeRun) -> None:
+    names = ["bfloat16/word", "bfloat16/naive", "<b>mine</b>"]
+    figure = figures.loss_against_bytes(group_runs([make_run(name) for name in names]))
+    assert figure is not None
+    assert [trace["hovertemplate"].partition("<extra>")[2] for trace in figure.data] == [
+        f"{plain(name)}</extra>" for name in names
+    ]
+    assert len({trace["marker"]["symbol"] for trace in figure.data}) == 3
 
 
 def test_what_cannot_be_placed_is_named(make_run: MakeRun) -> None:
@@ -193,7 +204,7 @@ def test_what_the_verdict_does_not_count_is_drawn_alone_over_seconds(make_run: M
     assert "of 4 seeds" in line["hovertemplate"]
     lone = alone_of(figure, 0)
     assert [(seed, x) for seed, x, _ in lone] == [(2, [10.0, 20.0]), (3, [10.0, 20.0, 30.0, 40.0, 50.0])]
-    assert figure is not None and "beyond it goes bfloat16/word." in figure.how
+    assert figure is not None and "Beyond it: bfloat16/word." in figure.how
     assert figure.layout["yaxis"]["range"][1] < 40
 
 
@@ -333,9 +344,9 @@ def test_what_is_not_counted_is_not_called_healthy(make_run: MakeRun) -> None:
     drawn = comparison_figures(groups)["history"]
     said = history_figures.absent(groups, drawn)
     assert "worst-overflow" in {figure.name for figure in drawn}
-    assert "No update was skipped." in said and "saturated" not in said
+    assert "No step was skipped." in said and "delayed scale" not in said
     counted = group_runs([make_run(more={"skipped": False, "saturated": 0})])
-    assert "no value lay beyond a delayed scale" in history_figures.absent(counted, [])
+    assert "no value exceeded a delayed scale" in history_figures.absent(counted, [])
 
 
 def test_every_figure_says_how_to_read_it_and_is_valid_json(make_run: MakeRun) -> None:
@@ -376,9 +387,9 @@ def test_what_diverged_does_not_flatten_the_others_and_is_named(make_run: MakeRu
         figure = make(group_runs(made))
         assert figure is not None
         assert figure.layout["yaxis"]["range"][1] < 80, figure.name
-        assert "beyond it goes bfloat16/naive." in figure.how, figure.name
+        assert "Beyond it: bfloat16/naive." in figure.how, figure.name
         calm = make(group_runs(made[:2]))
-        assert calm is not None and "range" not in calm.layout["yaxis"] and "beyond it" not in calm.how
+        assert calm is not None and "range" not in calm.layout["yaxis"] and "Beyond it" not in calm.how
 
 
 def test_a_loss_scale_is_ticked_at_powers_of_two(make_run: MakeRun) -> None:

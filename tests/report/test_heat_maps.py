@@ -1,16 +1,16 @@
-"""Heat maps: cells keep their worst reading, too many tensors leave the most troubled, names lose what they share."""
+"""Heat maps: cells keep their worst value, too many tensors leave the most troubled, names lose what they share."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from narrowgauge.report import heat_maps as module
-from narrowgauge.report.heat_map_metrics import MEASURES
-from narrowgauge.report.heat_maps import heat_maps, short_names
+from narrowgauge.report.heat_maps import HEAT_MAPS, heat_maps, short_names
 from narrowgauge.report.samples import read_samples
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import METRICS
@@ -18,13 +18,19 @@ from narrowgauge.runs.schema import METRICS
 MakeRun = Callable[..., Run]
 
 
+def maps_of(*runs: Run) -> list[dict[str, Any]]:
+    """The heat maps of each run, all on one page."""
+    samples = list(map(read_samples, runs))
+    return heat_maps([found.steps for found in samples], [found.readings for found in samples])
+
+
 def updates(step: int, **edq: float | None) -> dict[str, object]:
     return {"step": step, "updates": {name: [value, None, None, None, None, None] for name, value in edq.items()}}
 
 
-def test_a_cell_is_a_reading(make_run: MakeRun) -> None:
+def test_a_cell_is_a_value(make_run: MakeRun) -> None:
     rows = [updates(10, a=1.0, b=0.25), updates(20, a=0.5), updates(30, a=math.nan, b=2.5)]
-    (maps,) = heat_maps([read_samples(make_run(gauges=rows))])
+    (maps,) = maps_of(make_run(gauges=rows))
     assert list(maps) == ["edq"]
     (trace,) = maps["edq"]["data"]
     assert trace["x"] == [10, 20, 30]
@@ -33,11 +39,11 @@ def test_a_cell_is_a_reading(make_run: MakeRun) -> None:
     assert "Shown are" not in maps["edq"]["how"]
 
 
-def test_joined_steps_keep_the_reading_farthest_from_health(make_run: MakeRun) -> None:
+def test_joined_steps_keep_the_value_farthest_from_health(make_run: MakeRun) -> None:
     values = [1.0] * 1000
     values[321], values[654] = 0.125, 1.75
     rows = [updates(step, a=value) for step, value in enumerate(values)]
-    (maps,) = heat_maps([read_samples(make_run(gauges=rows))])
+    (maps,) = maps_of(make_run(gauges=rows))
     (cells,) = maps["edq"]["data"][0]["z"]
     assert len(cells) < 1000
     assert sorted(value for value in cells if value != 1.0) == [0.125, 1.75]
@@ -47,7 +53,7 @@ def test_joined_steps_keep_the_reading_farthest_from_health(make_run: MakeRun) -
 def test_of_too_many_tensors_the_most_troubled_stay_in_order(make_run: MakeRun) -> None:
     names = [f"p{place:03d}" for place in range(200)]
     rows = [updates(1, **{name: 0.0 if name in ("p150", "p007") else 1.0 for name in names})]
-    (maps,) = heat_maps([read_samples(make_run(gauges=rows))])
+    (maps,) = maps_of(make_run(gauges=rows))
     found = maps["edq"]["data"][0]["meta"]["names"]
     assert {"p007", "p150"} <= set(found)
     assert found == sorted(found)
@@ -61,14 +67,14 @@ def test_all_maps_of_a_page_share_one_allowance(make_run: MakeRun, monkeypatch: 
     rows = [
         updates(step, **{name: (step * 7 + place) % 10 / 10 for place, name in enumerate(names)}) for step in range(200)
     ]
-    maps = heat_maps([read_samples(make_run(seed=seed, gauges=rows)) for seed in range(10)])
+    maps = maps_of(*(make_run(seed=seed, gauges=rows) for seed in range(10)))
     cells = sum(len(found["edq"]["data"][0]["z"]) * len(found["edq"]["data"][0]["x"]) for found in maps)
     assert 10_000 <= cells <= 20_000
 
 
-def test_logarithmic_measures_bear_zero(make_run: MakeRun) -> None:
+def test_logarithmic_metrics_show_zero(make_run: MakeRun) -> None:
     rows = [{"step": 1, "tensors": {"input:a": [1, 1, 0, 0.0, 0.01, None]}}]
-    (maps,) = heat_maps([read_samples(make_run(gauges=rows))])
+    (maps,) = maps_of(make_run(gauges=rows))
     assert maps["underflow"]["data"][0]["z"] == [[-7.0]]
     assert maps["overflow"]["data"][0]["z"] == [[-2.0]]
     json.dumps(maps, allow_nan=False)
@@ -76,14 +82,14 @@ def test_logarithmic_measures_bear_zero(make_run: MakeRun) -> None:
 
 def test_rows_of_other_versions_are_borne(make_run: MakeRun) -> None:
     rows = [{"step": 1}, {"updates": {"a": [1.0]}}, {"step": 2, "updates": None}, {"step": 3, "updates": {"a": []}}]
-    assert heat_maps([read_samples(make_run(gauges=rows)), read_samples(make_run(seed=1))]) == [{}, {}]
+    assert maps_of(make_run(gauges=rows), make_run(seed=1)) == [{}, {}]
 
 
-def test_every_measure_is_a_column_of_the_readings() -> None:
-    for name, measure in MEASURES.items():
-        assert measure.field in METRICS[measure.table], name
-        assert measure.how.endswith(".") and measure.low < measure.high
-        assert not measure.log or measure.low > 0
+def test_every_heat_map_shows_a_column_of_the_gauges() -> None:
+    for name, metric in HEAT_MAPS.items():
+        assert metric.field in METRICS[metric.table], name
+        assert metric.how.endswith(".") and metric.low < metric.high
+        assert not metric.is_log or metric.low > 0
 
 
 def test_short_names() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.report import page
+from narrowgauge.report.render import render
 from narrowgauge.runs.record import Run
 
 MakeRun = Callable[..., Run]
@@ -76,7 +76,7 @@ def report(make_run: MakeRun) -> str:
     )
     # One that is far beyond the others ends the axes of losses and of differences.
     runs.append(make_run("bfloat16/no-master", steps=60, loss=lambda step: 5.0 * step))
-    return page.render(runs, verdict=[EVIL], yardstick="bfloat16/word")
+    return render(runs, verdict=[EVIL], baseline="bfloat16/word")
 
 
 def data_of(source: str) -> dict[str, Any]:
@@ -143,7 +143,7 @@ addEventListener("load", () => {
     one("[data-group='0']").click();
     change("[data-choice='step']", 0, "input");
     change("[data-choice='format']", "bfloat16", "input");
-    change("[data-choice='measure']", "lost", "change");
+    change("[data-choice='metric']", "lost", "change");
     one("[data-view='raw']").click();
     one("#theme").click();
     one("#cost-table thead button").click();
@@ -151,7 +151,7 @@ addEventListener("load", () => {
     wait(() => shown() < said.before[0] && paint() !== said.before[3], () => {
       said.after = look();
       said.rawRange = ranges("training-loss");
-      said.step = one("#step-said").textContent;
+      said.step = one("#step-shown").textContent;
       said.pressed = one("[data-view='raw']").getAttribute("aria-pressed");
       said.sorted = all("#cost-table tbody th").map((cell) => cell.textContent);
       const named = (button) => button.textContent.trim() || button.labels?.length || button.ariaLabel;
@@ -210,8 +210,8 @@ addEventListener("load", () => {
   const plot = (name) => one(`[data-plot='${name}']`);
   const drawn = (name) => plot(name).data?.filter((trace) => ["bar", "heatmap"].includes(trace.type)).length;
   const look = () => said.push([
-    drawn("ranges-figure"), drawn("heat"), one("#step-said").textContent, one("#step-choice").disabled,
-    plot("ranges-figure").textContent.includes("no histograms"), plot("heat").textContent.includes("no readings"),
+    drawn("ranges-figure"), drawn("heat"), one("#step-shown").textContent, one("#step-choice").disabled,
+    plot("ranges-figure").textContent.includes("no histograms"), plot("heat").textContent.includes("no metrics"),
   ]);
   const select = one("#heat [data-choice='run']");
   const steps = [[1, () => !drawn("ranges-figure")], [2, () => drawn("ranges-figure")], [0, () => drawn("heat")]];
@@ -238,7 +238,7 @@ def test_a_run_without_gauges_of_a_kind_shows_none_of_another_run(tmp_path: Path
         make_run("bfloat16/master", gauges=[{"step": 5, "updates": {"a.weight": [1.0]}}]),
         make_run("bfloat16/naive", gauges=[{"step": 5, "histograms": {"weight": counts}}]),
     ]
-    dom, console = opened(tmp_path, CHOOSE.replace("SOURCE", html.escape(page.render(runs))))
+    dom, console = opened(tmp_path, CHOOSE.replace("SOURCE", html.escape(render(runs))))
     assert console == []
     found = re.search(r"<body[^>]*>(.*)</body>", dom, re.DOTALL)
     assert found is not None
@@ -249,62 +249,49 @@ def test_a_run_without_gauges_of_a_kind_shows_none_of_another_run(tmp_path: Path
     assert without_readings == [1, 0, "5 (1 of 1 sampled)", False, False, True]
 
 
-COVER = """
+HOVER = """
 <!doctype html><meta charset="utf-8"><body style="margin:0">
-<iframe id="frame" width="WIDTH" height="800" srcdoc="SOURCE"></iframe>
+<iframe id="frame" width="1200" height="800" srcdoc="SOURCE"></iframe>
 <script>
 const end = (word) => { document.body.replaceChildren(JSON.stringify(word)); };
 const wait = (test, then, tries = 400) => test() ? then() : tries ? setTimeout(wait, 50, test, then, tries - 1) : end("gave up");
 addEventListener("load", () => {
   const frame = document.getElementById("frame");
   const inside = frame.contentDocument;
-  const traces = () => [...inside.querySelectorAll("#loss-bytes .scatterlayer .trace")];
-  const box = (element) => element.getBoundingClientRect();
-  const touch = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
-  const look = () => {
-    const figure = box(inside.querySelector("#loss-bytes .main-svg"));
-    const names = traces().flatMap((trace) => [...trace.querySelectorAll("text")].map((text) => [trace, box(text)]));
-    const covered = names.filter(([trace, name]) => traces().some((other) => other !== trace &&
-      [...other.querySelectorAll("path.point, text")].some((mark) => touch(box(mark), name))) ||
-      [...inside.querySelectorAll("#loss-bytes .errorbars path")].some((bar) => touch(box(bar), name)));
-    const cut = names.filter(([, name]) => name.left < figure.left || name.right > figure.right);
-    return [traces().length, names.length, covered.length, cut.length];
+  const plot = inside.querySelector("[data-plot='loss-bytes']");
+  const named = [];
+  const next = () => {
+    const curve = named.length;
+    if (curve === plot.data.length) return end([named, plot.querySelectorAll(".scatterlayer .trace path.point").length]);
+    frame.contentWindow.Plotly.Fx.hover(plot, [{ curveNumber: curve, pointNumber: 0 }]);
+    const label = () => plot.querySelector(".hoverlayer .hovertext")?.textContent ?? "";
+    wait(() => label().includes(plot.data[curve].name), () => { named.push(label()); next(); });
   };
-  wait(() => Number(inside.documentElement.dataset.drawn) > 0, () => {
-    const wide = look();
-    frame.width = 440;
-    const redrawn = () => box(inside.querySelector("#loss-bytes .main-svg")).right < 440 && look()[1] !== wide[1];
-    wait(redrawn, () => end([wide, look()]));
-  });
+  wait(() => Number(inside.documentElement.dataset.drawn) > 0, next);
 });
 </script>
 """
 
 
-@pytest.mark.parametrize("width", [1200, 820])
-def test_names_of_points_cover_nothing(tmp_path: Path, make_run: MakeRun, width: int) -> None:
-    sizes = {"master": 16.0, "exact": 14.0, "split": 12.0, "collage-plus": 12.0, "collage-light": 10.0, "split8": 10.0}
-    sizes |= {"word": 8.0, "naive": 8.0, "stochastic": 8.0, "compact": 7.0, "states8": 6.0}
+def test_every_point_is_drawn_and_its_hover_text_names_its_recipe(tmp_path: Path, make_run: MakeRun) -> None:
+    sizes = {"master": 16.0, "exact": 14.0, "split": 12.0, "collage-plus": 12.0, "word": 8.0, "naive": 8.0}
     runs = [
-        make_run(
-            f"bfloat16/{name}", seed, bytes_per_param=size, loss=lambda step, at=3 + place % 4 * 0.03 + seed / 50: at
-        )
-        for place, (name, size) in enumerate(sizes.items())
+        make_run(f"bfloat16/{name}", seed, bytes_per_param=size, loss=lambda step, at=3 + seed / 50: at)
+        for name, size in sizes.items()
         for seed in (0, 1)
     ]
-    source = COVER.replace("WIDTH", str(width)).replace("SOURCE", html.escape(page.render(runs)))
-    dom, console = opened(tmp_path, source, width=1300)
+    dom, console = opened(tmp_path, HOVER.replace("SOURCE", html.escape(render(runs))), width=1300)
     assert console == []
     found = re.search(r"<body[^>]*>(.*)</body>", dom, re.DOTALL)
     assert found is not None
-    wide, narrow = json.loads(html.unescape(found[1]))
-    # There, named as far as there is room, none over another, none cut off; and the same after the page was made narrow.
-    assert wide[0] == len(sizes) and wide[1] >= 5 and wide[2:] == [0, 0], wide
-    assert narrow[0] == len(sizes) and 2 <= narrow[1] < wide[1] and narrow[2:] == [0, 0], narrow
+    named, points = json.loads(html.unescape(found[1]))
+    assert points == len(sizes)
+    for text, (name, size) in zip(named, sizes.items(), strict=True):
+        assert f"bfloat16/{name}" in text and f"at {size:g} bytes per parameter, 2 seeds" in text
 
 
 def test_a_run_that_has_hardly_begun_opens_in_the_light(tmp_path: Path, make_run: MakeRun) -> None:
-    source = page.render([make_run(steps=3, finished=False, loss=lambda step: float("nan") if step == 2 else 2.0)])
+    source = render([make_run(steps=3, finished=False, loss=lambda step: float("nan") if step == 2 else 2.0)])
     dom, console = opened(tmp_path, source, "#light", width=800)
     assert console == []
     assert 'data-theme="light"' in dom[:600]

@@ -274,9 +274,9 @@ def compare(
 )  # fmt: skip
 def report(runs: tuple[Path, ...], out: Path | None) -> None:
     """Write one page on the runs in folders, each a run's or a comparison's."""
-    from narrowgauge.report import publishing
+    from narrowgauge.report.write import report as write_report
 
-    click.echo(publishing.report(runs, out))
+    click.echo(write_report(runs, out))
 
 
 @main.command("export")

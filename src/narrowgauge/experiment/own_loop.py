@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from narrowgauge.comparison.comparison import Comparison, compare_runs
 from narrowgauge.comparison.labels import counted, recipe_name, run_name
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.report.publishing import publish, read_runs
+from narrowgauge.report.write import publish, read_runs
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row

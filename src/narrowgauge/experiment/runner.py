@@ -34,7 +34,7 @@ from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.experiment.pace import Forecast
 from narrowgauge.experiment.progress import Board, RunOnBoard
 from narrowgauge.experiment.question import QUESTION_FILE, Question, ask, has_question, past
-from narrowgauge.report.publishing import publish, runs_inside
+from narrowgauge.report.write import publish, runs_inside
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, disk_errors, held_folder
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.spec.recipes import Recipe

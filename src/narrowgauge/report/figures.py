@@ -1,8 +1,7 @@
-"""The figures that compare recipes, as plain data for Plotly: what is drawn, on which axes, and how to read it.
+"""The figures that compare recipes: what is drawn, on which axes, and how to read it.
 
-A figure here is a dict of traces, a dict of layout and two sentences for the reader; looks are the page's own affair.
-Axes are chosen so that they do not lie: log scale where values span decades, zero where a length is compared, the same
-colour for the same recipe throughout.
+Axes are chosen so that they do not mislead: a log scale where values span decades, zero where a length is compared, the
+same colour for the same recipe in every figure.
 """
 
 from __future__ import annotations
@@ -10,44 +9,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from narrowgauge.comparison.run_stats import Curve as Clock
 from narrowgauge.comparison.run_stats import Trial, on_one_clock
-from narrowgauge.report.coinciding import part_coinciding
 from narrowgauge.report.groups import Group, final_loss
 from narrowgauge.report.history_figures import gradient_norm, loss_scale, skipped, worst_overflow, worst_underflow
-from narrowgauge.report.label_placement import keep_apart
-from narrowgauge.report.series import Series, band, column, is_wide, number, rounded, smooth
-from narrowgauge.report.standing import trials_of
+from narrowgauge.report.marks import colour, plain, symbol_of
+from narrowgauge.report.series import Series, band, column, is_wide, number, rounded, series_of, smooth
 from narrowgauge.report.traces import (
     Curve,
     Figure,
     any_wide,
-    colour,
+    clip_diverged,
     curve_of,
-    kept_in_view,
+    dash_overlapping,
     layout_of,
-    plain,
-    symbol_of,
     traces_of,
 )
 from narrowgauge.runs.schema import Row
 
 SMALLEST_SPAN = 0.001
-"""The least span of an axis where losses are told apart, as a share of the loss."""
+"""The least span of an axis of losses or of their differences, as a share of the loss."""
 
 MOST_MARKERS = 10
-"""Markers of a line over seconds, about."""
+"""About how many markers a line over seconds has."""
 
 
-def comparison_figures(groups: Sequence[Group], yardstick: str | None = None) -> dict[str, list[Figure]]:
-    """All figures of this file by section; one without data is left out.
+def comparison_figures(groups: Sequence[Group], baseline: str | None = None) -> dict[str, list[Figure]]:
+    """All figures by section; one without data is left out.
 
     Args:
         groups: of the page.
-        yardstick: the label of the group that the others are held against; the first by default.
+        baseline: the label of the group that the others are compared with; the first by default.
     """
     sections: dict[str, list[Callable[[Sequence[Group]], Figure | None]]] = {
-        "loss": [training_loss, validation_loss, lambda groups: difference(groups, yardstick)],
+        "loss": [training_loss, validation_loss, lambda groups: difference(groups, baseline)],
         "cost": [loss_against_bytes, loss_against_seconds],
         "history": [gradient_norm, loss_scale, skipped, worst_underflow, worst_overflow],
     }
@@ -57,7 +54,7 @@ def comparison_figures(groups: Sequence[Group], yardstick: str | None = None) ->
 
 
 def training_loss(groups: Sequence[Group]) -> Figure | None:
-    """Loss of the training batches over steps, smoothed or as it was."""
+    """Loss of the training batches over steps, smoothed and raw."""
     lines = {group.place: group.lines("steps", "loss") for group in groups}
     longest = max((len(line) for found in lines.values() for line in found), default=0)
     half_life = max(1, longest // 100)
@@ -69,18 +66,16 @@ def training_loss(groups: Sequence[Group]) -> Figure | None:
     ]
     if not data:
         return None
-    how = (
-        f"Lower is better. A line is the mean of a recipe's seeds, its band reaches from the lowest seed to the highest. "
-        f"Smoothed, a step's weight halves after {half_life} step{'s' if half_life > 1 else ''}; raw shows every spike. "
-        "A cross marks a loss that was not finite."
-    )
     layout = layout_of("step", "loss (nats per token)", log_y=any_wide(smoothed))
-    beyond = kept_in_view(smoothed, layout)
-    how += f"{beyond} Raw shows all of it." if beyond else ""
-    how += part_coinciding(smoothed, data, layout)
-    return Figure(
-        "training-loss", "Training loss", how, data, layout, (("smoothed", "Smoothed"), ("raw", "Raw")), ("xaxis",)
+    clipped = clip_diverged(smoothed, layout)
+    how = (
+        "Lower is better. A line is the mean over a recipe's seeds, its band the range from the lowest seed to the highest. "
+        f"Smoothed is an exponential moving average with a half-life of {half_life} step{'s' if half_life > 1 else ''}; "
+        "raw shows every spike. A cross marks a loss that is not finite."
+        f"{clipped and clipped + ' Raw shows all of it.'}{dash_overlapping(smoothed, data, layout)}"
     )
+    views = (("smoothed", "Smoothed"), ("raw", "Raw"))
+    return Figure("training-loss", "Training loss", how, data, layout, views, ("xaxis",))
 
 
 def validation_loss(groups: Sequence[Group]) -> Figure | None:
@@ -89,19 +84,18 @@ def validation_loss(groups: Sequence[Group]) -> Figure | None:
     data = traces_of(curves, name="validation loss", markers=True)
     if not data:
         return None
-    how = (
-        "Lower is better: this is text the run never trained on, and the figure that decides. "
-        "Bands reach from the lowest seed to the highest. A cross marks a loss that was not finite."
-    )
     layout = layout_of("step", "loss (nats per token)", log_y=any_wide(curves))
-    how += kept_in_view(curves, layout)
-    how += part_coinciding(curves, data, layout)
+    how = (
+        "Lower is better. This is the loss on held-out text, by which recipes are compared. "
+        "A band is the range from the lowest seed to the highest. A cross marks a loss that is not finite."
+        f"{clip_diverged(curves, layout)}{dash_overlapping(curves, data, layout)}"
+    )
     return Figure("validation-loss", "Validation loss", how, data, layout, log_axes=("xaxis",))
 
 
-def difference(groups: Sequence[Group], yardstick: str | None = None) -> Figure | None:
-    """Validation loss minus that of the yardstick with the same seed."""
-    first = next((group for group in groups if group.label == yardstick), groups[0] if groups else None)
+def difference(groups: Sequence[Group], baseline: str | None = None) -> Figure | None:
+    """Validation loss minus that of the baseline with the same seed."""
+    first = next((group for group in groups if group.label == baseline), groups[0] if groups else None)
     if first is None or len(groups) < 2:
         return None
     theirs = first.seeds()
@@ -110,24 +104,23 @@ def difference(groups: Sequence[Group], yardstick: str | None = None) -> Figure 
         pairs = [(run, theirs[seed]) for seed, run in group.seeds().items() if seed in theirs and group is not first]
         curves.append(curve_of(group, [_minus(*(column(run.evals, "val_loss") for run in pair)) for pair in pairs]))
     data = traces_of(curves, name="difference", markers=True)
-    if not any(value is not None for curve in curves for value in curve.joined.mean):
+    if not any(np.isfinite(curve.joined.mean).any() for curve in curves):
         return None
-    how = (
-        f"Above the zero line a recipe is worse than {first.label}, below it better. Each seed is compared with the same "
-        "seed, that is the same first weights and the same batches, so that what the seeds share cancels. A line is the "
-        "mean of these differences, its band reaches from the lowest seed to the highest. That is no interval of "
-        "confidence: whether a difference is more than chance, the table of costs says."
-    )
     layout = layout_of("step", f"loss minus {first.label}")
     least = _least_reach(first)
     layout["yaxis"] |= {"zeroline": True, "autorangeoptions": {"include": [-least, least]}}
-    how += _without_the_far(curves, layout, least)
-    how += part_coinciding(curves, data, layout)
+    how = (
+        f"Above zero a recipe is worse than {first.label}, below zero better. Each run is compared with the run of the same "
+        "seed, which has the same initial weights and the same batches, so most of the variation between seeds cancels. "
+        "A line is the mean of these differences, its band the range from the lowest seed to the highest. The band is not "
+        "a confidence interval; the cost table has one."
+        f"{_clip_far(curves, layout, least)}{dash_overlapping(curves, data, layout)}"
+    )
     return Figure("difference", f"Validation loss against {first.label}", how, data, layout)
 
 
 def loss_against_bytes(groups: Sequence[Group]) -> Figure | None:
-    """What each recipe reaches for its memory."""
+    """The final loss of each recipe over its memory."""
     found: dict[int, list[tuple[float, float]]] = {}
     for group in groups:
         points = [(number((run.summary or {}).get("bytes_per_param")), final_loss(run)) for run in group.runs]
@@ -136,43 +129,38 @@ def loss_against_bytes(groups: Sequence[Group]) -> Figure | None:
     if not drawn:
         return None
     data = [_point(group, found[group.place]) for group in drawn]
-    most = max(trace["x"][0] for trace in data)
-    absent = ", ".join(group.label for group in groups if not found[group.place])
-    how = (
-        "Down and to the left is better: less loss for less memory. A bar reaches from the lowest seed to the highest; "
-        "the memory axis begins at zero. Bytes are those of one parameter's weight, gradient and optimizer state. "
-        "Points without room for a name have the colour and shape of the list on top."
-        + (f" Left out, for want of a finished run with a finite loss: {absent}." if absent else "")
-    )
-    layout = layout_of("bytes per parameter", "validation loss (nats per token)")
     means = [trace["y"][0] for trace in data]
     middle = sum(means) / len(means)
-    ends = [middle * (1 + sign * SMALLEST_SPAN / 2) for sign in (-1, 1)]
-    layout["xaxis"] |= {"range": [0, 1.12 * most]}
-    layout["yaxis"] |= {"autorangeoptions": {"include": ends}, "type": "log" if is_wide(means) else "linear"}
-    reached = [*ends, *means] if is_wide(means) else [*ends, *(y for points in found.values() for _, y in points)]
-    keep_apart(data, [0, 1.12 * most], [min(reached), max(reached)], log=is_wide(means))
+    absent = ", ".join(group.label for group in groups if not found[group.place])
+    how = (
+        "Down and to the left is better: less loss for less memory. An error bar is the range from the lowest seed to the "
+        "highest. Bytes are those of weight, gradient and optimizer state per parameter; their axis begins at zero. "
+        "Hover over a point for its recipe, or find its colour and shape in the legend at the top."
+        + (f" Not shown, because no run finished with a finite loss: {absent}." if absent else "")
+    )
+    layout = layout_of("bytes per parameter", "validation loss (nats per token)", log_y=is_wide(means))
+    layout["xaxis"] |= {"range": [0, 1.12 * max(trace["x"][0] for trace in data)]}
+    layout["yaxis"] |= {"autorangeoptions": {"include": [middle * (1 + sign * SMALLEST_SPAN / 2) for sign in (-1, 1)]}}
     return Figure("loss-bytes", "Loss against bytes per parameter", how, data, layout)
 
 
 def loss_against_seconds(groups: Sequence[Group]) -> Figure | None:
     """Validation loss over seconds of training, read as the verdict reads it."""
-    trials = {group.place: [trial for trial in trials_of(group) if trial.curve.points] for group in groups}
-    joined = {place: _read_as_one(found) for place, found in trials.items()}
-    curves = [_by_the_clock(group, trials[group.place], joined[group.place]) for group in groups]
+    trials = {group.place: [trial for trial in group.trials if trial.curve.points] for group in groups}
+    joined = {place: _averaged(found) for place, found in trials.items()}
+    curves = [_over_seconds(group, trials[group.place], joined[group.place]) for group in groups]
     data = traces_of(curves, name="validation loss")
     if not data:
         return None
     for trace in data:
         if "name" in trace:
-            # The moments of several seeds stand close together: markers at all of them would be a smear.
+            # The points of several seeds stand close together: markers at all of them would be a smear.
             trace["mode"], trace["marker"]["maxdisplayed"] = "lines+markers", MOST_MARKERS
     how = _how_to_read_seconds(curves)
     if len({frozenset(trial.seed for trial in found) for found in joined.values() if found}) > 1:
-        how += " Not all recipes have the same seeds here, and seeds can differ more than recipes: go by the verdict."
+        how += " Not all recipes have the same seeds here, and seeds can differ more than recipes: rely on the verdict."
     layout = layout_of("seconds of training", "validation loss (nats per token)", log_y=any_wide(curves))
-    how += kept_in_view(curves, layout)
-    how += part_coinciding(curves, data, layout)
+    how += clip_diverged(curves, layout) + dash_overlapping(curves, data, layout)
     return Figure("loss-seconds", "Loss against seconds", how, data, layout, log_axes=("xaxis",))
 
 
@@ -182,6 +170,7 @@ def _point(group: Group, points: Sequence[tuple[float, float]]) -> Row:
     seeds = f"{len(losses)} seed{'s' if len(losses) > 1 else ''}"
     return {
         "type": "scatter",
+        "mode": "markers",
         "x": [rounded(sum(x for x, _ in points) / len(points))],
         "y": [rounded(mean)],
         "error_y": {
@@ -192,8 +181,6 @@ def _point(group: Group, points: Sequence[tuple[float, float]]) -> Row:
             "visible": len(losses) > 1,
             "color": colour(group.place),
         },
-        "text": [plain(group.label)],
-        "textfont": {"color": "@ink"},
         "cliponaxis": False,
         "marker": {"size": 11, "color": colour(group.place), "symbol": symbol_of(group.place)},
         "name": plain(group.label),
@@ -203,49 +190,43 @@ def _point(group: Group, points: Sequence[tuple[float, float]]) -> Row:
 
 
 def _least_reach(group: Group) -> float:
-    """How far an axis of differences reaches at least to both sides of zero: noise of the last digits is to look small."""
+    """How far an axis of differences reaches at least to both sides of zero, so that noise in the last digits looks small."""
     losses = [abs(loss) for run in group.runs if (loss := final_loss(run)) is not None]
     return SMALLEST_SPAN / 2 * sum(losses) / len(losses) if losses else 0.0
 
 
-def _without_the_far(curves: Sequence[Curve], layout: Row, least: float) -> str:
+def _clip_far(curves: Sequence[Curve], layout: Row, least: float) -> str:
     """End the axis of differences where one beyond a nat would flatten the others."""
-    reach = {
-        curve.group.label: max(map(abs, found))
-        for curve in curves
-        if (found := [value for side in (curve.joined.low, curve.joined.high) for value in side if value is not None])
-    }
+    sides = {curve.group.label: np.concatenate([curve.low, curve.high]) for curve in curves}
+    reach = {label: float(np.abs(values).max()) for label, values in sides.items() if values.size}
     near = [far for far in reach.values() if far <= 1]
     limit = max(least, 1.1 * max(near)) if near else 0.0
     beyond = [label for label, far in reach.items() if far > max(1, 10 * limit)]
     if not beyond or not limit:
         return ""
     layout["yaxis"] |= {"range": [-limit, limit]}
-    return f" The axis ends where the others do; beyond it goes {', '.join(beyond)}."
+    return f" The axis ends where the others do. Beyond it: {', '.join(beyond)}."
 
 
 def _minus(line: Series, other: Series) -> Series:
-    theirs = dict(zip(other.x, other.y, strict=True))
-    x = [place for place in line.x if place in theirs]
-    mine = dict(zip(line.x, line.y, strict=True))
-    pairs = [(mine[place], theirs[place]) for place in x]
-    return Series(x, [None if a is None or b is None else a - b for a, b in pairs])
+    x, mine, theirs = np.intersect1d(line.x, other.x, return_indices=True)
+    return Series(x, line.y[mine] - other.y[theirs])
 
 
-def _read_as_one(trials: Sequence[Trial]) -> list[Trial]:
+def _averaged(trials: Sequence[Trial]) -> list[Trial]:
     """The runs that the verdict reads at equal time; where it reads none, all that have a curve, or else a point."""
     curved = [trial for trial in trials if trial.has_curve]
     return [trial for trial in curved if trial.counts] or curved or list(trials)
 
 
-def _by_the_clock(group: Group, trials: Sequence[Trial], joined: Sequence[Trial]) -> Curve:
-    """A recipe over seconds: some runs as one, at the moments common to them; all else alone.
+def _over_seconds(group: Group, trials: Sequence[Trial], joined: Sequence[Trial]) -> Curve:
+    """A recipe over seconds: the mean of some runs at the moments common to them; all else run by run.
 
-    A mean over other seeds would jump by the seeds' luck, which is larger than what recipes differ by.
+    A mean over other seeds would jump by the variation between seeds, which is larger than that between recipes.
     """
     found = on_one_clock([trial.curve for trial in joined])
     moments = [at for at, _ in found]
-    lines = [Series(moments, [number(losses[place]) for _, losses in found]) for place in range(len(joined))]
+    lines = [series_of((at, losses[place]) for at, losses in found) for place in range(len(joined))]
     among = {id(trial) for trial in joined}
     alone = [
         (trial.seed, line) for trial in trials for line in _outside(trial.curve, moments if id(trial) in among else [])
@@ -258,33 +239,29 @@ def _how_to_read_seconds(curves: Sequence[Curve]) -> str:
     """Of what is drawn, and of nothing else."""
     which = "thick line" if any(curve.alone for curve in curves) else "line"
     lines = any(len(curve.joined.x) > 1 for curve in curves)
-    said = [
+    sentences = [
         f"At any moment the lowest {which} is ahead." if lines else "Lower and further to the left is better.",
-        "Seconds are those of training steps on this machine, without evaluations and compilation.",
+        "Seconds are those of training steps on this machine, without evaluation and compilation.",
     ]
-    if any(count > 1 for curve in curves for count in curve.joined.count):
-        said.append(
-            "A recipe's seeds are joined at equal moments, each read off its own line as in the verdict; the band reaches from "
-            "the lowest to the highest."
+    if any((curve.joined.count > 1).any() for curve in curves):
+        sentences.append(
+            "A recipe's seeds are averaged at equal moments, each interpolated on its own line as in the verdict; the band is "
+            "the range from the lowest seed to the highest."
         )
     if any(curve.alone for curve in curves):
-        said.append(
+        sentences.append(
             "Thin lines and lone points are single seeds: outside the moments that a recipe's seeds share, or of runs that "
-            "diverged or have not ended."
+            "diverged or have not finished."
         )
-    said.append("Formats that this machine only emulates are faster where they are native.")
-    return " ".join(said)
+    sentences.append("Formats that this machine emulates are faster on hardware that supports them.")
+    return " ".join(sentences)
 
 
 def _outside(clock: Clock, moments: Sequence[float]) -> list[Series]:
     """What a run's own line has before and after moments that lie on it; all of it where there are none."""
     if not moments:
-        return [_line(clock.points)]
+        return [series_of(clock.points)]
     first, last = ((at, clock.loss_at(at)) for at in (moments[0], moments[-1]))
     before = [point for point in clock.points if point[0] < moments[0]]
     after = [point for point in clock.points if point[0] > moments[-1]]
-    return [_line(piece) for piece in ([*before, first], [last, *after]) if len(piece) > 1]
-
-
-def _line(points: Sequence[tuple[float, float | None]]) -> Series:
-    return Series([at for at, _ in points], [number(loss) for _, loss in points])
+    return [series_of(piece) for piece in ([*before, first], [last, *after]) if len(piece) > 1]

@@ -1,6 +1,6 @@
 """Which runs of a page belong together: one group per recipe, its runs differing in their seed alone.
 
-A group has one label and one place in the palette, and keeps both in every figure and table. The labels are those of the
+A group has one label and one index in the palette, and keeps both in every figure and table. The labels are those of the
 comparison, so that its rows and these groups are about the same runs.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from narrowgauge.comparison.labels import run_labels, seed_of
+from narrowgauge.comparison.run_stats import Trial, divergence
 from narrowgauge.report.samples import Samples, read_samples
 from narrowgauge.report.series import Series, column, number
 from narrowgauge.runs.record import Run
@@ -22,8 +23,8 @@ class Group:
     """The runs of one recipe.
 
     Args:
-        label: what the page calls it.
-        place: its number on the page, which chooses its colour.
+        label: its name on the page.
+        place: its index on the page, which chooses colour, dash and marker.
         runs: one per seed.
     """
 
@@ -33,12 +34,23 @@ class Group:
 
     @cached_property
     def samples(self) -> tuple[Samples, ...]:
-        """What the page keeps of each run's gauges, read when it is asked for.
+        """What the page keeps of each run's gauges.
 
         Raises:
             RecordError: a run's gauges are damaged.
         """
         return tuple(map(read_samples, self.runs))
+
+    @cached_property
+    def trials(self) -> tuple[Trial, ...]:
+        """The runs as the comparison sees them."""
+        return tuple(Trial(self.label, seed_of(run), run, divergence(run)) for run in self.runs)
+
+    @property
+    def named(self) -> list[tuple[Run, str]]:
+        """The runs, each with a name of its own on the page: the label, and the seed where there are several."""
+        several = len(self.runs) > 1
+        return [(run, f"{self.label} · seed {seed_of(run)}" if several else self.label) for run in self.runs]
 
     def lines(self, table: str, y: str) -> list[Series]:
         """One column of ``steps`` or ``evals`` of every run."""
@@ -49,15 +61,12 @@ class Group:
         return {seed_of(run): run for run in self.runs}
 
 
-def group_runs(runs: Sequence[Run], rows: Sequence[Row] = ()) -> list[Group]:
+def group_runs(runs: Iterable[Run], rows: Sequence[Row] = ()) -> list[Group]:
     """Sort runs into groups.
 
     Args:
         runs: any runs.
         rows: of ``compare.json``; their order of recipes is kept, other recipes follow.
-
-    Returns:
-        Groups with labels of their own.
 
     Raises:
         RecordError: a run's ``run.toml`` has no settings.
@@ -68,6 +77,7 @@ def group_runs(runs: Sequence[Run], rows: Sequence[Row] = ()) -> list[Group]:
         >>> [(group.label, len(group.runs)) for group in group_runs(made)]
         [('bfloat16/word', 2)]
     """
+    runs = list(runs)
     found: dict[str, list[Run]] = {}
     for label, run in zip(run_labels(runs), runs, strict=True):
         found.setdefault(label, []).append(run)
@@ -77,16 +87,8 @@ def group_runs(runs: Sequence[Run], rows: Sequence[Row] = ()) -> list[Group]:
 
 
 def run_names(groups: Iterable[Group]) -> list[tuple[Run, str]]:
-    """Every run with a name of its own on the page: its group's label, and its seed where there are several.
-
-    Returns:
-        Runs in the order of their groups.
-    """
-    return [
-        (run, f"{group.label} · seed {seed_of(run)}" if len(group.runs) > 1 else group.label)
-        for group in groups
-        for run in group.runs
-    ]
+    """Every run with its name on the page, in the order of their groups."""
+    return [pair for group in groups for pair in group.named]
 
 
 def final_loss(run: Run) -> float | None:

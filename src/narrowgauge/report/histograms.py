@@ -1,8 +1,7 @@
 """Histograms of binary exponents over the ranges of number formats, for a slider over a run's sampled steps.
 
-A format is a window on the powers of two: what lies left of it becomes zero, what lies right of it overflows. Drawn over
-such windows, a histogram of exponents shows at a glance what a format would cut off, and where a scale would have to
-move the values.
+Left of a format's range values round to zero, right of it they overflow. Drawn below such ranges, a histogram of exponents
+shows what a format would lose, and where a scale would have to move the values.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from narrowgauge.report.marks import colour
 from narrowgauge.report.samples import MOST_HISTOGRAMS, Samples, spread
-from narrowgauge.report.series import rounded
-from narrowgauge.report.traces import colour
+from narrowgauge.report.series import json_list, rounded
 from narrowgauge.runs.schema import FIRST_EXPONENT, Row
 from narrowgauge.spec.formats import FORMATS
 
 SHOWN_FORMATS = (
     "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float6_e3m2fn", "float6_e2m3fn", "float4_e2m1fn",
 )  # fmt: skip
-"""The formats whose ranges stand above the histograms."""
+"""The formats whose ranges are shown above the histograms."""
 
 KIND_TITLES: dict[str, str] = {
     "weight": "Weights",
@@ -40,17 +39,20 @@ def histograms(samples: Sequence[Samples], places: Sequence[int]) -> list[Row | 
 
     Args:
         samples: of the page's runs, in its order.
-        places: each one's place in the palette.
+        places: each run's index in the palette.
 
     Returns:
-        Per run a Plotly figure whose ``steps`` name the sampled steps and whose ``frames`` give, per step and panel, the
+        Per run a Plotly figure whose ``steps`` are the sampled steps and whose ``frames`` give, per step and panel, the
         heights of the bars; or ``None`` where the run has no histograms.
     """
-    widths = sum(stop - start for found in samples for start, stop in found.spans.values())
-    num_steps = min(MOST_HISTOGRAMS, max(5, MAX_BARS // max(1, widths)))
-    exponents = _exponent_range([span for found in samples for span in found.spans.values()])
+    spans = [span for found in samples for span in found.spans.values()]
+    num_steps = min(MOST_HISTOGRAMS, max(5, MAX_BARS // max(1, sum(stop - start for start, stop in spans))))
+    # All exponents that occur, and the whole range of float16 for comparison.
+    half = FORMATS["float16"]
+    low = min([start + FIRST_EXPONENT for start, _ in spans] + [half.finest_exponent])
+    high = max([stop + FIRST_EXPONENT for _, stop in spans] + [half.max_exponent + 1])
     return [
-        _histogram(found, place, num_steps, exponents) if found.spans else None
+        _histogram(found, place, num_steps, [low - 2, high + 2]) if found.spans else None
         for found, place in zip(samples, places, strict=True)
     ]
 
@@ -60,31 +62,20 @@ def format_ranges() -> list[Row]:
 
     Returns:
         Rows ``name, subnormal, normal, max`` in binary exponents, and ``zero_below`` and ``last``: bins below the one
-        become zero in the format, bins above the other lie beyond its end.
+        round to zero in the format, bins above the other overflow.
     """
-    rows = []
-    for name in SHOWN_FORMATS:
-        row = FORMATS[name]
-        rows.append(
-            {
-                "name": name,
-                "subnormal": row.finest_exponent,
-                "normal": row.min_exponent,
-                "max": rounded(math.log2(row.max), 5),
-                # Half of the smallest value still rounds up to it.
-                "zero_below": row.finest_exponent - 1,
-                "last": row.max_exponent,
-            }
-        )
-    return rows
-
-
-def _exponent_range(spans: Sequence[tuple[int, int]]) -> list[float]:
-    """The exponents drawn: all that occur, and float16's whole range for comparison."""
-    half = FORMATS["float16"]
-    low = min([start + FIRST_EXPONENT for start, _ in spans] + [half.finest_exponent])
-    high = max([stop + FIRST_EXPONENT for _, stop in spans] + [half.max_exponent + 1])
-    return [low - 2, high + 2]
+    return [
+        {
+            "name": name,
+            "subnormal": FORMATS[name].finest_exponent,
+            "normal": FORMATS[name].min_exponent,
+            "max": rounded(math.log2(FORMATS[name].max), 5),
+            # Half of the smallest value still rounds up to it.
+            "zero_below": FORMATS[name].finest_exponent - 1,
+            "last": FORMATS[name].max_exponent,
+        }
+        for name in SHOWN_FORMATS
+    ]
 
 
 def _histogram(samples: Samples, place: int, num_steps: int, exponents: list[float]) -> Row:
@@ -116,33 +107,25 @@ def _histogram(samples: Samples, place: int, num_steps: int, exponents: list[flo
 
 def _shares(counts: Sequence[float] | None, span: tuple[int, int]) -> list[float | None] | None:
     total = sum(counts) if counts else 0
-    if not counts or not total:
-        return None
-    return [rounded(count / total, 3) if count else None for count in counts[slice(*span)]]
+    return json_list([count / total or math.nan for count in counts[slice(*span)]], 3) if counts and total else None
 
 
 def _format_bars() -> list[Row]:
     """A thick bar over a format's normal range, a thin one over its subnormals."""
-    bars = []
-    for line, row in enumerate(format_ranges()):
-        low = f"2<sup>{row['normal']}</sup>"
-        text = f"{row['name']}: normal from {low} to 2<sup>{row['max']:.4g}</sup>, subnormal from 2<sup>{row['subnormal']}</sup>"
-        for name, start, stop, width in (
-            ("subnormal", row["subnormal"], row["normal"], 3),
-            ("normal", row["normal"], row["max"], 9),
-        ):
-            bars.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "x": [start, stop],
-                    "y": [line, line],
-                    "line": {"color": "@muted", "width": width},
-                    "meta": {"format": row["name"], "part": name},
-                    "hovertemplate": f"{text}<extra></extra>",
-                }
-            )
-    return bars
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "x": [row[start], row[stop]],
+            "y": [line, line],
+            "line": {"color": "@muted", "width": width},
+            "meta": {"format": row["name"], "part": start},
+            "hovertemplate": f"{row['name']}: normal from 2<sup>{row['normal']}</sup> to 2<sup>{row['max']:.4g}</sup>, "
+            f"subnormal from 2<sup>{row['subnormal']}</sup><extra></extra>",
+        }
+        for line, row in enumerate(format_ranges())
+        for start, stop, width in (("subnormal", "normal", 3), ("normal", "max", 9))
+    ]
 
 
 def _panels(num_panels: int, exponents: list[float]) -> Row:
@@ -170,9 +153,9 @@ def _panels(num_panels: int, exponents: list[float]) -> Row:
         },
         "bargap": 0,
     }
-    for number_ in range(num_panels):
-        upper = total - top - gap - number_ * (panel + gap)
-        layout[f"yaxis{number_ + 2}"] = {
+    for place in range(num_panels):
+        upper = total - top - gap - place * (panel + gap)
+        layout[f"yaxis{place + 2}"] = {
             "domain": [(upper - panel) / total, upper / total],
             "type": "log",
             "range": [-6, 0],

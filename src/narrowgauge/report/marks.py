@@ -1,42 +1,50 @@
-"""The mark of a recipe in text: a small picture of its line and its marker, as the figures draw them.
+"""The colour, dash and marker of each recipe, the same in figures, legend and tables.
 
-Colours repeat beyond the palette's end, so a square of colour would not do: a mark has the colour, the dash and the
-marker, and is the key to every figure.
+Colours are names (``@c2`` is the third of the palette, ``@c2/0.2`` the same at 20 % opacity), which the page resolves for
+its light or dark theme. A recipe differs from all others by colour and dash, and by colour and marker.
 """
 
 from __future__ import annotations
 
-from narrowgauge.report.traces import NUM_COLOURS, dash_of, symbol_of
+NUM_COLOURS = 8
+"""Colours of the palette; recipes beyond it repeat its colours with another dash and another kind of marker."""
 
-_SHAPES: dict[str, str] = {
-    "circle": "M9 7a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
-    "square": "M9.4 3.4h7.2v7.2H9.4z",
-    "diamond": "M13 2l5 5-5 5-5-5z",
-    "cross": "M11.4 2.2h3.2v3.2h3.2v3.2h-3.2v3.2h-3.2V8.6h-3.2V5.4h3.2z",
-    "triangle-up": "M13 2.3l5 8.6H8z",
-    "x": "M10.8 2.5L13 4.7l2.2-2.2 2.3 2.3L15.3 7l2.2 2.2-2.3 2.3L13 9.3l-2.2 2.2-2.3-2.3L10.7 7 8.5 4.8z",
-    "pentagon": "M13 2.2l4.8 3.5-1.8 5.6h-6L8.2 5.7z",
-    "star": "M13 1.6l1.35 3.55 3.8.2-2.95 2.4 1 3.65L13 9.35 9.8 11.4l1-3.65-2.95-2.4 3.8-.2z",
-}
-_DASHES = {"solid": "", "dash": "6 3", "dot": "2 2.5", "dashdot": "6 2 2 2"}
-_DOT = "M12 7a1 1 0 1 0 2 0a1 1 0 1 0-2 0z"
+DASHES = ("solid", "dash", "dot", "dashdot")
+SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "pentagon", "star")
+FILLS = ("", "-open", "-dot", "-open-dot")
 
 
-def swatch(place: int | None) -> str:
-    """The mark of the recipe at a place of the page, as markup; without a place there is none.
+def colour(place: int, opacity: float | None = None) -> str:
+    """The name of a recipe's colour.
 
     Example:
-        >>> swatch(0) != swatch(8), "s0" in swatch(8)
-        (True, True)
+        >>> colour(1), colour(9, 0.2)
+        ('@c1', '@c1/0.2')
     """
-    if place is None:
-        return ""
-    shape, _, fill = symbol_of(place).replace("-open", " open").replace("-dot", " dot").partition(" ")
-    dash = f' stroke-dasharray="{dashes}"' if (dashes := _DASHES[dash_of(place)]) else ""
-    line = f'<path class="line" d="M0 7h26"{dash}/>'
-    body, inner = ("open", "full") if "open" in fill else ("full", "open")
-    marker = f'<path class="{body}" d="{_SHAPES[shape]}"/>'
-    dot = f'<path class="{inner}" d="{_DOT}"/>' if "dot" in fill else ""
-    return (
-        f'<svg class="swatch s{place % NUM_COLOURS}" viewBox="0 0 26 14" aria-hidden="true">{line}{marker}{dot}</svg>'
-    )
+    name = f"@c{place % NUM_COLOURS}"
+    return name if opacity is None else f"{name}/{opacity}"
+
+
+def dash_of(place: int) -> str:
+    """The dash that distinguishes a recipe from the one with the same colour."""
+    return DASHES[place // NUM_COLOURS % len(DASHES)]
+
+
+def symbol_of(place: int) -> str:
+    """The marker of a recipe, distinct from that of the recipe with the same colour.
+
+    Example:
+        >>> symbol_of(1), symbol_of(9)
+        ('square', 'square-open')
+    """
+    return SYMBOLS[place % len(SYMBOLS)] + FILLS[place // len(SYMBOLS) % len(FILLS)]
+
+
+def plain(text: str) -> str:
+    """Text that Plotly shows as it is: its labels understand a small set of tags and entities.
+
+    Example:
+        >>> plain("<b>a</b> & b")
+        '&lt;b&gt;a&lt;/b&gt; &amp; b'
+    """
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,42 +1,46 @@
-"""Series of a run as lines on a page: taken from rows, smoothed, joined across seeds, thinned without losing extremes.
+"""Lines of a page as numpy arrays: read from rows, smoothed, joined across seeds, thinned without losing extremes.
 
-A screen is about a thousand dots wide and a run has ten thousand steps, so most points must go; which ones go decides
-what a reader can still find. Each stretch of a line is replaced by its lowest and its highest point, in their order, so
-a spike of one step stays as tall as it was. A value that is not finite is a gap, never a bridge: the line stops and
-begins again. Seeds of one recipe become a mean and the span from the lowest to the highest; where a seed ends or
-breaks off the mean's line is broken too, since before and after it are means of different runs.
+A screen is about a thousand pixels wide and a run has ten thousand steps, so most points must go. Each bucket of a line
+keeps its lowest and its highest point, so a spike of one step keeps its height. A value that is not finite is NaN: a gap
+in the line, never a bridge over it. Seeds of one recipe become a mean and a band from the lowest to the highest; where a
+seed ends, the line of the mean breaks too, because the means before and after it are over different runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from narrowgauge.runs.schema import Row
 
+Array = npt.NDArray[np.float64]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Series:
-    """Points of one line, ``x`` ascending; ``None`` in ``y`` is a gap."""
+    """Points of one line, ``x`` ascending; NaN in ``y`` is a gap."""
 
-    x: list[float]
-    y: list[float | None]
+    x: Array
+    y: Array
 
     def __len__(self) -> int:
         return len(self.x)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Band:
-    """Several runs as one: their mean and span at each ``x``, and how many there were; ``None`` is a gap."""
+    """Several runs as one: mean, lowest, highest and number of finite values at each ``x``; NaN is a gap."""
 
-    x: list[float]
-    mean: list[float | None]
-    low: list[float | None]
-    high: list[float | None]
-    count: list[int]
+    x: Array
+    mean: Array
+    low: Array
+    high: Array
+    count: npt.NDArray[np.int64]
 
 
 def number(value: Any) -> float | None:
@@ -46,8 +50,6 @@ def number(value: Any) -> float | None:
         >>> number(True), number(float("nan")), number("fast")
         (1.0, None, None)
     """
-    if type(value) is float:
-        return value if math.isfinite(value) else None
     if not isinstance(value, (int, float)):
         return None
     try:
@@ -57,165 +59,148 @@ def number(value: Any) -> float | None:
     return result if math.isfinite(result) else None
 
 
-def rounded(value: float | None, digits: int = 6) -> float | None:
-    """A number with that many significant digits, since a page need not carry sixteen.
+def rounded(value: float, digits: int = 6) -> float:
+    """A number with that many significant digits: a page need not carry sixteen.
 
     Example:
-        >>> rounded(2.123456789), rounded(None)
-        (2.12346, None)
+        >>> rounded(2.123456789)
+        2.12346
     """
-    return None if value is None else float(f"{value:.{digits}g}")
+    return float(f"{value:.{digits}g}")
 
 
-def column(rows: Iterable[Row], y: str, x: str = "step") -> Series:
-    """One column of a run's rows over another.
+def json_list(values: npt.ArrayLike, digits: int = 6) -> list[float | None]:
+    """Rounded numbers as JSON can hold them, a gap as ``None``.
 
-    Law: a row that lacks either entry adds nothing; a value that is not finite adds a gap.
+    Example:
+        >>> json_list(np.array([2.123456789, np.nan]))
+        [2.12346, None]
+    """
+    return [None if value != value else rounded(value, digits) for value in np.asarray(values, float).tolist()]
 
-    Args:
-        rows: of ``steps`` or ``evals``.
-        y, x: the columns.
 
-    Returns:
-        The line, in the order of the rows.
+def series_of(points: Iterable[tuple[float, Any]]) -> Series:
+    """A line through pairs of x and y; a y that is no finite number is a gap.
+
+    Example:
+        >>> series_of([(1, 2.0), (3, float("inf"))])
+        Series(x=array([1., 3.]), y=array([ 2., nan]))
+    """
+    points = list(points)
+    return Series(np.array([x for x, _ in points], float), np.array([number(y) for _, y in points], float))
+
+
+def column(rows: Iterable[Row], y: str) -> Series:
+    """One column of a run's rows over the steps; a row that lacks either entry adds nothing.
 
     Example:
         >>> column([{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": float("inf")}], "loss")
-        Series(x=[1.0, 3.0], y=[2.0, None])
+        Series(x=array([1., 3.]), y=array([ 2., nan]))
     """
-    places: list[float] = []
-    values: list[float | None] = []
-    for row in rows:
-        place = number(row.get(x))
-        if place is not None and row.get(y) is not None:
-            places.append(place)
-            values.append(number(row[y]))
-    return Series(places, values)
+    steps = ((number(row.get("step")), row.get(y)) for row in rows)
+    return series_of((step, value) for step, value in steps if step is not None and value is not None)
 
 
 def gaps(series: Series) -> list[float]:
-    """Where a line has no finite value.
-
-    Example:
-        >>> gaps(Series([1, 2], [0.5, None]))
-        [2]
-    """
-    return [x for x, y in zip(series.x, series.y, strict=True) if y is None]
+    """Where a line has no finite value."""
+    return series.x[np.isnan(series.y)].tolist()  # type: ignore[no-any-return]
 
 
 def smooth(series: Series, half_life: float) -> Series:
     """The exponential mean of a line: a point's weight halves with every ``half_life`` points after it.
 
-    Law: a constant line stays as it is; a gap stays a gap and enters no mean.
-
-    Args:
-        series: the line.
-        half_life: in points, above 0.
-
-    Returns:
-        A line over the same ``x``.
+    A constant line stays as it is; a gap stays a gap and enters no mean.
 
     Example:
-        >>> smooth(Series([0, 1, 2], [1.0, None, 1.0]), 5).y
-        [1.0, None, 1.0]
+        >>> smooth(series_of([(0, 1.0), (1, None), (2, 1.0)]), 5).y
+        array([ 1., nan,  1.])
     """
     keep = 0.5 ** (1 / half_life)
     total = weight = 0.0
-    result: list[float | None] = []
-    for value in series.y:
-        if value is None:
-            result.append(None)
-            continue
-        total = total * keep + value
+    means = np.full(len(series), np.nan)
+    for place in np.flatnonzero(~np.isnan(series.y)):
+        total = total * keep + series.y[place]
         weight = weight * keep + 1.0
-        result.append(total / weight)
-    return Series(list(series.x), result)
+        means[place] = total / weight
+    return Series(series.x, means)
 
 
 def accumulate(series: Series) -> Series:
     """Running sums; a gap adds nothing.
 
     Example:
-        >>> accumulate(Series([1, 2, 3], [1.0, 0.0, 2.0])).y
-        [1.0, 1.0, 3.0]
+        >>> accumulate(series_of([(1, 1.0), (2, 0.0), (3, 2.0)])).y
+        array([1., 1., 3.])
     """
-    total = 0.0
-    sums: list[float | None] = []
-    for value in series.y:
-        total += value or 0.0
-        sums.append(total)
-    return Series(list(series.x), sums)
+    return Series(series.x, np.nancumsum(series.y))
 
 
 def decimate(series: Series, num_buckets: int = 400) -> Series:
     """At most three points per bucket: the lowest, the highest, and a gap where there is one.
 
-    Law: the lowest and the highest value of every bucket, the first and the last point, and every bucket's gap remain;
-    no point is made up.
-
-    Args:
-        series: the line.
-        num_buckets: equal shares of its points.
-
-    Returns:
-        The line itself where it is short enough already.
-
-    Cost: linear.
+    Invariant: the first and the last point and the lowest, the highest and the first gap of every bucket remain; no point
+    is made up. A line that is short enough is returned as it is.
 
     Example:
-        >>> decimate(Series(list(range(9)), [0, 0, 9, 0, 0, 0, 0, -9, 0]), 1)
-        Series(x=[0, 2, 7, 8], y=[0, 9, -9, 0])
+        >>> decimate(series_of(enumerate([0, 0, 9, 0, 0, 0, 0, -9, 0])), 1)
+        Series(x=array([0., 2., 7., 8.]), y=array([ 0.,  9., -9.,  0.]))
     """
     length = len(series)
     if length <= 2 * num_buckets:
         return series
     kept = {0, length - 1}
-    for first, last in _buckets(length, num_buckets):
-        kept |= _telling(series.y, first, last)
+    for first, last in shares(length, num_buckets):
+        y = series.y[first:last]
+        is_gap = np.isnan(y)
+        if is_gap.any():
+            kept.add(first + int(is_gap.argmax()))
+        if not is_gap.all():
+            kept |= {first + int(np.nanargmin(y)), first + int(np.nanargmax(y))}
     places = sorted(kept)
-    return Series([series.x[place] for place in places], [series.y[place] for place in places])
+    return Series(series.x[places], series.y[places])
 
 
 def band(lines: Sequence[Series]) -> Band:
     """Several runs as their mean and span.
 
-    Law: with one line the mean, low and high are that line. A point counts the runs that have a finite value there; where
-    the set of those runs changes, a gap stands between.
-
     Args:
         lines: one per seed. A step is kept if every run that was under way has a row for it.
 
     Returns:
-        The band over the steps kept.
+        The band over the steps kept. Where the set of runs with a finite value changes, a gap stands between.
 
     Example:
-        >>> joined = band([Series([1, 2], [1.0, 2.0]), Series([1, 2], [3.0, 6.0])])
+        >>> joined = band([series_of([(1, 1.0), (2, 2.0)]), series_of([(1, 3.0), (2, 6.0)])])
         >>> joined.mean, joined.low, joined.high
-        ([2.0, 4.0], [1.0, 2.0], [3.0, 6.0])
+        (array([2., 4.]), array([1., 2.]), array([3., 6.]))
     """
     if len(lines) == 1:
         (line,) = lines
-        return Band(line.x, line.y, line.y, line.y, [int(y is not None) for y in line.y])
-    tables = [dict(zip(line.x, line.y, strict=True)) for line in lines if line.x]
-    ends = [(min(table), max(table)) for table in tables]
-    result = Band([], [], [], [], [])
-    before: frozenset[int] | None = None
-    for x in sorted(set().union(*tables)) if tables else []:
-        if any(first <= x <= last and x not in table for table, (first, last) in zip(tables, ends, strict=True)):
-            continue
-        found = {seed: y for seed, table in enumerate(tables) if (y := table.get(x)) is not None}
-        present = frozenset(found)
-        if before and present and present != before:
-            _add(result, x, [])
-        _add(result, x, list(found.values()))
-        before = present
-    return result
+        return Band(line.x, line.y, line.y, line.y, (~np.isnan(line.y)).astype(int))
+    x = np.unique(np.concatenate([np.empty(0), *(line.x for line in lines)]))
+    values, lacks = np.full((len(lines), len(x)), np.nan), np.zeros((len(lines), len(x)), bool)
+    for seed, line in enumerate(lines):
+        if len(line):
+            at = np.searchsorted(x, line.x)
+            lacks[seed, at.min() : at.max() + 1] = True
+            lacks[seed, at], values[seed, at] = False, line.y
+    is_kept = ~lacks.any(axis=0)
+    x, values = x[is_kept], values[:, is_kept]
+    known = ~np.isnan(values)
+    count = known.sum(axis=0)
+    mean = np.where(known, values, 0.0).sum(axis=0) / np.where(count, count, np.nan)
+    low, high = (reduce(values, axis=0, initial=np.nan) for reduce in (np.fmin.reduce, np.fmax.reduce))
+    # A change of runs is a gap; next to a step without any there is one already.
+    changes = (known[:, 1:] != known[:, :-1]).any(axis=0) & (count[1:] > 0) & (count[:-1] > 0)
+    at = np.flatnonzero(changes) + 1
+    mean, low, high = (np.insert(side, at, np.nan) for side in (mean, low, high))
+    return Band(np.insert(x, at, x[at]), mean, low, high, np.insert(count, at, 0))
 
 
 def outline(joined: Band, num_buckets: int = 200) -> Series:
     """The span of a band as closed shapes, one per stretch without a gap, with gaps between them.
 
-    Law: every point of the span lies inside; where it is thinned it only widens.
+    Invariant: every point of the span lies inside; thinning only widens it.
 
     Args:
         joined: the band.
@@ -225,91 +210,46 @@ def outline(joined: Band, num_buckets: int = 200) -> Series:
         Corners along the upper side and back along the lower.
 
     Example:
-        >>> outline(Band([1, 2], [1.0, 1.0], [0.0, 0.5], [2.0, 1.5], [2, 2]))
-        Series(x=[1, 2, 2, 1], y=[2.0, 1.5, 0.5, 0.0])
+        >>> flat = np.array([1.0, 1.0])
+        >>> outline(Band(np.array([1.0, 2.0]), flat, flat - 1, flat + 1, np.array([2, 2])))
+        Series(x=array([1., 2., 2., 1.]), y=array([2., 2., 0., 0.]))
     """
-    shape = Series([], [])
     share = max(1, math.ceil(len(joined.x) / num_buckets))
-    for first, last in _stretches(joined.mean):
+    # A corner speaks for the shares on both of its sides, or a point between two corners could lie outside.
+    reach = 0 if share == 1 else share
+    x: list[float] = []
+    y: list[float] = []
+    is_known = np.concatenate([[False], ~np.isnan(joined.mean), [False]])
+    for first, last in np.flatnonzero(np.diff(is_known)).reshape(-1, 2).tolist():
         if last - first < 2:
             continue
         corners = sorted({*range(first, last, share), last - 1})
-        # A corner speaks for the shares on both of its sides, or a point between two corners could lie outside.
-        reach = 0 if share == 1 else share
-        spans = [(max(first, corner - reach), min(last, corner + share)) for corner in corners]
-        high = [max(_finite(joined.high[start:stop])) for start, stop in spans]
-        low = [min(_finite(joined.low[start:stop])) for start, stop in spans]
-        x = [joined.x[corner] for corner in corners]
-        if shape.x:
-            shape.x.append(x[0])
-            shape.y.append(None)
-        shape.x.extend([*x, *reversed(x)])
-        shape.y.extend([*high, *reversed(low)])
-    return shape
+        spans = [slice(max(first, corner - reach), min(last, corner + share)) for corner in corners]
+        if x:
+            x, y = [*x, joined.x[first]], [*y, math.nan]
+        x += [*joined.x[corners], *joined.x[corners[::-1]]]
+        y += [*(joined.high[span].max() for span in spans), *(joined.low[span].min() for span in reversed(spans))]
+    return Series(np.array(x), np.array(y))
 
 
-def thin_places(length: int, most: int) -> list[tuple[int, int]]:
+def shares(length: int, most: int) -> list[tuple[int, int]]:
     """Ranges of indices that cut a list into at most ``most`` shares.
 
     Example:
-        >>> thin_places(5, 2), thin_places(2, 9)
+        >>> shares(5, 2), shares(2, 9)
         ([(0, 2), (2, 5)], [(0, 1), (1, 2)])
     """
-    return list(_buckets(length, min(length, most)))
+    num = min(length, most)
+    return [(length * share // num, length * (share + 1) // num) for share in range(num)]
 
 
-def is_wide(values: Iterable[float | None], ratio: float = 20.0) -> bool:
-    """Whether values span so much that an even axis would hide the small ones: log scale is needed, and possible.
+def is_wide(values: npt.ArrayLike, ratio: float = 20.0) -> bool:
+    """Whether values span so much that a linear axis would hide the small ones, and a log axis can show them all.
 
     Example:
-        >>> is_wide([1.0, 50.0]), is_wide([1.0, 2.0, None]), is_wide([0.0, 99.0])
+        >>> is_wide([1.0, 50.0]), is_wide([1.0, 2.0, np.nan]), is_wide([0.0, 99.0])
         (True, False, False)
     """
-    found = [value for value in values if value is not None]
-    return bool(found) and min(found) > 0 and max(found) / min(found) > ratio
-
-
-def _add(joined: Band, x: float, values: list[float]) -> None:
-    joined.x.append(x)
-    joined.mean.append(math.fsum(values) / len(values) if values else None)
-    joined.low.append(min(values) if values else None)
-    joined.high.append(max(values) if values else None)
-    joined.count.append(len(values))
-
-
-def _buckets(length: int, num_buckets: int) -> Iterator[tuple[int, int]]:
-    for bucket in range(num_buckets):
-        first, last = length * bucket // num_buckets, length * (bucket + 1) // num_buckets
-        if first < last:
-            yield first, last
-
-
-def _telling(values: Sequence[float | None], first: int, last: int) -> set[int]:
-    """The places of a bucket's lowest and highest value and of its first gap."""
-    kept: set[int] = set()
-    low = high = None
-    for place in range(first, last):
-        value = values[place]
-        if value is None:
-            if not any(values[other] is None for other in kept):
-                kept.add(place)
-            continue
-        if low is None or value < low[0]:
-            low = (value, place)
-        if high is None or value > high[0]:
-            high = (value, place)
-    return kept | {found[1] for found in (low, high) if found is not None}
-
-
-def _stretches(values: Sequence[float | None]) -> Iterator[tuple[int, int]]:
-    first = None
-    for place, value in enumerate([*values, None]):
-        if value is not None and first is None:
-            first = place
-        elif value is None and first is not None:
-            yield first, place
-            first = None
-
-
-def _finite(values: Sequence[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
+    found = np.asarray(values, float)
+    found = found[~np.isnan(found)]
+    return bool(found.size and found.min() > 0 and found.max() / found.min() > ratio)

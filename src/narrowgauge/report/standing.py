@@ -11,10 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from narrowgauge.comparison.comparison import Comparison
 from narrowgauge.comparison.intervals import interval
-from narrowgauge.comparison.labels import seed_of
-from narrowgauge.comparison.run_stats import Trial, divergence, late_reading
+from narrowgauge.comparison.run_stats import late_reading
 from narrowgauge.report.groups import Group
 from narrowgauge.report.series import number
 from narrowgauge.runs.schema import Row
@@ -26,23 +24,9 @@ LEAST_MARGIN = 1.005
 """With several, where it is so many times as good with each: less is nothing to choose a recipe by."""
 
 
-def trials_of(group: Group) -> list[Trial]:
-    """The runs of a group as the comparison asks them."""
-    return [Trial(group.label, seed_of(run), run, divergence(run)) for run in group.runs]
-
-
-def faults_of(found: Comparison | None) -> dict[str, list[str]]:
-    """Why recipes are not to be used, as the verdict has it: by label, ends of sentences that begin with it.
-
-    Args:
-        found: the comparison of the page's runs, where there is one.
-    """
-    return {} if found is None else {label: list(why) for label, why in found.not_to_be_used.items()}
-
-
 def late_of(group: Group | None, figure: str) -> float | None:
     """What the audit read last of the runs that count: the figure that the verdict judges by."""
-    return number(late_reading(trials_of(group), figure)) if group is not None else None
+    return number(late_reading(group.trials, figure)) if group is not None else None
 
 
 def best_of(
@@ -101,5 +85,5 @@ def _figures(group: Group | None, figure: str) -> dict[int, float]:
     """A figure of the runs that count, by seed."""
     if group is None:
         return {}
-    summaries = {trial.seed: trial.run.summary or {} for trial in trials_of(group) if trial.counts}
+    summaries = {trial.seed: trial.run.summary or {} for trial in group.trials if trial.counts}
     return {seed: value for seed, summary in summaries.items() if (value := number(summary.get(figure))) is not None}

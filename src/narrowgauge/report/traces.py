@@ -1,8 +1,6 @@
-"""How figures and their lines, bands and points are written down for Plotly: the plumbing under the figures.
+"""Plotly traces and layouts as plain data: the mean, band, single runs and marks of each recipe on a figure.
 
-A trace knows nothing of fonts, paper or screens. Colours are names (``@c2`` is the third of the palette, ``@c2/0.2`` the
-same, thin), which the page turns into those of its light or dark dress. Every trace of a recipe carries the recipe's
-place in ``meta``, so that one press hides it everywhere.
+Every trace has its recipe's index in ``meta.group``, so that one button hides a recipe in every figure.
 """
 
 from __future__ import annotations
@@ -10,20 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from narrowgauge.report.groups import Group
-from narrowgauge.report.series import Band, Series, band, decimate, gaps, is_wide, outline, rounded
+from narrowgauge.report.marks import colour, dash_of, plain, symbol_of
+from narrowgauge.report.series import Array, Band, Series, band, decimate, gaps, is_wide, json_list, outline
 from narrowgauge.runs.schema import Row
 
-NUM_COLOURS = 8
-"""Colours of the palette; recipes beyond it get its colours again with another dash and another kind of marker."""
-
-DASHES = ("solid", "dash", "dot", "dashdot")
-SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "pentagon", "star")
-FILLS = ("", "-open", "-dot", "-open-dot")
 CROSS_GAP = 0.05
-"""How far apart the crosses of two recipes stand, as a share of the figure's height."""
-DOTS_PER_LINE = 600
+"""Vertical distance between the crosses of two recipes, as a share of the figure's height."""
+POINTS_PER_LINE = 600
 """How many buckets the lines of one figure may have together, per eight lines."""
+THICKNESS = 0.008
+"""Of a line, as a share of the figure's height: lines that are closer than that cover each other."""
+DASH = 7
+"""Pixels of a dash where lines cover each other."""
+OVERLAP = " Overlapping lines are drawn as alternating dashes."
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Figure:
     Args:
         name: its id on the page.
         title: what it shows.
-        how: how to read it, in a sentence or two.
-        data: Plotly's traces.
-        layout: Plotly's layout, without anything about looks.
+        how: how to read it, in a few sentences.
+        data: Plotly traces.
+        layout: Plotly layout, without fonts and colours.
         views: names of alternatives and their labels; a trace whose ``meta.view`` is another is hidden.
-        log_axes: axes that the reader may turn to log scale and back.
+        log_axes: axes that the reader can switch to a log scale and back.
         height: in pixels.
     """
 
@@ -51,15 +51,15 @@ class Figure:
     height: int = 340
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Curve:
-    """What a group becomes on a figure over steps or seconds.
+    """The runs of a group on a figure over steps or seconds.
 
     Args:
-        group: whose it is.
+        group: the recipe.
         joined: mean and span of its runs.
-        not_finite: where a run had a value that was not.
-        alone: stretches of single runs, each with its seed, where ``joined`` is not.
+        not_finite: where a run had a value that was not finite.
+        alone: stretches of single runs, each with its seed, where ``joined`` has none.
     """
 
     group: Group
@@ -68,54 +68,18 @@ class Curve:
     alone: list[tuple[int, Series]] = field(default_factory=list)
 
     @property
-    def low(self) -> list[float]:
-        """The lower side of all that is drawn."""
-        return self._side(self.joined.low)
+    def low(self) -> Array:
+        """The finite values along the lower side of all that is drawn."""
+        return self._drawn(self.joined.low)
 
     @property
-    def high(self) -> list[float]:
-        """The upper side of all that is drawn."""
-        return self._side(self.joined.high)
+    def high(self) -> Array:
+        """The finite values along the upper side of all that is drawn."""
+        return self._drawn(self.joined.high)
 
-    def _side(self, values: Sequence[float | None]) -> list[float]:
-        lines = [values, *(line.y for _, line in self.alone)]
-        return [value for line in lines for value in line if value is not None]
-
-
-def colour(place: int, opacity: float | None = None) -> str:
-    """The name of a recipe's colour.
-
-    Example:
-        >>> colour(1), colour(9, 0.2)
-        ('@c1', '@c1/0.2')
-    """
-    name = f"@c{place % NUM_COLOURS}"
-    return name if opacity is None else f"{name}/{opacity}"
-
-
-def dash_of(place: int) -> str:
-    """The dash that tells a recipe from the one with the same colour."""
-    return DASHES[place // NUM_COLOURS % len(DASHES)]
-
-
-def symbol_of(place: int) -> str:
-    """The marker of a recipe, which tells it from the one with the same colour.
-
-    Example:
-        >>> symbol_of(1), symbol_of(9)
-        ('square', 'square-open')
-    """
-    return SYMBOLS[place % len(SYMBOLS)] + FILLS[place // len(SYMBOLS) % len(FILLS)]
-
-
-def plain(text: str) -> str:
-    """Text that Plotly shows as it is: it reads a small set of tags and entities in all its labels.
-
-    Example:
-        >>> plain("<b>a</b> & b")
-        '&lt;b&gt;a&lt;/b&gt; &amp; b'
-    """
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    def _drawn(self, side: Array) -> Array:
+        values: Array = np.concatenate([side, *(line.y for _, line in self.alone)])
+        return values[~np.isnan(values)]
 
 
 def curve_of(group: Group, lines: Sequence[Series]) -> Curve:
@@ -131,24 +95,22 @@ def traces_of(
     shape: str = "linear",
     dash: str | None = None,
 ) -> list[Row]:
-    """Per curve its band, its mean and crosses where something was not finite, lines above all bands."""
-    curves = [curve for curve in curves if curve.high or curve.not_finite]
-    num_buckets = max(60, DOTS_PER_LINE * 8 // max(8, len(curves)))
+    """Per curve its band, crosses where a value was not finite, its single runs and its mean; bands lie lowest."""
+    curves = [curve for curve in curves if curve.high.size or curve.not_finite]
+    num_buckets = max(60, POINTS_PER_LINE * 8 // max(8, len(curves)))
     spans = [_span(curve, num_buckets // 2, view) for curve in curves if max(curve.joined.count, default=0) > 1]
     single = [_alone(curve, num_buckets, view, name) for curve in curves if curve.alone]
-    means = [_mean(curve, num_buckets, view, name, markers, shape, dash) for curve in curves if curve.joined.x]
+    means = [_mean(curve, num_buckets, view, name, markers, shape, dash) for curve in curves if len(curve.joined.x)]
     broken = [curve for curve in curves if curve.not_finite]
     top = [_crosses(curve, view, line) for line, curve in enumerate(broken)]
     return [*spans, *top, *single, *means]
 
 
 def _span(curve: Curve, num_buckets: int, view: str) -> Row:
-    place = curve.group.place
-    shape = outline(curve.joined, num_buckets)
-    return scatter(shape, curve.group, view) | {
+    return _scatter(outline(curve.joined, num_buckets), curve.group, view) | {
         "mode": "lines",
         "fill": "toself",
-        "fillcolor": colour(place, 0.18),
+        "fillcolor": colour(curve.group.place, 0.18),
         "line": {"width": 0},
         "hoverinfo": "skip",
     }
@@ -157,16 +119,16 @@ def _span(curve: Curve, num_buckets: int, view: str) -> Row:
 def _mean(curve: Curve, num_buckets: int, view: str, name: str, markers: bool, shape: str, dash: str | None) -> Row:
     group, joined = curve.group, curve.joined
     line = decimate(Series(joined.x, joined.mean), num_buckets)
-    trace = scatter(line, group, view)
+    trace = _scatter(line, group, view)
     seeds = ""
     if len(group.runs) > 1:
-        counts = dict(zip(joined.x, joined.count, strict=True))
-        trace["customdata"] = [counts[x] for x in line.x]
+        counts = dict(zip(joined.x.tolist(), joined.count.tolist(), strict=True))
+        trace["customdata"] = [counts[x] for x in line.x.tolist()]
         seeds = f", mean of %{{customdata}} of {len(group.runs)} seeds"
-    dotted = markers and len(line) <= 40
+    has_markers = len(line) == 1 or (markers and len(line) <= 40)
     return trace | {
         "name": plain(group.label),
-        "mode": "lines+markers" if dotted or len(line) == 1 else "lines",
+        "mode": "lines+markers" if has_markers else "lines",
         "line": {"color": colour(group.place), "width": 2, "shape": shape, "dash": dash or dash_of(group.place)},
         "marker": {"size": 6, "symbol": symbol_of(group.place)},
         "hovertemplate": f"{name} %{{y:.5~g}}{seeds}<extra>{plain(group.label)}</extra>",
@@ -174,30 +136,25 @@ def _mean(curve: Curve, num_buckets: int, view: str, name: str, markers: bool, s
 
 
 def _alone(curve: Curve, num_buckets: int, view: str, name: str) -> Row:
-    """Stretches of single runs as one thin trace, with gaps between them."""
-    line, seeds = Series([], []), list[int]()
-    for seed, found in curve.alone:
-        piece = decimate(found, num_buckets)
-        line.x.extend([*piece.x, piece.x[-1]])
-        line.y.extend([*piece.y, None])
-        seeds.extend([seed] * (len(piece) + 1))
-    place, label = curve.group.place, plain(curve.group.label)
-    return scatter(line, curve.group, view) | {
+    """Stretches of single runs as one thin trace, with a gap after each."""
+    pieces = [(seed, decimate(line, num_buckets)) for seed, line in curve.alone]
+    x = np.concatenate([[*piece.x, piece.x[-1]] for _, piece in pieces])
+    y = np.concatenate([[*piece.y, np.nan] for _, piece in pieces])
+    place = curve.group.place
+    return _scatter(Series(x, y), curve.group, view) | {
         # A stretch of one point is no line.
-        "mode": "lines+markers" if min(len(found) for _, found in curve.alone) == 1 else "lines",
+        "mode": "lines+markers" if min(len(line) for _, line in curve.alone) == 1 else "lines",
         "line": {"color": colour(place, 0.6), "width": 1},
         "marker": {"size": 6, "color": colour(place), "symbol": symbol_of(place)},
-        "customdata": seeds,
-        "hovertemplate": f"{name} %{{y:.5~g}}, seed %{{customdata}} alone<extra>{label}</extra>",
+        "customdata": [seed for seed, piece in pieces for _ in range(len(piece) + 1)],
+        "hovertemplate": f"{name} %{{y:.5~g}}, seed %{{customdata}} alone<extra>{plain(curve.group.label)}</extra>",
     }
 
 
 def _crosses(curve: Curve, view: str, line: int) -> Row:
-    """Marks along the top edge, at most some hundred: where is what matters. Each recipe has a line of its own."""
-    spots = curve.not_finite
-    spots = spots[:: max(1, len(spots) // 200)]
-    trace = scatter(Series(spots, [0.97 - CROSS_GAP * (line % 16)] * len(spots)), curve.group, view)
-    return trace | {
+    """Crosses along the top edge, at most some hundred, on a line of the recipe's own: what counts is where they are."""
+    x = np.array(curve.not_finite[:: max(1, len(curve.not_finite) // 200)])
+    return _scatter(Series(x, np.full(len(x), 0.97 - CROSS_GAP * (line % 16))), curve.group, view) | {
         "yaxis": "y2",
         "mode": "markers",
         "marker": {"symbol": "x-thin", "size": 9, "line": {"width": 2, "color": colour(curve.group.place)}},
@@ -205,43 +162,95 @@ def _crosses(curve: Curve, view: str, line: int) -> Row:
     }
 
 
-def scatter(line: Series, group: Group, view: str) -> Row:
+def _scatter(line: Series, group: Group, view: str) -> Row:
     meta: Row = {"group": group.place} | ({"view": view} if view else {})
-    y = [rounded(value) for value in line.y]
-    return {"type": "scatter", "x": [rounded(x, 9) for x in line.x], "y": y, "meta": meta}
+    return {"type": "scatter", "x": json_list(line.x, 9), "y": json_list(line.y), "meta": meta}
 
 
 def layout_of(x: str, y: str, *, log_y: bool = False) -> Row:
     return {
         "xaxis": {"title": {"text": x}},
         "yaxis": {"title": {"text": plain(y)}, "type": "log" if log_y else "linear"},
-        # A second, unseen axis from 0 to 1: the place of marks that have no value.
+        # A second, hidden axis from 0 to 1, for marks without a value.
         "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
     }
 
 
-def kept_in_view(curves: Sequence[Curve], layout: Row) -> str:
-    """End the axis of losses where what diverged would flatten all that did not.
-
-    Law: nothing is left out that is not named.
+def clip_diverged(curves: Sequence[Curve], layout: Row) -> str:
+    """End the axis of losses where a diverged recipe would flatten all others.
 
     Args:
         curves: of losses.
         layout: of the figure; its ``yaxis`` gets a range, if one is needed.
 
     Returns:
-        A sentence for the reader, or nothing.
+        A sentence that names every recipe beyond the axis, or nothing.
     """
-    limit = 1.25 * max((curve.high[0] for curve in curves if curve.high), default=0.0)
-    beyond = [curve.group.label for curve in curves if max(curve.high, default=0.0) > 1.5 * limit]
-    inside = [value for curve in curves for value in curve.low if value <= limit]
-    if not beyond or not inside or limit <= 0:
+    limit = 1.25 * max((curve.high[0] for curve in curves if curve.high.size), default=0.0)
+    beyond = [curve.group.label for curve in curves if curve.high.max(initial=0.0) > 1.5 * limit]
+    values = np.concatenate([curve.low for curve in curves] or [np.empty(0)])
+    inside = values[values <= limit]
+    if not beyond or not inside.size or limit <= 0:
         return ""
-    low = min(inside)
-    layout["yaxis"] |= {"type": "linear", "range": [low - 0.05 * (limit - low), limit]}
-    return f" The axis ends a little above the first losses; beyond it goes {', '.join(beyond)}."
+    low = inside.min()
+    layout["yaxis"] |= {"type": "linear", "range": [float(low - 0.05 * (limit - low)), float(limit)]}
+    return f" The axis ends a little above the first losses. Beyond it: {', '.join(beyond)}."
 
 
 def any_wide(curves: Iterable[Curve]) -> bool:
     lines = [line for curve in curves for line in (curve.joined.mean, *(found.y for _, found in curve.alone))]
-    return is_wide(value for line in lines for value in line)
+    return is_wide(np.concatenate(lines) if lines else [])
+
+
+def dash_overlapping(curves: Sequence[Curve], data: Sequence[Row], layout: Row) -> str:
+    """Draw means that cover each other as alternating dashes, so that each can be seen.
+
+    Two lines overlap where most of the points they share are no further apart than a line is thick. The first is drawn
+    whole, and each later one leaves gaps for those below it.
+
+    Args:
+        curves: in the order in which they are drawn.
+        data: the figure's traces; those of means are changed.
+        layout: of the figure, for the range of its axis.
+    Returns:
+        A sentence for the reader, or nothing.
+    """
+    axis = layout["yaxis"]
+    is_log = axis.get("type") == "log"
+    lines = {curve.group.place: _shown(curve.joined, is_log) for curve in curves if len(curve.joined.x) > 1}
+    # A figure that sets a range or includes values has a linear axis.
+    drawn = [axis.get("autorangeoptions", {}).get("include", []), *(line.y for line in lines.values())]
+    shown = np.concatenate([axis["range"]] if "range" in axis else drawn)
+    near = THICKNESS * float(np.ptp(shown)) if shown.size else 0.0
+    clusters: list[list[int]] = []
+    for place, line in lines.items():
+        cluster = next((found for found in clusters if _overlap(lines[found[0]], line, near)), None)
+        if cluster is None:
+            clusters.append([place])
+        else:
+            cluster.append(place)
+    dashes = {
+        place: f"{DASH * (len(cluster) - turn)}px,{DASH * turn}px"
+        for cluster in clusters
+        for turn, place in enumerate(cluster)
+        if turn
+    }
+    for trace in data:
+        place = trace["meta"]["group"]
+        # A recipe that repeats a colour keeps the dash that distinguishes it.
+        if place in dashes and "name" in trace and trace["line"]["dash"] == "solid":
+            trace["line"]["dash"] = dashes[place]
+    return OVERLAP if dashes else ""
+
+
+def _shown(joined: Band, is_log: bool) -> Series:
+    """The finite points of a mean, on the figure's own scale."""
+    is_shown = joined.mean > 0 if is_log else ~np.isnan(joined.mean)
+    y = joined.mean[is_shown]
+    return Series(joined.x[is_shown], np.log10(y) if is_log else y)
+
+
+def _overlap(one: Series, other: Series, near: float) -> bool:
+    _, mine, theirs = np.intersect1d(one.x, other.x, return_indices=True)
+    is_near = np.abs(one.y[mine] - other.y[theirs]) <= near
+    return len(is_near) > 1 and 2 * int(is_near.sum()) > len(is_near)

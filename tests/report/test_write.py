@@ -11,8 +11,8 @@ import pytest
 from comparison.made_runs import COLUMNS, MASTER, close, seeds, sentence
 from narrowgauge.comparison.comparison import compare_runs
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.report import page
-from narrowgauge.report.publishing import publish, read_runs, report, write_page
+from narrowgauge.report import render
+from narrowgauge.report.write import publish, read_runs, report, write_page
 from narrowgauge.runs.writer import RunWriter
 
 
@@ -69,11 +69,11 @@ def test_the_page_is_held_against_the_comparisons_own_yardstick(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(page, "render", lambda runs, **more: str(asked.append(more)))
+    monkeypatch.setattr(render, "render", lambda runs, **more: str(asked.append(more)))
     runs = [*MASTER, *seeds("bfloat16/word", (4.0, 4.1, 4.2))]
     for yardstick in (None, "bf16/word"):
         write_page(compare_runs(runs, yardstick), runs, tmp_path / "page.html")
-    assert [more["yardstick"] for more in asked] == ["bfloat16/master", "bfloat16/word"]
+    assert [more["baseline"] for more in asked] == ["bfloat16/master", "bfloat16/word"]
     assert asked[0]["title"] == "a model in bfloat16/master and bfloat16/word"
 
 

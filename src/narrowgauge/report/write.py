@@ -95,10 +95,10 @@ def write_page(found: Comparison, runs: Sequence[Run], page: Path) -> Path:
         The file.
     """
     # Late, since the page is most of what there is to load.
-    from narrowgauge.report.page import render
+    from narrowgauge.report.render import render
 
     html = render(
-        runs, rows=list(found.rows), verdict=list(found.verdict), title=title_of(runs), yardstick=found.yardstick
+        runs, rows=list(found.rows), verdict=list(found.verdict), title=title_of(runs), baseline=found.yardstick
     )
     write_whole(page, html.encode(), AGAIN)
     return page

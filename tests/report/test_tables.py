@@ -1,4 +1,4 @@
-"""What the cost table marks: recipes not to be used, and the best beyond chance."""
+"""The tables of a page: which recipes are not to be used, which value is the best beyond chance, and what happened."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from narrowgauge.comparison.comparison import compare_runs
-from narrowgauge.report.cost_tables import cost_table
 from narrowgauge.report.groups import group_runs
-from narrowgauge.report.marks import swatch
-from narrowgauge.report.standing import best_of, faults_of, late_of
+from narrowgauge.report.render import render
+from narrowgauge.report.standing import best_of, late_of
+from narrowgauge.report.tables import MAX_EVENT_ROWS, MAX_REPETITIONS, cost_table, event_rows
 from narrowgauge.runs.record import Run
 
 MakeRun = Callable[..., Run]
@@ -28,10 +28,8 @@ def made(make_run: MakeRun, recipe: str, losses: list[float], **summary: Any) ->
 def bold(runs: list[Run]) -> dict[str, list[str]]:
     """By recipe what its row prints in bold."""
     found = compare_runs(runs)
-    markup = cost_table(group_runs(runs, found.rows), found.rows, found)
-    rows = re.findall(r'<th scope="row">(.*?)</th>(.*?)</tr>', markup, re.DOTALL)
-    names = [re.sub("<[^>]*>", "", name.partition("<span")[0]) for name, _ in rows]
-    return {name: re.findall("<strong>(.*?)</strong>", cells) for name, (_, cells) in zip(names, rows, strict=True)}
+    table = cost_table(group_runs(runs, found.rows), found.rows, found)
+    return {line.recipe: [cell.text for cell in line.cells if cell.is_best] for line in table.lines}
 
 
 def losing(run: Run) -> Run:
@@ -57,12 +55,12 @@ def test_recipes_not_to_be_used_have_a_badge_and_nothing_in_bold(make_run: MakeR
     runs = master + word + naive
     found = compare_runs(runs)
     groups = group_runs(runs, found.rows)
-    assert list(faults_of(found)) == ["bfloat16/naive"]
     assert bold(runs) == {"bfloat16/master": [], "bfloat16/word": ["8.04"], "bfloat16/naive": []}
-    (row,) = (row for row in cost_table(groups, found.rows, found).split("<tr>") if "naive" in row)
-    assert "not to be used" in row and "loses its updates" in row
+    *others, line = cost_table(groups, found.rows, found).lines
+    assert (line.recipe, line.badge, line.reason) == ("bfloat16/naive", "not to be used", "loses its updates")
+    assert "late EDQ of 0.25" in line.hint and not any(other.badge for other in others)
     # What it lost late, as the verdict has it, and not the run's sums.
-    assert "0.250" in row and "75 %" in row and "0.990" not in row
+    assert {"0.250", "75 %"} < {cell.text for cell in line.cells} and "0.990" not in {cell.text for cell in line.cells}
 
 
 def test_late_readings_are_of_runs_that_count(make_run: MakeRun) -> None:
@@ -121,6 +119,67 @@ def test_recipes_that_spend_the_same_share_the_bold(make_run: MakeRun) -> None:
     assert bold(runs[1:]) == {"bfloat16/word": [], "float8-row/word": []}
 
 
-def test_every_recipe_has_a_mark_of_its_own() -> None:
-    assert len({swatch(place) for place in range(32)}) == 32
-    assert swatch(None) == ""
+def test_every_recipe_has_a_mark_of_its_own(make_run: MakeRun) -> None:
+    legend = re.search(
+        r'<div class="legend.*?</div>', render([make_run(f"made/recipe{place}") for place in range(32)]), re.S
+    )
+    assert legend is not None
+    assert len(set(re.findall(r"<svg.*?</svg>", legend[0], re.S))) == 32
+
+
+# ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def skip(step: int) -> dict[str, Any]:
+    return {"kind": "skip", "step": step, "message": f"scale {step}"}
+
+
+def warnings_of(count: int) -> tuple[dict[str, Any], ...]:
+    names = [f"layer.{place}" for place in range(count)]
+    return tuple(
+        {"kind": "warning", "step": 5, "message": f"'{name}' loses", "tensor": name, "advice": "split"}
+        for name in names
+    )
+
+
+def test_repetitions_are_one_row_with_their_tensors(make_run: MakeRun) -> None:
+    ((row,), more) = event_rows([(make_run(events=warnings_of(40)), "a")])
+    assert (row.steps, row.event["message"], more) == ("5", "'layer.0' loses", 0)
+    assert row.more == [f"layer.{place}" for place in range(1, 40)]
+    page = render([make_run(events=warnings_of(MAX_REPETITIONS + 3))])
+    assert f"and {MAX_REPETITIONS + 2} more like it" in page and "and 2 more in events.jsonl" in page
+
+
+def test_a_stretch_of_skips_is_one_row(make_run: MakeRun) -> None:
+    # Another kind of event on the same steps does not split the stretch.
+    others = ({"kind": "nonfinite", "step": 4, "message": "inf"}, {"kind": "nonfinite", "step": 30, "message": "inf"})
+    events = (skip(3), skip(4), others[0], *map(skip, range(5, 21)), others[1], skip(25))
+    rows, _ = event_rows([(make_run(events=events), "a")])
+    assert [(row.steps, row.event["kind"]) for row in rows] == [
+        ("3–20", "skip"),
+        ("4", "nonfinite"),
+        ("30", "nonfinite"),
+        ("25", "skip"),
+    ]
+    assert len(rows[0].more) == 17 and rows[0].more[-1] == "step 20: scale 20"
+
+
+def test_the_run_with_most_events_does_not_displace_the_others(make_run: MakeRun) -> None:
+    loud = make_run(events=tuple(map(skip, range(0, 4 * MAX_EVENT_ROWS, 2))))
+    quiet = make_run(seed=1, events=(skip(1), {"kind": "finish", "step": 9, "message": "done"}))
+    rows, more = event_rows([(loud, "loud"), (quiet, "quiet")])
+    assert (len(rows), more) == (MAX_EVENT_ROWS, MAX_EVENT_ROWS + 2)
+    assert [row.steps for row in rows if row.run == "quiet"] == ["1"]
+    assert f"{MAX_EVENT_ROWS + 2} more rows are in events.jsonl" in render([loud, quiet])
+
+
+def test_checkpoints_are_not_folded(make_run: MakeRun) -> None:
+    events = tuple({"kind": "checkpoint", "step": step, "message": "kept"} for step in (1, 2))
+    rows, _ = event_rows([(make_run(events=events), "a")])
+    assert [row.steps for row in rows] == ["1", "2"]
+
+
+def test_a_long_name_breaks_between_its_parts_and_a_number_never(make_run: MakeRun) -> None:
+    event = {"kind": "warning", "step": 1, "message": "model.layers.0.post_norm.weight lost 0.07 <b>"}
+    page = render([make_run(events=(event,))])
+    assert "model.<wbr>layers.0.<wbr>post_<wbr>norm.<wbr>weight lost 0.07 &lt;b&gt;" in page

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.report.coinciding import TOLD
 from narrowgauge.report.figures import difference, loss_against_seconds, training_loss, validation_loss
 from narrowgauge.report.groups import group_runs
-from narrowgauge.report.traces import Figure
+from narrowgauge.report.traces import OVERLAP, Figure
 from narrowgauge.runs.record import Run
 
 MakeRun = Callable[..., Run]
@@ -34,13 +33,13 @@ def test_lines_on_one_another_are_drawn_by_turns(draw: Callable[..., Figure | No
     found = {name.partition("/")[2]: dash for name, dash in dashes(figure).items()}
     # Three lie on one another: each leaves gaps for those below it, of one rhythm.
     assert found == {"master": "solid", "naive": "solid", "word": "14px,7px", "exact": "7px,14px"}
-    assert figure is not None and figure.how.endswith(TOLD)
+    assert figure is not None and figure.how.endswith(OVERLAP)
 
 
 def test_lines_that_are_apart_are_whole(make_run: MakeRun) -> None:
     runs = [make_run(f"bfloat16/{name}", loss=falls(off)) for name, off in {"master": 0.0, "word": 0.1}.items()]
     figure = validation_loss(group_runs(runs, []))
-    assert set(dashes(figure).values()) == {"solid"} and figure is not None and TOLD not in figure.how
+    assert set(dashes(figure).values()) == {"solid"} and figure is not None and OVERLAP not in figure.how
 
 
 def test_lines_that_part_late_coincide_as_long_as_most_of_the_way_is_shared(make_run: MakeRun) -> None:

@@ -1,4 +1,4 @@
-// The page's one script: it dresses the figures, draws them, and answers to its buttons. Nothing here fetches anything.
+// The page's one script: it colours the figures, draws them, and handles the controls. Nothing here fetches anything.
 "use strict";
 (() => {
   const root = document.documentElement;
@@ -6,7 +6,7 @@
   const read = (id) => document.getElementById(id).textContent;
   const NARROW = 520; // pixels below which a figure shows less text
   const figures = {}; // what is drawn, by name: {spec, view, log}
-  const hidden = new Set(); // places of recipes that the reader switched off
+  const hidden = new Set(); // indices of recipes that the reader switched off
   let data;
 
   root.classList.add("scripted");
@@ -14,12 +14,12 @@
 
   // ── light and dark ──────────────────────────────────────────────────────────────────────────────────────────────
   const prefersDark = matchMedia("(prefers-color-scheme: dark)");
-  const asked = () => ["#dark", "#light"].includes(location.hash) && location.hash.slice(1);
-  const kept = () => { try { return localStorage.getItem("narrowgauge-theme"); } catch { return null; } };
-  const keep = (theme) => { try { localStorage.setItem("narrowgauge-theme", theme); } catch { /* a file may have no storage */ } };
+  const themeOfLink = () => ["#dark", "#light"].includes(location.hash) && location.hash.slice(1);
+  const savedTheme = () => { try { return localStorage.getItem("narrowgauge-theme"); } catch { return null; } };
+  const saveTheme = (theme) => { try { localStorage.setItem("narrowgauge-theme", theme); } catch { /* a file may have no local storage */ } };
   const isDark = () => (root.dataset.theme || (prefersDark.matches ? "dark" : "light")) === "dark";
 
-  function dressPage(theme) {
+  function applyTheme(theme) {
     if (theme === "dark" || theme === "light") root.dataset.theme = theme;
     document.getElementById("theme").setAttribute("aria-label", isDark() ? "Switch to light" : "Switch to dark");
     drawAll();
@@ -39,12 +39,12 @@
     return palette[name];
   }
   const COLOUR_KEYS = new Set(["color", "fillcolor", "bgcolor", "bordercolor"]);
-  function dressed(value, key) {
+  function coloured(value, key) {
     if (typeof value === "string") return COLOUR_KEYS.has(key) && value[0] === "@" ? colourOf(value) : value;
     if (key === "colorscale") return value.map(([at, name]) => [at, colourOf(name)]);
     if (!value || typeof value !== "object" || ["x", "y", "z", "text", "customdata", "ticktext", "meta"].includes(key)) return value;
-    if (Array.isArray(value)) return value.map((item) => dressed(item, key));
-    return Object.fromEntries(Object.entries(value).map(([name, item]) => [name, dressed(item, name)]));
+    if (Array.isArray(value)) return value.map((item) => coloured(item, key));
+    return Object.fromEntries(Object.entries(value).map(([name, item]) => [name, coloured(item, name)]));
   }
 
   // ── drawing ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -56,7 +56,7 @@
     return short.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
   };
 
-  // Left alone, Plotly writes the 2 and the 5 of 20 and 50 in small print: whole numbers where they are short, else powers alone.
+  // By default Plotly labels the 2 and the 5 of 20 and 50 in small print: use whole numbers where they are short, else powers of ten alone.
   function logTicks(spec, name) {
     const values = spec.data.flatMap((trace) => (trace[`${name[0]}axis`] ?? name[0]) === name.replace("axis", "") ? trace[name[0]] : []).filter((value) => value > 0);
     const [least, most] = values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, 0]);
@@ -65,15 +65,15 @@
 
   function layoutOf(spec, width, log) {
     const narrow = width < NARROW;
-    const layout = dressed(structuredClone(spec.layout));
+    const layout = coloured(structuredClone(spec.layout));
     const axis = { exponentformat: "power", gridcolor: "@grid", linecolor: "@line", zerolinecolor: "@muted", zeroline: false, automargin: true, tickcolor: "@line" };
     for (const name of Object.keys(layout).filter((name) => /^[xy]axis\d*$/.test(name))) {
-      const asked = layout[name];
-      layout[name] = { ...dressedAxis(axis), ...asked };
+      const own = layout[name];
+      layout[name] = { ...colouredAxis(axis), ...own };
       if (log.has(name)) Object.assign(layout[name], { type: "log", autorange: true });
       if (layout[name].type === "log") layout[name] = { dtick: undefined, minor: { showgrid: false }, ...logTicks(spec, name), ...layout[name] };
-      if (asked.title) layout[name].title = { ...asked.title, standoff: 10, font: { size: 12, color: colourOf("@muted") } };
-      if (asked.ticktext) layout[name].ticktext = asked.ticktext.map((label) => (narrow ? clipped(label.replace(/^(\w+:)?[a-z_.]*\.(?=\d+\.)/, "$1"), 20) : clipped(label, 46)));
+      if (own.title) layout[name].title = { ...own.title, standoff: 10, font: { size: 12, color: colourOf("@muted") } };
+      if (own.ticktext) layout[name].ticktext = own.ticktext.map((label) => (narrow ? clipped(label.replace(/^(\w+:)?[a-z_.]*\.(?=\d+\.)/, "$1"), 20) : clipped(label, 46)));
       if (narrow && name.startsWith("x")) layout[name].nticks = 6;
       if (narrow && layout[name].dtick === 8) layout[name].dtick = 16;
     }
@@ -91,15 +91,13 @@
       ...layout,
     };
   }
-  const dressedAxis = (axis) => Object.fromEntries(Object.entries(axis).map(([key, value]) => [key, typeof value === "string" ? colourOf(value) : value]));
+  const colouredAxis = (axis) => Object.fromEntries(Object.entries(axis).map(([key, value]) => [key, typeof value === "string" ? colourOf(value) : value]));
 
-  function tracesOf(spec, view, width) {
+  function tracesOf(spec, view) {
     return spec.data.map((trace) => {
       const meta = trace.meta || {};
-      // What a trace changes from certain widths on: the place of a name, for which there is room or not.
-      const fits = (meta.fits || []).filter(([least]) => least <= width).map(([, change]) => change);
       const visible = !(view && meta.view && meta.view !== view) && !hidden.has(meta.group);
-      return Object.assign(dressed(trace), ...fits, { visible });
+      return Object.assign(coloured(trace), { visible });
     });
   }
 
@@ -108,10 +106,10 @@
     const place = document.querySelector(`[data-plot="${name}"]`);
     if (!place || !spec) return undefined;
     const layout = layoutOf(spec, place.clientWidth, log);
-    // The range was chosen for the first view; another shows everything.
+    // The range was chosen for the first view; other views show everything.
     if ((view ?? null) !== (spec.view ?? null) && layout.yaxis.range) delete layout.yaxis.range;
     place.style.minHeight = `${layout.height}px`;
-    return Plotly.react(place, tracesOf(spec, view, place.clientWidth), layout, CONFIG).then(() => { place.dataset.ready = "yes"; });
+    return Plotly.react(place, tracesOf(spec, view), layout, CONFIG).then(() => { place.dataset.ready = "yes"; });
   }
   function drawAll() {
     if (!window.Plotly || !data) return;
@@ -129,23 +127,23 @@
 
   const isNarrow = (name) => document.querySelector(`[data-plot="${name}"]`).clientWidth < NARROW;
 
-  // In place of a figure that a run has no data for: another run's must not stay.
-  const NO_READINGS = "The gauges of this run took no readings per tensor.";
+  // Shown instead of a figure that a run has no data for: another run's figure must not stay.
+  const NO_METRICS = "The gauges of this run have no metrics per tensor.";
   const NO_HISTOGRAMS = "This run has no histograms.";
   function nothing(why) {
-    const said = { text: why, xref: "paper", yref: "paper", x: 0.5, y: 0.5, showarrow: false, font: { color: "@muted", size: 12 } };
-    return { data: [], layout: { height: 160, xaxis: { visible: false }, yaxis: { visible: false }, annotations: [said] } };
+    const message = { text: why, xref: "paper", yref: "paper", x: 0.5, y: 0.5, showarrow: false, font: { color: "@muted", size: 12 } };
+    return { data: [], layout: { height: 160, xaxis: { visible: false }, yaxis: { visible: false }, annotations: [message] } };
   }
 
   function showHeat() {
-    const select = choices("measure")[0];
+    const select = choices("metric")[0];
     if (!select) return;
     const maps = data.gauges[chosen("run")].heat;
     for (const option of select.options) option.disabled = !(option.value in maps);
     if (!(select.value in maps)) select.value = Object.keys(maps)[0] ?? "";
     const map = maps[select.value];
     const caption = document.getElementById("heat-how");
-    if (!map) { caption.textContent = NO_READINGS; show("heat", nothing(NO_READINGS)); return; }
+    if (!map) { caption.textContent = NO_METRICS; show("heat", nothing(NO_METRICS)); return; }
     caption.textContent = map.how;
     const [trace] = map.data;
     const { names, log } = trace.meta;
@@ -158,26 +156,26 @@
     show("heat", { data: [{ ...trace, customdata, colorbar, hovertemplate }], layout });
   }
 
-  // Where a colour bar lies on top, Plotly puts the title of the steps between their ticks; here it gets a line of its own.
+  // With a colour bar on top, Plotly puts the title of the x axis between its ticks; here it gets a line of its own.
   function withTitleBelow(layout) {
     const { title, ...xaxis } = layout.xaxis;
-    const said = { text: title.text, xref: "paper", x: 0.5, showarrow: false, yref: "paper", y: 0, yanchor: "top", yshift: -20, font: { color: "@muted", size: 12 } };
-    return { ...layout, xaxis, annotations: [said] };
+    const label = { text: title.text, xref: "paper", x: 0.5, showarrow: false, yref: "paper", y: 0, yanchor: "top", yshift: -20, font: { color: "@muted", size: 12 } };
+    return { ...layout, xaxis, annotations: [label] };
   }
 
   function showRanges() {
     const slider = choices("step")[0];
     if (!slider) return;
     const spec = data.gauges[chosen("run")].histogram;
-    const said = document.getElementById("step-said");
+    const shown = document.getElementById("step-shown");
     slider.disabled = !spec;
-    if (!spec) { said.textContent = NO_HISTOGRAMS; show("ranges-figure", nothing(NO_HISTOGRAMS)); return; }
+    if (!spec) { shown.textContent = NO_HISTOGRAMS; show("ranges-figure", nothing(NO_HISTOGRAMS)); return; }
     const last = spec.steps.length - 1;
     if (Number(slider.max) !== last) { slider.max = last; slider.value = last; }
     const at = Number(slider.value);
     slider.setAttribute("aria-valuetext", `step ${spec.steps[at]}`);
     const whole = spec.num_sampled === last + 1;
-    said.textContent = `${spec.steps[at]} (${at + 1} of ${last + 1} ${whole ? "sampled" : `shown, of ${spec.num_sampled} sampled`})`;
+    shown.textContent = `${spec.steps[at]} (${at + 1} of ${last + 1} ${whole ? "sampled" : `shown, of ${spec.num_sampled} sampled`})`;
     const format = data.formats.find((row) => row.name === chosen("format"));
     const annotations = [];
     const traces = spec.data.map((trace, panel) => {
@@ -194,11 +192,11 @@
       { type: "rect", xref: "x", yref: "paper", x0: format.normal, x1: format.max, y0: 0, y1: 1, fillcolor: "@band", line: { width: 0 }, layer: "below" },
       edge(format.subnormal, "dot"), edge(format.normal, "solid"), edge(format.max, "solid"),
     ];
-    show("ranges-figure", { data: traces, layout: withNames("ranges-figure", { ...spec.layout, shapes, annotations }) });
+    show("ranges-figure", { data: traces, layout: withLabels("ranges-figure", { ...spec.layout, shapes, annotations }) });
   }
 
-  // On a narrow page the names of lines stand above them, not beside.
-  function withNames(figure, layout) {
+  // On a narrow page the labels of lines are above them, not beside them.
+  function withLabels(figure, layout) {
     if (!isNarrow(figure)) return layout;
     const names = layout.yaxis.ticktext.map((text, line) => ({
       text: clipped(text, 46), xref: "paper", x: 0, xanchor: "left", xshift: 8, showarrow: false, yref: "y", y: line, yanchor: "bottom", yshift: 3,
@@ -213,27 +211,27 @@
     const narrow = isNarrow("ranges-figure");
     const percent = (value) => Number((100 * value).toPrecision(3)).toString();
     const both = narrow ? `${percent(outside(tooSmall) + outside(tooLarge))} % outside` : `${percent(outside(tooSmall))} % to zero, ${percent(outside(tooLarge))} % over`;
-    const reading = y ? both : "not sampled at this step";
+    const shares = y ? both : "not sampled at this step";
     return {
-      text: `<b>${trace.meta.title}</b>  ${reading}`, xref: "paper", x: 0, xanchor: "left", showarrow: false,
+      text: `<b>${trace.meta.title}</b>  ${shares}`, xref: "paper", x: 0, xanchor: "left", showarrow: false,
       yref: `y${panel + 2} domain`, y: 1, yanchor: "bottom", font: { color: "@ink", size: narrow ? 11 : 12 },
     };
   }
 
-  // ── what the reader does ────────────────────────────────────────────────────────────────────────────────────────
+  // ── controls ─────────── ────────────────────────────────────────────────────────────────────────────────────────
   let resized;
-  // What fits depends on the width: names of points and of lines, ticks, the place of a colour bar.
+  // Labels of lines, ticks and the position of a colour bar depend on the width.
   function refit() {
-    if (data.strip) show("strip", { ...data.strip, layout: withNames("strip", data.strip.layout) });
+    if (data.strip) show("strip", { ...data.strip, layout: withLabels("strip", data.strip.layout) });
     showHeat(); showRanges(); drawAll();
   }
   const redraw = (name) => Promise.resolve(draw(name)).catch(complain);
   function listen() {
-    document.getElementById("theme").addEventListener("click", () => { keep(isDark() ? "light" : "dark"); dressPage(kept() || (isDark() ? "light" : "dark")); });
-    prefersDark.addEventListener("change", () => dressPage());
-    let width = root.clientWidth; // A telephone's bars change the height alone.
+    document.getElementById("theme").addEventListener("click", () => { saveTheme(isDark() ? "light" : "dark"); applyTheme(savedTheme() || (isDark() ? "light" : "dark")); });
+    prefersDark.addEventListener("change", () => applyTheme());
+    let width = root.clientWidth; // A phone's toolbars change only the height.
     addEventListener("resize", () => { if (root.clientWidth !== width) { width = root.clientWidth; clearTimeout(resized); resized = setTimeout(refit, 150); } });
-    addEventListener("hashchange", () => asked() && dressPage(asked()));
+    addEventListener("hashchange", () => themeOfLink() && applyTheme(themeOfLink()));
     for (const button of all("[data-group]")) button.addEventListener("click", () => {
       const place = Number(button.dataset.group);
       const shown = button.getAttribute("aria-pressed") !== "true";
@@ -257,7 +255,7 @@
       for (const other of choices("run")) other.value = select.value;
       showHeat(); showRanges(); redraw("heat"); redraw("ranges-figure");
     });
-    for (const select of choices("measure")) select.addEventListener("change", () => { showHeat(); redraw("heat"); });
+    for (const select of choices("metric")) select.addEventListener("change", () => { showHeat(); redraw("heat"); });
     for (const select of [...choices("format"), ...choices("step")]) select.addEventListener("input", () => { showRanges(); redraw("ranges-figure"); });
   }
 
@@ -281,7 +279,7 @@
     });
   }
 
-  // ── beginning ───────────────────────────────────────────────────────────────────────────────────────────────────
+  // ── start ───────────────────────────────────────────────────────────────────────────────────────────────────────
   function complain(error) {
     const trouble = document.getElementById("trouble");
     trouble.hidden = false;
@@ -293,24 +291,24 @@
     const bytes = Uint8Array.from(atob(letters), (letter) => letter.charCodeAt(0));
     const unpacking = new DecompressionStream("gzip");
     const writer = unpacking.writable.getWriter();
-    writer.write(bytes).then(() => writer.close()).catch(() => { /* the reader below hears of it too */ });
+    writer.write(bytes).then(() => writer.close()).catch(() => { /* the reader below fails too */ });
     return new Response(unpacking.readable).text();
   }
   async function begin() {
     document.body.append(probe);
     all("table.sortable").forEach(makeSortable);
-    if (asked() || kept()) root.dataset.theme = asked() || kept();
+    if (themeOfLink() || savedTheme()) root.dataset.theme = themeOfLink() || savedTheme();
     data = JSON.parse(read("data"));
     data.gauges = JSON.parse(await inflated(read("gauges")));
     const script = document.createElement("script");
     script.textContent = await inflated(read("plotly"));
     document.head.append(script);
     for (const [name, figure] of Object.entries(data.figures)) show(name, figure, figure.view);
-    if (data.strip) show("strip", { ...data.strip, layout: withNames("strip", data.strip.layout) });
+    if (data.strip) show("strip", { ...data.strip, layout: withLabels("strip", data.strip.layout) });
     showHeat();
     showRanges();
     listen();
-    dressPage();
+    applyTheme();
   }
   begin().catch(complain);
 })();

@@ -1,0 +1,349 @@
+"""The tables of a page as plain values, which the template renders: costs, losses at equal time, events, environment.
+
+Lost updates are shown as the audit last measured them, as in the verdict: sums over a run are dominated by its first large
+steps, and hide what is lost while the learning rate is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from narrowgauge.comparison.comparison import Comparison
+from narrowgauge.comparison.equal_time import standings
+from narrowgauge.comparison.intervals import MINUS, shown_difference, shown_loss
+from narrowgauge.comparison.labels import counted, listed
+from narrowgauge.comparison.run_stats import divergence
+from narrowgauge.report.groups import Group, final_loss
+from narrowgauge.report.history_figures import ROUTINE
+from narrowgauge.report.series import number
+from narrowgauge.report.standing import best_of, late_of
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row
+
+MAX_EVENT_ROWS = 300
+MAX_REPETITIONS = 100
+"""Repetitions of one event that its row lists."""
+
+_DIFFERENCE = "mean of the paired differences per seed, and half its 95 % interval"
+_NOT_SHOWN = frozenset({"config.out"})
+"""Settings that differ between any two runs and mean nothing."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number in a table.
+
+    Args:
+        column: the title of its column.
+        text: as a person reads it.
+        value: what the table is sorted by; ``None`` is last.
+        spread: its uncertainty, with a sign; empty where it has none.
+        is_best: whether it is the best of its column.
+        is_final: whether it is known, and of runs that ended.
+    """
+
+    column: str
+    text: str = "–"
+    value: float | None = None
+    spread: str = ""
+    is_best: bool = False
+    is_final: bool = True
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a table of recipes.
+
+    Args:
+        recipe: its label.
+        place: its index on the page; ``None`` where no run is of it.
+        cells: one per column.
+        badge: a warning in a few words.
+        reason: for the badge, in short.
+        hint: the same in full.
+        notes: what else there is to know.
+    """
+
+    recipe: str
+    place: int | None
+    cells: Sequence[Cell]
+    badge: str = ""
+    reason: str = ""
+    hint: str = ""
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Recipes by figures.
+
+    Args:
+        columns: titles, each with a hint.
+        lines: one per recipe.
+    """
+
+    columns: Mapping[str, str]
+    lines: Sequence[Line]
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    name: str
+    hint: str
+    form: Callable[[float], str]
+    is_low_best: bool | None = None
+    is_late: bool = False
+
+    def text(self, value: float) -> str:
+        text = self.form(value)
+        return f"{MINUS}{text[1:]}" if text.startswith("-") else text
+
+    def value(self, row: Row, group: Group | None) -> float | None:
+        """Of a recipe: what the audit measured last, where that is meant and known."""
+        late = late_of(group, self.name) if self.is_late else None
+        return number(row.get(self.name)) if late is None else late
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g} %"
+
+
+def _memory(value: float) -> str:
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+
+
+_LATE = "as measured in the last audited steps, by which the verdict judges"
+_COLUMNS = (
+    _Column("Validation loss", "val_loss", "nats per token on held-out text; lower is better", shown_loss, True),
+    _Column("Tokens/s", "tokens_per_second", "training throughput on this machine", "{:,.0f}".format, False),
+    _Column("Bytes/param", "bytes_per_param", "weight, gradient and optimizer state, per parameter", "{:.3g}".format, True),
+    _Column("Peak memory", "peak_memory_bytes", "the most memory that the process or device used", _memory, True),
+    _Column("Late EDQ", "edq", f"share of the intended update that was applied; {_LATE}", "{:.3f}".format, is_late=True),
+    _Column("Noise", "noise", "rounding error that the storage added to the update, relative to it", "{:.3g}".format),
+    _Column(
+        "Late lost", "lost_fraction", f"share of intended changes that left the stored value unchanged; {_LATE}", _percent,
+        is_late=True,
+    ),
+    _Column("Seeds", "num_seeds", "runs that count: finished and not diverged", "{:.0f}".format),
+)  # fmt: skip
+COLUMN_HINTS = {column.title: column.hint for column in _COLUMNS}
+"""What the columns of the cost table mean."""
+
+
+# ── costs ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cost_table(groups: Sequence[Group], rows: Sequence[Row], found: Comparison | None = None) -> Table:
+    """The cost of every recipe.
+
+    Args:
+        groups: of the page.
+        rows: of ``compare.json``.
+        found: the comparison of these runs, for the paired differences.
+    """
+    members = {group.label: group for group in groups}
+    differences = {row.recipe: row for row in found.differences} if found else {}
+    faults = found.not_to_be_used if found else {}
+    columns = [
+        column
+        for column in _COLUMNS
+        if any(_cell(column, row, members.get(_name(row))).value is not None for row in rows)
+    ]
+    best = {
+        column.name: best_of(column.name, column.is_low_best, rows, members, faults, column.form)
+        for column in columns
+        if column.is_low_best is not None
+    }
+    hints = {column.title: column.hint for column in columns}
+    minus = f"Minus {found.yardstick}" if found else ""
+    if differences:
+        first, *others = hints.items()
+        hints = dict([first, (minus, _DIFFERENCE), *others])
+    lines = []
+    for row in rows:
+        name = _name(row)
+        group = members.get(name)
+        cells = [_cell(column, row, group, name in best.get(column.name, ())) for column in columns]
+        if differences:
+            difference = differences.get(name)
+            cells.insert(1, _difference(minus, difference.mean, difference.half) if difference else Cell(minus))
+        place = group.place if group else None
+        lines.append(Line(name, place, cells, **_warning(row, faults.get(name, ())), notes=_progress(group)))
+    return Table(hints, lines)
+
+
+def _name(row: Row) -> str:
+    return str(row.get("recipe", ""))
+
+
+def _cell(column: _Column, row: Row, group: Group | None, is_best: bool = False) -> Cell:
+    value = column.value(row, group)
+    if value is None:
+        so_far = _so_far(column.name, group)
+        text = "–" if so_far is None else f"{column.text(so_far)} so far"
+        return Cell(column.title, text, so_far, is_final=False)
+    std = number(row.get("val_loss_std")) if column.name == "val_loss" else None
+    spread = "" if std is None else f"± {f'{std:.4f}' if 1e-4 <= std < 1e5 else f'{std:.1e}'}"
+    return Cell(column.title, column.text(value), value, spread, is_best)
+
+
+def _difference(column: str, mean: float, half: float) -> Cell:
+    text, sign, spread = shown_difference(mean, half).partition("±")
+    return Cell(column, text.strip(), mean, sign + spread)
+
+
+def _so_far(name: str, group: Group | None) -> float | None:
+    """The last value of runs that are under way; the mean over them."""
+    unfinished = [run for run in group.runs if run.summary is None and not divergence(run)] if group else []
+    found = [final_loss(run) if name == "val_loss" else _last(run, name) for run in unfinished]
+    known = [value for value in found if value is not None]
+    return fmean(known) if known else None
+
+
+def _last(run: Run, name: str) -> float | None:
+    return next((value for row in reversed(run.steps[-200:]) if (value := number(row.get(name))) is not None), None)
+
+
+def _warning(row: Row, faults: Sequence[str]) -> dict[str, str]:
+    if not faults:
+        return {"badge": "diverged"} if row.get("diverged") else {}
+    # The numbers behind a fault are in the verdict.
+    short = listed(fault.partition(" (")[0].partition(" by ")[0] for fault in faults)
+    return {"badge": "not to be used", "reason": short, "hint": listed(faults)}
+
+
+def _progress(group: Group | None) -> list[str]:
+    unfinished = [run for run in group.runs if run.summary is None] if group else []
+    if not unfinished:
+        return []
+    done = ", ".join(str(run.steps[-1].get("step", 0) if run.steps else 0) for run in unfinished)
+    steps = unfinished[0].config.get("steps")
+    return [f"unfinished: step {done}" + (f" of {steps}" if steps else "")]
+
+
+def equal_time_table(groups: Sequence[Group], found: Comparison) -> Table | None:
+    """The loss of each recipe when the fastest had finished; ``None`` where no two recipes have one at that moment."""
+    rows = {str(row["recipe"]): row for row in found.equal_time}
+    if not rows:
+        return None
+    places = {group.label: group.place for group in groups}
+    most = max(int(row["num_seeds"]) for row in rows.values())
+    minus = f"Minus {found.yardstick}"
+    lines = []
+    for recipe, standing in standings(found.equal_time, found.yardstick).items():
+        row = rows[recipe]
+        few = f", {counted(row['num_seeds'], 'seed')}" if row["num_seeds"] < most else ""
+        unknown = Cell(minus, value=0.0)
+        difference = unknown if row["difference"] is None else _difference(minus, row["difference"], row["half"])
+        cells = [Cell("Loss", shown_loss(row["val_loss"]), row["val_loss"]), difference]
+        lines.append(Line(recipe, places.get(recipe), cells, notes=[standing.value + few]))
+    return Table({"Loss": "nats per token on held-out text at that moment", minus: _DIFFERENCE}, lines)
+
+
+# ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class EventRow:
+    """A row of the table of events: an event of a run, and its repetitions.
+
+    Args:
+        run: the run's name.
+        event: the first.
+        last: the step of the last.
+        more: the tensor or the message of each repetition, and its step where that is another.
+    """
+
+    run: str
+    event: Row
+    last: float | None
+    more: list[str] = field(default_factory=list)
+
+    @property
+    def is_routine(self) -> bool:
+        return str(self.event.get("kind", "")) in ROUTINE
+
+    @property
+    def steps(self) -> str:
+        first = self.event.get("step", "")
+        return str(first) if self.last is None or number(first) == self.last else f"{first}–{self.last:g}"
+
+
+def event_rows(named: Iterable[tuple[Run, str]]) -> tuple[list[EventRow], int]:
+    """Rows of the table of events, those that need attention first, and how many more there are.
+
+    Events of the same kind with the same advice in the same or the next step are one row. Of more rows than the table
+    holds, every run keeps its first ones, so that a run with many events does not displace the others.
+    """
+    found = [(place, row) for run, name in named for place, row in enumerate(_event_rows(run, name))]
+    # The first of every run, then the second: those beyond the limit are the last ones of the longest lists.
+    kept = {id(row) for _, row in sorted(found, key=lambda at: (at[1].is_routine, at[0]))[:MAX_EVENT_ROWS]}
+    rows = sorted((row for _, row in found if id(row) in kept), key=lambda row: row.is_routine)
+    return rows, len(found) - len(rows)
+
+
+def _event_rows(run: Run, name: str) -> list[EventRow]:
+    rows: list[EventRow] = []
+    open_rows: dict[tuple[object, object], EventRow] = {}
+    for event in run.events:
+        key, step = (event.get("kind"), event.get("advice")), number(event.get("step"))
+        row = open_rows.get(key)
+        if row is None or row.is_routine or not _follows(row.last, step):
+            row = open_rows[key] = EventRow(name, event, step)
+            rows.append(row)
+            continue
+        where = "" if step == number(row.event.get("step")) else f"step {event.get('step')}: "
+        row.more.append(f"{where}{event.get('tensor') or event.get('message', '')}")
+        row.last = step
+    return rows
+
+
+def _follows(last: float | None, step: float | None) -> bool:
+    return last == step if last is None or step is None else last <= step <= last + 1
+
+
+# ── environment ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the runs were configured with and ran on.
+
+    Args:
+        differing: settings that differ between runs.
+        runs: the values of these, by the run's name.
+        shared: all other settings, by their table in ``run.toml``.
+    """
+
+    differing: Sequence[str]
+    runs: Sequence[tuple[str, Sequence[Any]]]
+    shared: Mapping[str, Mapping[str, Any]]
+
+
+def environment(named: Sequence[tuple[Run, str]]) -> Environment:
+    """What differs between the runs, and what all share."""
+    flat = [(name, _flat(run.run)) for run, name in named]
+    keys = list(dict.fromkeys(key for _, settings in flat for key in settings))
+    missing = object()
+    differing = {key for key in keys if len({repr(settings.get(key, missing)) for _, settings in flat}) > 1}
+    shown = [key for key in keys if key in differing - _NOT_SHOWN]
+    shared: dict[str, dict[str, Any]] = {}
+    for key in keys:
+        if key not in differing:
+            table, _, name = key.partition(".") if "." in key else ("run", "", key)
+            shared.setdefault(table, {})[name] = flat[0][1][key]
+    return Environment(shown, [(name, [settings.get(key, "–") for key in shown]) for name, settings in flat], shared)
+
+
+def _flat(table: Row, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
