@@ -16,8 +16,8 @@ import narrowgauge as ng
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges import collect
 from narrowgauge.gauges.attach import _OPEN, GaugeNotice, Gauges, attach_gauges
-from narrowgauge.gauges.moment_shadow import States
-from narrowgauge.gauges.recorder import SWITCH
+from narrowgauge.gauges.moment_shadow import StateReader
+from narrowgauge.gauges.recorder import SAMPLING
 from narrowgauge.runs.schema import metric_of
 
 BF16 = torch.bfloat16
@@ -266,10 +266,10 @@ def test_patterns_choose_and_nothing_is_refused() -> None:
     names = {key.partition(":")[2] for key in gauges.last["tensors"]}
     assert names and all(name.startswith("blocks.0.") for name in names)
     with pytest.raises(
-        NarrowgaugeError, match=r"nothing of Small has such a name. Its names are like 'blocks.0.up.weight'"
+        NarrowgaugeError, match=r"matches no module or parameter of Small. Its names look like 'blocks.0.up.weight'"
     ):
         attach_gauges(model, optimizer, "encoder.*")
-    with pytest.raises(NarrowgaugeError, match="must be a whole number"):
+    with pytest.raises(NarrowgaugeError, match="every must be an integer"):
         attach_gauges(model, optimizer, every=-1)
 
 
@@ -318,9 +318,9 @@ def test_a_parameter_without_a_gradient_spoils_no_other() -> None:
 def test_without_second_moments_nothing_is_read_on_unsampled_steps(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
     monkeypatch.setattr(
-        States,
+        StateReader,
         "leading",
-        lambda self, parameter, name, true=States.leading: reads.append(name) or true(self, parameter, name),
+        lambda self, parameter, name, true=StateReader.leading: reads.append(name) or true(self, parameter, name),
     )
     torch.manual_seed(0)
     model = Small()
@@ -400,7 +400,7 @@ def test_two_optimizers_are_kept_apart_and_gauges_are_not_stacked() -> None:
     model = Small()
     one = torch.optim.SGD(model.blocks.parameters(), lr=1e-2)
     gauges = attach_gauges(model, one, every=1)
-    with pytest.raises(NarrowgaugeError, match=r"has some already\. Call detach\(\)"):
+    with pytest.raises(NarrowgaugeError, match=r"already has gauges\. Call detach\(\)"):
         attach_gauges(model, one, every=1)
     trained(model, one, 1)
     assert gauges.last is not None and "head.weight" not in gauges.last["updates"]
@@ -411,13 +411,13 @@ def test_two_optimizers_are_kept_apart_and_gauges_are_not_stacked() -> None:
 def test_what_is_gone_samples_no_more() -> None:
     model, optimizer = made()
     gauges = attach_gauges(model, optimizer, every=1)
-    number = gauges.board.number
-    assert number in _OPEN and SWITCH.is_on
+    number = gauges.recorder.number
+    assert number in _OPEN and SAMPLING.is_on
     gauges.detach()
     assert number not in _OPEN
     model, optimizer = made()
     gauges = attach_gauges(model, optimizer, every=1)
-    number = gauges.board.number
+    number = gauges.recorder.number
     assert number in _OPEN
     del gauges, model, optimizer
     gc.collect()

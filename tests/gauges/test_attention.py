@@ -207,7 +207,7 @@ def test_compiled_inside_a_checkpoint() -> None:
 
 
 def test_what_is_no_kernel_when_compiled_is_told() -> None:
-    with pytest.warns(GaugeNotice, match="saw no attention at step 2, of 2 modules like 'layers.0'"):
+    with pytest.warns(GaugeNotice, match="recorded no attention at step 2 in 2 modules like 'layers.0'"):
         assert read_of_the_same_run(lambda: Model(Llama("eager"), Own(0.1)), compiled=True) == {}
 
 
@@ -236,7 +236,7 @@ def test_whose_attention_it_is() -> None:
     with pytest.raises(RuntimeError):
         model.layers[0](torch.randn(2, LENGTH, WIDTH + 1))
     model.layers[1](torch.randn(2, LENGTH, WIDTH)).sum().backward()
-    assert not any(gauges.board.watched[index].kind == "attention" for index in gauges.board.marks)
+    assert not any(gauges.recorder.watched[index].kind == "attention" for index in gauges.recorder.stats_of)
     model(torch.randn(2, LENGTH, WIDTH)).sum().backward()
     optimizer.step()
     gauges.detach()

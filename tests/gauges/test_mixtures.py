@@ -71,8 +71,8 @@ def test_scales_of_an_expert_are_left_out() -> None:
 def test_a_pattern_finds_them_and_detaching_frees_them() -> None:
     model, optimizer = ng.prepare(MixtralForCausalLM(MixtralConfig(**SHAPE)), "int8-row/word", lr=1e-2)
     gauges = attach_gauges(model, optimizer, f"{EXPERTS}.down_proj")
-    assert {watched.key for watched in gauges.board.watched} == {
+    assert {watched.key for watched in gauges.recorder.watched} == {
         f"{kind}:{EXPERTS}.down_proj" for kind in ("input", "output_grad", "weight", "grad")
     }
     gauges.detach()
-    assert all(not hasattr(module, "gauge_places") for module in copy.deepcopy(model).modules())
+    assert all(not hasattr(module, "gauge_slots") for module in copy.deepcopy(model).modules())

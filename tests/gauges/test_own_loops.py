@@ -239,7 +239,7 @@ import io, sys, torch
 from narrowgauge.gauges.attach import attach_gauges
 model = torch.load(io.BytesIO(sys.stdin.buffer.read()), weights_only=False)
 second = torch.nn.Linear(2, 2)
-attach_gauges(second, torch.optim.SGD(second.parameters()), every=1)  # a sampled step, and one board
+attach_gauges(second, torch.optim.SGD(second.parameters()), every=1)  # a sampled step, and one recorder
 model(torch.ones(4, 32)).sum().backward()
 optimizer = torch.optim.SGD(model.parameters())
 gauges = attach_gauges(model, optimizer, every=1)
@@ -282,7 +282,7 @@ assert not any(key.startswith("input") for key in gauges.last["tensors"])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("saw nothing at step 1") == 1 and "step 2" not in done.stdout
+    assert done.stdout.count("recorded nothing at step 1") == 1 and "step 2" not in done.stdout
 
 
 def test_names_are_those_without_the_compiler() -> None:

@@ -26,7 +26,7 @@ import narrowgauge as ng
 from narrowgauge.gauges import collect
 from narrowgauge.gauges.attach import attach_gauges
 from narrowgauge.gauges.collect import Shards
-from narrowgauge.gauges.moment_shadow import SHADOWED
+from narrowgauge.gauges.moment_shadow import NUM_VALUES
 from narrowgauge.runs.schema import Row, metric_of
 from ranks import run_ranks
 
@@ -188,7 +188,7 @@ def test_samples_are_those_of_all_ranks(found: list[Any]) -> None:
     # Of each shard every third value; of each moment the first 64 that a rank has, where it has as many.
     sizes = [(512, 512), (32, 32), (256, 192), (4, 3), (7, 0), (1, 0), (4, 3)]
     assert counts["weight"] == sum(-(-size // collect.COUNTED) for pair in sizes for size in pair)
-    assert counts["exp_avg"] == sum(min(size, SHADOWED) for pair in sizes for size in pair)
+    assert counts["exp_avg"] == sum(min(size, NUM_VALUES) for pair in sizes for size in pair)
     assert metric_of(found[0]["torch"][0][1], "moments", "uneven.weight", "bias") == pytest.approx(1, abs=0.01)
     for field in ("update_to_weight", "update_to_ulp"):
         whole = metric_of(train(*start("ours"))[0][1], "updates", "even.weight", field)

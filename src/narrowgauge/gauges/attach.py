@@ -1,14 +1,13 @@
-"""The panel: gauges attached to a model and its optimizer.
+"""Gauges: metrics of a model's tensors during training.
 
-What is watched by default exists anyway: the matrices that enter a linear layer's matmuls, forward and backward; the
-weights and their gradients; queries and keys. So a run with gauges has the same bits as one without, compiled too. On
-every ``every``-th step the tensors are marked (:mod:`narrowgauge.gauges.recorder`), read at the step's end
-(:mod:`narrowgauge.gauges.collect`), and become one row of ``gauges.jsonl``. On the other steps nothing runs but the shadow of
-a few second moments.
+The tensors that are watched by default are in memory anyway: the operands of linear layers' matmuls, forward and backward; the
+weights and their gradients; queries and keys. Hence a run with gauges has the same bits as one without, compiled or not. Every
+``every`` steps the tensors are recorded (:mod:`narrowgauge.gauges.recorder`), measured at the end of the step
+(:mod:`narrowgauge.gauges.collect`), and written as one record of ``gauges.jsonl``. On the other steps only the shadow of a few
+second moments is updated.
 
-Outputs of other modules do not exist in a compiled model: what lies between two matmuls is one kernel. Asked for by name
-(``outputs``) they are watched too; in a compiled model that changes what is fused, perhaps the last bits, and a note
-says so.
+The outputs of other modules do not exist in a compiled model, where everything between two matmuls is one kernel. They can be
+watched by name (``outputs``); in a compiled model this changes what is fused and possibly the last bits, and a warning says so.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from narrowgauge.gauges import attention, hooks
 from narrowgauge.gauges.aggregate import Shards
 from narrowgauge.gauges.casts import Casts
 from narrowgauge.gauges.collect import Packed, measure, rounded, row_of
-from narrowgauge.gauges.moment_shadow import Shadow, States, Updates
-from narrowgauge.gauges.recorder import SWITCH, Board, Watched
+from narrowgauge.gauges.moment_shadow import MomentShadow, StateReader, UpdateMetrics
+from narrowgauge.gauges.recorder import SAMPLING, Recorder, WatchedTensor
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.monitor.alarms import Alarms
 from narrowgauge.numerics.plain import matmul
@@ -43,19 +42,19 @@ from narrowgauge.runs.schema import Row
 
 
 class GaugeNotice(UserWarning):
-    """Gauges that see nothing, or that change what they look at."""
+    """Gauges that record nothing, or that may change what they measure."""
 
 
 class Gauges:
-    """Gauges in place; made by :func:`attach_gauges`.
+    """Gauges attached to a model; created by :func:`attach_gauges`.
 
     Args:
-        model, optimizer, patterns, every, outputs, on_row, alarms: as of :func:`attach_gauges`.
+        model, optimizer, patterns, every, outputs, on_row, alarms: see :func:`attach_gauges`.
 
     Attributes:
-        every: steps from one sample to the next.
-        step: optimizer steps done; a loop that resumes sets it.
-        last: the newest row, ``None`` before the first sample.
+        every: number of steps between samples.
+        step: number of optimizer steps done; set it when a loop resumes.
+        last: the newest record, ``None`` before the first sample.
     """
 
     def __init__(
@@ -75,44 +74,44 @@ class Gauges:
         self._handles: list[Any] = []
         self._placed: list[nn.Module] = []
         self._layers: dict[str, nn.Module] = {}
-        self._watched: list[Watched] = []
-        self._told = False
+        self._watched: list[WatchedTensor] = []
+        self._warned = False
         named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
         own = {p for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
         self.parameters = {n: p for n, p in named.items() if hooks.matches(n, patterns) and p in own}
         self._choose(patterns, outputs)
         if not self._watched and not self.parameters:
             raise NarrowgaugeError(
-                f"gauges were asked for {', '.join(map(repr, patterns))}, and nothing of {type(model).__name__} has such a "
-                "name.",
-                f"Its names are like '{next(iter(named))}'." if named else "",
+                f"gauges were requested for {', '.join(map(repr, patterns))}, which matches no module or parameter of "
+                f"{type(model).__name__}.",
+                f"Its names look like '{next(iter(named))}'." if named else "",
             )
         device = next(model.parameters()).device
         for kind in ("weight", "grad"):
-            self._watched += [Watched(kind, name) for name in self.parameters]
-        self.board = Board(self._watched, device)
-        # Gauges that are dropped sample no more.
-        weakref.finalize(self, _close, self.board.number)
+            self._watched += [WatchedTensor(kind, name) for name in self.parameters]
+        self.recorder = Recorder(self._watched, device)
+        # Gauges that are garbage collected stop sampling.
+        weakref.finalize(self, _close, self.recorder.number)
         self.casts = Casts(self._layers)
         self.shards = Shards.of(self.parameters)
         self._attach(outputs)
-        self.states: States | None = None
-        self.updates: Updates | None = None
-        self.shadow: Shadow | None = None
+        self.states: StateReader | None = None
+        self.updates: UpdateMetrics | None = None
+        self.shadow: MomentShadow | None = None
         if optimizer is not None:
-            self.states = States(optimizer, self.parameters.values())
-            self.updates = Updates(self.states, self.parameters)
+            self.states = StateReader(optimizer, self.parameters.values())
+            self.updates = UpdateMetrics(self.states, self.parameters)
             matrices = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
-            self.shadow = Shadow(self.states, matrices if every else {})
+            self.shadow = MomentShadow(self.states, matrices if every else {})
             self._handles.append(optimizer.register_load_state_dict_post_hook(self._forget))
-            # An optimizer's step may be compiled; what reads it is not worth compiling.
+            # The optimizer's step may be compiled; the code that measures it need not be.
             self._handles.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)))
             self._handles.append(optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)))
         self.step = 0
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return self._step
 
     @step.setter
@@ -122,38 +121,38 @@ class Gauges:
 
     @property
     def sampling(self) -> bool:
-        """Whether the step that runs is sampled."""
-        return self.board.is_open
+        """Whether the current step is sampled."""
+        return self.recorder.is_recording
 
     @sampling.setter
     def sampling(self, value: bool) -> None:
-        if value and not self.board.is_open:
-            self.board.clear()
-        self.board.is_open = value
-        (_OPEN.add if value else _OPEN.discard)(self.board.number)
-        SWITCH.is_on = bool(_OPEN)
+        if value and not self.recorder.is_recording:
+            self.recorder.clear()
+        self.recorder.is_recording = value
+        (_OPEN.add if value else _OPEN.discard)(self.recorder.number)
+        SAMPLING.is_on = bool(_OPEN)
 
     def restart(self, step: int) -> None:
-        """Go on after ``step`` steps, from states that were loaded: what is followed begins anew."""
+        """Continue after ``step`` steps from a loaded state; the shadow of second moments restarts."""
         self._forget()
         self.last = None
-        self.board.clear()
+        self.recorder.clear()
         self.step = step
 
     def _forget(self, *_: Any) -> None:
-        """The optimizer's states are others now."""
+        """Invalidate what was read from the optimizer's states."""
         for part in (self.states, self.updates, self.shadow):
             if part is not None:
                 part.forget()
 
     def detach(self) -> None:
-        """Take the gauges away."""
+        """Remove the gauges from the model and the optimizer."""
         self.sampling = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         for module in self._placed:
-            module.__dict__.pop("gauge_places", None)
+            module.__dict__.pop("gauge_slots", None)
         self._placed.clear()
 
     # ── what is watched ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -163,53 +162,53 @@ class Gauges:
             if hooks.multiplies(module) and hooks.matches(name, patterns):
                 self._layers[name] = module
                 kinds = ("output_grad",) if hooks.shares_input(name, self._layers) else ("input", "output_grad")
-                self._watched += [Watched(kind, name) for kind in kinds]
-            elif hooks.matches(name, patterns) and attention.way_of(module) is not None:
-                self._watched.append(Watched("attention", name))
+                self._watched += [WatchedTensor(kind, name) for kind in kinds]
+            elif hooks.matches(name, patterns) and attention.attention_hook_for(module) is not None:
+                self._watched.append(WatchedTensor("attention", name))
             if outputs and name and hooks.matches(name, outputs):
-                self._watched.append(Watched("output", name))
+                self._watched.append(WatchedTensor("output", name))
 
     def _attach(self, outputs: Sequence[str]) -> None:
         _torch.heed_hooks()
         modules = hooks.named_modules(self.model)
-        places: dict[str, dict[str, Tensor]] = {}
+        slots: dict[str, dict[str, Tensor]] = {}
         for index, watched in enumerate(self._watched):
             if watched.kind not in ("weight", "grad"):
-                places.setdefault(watched.name, {})[watched.kind] = self.board.place(index)
-        taken = next((name for name in places if hooks.is_taken(modules[name])), None)
+                slots.setdefault(watched.name, {})[watched.kind] = self.recorder.slot(index)
+        taken = next((name for name in slots if hooks.has_gauges(modules[name])), None)
         if taken is not None:
             raise NarrowgaugeError(
-                f"gauges were asked for '{taken}', which has some already.", "Call detach() of those first."
+                f"gauges were requested for '{taken}', which already has gauges.", "Call detach() of those first."
             )
-        for name, own in places.items():
+        for name, own in slots.items():
             module: Any = modules[name]
-            # Attributes, not what a closure holds: layers that differ in nothing else share compiled code.
-            module.gauge_places = (own.get("input"), own.get("output_grad"), own.get("attention"), own.get("output"))
+            # An attribute instead of a closure: layers that differ in nothing else share compiled code.
+            module.gauge_slots = (own.get("input"), own.get("output_grad"), own.get("attention"), own.get("output"))
             self._placed.append(module)
             if "output_grad" in own:
-                self._handles.append(module.register_forward_hook(hooks.mark_linear))
+                self._handles.append(module.register_forward_hook(hooks.record_linear))
             if "attention" in own:
-                self._handles.append(attention.watch(module))
+                self._handles.append(attention.hook_attention(module))
             if "output" in own:
-                self._handles.append(module.register_forward_hook(hooks.mark_output))
+                self._handles.append(module.register_forward_hook(hooks.record_output))
         self._index = {watched: index for index, watched in enumerate(self._watched)}
         self._attach_to_body()
 
     def _attach_to_body(self) -> None:
-        """A causal model's head gets its input marked where it leaves the body: a chunked loss does not call the head."""
+        """Record the input of a causal model's head as the output of its body: a chunked loss does not call the head."""
         head, body = self._head, getattr(self.model, "base_model", None)
         is_causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
         if head is None or not is_causal or not isinstance(body, nn.Module) or body is self.model:
             return
-        place, *others = head.gauge_places
-        head.gauge_places = (None, *others)
-        body.gauge_places = (place, None, None, None)  # type: ignore[assignment]
+        slot, *others = head.gauge_slots
+        head.gauge_slots = (None, *others)
+        body.gauge_slots = (slot, None, None, None)  # type: ignore[assignment]
         self._placed.append(body)
-        self._handles.append(body.register_forward_hook(hooks.mark_hidden))
+        self._handles.append(body.register_forward_hook(hooks.record_hidden_states))
 
     @property
     def _head(self) -> Any:
-        """The model's output embedding, where it has one that is watched."""
+        """The model's output embedding if it is watched."""
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
         return head if any(module is head for module in self._layers.values()) else None
 
@@ -220,20 +219,20 @@ class Gauges:
         if not self.sampling:
             return
         if self.alarms is not None and getattr(self.optimizer, "grad_scale", None) is not None:
-            # A fused optimizer of torch's under torch.amp.GradScaler, which lets gradients overflow to find its scale.
+            # A fused torch optimizer under torch.amp.GradScaler, which lets gradients overflow to find its scale.
             self.alarms.facts = replace(self.alarms.facts, scales_loss=True)
         for name, parameter in self.parameters.items():
             if self.shards is not None and not self.shards.share[name]:
                 continue
-            self.board.mark(self._index[Watched("weight", name)], local_of(parameter))
+            self.recorder.record(self._index[WatchedTensor("weight", name)], local_of(parameter))
             if parameter.grad is not None:
-                self.board.mark(self._index[Watched("grad", name)], local_of(parameter.grad))
+                self.recorder.record(self._index[WatchedTensor("grad", name)], local_of(parameter.grad))
         if self.shards is not None:
-            self.shards.join_largest(self.board)
-        # Before the layers are told of the next step: a delayed scale is that of the steps before this one.
-        self.casts.note(self.board)
+            self.shards.join_amax(self.recorder)
+        # Before the layers advance to the next step: the delayed scale belongs to the steps before this one.
+        self.casts.note(self.recorder)
         if self.updates is not None:
-            self.updates.note()
+            self.updates.before_step()
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
@@ -244,12 +243,12 @@ class Gauges:
         self.step = self._step + 1
 
     def _read(self, step: int) -> None:
-        """Make the row of a sampled step and hand it on."""
+        """Build the record of a sampled step and pass it on."""
         began = time.perf_counter()
         packed = Packed(self.shards)
         if self.states is not None:
             self.states.forget()
-        groups = measure(self.board, self.casts.of, packed)
+        groups = measure(self.recorder, self.casts.of, packed)
         if self.updates is not None and self.shadow is not None:
             self.updates.measure(packed)
             self.shadow.measure(packed)
@@ -257,7 +256,7 @@ class Gauges:
         if head is not None:
             packed.add("logits", head)
         fetched = packed.fetch()
-        row: Row = {"step": step, **row_of(self.board, groups, fetched)}
+        row: Row = {"step": step, **row_of(self.recorder, groups, fetched)}
         if self.updates is not None:
             readings = audit(self.optimizer) if isinstance(self.optimizer, Optimizer) else {}
             row["updates"] = self.updates.rows(fetched, readings)
@@ -267,10 +266,10 @@ class Gauges:
             values = [rounded(value, keep_nan=True) for value in fetched["logits"].tolist()]
             row["logits"] = dict(zip(("max", "log_z"), values, strict=True))
         row["seconds"] = rounded(time.perf_counter() - began)
-        self.board.clear()
+        self.recorder.clear()
         if self.states is not None:
             self.states.forget()
-        self._tell_blind(row)
+        self._warn_if_nothing_recorded(row)
         self.last = row
         if self.on_row is not None:
             self.on_row(row)
@@ -278,10 +277,10 @@ class Gauges:
             emit(event)
 
     def _head_logits(self) -> Tensor | None:
-        """Largest logit and mean log Z of sampled places, from what entered the head."""
+        """Largest logit and mean log Z of sampled positions, from the input of the head."""
         head = self._head
         name = next((n for n, m in self._layers.items() if m is head), None)
-        sample = self.board.samples.get(self._index.get(Watched("input", name or ""), -1))
+        sample = self.recorder.samples.get(self._index.get(WatchedTensor("input", name or ""), -1))
         if head is None or sample is None or is_sharded(head.weight) or type(head).__name__ == "Conv1D":
             return None
         weight, bias = head.weight.detach(), getattr(head, "bias", None)
@@ -291,37 +290,37 @@ class Gauges:
         logits = logits if bias is None else logits + bias.detach().float()
         return torch.stack([logits.abs().amax(), logits.logsumexp(-1).mean()])
 
-    def _tell_blind(self, row: Row) -> None:
-        """Code that was compiled before the gauges were attached does not know them."""
+    def _warn_if_nothing_recorded(self, row: Row) -> None:
+        """Warn once if nothing was recorded, e.g. because the code was compiled before the gauges were attached."""
         seen = any(key.startswith(("input:", "output_grad:")) for key in row.get("tensors", ()))
-        if not self._told and self._layers and not seen:
-            self._told = True
+        if not self._warned and self._layers and not seen:
+            self._warned = True
             why = "the model was compiled before they were attached, or did not run"
             advice = "Attach them first, or call torch.compiler.reset()"
             if not self.model.training:
                 why, advice = "the model is in eval mode, and only training is watched", "Call model.train()"
             warnings.warn(
-                f"gauges on {len(self._layers)} linear layers saw nothing at step {row['step']}: {why}. {advice}.",
+                f"gauges on {len(self._layers)} linear layers recorded nothing at step {row['step']}: {why}. {advice}.",
                 GaugeNotice,
                 stacklevel=2,
             )
         attentions = [watched.name for watched in self._watched if watched.kind == "attention"]
-        if not self._told and attentions and "attention" not in row:
-            self._told = True
-            warnings.warn(attention.unseen(attentions, row["step"]), GaugeNotice, stacklevel=2)
+        if not self._warned and attentions and "attention" not in row:
+            self._warned = True
+            warnings.warn(attention.nothing_recorded(attentions, row["step"]), GaugeNotice, stacklevel=2)
 
 
-# Boards whose step is sampled.
+# The numbers of the recorders whose step is sampled.
 _OPEN: set[int] = set()
 
 
 def _close(number: int) -> None:
     _OPEN.discard(number)
-    SWITCH.is_on = bool(_OPEN)
+    SAMPLING.is_on = bool(_OPEN)
 
 
 def _recipe_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str:
-    """What alarms may know of a user's own loop: in which compute and storage it trains."""
+    """The compute and storage of a model in a user's training loop, for the alarms."""
     narrow = next((module for module in model.modules() if isinstance(module, Linear)), None)
     compute = narrow.compute.name if narrow is not None else "bfloat16"
     storage = optimizer.param_groups[0].get("storage", "") if isinstance(optimizer, Optimizer) else ""
@@ -338,39 +337,40 @@ def attach_gauges(
     on_row: Callable[[Row], Any] | None = None,
     alarms: bool = True,
 ) -> Gauges:
-    """Watch a model in training: its matmuls' operands, gradients, weights, updates, moments and attention.
+    """Measure a model during training: operands of its matmuls, gradients, weights, updates, moments and attention.
 
-    Law: a run with gauges has the same bits as one without, eager or compiled, except with ``outputs``. The host waits for
-    the device once on a sampled step, and never on the others.
+    Invariant: a run with gauges has the same bits as one without, eager or compiled, except with ``outputs``. The host
+    synchronizes with the device once on a sampled step, and never on the others.
 
-    On several ranks call it on each of them, with the same arguments. Where they share parameters out (FSDP2, over a mesh
-    of any number of axes) a sampled step makes two reductions over these ranks, and every rank's row says the same of weights,
-    gradients, updates and moments. Largest magnitudes, rms, counts, casts, histograms and the audit's figures are of all
-    shards. What is taken of a sample (outlier, kurtosis, top feature, update to weight and to ulp, moments) is the mean of
-    what the shards show, by their sizes. Operands, attention, block scales and logits are each rank's own; logits are left
-    out where the head is shared out. Where parameters lie on several meshes everything is each rank's own.
+    On several ranks, call it on each of them with the same arguments. If parameters are sharded (FSDP2, over a mesh of any
+    number of axes), a sampled step makes two reductions over the ranks, and every rank's record holds the same metrics of
+    weights, gradients, updates and moments. Amax, rms, counts, casts, histograms and the audit cover all shards. Metrics of
+    samples (outlier, kurtosis, top feature, update to weight and to ulp, moments) are the mean over the shards, weighted by
+    their sizes. Operands, attention, block scales and logits are local to each rank; logits are omitted if the head is
+    sharded. If the parameters lie on several meshes, all metrics are local.
 
-    Attaching sets two options of ``torch.compile`` for the whole process, without which code that was compiled before would not
-    see the hooks: guards on modules' hooks are kept, and a function may be compiled 64 times. Where a module calls PyTorch's
-    ``scaled_dot_product_attention`` itself, that name stands for PyTorch's function behind a mark until the gauges are detached.
+    Attaching sets two options of ``torch.compile`` for the whole process, so that previously compiled code sees the hooks:
+    guards on module hooks are kept, and a function may be compiled 64 times. If a module calls PyTorch's
+    ``scaled_dot_product_attention`` itself, that name refers to a recording wrapper until the gauges are detached.
 
     Args:
-        model: any module, prepared or not, compiled after this call or not at all; linear layers, narrow experts and
-            attention in it are watched.
-        optimizer: the one that steps it, ours or torch's, or a framework's that wraps one; its steps are counted, and ours
-            takes the model's names for parameters that it was given without. Without one nothing is sampled.
-        patterns: names of modules and parameters to watch, shell wildcards.
-        every: steps from one sample to the next; 0 never.
-        outputs: names of further modules whose outputs are watched, as ``output:NAME``. In a compiled model this keeps the
-            compiler from fusing across them, which may change last bits; a warning says so.
-        on_row: called with each row, see :data:`narrowgauge.runs.schema.GAUGE`; ``RunWriter.gauge`` writes it to a run folder.
-        alarms: let the detectors read each row, and emit their events to those who asked with ``ng.on_event``.
+        model: any module, prepared or not, compiled after this call or not at all; its linear layers, narrow experts and
+            attention modules are watched.
+        optimizer: the optimizer of the model, from Narrowgauge or torch, or a framework's wrapper of one; its steps are
+            counted. A Narrowgauge optimizer created without parameter names takes those of the model. Without an optimizer
+            nothing is sampled.
+        patterns: names of modules and parameters to watch, with shell wildcards.
+        every: number of steps between samples; 0 disables sampling.
+        outputs: names of further modules whose outputs are watched, as ``output:NAME``. In a compiled model this prevents
+            fusion across them, which may change last bits; a warning says so.
+        on_row: called with each record, see :data:`narrowgauge.runs.schema.GAUGE`; ``RunWriter.gauge`` writes it to a run folder.
+        alarms: run the detectors on each record; ``ng.on_event`` receives their events.
     Returns:
-        The gauges; ``last`` is their newest row, ``detach()`` takes them away.
+        The gauges; ``last`` is their newest record, ``detach()`` removes them.
     Raises:
-        NarrowgaugeError: nothing has such a name, or has gauges already.
+        NarrowgaugeError: no name matches, or a module already has gauges.
 
-    Cost: see docs/log.md, ``benchmarks/gauges.py``; memory of 32 KiB for each watched tensor on sampled steps.
+    Cost: see docs/log.md, ``benchmarks/gauges.py``; 32 KiB of memory per watched tensor on sampled steps.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -379,17 +379,17 @@ def attach_gauges(
         >>> for _ in range(2):
         ...     model(torch.ones(8, 16, dtype=torch.bfloat16)).float().sum().backward()
         ...     optimizer.step()
-        >>> gauges.last["tensors"]["input:"][0]  # the largest magnitude of what entered the layer
+        >>> gauges.last["tensors"]["input:"][0]  # amax of the input of the layer
         1.0
     """
     wanted = [patterns] if isinstance(patterns, str) else list(patterns)
     others = [outputs] if isinstance(outputs, str) else list(outputs)
     if type(every) is not int or every < 0:
-        raise NarrowgaugeError(f"gauges every {every!r} steps were asked for; it must be a whole number, at least 0.")
+        raise NarrowgaugeError(f"gauges every {every!r} steps were requested; every must be an integer of at least 0.")
     if others:
         warnings.warn(
-            f"outputs of {', '.join(map(repr, others))} are watched: in a compiled model they are then written to memory, "
-            "and last bits may differ from those of a run without.",
+            f"outputs of {', '.join(map(repr, others))} are watched: a compiled model then writes them to memory, and its last "
+            "bits may differ from those of a run without gauges.",
             GaugeNotice,
             stacklevel=2,
         )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.gauges.recorder import Board, Watched
+from narrowgauge.gauges.recorder import Recorder, WatchedTensor
 from narrowgauge.matmul.delayed_scaling import delayed_amax
 from narrowgauge.matmul.grouped import GroupedLinear
 from narrowgauge.matmul.linear import Linear
@@ -34,24 +34,24 @@ class Casts:
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self.layers = layers
-        self._delayed: dict[Watched, Tensor] = {}
+        self._delayed: dict[WatchedTensor, Tensor] = {}
 
-    def note(self, board: Board) -> None:
+    def note(self, recorder: Recorder) -> None:
         """Note the delayed scales of the step that has just run, before the layers are told of the next one."""
         self._delayed.clear()
-        for index, watched in enumerate(board.watched):
+        for index, watched in enumerate(recorder.watched):
             used = self._used(watched)
             if used is None or used[0].amax_history is None:
                 continue
             layer, cast, operand = used
             # Where no earlier step saw anything it is the tensor's own.
-            mark = board.marks.get(index)
+            mark = recorder.stats_of.get(index)
             own = torch.ones(1, dtype=torch.float32, device=layer.weight.device) if mark is None else mark[0].reshape(1)
             amax = delayed_amax(own, cast, layer.amax_history, operand, layer.state[STEP], record=False)
             if amax is not None:
                 self._delayed[watched] = amax
 
-    def of(self, watched: Watched) -> tuple[Cast | None, Tensor | None]:
+    def of(self, watched: WatchedTensor) -> tuple[Cast | None, Tensor | None]:
         """The cast of a tensor, and its delayed scale's magnitude; nothing where it enters as it is."""
         used = self._used(watched)
         if used is None:
@@ -61,7 +61,7 @@ class Casts:
             return None, None
         return cast, self._delayed.get(watched)
 
-    def _used(self, watched: Watched) -> tuple[Linear, Cast, int] | None:
+    def _used(self, watched: WatchedTensor) -> tuple[Linear, Cast, int] | None:
         """The narrow layer that takes a tensor, by which cast, and as which operand."""
         name = watched.name.removesuffix(".weight") if watched.kind == "weight" else watched.name
         layer = self.layers.get(name)
@@ -71,7 +71,7 @@ class Casts:
         cast: Cast = getattr(layer.compute.products[product], side)
         return layer, cast, operand
 
-    def _of_experts(self, watched: Watched) -> Cast | None:
+    def _of_experts(self, watched: WatchedTensor) -> Cast | None:
         """The cast by which tokens enter their experts, where no expert has a scale of its own for all of its tokens."""
         layer = self.layers.get(watched.name)
         if not isinstance(layer, GroupedLinear) or watched.kind not in ("input", "output_grad"):
@@ -82,7 +82,7 @@ class Casts:
         return None if whole or cast.is_wide else cast
 
 
-def cast_figures(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
+def cast_stats(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
     """``[samples, 6]``, as :data:`narrowgauge.numerics.tensor_stats.CAST_SUMS`."""
     # Blocks of several rows, and channels, must not reach into the next tensor.
     if cast.block is not None or cast.smooth:

@@ -1,9 +1,7 @@
-"""Reading the board: from the marks of a sampled step to one row of ``gauges.jsonl``.
+"""Collection: from the recorder of a sampled step to one record of ``gauges.jsonl``.
 
-Samples of one shape are computed on together, so that a thousand tensors cost some dozens of operations, and every figure
-goes into one vector that is copied to the host once.
-
-Where ranks share parameters out, what is read of these is joined over the ranks before that
+Samples of equal shape are batched, so that a thousand tensors take some dozens of operations. All metrics go into one vector
+that is copied to the host once. Metrics of sharded parameters are reduced over the ranks before that
 (:mod:`narrowgauge.gauges.aggregate`).
 """
 
@@ -17,30 +15,30 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from narrowgauge.gauges.aggregate import SHARED, Shards, shared_places
-from narrowgauge.gauges.casts import block_exponents, cast_figures, lost_shares
-from narrowgauge.gauges.recorder import Board, Watched
+from narrowgauge.gauges.aggregate import SHARED, Shards, sharded_slots
+from narrowgauge.gauges.casts import block_exponents, cast_stats, lost_shares
+from narrowgauge.gauges.recorder import Recorder, WatchedTensor
 from narrowgauge.numerics import tensor_stats
 from narrowgauge.runs.schema import FIRST_EXPONENT, METRICS, NUM_EXPONENTS, TENSOR_KINDS, Row
 from narrowgauge.spec.computes import Cast
 
 COUNTED = 3
-"""Of the sampled values every third is counted in a histogram: they are pooled over all tensors of a kind."""
+"""Every third sampled value is counted in the histograms, which pool all tensors of a kind."""
 
-CastOf = Callable[[Watched], tuple[Cast | None, Tensor | None]]
-"""The cast by which a watched tensor enters its matmul, and the delayed scale's magnitude where it has one."""
+CastOf = Callable[[WatchedTensor], tuple[Cast | None, Tensor | None]]
+"""From a watched tensor to the cast with which it enters its matmul, and the amax of its delayed scale, if any."""
 
 
 @dataclass
 class Packed:
-    """Figures on their way to the host: tensors of any shape, joined into one vector.
+    """Metrics on their way to the host: tensors of any shape, concatenated into one vector.
 
     Args:
-        shards: the ranks that share parameters out, if they are.
+        shards: the ranks that shard the parameters, if any.
 
     Attributes:
-        parts: the tensors by name; on the device.
-        sums: those that are to be added up over the ranks; ``means`` are names of some that are a numerator and a denominator.
+        parts: the tensors by name, on the device.
+        sums: tensors to be summed over the ranks; those named in ``means`` hold a numerator and a denominator.
     """
 
     shards: Shards | None = None
@@ -49,31 +47,31 @@ class Packed:
     means: set[str] = field(default_factory=set)
 
     def add(self, name: str, values: Tensor) -> None:
-        """Take one along."""
+        """Add a tensor."""
         self.parts[name] = values.detach().double()
 
     def add_sum(self, name: str, values: Tensor) -> None:
-        """Take one along that is the sum over all ranks."""
+        """Add a tensor that is summed over all ranks."""
         (self.parts if self.shards is None else self.sums)[name] = values.detach().double()
 
     def add_mean(self, name: str, values: Tensor, parameters: Iterable[str]) -> None:
-        """Take one along that is the mean over all shards, by their sizes; NaN counts for nothing.
+        """Add the mean over all shards, weighted by their sizes and ignoring NaN.
 
         Args:
-            name: of the figures.
-            values: of each parameter's shard, ``[parameters, ...]``.
-            parameters: their names, which are the same on every rank.
+            name: name of the metrics.
+            values: metrics of the shard of each parameter, ``[parameters, ...]``.
+            parameters: the names of the parameters, the same on every rank.
         """
         if self.shards is None:
             return self.add(name, values)
         shares = torch.tensor([self.shards.share[p] for p in parameters], dtype=torch.float64, device=values.device)
         shares = shares.view(-1, *[1] * (values.ndim - 1)).expand(values.shape)
-        tells = (shares > 0) & ~values.isnan()
+        counts = (shares > 0) & ~values.isnan()
         self.means.add(name)
-        self.add_sum(name, torch.stack([torch.where(tells, values * shares, 0.0), torch.where(tells, shares, 0.0)]))
+        self.add_sum(name, torch.stack([torch.where(counts, values * shares, 0.0), torch.where(counts, shares, 0.0)]))
 
     def add_histogram(self, kind: str, own: Sequence[Tensor], device: torch.device) -> None:
-        """Take a histogram along, of these vectors; of weights, gradients and states it is that of all ranks."""
+        """Add the histogram of these vectors; histograms of weights, gradients and states cover all ranks."""
         if self.shards is not None and kind not in ("input", "output_grad"):
             none = torch.zeros(0, dtype=torch.float32, device=device)
             self.add_sum(f"histogram {kind}", exponents(torch.cat([*own, none])))
@@ -81,11 +79,11 @@ class Packed:
             self.add(f"histogram {kind}", exponents(torch.cat(list(own))))
 
     def fetch(self) -> dict[str, Tensor]:
-        """All of them on the host: the one transfer, and the one wait."""
-        parts = self.parts | self._joined()
+        """Copy all tensors to the host: the only transfer, and the only synchronization."""
+        parts = self.parts | self._reduced()
         return _cut(_vector(parts).cpu(), parts) if parts else {}
 
-    def _joined(self) -> dict[str, Tensor]:
+    def _reduced(self) -> dict[str, Tensor]:
         if self.shards is None or not self.sums:
             return {}
         totals = _cut(self.shards.total(_vector(self.sums)), self.sums)
@@ -97,73 +95,75 @@ def _vector(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _cut(vector: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A vector into tensors of the names and shapes of ``parts``."""
+    """Split a vector into tensors with the names and shapes of ``parts``."""
     pieces = vector.split([part.numel() for part in parts.values()])
     return {name: piece.view(part.shape) for (name, part), piece in zip(parts.items(), pieces, strict=True)}
 
 
-def measure(board: Board, cast_of: CastOf, packed: Packed) -> dict[str, list[int]]:
-    """Compute all figures of a board's samples.
+def measure(recorder: Recorder, cast_of: CastOf, packed: Packed) -> dict[str, list[int]]:
+    """Compute all metrics of a recorder's samples.
 
     Args:
-        board: marked by a step.
+        recorder: holds the records of one step.
         cast_of: see :data:`CastOf`.
-        packed: figures are added to it.
+        packed: the metrics are added to it.
     Returns:
-        For each name of a group of tensors in ``packed`` the places it is about.
+        The slots of each group of tensors, by the group's name in ``packed``.
     """
     groups: dict[str, list[int]] = {}
-    alike: dict[tuple[torch.Size, Cast | None], list[int]] = defaultdict(list)
-    for index, sample in board.samples.items():
-        alike[sample.shape, cast_of(board.watched[index])[0]].append(index)
-    packed.add("figures", board.figures())
-    for number, ((_, cast), places) in enumerate(alike.items()):
+    groups_by_shape: dict[tuple[torch.Size, Cast | None], list[int]] = defaultdict(list)
+    for index, sample in recorder.samples.items():
+        groups_by_shape[sample.shape, cast_of(recorder.watched[index])[0]].append(index)
+    packed.add("figures", recorder.stats())
+    for number, ((_, cast), slots) in enumerate(groups_by_shape.items()):
         name = f"group {number}"
-        groups[name] = places
-        samples = torch.stack([board.samples[index] for index in places])
+        groups[name] = slots
+        samples = torch.stack([recorder.samples[index] for index in slots])
         finite = torch.nan_to_num(samples, nan=0.0, posinf=0.0, neginf=0.0)
-        packed.add(f"{name} shape", _shape_figures(finite))
+        packed.add(f"{name} shape", _shape_stats(finite))
         if cast is not None:
-            scales = [_amax(board, index, cast_of) for index in places]
-            packed.add(f"{name} cast", cast_figures(finite, cast, torch.stack(scales)))
+            scales = [_amax(recorder, index, cast_of) for index in slots]
+            packed.add(f"{name} cast", cast_stats(finite, cast, torch.stack(scales)))
             if cast.block is not None:
                 packed.add(f"{name} blocks", torch.stack([block_exponents(one, cast) for one in finite]))
     for kind in TENSOR_KINDS:
-        mine = [board.samples[i].reshape(-1)[::COUNTED] for i in board.samples if board.watched[i].kind == kind]
+        mine = [
+            recorder.samples[i].reshape(-1)[::COUNTED] for i in recorder.samples if recorder.watched[i].kind == kind
+        ]
         if mine or kind in SHARED:
-            packed.add_histogram(kind, mine, board.marked_on)
+            packed.add_histogram(kind, mine, recorder.stats_device)
     if packed.shards is not None:
-        _measure_shards(board, groups, packed, packed.shards)
+        _measure_shards(recorder, groups, packed, packed.shards)
     return groups
 
 
-def _measure_shards(board: Board, groups: Mapping[str, Sequence[int]], packed: Packed, shards: Shards) -> None:
-    """What all ranks have of weights and gradients, in the order of their places: groups are not the same on all ranks."""
-    places = shared_places(board)
-    names = [board.watched[index].name for index in places]
-    figures = packed.parts["figures"]
-    sums = figures.new_zeros(len(board.watched), 6)
+def _measure_shards(recorder: Recorder, groups: Mapping[str, Sequence[int]], packed: Packed, shards: Shards) -> None:
+    """Add the metrics of weights and gradients over all ranks, in the order of their slots: the groups differ between ranks."""
+    slots = sharded_slots(recorder)
+    names = [recorder.watched[index].name for index in slots]
+    stats = packed.parts["figures"]
+    sums = stats.new_zeros(len(recorder.watched), 6)
     shapes = torch.full_like(sums[:, :4], torch.nan)
     for name, members in groups.items():
         shapes[members] = packed.parts[f"{name} shape"]
         if f"{name} cast" in packed.parts:
             sums[members] = packed.parts[f"{name} cast"]
-    shares = figures.new_tensor([shards.share[name] for name in names])
-    marked = figures.new_tensor([index in board.marks for index in places])
-    rows = torch.stack([marked, shares * figures[places, 1].square(), figures[places, 2]], 1)
+    shares = stats.new_tensor([shards.share[name] for name in names])
+    recorded = stats.new_tensor([index in recorder.stats_of for index in slots])
+    rows = torch.stack([recorded, shares * stats[slots, 1].square(), stats[slots, 2]], 1)
     nothing = torch.full_like(shares, torch.nan)
     packed.add("whole largest", nothing if shards.largest is None else shards.largest)
-    packed.add_sum("whole sums", torch.cat([torch.where(marked[:, None] > 0, rows, 0.0), sums[places]], 1))
-    packed.add_mean("whole shape", shapes[places], names)
+    packed.add_sum("whole sums", torch.cat([torch.where(recorded[:, None] > 0, rows, 0.0), sums[slots]], 1))
+    packed.add_mean("whole shape", shapes[slots], names)
 
 
 def exponents(values: Tensor) -> Tensor:
-    """The histogram that rows hold."""
+    """The histogram of binary exponents that a record holds."""
     return tensor_stats.exponent_histogram(values, FIRST_EXPONENT, NUM_EXPONENTS)
 
 
-def _shape_figures(samples: Tensor) -> Tensor:
-    """``[samples, 4]``: outlier, kurtosis, strongest feature, its energy over that of all others."""
+def _shape_stats(samples: Tensor) -> Tensor:
+    """``[samples, 4]``: outlier, kurtosis, strongest feature, ratio of its energy to that of all other features."""
     flat = samples.flatten(1)
     outlier = flat.abs().amax(1) / flat.square().mean(1).sqrt()
     peak = tensor_stats.feature_peak(samples)[0]
@@ -171,39 +171,41 @@ def _shape_figures(samples: Tensor) -> Tensor:
     return torch.stack([outlier, tensor_stats.kurtosis(flat), peak, to_rest], 1)
 
 
-def _amax(board: Board, index: int, cast_of: CastOf) -> Tensor:
-    """The magnitude that scales a whole tensor: the delayed one, else its own."""
-    delayed = cast_of(board.watched[index])[1]
-    return board.marks[index][0] if delayed is None else delayed.reshape(())
+def _amax(recorder: Recorder, index: int, cast_of: CastOf) -> Tensor:
+    """The amax that scales a whole tensor: the delayed one, or else its own."""
+    delayed = cast_of(recorder.watched[index])[1]
+    return recorder.stats_of[index][0] if delayed is None else delayed.reshape(())
 
 
-def row_of(board: Board, groups: Mapping[str, Sequence[int]], fetched: Mapping[str, Tensor]) -> Row:
-    """The tables ``tensors``, ``attention``, ``block_scales`` and ``histograms`` of a row.
+def row_of(recorder: Recorder, groups: Mapping[str, Sequence[int]], fetched: Mapping[str, Tensor]) -> Row:
+    """The tables ``tensors``, ``attention``, ``block_scales`` and ``histograms`` of a record.
 
     Args:
-        board: whose names.
+        recorder: supplies the names.
         groups: from :func:`measure`.
         fetched: from :meth:`Packed.fetch`.
     """
-    figures = fetched["figures"].tolist()
+    stats = fetched["figures"].tolist()
     tensors: Row = {}
     blocks: Row = {}
-    for name, places in groups.items():
+    for name, slots in groups.items():
         shapes = fetched[f"{name} shape"].tolist()
         casts = fetched.get(f"{name} cast")
         exponent_rows = fetched.get(f"{name} blocks")
-        for k, index in enumerate(places):
-            watched = board.watched[index]
-            tensors[watched.key] = _values(figures[index], None if casts is None else casts[k], shapes[k])
+        for k, index in enumerate(slots):
+            watched = recorder.watched[index]
+            tensors[watched.key] = _values(stats[index], None if casts is None else casts[k], shapes[k])
             if exponent_rows is not None:
                 blocks[watched.key] = [rounded(value) for value in exponent_rows[k].tolist()]
-    whole = _whole(board, fetched)
-    tensors = {key: values for key, values in tensors.items() if key not in whole} | whole  # in one order on all ranks
+    whole = _whole(recorder, fetched)
+    tensors = {
+        key: values for key, values in tensors.items() if key not in whole
+    } | whole  # the same order on all ranks
     assert all(len(values) == len(METRICS["tensors"]) for values in tensors.values())
     attention = {
-        watched.name: [rounded(value, keep_nan=True) for value in figures[index][:2]]
-        for index, watched in enumerate(board.watched)
-        if watched.kind == "attention" and index in board.marks
+        watched.name: [rounded(value, keep_nan=True) for value in stats[index][:2]]
+        for index, watched in enumerate(recorder.watched)
+        if watched.kind == "attention" and index in recorder.stats_of
     }
     histograms = {
         name.removeprefix("histogram "): values.long().tolist()
@@ -214,28 +216,28 @@ def row_of(board: Board, groups: Mapping[str, Sequence[int]], fetched: Mapping[s
     return {name: table for name, table in tables.items() if table}
 
 
-def _whole(board: Board, fetched: Mapping[str, Tensor]) -> Row:
-    """The rows of weights and gradients of which other ranks have other shards."""
+def _whole(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
+    """The entries of sharded weights and gradients."""
     if "whole sums" not in fetched:
         return {}
     columns = (fetched[f"whole {part}"].tolist() for part in ("largest", "sums", "shape"))
     rows: Row = {}
-    for k, (index, amax, sums, shape) in enumerate(zip(shared_places(board), *columns, strict=True)):
-        marked, square, bad, *cast = sums
-        if marked:  # by some rank
+    for k, (index, amax, sums, shape) in enumerate(zip(sharded_slots(recorder), *columns, strict=True)):
+        recorded, square, bad, *cast = sums
+        if recorded:  # by some rank
             lost = fetched["whole sums"][k, 3:] if cast[-1] else None
-            rows[board.watched[index].key] = _values([amax, math.sqrt(square), bad], lost, shape)
+            rows[recorder.watched[index].key] = _values([amax, math.sqrt(square), bad], lost, shape)
     return rows
 
 
-def _values(figures: Sequence[float], cast: Tensor | None, shape: Sequence[float]) -> list[float | int | None]:
-    """The figures of one tensor as a row has them."""
+def _values(stats: Sequence[float], cast: Tensor | None, shape: Sequence[float]) -> list[float | int | None]:
+    """The entry of one tensor in a record."""
     lost = [None, None, None] if cast is None else lost_shares(cast)
-    return [rounded(value) for value in (*figures[:2], int(figures[2]), *lost, *shape)]
+    return [rounded(value) for value in (*stats[:2], int(stats[2]), *lost, *shape)]
 
 
 def rounded(value: float | int | None, keep_nan: bool = False) -> float | int | None:
-    """Four digits, which is more than a sample is worth; nothing for NaN, where that means that there was nothing.
+    """Round to four digits, more than a sample can resolve; ``None`` for NaN unless ``keep_nan``.
 
     Example:
         >>> rounded(0.123456), rounded(float("nan")), rounded(3)

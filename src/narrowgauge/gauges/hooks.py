@@ -1,7 +1,7 @@
-"""The hooks that gauges put on modules: one function for each kind, so that layers share compiled code.
+"""The forward hooks of gauges: one function per kind of tensor, so that layers share compiled code.
 
-What differs from layer to layer is an attribute of the module, ``gauge_places``: where on the board its input, the gradient
-of its output, its attention and its output are marked; ``None`` where they are not.
+What differs between layers is an attribute of the module, ``gauge_slots``: the slots of its input, the gradient of its
+output, its attention and its output; ``None`` for those that are not watched.
 """
 
 from __future__ import annotations
@@ -15,66 +15,66 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge._torch import plain_name
-from narrowgauge.gauges.recorder import board_of, is_sampled, mark_gradient, mark_tensor
+from narrowgauge.gauges.recorder import is_sampled, record_gradient, record_tensor, recorder_of
 from narrowgauge.matmul.experts import grouped_layers_of
 from narrowgauge.matmul.grouped import GroupedLinear
 from narrowgauge.matmul.linear import SIBLINGS
 
 
-def mark_linear(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """The forward hook of every watched linear layer: one function, so that layers share compiled code."""
+def record_linear(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """The forward hook of every watched linear layer."""
     if not is_sampled(module):
         return None
-    place = place_of(module, 0)
-    if place is not None:
-        mark_tensor(as_multiplied(args[0]), place)
-    return mark_gradient(output, place_of(module, 1))
+    slot = slot_of(module, 0)
+    if slot is not None:
+        record_tensor(as_multiplied(args[0]), slot)
+    return record_gradient(output, slot_of(module, 1))
 
 
-def mark_hidden(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """The forward hook of a language model's body: what leaves it enters the head, which a chunked loss does not call."""
+def record_hidden_states(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """The forward hook of a language model's body: its output is the input of the head, which a chunked loss does not call."""
     if is_sampled(model):
-        mark_tensor(as_multiplied(output[0]), place_of(model, 0))
+        record_tensor(as_multiplied(output[0]), slot_of(model, 0))
 
 
-def place_of(module: nn.Module, kind: int) -> Tensor | None:
-    """A module's place on the board, by its number in ``gauge_places``; a copy of a watched module may have none."""
-    places: Any = getattr(module, "gauge_places", None)
-    found: Tensor | None = None if places is None else places[kind]
+def slot_of(module: nn.Module, kind: int) -> Tensor | None:
+    """A slot of a module by its index in ``gauge_slots``; ``None`` for modules that are not watched."""
+    slots: Any = getattr(module, "gauge_slots", None)
+    found: Tensor | None = None if slots is None else slots[kind]
     return found
 
 
-def is_taken(module: nn.Module) -> bool:
-    """Whether gauges that are still there have places for a module; those of a copied module are nobody's."""
-    places = getattr(module, "gauge_places", None) or ()
-    return any(board_of(place)[0] is not None for place in places if place is not None)
+def has_gauges(module: nn.Module) -> bool:
+    """Whether existing gauges watch a module; the slots of a copied module belong to no gauges."""
+    slots = getattr(module, "gauge_slots", None) or ()
+    return any(recorder_of(slot)[0] is not None for slot in slots if slot is not None)
 
 
 def as_multiplied(x: Tensor) -> Tensor:
-    """What is in memory of a layer's input: under autocast what it becomes, not what it was."""
+    """The input of a layer as it is in memory for the matmul: under autocast, the cast one."""
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 
 
-def mark_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """The forward hook of a module whose output was asked for."""
+def record_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """The forward hook of a module whose output is watched."""
     if is_sampled(module):
         first = output[0] if isinstance(output, (tuple, list)) and output else output
         if isinstance(first, Tensor) and first.is_floating_point():
-            mark_tensor(first, place_of(module, 3))
+            record_tensor(first, slot_of(module, 3))
 
 
 def multiplies(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of any kind, transformers' ``Conv1D`` and projections of narrow experts among them."""
+    """Whether a module is a linear layer, including transformers' ``Conv1D`` and the projections of narrow experts."""
     kinds = type(module).__mro__
-    if isinstance(module, NonDynamicallyQuantizableLinear):  # nn.MultiheadAttention takes its weight and calls it never
+    if isinstance(module, NonDynamicallyQuantizableLinear):  # nn.MultiheadAttention reads its weight and never calls it
         return False
     return isinstance(module, (nn.Linear, GroupedLinear)) or any(kind.__name__ == "Conv1D" for kind in kinds)
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """A model's modules by name; the projections of narrow experts have the names of their weights."""
+    """The modules of a model by name; projections of narrow experts are named like their weights."""
     names = {id(module): name for name, module in grouped_layers_of(model).items()}
     return {plain_name(names.get(id(module), name)): module for name, module in model.named_modules()}
 
@@ -84,7 +84,7 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def shares_input(name: str, layers: dict[str, nn.Module]) -> bool:
-    """Whether a sibling that was chosen before has the same input."""
+    """Whether an already chosen sibling layer has the same input."""
     parent, _, own = name.rpartition(".")
     prefix = f"{parent}." if parent else ""
     return any(own in others and f"{prefix}{first}" in layers for first, *others in SIBLINGS)

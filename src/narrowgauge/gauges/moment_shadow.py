@@ -1,14 +1,14 @@
-"""What an optimizer's storage makes of updates and second moments, on the first values of each parameter.
+"""Metrics of updates and second moments, on the first values of each parameter.
 
-Two things can be seen only beside an exact computation. A *shadow* of the second moments of a few hundred values is kept
-in float32 and takes every step; where stored moments are rounded to the nearest in a narrow format they stop following it,
-which the ratio of their sums shows long before the loss does. And the size of an update against the spacing of the
-weight's format says beforehand what rounding will take: below half a spacing, everything.
+Two effects show only in comparison with an exact computation. A *shadow* of the second moments of a few hundred values is kept
+in float32 and updated on every step. Second moments that are rounded to nearest in a narrow format stop following it, and the
+ratio of their sums shows that long before the loss does. And the ratio of an update to the spacing of the weight's format
+predicts what rounding removes: below half a spacing, everything.
 
-The shadow begins with what is stored when it is attached, so after a resume it begins anew.
+The shadow starts from the stored moments when it is attached, so it restarts after a resume.
 
-Of parameters that ranks share out each rank looks at the first values it has itself; the row holds the mean over the ranks.
-What the optimizer's audit summed up is added up over them.
+For sharded parameters each rank measures the first values of its own shard, and the record holds the mean over the ranks. The
+sums of the optimizer's audit are added over the ranks.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from narrowgauge.optim.shards import local_of
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import get_format
 
-SHADOWED = 64
-"""Values of each parameter that are looked at: its first ones, and for what a step moves, evenly spaced ones."""
+NUM_VALUES = 64
+"""Number of values measured per parameter: the first ones, or evenly spaced ones for the size of a step."""
 
-FOLLOWED = 24
-"""Parameters whose second moments are followed, at most, evenly spaced: they cost something on every step."""
+MAX_SHADOWED = 24
+"""Maximum number of parameters with a shadow, evenly spaced: a shadow costs time on every step."""
 
 
-class States:
-    """The first values of each parameter's states, decoded once per reading.
+class StateReader:
+    """Reads the first values of each parameter's states, decoded once per sample.
 
     Args:
-        optimizer: one of ours, or any of ``torch.optim``.
-        parameters: whose.
+        optimizer: one of Narrowgauge or ``torch.optim``.
+        parameters: the parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
@@ -50,10 +50,10 @@ class States:
         self._read: dict[str, dict[Tensor, Tensor | None]] = {}
 
     def leading(self, parameter: Tensor, name: str) -> Tensor | None:
-        """float32, at most ``SHADOWED`` values, or ``None`` where nothing is kept under that name yet."""
+        """At most ``NUM_VALUES`` float32 values of a state, or ``None`` if there is no such state yet."""
         if name not in self._read:
             if isinstance(self.optimizer, Optimizer):
-                found = self.optimizer.leading(self.parameters, SHADOWED, name)
+                found = self.optimizer.leading(self.parameters, NUM_VALUES, name)
             else:
                 kept = [self.optimizer.state.get(p, {}).get(name) for p in self.parameters]
                 found = [leading_of(x).float() if isinstance(x, Tensor) else None for x in kept]
@@ -61,33 +61,33 @@ class States:
         return self._read[name][parameter]
 
     def forget(self) -> None:
-        """Read anew from here on."""
+        """Drop what was read."""
         self._read.clear()
 
     def groups(self) -> dict[Tensor, dict[str, Any]]:
-        """The param group of each parameter as it is now: loading a state replaces them."""
+        """The current param group of each parameter; loading a state replaces them."""
         return {p: group for group in self.optimizer.param_groups for p in group["params"]}
 
     def steps(self, parameter: Tensor) -> float | Tensor:
-        """Steps that a parameter has taken; torch's fused optimizers count them on the device."""
+        """Number of steps of a parameter; torch's fused optimizers count them on the device."""
         if isinstance(self.optimizer, Optimizer):
             return self.optimizer.num_steps(parameter)
         steps: float | Tensor = self.optimizer.state.get(parameter, {}).get("step", 0)
         return steps
 
 
-class Shadow:
+class MomentShadow:
     """Exact second moments of the first values of some parameters.
 
-    Which can be followed is known after the first step: those whose state then holds ``exp_avg_sq``. Without any, nothing runs
-    on later steps.
+    After the first step the parameters are chosen among those whose state holds ``exp_avg_sq``. If there are none, nothing
+    runs on later steps.
 
     Args:
-        states: of an optimizer.
-        parameters: those to choose from, by name.
+        states: reads the states of an optimizer.
+        parameters: the candidates, by name.
     """
 
-    def __init__(self, states: States, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, states: StateReader, parameters: Mapping[str, Tensor]) -> None:
         self.states, self.optimizer, self.candidates = states, states.optimizer, dict(parameters)
         self.parameters: dict[str, Tensor] = {}
         self.exact: Tensor | None = None
@@ -97,36 +97,36 @@ class Shadow:
         self._weight: Tensor | None = None
 
     def step(self) -> None:
-        """Take the step that the optimizer has just taken, from the gradients, which are still there."""
+        """Apply the optimizer's step that has just ended, from the gradients, which still exist."""
         if not self._has_begun:
             self._begin()
             return
         if self.exact is None or self._weight is None:
             return
-        slopes = [p.grad for p in self.parameters.values()]
+        gradients = [p.grad for p in self.parameters.values()]
         weight = self._weight
-        if any(slope is None or slope.layout is not torch.strided for slope in slopes):
-            weight, slopes = self._present(slopes)
-        gradient = torch.cat([leading_of(slope) for slope in slopes if slope is not None]).float()
+        if any(grad is None or grad.layout is not torch.strided for grad in gradients):
+            weight, gradients = self._present(gradients)
+        gradient = torch.cat([leading_of(grad) for grad in gradients if grad is not None]).float()
         scale, skip = self._control()
         if scale is not None:
             gradient.mul_(scale)
         if skip is not None:
             weight = torch.where(skip != 0, 0.0, weight)
-        # What is not finite then must not be multiplied by nothing.
+        # A non-finite gradient times a weight of 0 would be NaN.
         gradient = torch.where(weight == 0, 0.0, gradient)
         self.exact = torch.lerp(self.exact, gradient.square_(), weight)
 
     def _begin(self) -> None:
-        """Choose what is followed, and begin with what is stored."""
+        """Choose the parameters and start from the stored moments."""
         self._has_begun = True
         self.states.forget()
         groups = self.states.groups()
         kept = {name: p for name, p in self.candidates.items() if "betas" in groups.get(p, {})}
         found = {name: p for name, p in kept.items() if self._has_moments(p)}
-        every = -(-len(found) // FOLLOWED) if found else 1
+        every = -(-len(found) // MAX_SHADOWED) if found else 1
         self.parameters = dict(list(found.items())[::every])
-        self._sizes = [min(SHADOWED, local_of(p).numel()) for p in self.parameters.values()]
+        self._sizes = [min(NUM_VALUES, local_of(p).numel()) for p in self.parameters.values()]
         self.exact = self.stored()
         if self.exact is not None:
             betas = [float(groups[p]["betas"][1]) for p in self.parameters.values()]
@@ -137,43 +137,43 @@ class Shadow:
         self.states.forget()
 
     def _has_moments(self, parameter: Tensor) -> bool:
-        """Whether a second moment is kept for each value: some optimizers keep one for all."""
+        """Whether each value has a second moment; some optimizers keep one for the whole tensor."""
         kept = self.states.leading(parameter, "exp_avg_sq")
-        return kept is not None and len(kept) == min(SHADOWED, local_of(parameter).numel())
+        return kept is not None and len(kept) == min(NUM_VALUES, local_of(parameter).numel())
 
-    def _present(self, slopes: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
-        """Weights and gradients where some parameters have none: these take no step."""
+    def _present(self, gradients: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
+        """Interpolation weights and gradients when some parameters have no gradient: those take no step."""
         assert self._weight is not None
-        here = [slope is not None and slope.layout is torch.strided for slope in slopes]
+        here = [grad is not None and grad.layout is torch.strided for grad in gradients]
         pieces = [
             w if there else torch.zeros_like(w) for w, there in zip(self._weight.split(self._sizes), here, strict=True)
         ]
-        filled = [s if there else torch.zeros_like(w) for s, w, there in zip(slopes, pieces, here, strict=True)]
+        filled = [s if there else torch.zeros_like(w) for s, w, there in zip(gradients, pieces, here, strict=True)]
         return torch.cat(pieces), list(filled)
 
     def _control(self) -> tuple[Tensor | None, Tensor | None]:
-        """By what the optimizer multiplied gradients, and whether it skipped the step."""
+        """The factor the optimizer applied to the gradients, and whether it skipped the step."""
         control = getattr(self.optimizer, "last_control", None)
         if control is not None:
             return control[0], control[1]
-        # What torch.amp.GradScaler gives a fused optimizer of torch's, which writes the gradients back unscaled.
+        # Set by torch.amp.GradScaler on a fused torch optimizer, which writes the gradients back unscaled.
         return None, getattr(self.optimizer, "found_inf", None)
 
     def forget(self) -> None:
-        """Begin anew with what is stored after the next step."""
+        """Restart from the stored moments after the next step."""
         self.exact = self.before = self._weight = None
         self._has_begun = False
 
     def stored(self) -> Tensor | None:
-        """The second moments as the optimizer keeps them, joined; ``None`` where none are followed."""
+        """The stored second moments, concatenated; ``None`` without a shadow."""
         parts = [self.states.leading(p, "exp_avg_sq") for p in self.parameters.values()]
         found = [part for part in parts if part is not None]
         return torch.cat(found) if found and len(found) == len(parts) else None
 
     def measure(self, packed: Packed) -> None:
-        """Add each parameter's bias and frozen share to what is fetched."""
+        """Add each parameter's bias and frozen fraction to the metrics to fetch."""
         found = self._compared()
-        if packed.shards is not None and self.candidates:  # as many on every rank, whichever it follows
+        if packed.shards is not None and self.candidates:  # the same number on every rank, whatever its shadow
             none = torch.full((2,), math.nan, dtype=torch.float64, device=next(iter(self.candidates.values())).device)
             own = dict(zip(self.parameters, found, strict=True)) if found is not None else {}
             packed.add_mean("moments", torch.stack([own.get(n, none) for n in self.candidates]), self.candidates)
@@ -181,21 +181,21 @@ class Shadow:
             packed.add("moments", found)
 
     def _compared(self) -> Tensor | None:
-        """Bias and frozen share of each parameter that is followed, float64 ``[parameters, 2]``."""
+        """Bias and frozen fraction of each parameter with a shadow, float64 ``[parameters, 2]``."""
         stored = self.stored()
         if stored is None or self.exact is None or stored.shape != self.exact.shape:
             return None
         old_stored, old_exact = self.before or (stored, self.exact)
         first = self.before is None
         self.before = stored, self.exact
-        # What a bfloat16 could follow: a change of one spacing.
+        # A change of one spacing of bfloat16, which it could represent.
         moved = (self.exact - old_exact).abs() > old_exact * 2.0**-7
         frozen = moved & (stored == old_stored)
         pairs = zip(stored.split(self._sizes), self.exact.split(self._sizes), strict=True)
         biases = torch.stack([tensor_stats.moment_bias(s, e) for s, e in pairs])
         shares = zip(frozen.split(self._sizes), moved.split(self._sizes), strict=True)
-        frozen_shares = torch.stack([f.sum() / m.sum() for f, m in shares]) * (math.nan if first else 1.0)
-        return torch.stack([biases, frozen_shares.double()], 1)
+        frozen_fractions = torch.stack([f.sum() / m.sum() for f, m in shares]) * (math.nan if first else 1.0)
+        return torch.stack([biases, frozen_fractions.double()], 1)
 
     def rows(self, fetched: Mapping[str, Tensor]) -> Row:
         """The table ``moments``."""
@@ -207,30 +207,30 @@ class Shadow:
         return {name: row for name, row in rows.items() if name in self.parameters or row != [None, None]}
 
 
-class Updates:
-    """The visible weights' changes on sampled steps.
+class UpdateMetrics:
+    """Metrics of the change of the visible weights on sampled steps.
 
     Args:
-        states: of any optimizer.
-        parameters: those to look at, by name.
+        states: reads the states of any optimizer.
+        parameters: the parameters to measure, by name.
     """
 
-    def __init__(self, states: States, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, states: StateReader, parameters: Mapping[str, Tensor]) -> None:
         self.states, self.parameters = states, dict(parameters)
         self.before: Tensor | None = None
         self.spread: Tensor | None = None
 
-    def note(self) -> None:
-        """Keep some values as they are before a step."""
+    def before_step(self) -> None:
+        """Save some values before a step."""
         self.before = _joined([leading_of(p) for p in self.parameters.values()])
         self.spread = _joined([_spread(p) for p in self.parameters.values()])
 
     def forget(self) -> None:
-        """A step that was noted is none of ours."""
+        """Drop the saved values."""
         self.before = self.spread = None
 
     def measure(self, packed: Packed) -> None:
-        """After a step: add what changed, and the moments' histograms, to what is fetched."""
+        """After a step: add the changes and the histograms of the moments to the metrics to fetch."""
         if self.before is None or self.spread is None:
             return
         after = _joined([_spread(p) for p in self.parameters.values()])
@@ -239,8 +239,8 @@ class Updates:
             name: [self.states.leading(p, name) for p in self.parameters.values()] for name in ("exp_avg", "exp_avg_sq")
         }
         for name, parts in moments.items():
-            told = zip(self.parameters, parts, strict=True)
-            own = [part for p, part in told if part is not None and (packed.shards is None or packed.shards.share[p])]
+            pairs = zip(self.parameters, parts, strict=True)
+            own = [part for p, part in pairs if part is not None and (packed.shards is None or packed.shards.share[p])]
             packed.add_histogram(name, own, after.device)
         ulps = self._in_spacings(moments["exp_avg"], moments["exp_avg_sq"])
         packed.add_mean("update to ulp", ulps, self.parameters)
@@ -249,7 +249,7 @@ class Updates:
         self.forget()
 
     def _audited(self, optimizer: Optimizer, shards: Shards) -> Tensor:
-        """The sums of each parameter's audits, as far as this rank tells, and how many these were."""
+        """The sums of each parameter's audits that this rank reports, and their number."""
         optimizer.settle()
         table = torch.zeros(len(self.parameters), len(UPDATE_SUMS) + 1, dtype=torch.float64)
         for row, (name, parameter) in zip(table, self.parameters.items(), strict=True):
@@ -259,11 +259,11 @@ class Updates:
         return table
 
     def _in_spacings(self, first: list[Tensor | None], second: list[Tensor | None]) -> Tensor:
-        """The intended change over the visible weight's spacing, where Adam's moments tell what was intended."""
+        """The ratio of the intended change to the spacing of the visible weight, for parameters with Adam's moments."""
         assert self.before is not None
         groups, names = self.states.groups(), list(self.parameters.values())
         own = [
-            group if _tells(group := groups.get(p, {}), m, v) else None
+            group if _has_adam_moments(group := groups.get(p, {}), m, v) else None
             for p, m, v in zip(names, first, second, strict=True)
         ]
         device = self.before.device
@@ -287,8 +287,8 @@ class Updates:
 
         Args:
             fetched: from :meth:`narrowgauge.gauges.collect.Packed.fetch`.
-            readings: the audit's by parameter, from :func:`narrowgauge.audit`; where ranks share parameters out, the sums
-                of all ranks count in their place.
+            readings: the audit's readings by parameter, from :func:`narrowgauge.audit`; replaced by those of all ranks for
+                sharded parameters.
         """
         if "update to weight" not in fetched:
             return {}
@@ -297,28 +297,26 @@ class Updates:
             readings = {name: auditing.read([row[:-1]]) for name, row in sums if row[-1]}
         changes, sizes = fetched["update to weight"].tolist(), fetched["update to ulp"].tolist()
         table = {}
-        # A parameter that was stepped alone, as its gradient arrived, was not seen before its step.
-        alone = getattr(self.states.optimizer, "released", ())
+        # With gradient release, parameters are stepped during backward and were not saved before.
+        released = getattr(self.states.optimizer, "released", ())
         for (name, parameter), change, size in zip(self.parameters.items(), changes, sizes, strict=True):
             own = readings.get(name)
             audited = (own.edq, own.noise, own.lost_fraction, own.unseen_fraction) if own else (None,) * 4
-            seen = (None, None) if parameter in alone else (change, size)
-            table[name] = [rounded(value) for value in (*audited, *seen)]
+            sizes_of_step = (None, None) if parameter in released else (change, size)
+            table[name] = [rounded(value) for value in (*audited, *sizes_of_step)]
             if own is not None:
-                table[name][0] = rounded(
-                    own.edq, keep_nan=True
-                )  # nothing was intended, which is not the same as not audited
+                table[name][0] = rounded(own.edq, keep_nan=True)  # NaN: no update was intended; None: not audited
         return table
 
 
-def _tells(group: Mapping[str, Any], *moments: Tensor | None) -> bool:
-    """Whether a param group is one of Adam's, whose moments tell what was intended."""
+def _has_adam_moments(group: Mapping[str, Any], *moments: Tensor | None) -> bool:
+    """Whether a param group is of an Adam variant, whose moments determine the intended change."""
     betas, eps = group.get("betas", ()), group.get("eps")
     return len(betas) == 2 and isinstance(eps, (int, float)) and all(moment is not None for moment in moments)
 
 
 def _column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """One number for each parameter, float64 ``[parameters, 1]``, without waiting for the device."""
+    """One number per parameter, float64 ``[parameters, 1]``, without a sync."""
     on_device = any(isinstance(value, Tensor) and value.device == device for value in values)
     if not on_device:
         return torch.tensor([float(value) for value in values], dtype=torch.float64).to(device, non_blocking=True)[
@@ -331,26 +329,26 @@ def _column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
 
 
 def leading_of(x: Tensor) -> Tensor:
-    """The first values of a tensor, or of the part of it that is here."""
+    """The first values of a tensor, or of its local shard."""
     if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
         x = local_of(x)
-    if type(x).dequantize is not Tensor.dequantize:  # codes of their own, as torchao's optimizers keep
+    if type(x).dequantize is not Tensor.dequantize:  # quantized states, e.g. torchao's
         x = x.dequantize()
-    if x.is_contiguous():  # one call, where there are hundreds of tensors every step
-        return x.as_strided((min(SHADOWED, x.numel()),), (1,))
-    return x.reshape(-1)[:SHADOWED]
+    if x.is_contiguous():  # one call: there are hundreds of tensors on every step
+        return x.as_strided((min(NUM_VALUES, x.numel()),), (1,))
+    return x.reshape(-1)[:NUM_VALUES]
 
 
 def _spread(x: Tensor) -> Tensor:
-    """Values of all parts of a tensor, evenly spaced: the first rows of an embedding may never be used."""
+    """Evenly spaced values of a tensor: the first rows of an embedding may never be used."""
     flat = local_of(x).detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SHADOWED)][:SHADOWED]
+    return flat[:: max(1, flat.numel() // NUM_VALUES)][:NUM_VALUES]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Values of many tensors as float32 ``[tensors, SHADOWED]``; what a short one lacks is zero, which no figure counts."""
-    return torch.stack([part.float() if len(part) == SHADOWED else _filled(part) for part in parts])
+    """Values of many tensors as float32 ``[tensors, NUM_VALUES]``, zero-padded; the metrics ignore zeros."""
+    return torch.stack([part.float() if len(part) == NUM_VALUES else _filled(part) for part in parts])
 
 
 def _filled(part: Tensor) -> Tensor:
-    return torch.nn.functional.pad(part.float(), (0, SHADOWED - len(part)))
+    return torch.nn.functional.pad(part.float(), (0, NUM_VALUES - len(part)))

@@ -1,8 +1,8 @@
-"""Bad values: what is known of the operation that made the first NaN or infinity of a step, and how it is told.
+"""Bad values: the description of the operation that made the first NaN or infinity of a step.
 
-A report of a bad value has to answer what its reader would look up next: which operation of which module, on the way forward
-or back, what went in (how small, how large, in which format), and whether it mattered: whether it reached the loss or a
-gradient. All of it is noted at the moment of the operation, while its operands still exist.
+A report answers what its reader would look up next: which operation of which module, in forward or backward, the range and dtype
+of its operands, and whether the value reached the loss or a gradient. All of it is collected when the operation runs, while its
+operands still exist.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from narrowgauge.spec.formats import ALIASES, FORMATS
 
 Phase = Literal["input", "forward", "backward", "backward-recompute"]
 
-# Their result is whatever memory held.
+# Operators that return uninitialized memory.
 ALLOCATES = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
 _IN_PHASE = {
     "forward": "forward",
     "backward": "in backward",
-    "backward-recompute": "computed again in backward, for activation checkpointing",
+    "backward-recompute": "recomputed in backward by activation checkpointing",
 }
 _MOST_OPERANDS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One tensor that went into an operation.
+    """An operand of an operation.
 
     Args:
-        position: among the operation's tensors of numbers.
-        name: the parameter or buffer that it is or looks at, else the operation's own word for it.
-        shape: of the tensor.
-        dtype: PyTorch's name of its format.
-        amin: the smallest finite magnitude that is not 0; ``None`` where there is none.
-        amax: the largest finite magnitude; ``None`` where there is none.
-        num_nonfinite: NaN and infinities in it.
+        position: index among the operation's floating-point operands.
+        name: the parameter or buffer that it is or is a view of, or else the name of the operation's argument.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor, as PyTorch names it.
+        amin: the smallest finite nonzero magnitude; ``None`` if there is none.
+        amax: the largest finite magnitude; ``None`` if there is none.
+        num_nonfinite: number of NaNs and infinities.
     """
 
     position: int
@@ -49,30 +49,30 @@ class Operand:
     def __str__(self) -> str:
         words = f"{self.name} {self.dtype} {list(self.shape)}"
         if self.amin is not None:
-            words += f" of {self.amin:.3g} to {self.amax:.3g}"
+            words += f" with magnitudes {self.amin:.3g} to {self.amax:.3g}"
         elif self.amax is not None:
             words += " of zeros"
-        return words + (f" with {self.num_nonfinite} not finite" if self.num_nonfinite else "")
+        return words + (f", {self.num_nonfinite} non-finite" if self.num_nonfinite else "")
 
 
 @dataclass(frozen=True, slots=True)
 class BadValue:
-    """The first value that is not finite, and the operation that made it.
+    """The first non-finite value of a step and the operation that made it.
 
     Args:
-        phase: ``input``: it was there before any operation; ``forward``; ``backward``; ``backward-recompute``: in what
-            activation checkpointing computes again on the way back.
-        module: dotted name of the innermost module; ``""`` outside of the model's modules.
-        operation: as PyTorch names it; for ``input`` the first that read the tensor.
-        what: ``nan`` or ``inf`` (without any NaN).
-        shape, dtype: of the output that holds it, or of the input.
-        num_bad, num_values: how many of its values are not finite, of how many.
-        place: index of the first of them.
-        operands: what went in; for ``input`` the tensor itself.
-        parameter: the parameter, buffer or argument that was bad before, or whose gradient was being added up.
-        row: the module's row of computes, where it is a narrow layer.
-        casts: how that operation casts its operands there.
-        reached: what became of it: ``the loss`` or ``the gradient of NAME``.
+        phase: ``input``: it existed before any operation; ``forward``; ``backward``; ``backward-recompute``: in the
+            recomputation of activation checkpointing.
+        module: dotted name of the innermost module; ``""`` outside the model's modules.
+        operation: name of the operation in PyTorch; for ``input`` the first one that read the tensor.
+        what: ``nan`` or ``inf`` (no NaN).
+        shape, dtype: of the result that holds it, or of the input.
+        num_bad, num_values: number of non-finite values, and of all values.
+        place: index of the first non-finite value.
+        operands: the operands; for ``input`` the tensor itself.
+        parameter: the parameter, buffer or argument that was non-finite before, or whose gradient was being accumulated.
+        row: name of the module's compute, if it is a narrow layer.
+        casts: the casts that the operation applies to its operands.
+        reached: where it arrived: ``the loss`` or ``the gradient of NAME``.
     """
 
     phase: Phase
@@ -92,46 +92,46 @@ class BadValue:
 
     @property
     def tensor(self) -> str:
-        """What an event about it names: the parameter, else the module."""
+        """The tensor that an event about it names: the parameter, or else the module."""
         return self.parameter or self.module
 
     @property
     def message(self) -> str:
-        """What happened and where, in a sentence, and one of advice."""
+        """A sentence that describes the operation, and one of advice."""
         return f"{self._as_input() if self.phase == 'input' else self._as_result()} {self.advice}".strip()
 
     @property
     def advice(self) -> str:
-        """What to do, where that is plain."""
+        """What to do, if that is clear."""
         if self.phase == "input":
-            stored = "the update that wrote it, or the checkpoint that it came from"
-            return f"Look at {stored if self.is_stored else 'the batch of this step'}."
+            stored = "the update that wrote it, or the checkpoint it was loaded from"
+            return f"Check {stored if self.is_stored else 'the batch of this step'}."
         if self.operation.removeprefix("aten.") in ALLOCATES:
-            return "It only takes memory: this was read before anything was written there."
+            return "This operation returns uninitialized memory, which was read before it was written."
         largest = _largest(self.dtype)
         if self.what == "inf" and largest is not None and largest < 1e6:
-            return f"{self.dtype} ends at {largest:.6g}: scale the operands down, or take a wider format here."
+            return f"The largest finite {self.dtype} is {largest:.6g}: scale the operands down, or use a wider format here."
         return ""
 
     @property
     def is_stored(self) -> bool:
-        """Whether what was bad before any operation is a parameter or a buffer of the model."""
+        """Whether a parameter or buffer of the model was non-finite before any operation."""
         return self.phase == "input" and self.parameter is not None and not self.parameter.startswith("argument ")
 
     def _as_input(self) -> str:
-        name = self.parameter or "a tensor that no operation of the step made"
+        name = self.parameter or "a tensor from outside the step"
         return (
-            f"{name} held {self._count()} before any operation; {self.operation}{_inside(self.module)} reads it first"
+            f"{name} held {self._count()} before any operation; {self.operation}{_inside(self.module)} is the first to read it"
             f"{self._end()}."
         )
 
     def _as_result(self) -> str:
         whose = f" for {self.parameter}" if self.parameter else ""
-        told = "; ".join(str(operand) for operand in self.operands[:_MOST_OPERANDS]) or "nothing"
+        operands = "; ".join(str(operand) for operand in self.operands[:_MOST_OPERANDS]) or "nothing"
         row = f" Its compute is {self.row}{': ' + '; '.join(self.casts) if self.casts else ''}." if self.row else ""
         return (
             f"{self.operation}{_inside(self.module)}{whose} ({_IN_PHASE[self.phase]}) made {self._count()}, "
-            f"from {told}{self._end()}.{row}"
+            f"from {operands}{self._end()}.{row}"
         )
 
     def _count(self) -> str:
@@ -143,9 +143,9 @@ class BadValue:
 
 
 def _inside(module: str) -> str:
-    return f" in {module}" if module else " outside of the model's modules"
+    return f" in {module}" if module else " outside the model's modules"
 
 
 def _largest(dtype: str) -> float | None:
-    row = FORMATS.get(ALIASES.get(dtype, dtype))
-    return None if row is None else row.max
+    number_format = FORMATS.get(ALIASES.get(dtype, dtype))
+    return None if number_format is None else number_format.max

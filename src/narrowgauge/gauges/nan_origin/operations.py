@@ -1,7 +1,7 @@
-"""Operations and tensors as a watcher sees them: which numbers a tensor holds, what an operator reads, writes and was told.
+"""Operations and tensors for tracing: which non-finite values a tensor holds, and what an operator reads and writes.
 
-PyTorch's operators say in their schema what they write to and which results are views; what a schema does not say stands
-in three short tables here.
+The schema of a PyTorch operator declares what it writes and which results are views; what a schema does not declare is listed
+in three short tables.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from narrowgauge.numerics.summation import flat_chunks
 
 Kinds = frozenset[str]
 
-# In place, without looking at what was there.
+# In-place operators that do not read the previous values.
 _OVERWRITES = {
     "copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_",
     "geometric_", "set_", "_foreach_copy_", "_foreach_zero_",
 }  # fmt: skip
-# Put numbers where they are told to: an infinity among those is meant.
+# Operators that write given numbers: an infinity among those is deliberate.
 _FILLS = {
     "full", "full_like", "new_full", "scalar_tensor", "fill", "fill_", "masked_fill", "masked_fill_", "where",
     "constant_pad_nd", "index_fill", "index_fill_",
 }  # fmt: skip
 
 
-def kinds_of(x: Tensor) -> Kinds:
-    """Which of ``nan``, ``+inf`` and ``-inf`` a tensor holds; beside a NaN infinities are not told."""
+def nonfinite_kinds(x: Tensor) -> Kinds:
+    """Which of ``nan``, ``+inf`` and ``-inf`` a tensor holds; only ``nan`` if it holds a NaN."""
     found: set[str] = set()
     for _, part in parts_of(x):
         low, high = torch.stack(_wide(part).aminmax()).tolist()
@@ -44,7 +44,7 @@ def kinds_of(x: Tensor) -> Kinds:
 
 
 def parts_of(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of numbers that a tensor consists of, by attribute: itself, or what a subclass wraps."""
+    """The floating-point tensors of a tensor, by attribute: itself, or the inner tensors of a subclass."""
     if hasattr(x, "__tensor_flatten__"):
         for name in x.__tensor_flatten__()[0]:
             for inner, part in parts_of(getattr(x, name)):
@@ -57,17 +57,17 @@ def parts_of(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_float(x: Tensor) -> bool:
-    """Whether it may hold a NaN, or an infinity."""
+    """Whether it may hold a NaN or an infinity."""
     return (x.dtype.is_floating_point or x.dtype.is_complex) and "float4" not in str(x.dtype)
 
 
 def _holds_values(x: Tensor) -> bool:
-    """False for tensors of a compiler's trace."""
+    """False for fake tensors of a compiler's trace."""
     return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In a dtype that has comparisons."""
+    """Cast to a dtype with comparisons."""
     x = x.detach()
     if x.dtype.is_complex:
         return torch.view_as_real(x.resolve_conj())
@@ -75,18 +75,18 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class Labels:
-    """Names of parameters, buffers and arguments, by the memory they lie in; what is named stays alive."""
+    """Names of parameters, buffers and arguments, by their memory; keeps the tensors alive."""
 
     def __init__(self) -> None:
         self._named: dict[int, list[tuple[str, Tensor]]] = {}
 
     def add(self, name: str, x: Tensor) -> None:
-        """Name a tensor; the first name of the same memory holds."""
+        """Name a tensor; the first name of the same memory wins."""
         for _, part in parts_of(x):
             self._named.setdefault(part.untyped_storage()._cdata, []).append((name, part.detach()))
 
     def find(self, x: Tensor) -> tuple[str, Tensor] | None:
-        """The name of what a tensor is or looks at, and the tensor of that name."""
+        """The name of the tensor that ``x`` is or is a view of, and that tensor."""
         for _, part in parts_of(x):
             place = part.storage_offset()
             for name, named in self._named.get(part.untyped_storage()._cdata, ()):
@@ -95,14 +95,14 @@ class Labels:
         return None
 
     def name_of(self, x: Tensor) -> str | None:
-        """The name alone."""
+        """The name without the tensor."""
         found = self.find(x)
         return None if found is None else found[0]
 
 
 def bad_value(phase: Phase, module: str, operation: str, x: Tensor, operands: list[tuple[str, Tensor]]) -> BadValue:
-    """What there is to tell of a tensor that is not finite, and of what it was made from."""
-    part = next(part for _, part in parts_of(x) if kinds_of(part))
+    """Describe a non-finite tensor and the operands it was made from."""
+    part = next(part for _, part in parts_of(x) if nonfinite_kinds(part))
     num_bad, first, has_nan = 0, None, False
     for chunk, start in _chunks(part):
         places = (~chunk.isfinite()).nonzero()
@@ -137,7 +137,7 @@ def _operand(position: int, name: str, x: Tensor) -> Operand:
 
 
 def _chunks(x: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Its values a piece at a time, with where each begins: on a full GPU there is no room for copies of the whole."""
+    """Chunks of a tensor with their offsets: a full GPU has no room for copies of the whole."""
     start = 0
     for (chunk,) in flat_chunks(x.detach()):
         yield (chunk.abs() if chunk.dtype.is_complex else _wide(chunk)), start
@@ -152,8 +152,8 @@ def _unraveled(place: int, shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-def bad_numbers(position: int, args: Any, kwargs: Any) -> tuple[Operand, ...]:
-    """Plain numbers among an operation's arguments that are not finite, as operands from a position on."""
+def nonfinite_numbers(position: int, args: Any, kwargs: Any) -> tuple[Operand, ...]:
+    """Non-finite Python numbers among an operation's arguments, as operands numbered from ``position``."""
     found = [v for v in tree_leaves((args, kwargs)) if isinstance(v, float) and not math.isfinite(v)]
     return tuple(Operand(position + k, f"the number {v}", (), "float", None, None, 1) for k, v in enumerate(found))
 
@@ -162,40 +162,40 @@ def _dtype_name(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def name_of(func: Any) -> str:
-    """``aten.mm``, ``narrowgauge::cast_input``."""
+def operator_name(func: Any) -> str:
+    """The name with its namespace: ``aten.mm``, ``narrowgauge::cast_input``."""
     space = getattr(func, "namespace", "")
-    return f"{space}::{packet(func)}" if space == "narrowgauge" else str(getattr(func, "overloadpacket", func))
+    return f"{space}::{packet_name(func)}" if space == "narrowgauge" else str(getattr(func, "overloadpacket", func))
 
 
-def packet(func: Any) -> str:
-    """Its name without namespace and overload."""
+def packet_name(func: Any) -> str:
+    """The name without namespace and overload."""
     return str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
 
 
 @lru_cache(None)
-def is_silent(func: Any) -> bool:
-    """Whether its result is another look at memory that was judged."""
+def is_view(func: Any) -> bool:
+    """Whether its result is a view of a tensor that was already checked."""
     return bool(getattr(func, "is_view", False))
 
 
 @lru_cache(None)
 def writes(func: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of the arguments that it writes to, and of those among them whose values before play no part."""
+    """The arguments that it writes to, and those of them whose previous values it does not read."""
     schema = getattr(func, "_schema", None)
     found = [a for a in (schema.arguments if schema else ()) if a.alias_info is not None and a.alias_info.is_write]
-    ignored = [a.name for a in found if a.is_out or packet(func) in _OVERWRITES]
+    ignored = [a.name for a in found if a.is_out or packet_name(func) in _OVERWRITES]
     return frozenset(a.name for a in found), frozenset(ignored)
 
 
-def is_asked(func: Any, arguments: Any) -> bool:
-    """Whether what it makes may be bad without anything being wrong: it was told to write an infinity, or wrote nothing."""
-    told = any(isinstance(value, float) and math.isinf(value) for value in tree_leaves(arguments))
-    return packet(func) in ALLOCATES or (packet(func) in _FILLS and told)
+def is_deliberate(func: Any, arguments: Any) -> bool:
+    """Whether a non-finite result is intended: it was given an infinity to write, or returns uninitialized memory."""
+    given = any(isinstance(value, float) and math.isinf(value) for value in tree_leaves(arguments))
+    return packet_name(func) in ALLOCATES or (packet_name(func) in _FILLS and given)
 
 
 def named_tensors(func: Any, args: Any, kwargs: Any, but: Any) -> list[tuple[str, Tensor]]:
-    """Its operands by the names of its schema, those of a list numbered."""
+    """Its operands by the names in its schema, with an index for lists."""
     schema = getattr(func, "_schema", None)
     names = [a.name for a in schema.arguments] if schema else []
     names += [str(place) for place in range(len(names), len(args))]

@@ -1,12 +1,11 @@
-"""Replay: a step that went wrong, done again with every operation watched.
+"""Replay: a failed step is computed again with every operation traced.
 
-A NaN in the loss says nothing about where it began: within a few operations it is everywhere. Watching every operation finds the
-first, but costs too much for every step; so nothing is watched until a step has failed, and then the same step is computed once
-more. It is computed eagerly, operation by operation, also where the model is compiled, since inside a fused kernel there is
-nothing to watch. That may give other bits than the compiled step did, so whether it fails too is part of the answer
-(:func:`replay`).
+A NaN in the loss does not show where it began: it spreads everywhere within a few operations. Tracing every operation finds the
+first one at fault, but is too expensive for every step. Therefore nothing is traced until a step has failed; then the same step
+is computed once more. It runs eagerly even if the model is compiled, because the inside of a fused kernel cannot be traced. Eager
+execution may produce other bits than the compiled step, so the result says whether the failure was reproduced (:func:`replay`).
 
-The step must be one that can be computed again: the same batch, the same weights, no update.
+The step must be repeatable: the same batch, the same weights, no update.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.gauges.nan_origin.bad_value import BadValue, Operand
-from narrowgauge.gauges.nan_origin.operations import kinds_of
-from narrowgauge.gauges.nan_origin.watching import Watch
+from narrowgauge.gauges.nan_origin.operations import nonfinite_kinds
+from narrowgauge.gauges.nan_origin.tracing import NanTracer
 
 __all__ = ["BadValue", "Operand", "Replay", "first_bad_value", "replay"]
 
@@ -31,19 +30,19 @@ __all__ = ["BadValue", "Operand", "Replay", "first_bad_value", "replay"]
 def first_bad_value(model: nn.Module, step: Callable[[], Any]) -> BadValue | None:
     """The operation that made the first NaN or infinity to reach a step's loss or gradients.
 
-    Law: the step is computed eagerly, compiled parts too. Parameters' gradients, buffers and PyTorch's random numbers are
-    afterwards what they were, bit for bit; nothing stays installed, and nothing compiles anew. An infinity that reaches
-    neither the loss nor a gradient (an attention mask) is not reported.
+    Invariant: the step runs eagerly, including compiled parts. Gradients, buffers and PyTorch's random state are restored
+    bit for bit; no hooks remain, and nothing is recompiled. An infinity that reaches neither the loss nor a gradient (an
+    attention mask) is not reported.
 
     Args:
-        model: whose modules, parameters and buffers are named in the answer.
-        step: computes forward and backward of the whole step, all its micro-batches, from gradients that are ``None``;
+        model: its modules, parameters and buffers are named in the report.
+        step: computes forward and backward of the whole step, with all its micro-batches, from gradients that are ``None``;
             returns the loss, or several. It must not change the weights.
     Returns:
-        What is known of it, or ``None`` where loss and gradients are finite.
+        The description of the operation, or ``None`` if loss and gradients are finite.
 
-    Cost: nothing before it is called; then the step eagerly, with one more read of every result and, on a GPU, a wait for
-    every operation. An eager step may need more memory than a compiled one.
+    Cost: nothing until it is called; then one eager step with one more read of every result and, on a GPU, a synchronization
+    per operation. An eager step may need more memory than a compiled one.
     Example:
         >>> _ = torch.manual_seed(0)
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)).half()
@@ -57,21 +56,21 @@ def first_bad_value(model: nn.Module, step: Callable[[], Any]) -> BadValue | Non
         >>> bad.module, bad.operation, bad.what, bad.operands[2].name, bad.operands[2].amax
         ('2', 'aten.addmm', 'inf', '2.weight', 60000.0)
     """
-    with _untouched(model):
-        with torch.compiler.set_stance("force_eager"), Watch(model) as watch:
+    with _restored(model):
+        with torch.compiler.set_stance("force_eager"), NanTracer(model) as tracer:
             loss = step()
-        return watch.verdict(loss)
+        return tracer.first_cause(loss)
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What doing a failed step again has shown.
+    """The result of repeating a failed step.
 
     Args:
-        reproduced: ``eager``: computed eagerly it fails too, and ``bad`` says where; ``compiled``: only as it was run;
-            ``not``: not at all.
-        bad: the first bad value.
-        found: what was not finite as it was run: ``the loss``, ``the gradient of NAME``.
+        reproduced: ``eager``: the eager step fails too, and ``bad`` describes where; ``compiled``: only the step as it was
+            run fails; ``not``: neither fails.
+        bad: the first non-finite value.
+        found: what was non-finite in the step as it was run: ``the loss``, ``the gradient of NAME``.
     """
 
     reproduced: Literal["eager", "compiled", "not"]
@@ -80,18 +79,18 @@ class Replay:
 
     @property
     def message(self) -> str:
-        """One or two sentences."""
+        """The result in one or two sentences."""
         if self.bad is not None:
             return self.bad.message
         if self.reproduced == "not":
             return (
-                "The same step computed again is finite, eagerly and as it was run: a transient fault (memory, processor) or "
-                "a nondeterministic kernel is likely. Go on from the last checkpoint; if it comes back, test the machine."
+                "The repeated step is finite, both eagerly and as it was run: a transient hardware fault (memory, processor) or "
+                "a nondeterministic kernel is likely. Resume from the last checkpoint; if it recurs, test the machine."
             )
         more = f" and {len(self.found) - 1} more" if len(self.found) > 1 else ""
         return (
-            f"Computed eagerly the step is finite; as it was run {self.found[0]}{more} is not: only the compiled kernels "
-            "give it, which leave out roundings and add in another order. Go on without compiling, or with "
+            f"The eager step is finite; as it was run, {self.found[0]}{more} is not: only the compiled kernels produce it. "
+            "They omit roundings and sum in another order. Resume without compilation, or with "
             "TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1 in the environment, which keeps the roundings."
         )
 
@@ -103,16 +102,16 @@ def replay(
     *,
     say: Callable[[str], object] | None = None,
 ) -> Replay:
-    """Do a failed step again: eagerly and watched and, where that is finite, as it was run.
+    """Repeat a failed step: eagerly with tracing and, if that is finite, as it was run.
 
-    Law: as for :func:`first_bad_value`, for both.
+    Invariant: as for :func:`first_bad_value`, for both.
 
     Args:
         model, step: as for :func:`first_bad_value`.
         compiled_step: the step as it was run; ``None``: ``step`` itself, whose compiled parts are then compiled.
-        say: gets a sentence before each of the two.
+        say: called with a sentence before each of the two.
     Returns:
-        Which of them failed, and the first bad value where it was found.
+        Which of them failed, and the first non-finite value if it was found.
 
     Cost: one or two steps; see :func:`first_bad_value`.
     Example:
@@ -125,31 +124,31 @@ def replay(
         (True, 'not')
     """
     say = say or (lambda _: None)
-    say("The step is done again eagerly, and every operation watched.")
+    say("Repeating the step eagerly with every operation traced.")
     bad = first_bad_value(model, step)
     if bad is not None:
         return Replay("eager", bad)
-    say("Eagerly it is finite; it is done again as it was run.")
+    say("The eager step is finite; repeating it as it was run.")
     found = _failures(model, compiled_step or step)
     return Replay("compiled", found=found) if found else Replay("not")
 
 
 def _failures(model: nn.Module, step: Callable[[], Any]) -> tuple[str, ...]:
-    """What is not finite after a step that nobody watches."""
-    with _untouched(model):
+    """What is non-finite after a step without tracing."""
+    with _restored(model):
         values = tree_leaves(step())
         tensors = [value for value in values if isinstance(value, Tensor)]
         numbers = [value for value in values if isinstance(value, float)]
-        found = ["the loss"] if any(map(kinds_of, tensors)) or not all(map(math.isfinite, numbers)) else []
+        found = ["the loss"] if any(map(nonfinite_kinds, tensors)) or not all(map(math.isfinite, numbers)) else []
         for name, parameter in model.named_parameters():
-            if parameter.grad is not None and kinds_of(parameter.grad):
+            if parameter.grad is not None and nonfinite_kinds(parameter.grad):
                 found.append(f"the gradient of {name}")
         return tuple(found)
 
 
 @contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Within it there are no gradients yet; afterwards gradients, buffers and random numbers are what they were."""
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Start without gradients; restore gradients, buffers and the random state afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
         (module, name, buffer, buffer.detach().clone())
@@ -173,7 +172,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether nothing has to be put back; what has no plain bytes is put back always."""
+    """Whether a buffer needs no restoring; tensor subclasses are always restored."""
     if type(one) is not Tensor or one.layout is not torch.strided:
         return False
     return one.shape == other.shape and torch.equal(

@@ -1,14 +1,14 @@
-"""Watching: every operation of a step, forward and backward, judged by what it makes of what it gets.
+"""Tracing: every operation of a training step, forward and backward, with its operands and results.
 
-The first tensor that is not finite is often innocent: attention masks are filled with -inf, and what a ``where`` throws away may
-be anything. So a bad value is followed instead. An operation that makes one out of finite operands is a *source*; what merely
-passes bad values on has the source of its operands; and only a source that reaches the loss or a gradient is named, the
-earliest of those. An infinity that was asked for (a fill, a mask given as a tensor) is *deliberate*: an operation that makes a
-NaN of it is a source of its own, as the softmax of a row that is masked whole.
+The first non-finite tensor is often harmless: attention masks are filled with -inf, and the values discarded by ``where`` can be
+anything. Therefore non-finite values are traced. An operation that produces one from finite operands is a *source*. An operation
+that propagates one inherits the source of its operands. Only sources that reach the loss or a gradient count, and the earliest of
+them is reported. A requested infinity (a fill, a mask passed as a tensor) is *deliberate*: an operation that turns it into a NaN
+is a source of its own, e.g. the softmax of a fully masked row.
 
-Operations are seen below autograd, so those of backward, of autocast and of checkpoints' second forward are seen too; a custom
-operator is one. On the way forward, modules are known by hooks. On the way back there are none: PyTorch numbers the nodes of
-its graph in the order they are made, so a node belongs to the innermost module within whose first and last number it lies.
+Operations are traced below autograd, which includes backward, autocast and the recomputation of activation checkpointing; a
+custom operator is one operation. In forward, hooks identify the module. In backward there are no hooks: PyTorch numbers the
+nodes of the autograd graph in order of creation, so a node belongs to the innermost module whose range of numbers contains it.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from narrowgauge.gauges.nan_origin.bad_value import BadValue, Phase
 from narrowgauge.gauges.nan_origin.operations import (
     Kinds,
     Labels,
-    bad_numbers,
     bad_value,
-    is_asked,
-    is_silent,
-    kinds_of,
-    name_of,
+    is_deliberate,
+    is_view,
     named_tensors,
-    packet,
+    nonfinite_kinds,
+    nonfinite_numbers,
+    operator_name,
+    packet_name,
     parts_of,
     writes,
 )
 from narrowgauge.matmul.custom_ops import ROWS
 from narrowgauge.spec.computes import PLACES
 
-# Which cast of a row an operator of ours makes; one that is not listed makes none.
+# The products whose casts an operator of ours applies; operators that are not listed apply none.
 _CASTS = {
     "cast_input": ("output",), "multiply_output": ("output",), "grouped_output": ("output",), "cast_kept": ("grad_weight",),
     "gradients": ("grad_input", "grad_weight"), "grouped_gradients": ("grad_input", "grad_weight"),
@@ -54,12 +54,12 @@ _CASTS = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where bad values began.
+    """The operation at which non-finite values began.
 
     Args:
-        order: the how-manieth operation it was.
-        bad: what is known of it.
-        deliberate: an infinity was asked for.
+        order: index in execution order.
+        bad: its description.
+        deliberate: the infinity was requested.
     """
 
     order: int
@@ -67,16 +67,16 @@ class Source:
     deliberate: bool = False
 
 
-class Watch(TorchDispatchMode):
-    """Within it every operation is watched; :meth:`verdict` then says which made the first bad value that mattered.
+class NanTracer(TorchDispatchMode):
+    """A dispatch mode that traces every operation; :meth:`first_cause` returns the first one at fault.
 
     Args:
-        model: whose modules, parameters and buffers are named.
+        model: its modules, parameters and buffers are named in the report.
 
-    Cost: a minimum and a maximum of every result, and a wait for the device each time.
+    Cost: a minimum and a maximum of every result, and a synchronization each time.
     """
 
-    # Operators that take functions come here as all others do.
+    # Higher-order operators are dispatched here like all others.
     supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,14 +94,14 @@ class Watch(TorchDispatchMode):
         self.read: Source | None = None
         self.worst: Source | None = None
         self._count = 0
-        # What an operator wrote over, by the copies made before.
+        # Tensors that an operator modified in place, by the copies made before.
         self._copied: dict[int, Tensor] = {}
-        # Modules being computed, with the number of the next node when they were entered; (first, end, name) of those done.
+        # Running modules with the number of the next autograd node at entry; (first, end, name) of finished modules.
         self._path: list[tuple[str, int]] = []
         self._spans: list[tuple[int, int, str]] = []
         self._handles: list[Any] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> NanTracer:
         self._handles = [
             self.model.register_forward_pre_hook(self._label_arguments, with_kwargs=True),
             register_module_forward_pre_hook(self._enter_module),
@@ -115,20 +115,20 @@ class Watch(TorchDispatchMode):
         for handle in self._handles:
             handle.remove()
 
-    def verdict(self, loss: Any) -> BadValue | None:
-        """The earliest source among those that made the loss or a gradient bad; ``None`` where all are finite.
+    def first_cause(self, loss: Any) -> BadValue | None:
+        """The earliest source of a non-finite loss or gradient; ``None`` if all are finite.
 
         Args:
-            loss: what the step returned: tensors, numbers, or ``None``.
+            loss: the return value of the step: tensors, numbers, or ``None``.
         """
         reached = list(self.reached)
         for value in tree_leaves(loss):
-            if isinstance(value, Tensor) and (kinds := kinds_of(value)):
+            if isinstance(value, Tensor) and (kinds := nonfinite_kinds(value)):
                 reached.append((self._source(value, kinds, "the caller"), "the loss"))
             elif isinstance(value, float) and not math.isfinite(value) and (self.read or self.worst):
                 reached.append((self.read or self.worst, "the loss"))  # type: ignore[arg-type]
         for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None and (kinds := kinds_of(parameter.grad)):
+            if parameter.grad is not None and (kinds := nonfinite_kinds(parameter.grad)):
                 reached.append(
                     (self._source(parameter.grad, kinds, "the caller"), f"the gradient of {plain_name(name)}")
                 )
@@ -145,42 +145,44 @@ class Watch(TorchDispatchMode):
         self._count += 1
         written, ignored = writes(func)
         operands = named_tensors(func, args, kwargs, ignored)
-        # What is about to be written over must be looked at now.
+        # Copy what is about to be modified in place.
         before = {id(x): x.detach().clone() for name, x in operands if name.partition("[")[0] in written}
         result = func(*args, **kwargs)
-        if not is_silent(func):
+        if not is_view(func):
             self._copied = {id(before[id(x)]): x for _, x in operands if id(x) in before}
             operands = [(name, before.get(id(x), x)) for name, x in operands]
             changed = [x for name, x in named_tensors(func, args, kwargs, ()) if name.partition("[")[0] in written]
-            self._judge(func, operands, [*changed, *tree_leaves(result)], (args, kwargs))
+            self._trace_results(func, operands, [*changed, *tree_leaves(result)], (args, kwargs))
         self._note_gradient(args)
         return result
 
-    def _judge(self, func: Any, operands: list[tuple[str, Tensor]], results: list[Any], arguments: Any) -> None:
-        """Give every bad result its source."""
+    def _trace_results(self, func: Any, operands: list[tuple[str, Tensor]], results: list[Any], arguments: Any) -> None:
+        """Assign a source to every non-finite result."""
         for result in results:
             if not isinstance(result, Tensor):
                 if isinstance(result, float) and not math.isfinite(result):
                     self.read = self._origin(func, operands, frozenset({"nan" if result != result else "inf"}))
                 continue
-            kinds = kinds_of(result)
+            kinds = nonfinite_kinds(result)
             if not kinds:
-                # Memory is used again; a finite view of a bad tensor was not written as a whole.
+                # Memory is reused; a finite view of a non-finite tensor was not written as a whole.
                 if not writes(func)[0]:
                     self._forget(result)
                 continue
             source = self._origin(func, operands, kinds)
-            asked = is_asked(func, arguments)
-            if source is None or (asked and not any(kinds_of(x) & kinds for _, x in operands)):
+            deliberate = is_deliberate(func, arguments)
+            if source is None or (deliberate and not any(nonfinite_kinds(x) & kinds for _, x in operands)):
                 bad = self._describe(func, operands, result, arguments)
-                source = Source(self._count, bad, deliberate=asked)
+                source = Source(self._count, bad, deliberate=deliberate)
             self._remember(result, source)
             if not source.deliberate and (self.worst is None or source.order < self.worst.order):
                 self.worst = source
 
     def _origin(self, func: Any, operands: list[tuple[str, Tensor]], kinds: Kinds) -> Source | None:
-        """The source that explains a result of these kinds; ``None`` where the operation is one itself."""
-        bad = [(found, self._source(x, found, name_of(func))) for _, x in operands if (found := kinds_of(x))]
+        """The source that explains a result of these kinds; ``None`` if the operation is a source itself."""
+        bad = [
+            (found, self._source(x, found, operator_name(func))) for _, x in operands if (found := nonfinite_kinds(x))
+        ]
         if "nan" in kinds:
             chosen = [s for found, s in bad if "nan" in found] or [s for _, s in bad if not s.deliberate]
         else:
@@ -188,17 +190,17 @@ class Watch(TorchDispatchMode):
         return min(chosen, key=lambda source: source.order, default=None)
 
     def _source(self, x: Tensor, kinds: Kinds, reader: str) -> Source:
-        """The source of a bad tensor: of the operation that made it, or the tensor itself where none did."""
-        there = self._copied.get(id(x), x)
-        for _, part in parts_of(there):
+        """The source of a non-finite tensor: the operation that made it, or the tensor itself if no operation did."""
+        original = self._copied.get(id(x), x)
+        for _, part in parts_of(original):
             weak, source = self.sources.get(part.untyped_storage()._cdata, (None, None))
             if source is not None and weak is not None and not weak.expired():
                 return source
-        name, whole = self.labels.find(there) or (None, x)
+        name, whole = self.labels.find(original) or (None, x)
         if name is not None and name in self.inputs:
             return self.inputs[name]
         is_mask = "nan" not in kinds and name not in self.parameters and (kinds == {"-inf"} or x.ndim == 0)
-        whole = whole if kinds_of(whole) else x
+        whole = whole if nonfinite_kinds(whole) else x
         bad = bad_value("input", self._where()[1], reader, whole, [(name or "it", whole)])
         source = Source(self._count, replace(bad, parameter=name), deliberate=is_mask)
         if name is None:
@@ -210,32 +212,32 @@ class Watch(TorchDispatchMode):
     def _describe(self, func: Any, operands: list[tuple[str, Tensor]], result: Tensor, arguments: Any) -> BadValue:
         phase, module = self._where()
         named = [(self.labels.name_of(self._copied.get(id(x), x)) or name, x) for name, x in operands]
-        bad = bad_value(phase, module, name_of(func), result, named)
+        bad = bad_value(phase, module, operator_name(func), result, named)
         node = _torch.autograd_node()
         variable = getattr(node, "variable", None)
         row = self.computes.get(module)
         casts = [
             f"{place}: {product.left} × {product.right}"
-            for place in _CASTS.get(packet(func), PLACES if "mm" in packet(func) else ())
+            for place in _CASTS.get(packet_name(func), PLACES if "mm" in packet_name(func) else ())
             if row is not None and (product := ROWS[row].products[place])
         ]
         return replace(
             bad,
-            operands=bad.operands + bad_numbers(len(bad.operands), *arguments),
+            operands=bad.operands + nonfinite_numbers(len(bad.operands), *arguments),
             parameter=None if variable is None else self.labels.name_of(variable),
             row=None if row is None else ROWS[row].name,
             casts=tuple(casts),
         )
 
     def _note_gradient(self, args: Any) -> None:
-        """See what arrives at a parameter, whatever becomes of it there."""
+        """Note non-finite gradients that arrive at a parameter, whatever happens to them afterwards."""
         if not _torch.runs_backward():
             return
         variable = getattr(_torch.autograd_node(), "variable", None)
         name = None if variable is None else self.labels.name_of(variable)
         if name in self.parameters:
             for x in tree_leaves(args):
-                if isinstance(x, Tensor) and (kinds := kinds_of(x)):
+                if isinstance(x, Tensor) and (kinds := nonfinite_kinds(x)):
                     self.reached.append((self._source(x, kinds, "autograd"), f"the gradient of {name}"))
 
     def _remember(self, x: Tensor, source: Source) -> None:
@@ -271,25 +273,25 @@ class Watch(TorchDispatchMode):
                 self._spans.append((first, _torch.next_sequence_number(), name))
 
     def _where(self) -> tuple[Phase, str]:
-        """Phase and innermost module of the operation at work."""
+        """Phase and innermost module of the current operation."""
         inside = self._path[-1][0] if self._path else None
         if not _torch.runs_backward():
             return "forward", inside or ""
         if inside is not None:
             return "backward-recompute", inside
         node = _torch.autograd_node()
-        # Backward itself builds no graph; what a checkpoint computes again does.
+        # Backward builds no graph; the recomputation of a checkpoint does.
         return "backward-recompute" if torch.is_grad_enabled() else "backward", self._module_of(node)
 
     def _module_of(self, node: Any) -> str:
         if (variable := getattr(node, "variable", None)) is not None:
             return (self.labels.name_of(variable) or "").rpartition(".")[0]
         number = _torch.sequence_number(node)
-        # Inner modules end before those around them.
+        # Inner modules finish before outer ones.
         return next((name for first, end, name in self._spans if first <= number < end), "")
 
 
 def _row_of(module: nn.Module) -> str | None:
-    """The name by which operators know a narrow layer's row."""
+    """The name under which a narrow layer's compute is registered with the operators."""
     row = getattr(module, "row", None)
     return row if isinstance(row, str) and row in ROWS else None
