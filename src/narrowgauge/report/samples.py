@@ -101,20 +101,17 @@ def _readings(rows: Sequence[Row], steps: Sequence[float], table: str) -> dict[s
         name: list(METRICS[table]).index(metric.field) for name, metric in HEAT_MAPS.items() if metric.table == table
     }
     columns = {step: column for column, step in enumerate(steps)}
-    found: dict[str, Any] = {}
+    tensors = {name: line for line, name in enumerate(dict.fromkeys(name for _, name, _ in _lists(rows, table)))}
+    found = np.full((len(fields), len(tensors), len(steps)), np.nan)
     for step, tensor, values in _lists(rows, table):
-        if tensor not in found:
-            found[tensor] = np.full((len(fields), len(steps)), np.nan)
-        for line, place in zip(found[tensor], fields.values(), strict=True):
+        for metric, place in enumerate(fields.values()):
             if place < len(values) and (value := number(values[place])) is not None:
-                line[columns[step]] = value
-    if not found:
-        return {}
-    names, lines = np.array(list(found), object), np.stack(list(found.values()), axis=1)
-    is_taken = ~np.isnan(lines).all(axis=2)
+                found[metric, tensors[tensor], columns[step]] = value
+    names = np.array(list(tensors), object)
+    is_taken = (~np.isnan(found)).any(axis=2)
     return {
         metric: Readings(names[taken].tolist(), values[taken], int(taken.sum()))
-        for metric, values, taken in zip(fields, lines, is_taken, strict=True)
+        for metric, values, taken in zip(fields, found, is_taken, strict=True)
         if taken.any()
     }
 
