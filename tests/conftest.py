@@ -26,6 +26,39 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_CO
 _session_cache: Path | None = None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="Run only the tests that read golden files, write these files anew and print what moved.",
+    )
+
+
+@pytest.fixture(scope="session")
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether golden files are to be written and not compared."""
+    return bool(request.config.getoption("--update-golden"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--update-golden"):
+        items[:] = [item for item in items if "update_golden" in getattr(item, "fixturenames", ())]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Write the curves that tests recorded: in the process that hears of all of them, and not in its workers."""
+    if not config.getoption("--update-golden") or hasattr(config, "workerinput"):
+        return
+    from golden_files import CURVES, update_curves
+
+    passed = terminalreporter.stats.get("passed", [])
+    found = [value for report in passed for name, value in report.user_properties if name == "golden_curve"]
+    if found:
+        terminalreporter.section("golden curves")
+        for line in update_curves(CURVES, found):
+            terminalreporter.write_line(line)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     global _session_cache
     os.environ.update(_OFFLINE)

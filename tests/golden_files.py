@@ -8,18 +8,16 @@ recorded, relative to it.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-import transformers
-from safetensors.torch import load_file
-
 from narrowgauge.spec.processor import instruction_sets
 
+CURVES = Path(__file__).parent / "golden" / "curves.json"
 TOLERANCE = 1e-3
 """Relative difference allowed between machines."""
 
@@ -35,6 +33,9 @@ Curves = Mapping[str, Sequence[float]]
 
 def machine_key() -> str:
     """What bits depend on: the processor's maker and level, variables that limit it, versions of PyTorch and transformers."""
+    import torch  # here, because the process that distributes tests over workers needs none of it
+    import transformers
+
     sets = instruction_sets()
     level = next((name for name in _LEVELS if name in sets), "baseline")
     limits = [f"{name}={os.environ[name]}" for name in _LIMITS if os.environ.get(name)]
@@ -52,6 +53,9 @@ def _maker() -> str:
 
 def digest(folder: Path) -> str:
     """Of the names, dtypes, shapes and bytes of all tensors in a folder's safetensors files."""
+    import torch
+    from safetensors.torch import load_file
+
     state = hashlib.blake2b(digest_size=16)
     tensors = {
         name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
@@ -74,6 +78,14 @@ def deviation(recorded: Sequence[float], found: Sequence[float]) -> float:
     return max((d if d == d else float("inf") for d in differences), default=0.0)
 
 
+def read_curves(path: Path) -> dict[str, dict[str, list[float]]]:
+    """Curves by machine key and name; the file holds them as hexadecimal floats, a line each."""
+    table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {
+        key: {name: [float.fromhex(x) for x in text.split()] for name, text in of.items()} for key, of in table.items()
+    }
+
+
 def check(name: str, found: Sequence[float], recorded: Mapping[str, Curves], key: str) -> str:
     """Compare a curve with those recorded: with the one of the same key bit for bit, else with all within the tolerance.
 
@@ -89,12 +101,47 @@ def check(name: str, found: Sequence[float], recorded: Mapping[str, Curves], key
     if not curves:
         return f"no curve of '{name}' is recorded"
     if key in curves:
-        if list(curves[key]) == list(found):
-            return ""
-        step = next((k for k, (a, b) in enumerate(zip(curves[key], found, strict=False)) if a != b), len(found))
-        moved = deviation(curves[key], found)
-        return f"'{name}' gives other bits than recorded on this kind of machine, from step {step + 1} on, by up to {moved:.1e}"
+        moved = difference(curves[key], found)
+        return moved and f"'{name}' gives other bits than were recorded on '{key}': {moved}"
     for other, curve in curves.items():
-        if (moved := deviation(curve, found)) > TOLERANCE:
-            return f"'{name}' is {moved:.1e} off what was recorded on '{other}' (at most {TOLERANCE:g})"
+        if (moved_by := deviation(curve, found)) > TOLERANCE:
+            return f"'{name}' is {moved_by:.1e} off what was recorded on '{other}', and {TOLERANCE:g} is allowed"
     return ""
+
+
+def difference(recorded: Sequence[float], found: Sequence[float]) -> str:
+    """From which step on two curves differ and by how much, in words; empty where all bits are the same."""
+    if len(recorded) == len(found) and all(a == b for a, b in zip(recorded, found, strict=True)):
+        return ""
+    equal = (k for k, (a, b) in enumerate(zip(recorded, found, strict=False)) if a != b)
+    step = next(equal, min(len(recorded), len(found))) + 1
+    return f"from step {step} on, by up to {deviation(recorded, found):.1e} ({recorded[-1]:.6f} → {found[-1]:.6f})"
+
+
+def update_curves(path: Path, found: Sequence[tuple[str, str, Sequence[str]]]) -> list[str]:
+    """Write curves anew. One that moved is forgotten on all other machines, where it must be recorded again.
+
+    Args:
+        path: the file.
+        found: machine key, name and hexadecimal losses of each.
+    Returns:
+        What moved, a line each after a line that counts.
+    """
+    recorded, lines, new, same = read_curves(path), [], 0, 0
+    for key, name, losses in sorted(found):
+        curve = [float.fromhex(loss) for loss in losses]
+        before = recorded.setdefault(key, {}).get(name)
+        recorded[key][name] = curve
+        if before is None:
+            new += 1
+        elif moved := difference(before, curve):
+            others = [of for other, of in recorded.items() if other != key and of.pop(name, None)]
+            lines.append(f"{name}: {moved}" + (f"; forgotten on {len(others)} other machines" if others else ""))
+        else:
+            same += 1
+    table = {
+        key: {name: " ".join(loss.hex() for loss in curve) for name, curve in sorted(of.items())}
+        for key, of in sorted(recorded.items())
+    }
+    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    return [f"{path.name}: {same} curves with the same bits, {new} new, {len(lines)} moved", *lines]

@@ -1,12 +1,11 @@
 """The command line's flags are a promise: none appears, changes its name or goes without a line changing in a file.
 
 ``golden/flags.txt`` holds one line per flag (`train --recipe`) and per positional argument (`resume DIR`). After a
-deliberate change, write it anew with ``NARROWGAUGE_UPDATE_GOLDEN=1 ./dev test tests/test_command_line_flags.py``.
+deliberate change, write it anew with ``./dev test --update-golden tests/test_command_line_flags.py``.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 from narrowgauge.cli.main import main
 
 GOLDEN = Path(__file__).parent / "golden" / "flags.txt"
-HOW_TO_UPDATE = "NARROWGAUGE_UPDATE_GOLDEN=1 ./dev test tests/test_command_line_flags.py"
+HOW_TO_UPDATE = "./dev test --update-golden tests/test_command_line_flags.py"
 
 
 def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -49,10 +48,10 @@ def difference(before: list[str], now: list[str]) -> str:
     return "\n".join([*gone, *added])
 
 
-def test_flags_are_those_in_the_file() -> None:
+def test_flags_are_those_in_the_file(update_golden: bool) -> None:
     assert isinstance(main, click.Group)
     now = frozen_lines(main)
-    if os.environ.get("NARROWGAUGE_UPDATE_GOLDEN") == "1":
+    if update_golden:
         GOLDEN.write_text("\n".join(now) + "\n", encoding="utf-8")
     before = GOLDEN.read_text(encoding="utf-8").splitlines()
     changed = difference(before, now)
