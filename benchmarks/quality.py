@@ -48,7 +48,7 @@ import torch
 from timing import Report, Row, parser
 
 from narrowgauge.comparison.intervals import interval
-from narrowgauge.comparison.run_stats import Curve
+from narrowgauge.comparison.run_stats import LossCurve
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.matmul.choosing import EmulationNotice
 from narrowgauge.runs.atomic_io import lock
@@ -365,7 +365,7 @@ SHARES = (0.25, 0.5, 0.75, 1.0)
 
 def time_rows(results: Sequence[Result], yardstick: Yardstick) -> list[Row]:
     """A row per storage and cell: its speed, and the differences of losses after the same seconds."""
-    curves = {(r.storage, r.cell, r.seed): Curve.of(r.run) for r in results if len(r.run.evals) > 1}
+    curves = {(r.storage, r.cell, r.seed): LossCurve.of(r.run) for r in results if len(r.run.evals) > 1}
     rows: list[Row] = []
     for storage, cell in itertools.product(_storages(results), sorted({r.cell for r in results})):
         pairs = [
@@ -386,12 +386,12 @@ def time_rows(results: Sequence[Result], yardstick: Yardstick) -> list[Row]:
     return rows
 
 
-def _seconds(curve: Curve) -> float:
+def _seconds(curve: LossCurve) -> float:
     assert curve.step_seconds is not None  # the trainer times every step
     return curve.step_seconds
 
 
-def _apart(own: Curve, base: Curve, share: float) -> float | None:
+def _apart(own: LossCurve, base: LossCurve, share: float) -> float | None:
     """The difference of two losses at a share of the time that the faster one took."""
     seconds = share * min(own.end, base.end)
     mine, theirs = own.loss_at(seconds), base.loss_at(seconds)

@@ -1,4 +1,4 @@
-"""What differs that should not, and what is not finished: told, and only where it is so."""
+"""Differences between runs that should not be there, and unfinished runs: reported where they exist, and only there."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_numbers_of_steps_that_differ_are_told() -> None:
     assert said(evals=[(10, 4.0)], step_seconds=0.53).endswith(": fair at equal time, not at equal tokens.")
     # A calibration that was wrong by more than a tenth is told, and nothing is called fair.
     assert said(evals=[(10, 4.0)], step_seconds=0.6).endswith(
-        " and different times (bfloat16/master 5 s, bfloat16/word 6 s): their last losses are fair neither at equal tokens "
+        " and different times (bfloat16/master 5 s, bfloat16/word 6 s): their final losses are fair neither at equal tokens "
         "nor at equal time."
     )
     assert said().endswith(": not fair at equal tokens.")
@@ -59,10 +59,10 @@ def test_a_unit_scaled_model_among_others_is_another_one() -> None:
     master = seeds("bfloat16/master", (4.0, 4.1), config={"lr": 0.003})
     unit = seeds("unit/master", (3.9, 4.0), config={"lr": 0.5})
     assert sentence(compare_runs([*master, *unit]), "unit/master is another") == (
-        "unit/master is another parametrisation of the model, with its own first weights and rate (lr 0.5, the others 0.003): "
-        "a difference is not the format's alone."
+        "unit/master is another parametrization of the model, with its own initial weights and learning rate (lr 0.5, the "
+        "others 0.003): a difference is not due to the format alone."
     )
-    assert "parametrisation" not in compare_runs([*unit, *seeds("unit/word", (4.0, 4.1))]).text()
+    assert "parametrization" not in compare_runs([*unit, *seeds("unit/word", (4.0, 4.1))]).text()
 
 
 def with_tables(runs: list[Run], **tables: dict[str, Any]) -> list[Run]:
@@ -86,7 +86,7 @@ def test_texts_that_differ_within_a_seed_are_told_without_their_fingerprints() -
     with_tables(word[2:], data={"fingerprint": "a" * 32})
     found = compare_runs([*master, *word])
     assert sentence(found, "The runs differ") == (
-        "The runs differ in more than recipe and seed (the text of seeds 0 and 1): a difference is not the recipe's alone."
+        "The runs differ in more than recipe and seed (the text of seeds 0 and 1): a difference is not due to the recipe alone."
     )
     assert "aaaa" not in found.text() and "bbbb" not in found.text()
 

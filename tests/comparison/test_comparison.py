@@ -1,4 +1,4 @@
-"""The rows of a comparison, its yardstick, and its table."""
+"""The rows of a comparison, its baseline, and its table."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from comparison.made_runs import COLUMNS, MASTER, made, seeds, sentence
+from comparison.made_runs import COLUMNS, MASTER, made, seeds
 from narrowgauge.comparison.comparison import compare_runs
-from narrowgauge.comparison.run_stats import late_figures
 from narrowgauge.errors import RecipeError
 from narrowgauge.runs.record import Run
 
@@ -56,22 +55,23 @@ def test_a_diverged_run_is_said_and_not_averaged(spoil: Callable[[Run], Any]) ->
     found = compare_runs([*MASTER, *word])
     row = found.rows[1]
     assert row["diverged"] and row["num_seeds"] == 2 and row["val_loss"] == pytest.approx(4.1)
-    assert "diverged in 1 of 3 runs (seed 1, " in sentence(found, "Not to be used: bfloat16/word")
-    assert found.verdict[0].startswith("bfloat16/master is the cheapest")
+    assert [fault.name for fault in found.classes["bfloat16/word"].faults] == ["diverged in 1 of 3 runs"]
+    assert "(seed 1, " in found.not_to_be_used["bfloat16/word"][0]
+    assert found.classes.cheapest is found.classes["bfloat16/master"]
 
 
 def test_recipes_without_any_finished_run_are_rows_of_nothing() -> None:
     found = compare_runs(seeds("bfloat16/word", (None, None)))
-    assert found.yardstick is None and found.rows[0]["val_loss"] is None and found.rows[0]["num_seeds"] == 0
+    assert found.baseline is None and found.rows[0]["val_loss"] is None and found.rows[0]["num_seeds"] == 0
     assert found.verdict[0].startswith("No run has ended")
     assert json.loads(found.json())[0]["bytes_per_param"] is None
 
 
-def test_the_yardstick_is_the_widest_and_does_not_depend_on_losses() -> None:
+def test_the_baseline_is_the_widest_and_does_not_depend_on_losses() -> None:
     low, high = (4.0, 4.1, 4.2), (4.9, 5.0, 5.1)
     for master, word in ((low, high), (high, low)):
         found = compare_runs([*seeds("bfloat16/word", word), *seeds("bfloat16/master", master)])
-        assert found.yardstick == "bfloat16/master"
+        assert found.baseline == "bfloat16/master"
 
 
 @pytest.mark.parametrize(
@@ -82,21 +82,23 @@ def test_the_yardstick_is_the_widest_and_does_not_depend_on_losses() -> None:
         (("mine", "yours"), "mine"),
     ],
 )
-def test_among_equal_sizes_the_yardstick_is_the_wider_compute_then_the_first(
+def test_among_equal_sizes_the_baseline_is_the_wider_compute_then_the_first(
     names: tuple[str, str], chosen: str
 ) -> None:
-    assert compare_runs([run for name in names for run in seeds(name, (4.0, 4.1))]).yardstick == chosen
+    assert compare_runs([run for name in names for run in seeds(name, (4.0, 4.1))]).baseline == chosen
 
 
-def test_what_loses_its_updates_is_no_yardstick() -> None:
+def test_what_loses_its_updates_is_no_baseline() -> None:
     runs = [*seeds("bfloat16/master", (4.0, 4.1), edq=(0.2, 0.2, 0.2)), *seeds("bfloat16/word", (4.0, 4.1))]
-    assert compare_runs(runs).yardstick == "bfloat16/word"
+    assert compare_runs(runs).baseline == "bfloat16/word"
 
 
-def test_a_yardstick_may_be_named_and_must_be_there() -> None:
+def test_a_baseline_may_be_named_and_must_be_there() -> None:
     runs = [*MASTER, *seeds("bfloat16/word", (4.0, 4.1))]
-    assert compare_runs(runs, "bf16/word").yardstick == "bfloat16/word"
-    with pytest.raises(RecipeError, match=r"bfloat16/wrd was asked for.*Did you mean 'bfloat16/word'"):
+    assert compare_runs(runs, "bf16/word").baseline == "bfloat16/word"
+    # The name of earlier versions.
+    assert compare_runs(runs, yardstick="bf16/word").yardstick == "bfloat16/word"
+    with pytest.raises(RecipeError, match=r"bfloat16/wrd was requested.*Did you mean 'bfloat16/word'"):
         compare_runs(runs, "bfloat16/wrd")
 
 
@@ -113,11 +115,9 @@ def test_the_table_shows_every_recipe_and_its_difference() -> None:
     assert "minus bfloat16/master" in heads and "4.1000 (std 0.1000)" in master and "+0.0100\u00a0±\u00a00.0000" in word
 
 
-def test_what_the_verdict_judges_by_is_there_to_be_shown() -> None:
-    naive = seeds("bfloat16/naive", (4.0, 4.1, 4.2), edq=(1.0, 0.4, 0.3, 0.3))
-    found = compare_runs([*MASTER, *naive])
+def test_late_metrics_and_faults_are_given_by_recipe() -> None:
+    found = compare_runs([*MASTER, *seeds("bfloat16/naive", (4.0, 4.1, 4.2), edq=(1.0, 0.4, 0.3, 0.3))])
     assert found.rows[1]["edq"] == 1.0 and found.late["bfloat16/naive"]["edq"] == 0.3
-    assert late_figures(naive[0]) == {"edq": 0.3, "lost_fraction": 0.25}
     assert list(found.not_to_be_used) == ["bfloat16/naive"]
     assert found.not_to_be_used["bfloat16/naive"][0].startswith("loses its updates (a late EDQ of 0.30")
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from narrowgauge.comparison.intervals import Difference, interval, shown_difference
+from narrowgauge.comparison.intervals import interval, shown_difference
 
 
 def test_the_interval_of_one_cell_is_student_by_hand() -> None:
@@ -45,10 +45,3 @@ def test_a_single_seed_has_no_interval_and_equal_ones_have_none_to_speak_of() ->
 )
 def test_differences_have_the_digits_that_their_interval_is_good_for(mean: float, half: float, said: str) -> None:
     assert shown_difference(mean, half) == said.replace(" ", "\N{NO-BREAK SPACE}")
-
-
-def test_better_and_worse_are_mirrored_and_both_need_a_thousandth() -> None:
-    for mean, half, apart in ((0.1, 0.02, True), (0.01, 0.02, False), (0.0005, 0.0001, False)):
-        assert Difference("mine", mean, half, 3).is_worse(4.0) is apart
-        assert Difference("mine", -mean, half, 3).is_better(4.0) is apart
-        assert not Difference("mine", mean, half, 3).is_better(4.0)

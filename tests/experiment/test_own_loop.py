@@ -109,9 +109,9 @@ def test_tensors_of_one_number_are_numbers_and_a_missing_figure_may_be_none() ->
 def test_losses_alone_ask_for_no_bytes_and_no_flags() -> None:
     found = compare(lambda recipe, seed, log: 4.0 + seed / 10, ["mine", "yours"], seeds=2)
     assert found.verdict == (
-        "Nothing says how many bytes per parameter these recipes take, so none is named the cheapest.",
+        "No record holds the bytes per parameter of these recipes, so none is named the cheapest.",
         "Within the noise of mine: yours (0.0000\u00a0±\u00a00.0000).",
-        "No step was audited, so nothing here says whether updates get lost.",
+        "No step was audited, so lost updates would not be seen.",
     )
     alone = compare(lambda recipe, seed, log: 4.0, ["mine", "yours"])
     assert len(alone.verdict) == 2 and alone.verdict[0].startswith("One seed each")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.comparison.comparison import compare_runs
-from narrowgauge.comparison.run_stats import Curve
+from narrowgauge.comparison.run_stats import LossCurve
 from narrowgauge.report import figures, history_figures
 from narrowgauge.report.figures import comparison_figures
 from narrowgauge.report.groups import Group, group_runs, run_names
@@ -152,7 +152,7 @@ def test_seeds_are_joined_over_seconds_at_the_moments_that_all_share(make_run: M
     figure = figures.loss_against_seconds(group_runs(made))
     line = mean_of(figure, 0)
     assert line["x"] == pytest.approx([12, 20, 24, 30, 36, 40, 48, 50])
-    curves = [Curve.of(run) for run in made]
+    curves = [LossCurve.of(run) for run in made]
     assert line["y"] == pytest.approx([statistics.fmean(c.loss_at(at) or 0.0 for c in curves) for at in line["x"]])
     assert set(line["customdata"]) == {2}
     (span,) = bands_of(figure)
@@ -177,7 +177,7 @@ def test_the_verdicts_losses_at_equal_time_lie_on_the_lines_that_are_drawn(make_
     assert len(found.equal_time) == 2
     for place, row in enumerate(found.equal_time):
         line = mean_of(figure, place)
-        drawn = Curve(tuple(zip(line["x"], line["y"], strict=True)))
+        drawn = LossCurve(tuple(zip(line["x"], line["y"], strict=True)))
         assert drawn.loss_at(row["seconds"]) == pytest.approx(row["val_loss"], rel=1e-5)
 
 
@@ -333,7 +333,7 @@ def test_seconds_are_those_of_the_verdict(make_run: MakeRun) -> None:
     # The first step compiled: it counts as a median one, as in the comparison.
     run.steps[0]["seconds"] = 60.0
     line = mean_of(figures.loss_against_seconds(group_runs([run])), 0)
-    assert line["x"] == pytest.approx([seconds for seconds, _ in Curve.of(run).points], rel=1e-6)
+    assert line["x"] == pytest.approx([seconds for seconds, _ in LossCurve.of(run).points], rel=1e-6)
     assert line["x"][0] == pytest.approx(10.0)
 
 

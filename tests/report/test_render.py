@@ -194,9 +194,9 @@ def test_losses_at_equal_time_stand_in_a_table(make_run: MakeRun) -> None:
     assert "At equal time, after 50 s" in table.text and "Minus bfloat16/master" in table.text
     rows = re.findall(r"<tr>.*?</tr>", found[0], re.DOTALL)[1:]
     said = [Document(row).text.strip().replace("\N{NO-BREAK SPACE}", " ") for row in rows]
-    # The lowest first; the other sort of loss is the yardstick's mean plus the paired difference.
+    # The lowest first; the other sort of loss is the baseline's mean plus the paired difference.
     assert said[0] == f"{EVIL}no interval, 1 seed2.6500−0.5000"
-    assert said[1] == "bfloat16/masterthe yardstick3.1500–"
+    assert said[1] == "bfloat16/masterthe baseline3.1500–"
     assert said[2] == "bfloat16/wordworse3.3500+0.2000 ± 0.1271"
     assert 'id="equal-time"' not in render(made[:2])
 

@@ -7,12 +7,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from narrowgauge.comparison.comparison import compare_runs
 from narrowgauge.report.groups import group_runs
 from narrowgauge.report.render import render
-from narrowgauge.report.standing import best_of, late_of
 from narrowgauge.report.tables import MAX_EVENT_ROWS, MAX_REPETITIONS, cost_table, event_rows
 from narrowgauge.runs.record import Run
 
@@ -38,13 +35,13 @@ def losing(run: Run) -> Run:
     return dataclasses.replace(run, steps=steps, summary={**(run.summary or {}), "edq": 0.99, "lost_fraction": 0.2})
 
 
-def test_a_loss_is_bold_only_where_the_seeds_tell_it_apart(make_run: MakeRun) -> None:
+def test_the_best_of_a_column_is_in_bold(make_run: MakeRun) -> None:
     master = made(make_run, "bfloat16/master", [3.0, 3.1, 3.2], bytes_per_param=16.0)
     even = made(make_run, "bfloat16/word", [2.99, 3.11, 3.19], bytes_per_param=8.04)
     assert bold(master + even) == {"bfloat16/master": [], "bfloat16/word": ["8.04"]}
     better = made(make_run, "bfloat16/word", [2.90, 3.01, 3.09], bytes_per_param=8.04)
     assert bold(master + better)["bfloat16/word"] == ["3.1000", "8.04"]
-    # With one seed nothing is told apart.
+    # With one seed no loss is best.
     assert bold(master[:1] + better[:1])["bfloat16/word"] == ["8.04"]
 
 
@@ -59,36 +56,8 @@ def test_recipes_not_to_be_used_have_a_badge_and_nothing_in_bold(make_run: MakeR
     *others, line = cost_table(groups, found.rows, found).lines
     assert (line.recipe, line.badge, line.reason) == ("bfloat16/naive", "not to be used", "loses its updates")
     assert "late EDQ of 0.25" in line.hint and not any(other.badge for other in others)
-    # What it lost late, as the verdict has it, and not the run's sums.
+    # The late values that the verdict uses, and not the run's sums.
     assert {"0.250", "75 %"} < {cell.text for cell in line.cells} and "0.990" not in {cell.text for cell in line.cells}
-
-
-def test_late_readings_are_of_runs_that_count(make_run: MakeRun) -> None:
-    (group,) = group_runs([losing(make_run())])
-    assert late_of(group, "edq") == pytest.approx(0.25)
-    assert late_of(None, "edq") is None
-
-
-def test_speed_is_the_best_where_every_seed_agrees(make_run: MakeRun) -> None:
-    def best(*rates: list[float]) -> frozenset[str]:
-        runs = []
-        for recipe, found in zip(("bfloat16/master", "bfloat16/word"), rates, strict=True):
-            for seed, rate in enumerate(found):
-                (run,) = made(make_run, recipe, [3.0], tokens_per_second=rate)
-                run.run["config"]["seed"] = seed
-                runs.append(run)
-        rows = compare_runs(runs).rows
-        members = {group.label: group for group in group_runs(runs)}
-        return best_of("tokens_per_second", False, rows, members, {})
-
-    assert best([100.0, 100.0, 100.0], [101.0, 102.0, 103.0]) == {"bfloat16/word"}
-    assert best([100.0, 100.0, 100.0], [120.0, 130.0, 99.0]) == frozenset()
-    # Half a percent is nothing to choose by, however well the seeds agree; nor is what is printed alike.
-    assert best([100.0, 100.0], [100.4, 100.4]) == frozenset()
-    assert best([100.0, 100.0], [101.0, 100.4]) == frozenset()
-    assert best([1000.0, 1000.0], [1006.0, 1006.0]) == {"bfloat16/word"}
-    assert best([100.0], [105.0]) == frozenset()
-    assert best([100.0], [120.0]) == {"bfloat16/word"}
 
 
 def test_what_is_printed_alike_is_not_in_bold(make_run: MakeRun) -> None:

@@ -1,1 +1,1 @@
-"""Runs beside each other: trials, intervals, a verdict in words, and where all of it is published."""
+"""Comparison of runs: statistics of each run, a classification of each recipe, and a verdict in sentences."""

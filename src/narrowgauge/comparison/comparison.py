@@ -1,11 +1,12 @@
-"""What recipes cost beside each other: rows of figures, and a verdict in words that a statistician would sign.
+"""Comparison of recipes: a row of metrics for each, and a verdict in words that a statistician would sign.
 
-Runs of one seed start from the same weights and see the same batches, so their *paired* difference of final validation
-losses hides little behind the luck of a seed. Its mean over the seeds gets an interval (``intervals.py``). Each recipe is
-held against one yardstick, and the yardstick is chosen by what it spends, never by how it ended: the best of several
-equal recipes is the luckiest, and beside the luckiest the others look worse than they are.
+Runs of one seed start from the same weights and read the same batches, so their *paired* difference of final validation losses
+contains little of the seed's effect. Its mean over the seeds gets an interval (``intervals.py``). Each recipe is compared with
+one baseline, chosen by what it costs and never by how it ended: the best of several equal recipes is the luckiest, and
+relative to it the others look worse than they are.
 
-What diverged or never ended is said and averaged into nothing. What the figures mean is said in ``verdict.py``.
+Runs that diverged or did not finish are named and enter no average. ``classification.py`` classifies each recipe, and
+``verdict.py`` says what the classifications mean.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.comparison.classification import Evidence, faults
+from narrowgauge.comparison.classification import Classes, classify, run_faults
 from narrowgauge.comparison.equal_time import losses_at_equal_time
-from narrowgauge.comparison.intervals import Difference, interval, shown_loss
-from narrowgauge.comparison.labels import recipe_name, run_labels, seed_of
-from narrowgauge.comparison.run_stats import Trial, divergence, late_reading
+from narrowgauge.comparison.intervals import Difference, shown_loss
+from narrowgauge.comparison.labels import recipe_name, run_labels
+from narrowgauge.comparison.run_stats import RunStats
 from narrowgauge.comparison.verdict import sentences
 from narrowgauge.errors import RecipeError, RecordError, suggestion
 from narrowgauge.runs.record import Run
@@ -32,21 +33,18 @@ from narrowgauge.spec.tables import Column, Table
 
 @dataclass(frozen=True)
 class Comparison:
-    """Recipes beside each other.
+    """Recipes compared with a baseline.
 
     Attributes:
         rows: a row per recipe: ``recipe``, ``val_loss`` (mean over the seeds that count), ``val_loss_std`` (between
             seeds), ``tokens_per_second`` (median), ``bytes_per_param``, ``peak_memory_bytes``, ``edq``, ``noise``,
-            ``lost_fraction``, ``diverged`` (whether any seed did), ``num_seeds``. What is not known is ``None``.
+            ``lost_fraction``, ``diverged`` (whether any seed did), ``num_seeds``. Unknown values are ``None``.
         verdict: sentences.
-        yardstick: the recipe that the others are held against; ``None`` where no run counts.
+        baseline: the recipe that the others are compared with; ``None`` where no run counts.
         folders: of the runs.
-        differences: from the yardstick, a row per other recipe that has a seed in common with it.
         equal_time: ``recipe``, ``seconds``, ``val_loss``, ``difference``, ``half``, ``num_seeds``: losses at the moment
-            the fastest was done, each the yardstick's plus the paired difference.
-        late: ``edq``, ``noise`` and ``lost_fraction`` of each recipe as the audit read them last, which the verdict
-            judges by; the rows' are those of whole runs.
-        not_to_be_used: why, by recipe; recipes without a fault are not in it.
+            the fastest recipe finished, each the baseline's plus the paired difference.
+        classes: the classification of each recipe, by its label in ``rows``.
 
     Example:
         >>> from narrowgauge.runs.record import Run
@@ -57,20 +55,41 @@ class Comparison:
 
     rows: tuple[Row, ...]
     verdict: tuple[str, ...]
-    yardstick: str | None
+    baseline: str | None
     folders: tuple[Path, ...]
-    differences: tuple[Difference, ...] = ()
-    equal_time: tuple[Row, ...] = ()
-    late: Mapping[str, Row] = field(default_factory=dict)
-    not_to_be_used: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    equal_time: tuple[Row, ...]
+    classes: Classes
+
+    @property
+    def yardstick(self) -> str | None:
+        """The name of :attr:`baseline` in earlier versions."""
+        return self.baseline
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """From the baseline, one per other recipe that has a seed in common with it."""
+        return tuple(one.difference for one in self.classes.values() if one.difference is not None)
+
+    @property
+    def late(self) -> dict[str, Row]:
+        """The audit's last ``edq``, ``noise`` and ``lost_fraction`` of each recipe, which the verdict uses.
+
+        The rows hold those of whole runs.
+        """
+        return {label: dict(one.late) for label, one in self.classes.items()}
+
+    @property
+    def not_to_be_used(self) -> dict[str, tuple[str, ...]]:
+        """The faults of each recipe that has any."""
+        return {label: tuple(fault.text for fault in one.faults) for label, one in self.classes.items() if one.faults}
 
     def table(self) -> Table:
-        """The rows as a table to print."""
+        """The rows as a table."""
         minus = {d.recipe: d.text for d in self.differences}
         columns = (
             Column("recipe", "recipe", code=True),
             Column("val. loss", _shown_loss, right=True),
-            Column(f"minus {self.yardstick}", lambda row: minus.get(row["recipe"], "–"), right=True),
+            Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True),
             Column("bytes/param", _shown("bytes_per_param", "{:.2f}"), right=True),
             Column("tokens/s", _shown("tokens_per_second", "{:,.0f}"), right=True),
             Column("peak MiB", _shown("peak_memory_bytes", "{:,.0f}", 2.0**-20), right=True),
@@ -82,11 +101,11 @@ class Comparison:
         return Table(tuple(c for c in columns if self.differences or not c.title.startswith("minus")), list(self.rows))
 
     def text(self) -> str:
-        """The verdict, a sentence a line."""
+        """The verdict, one sentence per line."""
         return "\n".join(self.verdict)
 
     def json(self) -> bytes:
-        """The rows as ``compare.json`` holds them: a list of objects, valid JSON whatever the figures."""
+        """The rows as ``compare.json`` holds them: a list of objects, valid JSON with any values."""
         plain = [{key: _finite(value) for key, value in row.items()} for row in self.rows]
         return json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n"
 
@@ -106,23 +125,24 @@ def _shown_loss(row: Row) -> str:
     return f"{shown_loss(row['val_loss'])}{spread}{', diverged' if row['diverged'] else ''}"
 
 
-def compare_runs(runs: Sequence[Run], yardstick: str | None = None) -> Comparison:
-    """Hold runs beside each other, by recipe and seed.
+def compare_runs(runs: Sequence[Run], baseline: str | None = None, *, yardstick: str | None = None) -> Comparison:
+    """Compare runs by recipe and seed.
 
-    Law: torch is not needed, nothing is written, and the same runs give the same sentences.
+    Invariant: torch is not needed, nothing is written, and the same runs give the same sentences.
 
-    The default yardstick is the widest recipe that has a finished run, did not diverge and does not lose its updates: first
-    one without narrow matmuls, then the most bytes per parameter, then the wider compute, then the first in order. It
-    never depends on the losses, so that an interval holds what it promises (see the module).
+    The default baseline is the widest recipe that has a finished run, did not diverge and does not lose its updates: first
+    one without narrow matmuls, then the most bytes per parameter, then the wider compute, then the first in order. It never
+    depends on the losses, or the intervals would not hold (see the module).
 
     Args:
         runs: finished or not, in any order.
-        yardstick: a recipe among them.
+        baseline: a recipe among them.
+        yardstick: the name of ``baseline`` in earlier versions.
     Returns:
         The comparison.
     Raises:
         RecordError: there is no run, or a run's record is damaged.
-        RecipeError: no run is of the yardstick.
+        RecipeError: no run has the baseline's recipe.
     Example:
         >>> def run(recipe, seed, loss, size):
         ...     config = {"recipe": recipe, "seed": seed}
@@ -132,40 +152,26 @@ def compare_runs(runs: Sequence[Run], yardstick: str | None = None) -> Compariso
         >>> sizes = {"bfloat16/master": 16.0, "bfloat16/word": 8.0}
         >>> found = compare_runs([run(name, seed, loss, sizes[name]) for (name, seed), loss in losses.items()])
         >>> print(found.verdict[0])
-        bfloat16/word is the cheapest within the noise: 8.00 bytes per parameter where bfloat16/master takes 16.00, and ...
+        bfloat16/word is the cheapest within the noise: 8.00 bytes per parameter instead of the 16.00 of bfloat16/master. ...
     """
     if not runs:
         raise RecordError("no run was named.", "Name run folders, or the folder of a comparison.")
-    trials = [
-        Trial(label, seed_of(run), run, divergence(run)) for label, run in zip(run_labels(runs), runs, strict=True)
-    ]
-    groups: dict[str, list[Trial]] = {}
-    for trial in trials:
-        groups.setdefault(trial.recipe, []).append(trial)
-    rows = {recipe: _row(recipe, group) for recipe, group in groups.items()}
-    chosen = _asked_yardstick(yardstick, groups) if yardstick is not None else _widest(rows, groups)
-    differences = _differences(groups, chosen)
-    at_time = losses_at_equal_time(groups, chosen)
-    evidence = Evidence(groups, rows, chosen, differences, at_time)
-    return Comparison(
-        tuple(rows.values()),
-        tuple(sentences(evidence)),
-        chosen,
-        tuple(run.path for run in runs),
-        tuple(differences.values()),
-        at_time,
-        {recipe: {key: late_reading(group, key) for key in _AUDITED} for recipe, group in groups.items()},
-        {recipe: tuple(why) for recipe, why in evidence.faults.items() if why},
-    )
+    groups: dict[str, list[RunStats]] = {}
+    for run, label in zip(runs, run_labels(runs), strict=True):
+        groups.setdefault(label, []).append(RunStats.of(run, label))
+    rows = {label: _row(label, group) for label, group in groups.items()}
+    requested = baseline if baseline is not None else yardstick
+    chosen = _requested_baseline(requested, groups) if requested is not None else _widest(rows, groups)
+    equal_time = losses_at_equal_time(groups, chosen)
+    classes = classify(groups, rows, chosen, equal_time)
+    folders = tuple(run.path for run in runs)
+    return Comparison(tuple(rows.values()), tuple(sentences(classes)), chosen, folders, equal_time, classes)
 
 
-_AUDITED = ("edq", "noise", "lost_fraction")
-
-
-def _row(recipe: str, group: Sequence[Trial]) -> Row:
-    counted = [t.run.summary for t in group if t.counts and t.run.summary is not None]
-    # What a recipe takes is known of a run that diverged, too.
-    ended = counted or [t.run.summary for t in group if t.run.summary is not None]
+def _row(label: str, group: Sequence[RunStats]) -> Row:
+    counted = [run.run.summary for run in group if run.counts and run.run.summary is not None]
+    # The speed and size of a run that diverged are known, too.
+    ended = counted or [run.run.summary for run in group if run.run.summary is not None]
 
     def over(summaries: Sequence[Row], key: str, reduce: Callable[[list[float]], float]) -> float | None:
         known = [s[key] for s in summaries if s.get(key) is not None and math.isfinite(s[key])]
@@ -173,7 +179,7 @@ def _row(recipe: str, group: Sequence[Trial]) -> Row:
 
     losses = [float(s["val_loss"]) for s in counted]
     return {
-        "recipe": recipe,
+        "recipe": label,
         "val_loss": statistics.fmean(losses) if losses else None,
         "val_loss_std": statistics.stdev(losses) if len(losses) > 1 else None,
         "tokens_per_second": over(ended, "tokens_per_second", statistics.median),
@@ -182,17 +188,17 @@ def _row(recipe: str, group: Sequence[Trial]) -> Row:
         "edq": over(counted, "edq", statistics.fmean),
         "noise": over(counted, "noise", statistics.fmean),
         "lost_fraction": over(counted, "lost_fraction", statistics.fmean),
-        "diverged": any(trial.diverged for trial in group),
+        "diverged": any(run.divergence for run in group),
         "num_seeds": len(losses),
     }
 
 
-def _asked_yardstick(name: str, groups: Mapping[str, Sequence[Trial]]) -> str:
+def _requested_baseline(name: str, groups: Mapping[str, Sequence[RunStats]]) -> str:
     for known in (name, recipe_name(name)):
         if known in groups:
             return known
     raise RecipeError(
-        f"the yardstick {name} was asked for, and the runs are of {', '.join(groups)}.",
+        f"the baseline {name} was requested, and the runs are of {', '.join(groups)}.",
         suggestion(name, groups) or "Name one of them.",
     )
 
@@ -200,24 +206,11 @@ def _asked_yardstick(name: str, groups: Mapping[str, Sequence[Trial]]) -> str:
 _WIDTHS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 
-def _widest(rows: Mapping[str, Row], groups: Mapping[str, Sequence[Trial]]) -> str | None:
-    def width(recipe: str) -> tuple[bool, bool, float, int]:
-        compute = recipe.split("/")[0]
-        sound = not faults(groups[recipe])
-        return sound, compute in _WIDTHS, round(rows[recipe]["bytes_per_param"] or 0.0, 1), _WIDTHS.get(compute, 0)
+def _widest(rows: Mapping[str, Row], groups: Mapping[str, Sequence[RunStats]]) -> str | None:
+    def width(label: str) -> tuple[bool, bool, float, int]:
+        recipe = groups[label][0].recipe
+        bits = _WIDTHS.get(recipe.compute.name, 0) if recipe is not None else 0
+        return not run_faults(groups[label]), bits > 0, round(rows[label]["bytes_per_param"] or 0.0, 1), bits
 
-    usable = [recipe for recipe in rows if rows[recipe]["num_seeds"]]
+    usable = [label for label in rows if rows[label]["num_seeds"]]
     return max(usable, key=width, default=None)
-
-
-def _differences(groups: Mapping[str, Sequence[Trial]], yardstick: str | None) -> dict[str, Difference]:
-    """Of each recipe that has a seed in common with the yardstick."""
-    if yardstick is None:
-        return {}
-    base = {t.seed: t.loss for t in groups[yardstick] if t.counts}
-    found = {}
-    for recipe, group in groups.items():
-        pairs = [t.loss - base[t.seed] for t in group if t.counts and t.seed in base]
-        if pairs and recipe != yardstick:
-            found[recipe] = Difference(recipe, *interval([pairs]), len(pairs))
-    return found

@@ -1,8 +1,8 @@
-"""How sure a difference is: Student's t for paired differences of a few seeds.
+"""The 95 % interval of paired differences over a few seeds, by Student's t, and how differences are printed.
 
-Two runs of one seed share their first weights and their batches, so most of the luck of a seed cancels in their
-difference. What is left varies from seed to seed, and its mean gets a 95 % interval: the half width shrinks with the root
-of the number of seeds, and with two seeds it is 12.7 standard errors, since two numbers say little of their spread.
+Two runs of one seed share their initial weights and their batches, so most of a seed's effect cancels in their difference.
+What is left varies between seeds, and its mean gets an interval. The half width shrinks with the square root of the number of
+seeds; with two seeds it is 12.7 standard errors, since two values are a poor estimate of their spread.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ from dataclasses import dataclass
 from narrowgauge.spec.significance import student_t
 
 MINUS = "\N{MINUS SIGN}"
-NEGLIGIBLE = 1e-3
-"""A difference whose whole interval lies below this share of the yardstick's loss is worth no bytes, however certain."""
 
 
 def interval(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Mean of the cells' means and the half width of its 95 % interval.
 
-    Cells are what was chosen and only seeds are drawn, so the variance is the sum of the cells' own, Σ s²/n, divided by
-    the squared number of cells, with Satterthwaite's degrees of freedom rounded down. One cell is the plain t interval.
+    Cells are fixed and only seeds are random, so the variance is the sum of the cells' own, Σ s²/n, divided by the squared
+    number of cells, with Satterthwaite's degrees of freedom rounded down. One cell gives the plain t interval.
 
     Args:
-        cells: differences, a number per seed in each.
+        cells: differences, one per seed in each cell.
     Returns:
-        The mean, and the half width; infinite where any cell has a single seed.
+        The mean, and the half width, which is infinite where a cell has a single seed.
     Example:
         >>> mean, half = interval([[1.0, 2.0, 3.0]])
         >>> mean, round(half, 3)
@@ -46,10 +44,10 @@ def interval(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Difference:
-    """A recipe's validation loss minus the yardstick's, over the seeds that both have.
+    """A recipe's validation loss minus the baseline's, over the seeds that both have.
 
     Args:
-        recipe: its name.
+        recipe: its label.
         mean: over seeds.
         half: half the width of the 95 % interval; infinite for fewer than two seeds.
         num_pairs: seeds.
@@ -61,30 +59,23 @@ class Difference:
     num_pairs: int
 
     @property
-    def text(self) -> str:
-        """As a person reads it."""
-        return shown_difference(self.mean, self.half)
-
-    def is_worse(self, loss: float) -> bool:
-        """Whether it is worse beyond the noise, and by enough to matter beside the yardstick's ``loss``."""
-        return self.mean - self.half > 0 and self.mean + self.half > NEGLIGIBLE * abs(loss)
-
-    def is_better(self, loss: float) -> bool:
-        """Whether it is better beyond the noise, and by enough to matter."""
-        return self.mean + self.half < 0 and self.half - self.mean > NEGLIGIBLE * abs(loss)
+    def low(self) -> float:
+        """The lower end of the interval."""
+        return self.mean - self.half
 
     @property
-    def holds_zero(self) -> bool:
-        """Whether the interval does."""
-        return self.mean - self.half <= 0 <= self.mean + self.half
+    def high(self) -> float:
+        """The upper end of the interval."""
+        return self.mean + self.half
 
-    def may_be_worse(self, share: float) -> bool:
-        """Whether its interval reaches above ``share``, so that these seeds do not rule such a loss out."""
-        return math.isfinite(self.half) and self.mean + self.half > share
+    @property
+    def text(self) -> str:
+        """As it is printed."""
+        return shown_difference(self.mean, self.half)
 
 
 def shown_loss(loss: float) -> str:
-    """A loss, or a spread of losses: four decimals, three digits where it is small, powers of ten where it is huge.
+    """A loss or a standard deviation: four decimals, three digits where it is small, an exponent where it is huge.
 
     Example:
         >>> shown_loss(4.1), shown_loss(0.0012345), shown_loss(1.5e30)
@@ -94,7 +85,7 @@ def shown_loss(loss: float) -> str:
 
 
 def shown_difference(mean: float, half: float) -> str:
-    """A difference and half its interval, as many decimals as the half is good for, four at least.
+    """A difference and half its interval, with the decimals that the half width justifies, four at least.
 
     Example:
         >>> shown_difference(0.00024, 0.00021).replace("\N{NO-BREAK SPACE}", " ")
@@ -105,14 +96,14 @@ def shown_difference(mean: float, half: float) -> str:
     sizes = [abs(size) for size in (mean, half) if math.isfinite(size)]
     if not math.isfinite(half):
         return _signed(mean, sizes, abs(mean))
-    # An interval that is far narrower than the difference needs no further digits of it.
+    # A far narrower interval needs no further digits of the difference.
     fineness = max(half, abs(mean) / 20)
     return f"{_signed(mean, sizes, fineness)}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{_unsigned(half, sizes, fineness)}"
 
 
 def _signed(number: float, sizes: Sequence[float], fineness: float) -> str:
     text = _unsigned(abs(number), sizes, fineness)
-    # What rounds to nothing has no sign.
+    # Zero after rounding has no sign.
     return text if math.isfinite(number) and not float(text) else f"{MINUS if number < 0 else '+'}{text}"
 
 
@@ -124,7 +115,7 @@ def _unsigned(size: float, sizes: Sequence[float], fineness: float) -> str:
 
 
 def _decimals(fineness: float) -> int:
-    """Four, and more where a number of that size would be left with fewer than a good digit, or two behind a 1 or 2."""
+    """Four, and more where that leaves less than one significant digit, or less than two that begin with 1 or 2."""
     if not 0 < fineness < 1:
         return 4
     first = -math.floor(math.log10(fineness))

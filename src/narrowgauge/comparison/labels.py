@@ -1,8 +1,8 @@
-"""What recipes, runs and run folders are called: in the verdict, in compare.json and on the page alike.
+"""The labels of recipes, runs and run folders: the same in the verdict, in ``compare.json`` and on the page.
 
-A recipe has its full name, and where its table says more, what it is called or else a word on what that is. Runs that
-differ in their seed alone share a label; where one recipe was run twice with one seed, the settings that differ become
-part of the label, and where nothing else tells two runs apart, their folders do.
+A recipe's label is its full name, followed by its own name or by what its table overrides. Runs that differ only in their
+seed share a label. Where one recipe was run twice with one seed, the settings that differ become part of the label; where
+none differs, the folder does. A label is for people: nothing parses it back to a recipe or a seed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,18 @@ def run_name(recipe: str, seed: int) -> str:
     return f"{kept.strip('.') or 'recipe'}-seed{seed}"
 
 
+def parsed_recipe(recipe: Any) -> Recipe | None:
+    """A recipe from its name, its table or itself; ``None`` where the name is no recipe's."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    try:
+        return parse_table(recipe) if isinstance(recipe, Mapping) else parse(str(recipe))
+    except RecipeError:
+        return None
+
+
 def recipe_name(recipe: Any) -> str:
-    """What a run's recipe is called: its full name, and where a table says more, its own name or what that is.
+    """The label of a recipe: its full name, and where its table overrides something, its own name or what is overridden.
 
     Example:
         >>> recipe_name("bf16"), recipe_name({"recipe": "bfloat16/word", "keep": ["lm_head"]}), recipe_name("mine")
@@ -39,29 +49,29 @@ def recipe_name(recipe: Any) -> str:
         >>> recipe_name({"recipe": "bfloat16/word", "name": "wide head", "keep": ["lm_head"]})
         'bfloat16/word (wide head)'
     """
-    try:
-        if isinstance(recipe, Mapping):
-            asked = parse_table(recipe)
-        else:
-            asked = recipe if isinstance(recipe, Recipe) else parse(str(recipe))
-    except RecipeError:
+    found = parsed_recipe(recipe)
+    if found is None:
         return str(recipe)
-    more = [key for key in asked.to_dict() if key not in ("name", "compute", "storage", "reduction")]
+    more = [key for key in found.to_dict() if key not in ("name", "compute", "storage", "reduction")]
     if not more:
-        return asked.name
-    # The full name first: what a recipe computes and stores is read off it, by people and by programs.
-    return f"{asked.name} ({asked.label})" if asked.label else f"{asked.name} with {', '.join(more)}"
+        return found.name
+    return f"{found.name} ({found.label})" if found.label else f"{found.name} with {', '.join(more)}"
+
+
+def recipe_of(run: Run) -> Recipe | None:
+    """The recipe of a run; ``None`` where what the run records is no recipe's name."""
+    return parsed_recipe(run.config.get("recipe"))
 
 
 def seed_of(run: Run) -> int:
-    """The seed of a run; 0 where it says none."""
+    """The seed of a run; 0 where none is recorded."""
     return int(run.config.get("seed", 0))
 
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
-    """A name per run, the same for runs that differ in their seed alone.
+    """A label per run, the same for runs that differ only in their seed.
 
-    Law: no two runs of one seed share a label, unless they are one run named twice.
+    Invariant: no two runs of one seed share a label, unless they are one run named twice.
 
     Args:
         runs: in any order.
@@ -76,11 +86,11 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
         ['bfloat16/word, lr 0.001', 'bfloat16/word, lr 0.0001']
     """
     labels = [recipe_name(run.config.get("recipe", run.path.name)) for run in runs]
-    for tell_apart in (_by_settings, _by_folder):
+    for distinguish in (_by_settings, _by_folder):
         for label in sorted(_repeated(labels, runs)):
             places = [place for place, name in enumerate(labels) if name == label]
-            for place, words in zip(places, tell_apart([runs[place] for place in places]), strict=True):
-                labels[place] = label + words
+            for place, suffix in zip(places, distinguish([runs[place] for place in places]), strict=True):
+                labels[place] = label + suffix
     return labels
 
 
@@ -91,14 +101,14 @@ def _repeated(labels: Sequence[str], runs: Sequence[Run]) -> set[str]:
 
 
 def _by_settings(runs: Sequence[Run]) -> list[str]:
-    """The settings in which runs differ, a text per run."""
+    """The settings in which the runs differ, a text per run."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in ("recipe", "seed", "out"))
-    apart = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
-    return ["".join(f", {key} {run.config.get(key)}" for key in apart) for run in runs]
+    differing = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
+    return ["".join(f", {key} {run.config.get(key)}" for key in differing) for run in runs]
 
 
 def _by_folder(runs: Sequence[Run]) -> list[str]:
-    """The comparison a run lies in where that tells runs of a seed apart, else its own folder."""
+    """The folder of the comparison where that distinguishes runs of one seed, else the run's own folder."""
     above = [(run.path.parent.name, seed_of(run)) for run in runs]
     if len(set(above)) == len(runs):
         return [f" ({folder})" for folder, _ in above]
@@ -107,7 +117,7 @@ def _by_folder(runs: Sequence[Run]) -> list[str]:
 
 
 def listed(parts: Iterable[str]) -> str:
-    """Names in a sentence.
+    """Names as they are listed in a sentence.
 
     Example:
         >>> listed(["a", "b", "c"])

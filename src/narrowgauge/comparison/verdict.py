@@ -1,223 +1,227 @@
-"""What the figures of a comparison mean, in sentences, the most important first.
+"""The verdict: what the classifications mean, in sentences, the most important first.
 
-Three questions are answered: which recipe is the cheapest that ends within the noise, which are not to be used and why,
-and what these runs cannot say. A recipe wins only where its interval rules out a loss worse by more than a hundredth; a
-certain loss that is smaller is told as a price, and a certain gain as one. What is left is ordered by bytes, then time. An
-interval is of one recipe; of twenty harmless ones, one is to be expected outside. What holds by the clock is said in
-``clock.py``, what should be known of the runs first in ``fairness.py``.
+It answers three questions: which recipe is the cheapest that ends within the noise, which are not to be used and why, and what
+these runs cannot show. A recipe wins only where its interval rules out a loss worse by more than 1 %. A smaller certain loss
+is reported as a price, and a certain gain as a gain. Recipes are ordered by bytes, then time. Each interval is for one recipe;
+of twenty harmless ones, expect one outside. ``equal_time.py`` writes the sentences about time, ``caveats.py`` those about
+the runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from narrowgauge.comparison.caveats import caveats
-from narrowgauge.comparison.classification import MOST_NOISE, WIDE, Evidence
+from narrowgauge.comparison.classification import WIDE, Classes, Classification, Rank
 from narrowgauge.comparison.equal_time import at_equal_time, fastest
-from narrowgauge.comparison.intervals import Difference, shown_loss
+from narrowgauge.comparison.intervals import shown_loss
 from narrowgauge.comparison.labels import counted, listed
-from narrowgauge.comparison.run_stats import late_reading
 
 
-def sentences(found: Evidence) -> list[str]:
-    """All that there is to say, the most important first."""
-    parts = (_cheapest, _dearer, _not_to_be_used, _noisy, _unaudited, _undecided, fastest, at_equal_time)
-    return [*(sentence for part in parts for sentence in part(found)), *caveats(found.groups)]
+def sentences(classes: Classes) -> list[str]:
+    """The whole verdict, the most important first."""
+    parts: tuple[Callable[[Classes], list[str]], ...] = (
+        _cheapest, _with_a_price, _not_to_be_used, _noisy, _not_audited, _not_ranked, fastest, at_equal_time,
+    )  # fmt: skip
+    return [*(sentence for part in parts for sentence in part(classes)), *caveats(classes.groups)]
 
 
 # ── which is the cheapest ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _cheapest(found: Evidence) -> list[str]:
-    if (sentence := _nothing_to_compare(found)) is not None:
+def _cheapest(classes: Classes) -> list[str]:
+    if (sentence := _nothing_to_compare(classes)) is not None:
         return [sentence]
-    if not found.has_intervals:
-        return _one_seed(found)
-    fit = [recipe for recipe in found.fit if found.has_size(recipe)]
-    best = min(fit, key=found.price, default=None)
-    # The yardstick wins only where nothing that takes less may be as good.
-    rivals = [recipe for recipe in found.open if best is None or found.price(recipe) < found.price(best)]
-    if best in (None, found.yardstick) and any(found.has_size(recipe) for recipe in rivals):
-        return [_cannot_be_told(found, rivals), *_equals(found, None, rivals)]
+    if not classes.has_intervals:
+        return _one_seed(classes)
+    best, rivals = classes.cheapest, classes.cheaper_open
+    # The baseline wins only where no cheaper recipe may be as good.
+    if (best is None or best.rank is Rank.BASELINE) and any(one.bytes_per_param is not None for one in rivals):
+        return [_too_few_seeds(classes, rivals), *_no_worse(classes, None, rivals)]
     if best is None:
-        return [_none_named(found), *_equals(found, None)]
-    return [_won(found, best, rivals), *_quieter(found, best, fit), *_equals(found, best)]
+        return [_none_named(classes), *_no_worse(classes, None)]
+    return [_won(classes, best, bool(rivals)), *_less_noisy(classes, best), *_no_worse(classes, best)]
 
 
-def _none_named(found: Evidence) -> str:
-    if found.fit or found.open:
-        return "Nothing says how many bytes per parameter these recipes take, so none is named the cheapest."
-    return f"No recipe is fit for use here, {found.yardstick} included."
+def _none_named(classes: Classes) -> str:
+    if any(one.is_fit or one.is_open for one in classes.values()):
+        return "No record holds the bytes per parameter of these recipes, so none is named the cheapest."
+    return f"No recipe is fit for use here, {classes.baseline} included."
 
 
-def _nothing_to_compare(found: Evidence) -> str | None:
-    if found.yardstick is None or not any(row["num_seeds"] for row in found.rows.values()):
+def _nothing_to_compare(classes: Classes) -> str | None:
+    if classes.baseline is None or not any(one.row["num_seeds"] for one in classes.values()):
         return "No run has ended in a loss that counts, so there is nothing to compare."
-    row = found.rows[found.yardstick]
+    row = classes[classes.baseline].row
     if not row["num_seeds"]:
-        return f"No run of {found.yardstick} has ended in a loss that counts: nothing can be held against it."
-    if len(found.groups) == 1:
-        spread = (
-            "" if row["val_loss_std"] is None else f" with a standard deviation of {shown_loss(row['val_loss_std'])}"
-        )
+        return f"No run of {classes.baseline} has ended in a loss that counts: nothing can be compared with it."
+    if len(classes) == 1:
+        spread = ""
+        if row["val_loss_std"] is not None:
+            spread = f" with a standard deviation of {shown_loss(row['val_loss_std'])}"
         seeds = counted(row["num_seeds"], "seed")
-        return f"{found.yardstick} alone was run: validation loss {shown_loss(row['val_loss'])}{spread} over {seeds}."
-    if not found.differences:
-        return _nothing_paired(found, str(found.yardstick))
-    return None
+        return f"{classes.baseline} alone was run: validation loss {shown_loss(row['val_loss'])}{spread} over {seeds}."
+    others = [one for one in classes.values() if one.label != classes.baseline]
+    if any(one.difference is not None for one in others):
+        return None
+    if any(one.row["num_seeds"] for one in others):
+        return f"No other recipe has a finished run with the seeds of {classes.baseline}: nothing can be paired."
+    if all(run.divergence for one in others for run in one.runs):
+        return f"Every other recipe diverged with every seed: nothing can be compared with {classes.baseline}."
+    return f"No run of another recipe has ended in a loss that counts: nothing can be compared with {classes.baseline}."
 
 
-def _nothing_paired(found: Evidence, yardstick: str) -> str:
-    others = [recipe for recipe in found.groups if recipe != yardstick]
-    if any(found.rows[recipe]["num_seeds"] for recipe in others):
-        return f"No other recipe has a finished run of the seeds of {yardstick}: nothing can be paired."
-    if all(trial.diverged for recipe in others for trial in found.groups[recipe]):
-        return f"Every other recipe diverged with every seed: nothing can be held against {yardstick}."
-    return f"No run of another recipe has ended in a loss that counts: nothing can be held against {yardstick}."
-
-
-def _one_seed(found: Evidence) -> list[str]:
+def _one_seed(classes: Classes) -> list[str]:
     few = "One seed each"
-    if any(row["num_seeds"] > 1 for row in found.rows.values()):
-        few = f"No recipe has two seeds in common with {found.yardstick}"
-    said = [
-        f"{few}, so no interval can be given: whether a difference from {found.yardstick} is the recipe's or "
-        "chance cannot be told. At least 2 seeds give one, 3 a useful one."
+    if any(one.row["num_seeds"] > 1 for one in classes.values()):
+        few = f"No recipe has two seeds in common with {classes.baseline}"
+    found = [
+        f"{few}, so no interval can be given: a difference from {classes.baseline} may be due to the recipe or to chance. "
+        "At least 2 seeds give an interval, 3 a useful one."
     ]
-    if sized := [recipe for recipe in found.sound if found.has_size(recipe)]:
-        best = min(sized, key=found.price)
-        ended = found.differences.get(best)
-        apart = f" and ended {ended.text} from the loss of {found.yardstick}" if ended is not None else ""
-        among = " of those without a fault" if _is_audited(found, best) else ""
-        said.append(f"{best} costs least{among}: {found.size(best)}{apart}.")
-    return said
+    usable = [one for one in classes.values() if (one.is_fit or one.is_unranked) and one.bytes_per_param is not None]
+    if usable:
+        best = min(usable, key=lambda one: one.cost)
+        ended = f" and ended {best.difference.text} from the loss of {classes.baseline}" if best.difference else ""
+        among = " of those without a fault" if best.is_audited else ""
+        found.append(f"{best.label} costs least{among}: {_size(best)}{ended}.")
+    return found
 
 
-def _cannot_be_told(found: Evidence, rivals: list[str]) -> str:
-    """That seeds are too few to name a cheapest."""
-    base = found.rows[str(found.yardstick)]["bytes_per_param"]
-    sizes = {r: f"{found.rows[r]['bytes_per_param']:.2f} bytes per parameter, " for r in rivals if found.has_size(r)}
-    told = listed(f"{recipe} ({sizes.get(recipe, '')}{found.open[recipe].text})" for recipe in rivals)
-    takes = f" ({base:.2f})" if base is not None else ""
+def _size(one: Classification) -> str:
+    return f"{one.bytes_per_param:.2f} bytes per parameter"
+
+
+def _too_few_seeds(classes: Classes, rivals: Sequence[Classification]) -> str:
+    """That these seeds do not decide which recipe is the cheapest."""
+    base = classes[str(classes.baseline)].bytes_per_param
+    names = listed(
+        f"{one.label} ({'' if one.bytes_per_param is None else f'{_size(one)}, '}{difference.text})"
+        for one in rivals
+        if (difference := one.difference) is not None
+    )
+    size = f" ({base:.2f})" if base is not None else ""
     return (
-        f"Which is the cheapest cannot be told {_with_seeds(found.open[r] for r in rivals)}: {told} may end worse than "
-        f"{found.yardstick}{takes} by more than 1 % of the loss, or no worse. More seeds would say more."
+        f"{_seeds(rivals).capitalize()} do not decide which is the cheapest: {names} may end worse than "
+        f"{classes.baseline}{size} by more than 1 % of the loss, or no worse. Use more seeds."
     )
 
 
-def _with_seeds(differences: Iterable[Difference]) -> str:
-    numbers = {difference.num_pairs for difference in differences}
-    return f"with {numbers.pop()} seeds" if len(numbers) == 1 else "with so few seeds"
+def _seeds(found: Sequence[Classification]) -> str:
+    numbers = {one.difference.num_pairs for one in found if one.difference is not None}
+    return f"{numbers.pop()} seeds" if len(numbers) == 1 else "so few seeds"
 
 
-def _won(found: Evidence, best: str, rivals: list[str]) -> str:
-    mine = found.price(best)[0]
-    if best == found.yardstick:
-        others = [size for r in found.groups if r != best and math.isfinite(size := found.price(r)[0])]
-        why = "all that take less end worse, are not to be used or cannot be judged"
+def _won(classes: Classes, best: Classification, has_rivals: bool) -> str:
+    baseline = classes[str(classes.baseline)]
+    mine, base = best.cost[0], baseline.bytes_per_param
+    if best is baseline or best.difference is None:
+        others = [size for one in classes.values() if one is not best and math.isfinite(size := one.cost[0])]
+        why = "every smaller one ends worse, is not to be used or cannot be ranked"
         if not others or min(others) >= mine:
-            why = "no other takes less that is fit for use"
-        return f"{best} is the cheapest within the noise: {found.size(best)}; {why}."
-    difference, base = found.differences[best], found.rows[str(found.yardstick)]["bytes_per_param"]
-    beside = f" where {found.yardstick} takes {base:.2f}" if base is not None and mine < round(base, 1) else ""
+            why = "no smaller one is fit for use"
+        return f"{best.label} is the cheapest within the noise: {_size(best)}; {why}."
+    relative = f" instead of the {base:.2f} of {baseline.label}" if base is not None and mine < round(base, 1) else ""
     if base is not None and mine == round(base, 1):
-        beside = f", as {found.yardstick} takes, but less time"
-    rank = "is the cheapest within the noise"
-    if best in found.better:
-        rank = "ends better than the yardstick and is the cheapest"
-    elif not difference.holds_zero:
-        rank = "is the cheapest within a thousandth of the yardstick's loss"
-    if rivals:
-        rank = "is the cheapest of those that these seeds can judge"
+        relative = f", as many as {baseline.label}, and less time"
+    ranks = {
+        Rank.BETTER: "ends better than the baseline and is the cheapest",
+        Rank.NEGLIGIBLE: "is the cheapest within a thousandth of the baseline's loss",
+    }
+    place = ranks.get(best.rank, "is the cheapest within the noise")
+    if has_rivals:
+        place = "is the cheapest of those that these seeds can rank"
     return (
-        f"{best} {rank}: {found.size(best)}{beside}, and its validation loss differs from "
-        f"{found.yardstick}'s by {difference.text} (95 % interval over {difference.num_pairs} seeds)."
+        f"{best.label} {place}: {_size(best)}{relative}. Its validation loss differs from that of {baseline.label} by "
+        f"{best.difference.text} (95 % interval over {best.difference.num_pairs} seeds)."
     )
 
 
-def _quieter(found: Evidence, best: str, judged: list[str]) -> list[str]:
-    quiet = [recipe for recipe in judged if found.noise(recipe) <= MOST_NOISE]
+def _less_noisy(classes: Classes, best: Classification) -> list[str]:
+    quiet = [one for one in classes.values() if one.is_fit and one.bytes_per_param is not None and not one.is_noisy]
     if best in quiet or not quiet:
         return []
-    other = min(quiet, key=found.price)
-    return [f"The cheapest whose updates are not mostly noise is {other}: {found.size(other)}."]
+    other = min(quiet, key=lambda one: one.cost)
+    return [f"The cheapest whose updates are not mostly noise is {other.label}: {_size(other)}."]
 
 
-def _equals(found: Evidence, best: str | None, told: Iterable[str] = ()) -> list[str]:
-    """The other recipes that are not worse: better, within the noise, or too little known."""
-    fit = [found.differences[r] for r in found.fit if r in found.differences]
-    others = [d for d in fit if d.recipe != best]
-    said = []
-    if better := [f"{d.recipe} ({d.text})" for d in others if d.recipe in found.better]:
-        said.append(f"Ends better than {found.yardstick}, and certainly: {listed(better)}.")
-    if level := [d for d in others if d.recipe not in found.better]:
-        also = "Also within" if best not in (None, *found.better) else "Within"
-        near = "" if all(d.holds_zero for d in level) else ", or within a thousandth of its loss"
-        said.append(f"{also} the noise of {found.yardstick}{near}: {listed(f'{d.recipe} ({d.text})' for d in level)}.")
-    if loose := [d.recipe for d in fit if d.half > WIDE * abs(found.loss) and d.recipe not in found.better]:
-        said.append(f"The interval of {listed(loose)} is wider than 1 % of the loss: more seeds would say more.")
-    if unsure := [d for d in found.open.values() if d.recipe not in set(told)]:
-        names = listed(f"{d.recipe} ({d.text})" for d in unsure)
-        said.append(
-            f"Not to be told apart from {found.yardstick} {_with_seeds(unsure)}: {names} may end worse by more than 1 % of "
-            "the loss, or no worse. More seeds would say more."
+def _no_worse(classes: Classes, best: Classification | None, named: Collection[Classification] = ()) -> list[str]:
+    """The other recipes that are not worse: better, within the noise, or inconclusive."""
+    baseline = classes.baseline
+    fit = [one for one in classes.values() if one.is_fit and one.difference is not None]
+    others = [one for one in fit if one is not best]
+    found = []
+    if better := _with_differences(one for one in others if one.rank is Rank.BETTER):
+        found.append(f"Ends better than {baseline}, with certainty: {better}.")
+    level = [one for one in others if one.rank is not Rank.BETTER]
+    if level:
+        also = "Also within" if best is not None and best.rank is not Rank.BETTER else "Within"
+        near = ", or within a thousandth of its loss" if any(one.rank is Rank.NEGLIGIBLE for one in level) else ""
+        found.append(f"{also} the noise of {baseline}{near}: {_with_differences(level)}.")
+    wide = WIDE * abs(classes.loss)
+    if loose := [
+        one.label for one in fit if one.rank is not Rank.BETTER and one.difference and one.difference.half > wide
+    ]:
+        found.append(f"The interval of {listed(loose)} is wider than 1 % of the loss: use more seeds.")
+    if unsure := [one for one in classes.values() if one.is_open and one not in named]:
+        found.append(
+            f"Not statistically distinguishable from {baseline} with {_seeds(unsure)}: {_with_differences(unsure)} may end "
+            "worse by more than 1 % of the loss, or no worse. Use more seeds."
         )
-    return said
+    return found
+
+
+def _with_differences(found: Iterable[Classification]) -> str:
+    """Labels, each with its difference from the baseline; empty where there are none."""
+    texts = [f"{one.label} ({one.difference.text})" for one in found if one.difference is not None]
+    return listed(texts) if texts else ""
 
 
 # ── which are not to be used, or with care ──────────────────────────────────────────────────────────────────────────
 
 
-def _dearer(found: Evidence) -> list[str]:
-    told = [
-        f"{recipe} ({difference.text}, {difference.mean / abs(found.loss):+.1%})"
-        for recipe, difference in found.worse.items()
-        if not found.faults[recipe] and found.loss
+def _with_a_price(classes: Classes) -> list[str]:
+    found = [
+        f"{one.label} ({one.difference.text}, {one.difference.mean / abs(classes.loss):+.1%})"
+        for one in classes.values()
+        if one.has_price and one.difference is not None and classes.loss
     ]
-    return [f"At a small price in loss, which is certain: {listed(told)}."] if told else []
+    return [f"At a small but certain price in loss: {listed(found)}."] if found else []
 
 
-def _not_to_be_used(found: Evidence) -> list[str]:
+def _not_to_be_used(classes: Classes) -> list[str]:
     return [
-        f"Not to be used: {recipe}{', the yardstick itself' if recipe == found.yardstick else ''}, which {listed(why)}."
-        for recipe, why in found.faults.items()
-        if why
+        f"Not to be used: {one.label}{', the baseline itself' if one.label == classes.baseline else ''}, which "
+        f"{listed(fault.text for fault in one.faults)}."
+        for one in classes.values()
+        if one.faults
     ]
 
 
-def _noisy(found: Evidence) -> list[str]:
-    # A lost update counts as noise of its own size, and was told already.
-    noises = {recipe: found.noise(recipe) for recipe in found.groups if not found.faults[recipe]}
+def _noisy(classes: Classes) -> list[str]:
+    # A lost update counts as noise of its own size, and is reported as a fault already.
     return [
-        f"With care: {recipe} adds {noise:.1f} times as much to its late updates as they are; this loss bears it, and a "
-        "longer run at a smaller rate may not."
-        for recipe, noise in noises.items()
-        if noise > MOST_NOISE
+        f"With care: {one.label} adds {one.late_noise:.1f} times as much noise to its late updates as they are large; these "
+        "losses do not suffer from it, and those of a longer run at a smaller learning rate may."
+        for one in classes.values()
+        if one.is_noisy and not one.faults
     ]
 
 
-def _is_audited(found: Evidence, recipe: str) -> bool:
-    return late_reading(found.groups[recipe], "edq") is not None
-
-
-def _unaudited(found: Evidence) -> list[str]:
-    """Recipes that seem without a fault because nobody looked."""
-    ended = [recipe for recipe, row in found.rows.items() if row["num_seeds"]]
-    unseen = [recipe for recipe in ended if not _is_audited(found, recipe) and not found.faults[recipe]]
+def _not_audited(classes: Classes) -> list[str]:
+    """Recipes that may lose updates without anything to show it."""
+    ended = [one for one in classes.values() if one.row["num_seeds"]]
+    unseen = [one.label for one in ended if not one.is_audited and not one.faults]
     if not unseen or len(ended) < 2:
         return []
     if len(unseen) == len(ended):
-        return ["No step was audited, so nothing here says whether updates get lost."]
-    return [f"Not audited, so nothing here says whether updates get lost: {listed(unseen)}."]
+        return ["No step was audited, so lost updates would not be seen."]
+    return [f"Not audited, so lost updates would not be seen: {listed(unseen)}."]
 
 
-def _undecided(found: Evidence) -> list[str]:
-    if not found.has_intervals:
+def _not_ranked(classes: Classes) -> list[str]:
+    few = [one.label for one in classes.values() if one.is_unranked]
+    if not few or not classes.has_intervals:
         return []
-    few = [
-        recipe
-        for recipe in found.sound
-        if recipe != found.yardstick and (recipe not in found.differences or found.differences[recipe].num_pairs < 2)
-    ]
-    return [f"Not judged, for want of two seeds in common with {found.yardstick}: {listed(few)}."] if few else []
+    return [f"Not ranked, with fewer than two seeds in common with {classes.baseline}: {listed(few)}."]

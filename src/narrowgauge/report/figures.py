@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from narrowgauge.comparison.run_stats import Curve as Clock
-from narrowgauge.comparison.run_stats import Trial, on_one_clock
+from narrowgauge.comparison.run_stats import LossCurve, RunStats, losses_at_common_times
 from narrowgauge.report.groups import Group, final_loss
 from narrowgauge.report.history_figures import gradient_norm, loss_scale, skipped, worst_overflow, worst_underflow
 from narrowgauge.report.marks import colour, plain, symbol_of
@@ -146,9 +145,9 @@ def loss_against_bytes(groups: Sequence[Group]) -> Figure | None:
 
 def loss_against_seconds(groups: Sequence[Group]) -> Figure | None:
     """Validation loss over seconds of training, read as the verdict reads it."""
-    trials = {group.place: [trial for trial in group.trials if trial.curve.points] for group in groups}
-    joined = {place: _averaged(found) for place, found in trials.items()}
-    curves = [_over_seconds(group, trials[group.place], joined[group.place]) for group in groups]
+    stats = {group.place: [run for run in group.stats if run.curve.points] for group in groups}
+    joined = {place: _averaged(found) for place, found in stats.items()}
+    curves = [_over_seconds(group, stats[group.place], joined[group.place]) for group in groups]
     data = traces_of(curves, name="validation loss")
     if not data:
         return None
@@ -157,7 +156,7 @@ def loss_against_seconds(groups: Sequence[Group]) -> Figure | None:
             # The points of several seeds stand close together: markers at all of them would be a smear.
             trace["mode"], trace["marker"]["maxdisplayed"] = "lines+markers", MOST_MARKERS
     how = _how_to_read_seconds(curves)
-    if len({frozenset(trial.seed for trial in found) for found in joined.values() if found}) > 1:
+    if len({frozenset(run.seed for run in found) for found in joined.values() if found}) > 1:
         how += " Not all recipes have the same seeds here, and seeds can differ more than recipes: rely on the verdict."
     layout = layout_of("seconds of training", "validation loss (nats per token)", log_y=any_wide(curves))
     how += clip_diverged(curves, layout) + dash_overlapping(curves, data, layout)
@@ -213,25 +212,23 @@ def _minus(line: Series, other: Series) -> Series:
     return Series(x, line.y[mine] - other.y[theirs])
 
 
-def _averaged(trials: Sequence[Trial]) -> list[Trial]:
+def _averaged(stats: Sequence[RunStats]) -> list[RunStats]:
     """The runs that the verdict reads at equal time; where it reads none, all that have a curve, or else a point."""
-    curved = [trial for trial in trials if trial.has_curve]
-    return [trial for trial in curved if trial.counts] or curved or list(trials)
+    curved = [run for run in stats if run.has_curve]
+    return [run for run in curved if run.counts] or curved or list(stats)
 
 
-def _over_seconds(group: Group, trials: Sequence[Trial], joined: Sequence[Trial]) -> Curve:
+def _over_seconds(group: Group, stats: Sequence[RunStats], joined: Sequence[RunStats]) -> Curve:
     """A recipe over seconds: the mean of some runs at the moments common to them; all else run by run.
 
     A mean over other seeds would jump by the variation between seeds, which is larger than that between recipes.
     """
-    found = on_one_clock([trial.curve for trial in joined])
+    found = losses_at_common_times([run.curve for run in joined])
     moments = [at for at, _ in found]
     lines = [series_of((at, losses[place]) for at, losses in found) for place in range(len(joined))]
-    among = {id(trial) for trial in joined}
-    alone = [
-        (trial.seed, line) for trial in trials for line in _outside(trial.curve, moments if id(trial) in among else [])
-    ]
-    broken = {at for trial in trials for at, loss in trial.curve.points if not math.isfinite(loss)}
+    among = {id(run) for run in joined}
+    alone = [(run.seed, line) for run in stats for line in _outside(run.curve, moments if id(run) in among else [])]
+    broken = {at for run in stats for at, loss in run.curve.points if not math.isfinite(loss)}
     return Curve(group, band(lines), sorted(broken), alone)
 
 
@@ -257,11 +254,11 @@ def _how_to_read_seconds(curves: Sequence[Curve]) -> str:
     return " ".join(sentences)
 
 
-def _outside(clock: Clock, moments: Sequence[float]) -> list[Series]:
+def _outside(curve: LossCurve, moments: Sequence[float]) -> list[Series]:
     """What a run's own line has before and after moments that lie on it; all of it where there are none."""
     if not moments:
-        return [series_of(clock.points)]
-    first, last = ((at, clock.loss_at(at)) for at in (moments[0], moments[-1]))
-    before = [point for point in clock.points if point[0] < moments[0]]
-    after = [point for point in clock.points if point[0] > moments[-1]]
+        return [series_of(curve.points)]
+    first, last = ((at, curve.loss_at(at)) for at in (moments[0], moments[-1]))
+    before = [point for point in curve.points if point[0] < moments[0]]
+    after = [point for point in curve.points if point[0] > moments[-1]]
     return [series_of(piece) for piece in ([*before, first], [last, *after]) if len(piece) > 1]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from narrowgauge.comparison.labels import run_labels, seed_of
-from narrowgauge.comparison.run_stats import Trial, divergence
+from narrowgauge.comparison.run_stats import RunStats
 from narrowgauge.report.samples import Samples, read_samples
 from narrowgauge.report.series import Series, column, number
 from narrowgauge.runs.record import Run
@@ -42,9 +42,9 @@ class Group:
         return tuple(map(read_samples, self.runs))
 
     @cached_property
-    def trials(self) -> tuple[Trial, ...]:
+    def stats(self) -> tuple[RunStats, ...]:
         """The runs as the comparison sees them."""
-        return tuple(Trial(self.label, seed_of(run), run, divergence(run)) for run in self.runs)
+        return tuple(RunStats.of(run, self.label) for run in self.runs)
 
     @property
     def named(self) -> list[tuple[Run, str]]:

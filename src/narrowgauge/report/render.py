@@ -69,7 +69,7 @@ def render(
     groups = group_runs(runs, rows)
     named = run_names(groups)
     samples = [found for group in groups for found in group.samples]
-    figures = comparison_figures(groups, found.yardstick if found else None)
+    figures = comparison_figures(groups, found.baseline if found else None)
     plotly = plotly_script()
     strip = event_strip(named)
     events, num_more = event_rows(named)

@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from narrowgauge.comparison.classification import Classification
 from narrowgauge.comparison.comparison import Comparison
-from narrowgauge.comparison.equal_time import standings
 from narrowgauge.comparison.intervals import MINUS, shown_difference, shown_loss
 from narrowgauge.comparison.labels import counted, listed
 from narrowgauge.comparison.run_stats import divergence
 from narrowgauge.report.groups import Group, final_loss
 from narrowgauge.report.history_figures import ROUTINE
 from narrowgauge.report.series import number
-from narrowgauge.report.standing import best_of, late_of
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 
@@ -95,16 +94,15 @@ class _Column:
     name: str
     hint: str
     form: Callable[[float], str]
-    is_low_best: bool | None = None
     is_late: bool = False
 
     def text(self, value: float) -> str:
         text = self.form(value)
         return f"{MINUS}{text[1:]}" if text.startswith("-") else text
 
-    def value(self, row: Row, group: Group | None) -> float | None:
+    def value(self, row: Row, found: Classification | None) -> float | None:
         """Of a recipe: what the audit measured last, where that is meant and known."""
-        late = late_of(group, self.name) if self.is_late else None
+        late = number(found.late.get(self.name)) if self.is_late and found is not None else None
         return number(row.get(self.name)) if late is None else late
 
 
@@ -118,10 +116,10 @@ def _memory(value: float) -> str:
 
 _LATE = "as measured in the last audited steps, by which the verdict judges"
 _COLUMNS = (
-    _Column("Validation loss", "val_loss", "nats per token on held-out text; lower is better", shown_loss, True),
-    _Column("Tokens/s", "tokens_per_second", "training throughput on this machine", "{:,.0f}".format, False),
-    _Column("Bytes/param", "bytes_per_param", "weight, gradient and optimizer state, per parameter", "{:.3g}".format, True),
-    _Column("Peak memory", "peak_memory_bytes", "the most memory that the process or device used", _memory, True),
+    _Column("Validation loss", "val_loss", "nats per token on held-out text; lower is better", shown_loss),
+    _Column("Tokens/s", "tokens_per_second", "training throughput on this machine", "{:,.0f}".format),
+    _Column("Bytes/param", "bytes_per_param", "weight, gradient and optimizer state, per parameter", "{:.3g}".format),
+    _Column("Peak memory", "peak_memory_bytes", "the most memory that the process or device used", _memory),
     _Column("Late EDQ", "edq", f"share of the intended update that was applied; {_LATE}", "{:.3f}".format, is_late=True),
     _Column("Noise", "noise", "rounding error that the storage added to the update, relative to it", "{:.3g}".format),
     _Column(
@@ -146,20 +144,16 @@ def cost_table(groups: Sequence[Group], rows: Sequence[Row], found: Comparison |
         found: the comparison of these runs, for the paired differences.
     """
     members = {group.label: group for group in groups}
+    classes: Mapping[str, Classification] = found.classes if found else {}
     differences = {row.recipe: row for row in found.differences} if found else {}
-    faults = found.not_to_be_used if found else {}
     columns = [
         column
         for column in _COLUMNS
-        if any(_cell(column, row, members.get(_name(row))).value is not None for row in rows)
+        if any(_cell(column, row, members.get(_name(row)), classes.get(_name(row))).value is not None for row in rows)
     ]
-    best = {
-        column.name: best_of(column.name, column.is_low_best, rows, members, faults, column.form)
-        for column in columns
-        if column.is_low_best is not None
-    }
+    best = {column.name: _best(column, classes) for column in columns}
     hints = {column.title: column.hint for column in columns}
-    minus = f"Minus {found.yardstick}" if found else ""
+    minus = f"Minus {found.baseline}" if found else ""
     if differences:
         first, *others = hints.items()
         hints = dict([first, (minus, _DIFFERENCE), *others])
@@ -167,12 +161,12 @@ def cost_table(groups: Sequence[Group], rows: Sequence[Row], found: Comparison |
     for row in rows:
         name = _name(row)
         group = members.get(name)
-        cells = [_cell(column, row, group, name in best.get(column.name, ())) for column in columns]
+        cells = [_cell(column, row, group, classes.get(name), name in best[column.name]) for column in columns]
         if differences:
             difference = differences.get(name)
             cells.insert(1, _difference(minus, difference.mean, difference.half) if difference else Cell(minus))
         place = group.place if group else None
-        lines.append(Line(name, place, cells, **_warning(row, faults.get(name, ())), notes=_progress(group)))
+        lines.append(Line(name, place, cells, **_warning(row, classes.get(name)), notes=_progress(group)))
     return Table(hints, lines)
 
 
@@ -180,8 +174,18 @@ def _name(row: Row) -> str:
     return str(row.get("recipe", ""))
 
 
-def _cell(column: _Column, row: Row, group: Group | None, is_best: bool = False) -> Cell:
-    value = column.value(row, group)
+def _best(column: _Column, classes: Mapping[str, Classification]) -> set[str]:
+    """The recipes that are the best of a column beyond chance, unless another usable one prints the same."""
+    best = {label for label, one in classes.items() if column.name in one.best}
+    if column.name == "bytes_per_param":
+        return best
+    values = [number(one.row.get(column.name)) for one in classes.values() if not one.faults]
+    printed = [column.text(value) for value in values if value is not None]
+    return {label for label in best if printed.count(column.text(classes[label].row[column.name])) == 1}
+
+
+def _cell(column: _Column, row: Row, group: Group | None, found: Classification | None, is_best: bool = False) -> Cell:
+    value = column.value(row, found)
     if value is None:
         so_far = _so_far(column.name, group)
         text = "–" if so_far is None else f"{column.text(so_far)} so far"
@@ -208,12 +212,11 @@ def _last(run: Run, name: str) -> float | None:
     return next((value for row in reversed(run.steps[-200:]) if (value := number(row.get(name))) is not None), None)
 
 
-def _warning(row: Row, faults: Sequence[str]) -> dict[str, str]:
-    if not faults:
+def _warning(row: Row, found: Classification | None) -> dict[str, str]:
+    if found is None or not found.faults:
         return {"badge": "diverged"} if row.get("diverged") else {}
-    # The numbers behind a fault are in the verdict.
-    short = listed(fault.partition(" (")[0].partition(" by ")[0] for fault in faults)
-    return {"badge": "not to be used", "reason": short, "hint": listed(faults)}
+    reason, hint = listed(fault.name for fault in found.faults), listed(fault.text for fault in found.faults)
+    return {"badge": "not to be used", "reason": reason, "hint": hint}
 
 
 def _progress(group: Group | None) -> list[str]:
@@ -227,20 +230,19 @@ def _progress(group: Group | None) -> list[str]:
 
 def equal_time_table(groups: Sequence[Group], found: Comparison) -> Table | None:
     """The loss of each recipe when the fastest had finished; ``None`` where no two recipes have one at that moment."""
-    rows = {str(row["recipe"]): row for row in found.equal_time}
-    if not rows:
+    if not found.equal_time:
         return None
     places = {group.label: group.place for group in groups}
-    most = max(int(row["num_seeds"]) for row in rows.values())
-    minus = f"Minus {found.yardstick}"
+    most = max(int(row["num_seeds"]) for row in found.equal_time)
+    minus = f"Minus {found.baseline}"
     lines = []
-    for recipe, standing in standings(found.equal_time, found.yardstick).items():
-        row = rows[recipe]
+    for one in found.classes.at_equal_time:
+        row = one.equal_time or {}
         few = f", {counted(row['num_seeds'], 'seed')}" if row["num_seeds"] < most else ""
         unknown = Cell(minus, value=0.0)
         difference = unknown if row["difference"] is None else _difference(minus, row["difference"], row["half"])
         cells = [Cell("Loss", shown_loss(row["val_loss"]), row["val_loss"]), difference]
-        lines.append(Line(recipe, places.get(recipe), cells, notes=[standing.value + few]))
+        lines.append(Line(one.label, places.get(one.label), cells, notes=[one.rank_at_equal_time.value + few]))
     return Table({"Loss": "nats per token on held-out text at that moment", minus: _DIFFERENCE}, lines)
 
 

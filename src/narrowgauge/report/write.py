@@ -85,7 +85,7 @@ def _is_page(file: Path) -> bool:
 
 
 def write_page(found: Comparison, runs: Sequence[Run], page: Path) -> Path:
-    """Write the page of a comparison, held against the comparison's own yardstick.
+    """Write the page of a comparison, held against the comparison's own baseline.
 
     Args:
         found: the comparison of ``runs``.
@@ -98,7 +98,7 @@ def write_page(found: Comparison, runs: Sequence[Run], page: Path) -> Path:
     from narrowgauge.report.render import render
 
     html = render(
-        runs, rows=list(found.rows), verdict=list(found.verdict), title=title_of(runs), baseline=found.yardstick
+        runs, rows=list(found.rows), verdict=list(found.verdict), title=title_of(runs), baseline=found.baseline
     )
     write_whole(page, html.encode(), AGAIN)
     return page
