@@ -21,7 +21,7 @@ MakeRun = Callable[..., Run]
 def maps_of(*runs: Run) -> list[dict[str, Any]]:
     """The heat maps of each run, all on one page."""
     samples = list(map(read_samples, runs))
-    return heat_maps([found.steps for found in samples], [found.readings for found in samples])
+    return heat_maps([found.steps for found in samples], [found.metrics for found in samples])
 
 
 def updates(step: int, **edq: float | None) -> dict[str, object]:

@@ -61,7 +61,7 @@ def test_a_damaged_reading_adds_nothing(make_run: MakeRun, damaged: Any) -> None
         "block_scales": {"weight:a": damaged},
     }
     found = read_samples(make_run(gauges=[row]))
-    assert not found.readings and not found.spans and found.lowest_edq == 1.0
+    assert not found.metrics and not found.spans and found.lowest_edq == 1.0
     assert not any(found.worst.values())
     # A healthy tensor beside it is read.
     row["updates"]["b"] = [0.25]
@@ -84,7 +84,7 @@ def test_a_file_with_a_damaged_list_has_a_page(tmp_path: Path, damaged: str) -> 
 def test_a_damaged_table_adds_nothing(make_run: MakeRun, table: str) -> None:
     for damaged in (None, [], "low", 3):
         found = read_samples(make_run(gauges=[{"step": 1, table: damaged}, {table: {"a": [1.0]}}]))
-        assert (found.num_rows, found.readings, found.spans) == (2, {}, {})
+        assert (found.num_rows, found.metrics, found.spans) == (2, {}, {})
 
 
 def test_bins_without_a_count_are_empty(make_run: MakeRun) -> None:
@@ -113,7 +113,7 @@ def test_tensors_and_histograms_are_thinned_and_counted(make_run: MakeRun) -> No
         for step in range(1, 101)
     ]
     found = read_samples(make_run(gauges=rows))
-    edq = found.readings["edq"]
+    edq = found.metrics["edq"]
     assert (edq.names, edq.num_tensors) == ([f"p{place:03}" for place in range(MOST_TENSORS)], 200)
     assert edq.values[10].tolist() == [0.05] * 100
     assert (len(found.histograms), found.num_histograms) == (MOST_HISTOGRAMS, 100)

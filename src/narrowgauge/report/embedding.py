@@ -39,7 +39,7 @@ def digest_of(script: str) -> str:
 
 
 def embedded(value: Any) -> str:
-    """JSON that may stand inside a script element: nothing in it can end the element or begin another.
+    """JSON that is safe inside a script element: nothing in it can end the element or begin another.
 
     Raises:
         ValueError: a float is not finite.

@@ -115,7 +115,7 @@ HEAT_MAPS: dict[str, Metric] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Readings:
+class MetricValues:
     """One metric of the tensors that were farthest from health.
 
     Args:
@@ -128,24 +128,24 @@ class Readings:
     values: Array
     num_tensors: int
 
-    def farthest(self, good: float, most: int) -> Readings:
+    def farthest(self, good: float, most: int) -> MetricValues:
         """Of too many tensors those that ever were farthest from health, in their order."""
         reach = np.fmax.reduce(np.abs(self.values - good), axis=1)
         kept = np.sort(np.argsort(-reach, kind="stable")[:most])
-        return Readings([self.names[row] for row in kept], self.values[kept], self.num_tensors)
+        return MetricValues([self.names[row] for row in kept], self.values[kept], self.num_tensors)
 
 
-def heat_maps(steps: Sequence[Sequence[float]], readings: Sequence[Mapping[str, Readings]]) -> list[dict[str, Row]]:
+def heat_maps(steps: Sequence[Sequence[float]], metrics: Sequence[Mapping[str, MetricValues]]) -> list[dict[str, Row]]:
     """The heat maps of every run by metric, as Plotly figures.
 
     Args:
         steps: sampled by each run of the page.
-        readings: of each run, by metric.
+        metrics: of each run, by metric.
     """
-    num_cells = MAX_CELLS // max(1, sum(map(len, readings)))
+    num_cells = MAX_CELLS // max(1, sum(map(len, metrics)))
     return [
         {name: _heat_map(HEAT_MAPS[name], np.asarray(sampled), found, num_cells) for name, found in by_metric.items()}
-        for sampled, by_metric in zip(steps, readings, strict=True)
+        for sampled, by_metric in zip(steps, metrics, strict=True)
     ]
 
 
@@ -172,8 +172,8 @@ def _num_shared(parts: Sequence[Sequence[str]], most: int) -> int:
     return shared
 
 
-def _heat_map(metric: Metric, sampled: Array, readings: Readings, num_cells: int) -> Row:
-    shown = readings.farthest(metric.good, min(MOST_TENSORS, max(16, num_cells // 40)))
+def _heat_map(metric: Metric, sampled: Array, found: MetricValues, num_cells: int) -> Row:
+    shown = found.farthest(metric.good, min(MOST_TENSORS, max(16, num_cells // 40)))
     # Steps at which none of these tensors was sampled have no column.
     is_taken = ~np.isnan(shown.values).all(axis=0)
     steps, values = sampled[is_taken], shown.values[:, is_taken]

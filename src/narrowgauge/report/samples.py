@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge.report.heat_maps import HEAT_MAPS, MOST_TENSORS, Readings
+from narrowgauge.report.heat_maps import HEAT_MAPS, MOST_TENSORS, MetricValues
 from narrowgauge.report.series import number
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import METRICS, TENSOR_KINDS, Row
@@ -30,7 +30,7 @@ class Samples:
     Args:
         num_rows: how many samples the run took.
         steps: of the samples, ascending.
-        readings: by metric, where there are any.
+        metrics: by metric, where there are any.
         worst: by column of ``tensors`` and by step, the tensor with the largest value, and the value.
         lowest_edq: of the last sample, over its tensors; 1 where it has none.
         histograms: rows ``step, histograms``, at most :data:`MOST_HISTOGRAMS`, the first and the last among them.
@@ -40,7 +40,7 @@ class Samples:
 
     num_rows: int = 0
     steps: Sequence[float] = ()
-    readings: Mapping[str, Readings] = field(default_factory=dict)
+    metrics: Mapping[str, MetricValues] = field(default_factory=dict)
     worst: Mapping[str, Mapping[float, tuple[str, float]]] = field(default_factory=dict)
     lowest_edq: float = 1.0
     histograms: Sequence[Row] = ()
@@ -73,7 +73,7 @@ def spread(rows: Sequence[Row], most: int) -> list[Row]:
 
 def _sampled(rows: Sequence[Row]) -> Samples:
     steps = sorted({step for row in rows if (step := number(row.get("step"))) is not None})
-    readings = {metric: found for table in METRICS for metric, found in _readings(rows, steps, table).items()}
+    metrics = {metric: found for table in METRICS for metric, found in _metric_values(rows, steps, table).items()}
     counted = [
         {"step": int(step), "histograms": counts}
         for row in rows
@@ -82,12 +82,12 @@ def _sampled(rows: Sequence[Row]) -> Samples:
     return Samples(
         num_rows=len(rows),
         steps=steps,
-        readings={
-            name: readings[name].farthest(metric.good, MOST_TENSORS)
+        metrics={
+            name: metrics[name].farthest(metric.good, MOST_TENSORS)
             for name, metric in HEAT_MAPS.items()
-            if name in readings
+            if name in metrics
         },
-        worst={name: _worst(steps, readings.get(name)) for name in ("underflow", "overflow")},
+        worst={name: _worst(steps, metrics.get(name)) for name in ("underflow", "overflow")},
         lowest_edq=_lowest_edq(rows),
         histograms=spread(counted, MOST_HISTOGRAMS),
         num_histograms=len(counted),
@@ -95,7 +95,7 @@ def _sampled(rows: Sequence[Row]) -> Samples:
     )
 
 
-def _readings(rows: Sequence[Row], steps: Sequence[float], table: str) -> dict[str, Readings]:
+def _metric_values(rows: Sequence[Row], steps: Sequence[float], table: str) -> dict[str, MetricValues]:
     """The metrics of a table; tensors without any finite value of a metric are left out of it."""
     fields = {
         name: list(METRICS[table]).index(metric.field) for name, metric in HEAT_MAPS.items() if metric.table == table
@@ -110,7 +110,7 @@ def _readings(rows: Sequence[Row], steps: Sequence[float], table: str) -> dict[s
     names = np.array(list(tensors), object)
     is_taken = (~np.isnan(found)).any(axis=2)
     return {
-        metric: Readings(names[taken].tolist(), values[taken], int(taken.sum()))
+        metric: MetricValues(names[taken].tolist(), values[taken], int(taken.sum()))
         for metric, values, taken in zip(fields, found, is_taken, strict=True)
         if taken.any()
     }
@@ -126,14 +126,14 @@ def _lists(rows: Sequence[Row], table: str) -> Iterator[tuple[float, str, list[A
                     yield step, name, values
 
 
-def _worst(steps: Sequence[float], readings: Readings | None) -> dict[float, tuple[str, float]]:
+def _worst(steps: Sequence[float], found: MetricValues | None) -> dict[float, tuple[str, float]]:
     """By step the tensor with the largest value; a step without any is left out."""
-    if readings is None:
+    if found is None:
         return {}
-    values = np.where(np.isnan(readings.values), -np.inf, readings.values)
+    values = np.where(np.isnan(found.values), -np.inf, found.values)
     rows, highest = values.argmax(axis=0), values.max(axis=0)
     return {
-        step: (readings.names[row], value)
+        step: (found.names[row], value)
         for step, row, value in zip(steps, rows.tolist(), highest.tolist(), strict=True)
         if value > -np.inf
     }

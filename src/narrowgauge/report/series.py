@@ -163,11 +163,8 @@ def decimate(series: Series, num_buckets: int = 400) -> Series:
 def band(lines: Sequence[Series]) -> Band:
     """Several runs as their mean and span.
 
-    Args:
-        lines: one per seed. A step is kept if every run that was under way has a row for it.
-
-    Returns:
-        The band over the steps kept. Where the set of runs with a finite value changes, a gap stands between.
+    A step is kept if every run that was under way has a row for it. Where the set of runs with a finite value changes, a
+    gap lies between.
 
     Example:
         >>> joined = band([series_of([(1, 1.0), (2, 2.0)]), series_of([(1, 3.0), (2, 6.0)])])
@@ -198,21 +195,11 @@ def band(lines: Sequence[Series]) -> Band:
 
 
 def outline(joined: Band, num_buckets: int = 200) -> Series:
-    """The span of a band as closed shapes, one per stretch without a gap, with gaps between them.
+    """The span of a band as closed shapes with at most ``num_buckets`` corners a side, with gaps between them.
+
+    Each stretch without a gap is one shape: along the upper side and back along the lower.
 
     Invariant: every point of the span lies inside; thinning only widens it.
-
-    Args:
-        joined: the band.
-        num_buckets: how many corners a side may have.
-
-    Returns:
-        Corners along the upper side and back along the lower.
-
-    Example:
-        >>> flat = np.array([1.0, 1.0])
-        >>> outline(Band(np.array([1.0, 2.0]), flat, flat - 1, flat + 1, np.array([2, 2])))
-        Series(x=array([1., 2., 2., 1.]), y=array([2., 2., 0., 0.]))
     """
     share = max(1, math.ceil(len(joined.x) / num_buckets))
     # A corner speaks for the shares on both of its sides, or a point between two corners could lie outside.

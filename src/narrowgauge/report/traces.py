@@ -179,12 +179,7 @@ def layout_of(x: str, y: str, *, log_y: bool = False) -> Row:
 def clip_diverged(curves: Sequence[Curve], layout: Row) -> str:
     """End the axis of losses where a diverged recipe would flatten all others.
 
-    Args:
-        curves: of losses.
-        layout: of the figure; its ``yaxis`` gets a range, if one is needed.
-
-    Returns:
-        A sentence that names every recipe beyond the axis, or nothing.
+    Returns a sentence that names every recipe beyond the axis; empty where the ``yaxis`` of ``layout`` needs no range.
     """
     limit = 1.25 * max((curve.high[0] for curve in curves if curve.high.size), default=0.0)
     beyond = [curve.group.label for curve in curves if curve.high.max(initial=0.0) > 1.5 * limit]
@@ -206,14 +201,8 @@ def dash_overlapping(curves: Sequence[Curve], data: Sequence[Row], layout: Row) 
     """Draw means that cover each other as alternating dashes, so that each can be seen.
 
     Two lines overlap where most of the points they share are no further apart than a line is thick. The first is drawn
-    whole, and each later one leaves gaps for those below it.
-
-    Args:
-        curves: in the order in which they are drawn.
-        data: the figure's traces; those of means are changed.
-        layout: of the figure, for the range of its axis.
-    Returns:
-        A sentence for the reader, or nothing.
+    whole, and each later one leaves gaps for those below it. Changes the means among the traces in ``data``; returns a
+    sentence for the reader, empty where no lines overlap.
     """
     axis = layout["yaxis"]
     is_log = axis.get("type") == "log"
@@ -222,16 +211,13 @@ def dash_overlapping(curves: Sequence[Curve], data: Sequence[Row], layout: Row) 
     drawn = [axis.get("autorangeoptions", {}).get("include", []), *(line.y for line in lines.values())]
     shown = np.concatenate([axis["range"]] if "range" in axis else drawn)
     near = THICKNESS * float(np.ptp(shown)) if shown.size else 0.0
-    clusters: list[list[int]] = []
+    clusters: dict[int, list[int]] = {}
     for place, line in lines.items():
-        cluster = next((found for found in clusters if _overlap(lines[found[0]], line, near)), None)
-        if cluster is None:
-            clusters.append([place])
-        else:
-            cluster.append(place)
+        first = next((found for found in clusters if _overlap(lines[found], line, near)), place)
+        clusters.setdefault(first, []).append(place)
     dashes = {
         place: f"{DASH * (len(cluster) - turn)}px,{DASH * turn}px"
-        for cluster in clusters
+        for cluster in clusters.values()
         for turn, place in enumerate(cluster)
         if turn
     }
