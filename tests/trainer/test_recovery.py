@@ -397,3 +397,27 @@ def test_an_overflow_is_replayed_at_the_scale_it_was_found_at(
     found = [e for e in run.events if e["kind"] == "first_bad_value"]
     assert [row["step"] for row in run.steps if row["skipped"]] == [5]
     assert len(found) == 1 and "transient" not in found[0]["message"]
+
+
+@pytest.mark.parametrize("action", ["report", "skip", "rollback"])
+def test_a_step_is_judged_once_and_all_read_the_same_judgement(
+    action: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from narrowgauge.monitor.spikes import SpikeJudge
+
+    judged: dict[str, list[float | None]] = {"loss": [], "norm": []}
+    for what, true in (("loss", SpikeJudge.loss), ("norm", SpikeJudge.norm)):
+        monkeypatch.setattr(
+            SpikeJudge,
+            what,
+            lambda self, value, *, what=what, true=true: judged[what].append(value) or true(self, value),
+        )
+    spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss * 20)
+    run = run_with(place, tmp_path / "run", on_spike=action)
+    # After a rollback the rows that are left are judged again, as by a resume.
+    steps = {"report": 34, "skip": 34, "rollback": 34 + 20 + 7}[action]
+    assert len(judged["loss"]) == len(judged["norm"]) == steps
+    if action == "skip":
+        (spike,) = [e for e in run.events if e["kind"] == "loss_spike"]
+        row = run.steps[SPIKE_STEP - 1]["spike"]
+        assert (spike["value"], spike["threshold"]) == (row["value"], row["threshold"])

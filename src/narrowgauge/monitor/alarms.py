@@ -21,7 +21,7 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.monitor.conditions import CONDITIONS, Detector, Facts, Figures
 from narrowgauge.monitor.detectors import DETECTORS, SAFER
 from narrowgauge.monitor.features import StepFigures, gauge_figures, number
-from narrowgauge.monitor.spikes import Spike, SpikeJudge
+from narrowgauge.monitor.spikes import Spike, SpikeJudge, StepJudgement
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec.notation import parse, parse_table
@@ -138,16 +138,22 @@ class Alarms:
             alarms.on_gauges(row)
         return alarms
 
-    def on_step(self, row: Row) -> list[Event]:
-        """Take in a row of ``steps.jsonl``.
+    def on_step(self, row: Row, judgement: StepJudgement | None = None) -> list[Event]:
+        """Read a row of ``steps.jsonl``.
 
         Args:
             row: the row just written; rows come in the order of their steps.
+            judgement: of this step by :attr:`judge`, where it was judged before its update; ``None`` judges it now.
         Returns:
-            The events it sets off, none twice.
+            The events that it raises.
         """
         loss, norm = number(row.get("loss")), number(row.get("grad_norm"))
-        spikes = self.judge.loss(loss if loss is not None else math.nan), self.judge.norm(norm)
+        loss = math.nan if loss is None else loss
+        if judgement is None:
+            judgement = StepJudgement(self.judge)
+            judgement.judge_loss(loss)
+            judgement.judge_norm(norm)
+        spikes = judgement.loss, judgement.gradient
         figures = self._steps.figures(row, spikes)
         trips = [
             trip
@@ -158,7 +164,7 @@ class Alarms:
         for name, spike in zip(("loss-spike", "gradient-spike"), spikes, strict=True):
             if self._watch(DETECTORS[name], None).count(DETECTORS[name], spike is not None, spike is None) and spike:
                 trips.append(_Trip(DETECTORS[name], None, spike.value, spike.threshold))
-        self.judge.add(loss if loss is not None else math.nan, norm, spiked=any(spikes))
+        self.judge.add(loss, norm, spiked=any(spikes))
         return self._events(int(row.get("step", 0)), trips, spikes)
 
     def on_gauges(self, row: Row) -> list[Event]:

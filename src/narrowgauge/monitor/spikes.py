@@ -1,16 +1,15 @@
-"""Spikes: a loss or a gradient norm far above its own recent past.
+"""Spikes: a loss or a gradient norm far above its own recent values.
 
-One bad batch, or a fault on its way to becoming one, shows as a jump upward. How large a jump is large depends on the run:
-a batch of two million tokens moves the loss by a hundredth, one of a thousand tokens by half. So a step is judged against
-the steps before it, by figures that a few wild ones among them cannot move: the median of the last ``recent`` steps says
-where the run is, and the median distance from one step to the next, over a longer window, how much it jitters. (Distances from
-the median itself would count the fall of the loss as jitter and see nothing while it falls.) Losses are compared as they
-are, gradient norms by their logarithms, since they vary by factors. Two floors keep a very even past from making a trifle
-a spike: the deviation of losses is at least one hundredth (of the loss, and of a nat), and a norm has to be ten times the
-median.
+A bad batch or a developing fault shows as a jump. How large a jump is unusual depends on the run: noise moves the loss of
+a batch of two million tokens by a hundredth, and that of a thousand tokens by half. So a step is compared with robust
+statistics of the steps before it: the median of the last ``recent`` steps is the level, and the median difference between
+consecutive steps, over a longer window, is the noise. (Deviations from the median would count the fall of the loss as noise and
+miss spikes while it falls.) Losses are compared directly, gradient norms by their logarithms, since they vary by
+factors. Two floors prevent false alarms after very quiet stretches: the deviation of losses is at least one hundredth (of
+the loss, and of a nat), and a norm has to be ten times the median.
 
-What was a spike does not become the past, or the next would go unseen. But if spikes follow one another for ``patience``
-steps, that is no spike: it is where the run is now, and it becomes the past as a whole.
+A spike does not enter the statistics, or the next one would be missed. After ``patience`` spikes in a row they are the new
+level, and all of them enter.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from statistics import median
 from typing import Literal
 
 DISTANCE_TO_DEVIATION = 1.4826 / math.sqrt(2)
-"""Standard deviation of normal noise over the median distance of two of its values."""
+"""Standard deviation of normal noise over the median difference of two of its values."""
 _FEWEST_EARLY = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Spike:
-    """One value far above its past.
+    """One value far above the recent ones.
 
     Args:
         what: ``loss`` or ``gradient``, for the norm of all gradients before clipping.
-        value: what was measured.
-        threshold: the largest value that would have been no spike.
-        z: how many robust standard deviations it lies above the median (of logarithms, for a gradient norm).
+        value: the value.
+        threshold: the largest value that is not a spike.
+        z: robust standard deviations above the median (of logarithms, for a gradient norm).
     """
 
     what: Literal["loss", "gradient"]
@@ -45,28 +44,28 @@ class Spike:
 
     @property
     def message(self) -> str:
-        """One sentence: what, how much, against what."""
+        """One sentence without a full stop: value, threshold and z."""
         name = "the loss" if self.what == "loss" else "the gradient norm"
-        return f"{name} is {self.value:.4g}; by its past it should not exceed {self.threshold:.4g} (z = {self.z:.0f})"
+        return f"{name} jumped to {self.value:.4g} (threshold {self.threshold:.4g}, z = {self.z:.0f})"
 
 
 class SpikeJudge:
-    """Says whether a loss or a gradient norm is a spike against the steps before it.
+    """Decides whether a loss or a gradient norm is a spike compared with the steps before it.
 
-    Law: all it says is a function of the sequence of :meth:`add` calls; asking changes nothing. A value is a spike when it
-    lies more than ``z`` robust standard deviations above the median of the last ``recent`` steps that were none. Only
-    upward jumps are spikes. A value that is not finite is never one (it is an event of its own kind). While fewer than
-    ``fewest`` steps are known, which fall too fast for a median, a loss is a spike when it exceeds the largest of at least
-    three by a fifth and by a nat, and no gradient norm is one.
+    Invariant: the decision is a function of the sequence of :meth:`add` calls; asking changes nothing. A value is a spike when
+    it lies more than ``z`` robust standard deviations above the median of the last ``recent`` steps that were not spikes. A
+    value that is not finite is never a spike (it is an event of its own kind). The first ``fewest`` steps fall too fast for
+    a median: there a loss is a spike when it exceeds the largest of at least three by a fifth and by a nat, and a gradient
+    norm never is.
 
     Args:
-        window: steps that the jitter is taken from.
-        recent: the last of them, that the median is taken from.
-        fewest: steps from which on medians are taken.
-        z: robust standard deviations; the healthy runs this was calibrated on reach 5 for the loss.
+        window: steps from which the noise is estimated.
+        recent: the last of them, from which the median is taken.
+        fewest: steps before medians are used.
+        z: threshold in robust standard deviations; healthy runs used for calibration reach 5 for the loss.
         loss_floor: least standard deviation of the loss, as a share of its median and in nats.
         norm_factor: least factor over the median that makes a gradient norm a spike; healthy runs with small batches reach 6.6.
-        patience: spikes in a row that become the new past.
+        patience: spikes in a row that become the new level.
 
     Cost: about 20 µs per step.
 
@@ -75,7 +74,7 @@ class SpikeJudge:
         >>> for step in range(40):
         ...     judge.add(3.0 + 0.01 * (step % 5), 0.5 + 0.01 * (step % 3), spiked=False)
         >>> judge.loss(3.1), judge.loss(9.0).message
-        (None, 'the loss is 9; by its past it should not exceed 3.262 (z = 198)')
+        (None, 'the loss jumped to 9 (threshold 3.262, z = 198)')
         >>> round(judge.norm_limit(), 2)
         5.1
 
@@ -104,7 +103,7 @@ class SpikeJudge:
         self._scales: dict[str, tuple[float, float]] = {}
 
     def loss(self, value: float) -> Spike | None:
-        """Whether this loss would be a spike; does not record it.
+        """Whether this loss is a spike; does not record it.
 
         Args:
             value: the mean loss of the step, in nats.
@@ -118,7 +117,7 @@ class SpikeJudge:
         return Spike("loss", value, middle + self.z * scale, z) if z > self.z else None
 
     def norm(self, value: float | None) -> Spike | None:
-        """Whether this gradient norm would be a spike; does not record it.
+        """Whether this gradient norm is a spike; does not record it.
 
         Args:
             value: the norm of all gradients, before clipping; ``None`` where it was not measured.
@@ -132,7 +131,7 @@ class SpikeJudge:
         return Spike("gradient", value, limit, (math.log(value) - middle) / scale)
 
     def norm_limit(self) -> float:
-        """The gradient norm above which a step is a spike; infinite while too little is known."""
+        """The gradient norm above which a step is a spike; infinite while too few steps are known."""
         if len(self._norms) < self.fewest:
             return math.inf
         middle, scale = self._scale("gradient")
@@ -144,7 +143,7 @@ class SpikeJudge:
         Args:
             loss: its loss.
             grad_norm: its gradient norm, or ``None``.
-            spiked: whether it was judged a spike: then it does not become part of the past, unless ``patience`` in a row were.
+            spiked: it was a spike, and enters the statistics only after ``patience`` spikes in a row.
         """
         if not spiked:
             self._rejected.clear()
@@ -166,7 +165,7 @@ class SpikeJudge:
             self._norms.append(math.log(grad_norm))
 
     def _scale(self, what: Literal["loss", "gradient"]) -> tuple[float, float]:
-        """Where the past lies, and how far one of its standard deviations reaches."""
+        """The median of the recent values and their robust standard deviation."""
         if what not in self._scales:
             past = self._losses if what == "loss" else self._norms
             if len(past) < self.fewest:
@@ -177,3 +176,51 @@ class SpikeJudge:
             floor = self.loss_floor * max(1.0, abs(middle)) if what == "loss" else self.norm_floor
             self._scales[what] = middle, max(deviation, floor)
         return self._scales[what]
+
+
+class StepJudgement:
+    """Whether one step is a spike: decided once, then read by the optimizer, the record, the recovery and the detectors.
+
+    The loss is known before the update and the gradient norm after it, so the two are judged one after the other.
+
+    Args:
+        judge: with the steps before this one.
+
+    Attributes:
+        loss, gradient: the spikes, ``None`` where there is none or it was not judged yet.
+
+    Example:
+        >>> judge = SpikeJudge()
+        >>> for step in range(40):
+        ...     judge.add(3.0 + 0.01 * (step % 5), 0.5, spiked=False)
+        >>> judgement = StepJudgement(judge)
+        >>> judgement.judge_loss(3.0), judgement.judge_loss(9.0)  # the largest gradient norm with which to apply the update
+        (5.0, -1.0)
+    """
+
+    def __init__(self, judge: SpikeJudge) -> None:
+        self._judge = judge
+        self.loss: Spike | None = None
+        self.gradient: Spike | None = None
+
+    def judge_loss(self, value: float) -> float:
+        """Judge the loss.
+
+        Args:
+            value: the mean loss of the step, in nats.
+        Returns:
+            The gradient norm above which the update must not be applied; -1 where the loss is a spike.
+        """
+        self.loss = self._judge.loss(value)
+        return self._judge.norm_limit() if self.loss is None else -1.0
+
+    def judge_norm(self, value: float | None) -> Spike | None:
+        """Judge the gradient norm, after the loss.
+
+        Args:
+            value: the norm before clipping; ``None`` where it was not computed.
+        Returns:
+            The spike of the step: the loss's before the gradient norm's, or ``None``.
+        """
+        self.gradient = self._judge.norm(value)
+        return self.loss or self.gradient

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from narrowgauge.comparison.labels import recipe_name
 from narrowgauge.errors import DataError, RecordError
+from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.optim import compilation
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, held_folder
 from narrowgauge.runs.events import Event
@@ -230,10 +231,11 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
             save()  # somewhere to go back to
         try:
             while session.step < config.steps:
-                row = train_step(session, recovery.judge)
+                judgement = recovery.judgement()
+                row = train_step(session, judgement)
                 if recovery.takes_over(row):
                     continue
-                _report(session, reporter, row)
+                _report(session, reporter, row, judgement)
                 if _is_due(session.step, config.eval_every) and session.step < config.steps:
                     _evaluate(session, reporter)
                 recovery.after(row, save)
@@ -260,9 +262,9 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _report(session: Session, reporter: Reporter, row: Row) -> None:
-    """Write a step down, and what the gauges saw of it."""
-    reporter.step(row)
+def _report(session: Session, reporter: Reporter, row: Row, judgement: StepJudgement | None) -> None:
+    """Write the row of a step, and that of its sample where there is one."""
+    reporter.step(row, judgement)
     if row.get("saturated") and not session.has_saturated:
         session.has_saturated = True
         reporter.event(Event("warning", session.step, _what_saturated(session)))

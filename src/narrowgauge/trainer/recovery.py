@@ -18,7 +18,7 @@ import torch
 from narrowgauge.comparison.labels import counted
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.nan_origin.replay import replay
-from narrowgauge.monitor.spikes import SpikeJudge
+from narrowgauge.monitor.spikes import Spike, StepJudgement
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.checkpoint import go_back
@@ -54,10 +54,9 @@ class Recovery:
         self.stuck = ""  # why a step that asked for a rollback got none
         session.detours = detours_of(reporter.rebuild().events)
 
-    @property
-    def judge(self) -> SpikeJudge | None:
-        """Who is asked before an update; nobody where spikes are only reported."""
-        return None if self.action == "report" else self.reporter.alarms.judge
+    def judgement(self) -> StepJudgement | None:
+        """What judges the next step before its update; ``None`` where spikes are only reported."""
+        return None if self.action == "report" else StepJudgement(self.reporter.alarms.judge)
 
     def takes_over(self, row: Row) -> bool:
         """Do what is to be done about a step, before its row is written.
@@ -199,5 +198,4 @@ def _told(row: Row) -> str:
     spike = row.get("spike")
     if spike is None:
         return f"the loss is {row['loss']:g} and the gradient norm {row['grad_norm']}"
-    name = "the loss" if spike["what"] == "loss" else "the gradient norm"
-    return f"{name} jumped to {spike['value']:.4g} (limit {spike['threshold']:.4g}, z = {spike['z']:.0f})"
+    return Spike(**spike).message

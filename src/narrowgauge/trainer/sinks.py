@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.monitor.alarms import Alarms
+from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.optim.auditing import Alarm
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, read_run
@@ -60,13 +61,13 @@ class Reporter:
         self.alarms = Alarms.rebuilt(self.config, run.steps, run.gauges)
         return run
 
-    def step(self, row: Row) -> None:
-        """A row of ``steps.jsonl``."""
+    def step(self, row: Row, judgement: StepJudgement | None = None) -> None:
+        """Write a row of ``steps.jsonl``, show it, and let the detectors read it."""
         self.writer.step(row)
         self.console.step(row)
         if self.board is not None:
             self.board.step(row)
-        for event in self.alarms.on_step(row):
+        for event in self.alarms.on_step(row, judgement):
             self.event(event, shown=True)
 
     def evaluation(self, row: Row) -> None:

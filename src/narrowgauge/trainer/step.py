@@ -1,7 +1,7 @@
-"""What a session does: one optimizer step, one evaluation, and the figures of each as a row.
+"""What a session does: one optimizer step, one evaluation, and the metrics of each as a row.
 
-The step owns no arithmetic and no format; it calls what ``prepare`` made like any user's loop would. A judge of spikes, where
-there is one, is asked before the update: then a step that is a spike changes nothing.
+The step owns no arithmetic and no format; it calls what ``prepare`` made like any user's loop would. Under ``--on-spike`` the
+step is judged before the update, and a spike changes nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict
 import torch
 
 from narrowgauge.matmul.cast_cache import cached_weights
-from narrowgauge.monitor.spikes import Spike, SpikeJudge
+from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.optim.accumulation import backward_in_parts
 from narrowgauge.optim.auditing import figures_of
 from narrowgauge.runs.record import read_run
@@ -24,12 +24,12 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.session import Session
 
 
-def train_step(session: Session, judge: SpikeJudge | None = None) -> Row:
+def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     """One optimizer step.
 
     Args:
         session: the run; it moves on by one step.
-        judge: says what a spike is; a step that is one changes no weight. The caller tells it of the step.
+        judgement: judges the step before the update, which is left out where the step is a spike.
     Returns:
         The row of ``steps.jsonl``.
     """
@@ -45,9 +45,9 @@ def train_step(session: Session, judge: SpikeJudge | None = None) -> Row:
     skipped, value = optimizer.num_skipped, None
     if optimizer.loss_scaler is not None:
         session.loss_scale = float(optimizer.loss_scaler.scale_tensor)
-    if judge is not None:
+    if judgement is not None:
         value = float(total)
-        optimizer.skip_above = -1.0 if judge.loss(value) is not None else judge.norm_limit()
+        optimizer.skip_above = judgement.judge_loss(value)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     # The loss waits for the device in any case; settled now, a skip and an audit belong to this step's row.
@@ -69,16 +69,14 @@ def train_step(session: Session, judge: SpikeJudge | None = None) -> Row:
         "peak_memory_bytes": peak_memory_bytes(),
         "skipped": optimizer.num_skipped > skipped,
     }
-    return row | _also(session, row, judge)
+    return row | _also(session, row, judgement)
 
 
-def _also(session: Session, row: Row, judge: SpikeJudge | None) -> Row:
+def _also(session: Session, row: Row, judgement: StepJudgement | None) -> Row:
     """Columns that only some steps have."""
     also: Row = {}
-    if judge is not None:
-        spike: Spike | None = judge.loss(row["loss"]) or judge.norm(row["grad_norm"])
-        if spike is not None:
-            also["spike"] = asdict(spike)
+    if judgement is not None and (spike := judgement.judge_norm(row["grad_norm"])) is not None:
+        also["spike"] = asdict(spike)
     if session.optimizer.loss_scaler is not None:
         also["loss_scale"] = float(session.optimizer.loss_scaler.scale_tensor)
     if session.linears is not None and (overflows := session.linears.overflows(session.step - 1)):
