@@ -80,7 +80,7 @@ def record(kind: str) -> str:
 def detectors() -> str:
     """Every detector: what it reads, when it trips, and where that comes from; serious ones first."""
     rows = [
-        {"name": row.name, "kind": row.kind, "trips": f"{row.reads} {trips(row)}", "source": row.source}
+        {"name": row.name, "kind": row.kind, "trips": f"{row.metric} {trips(row)}", "source": row.source}
         for row in _by_kind()
     ]
     heads = Column("detector", "name"), Column("event", "kind", code=True)
@@ -120,18 +120,16 @@ def trips(row: Detector) -> str:
         return f"more than {row.threshold:g} robust standard deviations above the median"
     side = "at least" if row.side == "above" else "at most"
     said = f"{side} {row.threshold:g}"
-    if row.past:
-        whose = (
-            f"the lowest median of {row.window} readings so far" if row.lowest else "the median of its last readings"
-        )
+    if row.relative:
+        whose = f"the lowest median of {row.window} values so far" if row.lowest else "the median of its recent values"
         said = f"{row.threshold:g} times {whose}" + (
             f", and at least {row.threshold * row.floor:g}" if row.floor else ""
         )
     elif row.window:
         said += f" over {row.window} steps"
-    said += f", {row.readings} readings in a row" if row.readings > 1 else ""
+    said += f", {row.consecutive} times in a row" if row.consecutive > 1 else ""
     said += f"; of {' and '.join(row.tensors)}" if row.tensors else ""
-    return said + (f"; if *{row.only}*" if row.only else "")
+    return said + (f"; if *{row.condition}*" if row.condition else "")
 
 
 def _pairs(heads: tuple[str, str], entries: dict[str, str]) -> str:

@@ -91,4 +91,4 @@ def test_rows_of_ones_own_loop_are_judged(tmp_path: Path, capsys: pytest.Capture
     run_example("ideas/alarms.md", 2)
     run = read_run(tmp_path / "runs" / "watched")
     assert ("lost_updates", 30) in [(event["kind"], event["step"]) for event in run.events]
-    assert capsys.readouterr().out.startswith("lost_updates 30 weight takes only ") and not events._LISTENERS
+    assert capsys.readouterr().out.startswith("lost_updates 30 weight stores only ") and not events._LISTENERS

@@ -309,7 +309,7 @@ def test_many_tensors_at_once_make_one_event_that_names_the_worst() -> None:
         for step in range(20, 200, 20)
     ]
     (event,) = run(NAIVE, rows)
-    assert event.tensor == names[3] and event.message.endswith(", and so do 4 tensors more")
+    assert event.tensor == names[3] and event.message.endswith("; the same holds for 4 more tensors")
     late = [
         {"step": row["step"], "updates": {**row["updates"], "z": [0.1 if row["step"] > 100 else 1.0, 0.5]}}
         for row in rows
@@ -320,7 +320,7 @@ def test_many_tensors_at_once_make_one_event_that_names_the_worst() -> None:
 def test_of_many_tensors_that_are_not_finite_the_first_to_be_made_is_named() -> None:
     bad = {"nonfinite": 5}
     (event,) = run(NAIVE, sampled(grad={"nonfinite": 900}, output_grad=bad, input=bad))
-    assert event.tensor == f"input:{LAYER}" and event.message.endswith(", and so do 2 tensors more")
+    assert event.tensor == f"input:{LAYER}" and event.message.endswith("; the same holds for 2 more tensors")
 
 
 def test_two_detectors_of_a_kind_do_not_both_tell_of_one_tensor() -> None:
@@ -397,11 +397,11 @@ def test_the_tables_name_only_what_exists() -> None:
                   "steps.grad_norm"}  # fmt: skip
     known = {f"{table}.{name}" for table, names in METRICS.items() for name in names} | worked_out
     for name, row in DETECTORS.items():
-        assert row.name == name and row.kind in KINDS and row.reads in known
-        assert row.only in ("", *CONDITIONS) and row.source and row.clears != 1.0
-        assert not row.past or row.window >= 3
+        assert row.name == name and row.kind in KINDS and row.metric in known
+        assert row.condition in ("", *CONDITIONS) and row.source and row.clears != 1.0
+        assert not row.relative or row.window >= 3
     assert set(SERIOUS) < {row.kind for row in DETECTORS.values()}
-    assert {row.only for row in DETECTORS.values()} == {"", *CONDITIONS}
+    assert {row.condition for row in DETECTORS.values()} == {"", *CONDITIONS}
     assert set(METRICS["tensors"]) >= {"amax", "outlier"}
 
 
@@ -446,3 +446,21 @@ def test_an_update_that_was_never_intended_is_told_from_one_that_was_not_audited
 )
 def test_attention_and_logits_that_are_nan_are_told(table: dict[str, Any]) -> None:
     assert [event.kind for event in Alarms({}).on_gauges({"step": 20, **table})] == ["nonfinite"]
+
+
+def test_lost_updates_that_the_audit_raises_are_not_raised_again() -> None:
+    rows = sampled(update={"edq": 0.3, "noise": 0.84})
+    kinds = []
+    for is_audited in (False, True):
+        alarms = Alarms(NAIVE, is_audited=is_audited)
+        kinds.append([event.kind for row in rows for event in alarms.on_gauges(row)])
+        assert Alarms.rebuilt(NAIVE, gauges=rows, is_audited=is_audited).facts.is_audited is is_audited
+    assert kinds == [["lost_updates"], []]
+
+
+def test_a_message_has_the_value_and_the_threshold_and_the_event_has_advice() -> None:
+    shown = {row.name for row in DETECTORS.values() if "{value" in row.message and "{limit" in row.message}
+    # A spike's sentence is SpikeJudge's; of these the threshold is zero, one or the floor of a loss scale.
+    others = {"loss-spike", "gradient-spike", "dead-gradient", "dead-update", "scale-floor"}
+    nonfinite = {row.name for row in DETECTORS.values() if row.kind == "nonfinite"}
+    assert shown == set(DETECTORS) - others - nonfinite and all(row.advice for row in DETECTORS.values())

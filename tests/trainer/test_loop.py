@@ -134,12 +134,15 @@ def test_a_step_at_rate_zero_intends_nothing_and_is_no_error(place: Path, tmp_pa
 def test_a_lost_update_is_an_event_that_names_tensor_and_cure(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = settings(place, tmp_path / "run", recipe="bfloat16/naive", lr=1e-6, schedule="constant", audit_every=1)
+    often = {"audit_every": 1, "gauges_every": 1}
+    config = settings(place, tmp_path / "run", recipe="bfloat16/naive", lr=1e-6, schedule="constant", **often)
     run = read_run(loop.train(config))
     warnings = [e for e in run.events if e["kind"] == "lost_updates"]
     assert any("mlp.down_proj.weight" in e["tensor"] for e in warnings)
     assert all(e["advice"] == "storage 'word'" and e["value"] < 0.9 for e in warnings)
     assert all("'bfloat16'" not in e["message"] and e["tensor"] in e["message"] for e in warnings)
+    # The gauges' detector reads the same updates, and does not raise the event a second time.
+    assert len({(e["step"], e["tensor"]) for e in warnings}) == len(warnings) == len({e["tensor"] for e in warnings})
     assert "warning: " in capsys.readouterr().out
     assert run.summary is not None and run.summary["lost_fraction"] > 0.5
 

@@ -1,1 +1,1 @@
-"""What a run watches itself for: detectors that read its rows, and the judge of spikes."""
+"""Detectors that read the rows of a run and raise events."""

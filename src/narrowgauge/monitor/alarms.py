@@ -1,73 +1,72 @@
-"""Alarms: a run that notices, from the rows it writes anyway.
+"""Alarms: run all detectors over the rows of a run, and raise events.
 
-:class:`Alarms` is given every row of ``steps.jsonl`` and ``gauges.jsonl`` and answers with the events that the row sets off.
-It knows nothing else: no model, no clock, no random numbers. So a finished run can be judged again from its folder, a
-resumed run rebuilds what it knew by reading its own rows, and after a rollback, which deletes rows, the same rebuilding
-gives the state of a run that never went astray.
+:class:`Alarms` takes every row of ``steps.jsonl`` and ``gauges.jsonl`` and returns the events that the row raises. It reads
+nothing else: no model, no clock, no random numbers. So the detectors can run again over a finished run's folder, a resumed
+run restores their state by reading its own rows, and so does a rollback, which deletes rows.
 
-A symptom is told once. The same tensor is silent for that kind of event until it has recovered, and when many tensors
-trip at once there is one event, for the worst of them, that counts the others.
+Each occurrence raises one event: a tensor raises that kind of event again only after it has recovered, and when many tensors
+trip in the same row there is one event, for the worst of them, with the number of the others.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.monitor.conditions import CONDITIONS, Detector, Facts, Figures
+from narrowgauge.monitor.conditions import CONDITIONS, Detector, Facts, Metrics
 from narrowgauge.monitor.detectors import DETECTORS, SAFER
-from narrowgauge.monitor.features import StepFigures, gauge_figures, number
+from narrowgauge.monitor.features import StepMetrics, gauge_metrics, number
 from narrowgauge.monitor.spikes import Spike, SpikeJudge, StepJudgement
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec.notation import parse, parse_table
 from narrowgauge.spec.recipes import Recipe
 
-FEWEST_READINGS = 3
-"""Readings that a past is at least taken from, where only the latest matter."""
-# Forward comes before backward: of tensors that are equally bad, the first to have been made.
+FEWEST_VALUES = 3
+"""Fewest earlier values that make a baseline."""
+# Forward before backward: of tensors that are equally bad, the one that was computed first.
 _ORDER = ("weight", "input", "output", "output_grad", "grad")
 
 
 @dataclass
-class _Watch:
-    """One detector at one tensor."""
+class _State:
+    """The state of one detector for one tensor."""
 
-    past: deque[float]
+    recent: deque[float]
     lowest: float | None = None
-    bad: int = 0
-    calm: int = 0
-    active: bool = False
+    num_bad: int = 0
+    num_good: int = 0
+    is_active: bool = False
 
-    def count(self, detector: Detector, trips: bool, recovers: bool) -> bool:
-        """Take in one reading; whether the detector begins to be active with it."""
-        self.bad = self.bad + 1 if trips else 0
-        self.calm = self.calm + 1 if recovers else 0
-        begins = not self.active and self.bad >= detector.readings
-        self.active = begins or (self.active and self.calm < detector.calm)
+    def update(self, detector: Detector, trips: bool, recovers: bool) -> bool:
+        """Count one value; whether the detector becomes active with it."""
+        self.num_bad = self.num_bad + 1 if trips else 0
+        self.num_good = self.num_good + 1 if recovers else 0
+        begins = not self.is_active and self.num_bad >= detector.consecutive
+        self.is_active = begins or (self.is_active and self.num_good < detector.recovery)
         return begins
 
-    def before(self, detector: Detector) -> float | None:
-        """What its own past says: a median of earlier readings, the latest or the lowest ever."""
+    def baseline(self, detector: Detector) -> float | None:
+        """The median of earlier values: the latest, or the lowest so far."""
         if detector.lowest:
             return self.lowest
-        return median(self.past) if len(self.past) >= FEWEST_READINGS else None
+        return median(self.recent) if len(self.recent) >= FEWEST_VALUES else None
 
     def remember(self, detector: Detector, value: float) -> None:
-        """Make a reading part of the past."""
-        self.past.append(value)
-        if detector.lowest and len(self.past) == detector.window:
-            middle = median(self.past)
+        """Make a value part of the baseline."""
+        self.recent.append(value)
+        if detector.lowest and len(self.recent) == detector.window:
+            middle = median(self.recent)
             self.lowest = middle if self.lowest is None else min(self.lowest, middle)
 
 
 @dataclass(frozen=True)
 class _Trip:
-    """A detector that began to be active."""
+    """A detector that became active."""
 
     detector: Detector
     tensor: str | None
@@ -79,59 +78,64 @@ class _Trip:
         """Smaller is worse."""
         kind = (self.tensor or "").partition(":")[0]
         order = _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
-        # One value that is not finite is as bad as many: there the first tensor to hold one counts.
+        # One value that is not finite is as bad as many: the first tensor to hold one is the worst.
         excess = 1.0 if self.detector.kind == "nonfinite" else self.detector.excess(self.value, self.limit)
         return -excess, order
 
 
 class Alarms:
-    """Watches a run's rows and says what deserves a word.
+    """Runs all detectors over the rows of a run.
 
-    Law: all it says is a function of the configuration and of the rows given, in their order; rows of steps and of gauges
-    do not depend on each other, so it does not matter how the two are interleaved.
+    Invariant: the events are a function of the arguments and of the rows, in their order. Rows of steps and rows of gauges are
+    independent of each other, so it does not matter how the two are interleaved.
 
     Args:
-        config: the run's ``[config]`` table; only its ``recipe`` is looked at, and may be missing or unknown.
+        config: the run's ``[config]`` table; only its ``recipe`` is read, which may be missing or unknown.
+        is_audited: the optimizer's audit raises ``lost_updates`` for this run, so no detector does.
 
     Cost: about 40 µs per step, and 20 µs per tensor of a row of gauges.
 
     Example:
-        >>> alarms = Alarms({"recipe": "bfloat16/naive"})
+        >>> import narrowgauge as ng
+        >>> alarms = ng.Alarms({"recipe": "bfloat16/naive"})
         >>> for step in (20, 40, 60):
         ...     events = alarms.on_gauges({"step": step, "updates": {"model.norm.weight": [0.2, 0.9, 0.8, 0.8, 0, 0]}})
         >>> print(events[0].message, "|", events[0].advice)
-        model.norm.weight takes only 20% of its update; the rest is rounded away | Use storage 'word', which keeps what this
-        one rounds away.
+        model.norm.weight stores only 20% of its update (threshold 90%); the rest is rounded away | Use storage 'word', which
+        keeps what this one rounds away.
     """
 
-    def __init__(self, config: Row | None = None) -> None:
+    def __init__(self, config: Row | None = None, *, is_audited: bool = False) -> None:
         recipe = _recipe_of(config or {})
         self.facts = Facts(
             recipe.compute.name if recipe else "",
             recipe.storage if recipe else None,
             any(compute.scales_loss for compute in recipe.computes) if recipe else False,
+            is_audited,
         )
         self.judge = SpikeJudge()
-        """The judge of spikes, as it stands after the last step given: a trainer asks it before it applies an update."""
-        self._steps = StepFigures()
-        self._watches: dict[tuple[str, str | None], _Watch] = {}
+        """Judges spikes against all steps so far; a trainer judges a step with it before the update."""
+        self._steps = StepMetrics()
+        self._states: dict[tuple[str, str | None], _State] = {}
 
     @classmethod
-    def rebuilt(cls, config: Row | None, steps: Iterable[Row] = (), gauges: Iterable[Row] = ()) -> Alarms:
-        """The alarms of a run that goes on: after a resume, or after a rollback that deleted rows.
+    def rebuilt(
+        cls, config: Row | None, steps: Iterable[Row] = (), gauges: Iterable[Row] = (), *, is_audited: bool = False
+    ) -> Alarms:
+        """The alarms of a run that continues after a resume, or after a rollback that deleted rows.
 
         Args:
-            config: as of the class.
+            config, is_audited: as of the class.
             steps: the rows of ``steps.jsonl`` that are left.
             gauges: those of ``gauges.jsonl``.
         Returns:
-            What would be there had only these rows been given; what they set off was said then.
+            The alarms after these rows; the events that they raise are dropped.
         Example:
             >>> rows = [{"step": step, "loss": 2.0, "grad_norm": 1.0} for step in range(1, 31)]
             >>> Alarms.rebuilt({}, rows).on_step({"step": 31, "loss": 5.0, "grad_norm": 1.0})[0].kind
             'loss_spike'
         """
-        alarms = cls(config)
+        alarms = cls(config, is_audited=is_audited)
         for row in steps:
             alarms.on_step(row)
         for row in gauges:
@@ -154,80 +158,83 @@ class Alarms:
             judgement.judge_loss(loss)
             judgement.judge_norm(norm)
         spikes = judgement.loss, judgement.gradient
-        figures = self._steps.figures(row, spikes)
+        metrics = self._steps.metrics(row, spikes)
         trips = [
             trip
             for detector in DETECTORS.values()
-            if detector.table == "steps" and (value := figures.get(detector.field)) is not None
-            for trip in self._take(detector, None, value, figures)
+            if detector.table == "steps" and (value := metrics.get(detector.field)) is not None
+            for trip in self._read(detector, None, value, metrics)
         ]
         for name, spike in zip(("loss-spike", "gradient-spike"), spikes, strict=True):
-            if self._watch(DETECTORS[name], None).count(DETECTORS[name], spike is not None, spike is None) and spike:
+            if self._state(DETECTORS[name], None).update(DETECTORS[name], spike is not None, spike is None) and spike:
                 trips.append(_Trip(DETECTORS[name], None, spike.value, spike.threshold))
         self.judge.add(loss, norm, spiked=any(spikes))
         return self._events(int(row.get("step", 0)), trips, spikes)
 
     def on_gauges(self, row: Row) -> list[Event]:
-        """Take in a row of ``gauges.jsonl``.
+        """Read a row of ``gauges.jsonl``.
 
         Args:
             row: the row just written (see :data:`narrowgauge.runs.schema.GAUGE`); rows come in the order of their steps.
         Returns:
-            The events it sets off: one of each kind at most, for the tensor that is worst.
+            The events that it raises: one of each kind at most, for the worst tensor.
         """
         trips = []
-        for table, name, figures in gauge_figures(row):
+        for table, name, metrics in gauge_metrics(row):
             for detector in _BY_TABLE.get(table, ()):
                 if detector.tensors and (name or "").partition(":")[0] not in detector.tensors:
                     continue
-                value = figures.get(detector.field)
+                value = metrics.get(detector.field)
                 if value is not None and not math.isnan(value):
-                    trips += self._take(detector, name, value, figures)
+                    trips += self._read(detector, name, value, metrics)
         return self._events(int(row.get("step", 0)), trips)
 
-    def _watch(self, detector: Detector, name: str | None) -> _Watch:
+    def _state(self, detector: Detector, name: str | None) -> _State:
         key = (detector.name, name)
-        if key not in self._watches:
-            self._watches[key] = _Watch(deque(maxlen=detector.window if detector.past else 0))
-        return self._watches[key]
+        if key not in self._states:
+            self._states[key] = _State(deque(maxlen=detector.window if detector.relative else 0))
+        return self._states[key]
 
-    def _take(self, detector: Detector, name: str | None, value: float, figures: Figures) -> list[_Trip]:
-        """One reading of one detector: the trip that begins with it, or nothing."""
-        watch = self._watch(detector, name)
-        limit = detector.limit(watch.before(detector))
-        if detector.past:
-            watch.remember(detector, value)
+    def _read(self, detector: Detector, name: str | None, value: float, metrics: Metrics) -> list[_Trip]:
+        """Give one value to one detector: the trip that begins with it, or nothing."""
+        state = self._state(detector, name)
+        limit = detector.limit(state.baseline(detector))
+        if detector.relative:
+            state.remember(detector, value)
         if limit is None:
             return []
-        applies = not detector.only or CONDITIONS[detector.only][1](figures, self.facts)
+        applies = not detector.condition or CONDITIONS[detector.condition][1](metrics, self.facts)
         trips, recovers = applies and detector.trips(value, limit), not applies or detector.recovers(value, limit)
-        begins = watch.count(detector, trips, recovers)
+        begins = state.update(detector, trips, recovers)
         return [_Trip(detector, name, value, limit)] if begins and not self._is_known(detector, name) else []
 
     def _is_known(self, detector: Detector, name: str | None) -> bool:
-        """Whether another detector has told the same trouble of the same tensor, and it is not over."""
+        """Whether another detector is active for the same tensor and kind of event."""
         others = (row.name for row in DETECTORS.values() if row.kind == detector.kind and row is not detector)
-        return any((watch := self._watches.get((other, name))) is not None and watch.active for other in others)
+        return any((state := self._states.get((other, name))) is not None and state.is_active for other in others)
 
     def _events(self, step: int, trips: list[_Trip], spikes: tuple[Spike | None, ...] = ()) -> list[Event]:
         by_kind: dict[str, list[_Trip]] = {}
         for trip in trips:
             by_kind.setdefault(trip.detector.kind, []).append(trip)
-        said = {f"{spike.what}": spike.message for spike in spikes if spike is not None}
-        return [self._event(step, min(group, key=lambda trip: trip.rank), group, said) for group in by_kind.values()]
+        sentences: dict[str, str] = {spike.what: spike.message for spike in spikes if spike is not None}
+        return [
+            self._event(step, min(group, key=lambda trip: trip.rank), group, sentences) for group in by_kind.values()
+        ]
 
-    def _event(self, step: int, worst: _Trip, group: list[_Trip], said: dict[str, str]) -> Event:
+    def _event(self, step: int, worst: _Trip, group: list[_Trip], sentences: Mapping[str, str]) -> Event:
         detector, name = worst.detector, worst.tensor
-        spike = said.get("loss" if detector.kind == "loss_spike" else "gradient", "")
-        words = {
+        spike = sentences.get("loss" if detector.kind == "loss_spike" else "gradient", "")
+        fields = {
             "module": _module_of(name or ""),
             "cure": self.facts.storage.cure if self.facts.storage else "word",
             "safer": SAFER.get(self.facts.compute.partition("+")[0], "bfloat16"),
         }
         others = len({trip.tensor for trip in group}) - 1
-        more = f", and so {'does 1 tensor' if others == 1 else f'do {others} tensors'} more" if others else ""
-        message = f"{name or ''} {detector.says.format(value=worst.value, spike=spike)}{more}".strip()
-        return Event(detector.kind, step, message, name, worst.value, worst.limit, detector.advice.format(**words))
+        more = f"; the same holds for {others} more tensor{'s' if others > 1 else ''}" if others else ""
+        text = detector.message.format(value=worst.value, limit=worst.limit, spike=spike)
+        message = f"{name or ''} {text}{more}".strip()
+        return Event(detector.kind, step, message, name, worst.value, worst.limit, detector.advice.format(**fields))
 
 
 _BY_TABLE: dict[str, tuple[Detector, ...]] = {
@@ -236,14 +243,14 @@ _BY_TABLE: dict[str, tuple[Detector, ...]] = {
 
 
 def _module_of(tensor: str) -> str:
-    """The module that a pattern of a recipe names, of a tensor called ``KIND:MODULE``, ``KIND:PARAMETER`` or ``PARAMETER``."""
+    """The module of a tensor called ``KIND:MODULE``, ``KIND:PARAMETER`` or ``PARAMETER``, as a recipe's pattern names it."""
     name = tensor.rpartition(":")[2]
     module, _, last = name.rpartition(".")
     return module if module and last in ("weight", "bias") else name
 
 
 def _recipe_of(config: Row) -> Recipe | None:
-    """The run's recipe; ``None`` where it says none, or one of a newer version."""
+    """The run's recipe; ``None`` where it has none, or one that this version does not know."""
     recipe = config.get("recipe")
     try:
         if isinstance(recipe, dict):

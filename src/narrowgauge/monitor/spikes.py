@@ -194,7 +194,7 @@ class StepJudgement:
         >>> for step in range(40):
         ...     judge.add(3.0 + 0.01 * (step % 5), 0.5, spiked=False)
         >>> judgement = StepJudgement(judge)
-        >>> judgement.judge_loss(3.0), judgement.judge_loss(9.0)  # the largest gradient norm with which to apply the update
+        >>> round(judgement.judge_loss(3.0), 2), judgement.judge_loss(9.0)  # a limit of the gradient norm
         (5.0, -1.0)
     """
 

@@ -218,7 +218,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
     with interruptible(console.stopping) as interrupted, session.watched():
         reporter = Reporter(writer, console, config.to_dict(), config.tensorboard, session.step)
         _announce(session, console)
-        session.optimizer.on_alarm = lambda alarms: reporter.stalls(alarms, session.step + 1)
+        session.optimizer.on_alarm = lambda alarms: reporter.lost_updates(alarms, session.step + 1)
         recovery = Recovery(session, reporter)
         console.start(recipe_name(config.recipe), session.step)
 

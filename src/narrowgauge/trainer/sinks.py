@@ -1,7 +1,7 @@
-"""Where a run's figures go: the run folder, the screen, TensorBoard where it was asked for, and the detectors.
+"""Where a run's rows and events go: the run folder, the console, TensorBoard if requested, and the detectors.
 
-Everything passes here once, in the order in which it happens, and the folder comes first: what was told was written. The
-detectors read the rows that were written and nothing else, so a run that is resumed rebuilds them from its own folder.
+Everything passes through here once, in the order in which it happens. The run folder comes first, so whatever was shown was
+written. The detectors read only rows that were written, so a resumed run restores them from its own folder.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from narrowgauge.trainer.console import Screen
 
 
 class Reporter:
-    """Takes a run's rows and events, and hands them on.
+    """Passes the rows and events of a run to all sinks.
 
     Args:
         writer: of the run folder.
-        console: the screen.
-        config: what was asked for, as ``run.toml`` has it.
+        console: shows progress.
+        config: the settings, as in ``run.toml``.
         tensorboard: also write TensorBoard's files.
         step: steps done.
     """
@@ -34,13 +34,13 @@ class Reporter:
         self, writer: RunWriter, console: Screen, config: Row, tensorboard: bool = False, step: int = 0
     ) -> None:
         self.writer, self.console, self.config = writer, console, config
-        self.alarms = Alarms(config)
-        self.board: Any = None
+        self.alarms = Alarms(config, is_audited=True)
+        self.tensorboard: Any = None
         if tensorboard:
-            # Only here: it is an extra, and takes a second to load.
+            # Imported here, since it is an optional dependency and takes a second to load.
             from narrowgauge.trainer.tensorboard import TensorBoard
 
-            self.board = TensorBoard(writer.path / "tensorboard", step)
+            self.tensorboard = TensorBoard(writer.path / "tensorboard", step)
 
     @property
     def folder(self) -> Path:
@@ -48,56 +48,55 @@ class Reporter:
         return self.writer.path
 
     def go_back(self, step: int) -> Run:
-        """Forget what came after ``step``, which will be done again; what is left."""
+        """Delete what came after ``step``, and return what is left."""
         self.writer.sync()
         self.writer.rewind(step)
-        if self.board is not None:
-            self.board.go_back(step)
+        if self.tensorboard is not None:
+            self.tensorboard.go_back(step)
         return self.rebuild()
 
     def rebuild(self) -> Run:
-        """Begin anew from what the folder holds, which comes back."""
+        """Restore the detectors from the run folder, and return its content."""
         run = read_run(self.folder)
-        self.alarms = Alarms.rebuilt(self.config, run.steps, run.gauges)
+        self.alarms = Alarms.rebuilt(self.config, run.steps, run.gauges, is_audited=True)
         return run
 
     def step(self, row: Row, judgement: StepJudgement | None = None) -> None:
         """Write a row of ``steps.jsonl``, show it, and let the detectors read it."""
         self.writer.step(row)
         self.console.step(row)
-        if self.board is not None:
-            self.board.step(row)
+        if self.tensorboard is not None:
+            self.tensorboard.step(row)
         for event in self.alarms.on_step(row, judgement):
             self.event(event, shown=True)
 
     def evaluation(self, row: Row) -> None:
-        """A row of ``evals.jsonl``."""
+        """Write a row of ``evals.jsonl`` and show it."""
         self.writer.eval(row)
         self.console.evaluation(row)
-        if self.board is not None:
-            self.board.evaluation(row)
+        if self.tensorboard is not None:
+            self.tensorboard.evaluation(row)
 
     def gauge(self, row: Row) -> None:
-        """A row of ``gauges.jsonl``."""
+        """Write a row of ``gauges.jsonl``, show it, and let the detectors read it."""
         self.writer.gauge(row)
-        if self.board is not None:
-            self.board.gauge(row)
+        if self.tensorboard is not None:
+            self.tensorboard.gauge(row)
         for event in self.alarms.on_gauges(row):
-            if event.kind != "lost_updates":  # the optimizer's own alarm knows how sure it is
-                self.event(event, shown=True)
+            self.event(event, shown=True)
 
     def event(self, event: Event | Row, shown: bool = False) -> None:
-        """An event, and a line of it on the screen where it is to be ``shown``."""
+        """Write an event, and print it if ``shown``."""
         self.writer.event(event)
-        told = event if isinstance(event, Event) else Event.from_row(event)
+        written = event if isinstance(event, Event) else Event.from_row(event)
         if shown:
-            said = ". ".join(sentence.rstrip(".") for sentence in (told.message, told.advice) if sentence)
-            self.console.say(f"{told.kind.replace('_', ' ')}: {said}.")
-        if self.board is not None:
-            self.board.event(told)
+            text = ". ".join(sentence.rstrip(".") for sentence in (written.message, written.advice) if sentence)
+            self.console.say(f"{written.kind.replace('_', ' ')}: {text}.")
+        if self.tensorboard is not None:
+            self.tensorboard.event(written)
 
-    def stalls(self, alarms: list[Alarm], step: int) -> None:
-        """The optimizer's own alarms, which it raises with a confidence bound."""
+    def lost_updates(self, alarms: list[Alarm], step: int) -> None:
+        """Write an event for each alarm of the optimizer's audit, and print the worst."""
         for alarm in alarms:
             self.event(
                 Event(
@@ -114,6 +113,6 @@ class Reporter:
         self.console.say(f"warning: {worst.message}{more}")
 
     def close(self) -> None:
-        """Finish TensorBoard's files."""
-        if self.board is not None:
-            self.board.close()
+        """Close TensorBoard's files."""
+        if self.tensorboard is not None:
+            self.tensorboard.close()
