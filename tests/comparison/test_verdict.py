@@ -64,9 +64,9 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_whole_verdict_reads_as_it_did(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_whole_verdict_reads_as_it_did(name: str, update_golden: bool) -> None:
     file, text = GOLDEN / f"{name}.txt", "\n".join([*words(compare_runs(TEXTS[name])), ""])
-    if request.config.getoption("--update-golden", default=False):
+    if update_golden:
         file.write_text(text, encoding="utf-8")
     assert text == file.read_text(encoding="utf-8")
 
