@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 import click
 
 from narrowgauge import __version__
-from narrowgauge.cli import flags
+from narrowgauge.cli import environment, flags
 from narrowgauge.errors import NarrowgaugeError, Terminated, shortened, suggestion
 from narrowgauge.spec import show, tables
 
@@ -108,7 +108,7 @@ def main(context: click.Context) -> None:
 @main.group("show", invoke_without_command=True)
 @click.pass_context
 def show_group(context: click.Context) -> None:
-    """Print the tables: formats, recipes, aliases, computes, scales, storages, chips, models, and one of them in full."""
+    """Print the tables: formats, recipes, aliases, computes, scales, storages, chips, models, or one entry; the environment."""
     _help_without_command(context)
 
 
@@ -169,6 +169,20 @@ def show_recipe(name: str, as_json: bool) -> None:
         tables.write_json(show.detail_recipe(name))
     else:
         tables.write(show.page_recipe(name))
+
+
+@show_group.command("environment")
+@click.option("--torch", "with_torch", is_flag=True, help="Import PyTorch, and add what it reports (some seconds).")
+@_as_json
+def show_environment(with_torch: bool, as_json: bool) -> None:
+    """Versions, processor, GPUs, kernel cache and variables of this machine: one paste for an issue."""
+    found = environment.collect()
+    if with_torch:
+        found["torch"] = environment.collect_from_torch()
+    if as_json:
+        tables.write_json(found)
+    else:
+        click.echo(environment.describe(found))
 
 
 @main.command("train", params=flags.of_settings())

@@ -1,0 +1,201 @@
+"""What an issue report must say about a machine: versions, processor, GPUs, caches and the variables that change results.
+
+Everything is read from files, package metadata and the environment, so that it answers at once and also where PyTorch
+cannot be imported, which may be the very problem. :func:`collect_from_torch` adds what only PyTorch knows.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import narrowgauge
+from narrowgauge.caching import cache_folder
+from narrowgauge.errors import ChipError
+from narrowgauge.spec.chips import get_chip
+from narrowgauge.spec.formats import FORMATS
+from narrowgauge.spec.processor import instruction_sets, multiplies
+
+Environment = dict[str, Any]
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+# In this order; the many others of a processor change nothing here.
+_INSTRUCTION_SETS = (
+    "sse4_2", "avx", "fma", "f16c", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile",
+    "amx_int8", "amx_bf16", "amx_fp16", "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",
+)  # fmt: skip
+_PREFIXES = (
+    "NARROWGAUGE_", "OMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_", "TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "HIP_",
+    "ROCR_",
+)  # fmt: skip
+_NAMES = ("CXX", "LD_PRELOAD", "XDG_CACHE_HOME")
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+
+
+def collect(root: Path = Path("/")) -> Environment:
+    """Describe this machine and installation without importing PyTorch.
+
+    Args:
+        root: where ``proc`` lies.
+    Returns:
+        ``narrowgauge``, ``python``, ``packages``, ``system``, ``processor``, ``num_cpus`` (usable by this process),
+        ``memory_bytes``, ``instruction_sets``, ``native_formats`` (multiplied by this CPU), ``gpus`` (``name``, ``chip``),
+        ``gpu_driver``, ``compiler``, ``kernel_cache`` (``folder``, ``num_kernels``, ``bytes``) and ``variables``. The home
+        folder is written as ``~``.
+
+    Cost: milliseconds; no process is started except on macOS.
+    Example:
+        >>> collect()["narrowgauge"] == narrowgauge.__version__
+        True
+    """
+    sets = instruction_sets()
+    return {
+        "narrowgauge": narrowgauge.__version__,
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "packages": {name: _version(name) for name in PACKAGES},
+        "system": platform.platform(),
+        "processor": _processor_name(root),
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": _memory_bytes(root),
+        "instruction_sets": [name for name in _INSTRUCTION_SETS if name in sets],
+        "native_formats": [name for name in FORMATS if multiplies(name)],
+        "gpus": _gpus(root),
+        "gpu_driver": _first_match(root / "proc/driver/nvidia/version", r"^NVRM version:.*?\b(\d+(?:\.\d+)+)\b"),
+        "compiler": next((name for name in (os.environ.get("CXX", "g++"), "clang++") if shutil.which(name)), None),
+        "kernel_cache": _kernel_cache(),
+        "variables": {name: _without_home(os.environ[name]) for name in sorted(os.environ) if _is_relevant(name)},
+    }
+
+
+def collect_from_torch() -> Environment:
+    """What PyTorch itself reports: ``cpu_capability``, ``num_threads``, ``cuda`` and its ``devices``, ``mkl`` and ``onednn``.
+
+    Cost: the import of PyTorch, some seconds.
+    """
+    import torch
+
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        devices.append({"name": found.name, "capability": f"{found.major}.{found.minor}", "bytes": found.total_memory})
+    return {
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "num_threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "devices": devices,
+        "mkl": torch.backends.mkl.is_available(),
+        "onednn": torch.backends.mkldnn.is_available(),
+    }
+
+
+def describe(found: Environment) -> str:
+    """A description as plain text, a line for each figure, to be pasted into an issue.
+
+    Args:
+        found: by :func:`collect`, with what :func:`collect_from_torch` gives under ``torch`` if that was requested.
+    """
+    cache, torch = found["kernel_cache"], found.get("torch")
+    lines = {
+        "narrowgauge": found["narrowgauge"],
+        "python": found["python"],
+        **{name: version or "not installed" for name, version in found["packages"].items()},
+        "system": found["system"],
+        "processor": f"{found['processor']}, {found['num_cpus']} usable CPUs, {_gib(found['memory_bytes'])} of memory",
+        "instruction sets": " ".join(found["instruction_sets"]) or "unknown",
+        "native formats": f"{' '.join(found['native_formats'])} (all others are emulated on this CPU)",
+        "GPUs": "; ".join(map(_gpu_line, found["gpus"])) or "none found",
+        "GPU driver": found["gpu_driver"],
+        "compiler": found["compiler"] or "none: optimizer steps and casts run uncompiled",
+        "kernel cache": f"{cache['folder']}: {cache['num_kernels']} kernels, {cache['bytes'] / 1e6:.1f} MB",
+        "variables": " ".join(f"{name}={value}" for name, value in found["variables"].items()) or "none set",
+    }
+    if torch is not None:
+        cuda = f"CUDA {torch['cuda']}" if torch["cuda"] else "built without CUDA"
+        backends = ", ".join(name for name in ("mkl", "onednn") if torch[name])
+        lines["torch reports"] = f"{torch['cpu_capability']}, {torch['num_threads']} threads, {cuda}, {backends}"
+        lines["torch devices"] = "; ".join(
+            f"{d['name']} (sm {d['capability']}, {_gib(d['bytes'])})" for d in torch["devices"]
+        )
+    width = max(map(len, lines))
+    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in lines.items() if text)
+
+
+def _version(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
+def _read(file: Path) -> str:
+    with suppress(OSError):
+        return file.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _first_match(file: Path, pattern: str) -> str | None:
+    found = re.search(pattern, _read(file), re.MULTILINE)
+    return found[1].strip() if found else None
+
+
+def _processor_name(root: Path) -> str:
+    if name := _first_match(root / "proc/cpuinfo", r"^model name\s*:\s*(.+)$"):
+        return name
+    if sys.platform == "darwin":
+        with suppress(OSError, subprocess.SubprocessError):
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes(root: Path) -> int | None:
+    kibibytes = _first_match(root / "proc/meminfo", r"^MemTotal:\s*(\d+) kB")
+    return int(kibibytes) * 1024 if kibibytes else None
+
+
+def _gpus(root: Path) -> list[dict[str, str | None]]:
+    """The GPUs that NVIDIA's driver lists, with their entry among the chips."""
+    names = (
+        _first_match(file, r"^Model:\s*(.+)$") for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information"))
+    )
+    return [{"name": name, "chip": _chip(name)} for name in names if name]
+
+
+def _chip(name: str) -> str | None:
+    """The entry of ``narrowgauge show chips`` for a driver's name; none where no or several entries fit."""
+    bare = re.sub(r"^(NVIDIA|Tesla|GeForce)\s+", "", re.sub(r"^NVIDIA\s+", "", name))
+    with suppress(ChipError):
+        return get_chip(bare.replace(" ", "-")).name
+    return None
+
+
+def _kernel_cache() -> dict[str, Any]:
+    folder, sizes = cache_folder() / "kernels", []
+    with suppress(OSError):
+        sizes = [file.stat().st_size for file in folder.glob("*.pt2")]
+    return {"folder": _without_home(str(folder)), "num_kernels": len(sizes), "bytes": sum(sizes)}
+
+
+def _is_relevant(name: str) -> bool:
+    return (name.startswith(_PREFIXES) or name in _NAMES) and not _SECRET.search(name)
+
+
+def _without_home(text: str) -> str:
+    """Text in which the home folder, and with it the user's name, is a tilde."""
+    home = str(Path.home())
+    return text.replace(home, "~") if len(home) > 1 else text
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "an unknown amount" if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _gpu_line(gpu: dict[str, str | None]) -> str:
+    return f"{gpu['name']} ({gpu['chip'] or 'not in narrowgauge show chips'})"
