@@ -455,7 +455,7 @@ def test_a_page_does_not_take_the_place_of_a_pipe(tmp_path: Path) -> None:
         writer.step({"step": 1, "loss": 1.0})
     os.mkfifo(tmp_path / "pipe")
     result = call("report", str(tmp_path / "run"), "--out", str(tmp_path / "pipe"))
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1) and "no ordinary file" in result.stderr
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1) and "not a regular file" in result.stderr
     assert (tmp_path / "pipe").is_fifo()
 
 

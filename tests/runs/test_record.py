@@ -310,7 +310,7 @@ def test_a_pipe_or_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     folder.mkdir()
     (tmp_path / "link").symlink_to(pipe)
     for place in (pipe, folder, tmp_path / "link"):
-        with pytest.raises(RecordError, match="it is no ordinary file"):
+        with pytest.raises(RecordError, match="it is not a regular file"):
             write_whole(place, b"whole")
     assert pipe.is_fifo() and {path.name for path in tmp_path.iterdir()} == {"pipe", "folder", "link"}
 

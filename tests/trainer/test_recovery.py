@@ -137,7 +137,7 @@ def test_rollbacks_are_bounded_and_then_the_run_stops_and_can_go_on(
 ) -> None:
     """Each stop leaves its batch out, so that what goes on from there gets further."""
     spoil(monkeypatch, set(range(SPIKE_STEP - 1, SPIKE_STEP + 3)), lambda loss: loss * times)
-    with pytest.raises(DivergenceError, match=r"stopped after step 21: .*, and 2 rollbacks are spent"):
+    with pytest.raises(DivergenceError, match=r"stopped after step 21: .*, and 2 rollbacks are used up"):
         run_with(place, tmp_path / "run", on_spike="rollback", max_rollbacks=2)
     run = read_run(tmp_path / "run")
     assert kinds(run, "rollback", "divergence") == [("rollback", 27), ("rollback", 21), ("divergence", 21)]
@@ -166,7 +166,7 @@ def test_one_batch_is_no_batches(place: Path, tmp_path: Path, monkeypatch: pytes
     spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss * 20)
     run = run_with(place, tmp_path / "run", on_spike="rollback", checkpoint_every=SPIKE_STEP - 1)
     (back,) = [e for e in run.events if e["kind"] == "rollback"]
-    assert back["message"].endswith("goes back to step 26 and round the batch since") and back["batches"] == 1
+    assert back["message"].endswith("goes back to step 26 and skips the batch since") and back["batches"] == 1
 
 
 def test_a_stop_leaves_a_run_that_can_go_on(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report.write import publish, read_runs
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import Row, columns_of
 from narrowgauge.runs.writer import RunWriter, require_free
 
 
@@ -99,8 +99,8 @@ class RunLog:
 
 Log = TypeVar("Log", bound=RunLog)
 
-_WORDS = ("recipe", "model", "weights_fingerprint", "message")
-_COUNTS = ("step", "steps", "num_skipped")
+_TEXT = columns_of("text", "recipe")
+_COUNTS = columns_of("step", "count")
 
 
 def _plain(row: Any, by: str) -> Row:
@@ -115,7 +115,7 @@ def _figure(key: str, value: Any, by: str) -> Any:
         if key in _COUNTS and not isinstance(value, int):
             raise NarrowgaugeError(f"{by} was given {key} = {_short(value)}.", "It is a whole number.")
         return value
-    if isinstance(value, str) and key in _WORDS:
+    if isinstance(value, str) and key in _TEXT:
         return value
     try:
         number = float(value) if not isinstance(value, str) else None

@@ -1,9 +1,9 @@
-"""Files that are whole or absent: the few ways this package writes to a disk.
+"""Atomic file operations: a file is complete or absent, whatever happens.
 
-A process can die between any two instructions and a disk can fill up in the middle of a write. Both are harmless if
-nothing is ever changed in place: the new bytes go to a temporary neighbour, are forced to the disk, and only then take
-the final name with one rename, which the operating system does entirely or not at all. What the operating system
-refuses becomes one :class:`~narrowgauge.errors.RecordError` that names the file and, on a full disk, the bytes left.
+A process can die between any two instructions, and a disk can fill up in the middle of a write. Neither does harm if nothing is
+changed in place: the new bytes go to a temporary file in the same folder, are synced to the disk, and take the final
+name with one rename, which is atomic. An error of the operating system becomes one
+:class:`~narrowgauge.errors.RecordError` that names the file and, on a full disk, the free bytes.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if sys.platform != "win32":
     import fcntl
 
 TEMPORARY = ".tmp-"
-"""How the name of everything unfinished begins; whatever bears it after a crash may be deleted."""
+"""Prefix of every unfinished file; what a crash leaves under it may be deleted."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 RESUME = "go on with narrowgauge resume"
 AGAIN = "give the same command again"
-"""What to do once a full disk has room: for what belongs to a run, and for what is made anew."""
+"""Advice after a full disk: for files of a run, and for files that are created anew."""
 
 
 def disk_error(path: Path, error: OSError, then: str = RESUME) -> RecordError:
-    """The operating system's refusal as one line: what, where, and on a full disk how many bytes are left.
+    """An error of the operating system as a ``RecordError``: what, where, and on a full disk the free bytes.
 
     Args:
-        path: the file or folder that was being written or read.
+        path: the file or folder that was written or read.
         error: what the operating system raised.
-        then: what to do once a full disk has room.
+        then: advice after a full disk.
 
     Returns:
         The error to raise.
@@ -60,7 +60,7 @@ def disk_error(path: Path, error: OSError, then: str = RESUME) -> RecordError:
 
 
 def hidden_error(error: Exception) -> OSError:
-    """The operating system's error in the text of another one: safetensors says a full disk only so.
+    """The operating system's error in another one's message: safetensors reports a full disk only in that way.
 
     Example:
         >>> hidden_error(ValueError("I/O error: No space left on device (os error 28)")).errno == errno.ENOSPC
@@ -101,7 +101,7 @@ def disk_errors(path: Path, then: str = RESUME) -> Iterator[None]:
 
 
 def sync_file(path: Path) -> None:
-    """Force the bytes of a file to the disk."""
+    """Sync a file to the disk."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -110,7 +110,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Force the names in a folder to the disk (without it a rename may be lost with the power)."""
+    """Sync a folder to the disk; without it a rename may be lost in a power failure."""
     if sys.platform == "win32":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -121,23 +121,23 @@ def sync_folder(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A neighbour of ``path`` for its unfinished bytes, distinct per process."""
+    """A temporary name in the same folder, distinct per process."""
     return path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
 
 
 def write_whole(path: Path, data: bytes, then: str = RESUME) -> None:
-    """Write a file so that any reader, at any moment, sees the old bytes or the new ones.
+    """Replace a file so that any reader, at any moment, sees the old bytes or the new ones.
 
-    Law: after a crash ``path`` holds what it held before, or ``data``; never a mixture.
+    Invariant: after a crash ``path`` holds its old content or ``data``, never a mixture.
 
     Args:
         path: the final name; its folder exists.
-        data: everything the file shall hold.
-        then: what to do once a full disk has room.
+        data: the new content.
+        then: advice after a full disk.
 
     Raises:
-        RecordError: the operating system refused, or what lies there is no file (a folder, a device, a pipe), which a
-            rename would do away with; ``path`` is as it was.
+        RecordError: the operating system refused, or ``path`` is a folder, a device or a pipe, which a rename would remove;
+            ``path`` is unchanged.
 
     Cost: two fsyncs, a few milliseconds.
 
@@ -151,7 +151,7 @@ def write_whole(path: Path, data: bytes, then: str = RESUME) -> None:
     temporary = temporary_name(path)
     with disk_errors(path, then):
         if path.exists() and not path.is_file():
-            raise RecordError(f"Cannot write {path}: it is no ordinary file.", "Name a file, new or old.")
+            raise RecordError(f"Cannot write {path}: it is not a regular file.", "Name a file, new or old.")
         try:
             temporary.write_bytes(data)
             sync_file(temporary)
@@ -162,17 +162,17 @@ def write_whole(path: Path, data: bytes, then: str = RESUME) -> None:
 
 
 def append_whole(descriptor: int, path: Path, data: bytes) -> None:
-    """Append to an ``O_APPEND`` descriptor all of ``data`` or nothing.
+    """Append all of ``data`` or nothing.
 
-    Law: one ``os.write`` on any healthy disk; where the disk takes only a part, the part is taken back.
+    One ``os.write`` where the disk has room; a part that was written before an error is cut off again.
 
     Args:
-        descriptor: open for appending.
+        descriptor: open with ``O_APPEND``.
         path: its name, for the message.
-        data: the bytes of whole lines.
+        data: complete lines.
 
     Raises:
-        RecordError: the operating system refused; the file is as long as it was.
+        RecordError: the operating system refused; the file is unchanged.
     """
     length = os.fstat(descriptor).st_size
     with disk_errors(path):
@@ -185,10 +185,10 @@ def append_whole(descriptor: int, path: Path, data: bytes) -> None:
 
 
 def load_json(text: bytes | str) -> Any:
-    """What JSON text says.
+    """Parse JSON.
 
     Raises:
-        ValueError: it is no JSON, or nested deeper than Python goes, which Python has another class for.
+        ValueError: it is not JSON, or it is nested too deep, where Python raises ``RecursionError``.
 
     Example:
         >>> load_json("[" * 100_000)
@@ -203,7 +203,7 @@ def load_json(text: bytes | str) -> Any:
 
 
 def digest(path: Path) -> str:
-    """BLAKE2b-256 of a file's bytes in hexadecimal.
+    """BLAKE2b-256 of a file in hexadecimal.
 
     Cost: one read of the file at about 1 GB/s; constant memory.
     """
@@ -216,14 +216,13 @@ def digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def held_folder(path: Path) -> Iterator[bool]:
-    """Hold a folder for this process alone during the block; nothing is written.
+    """Lock a folder for this process during the block; nothing is written.
 
     Args:
         path: a folder that exists.
 
     Returns:
-        Whether it is held, as :func:`lock` says; not either where the folder was removed, or another put in its place, while
-        it was being locked.
+        Whether it is locked (see :func:`lock`); ``False`` also where the folder was removed or replaced meanwhile.
     """
     if sys.platform == "win32":
         yield True
@@ -237,14 +236,17 @@ def held_folder(path: Path) -> Iterator[bool]:
 
 
 def lock(descriptor: int, *, wait: bool) -> bool:
-    """Hold an open file for this process alone; the system lets go when the process ends, however it ends.
+    """Lock an open file for this process; the system releases the lock when the process ends, however it ends.
+
+    Not ``filelock``: it locks a file of its own by name, which would add files to run folders and cannot lock a folder or an
+    open file of rows; and where the file system has no locks it falls back to a file that a killed process leaves behind.
 
     Args:
         descriptor: an open file.
         wait: block until it is free, or return at once.
 
     Returns:
-        Whether it is held. Where the file system has no locks, ``True``: nothing can be known there.
+        Whether it is locked. Where the file system has no locks, ``True``: nothing can be known there.
     """
     if sys.platform == "win32":
         return True

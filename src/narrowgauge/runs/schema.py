@@ -271,6 +271,12 @@ TABLES: dict[str, dict[str, Column]] = {
 }
 """The table of each file, by the file's stem."""
 
+
+def columns_of(*types: Type) -> frozenset[str]:
+    """The names of all columns of these types, in any file."""
+    return frozenset(column.name for table in TABLES.values() for column in table.values() if column.type in types)
+
+
 METRICS: dict[str, dict[str, Column]] = {
     column.name: _table(column.metrics) for column in GAUGE.values() if column.type == "lists" and column.metrics
 }

@@ -1,10 +1,10 @@
-"""What a run does about a step that went wrong: look where it began, and then what was asked for.
+"""Recovery from a bad step: find where it went wrong, then do what ``--on-spike`` requests.
 
-A *spike* is judged by the steps before it. Unless it is only to be reported, the judgement comes before the update: the
-weights of a step that is skipped, rolled back or stopped at are those from before it. A value that is not finite is looked
-for in a replay of the step, from the same weights and data, which is possible since such a step changed nothing. Every
-decision is an event of the run folder, written before it is acted on, so that a resume decides alike. A run that may not go
-back any more stops as one that is told to: the step is left out and saved as such, so that a resume gets further.
+A *spike* is judged against the steps before it. Unless spikes are only reported, a step is judged before its update, so a step
+that is skipped, rolled back or stopped at changes no weight. A value that is not finite is traced in a replay of
+the step from the same weights and data, since such a step changes nothing. Every decision is an event in the run
+folder, written before it takes effect, so that a resumed run decides the same. Once all rollbacks are used up the run stops as
+with ``stop``: the step is saved as skipped, so that a resume continues behind it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from narrowgauge.trainer.sinks import Reporter
 from narrowgauge.trainer.step import losses
 
 FAILURES = 25
-"""Failed steps in a row after which a run is said to go nowhere."""
+"""Failed steps in a row after which a run has diverged."""
 
 REPLAYS = 3
-"""Failed steps of one sitting that are done again: each costs some steps, and the first tells most."""
+"""Failed steps per process that are replayed: each replay takes as long as some steps, and the first shows most."""
 
 _BACK = "Lower --lr or look at the data of that step; narrowgauge resume goes on from the last checkpoint."
 
 
 class DivergenceError(NarrowgaugeError):
-    """Training was stopped, as asked, where it went wrong."""
+    """Training was stopped at a bad step, as requested."""
 
 
 class Recovery:
@@ -45,13 +45,13 @@ class Recovery:
 
     Args:
         session: the run.
-        reporter: who writes decisions down.
+        reporter: writes the events.
     """
 
     def __init__(self, session: Session, reporter: Reporter) -> None:
         self.session, self.reporter, self.action = session, reporter, session.config.on_spike
         self.replays = self.failures = 0
-        self.stuck = ""  # why a step that asked for a rollback got none
+        self.stuck = ""  # why a step could not be rolled back
         session.detours = detours_of(reporter.rebuild().events)
 
     def judgement(self) -> StepJudgement | None:
@@ -59,12 +59,12 @@ class Recovery:
         return None if self.action == "report" else StepJudgement(self.reporter.alarms.judge)
 
     def takes_over(self, row: Row) -> bool:
-        """Do what is to be done about a step, before its row is written.
+        """Investigate a failed step and roll back if requested, before its row is written.
 
         Args:
-            row: of the step that was just taken.
+            row: of the step that was just done.
         Returns:
-            Whether the run went back, and the row is not to be written.
+            Whether the run was rolled back, so that the row must not be written.
         """
         self.stuck = ""
         failed = row["skipped"] and not _is_finite(row) and not self._is_rescaled(row)
@@ -76,14 +76,14 @@ class Recovery:
         return False
 
     def after(self, row: Row, save: Callable[[], None]) -> None:
-        """Tell of a step that changed nothing, once its row is written; stop if that was asked for.
+        """Report a step that was not applied, once its row is written; stop if requested.
 
         Args:
             row: of the step.
             save: writes a checkpoint.
         Raises:
-            DivergenceError: as asked with ``--on-spike stop``, or where no rollback is left. What is saved has left the
-                step out, so a resume goes on behind it.
+            DivergenceError: with ``--on-spike stop``, or where no rollback is left. The checkpoint has the step as skipped, so
+                a resume continues behind it.
         """
         if not row["skipped"]:
             return
@@ -91,29 +91,29 @@ class Recovery:
         if spike is None:
             self.reporter.event(Event("skip", row["step"], self._why_skipped()))
         else:
-            told = f"{_told(row)}; the batch was left out and nothing was changed"
-            figures = {"value": spike["value"], "threshold": spike["threshold"]}
-            self.reporter.event(Event("skip", row["step"], told, **figures), shown=True)
+            message = f"{_symptom(row)}; the batch was skipped and no weight changed"
+            values = {"value": spike["value"], "threshold": spike["threshold"]}
+            self.reporter.event(Event("skip", row["step"], message, **values), shown=True)
         if self.failures == FAILURES:
-            told = f"the last {FAILURES} steps changed nothing: {_told(row)}"
-            self.reporter.event(Event("divergence", row["step"], told, advice=_BACK), shown=True)
+            message = f"the last {FAILURES} steps were not applied: {_symptom(row)}"
+            self.reporter.event(Event("divergence", row["step"], message, advice=_BACK), shown=True)
         if self.stuck or (self.action == "stop" and (spike is not None or not self._is_rescaled(row))):
             save()
-            told = f"{_told(row)}{self.stuck}"
-            self.reporter.event(Event("divergence", row["step"], told, advice=_BACK))
-            raise DivergenceError(f"stopped after step {row['step']}: {told}.", _BACK)
+            message = f"{_symptom(row)}{self.stuck}"
+            self.reporter.event(Event("divergence", row["step"], message, advice=_BACK))
+            raise DivergenceError(f"stopped after step {row['step']}: {message}.", _BACK)
 
     def _is_rescaled(self, row: Row) -> bool:
-        """Whether an overflow is what dynamic loss scaling is for, and costs no more than the step."""
+        """Whether the loss scaler handles the overflow by lowering the scale."""
         scaler = self.session.optimizer.loss_scaler
         return scaler is not None and math.isfinite(row["loss"]) and self.session.loss_scale > scaler.floor
 
     def _roll_back(self, row: Row) -> bool:
         session, done = self.session, len(self.session.detours)
         if done >= session.config.max_rollbacks:
-            self.stuck = f", and {counted(done, 'rollback')} {'is' if done == 1 else 'are'} spent"
+            self.stuck = f", and {counted(done, 'rollback')} {'is' if done == 1 else 'are'} used up"
             return False
-        # First of all: a run that is killed before the event is written comes to the same decision.
+        # First: a run that is killed before the event is written comes to the same decision.
         to, spike = go_back(session.folder, session.config.checkpoint_every), row.get("spike") or {}
         if to is None:
             self.stuck = ", and there is no good checkpoint to go back to"
@@ -122,7 +122,7 @@ class Recovery:
         event = {
             "kind": "rollback",
             "step": row["step"],
-            "message": f"{_told(row)}; the run goes back to step {to} and round the {_batches(batches)} since",
+            "message": f"{_symptom(row)}; the run goes back to step {to} and skips the {_batches(batches)} since",
             "to_step": to,
             "batches": batches,
             **{name: spike[name] for name in ("value", "threshold") if name in spike},
@@ -133,7 +133,7 @@ class Recovery:
         return True
 
     def _investigate(self, row: Row) -> None:
-        """Do the failed step again, and say which operation made the first bad value."""
+        """Replay the failed step, and report which operation made the first bad value."""
         if self.replays >= REPLAYS:
             return
         self.replays += 1
@@ -142,20 +142,20 @@ class Recovery:
         self.reporter.event(Event("first_bad_value", row["step"], found.message, tensor=place or None), shown=True)
 
     def _why_skipped(self) -> str:
-        """What overflowed, and the scale that goes on."""
+        """Which gradient overflowed, and the new loss scale."""
         optimizer = self.session.optimizer
         names, scaler = optimizer.last_overflow, optimizer.loss_scaler
         where = f" in '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
         scale = "" if scaler is None else f"; the loss scale is now {float(scaler.scale_tensor):g}"
-        return f"gradients are not finite{where}; nothing was changed{scale}"
+        return f"gradients are not finite{where}; no weight changed{scale}"
 
 
 def replay_last_step(session: Session, say: Callable[[str], object] = lambda _: None) -> Any:
-    """Do the step again that changed nothing, from the same weights, data and random bits.
+    """Replay a step that changed nothing, from the same weights, data and random bits.
 
     Args:
         session: just after the step.
-        say: gets a sentence for each attempt.
+        say: called with a sentence for each attempt.
     Returns:
         A :class:`narrowgauge.gauges.nan_origin.replay.Replay`.
     """
@@ -193,7 +193,7 @@ def _is_finite(row: Row) -> bool:
     return math.isfinite(row["loss"]) and (norm is None or math.isfinite(norm))
 
 
-def _told(row: Row) -> str:
+def _symptom(row: Row) -> str:
     """What was wrong with a step, without a full stop."""
     spike = row.get("spike")
     if spike is None:
