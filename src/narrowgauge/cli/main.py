@@ -284,13 +284,26 @@ def compare(
 @click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--out", metavar="FILE", type=click.Path(path_type=Path),
-    help="The page to write.  [default: report.html in the one folder named]",
+    help="The page to write.  [default: report.html in the one folder named, NAME.html next to NAME.zip]",
 )  # fmt: skip
-def report(runs: tuple[Path, ...], out: Path | None) -> None:
-    """Write one page on the runs in folders, each a run's or a comparison's."""
+@click.option(
+    "--pack", metavar="FILE", type=click.Path(path_type=Path),
+    help="Write no page, unless --out is given, but one zip file that report reads as it reads the folders.",
+)  # fmt: skip
+def report(runs: tuple[Path, ...], out: Path | None, pack: Path | None) -> None:
+    """Write one page on runs. Each RUN is the folder of a run or of a comparison, or a zip file of --pack.
+
+    --pack packs what a page is made from, to hand it to somebody else: settings, logged rows and summaries, and no
+    checkpoints or data. They are packed as they are: run.toml holds the paths of model, data and folder as they were
+    given, and the versions and processor of the machine.
+    """
+    from narrowgauge.report import packed_runs
     from narrowgauge.report.write import report as write_report
 
-    click.echo(write_report(runs, out))
+    if pack is not None:
+        click.echo(packed_runs.pack(runs, pack))
+    if pack is None or out is not None:
+        click.echo(write_report(runs, out))
 
 
 @main.command("export")

@@ -8,38 +8,50 @@ from pathlib import Path
 from narrowgauge.comparison.comparison import Comparison, compare_runs
 from narrowgauge.comparison.labels import listed, run_labels
 from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.runs.archive import files_in, zip_file_of
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
 from narrowgauge.runs.record import Run, is_run, read_run
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """The runs in folders, each a run's or a comparison's.
+    """The runs in folders and zip files, each of a run or a comparison.
 
     Args:
-        paths: run folders, or folders that hold some.
+        paths: run folders, folders that hold some, or zip files of ``--pack``.
     Returns:
         The runs, in the order named; those of one folder by name. None twice.
     Raises:
         RecordError: a folder holds no run, or a record is damaged, newer than this version, or not to be read.
     """
-    places: dict[Path, None] = {}
+    return [read_run(place) for place in run_folders(paths)]
+
+
+def run_folders(paths: Sequence[str | Path]) -> dict[Path, Path]:
+    """The run folders that paths lead to, each with the path that led to it; see :func:`read_runs`."""
+    places: dict[Path, Path] = {}
     for path in map(Path, paths):
         inside = [path] if is_run(path) else runs_inside(path)
         if not inside:
-            found = "there is no such folder" if not path.exists() else "neither it nor a folder in it has a run.toml"
+            found = "neither it nor a folder in it has a run.toml"
+            if not path.exists():
+                found = "there is no such folder"
+            elif path.is_file():
+                found = "the zip file has no run.toml"
             raise RecordError(f"No run in {path}: {found}.", "Name a run folder, or the folder of a comparison.")
-        places |= dict.fromkeys(inside)
-    return [read_run(place) for place in places]
+        places |= {place: path for place in inside if place not in places}
+    return places
 
 
 def runs_inside(path: Path) -> list[Path]:
-    """The run folders in a folder, by name; none where there is no such folder.
+    """The run folders in a folder, by name, or in a zip file, in its order; none where there is no such folder.
 
     Raises:
         RecordError: one of them may not be looked into, so what it holds is not known.
     """
     with disk_errors(path):
-        folders = sorted(place for place in path.iterdir() if place.is_dir()) if path.is_dir() else []
+        if not path.is_dir():
+            return [file.parent for file in files_in(path) if file.name == "run.toml"]
+        folders = sorted(place for place in path.iterdir() if place.is_dir())
     return [place for place in folders if is_run(place)]
 
 
@@ -59,8 +71,8 @@ def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
     """Write one page on existing runs.
 
     Args:
-        paths: run folders, or the folder of a comparison.
-        out: the page; ``None`` puts ``report.html`` into the one folder named.
+        paths: run folders, folders of comparisons, or zip files of ``--pack``.
+        out: the page; ``None`` puts ``report.html`` into the one folder named, or ``NAME.html`` next to ``NAME.zip``.
     Returns:
         The page.
     Raises:
@@ -70,7 +82,9 @@ def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
     if out is None and len(paths) != 1:
         raise NarrowgaugeError(f"{len(paths)} folders were named and no page to write.", "Give --out page.html.")
     runs = read_runs(paths)
-    page = Path(out) if out is not None else Path(paths[0]) / "report.html"
+    zip_file = zip_file_of(Path(paths[0]))
+    page = zip_file.with_suffix(".html") if zip_file is not None else Path(paths[0]) / "report.html"
+    page = Path(out) if out is not None else page
     if page.is_dir():
         raise RecordError(f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html.")
     if page.is_file() and not _is_page(page):

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import disk_errors, load_json
+from narrowgauge.runs.archive import read_bytes
+from narrowgauge.runs.atomic_io import load_json
 from narrowgauge.runs.schema import NOT_FINITE, TEXT, Row, is_whole, wrong_value
 
 T = TypeVar("T")
@@ -112,8 +113,7 @@ def line_steps(file: Path) -> list[tuple[int, int, bool]]:
 
 
 def _read(file: Path, read: Callable[[bytes], tuple[T, str]]) -> Iterator[tuple[bytes, T]]:
-    with disk_errors(file):
-        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    lines = (read_bytes(file) or b"").splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
             if not line.endswith(b"\n"):

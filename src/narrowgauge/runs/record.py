@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
+from narrowgauge.runs.archive import read_bytes
 from narrowgauge.runs.atomic_io import disk_errors, load_json
 from narrowgauge.runs.lines import read_rows, restored
 from narrowgauge.runs.schema import VERSION, Row, is_whole, short, wrong_value
@@ -112,12 +113,12 @@ def is_run(path: Path) -> bool:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a run folder, finished or not, even one that is being written.
+    """Read a run folder, finished or not, even one that is being written, or one in a zip file (``runs.zip/first``).
 
     A torn last line is dropped. A damaged line anywhere else is refused, and so is a row with a value of the wrong type.
 
     Args:
-        path: the run folder.
+        path: the run folder, on the disk or in a zip file of ``narrowgauge report --pack``.
 
     Returns:
         Its content.
@@ -147,14 +148,12 @@ def read_settings(path: Path) -> Row:
         RecordError: there is no run, the file is damaged, or a newer version wrote it.
     """
     file = path / "run.toml"
-    with disk_errors(file):
-        is_there = file.is_file()
-    if not is_there:
+    data = read_bytes(file)
+    if data is None:
         found = "the folder has no run.toml" if path.is_dir() else "there is no such folder"
         raise RecordError(f"No run in {path}: {found}.", "Name the folder that was given as --out.")
     try:
-        with disk_errors(file):
-            run: Row = tomllib.loads(file.read_bytes().decode())
+        run: Row = tomllib.loads(data.decode())
         _require_whole("schema_version", run["schema_version"])
         _require_known(run["schema_version"], path)
         config: Any = run.get("config")
@@ -179,11 +178,11 @@ def _require_known(version: int, path: Path) -> None:
 
 
 def read_summary(file: Path) -> Row | None:
-    if not file.exists():
+    data = read_bytes(file)
+    if data is None:
         return None
     try:
-        with disk_errors(file):
-            summary: Row = restored(load_json(file.read_bytes()))
+        summary: Row = restored(load_json(data))
         if not isinstance(summary, dict):
             raise ValueError(f"{short(summary)} is not an object")
         if wrong := wrong_value("summary", summary):
