@@ -1,13 +1,13 @@
-"""The gallery: pages on runs that were kept, made anew from their run folders at each build of the documentation.
+"""The gallery: reports on runs that are stored in the repository, generated at each build of the documentation.
 
-A page holds two megabytes of Plotly and some hundred kilobytes of figures, so pages are not kept; the run folders are, in
-``docs/gallery/runs/PAGE/RUN``, thin enough for a repository. MkDocs calls :func:`on_files`, which adds the pages to the
+A page holds two megabytes of Plotly and some hundred kilobytes of figures, so only the runs are stored, one file a page:
+``docs/gallery/PAGE.zip``, which ``narrowgauge report`` opens. MkDocs calls :func:`on_files`, which adds the pages to the
 site. By hand::
 
     python docs/gallery.py write FOLDER            every page, as FOLDER/PAGE.html
-    python docs/gallery.py take PAGE RUN…          keep the run folders RUN… as those of a page
+    python docs/gallery.py take PAGE RUN…          add the run folders RUN… to those of a page
 
-What is kept of a run: ``run.toml``, with names in place of paths; ``evals.jsonl``, ``events.jsonl`` and ``summary.json``
+What is stored of a run: ``run.toml``, with names in place of paths; ``evals.jsonl``, ``events.jsonl`` and ``summary.json``
 as they were; ``gauges.jsonl``, where there is one, of the first seed; of ``steps.jsonl`` the columns of :data:`DIGITS`,
 shortened to so many digits. The verdict of the kept runs
 is that of the whole ones.
@@ -19,6 +19,7 @@ import argparse
 import json
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import tomli_w
 
 import narrowgauge
 
-RUNS = Path(__file__).parent / "gallery" / "runs"
+GALLERY = Path(__file__).parent / "gallery"
 
 TITLES = {
     "first-minute": "What ./dev train shows: a llama-1m at a small learning rate",
@@ -47,17 +48,18 @@ DIGITS = {
 _AS_THEY_ARE = ("evals.jsonl", "events.jsonl", "summary.json")
 
 
-def page(name: str, runs: Path = RUNS) -> str:
+def page(name: str, gallery: Path = GALLERY) -> str:
     """The HTML of one page.
 
     Args:
         name: a key of :data:`TITLES`.
-        runs: where its folder lies.
+        gallery: the folder of its zip file.
     """
     # Here: MkDocs loads this file for every command, and a page needs what the others do not.
     from narrowgauge.report.render import render
+    from narrowgauge.report.write import read_runs
 
-    found = [narrowgauge.read_run(file.parent) for file in sorted((runs / name).glob("*/run.toml"))]
+    found = read_runs([gallery / f"{name}.zip"])
     found.sort(key=lambda run: -round((run.summary or {}).get("bytes_per_param", 0.0), 1))  # as the tables list them
     compared = narrowgauge.compare_runs(found)
     return render(found, rows=list(compared.rows), verdict=list(compared.verdict), title=TITLES[name])
@@ -72,8 +74,23 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def add(folders: Sequence[Path], file: Path) -> None:
+    """Add thin copies of run folders to the zip file of a page."""
+    from narrowgauge.report.packed_runs import pack
+    from narrowgauge.runs.archive import files_in, read_bytes
+
+    with tempfile.TemporaryDirectory() as temporary:
+        for packed in files_in(file):
+            copy = Path(temporary) / packed.relative_to(file)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(read_bytes(packed) or b"")
+        for folder in folders:
+            take(folder, Path(temporary, file.stem))
+        pack([Path(temporary, file.stem)], file)
+
+
 def take(folder: Path, runs: Path) -> Path:
-    """Keep one run, thin, in the folder of a page; its new place."""
+    """Copy one run, thin, into a folder; the copy's path."""
     run = narrowgauge.read_run(folder)
     place = runs / f"{str(run.config['recipe']).replace('/', '-')}-seed{run.config['seed']}"
     place.mkdir(parents=True)
@@ -109,18 +126,17 @@ def _rounded(value: Any, digits: int) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write pages, or keep runs."""
+    """Write pages, or add runs to one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     write = commands.add_parser("write", help="write every page")
     write.add_argument("folder", type=Path)
-    keep = commands.add_parser("take", help="keep runs, thin, as those of a page")
+    keep = commands.add_parser("take", help="add runs, thin, to those of a page")
     keep.add_argument("page", choices=TITLES)
     keep.add_argument("runs", nargs="+", type=Path)
     asked = parser.parse_args(arguments)
     if asked.command == "take":
-        for folder in asked.runs:
-            print(take(folder, RUNS / asked.page))
+        add(asked.runs, GALLERY / f"{asked.page}.zip")
         return 0
     asked.folder.mkdir(parents=True, exist_ok=True)
     for name in TITLES:
