@@ -12,7 +12,7 @@ MakeRun = Callable[..., Run]
 
 def test_seeds_of_a_recipe_stand_together(make_run: MakeRun) -> None:
     made = [make_run(recipe, seed) for seed in (0, 1) for recipe in ("bfloat16/word", "bfloat16/naive")]
-    assert [(group.label, group.place, len(group.runs)) for group in group_runs(made)] == [
+    assert [(group.label, group.index, len(group.runs)) for group in group_runs(made)] == [
         ("bfloat16/word", 0, 2),
         ("bfloat16/naive", 1, 2),
     ]

@@ -54,11 +54,11 @@ def comparison_figures(groups: Sequence[Group], baseline: str | None = None) -> 
 
 def training_loss(groups: Sequence[Group]) -> Figure | None:
     """Loss of the training batches over steps, smoothed and raw."""
-    lines = {group.place: group.lines("steps", "loss") for group in groups}
+    lines = {group.index: group.lines("steps", "loss") for group in groups}
     longest = max((len(line) for found in lines.values() for line in found), default=0)
     half_life = max(1, longest // 100)
-    raw = [curve_of(group, lines[group.place]) for group in groups]
-    smoothed = [curve_of(group, [smooth(line, half_life) for line in lines[group.place]]) for group in groups]
+    raw = [curve_of(group, lines[group.index]) for group in groups]
+    smoothed = [curve_of(group, [smooth(line, half_life) for line in lines[group.index]]) for group in groups]
     data = [
         *traces_of(smoothed, view="smoothed", name="training loss"),
         *traces_of(raw, view="raw", name="training loss"),
@@ -123,14 +123,14 @@ def loss_against_bytes(groups: Sequence[Group]) -> Figure | None:
     found: dict[int, list[tuple[float, float]]] = {}
     for group in groups:
         points = [(number((run.summary or {}).get("bytes_per_param")), final_loss(run)) for run in group.runs]
-        found[group.place] = [(x, y) for x, y in points if x is not None and y is not None]
-    drawn = [group for group in groups if found[group.place]]
+        found[group.index] = [(x, y) for x, y in points if x is not None and y is not None]
+    drawn = [group for group in groups if found[group.index]]
     if not drawn:
         return None
-    data = [_point(group, found[group.place]) for group in drawn]
+    data = [_point(group, found[group.index]) for group in drawn]
     means = [trace["y"][0] for trace in data]
     middle = sum(means) / len(means)
-    absent = ", ".join(group.label for group in groups if not found[group.place])
+    absent = ", ".join(group.label for group in groups if not found[group.index])
     how = (
         "Down and to the left is better: less loss for less memory. An error bar is the range from the lowest seed to the "
         "highest. Bytes are those of weight, gradient and optimizer state per parameter; their axis begins at zero. "
@@ -145,9 +145,9 @@ def loss_against_bytes(groups: Sequence[Group]) -> Figure | None:
 
 def loss_against_seconds(groups: Sequence[Group]) -> Figure | None:
     """Validation loss over seconds of training, read as the verdict reads it."""
-    stats = {group.place: [run for run in group.stats if run.curve.points] for group in groups}
-    joined = {place: _averaged(found) for place, found in stats.items()}
-    curves = [_over_seconds(group, stats[group.place], joined[group.place]) for group in groups]
+    stats = {group.index: [run for run in group.stats if run.curve.points] for group in groups}
+    joined = {index: _averaged(found) for index, found in stats.items()}
+    curves = [_over_seconds(group, stats[group.index], joined[group.index]) for group in groups]
     data = traces_of(curves, name="validation loss")
     if not data:
         return None
@@ -178,12 +178,12 @@ def _point(group: Group, points: Sequence[tuple[float, float]]) -> Row:
             "array": [rounded(max(losses) - mean)],
             "arrayminus": [rounded(mean - min(losses))],
             "visible": len(losses) > 1,
-            "color": colour(group.place),
+            "color": colour(group.index),
         },
         "cliponaxis": False,
-        "marker": {"size": 11, "color": colour(group.place), "symbol": symbol_of(group.place)},
+        "marker": {"size": 11, "color": colour(group.index), "symbol": symbol_of(group.index)},
         "name": plain(group.label),
-        "meta": {"group": group.place},
+        "meta": {"group": group.index},
         "hovertemplate": f"loss %{{y:.5~g}} at %{{x:.4~g}} bytes per parameter, {seeds}<extra>{plain(group.label)}</extra>",
     }
 
@@ -225,7 +225,7 @@ def _over_seconds(group: Group, stats: Sequence[RunStats], joined: Sequence[RunS
     """
     found = losses_at_common_times([run.curve for run in joined])
     moments = [at for at, _ in found]
-    lines = [series_of((at, losses[place]) for at, losses in found) for place in range(len(joined))]
+    lines = [series_of((at, losses[index]) for at, losses in found) for index in range(len(joined))]
     among = {id(run) for run in joined}
     alone = [(run.seed, line) for run in stats for line in _outside(run.curve, moments if id(run) in among else [])]
     broken = {at for run in stats for at, loss in run.curve.points if not math.isfinite(loss)}

@@ -24,12 +24,12 @@ class Group:
 
     Args:
         label: its name on the page.
-        place: its index on the page, which chooses colour, dash and marker.
+        index: its number on the page, which chooses colour, dash and marker.
         runs: one per seed.
     """
 
     label: str
-    place: int
+    index: int
     runs: tuple[Run, ...]
 
     @cached_property
@@ -81,9 +81,9 @@ def group_runs(runs: Iterable[Run], rows: Sequence[Row] = ()) -> list[Group]:
     found: dict[str, list[Run]] = {}
     for label, run in zip(run_labels(runs), runs, strict=True):
         found.setdefault(label, []).append(run)
-    order = {str(row.get("recipe")): place for place, row in enumerate(rows)}
+    order = {str(row.get("recipe")): index for index, row in enumerate(rows)}
     labels = sorted(found, key=lambda label: order.get(label, len(order)))
-    return [Group(label, place, tuple(found[label])) for place, label in enumerate(labels)]
+    return [Group(label, index, tuple(found[label])) for index, label in enumerate(labels)]
 
 
 def run_names(groups: Iterable[Group]) -> list[tuple[Run, str]]:

@@ -34,12 +34,12 @@ MAX_BARS = 150_000
 """Bars of all histograms of a page together; a bar takes about two bytes of it, compressed."""
 
 
-def histograms(samples: Sequence[Samples], places: Sequence[int]) -> list[Row | None]:
+def histograms(samples: Sequence[Samples], indices: Sequence[int]) -> list[Row | None]:
     """The exponent histograms of every run, for a slider over its sampled steps.
 
     Args:
         samples: of the page's runs, in its order.
-        places: each run's index in the palette.
+        indices: each run's index in the palette.
 
     Returns:
         Per run a Plotly figure whose ``steps`` are the sampled steps and whose ``frames`` give, per step and panel, the
@@ -52,8 +52,8 @@ def histograms(samples: Sequence[Samples], places: Sequence[int]) -> list[Row | 
     low = min([start + FIRST_EXPONENT for start, _ in spans] + [half.finest_exponent])
     high = max([stop + FIRST_EXPONENT for _, stop in spans] + [half.max_exponent + 1])
     return [
-        _histogram(found, place, num_steps, [low - 2, high + 2]) if found.spans else None
-        for found, place in zip(samples, places, strict=True)
+        _histogram(found, index, num_steps, [low - 2, high + 2]) if found.spans else None
+        for found, index in zip(samples, indices, strict=True)
     ]
 
 
@@ -78,7 +78,7 @@ def format_ranges() -> list[Row]:
     ]
 
 
-def _histogram(samples: Samples, place: int, num_steps: int, exponents: list[float]) -> Row:
+def _histogram(samples: Samples, index: int, num_steps: int, exponents: list[float]) -> Row:
     spans = {kind: samples.spans[kind] for kind in KIND_TITLES if kind in samples.spans}
     chosen = spread(samples.histograms, num_steps)
     frames = [[_shares(row["histograms"].get(kind), span) for kind, span in spans.items()] for row in chosen]
@@ -90,7 +90,7 @@ def _histogram(samples: Samples, place: int, num_steps: int, exponents: list[flo
             "offset": 0,
             "width": 1,
             "yaxis": f"y{panel + 2}",
-            "marker": {"color": colour(place), "line": {"width": 0}},
+            "marker": {"color": colour(index), "line": {"width": 0}},
             "meta": {"title": KIND_TITLES[kind]},
             "hovertemplate": f"%{{y:.3~p}} of {KIND_TITLES[kind].lower()}<br>2<sup>%{{x}}</sup> to twice that<extra></extra>",
         }
@@ -153,9 +153,9 @@ def _panels(num_panels: int, exponents: list[float]) -> Row:
         },
         "bargap": 0,
     }
-    for place in range(num_panels):
-        upper = total - top - gap - place * (panel + gap)
-        layout[f"yaxis{place + 2}"] = {
+    for index in range(num_panels):
+        upper = total - top - gap - index * (panel + gap)
+        layout[f"yaxis{index + 2}"] = {
             "domain": [(upper - panel) / total, upper / total],
             "type": "log",
             "range": [-6, 0],

@@ -161,7 +161,7 @@ def _worst(groups: Sequence[Group], metric: str, title: str, how: str) -> Figure
     return Figure(f"worst-{metric}", title, how, data, layout)
 
 
-def _kind_trace(kind: str, place: int) -> Row:
+def _kind_trace(kind: str, index: int) -> Row:
     symbols = ("triangle-up", "square", "diamond", "x", "star", "pentagon", "hexagon", "triangle-down", "bowtie")
     routine = kind == "routine"
     return {
@@ -172,7 +172,7 @@ def _kind_trace(kind: str, place: int) -> Row:
         "y": [],
         "text": [],
         "marker": {
-            "symbol": "line-ns" if routine else symbols[place % len(symbols)],
+            "symbol": "line-ns" if routine else symbols[index % len(symbols)],
             "size": 9 if routine else 10,
             "color": "@muted" if routine else "@alarm",
             "line": {"width": 2, "color": "@muted"} if routine else {"width": 1, "color": "@paper"},

@@ -14,30 +14,30 @@ SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "pentagon
 FILLS = ("", "-open", "-dot", "-open-dot")
 
 
-def colour(place: int, opacity: float | None = None) -> str:
+def colour(index: int, opacity: float | None = None) -> str:
     """The name of a recipe's colour.
 
     Example:
         >>> colour(1), colour(9, 0.2)
         ('@c1', '@c1/0.2')
     """
-    name = f"@c{place % NUM_COLOURS}"
+    name = f"@c{index % NUM_COLOURS}"
     return name if opacity is None else f"{name}/{opacity}"
 
 
-def dash_of(place: int) -> str:
+def dash_of(index: int) -> str:
     """The dash that distinguishes a recipe from the one with the same colour."""
-    return DASHES[place // NUM_COLOURS % len(DASHES)]
+    return DASHES[index // NUM_COLOURS % len(DASHES)]
 
 
-def symbol_of(place: int) -> str:
+def symbol_of(index: int) -> str:
     """The marker of a recipe, distinct from that of the recipe with the same colour.
 
     Example:
         >>> symbol_of(1), symbol_of(9)
         ('square', 'square-open')
     """
-    return SYMBOLS[place % len(SYMBOLS)] + FILLS[place // len(SYMBOLS) % len(FILLS)]
+    return SYMBOLS[index % len(SYMBOLS)] + FILLS[index // len(SYMBOLS) % len(FILLS)]
 
 
 def plain(text: str) -> str:

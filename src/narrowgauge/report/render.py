@@ -129,7 +129,7 @@ def _spec(figure: Figure) -> Row:
 
 def _gauge_data(groups: Sequence[Group], samples: Sequence[Samples]) -> list[Row]:
     maps = heat_maps([found.steps for found in samples], [found.metrics for found in samples])
-    bars = histograms(samples, [group.place for group in groups for _ in group.samples])
+    bars = histograms(samples, [group.index for group in groups for _ in group.samples])
     return [{"heat": heat, "histogram": histogram} for heat, histogram in zip(maps, bars, strict=True)]
 
 

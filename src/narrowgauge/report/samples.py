@@ -68,7 +68,7 @@ def spread(rows: Sequence[Row], most: int) -> list[Row]:
     """Rows evenly spread, the first and the last among them."""
     if len(rows) <= most:
         return list(rows)
-    return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
+    return [rows[round(index * (len(rows) - 1) / (most - 1))] for index in range(most)]
 
 
 def _sampled(rows: Sequence[Row]) -> Samples:
@@ -104,8 +104,8 @@ def _metric_values(rows: Sequence[Row], steps: Sequence[float], table: str) -> d
     tensors = {name: line for line, name in enumerate(dict.fromkeys(name for _, name, _ in _lists(rows, table)))}
     found = np.full((len(fields), len(tensors), len(steps)), np.nan)
     for step, tensor, values in _lists(rows, table):
-        for metric, place in enumerate(fields.values()):
-            if place < len(values) and (value := number(values[place])) is not None:
+        for metric, index in enumerate(fields.values()):
+            if index < len(values) and (value := number(values[index])) is not None:
                 found[metric, tensors[tensor], columns[step]] = value
     names = np.array(list(tensors), object)
     is_taken = (~np.isnan(found)).any(axis=2)
@@ -140,8 +140,8 @@ def _worst(steps: Sequence[float], found: MetricValues | None) -> dict[float, tu
 
 
 def _lowest_edq(rows: Sequence[Row]) -> float:
-    place = list(METRICS["updates"]).index("edq")
-    last = [values[place] for _, _, values in _lists(rows[-1:], "updates") if place < len(values)]
+    index = list(METRICS["updates"]).index("edq")
+    last = [values[index] for _, _, values in _lists(rows[-1:], "updates") if index < len(values)]
     return min((value for one in last if (value := number(one)) is not None), default=1.0)
 
 
@@ -162,7 +162,7 @@ def _spans(rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
     spans: dict[str, tuple[int, int]] = {}
     for row in rows:
         for kind, counts in row["histograms"].items():
-            used = [place for place, count in enumerate(counts) if count]
+            used = [index for index, count in enumerate(counts) if count]
             if used:
                 start, stop = spans.get(kind, (used[0], used[-1] + 1))
                 spans[kind] = (min(start, used[0]), max(stop, used[-1] + 1))

@@ -118,10 +118,10 @@ def smooth(series: Series, half_life: float) -> Series:
     keep = 0.5 ** (1 / half_life)
     total = weight = 0.0
     means = np.full(len(series), np.nan)
-    for place in np.flatnonzero(~np.isnan(series.y)):
-        total = total * keep + series.y[place]
+    for index in np.flatnonzero(~np.isnan(series.y)):
+        total = total * keep + series.y[index]
         weight = weight * keep + 1.0
-        means[place] = total / weight
+        means[index] = total / weight
     return Series(series.x, means)
 
 
@@ -156,8 +156,8 @@ def decimate(series: Series, num_buckets: int = 400) -> Series:
             kept.add(first + int(is_gap.argmax()))
         if not is_gap.all():
             kept |= {first + int(np.nanargmin(y)), first + int(np.nanargmax(y))}
-    places = sorted(kept)
-    return Series(series.x[places], series.y[places])
+    indices = sorted(kept)
+    return Series(series.x[indices], series.y[indices])
 
 
 def band(lines: Sequence[Series]) -> Band:

@@ -20,7 +20,7 @@ from narrowgauge.report.groups import Group, final_loss
 from narrowgauge.report.history_figures import ROUTINE
 from narrowgauge.report.series import number
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import STEP, SUMMARY, Column, Row
 
 MAX_EVENT_ROWS = 300
 MAX_REPETITIONS = 100
@@ -58,7 +58,7 @@ class Line:
 
     Args:
         recipe: its label.
-        place: its index on the page; ``None`` where no run is of it.
+        index: its number on the page; ``None`` where no run is of it.
         cells: one per column.
         badge: a warning in a few words.
         reason: for the badge, in short.
@@ -67,7 +67,7 @@ class Line:
     """
 
     recipe: str
-    place: int | None
+    index: int | None
     cells: Sequence[Cell]
     badge: str = ""
     reason: str = ""
@@ -91,10 +91,18 @@ class Table:
 @dataclass(frozen=True)
 class _Column:
     title: str
-    name: str
-    hint: str
+    column: Column
     form: Callable[[float], str]
+    note: str = ""
     is_late: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.column.name
+
+    @property
+    def hint(self) -> str:
+        return f"{self.column.help}; {self.note}" if self.note else self.column.help
 
     def text(self, value: float) -> str:
         text = self.form(value)
@@ -114,19 +122,16 @@ def _memory(value: float) -> str:
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
 
 
-_LATE = "as measured in the last audited steps, by which the verdict judges"
+_LATE = "the last values, by which the verdict judges"
 _COLUMNS = (
-    _Column("Validation loss", "val_loss", "nats per token on held-out text; lower is better", shown_loss),
-    _Column("Tokens/s", "tokens_per_second", "training throughput on this machine", "{:,.0f}".format),
-    _Column("Bytes/param", "bytes_per_param", "weight, gradient and optimizer state, per parameter", "{:.3g}".format),
-    _Column("Peak memory", "peak_memory_bytes", "the most memory that the process or device used", _memory),
-    _Column("Late EDQ", "edq", f"share of the intended update that was applied; {_LATE}", "{:.3f}".format, is_late=True),
-    _Column("Noise", "noise", "rounding error that the storage added to the update, relative to it", "{:.3g}".format),
-    _Column(
-        "Late lost", "lost_fraction", f"share of intended changes that left the stored value unchanged; {_LATE}", _percent,
-        is_late=True,
-    ),
-    _Column("Seeds", "num_seeds", "runs that count: finished and not diverged", "{:.0f}".format),
+    _Column("Validation loss", SUMMARY["val_loss"], shown_loss, "nats per token, mean over seeds; lower is better"),
+    _Column("Tokens/s", SUMMARY["tokens_per_second"], "{:,.0f}".format, "on this machine"),
+    _Column("Bytes/param", SUMMARY["bytes_per_param"], "{:.3g}".format),
+    _Column("Peak memory", SUMMARY["peak_memory_bytes"], _memory),
+    _Column("Late EDQ", STEP["edq"], "{:.3f}".format, _LATE, is_late=True),
+    _Column("Noise", SUMMARY["noise"], "{:.3g}".format),
+    _Column("Late lost", STEP["lost_fraction"], _percent, _LATE, is_late=True),
+    _Column("Seeds", Column("num_seeds", "count", "runs that count: finished and not diverged"), "{:.0f}".format),
 )  # fmt: skip
 COLUMN_HINTS = {column.title: column.hint for column in _COLUMNS}
 """What the columns of the cost table mean."""
@@ -165,8 +170,8 @@ def cost_table(groups: Sequence[Group], rows: Sequence[Row], found: Comparison |
         if differences:
             difference = differences.get(name)
             cells.insert(1, _difference(minus, difference.mean, difference.half) if difference else Cell(minus))
-        place = group.place if group else None
-        lines.append(Line(name, place, cells, **_warning(row, classes.get(name)), notes=_progress(group)))
+        index = group.index if group else None
+        lines.append(Line(name, index, cells, **_warning(row, classes.get(name)), notes=_progress(group)))
     return Table(hints, lines)
 
 
@@ -232,7 +237,7 @@ def equal_time_table(groups: Sequence[Group], found: Comparison) -> Table | None
     """The loss of each recipe when the fastest had finished; ``None`` where no two recipes have one at that moment."""
     if not found.equal_time:
         return None
-    places = {group.label: group.place for group in groups}
+    indices = {group.label: group.index for group in groups}
     most = max(int(row["num_seeds"]) for row in found.equal_time)
     minus = f"Minus {found.baseline}"
     lines = []
@@ -242,7 +247,7 @@ def equal_time_table(groups: Sequence[Group], found: Comparison) -> Table | None
         unknown = Cell(minus, value=0.0)
         difference = unknown if row["difference"] is None else _difference(minus, row["difference"], row["half"])
         cells = [Cell("Loss", shown_loss(row["val_loss"]), row["val_loss"]), difference]
-        lines.append(Line(one.label, places.get(one.label), cells, notes=[one.rank_at_equal_time.value + few]))
+        lines.append(Line(one.label, indices.get(one.label), cells, notes=[one.rank_at_equal_time.value + few]))
     return Table({"Loss": "nats per token on held-out text at that moment", minus: _DIFFERENCE}, lines)
 
 
@@ -281,7 +286,7 @@ def event_rows(named: Iterable[tuple[Run, str]]) -> tuple[list[EventRow], int]:
     Events of the same kind with the same advice in the same or the next step are one row. Of more rows than the table
     holds, every run keeps its first ones, so that a run with many events does not displace the others.
     """
-    found = [(place, row) for run, name in named for place, row in enumerate(_event_rows(run, name))]
+    found = [(index, row) for run, name in named for index, row in enumerate(_event_rows(run, name))]
     # The first of every run, then the second: those beyond the limit are the last ones of the longest lists.
     kept = {id(row) for _, row in sorted(found, key=lambda at: (at[1].is_routine, at[0]))[:MAX_EVENT_ROWS]}
     rows = sorted((row for _, row in found if id(row) in kept), key=lambda row: row.is_routine)

@@ -110,7 +110,7 @@ def _span(curve: Curve, num_buckets: int, view: str) -> Row:
     return _scatter(outline(curve.joined, num_buckets), curve.group, view) | {
         "mode": "lines",
         "fill": "toself",
-        "fillcolor": colour(curve.group.place, 0.18),
+        "fillcolor": colour(curve.group.index, 0.18),
         "line": {"width": 0},
         "hoverinfo": "skip",
     }
@@ -129,8 +129,8 @@ def _mean(curve: Curve, num_buckets: int, view: str, name: str, markers: bool, s
     return trace | {
         "name": plain(group.label),
         "mode": "lines+markers" if has_markers else "lines",
-        "line": {"color": colour(group.place), "width": 2, "shape": shape, "dash": dash or dash_of(group.place)},
-        "marker": {"size": 6, "symbol": symbol_of(group.place)},
+        "line": {"color": colour(group.index), "width": 2, "shape": shape, "dash": dash or dash_of(group.index)},
+        "marker": {"size": 6, "symbol": symbol_of(group.index)},
         "hovertemplate": f"{name} %{{y:.5~g}}{seeds}<extra>{plain(group.label)}</extra>",
     }
 
@@ -140,12 +140,12 @@ def _alone(curve: Curve, num_buckets: int, view: str, name: str) -> Row:
     pieces = [(seed, decimate(line, num_buckets)) for seed, line in curve.alone]
     x = np.concatenate([[*piece.x, piece.x[-1]] for _, piece in pieces])
     y = np.concatenate([[*piece.y, np.nan] for _, piece in pieces])
-    place = curve.group.place
+    index = curve.group.index
     return _scatter(Series(x, y), curve.group, view) | {
         # A stretch of one point is no line.
         "mode": "lines+markers" if min(len(line) for _, line in curve.alone) == 1 else "lines",
-        "line": {"color": colour(place, 0.6), "width": 1},
-        "marker": {"size": 6, "color": colour(place), "symbol": symbol_of(place)},
+        "line": {"color": colour(index, 0.6), "width": 1},
+        "marker": {"size": 6, "color": colour(index), "symbol": symbol_of(index)},
         "customdata": [seed for seed, piece in pieces for _ in range(len(piece) + 1)],
         "hovertemplate": f"{name} %{{y:.5~g}}, seed %{{customdata}} alone<extra>{plain(curve.group.label)}</extra>",
     }
@@ -157,13 +157,13 @@ def _crosses(curve: Curve, view: str, line: int) -> Row:
     return _scatter(Series(x, np.full(len(x), 0.97 - CROSS_GAP * (line % 16))), curve.group, view) | {
         "yaxis": "y2",
         "mode": "markers",
-        "marker": {"symbol": "x-thin", "size": 9, "line": {"width": 2, "color": colour(curve.group.place)}},
+        "marker": {"symbol": "x-thin", "size": 9, "line": {"width": 2, "color": colour(curve.group.index)}},
         "hovertemplate": f"not finite<extra>{plain(curve.group.label)}</extra>",
     }
 
 
 def _scatter(line: Series, group: Group, view: str) -> Row:
-    meta: Row = {"group": group.place} | ({"view": view} if view else {})
+    meta: Row = {"group": group.index} | ({"view": view} if view else {})
     return {"type": "scatter", "x": json_list(line.x, 9), "y": json_list(line.y), "meta": meta}
 
 
@@ -206,26 +206,26 @@ def dash_overlapping(curves: Sequence[Curve], data: Sequence[Row], layout: Row) 
     """
     axis = layout["yaxis"]
     is_log = axis.get("type") == "log"
-    lines = {curve.group.place: _shown(curve.joined, is_log) for curve in curves if len(curve.joined.x) > 1}
+    lines = {curve.group.index: _shown(curve.joined, is_log) for curve in curves if len(curve.joined.x) > 1}
     # A figure that sets a range or includes values has a linear axis.
     drawn = [axis.get("autorangeoptions", {}).get("include", []), *(line.y for line in lines.values())]
     shown = np.concatenate([axis["range"]] if "range" in axis else drawn)
     near = THICKNESS * float(np.ptp(shown)) if shown.size else 0.0
     clusters: dict[int, list[int]] = {}
-    for place, line in lines.items():
-        first = next((found for found in clusters if _overlap(lines[found], line, near)), place)
-        clusters.setdefault(first, []).append(place)
+    for index, line in lines.items():
+        first = next((found for found in clusters if _overlap(lines[found], line, near)), index)
+        clusters.setdefault(first, []).append(index)
     dashes = {
-        place: f"{DASH * (len(cluster) - turn)}px,{DASH * turn}px"
+        index: f"{DASH * (len(cluster) - turn)}px,{DASH * turn}px"
         for cluster in clusters.values()
-        for turn, place in enumerate(cluster)
+        for turn, index in enumerate(cluster)
         if turn
     }
     for trace in data:
-        place = trace["meta"]["group"]
+        index = trace["meta"]["group"]
         # A recipe that repeats a colour keeps the dash that distinguishes it.
-        if place in dashes and "name" in trace and trace["line"]["dash"] == "solid":
-            trace["line"]["dash"] = dashes[place]
+        if index in dashes and "name" in trace and trace["line"]["dash"] == "solid":
+            trace["line"]["dash"] = dashes[index]
     return OVERLAP if dashes else ""
 
 
