@@ -160,8 +160,8 @@ def test_where_no_run_is_nothing_is_packed(folder: Path, tmp_path: Path) -> None
     assert not (tmp_path / "runs.zip").exists()
 
 
-def call(*words: str | Path) -> tuple[int, str, str]:
-    result = CliRunner().invoke(main, ["report", *map(str, words)])
+def call(*words: str | Path, command: str = "report") -> tuple[int, str, str]:
+    result = CliRunner().invoke(main, [command, *map(str, words)])
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -177,3 +177,18 @@ def test_the_command_packs_and_opens(folder: Path, tmp_path: Path) -> None:
     assert (status, out, error.count("\n")) == (2, "", 1) and error.startswith(f"RecordError: No run in {file}: ")
     status, out, error = call(folder, "--pack", html)
     assert (status, out, error.count("\n")) == (2, "", 1) and "was not written by --pack" in error
+
+
+@pytest.mark.parametrize(("command", "more"), [("resume", ()), ("export", ("out",)), ("sample", ("text",))])
+@pytest.mark.parametrize("run", ["bfloat16-master-seed0", "bfloat16-word-seed1"])
+def test_what_needs_checkpoints_refuses_runs_in_zip_files(
+    command: str, more: tuple[str, ...], run: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = pack([folder], tmp_path / "a.zip") / "there" / run
+    status, out, error = call(place, *more, command=command)
+    assert (status, out, error.count("\n")) == (2, "", 1)
+    assert (
+        error
+        == f"RecordError: {place} is in a zip file, which holds no checkpoints. Name the run folder that was packed.\n"
+    )

@@ -1,5 +1,6 @@
 """The run folder: what a run writes to disk, in a way that a crash costs at most the line being written.
 
 ``schema`` defines the columns, ``record`` reads a run, ``writer`` writes it, ``lines`` is the checksummed line format,
-``events`` the messages of a run, ``atomic_io`` how this package writes files. Nothing here needs torch.
+``events`` the messages of a run, ``archive`` runs in a zip file, ``atomic_io`` how this package writes files. Nothing here
+needs torch.
 """

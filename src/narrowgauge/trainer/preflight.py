@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from narrowgauge.errors import RecordError
+from narrowgauge.runs.archive import zip_file_of
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer.config import TrainConfig
@@ -24,7 +25,7 @@ def require_resumable(folder: Path) -> Run:
         RecordError: no such run, a damaged or finished one.
         NarrowgaugeError: settings that this version does not know.
     """
-    run = read_run(folder)
+    run = _unpacked(folder)
     if run.summary is not None:
         raise RecordError(
             f"{folder} is finished: {run.summary['steps']} steps, validation loss {run.summary['val_loss']:.4f}.",
@@ -43,13 +44,23 @@ def require_trained(folder: Path) -> None:
         RecordError: no such run, or nothing to read from it.
         NarrowgaugeError: settings that this version does not know.
     """
-    TrainConfig.from_dict(read_run(folder).config, str(folder / "run.toml"))
+    TrainConfig.from_dict(_unpacked(folder).config, str(folder / "run.toml"))
     with disk_errors(folder):
         found = any((folder / "checkpoints").glob("step-*"))
     if not found:
         raise RecordError(
             f"{folder} holds no good checkpoint.", f"narrowgauge resume {folder} starts it again from step 0."
         )
+
+
+def _unpacked(folder: Path) -> Run:
+    """The run in a folder; one in a zip file is refused."""
+    run = read_run(folder)
+    if zip_file_of(folder) is not None:
+        raise RecordError(
+            f"{folder} is in a zip file, which holds no checkpoints.", "Name the run folder that was packed."
+        )
+    return run
 
 
 def refuse_occupied(out: Path) -> None:
