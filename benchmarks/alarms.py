@@ -56,13 +56,9 @@ STRUCK_AT, EVERY_STRUCK, EVERY_HEALTHY = 41, 10, 5
 def run_of(folder: Path, options: argparse.Namespace, within: AbstractContextManager[None], **settings: Any) -> Run:
     """One run, without a word on the screen."""
     given = {"log_every": 1 << 20, "eval_every": 0, "checkpoint_every": 0, "eval_batches": 2, **settings}
-    config = TrainConfig(
-        model=options.model,
-        batch_size=options.batch_size,
-        sequence_length=options.sequence_length,
-        out=str(folder),
-        **given,
-    )
+    where = {"model": options.model, "out": str(folder)}
+    sizes = {"batch_size": options.batch_size, "sequence_length": options.sequence_length}
+    config = TrainConfig.from_dict({**where, **sizes, **given})
     quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
     with within, quiet[0], quiet[1]:
         train(config)

@@ -25,6 +25,7 @@ from timing import Contender, Report, Row, measure, parser
 from training_speed import stripped
 
 from narrowgauge.spec.models import get_model
+from narrowgauge.spec.notation import parse
 from narrowgauge.spec.processor import multiplies
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
@@ -39,7 +40,7 @@ TIMES_PLAIN = 10.0
 
 def settings(recipe: str, quick: bool) -> TrainConfig:
     """What every recipe trains."""
-    common = {"recipe": recipe, "compile": True, "schedule": "constant", "warmup_steps": 0, "audit_every": 0}
+    common = {"recipe": parse(recipe), "compile": True, "schedule": "constant", "warmup_steps": 0, "audit_every": 0}
     if quick:
         return TrainConfig(model="llama-1m", batch_size=2, sequence_length=64, steps=10_000, **common)
     return TrainConfig(model="llama-8m", batch_size=8, sequence_length=256, steps=10_000, **common)

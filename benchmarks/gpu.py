@@ -46,6 +46,7 @@ from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.matmul.rng import random_words
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute
 from narrowgauge.spec.models import get_model
+from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset, prepare_data
@@ -294,7 +295,11 @@ def training_rows(device: torch.device) -> list[Row]:
         data = prepare_data("stdlib", folder, vocab_size=get_model("llama-1m").vocab_size)
         for compute in ("bfloat16", *(other for other in COMPUTES if other != "bfloat16")):
             config = TrainConfig(
-                model="llama-1m", recipe=over_word(compute), steps=TRAINING_STEPS, sequence_length=128, warmup_steps=2
+                model="llama-1m",
+                recipe=parse(over_word(compute)),
+                steps=TRAINING_STEPS,
+                sequence_length=128,
+                warmup_steps=2,
             )
             row: Row = {"recipe": over_word(compute)}
             try:
@@ -319,7 +324,7 @@ def watched(
     recipe: str, every: int, compile: bool, data: Dataset, folder: Path
 ) -> tuple[list[float], str, Gauges | None]:
     """Losses, weights and gauges of some steps, watched every so many."""
-    config = TrainConfig(model="llama-1m", recipe=recipe, steps=WATCHED_STEPS, sequence_length=128, warmup_steps=2,
+    config = TrainConfig(model="llama-1m", recipe=parse(recipe), steps=WATCHED_STEPS, sequence_length=128, warmup_steps=2,
                          gauges_every=every, compile=compile)  # fmt: skip
     session = build(config, folder, data)
     with session.watched():

@@ -72,7 +72,7 @@ def settings(options: argparse.Namespace, recipe: str) -> TrainConfig:
     """What a contender trains."""
     return TrainConfig(
         model=options.model,
-        recipe=recipe,
+        recipe=parse(recipe),
         batch_size=options.batch_size,
         sequence_length=options.sequence_length,
         steps=100_000,

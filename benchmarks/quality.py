@@ -118,7 +118,7 @@ class Job:
         """Everything the trainer is asked for."""
         return TrainConfig(
             model=options.model,
-            recipe=self.recipe,
+            recipe=parse(self.recipe),
             steps=options.steps,
             batch_size=options.batch_size,
             sequence_length=options.sequence_length,

@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.models import get_model
+from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console
@@ -159,7 +160,13 @@ def make_peer(kind: str, config: TrainConfig, data: Dataset) -> Peer:
 
 def settings(quick: bool) -> TrainConfig:
     """What all loops train."""
-    common = {"recipe": "bfloat16/word", "compile": True, "schedule": "constant", "warmup_steps": 0, "log_every": 1}
+    common = {
+        "recipe": parse("bfloat16/word"),
+        "compile": True,
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "log_every": 1,
+    }
     if quick:
         return TrainConfig(model="llama-1m", batch_size=2, sequence_length=64, steps=10_000, **common)
     return TrainConfig(model="llama-8m", batch_size=8, sequence_length=256, steps=10_000, **common)

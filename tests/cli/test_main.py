@@ -95,7 +95,8 @@ def test_the_help_of_a_comparison_tells_its_own_defaults() -> None:
     told = {option.name: str(getattr(option, "help", "")) for option in main.commands["compare"].params}
     config, num_evals = read_settings({}, None)
     assert f"[default: steps / {num_evals}]" in told["eval_every"]
-    others = {name for name, value in dataclasses.asdict(config).items() if value != getattr(TrainConfig(), name)}
+    usual = TrainConfig().to_dict()
+    others = {name for name, value in config.to_dict().items() if value != usual.get(name)}
     assert others == {"keep_checkpoints"}
     assert f"[default: {config.keep_checkpoints}]" in told["keep_checkpoints"]
     assert "[default: 100]" in told["checkpoint_every"]
@@ -113,7 +114,7 @@ def test_flags_reach_the_loop(calls: dict[str, Calls]) -> None:
         "--max-grad-norm", "inf", "--stop-after", "7", "--out", "here",
     )  # fmt: skip
     expected = TrainConfig(
-        model="llama-8m", recipe="bf16/exact", lr=2e-3, batch_size=12, gradient_accumulation_steps=3, compile=False,
+        model="llama-8m", recipe=parse("bf16/exact"), lr=2e-3, batch_size=12, gradient_accumulation_steps=3, compile=False,
         activation_checkpointing=True, beta2=0.99, max_grad_norm=float("inf"), stop_after=7, out="here",
     )  # fmt: skip
     assert config == expected.validated()
@@ -466,6 +467,9 @@ def test_a_page_does_not_take_the_place_of_a_pipe(tmp_path: Path) -> None:
         (("--out", "new", "--seeds", "2"), "it has no compare.toml. Name recipes with --recipes."),
         (("--recipes", "bfloat16/word", "--config", "a.toml"), "a.toml has seed = 3"),
         (("--recipes", "bfloat16/word", "--seconds", "inf"), "above 0 and finite"),
+        (("--recipes", "bfloat16/word,bfloat16/wrd"), "Did you mean 'word'"),
+        (("--recipes", "/,bfloat16/word"), "the recipe / was asked for, and it is a folder. Name a .toml file."),
+        (("--recipes", " , "), "no recipe was named."),
     ],
 )
 def test_a_comparison_that_is_asked_for_wrongly_costs_one_line(

@@ -12,9 +12,10 @@ from narrowgauge.experiment.pace import Forecast
 from narrowgauge.experiment.progress import Board, RunOnBoard
 from narrowgauge.experiment.question import ask
 from narrowgauge.runs.record import Run
+from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.config import TrainConfig
 
-RECIPES = ("bfloat16/word", "bfloat16/naive")
+RECIPES = (parse("bfloat16/word"), parse("bfloat16/naive"))
 
 
 class Clock:
@@ -65,7 +66,9 @@ def test_a_pipe_gets_a_line_per_run_with_the_time_left() -> None:
     stream = io.StringIO()
     board, clock = board_of(stream, seeds=2)
     with board:
-        board.plan([(recipe, 10, False) for _ in (0, 1) for recipe in RECIPES], {RECIPES[0]: Forecast(1.5, 3.0)})
+        board.plan(
+            [(recipe.title, 10, False) for _ in (0, 1) for recipe in RECIPES], {RECIPES[0].title: Forecast(1.5, 3.0)}
+        )
         for number in range(4):
             train(board, clock, number)
             board.end(number, finished(2.5))
@@ -84,7 +87,7 @@ def test_a_forecast_that_is_not_to_be_had_is_not_told() -> None:
     stream = io.StringIO()
     board, clock = board_of(stream)
     with board:
-        board.plan([(recipe, 10, False) for recipe in RECIPES], {})
+        board.plan([(recipe.title, 10, False) for recipe in RECIPES], {})
         train(board, clock, 0)
         board.end(0, finished(2.5))
     assert [line.rpartition("  ")[2] for line in stream.getvalue().splitlines()[1:]] == ["about 24 s left"]
@@ -103,7 +106,7 @@ def test_a_terminal_of_any_width_gets_a_bar_from_the_first_moment(
         lines = seen(board, columns)
         assert lines[0].endswith(" 0/2 runs") and "━" in lines[0] and lines[1] == "loading PyTorch"
         assert any("┃ recipe" in line for line in lines) == has_table
-        board.plan([(recipe, 10, False) for recipe in RECIPES], {})
+        board.plan([(recipe.title, 10, False) for recipe in RECIPES], {})
         train(board, clock, 0, steps=5)
         lines = seen(board, columns)
         assert max(map(len, lines)) <= columns and lines[0].endswith("0/2 runs · about 34 s left")

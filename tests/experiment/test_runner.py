@@ -23,13 +23,15 @@ from narrowgauge.experiment.runner import compare
 from narrowgauge.report import render as report_render
 from narrowgauge.runs.atomic_io import held_folder
 from narrowgauge.runs.record import Run, read_run
+from narrowgauge.spec.notation import parse, parse_names
+from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.config import TrainConfig
 from trainer.tiny_runs import call, lasting, settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RECIPES = ("bfloat16/word", "bfloat16/naive")
+RECIPES = (parse("bfloat16/word"), parse("bfloat16/naive"))
 NAMES = [f"bfloat16-{name}-seed{seed}" for seed in (0, 1) for name in ("word", "naive")]
 
 
@@ -81,14 +83,16 @@ def test_a_folder_holds_the_question_the_runs_the_rows_and_the_page(first: tuple
     out, said = first
     assert {path.name for path in out.iterdir()} == {"compare.toml", "compare.json", "report.html", *NAMES}
     assert (out / "report.html").read_text().startswith("model in bfloat16/word and bfloat16/naive\n")
-    assert [row["recipe"] for row in json.loads((out / "compare.json").read_text())] == list(RECIPES)
+    assert [row["recipe"] for row in json.loads((out / "compare.json").read_text())] == [
+        recipe.title for recipe in RECIPES
+    ]
     lines = said.splitlines()
     assert re.fullmatch(r"about [\dmins ]+ for 4 runs \(a step takes [\d.to ]+ s here\)", lines[1])
     assert [bool(re.search(r"  about [\dmins ]+ left$", line)) for line in lines[2:]] == [True, True, True, False]
     heads = [line.split("  ")[:2] for line in lines[2:]]
     assert heads == [
         [f"{n}/4", f"{recipe}, seed {seed}"]
-        for n, (recipe, seed) in enumerate(((recipe, seed) for seed in (0, 1) for recipe in RECIPES), 1)
+        for n, (recipe, seed) in enumerate(((recipe.title, seed) for seed in (0, 1) for recipe in RECIPES), 1)
     ]
     assert "\x1b" not in said and "\r" not in said
 
@@ -179,7 +183,7 @@ def test_a_run_that_diverges_is_a_result(base: TrainConfig, tmp_path: Path, monk
 
     def train(config: TrainConfig, **more: Any) -> Path:
         folder = true(config, **more)
-        if config.recipe == "bfloat16/naive":
+        if config.recipe.title == "bfloat16/naive":
             file = folder / "summary.json"
             file.write_text(json.dumps({**json.loads(file.read_text()), "val_loss": "nan"}))
         return folder
@@ -281,7 +285,7 @@ def test_a_forecast_measures_each_recipe_until_it_has_taken_long(
 ) -> None:
     configs = [replace(base, recipe=recipe, gradient_accumulation_steps=2) for recipe in RECIPES]
     found = forecast.forecast(configs)
-    assert list(found) == list(RECIPES)
+    assert list(found) == [recipe.title for recipe in RECIPES]
     assert all(one.step_seconds > 0 and one.once_seconds > 0 for one in found.values())
     monkeypatch.setattr(forecast, "MOST_SECONDS", 0.0)
     assert forecast.forecast(configs) == {}
@@ -298,9 +302,9 @@ def test_a_batch_that_does_not_fit_is_its_runs_to_tell(base: TrainConfig, monkey
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def recipe_file(place: Path, name: str, text: str) -> str:
+def recipe_file(place: Path, name: str, text: str) -> Recipe:
     (place / name).write_text(f'recipe = "bfloat16/word"\n{text}\n')
-    return str(place / name)
+    return parse(place / name)
 
 
 def test_files_over_one_recipe_are_told_apart_by_their_names(base: TrainConfig, tmp_path: Path) -> None:
@@ -316,8 +320,8 @@ def test_files_over_one_recipe_are_told_apart_by_their_names(base: TrainConfig, 
         "bfloat16-word-own-phases-seed0",
     }
     # The file by another name is the recipe that was run.
-    Path(files[0]).rename(tmp_path / "c.toml")
-    again = done(replace(base, steps=1), tmp_path / "out", recipes=[str(tmp_path / "c.toml"), files[1]], seeds=1)
+    (tmp_path / "a.toml").rename(tmp_path / "c.toml")
+    again = done(replace(base, steps=1), tmp_path / "out", recipes=[parse(tmp_path / "c.toml"), files[1]], seeds=1)
     assert again.count("earlier") == 2 and "bfloat16/word (a)" in again
 
 
@@ -330,7 +334,7 @@ def test_one_recipe_twice_and_two_of_one_name_are_refused(base: TrainConfig, tmp
         ask([one, other], base)
     plain = recipe_file(tmp_path, "d.toml", "")
     with pytest.raises(RecipeError, match="two of the recipes are one, bfloat16/word"):
-        ask(["bfloat16/word", plain], base)
+        ask([parse("bfloat16/word"), plain], base)
 
 
 # ── a mistake put right, and more asked of the same folder ──────────────────────────────────────────────────────────
@@ -360,7 +364,7 @@ def test_flags_that_are_left_out_are_as_before(base: TrainConfig, tmp_path: Path
     before.write(tmp_path)
     assert read_flags(None, {}, out=tmp_path) == before
     assert read_flags(None, {}, seeds=3, out=tmp_path) == replace(before, seeds=(0, 1, 2))
-    grown = read_flags(",".join([*RECIPES, "bfloat16/split"]), {"lr": base.lr}, out=tmp_path)
+    grown = read_flags([*RECIPES, parse("bfloat16/split")], {"lr": base.lr}, out=tmp_path)
     assert (grown.seeds, grown.base, len(grown.recipes)) == (before.seeds, before.base, 3)
     assert grown.grown_from(before, tmp_path) == grown
     for given, says in (
@@ -376,7 +380,7 @@ def test_flags_that_are_left_out_are_as_before(base: TrainConfig, tmp_path: Path
 def test_seconds_that_are_left_out_are_as_before_unless_another_length_is_given(
     base: TrainConfig, tmp_path: Path
 ) -> None:
-    before = replace(ask(RECIPES, base, seconds=2.0), measured={RECIPES[0]: (7, True)})
+    before = replace(ask(RECIPES, base, seconds=2.0), measured={RECIPES[0].title: (7, True)})
     before.write(tmp_path)
     more = read_flags(None, {}, seeds=2, out=tmp_path)
     assert more.seconds == 2.0 and more.grown_from(before, tmp_path).measured == before.measured
@@ -467,14 +471,14 @@ def test_validations_are_spread_over_the_run(base: TrainConfig) -> None:
 @pytest.mark.parametrize(
     ("recipes", "rates"),
     [
-        (("bfloat16/word", "unit/word"), [3e-3, None]),
-        (("unit/word",), [3e-3]),
+        ("bfloat16/word,unit/word", [3e-3, None]),
+        ("unit/word", [3e-3]),
     ],
 )
 def test_unit_scaled_recipes_among_others_take_their_own_rate(
-    recipes: tuple[str, ...], rates: list[float | None], base: TrainConfig
+    recipes: str, rates: list[float | None], base: TrainConfig
 ) -> None:
-    question = ask(recipes, base)
+    question = ask(parse_names(recipes), base)
     assert [question.config(recipe, 0, Path("out")).lr for recipe in question.recipes] == rates
 
 
@@ -497,14 +501,16 @@ def test_settings_of_a_command_line_spread_validations_unless_they_are_asked_for
     ("more", "error", "says"),
     [
         ({"recipes": ()}, RecipeError, "no recipe was named"),
-        ({"recipes": ("bfloat16/wrd",)}, RecipeError, "Did you mean 'word'"),
-        ({"recipes": ("bf16/word", "bfloat16/word")}, RecipeError, "two of the recipes are one, bfloat16/word"),
+        (
+            {"recipes": [parse("bf16/word"), parse("bfloat16/word")]},
+            RecipeError,
+            "two of the recipes are one, bfloat16/word",
+        ),
         ({"seeds": 0}, NarrowgaugeError, "seeds = 0"),
         ({"seeds": (1, 1)}, NarrowgaugeError, "none twice"),
         ({"seconds": 1.0, "tokens": 100}, NarrowgaugeError, "both --seconds and --tokens"),
         ({"seconds": 0.0}, NarrowgaugeError, "must be above 0"),
         ({"seconds": float("inf")}, NarrowgaugeError, "must be above 0 and finite"),
-        ({"recipes": ("/", "bfloat16/word")}, RecipeError, "the recipe / was asked for, and it is a folder"),
         ({"tokens": 63}, NarrowgaugeError, "63 tokens were asked for, and one step takes 64"),
         ({"base": TrainConfig(model="llama-1m", sequence_length=10**6)}, RecipeError, "positions"),
         ({"base": TrainConfig(data="/nowhere")}, DataError, "nowhere"),
@@ -571,7 +577,7 @@ def test_a_question_of_a_newer_version_is_refused(tmp_path: Path) -> None:
 
 def test_a_question_comes_back_as_it_was_written(base: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text('recipe = "bfloat16/word"\nkeep = ["lm_head"]\n')
-    question = ask(["bfloat16/word", str(tmp_path / "own.toml")], base, (3, 1), seconds=2.0, num_evals=4)
+    question = ask([parse("bfloat16/word"), parse(tmp_path / "own.toml")], base, (3, 1), seconds=2.0, num_evals=4)
     question = replace(question, measured={"bfloat16/word": (7, True)})
     question.write(tmp_path)
     assert Question.read(tmp_path) == question

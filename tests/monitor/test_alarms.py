@@ -18,6 +18,7 @@ from narrowgauge.runs.events import KINDS, Event
 from narrowgauge.runs.schema import METRICS
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
+from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 
 Row = dict[str, Any]
@@ -75,17 +76,17 @@ def stepped(wrong: Callable[[int], Row], until: int = 600) -> list[Row]:
     return [step_row(step, **wrong(step)) for step in range(1, until + 1)]
 
 
-def run(config: Row, gauge_rows: list[Row] = [], step_rows: list[Row] = []) -> list[Event]:  # noqa: B006
-    alarms = Alarms(config)
+def run(recipe: Recipe | None, gauge_rows: list[Row] = [], step_rows: list[Row] = []) -> list[Event]:  # noqa: B006
+    alarms = Alarms(recipe)
     events = [event for row in step_rows for event in alarms.on_step(row)]
     return events + [event for row in gauge_rows for event in alarms.on_gauges(row)]
 
 
 WEIGHT = f"{LAYER}.weight"
-FLOAT8, NAIVE, FLOAT16 = {"recipe": "float8-tensor/word"}, {"recipe": "bfloat16/naive"}, {"recipe": "float16/split"}
+FLOAT8, NAIVE, FLOAT16 = parse("float8-tensor/word"), parse("bfloat16/naive"), parse("float16/split")
 SCALED = {"loss_scale": 65536.0}
-# name: configuration, rows of gauges, rows of steps; kind, tensor and step of the one event.
-CASES: dict[str, tuple[Row, list[Row], list[Row], str, str | None, int]] = {
+# name: recipe, rows of gauges, rows of steps; kind, tensor and step of the one event.
+CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, str | None, int]] = {
     "lost-updates": (NAIVE, sampled(update={"edq": 0.3, "noise": 0.84}), [], "lost_updates", WEIGHT, 440),
     "noise": (NAIVE, sampled(update={"noise": 20.0}), [], "noise", WEIGHT, 440),
     "frozen-moments": (NAIVE, sampled(moment={"frozen_fraction": 0.9}), [], "frozen_moments", WEIGHT, 440),
@@ -134,8 +135,8 @@ def test_every_detector_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_failure_is_told_once_at_its_step_of_its_tensor(name: str) -> None:
-    config, gauge_rows, step_rows, kind, tensor, step = CASES[name]
-    (event,) = run(config, gauge_rows, step_rows)
+    recipe, gauge_rows, step_rows, kind, tensor, step = CASES[name]
+    (event,) = run(recipe, gauge_rows, step_rows)
     assert (event.kind, event.tensor, event.step) == (kind, tensor, step)
     detector = DETECTORS[name]
     assert event.kind == detector.kind and event.value is not None and event.threshold is not None
@@ -146,8 +147,8 @@ def test_a_failure_is_told_once_at_its_step_of_its_tensor(name: str) -> None:
         assert (event.value, event.threshold) == (3.0, 3.0)
 
 
-@pytest.mark.parametrize("recipe", ["bfloat16/naive", "float8-tensor/word", "float16/split", "nonsense", ""])
-def test_a_healthy_run_is_silent(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", [NAIVE, FLOAT8, FLOAT16, None])
+def test_a_healthy_run_is_silent(recipe: Recipe | None) -> None:
     noise = random.Random(0)
 
     def jitter(kind: str) -> dict[str, float]:
@@ -163,30 +164,30 @@ def test_a_healthy_run_is_silent(recipe: str) -> None:
     steps = stepped(
         lambda s: {"loss": 3.0 + 0.1 * noise.gauss(0, 1), "grad_norm": 0.5 * math.exp(0.3 * noise.gauss(0, 1))}, 2000
     )
-    assert run({"recipe": recipe}, rows, steps) == []
+    assert run(recipe, rows, steps) == []
 
 
 @pytest.mark.parametrize(
-    ("config", "wrong"),
+    ("recipe", "wrong"),
     [
         # Stochastic rounding: a small tensor's EDQ is uncertain, and the optimizer's audit knows by how much.
         (NAIVE, {"update": {"edq": 0.5, "noise": 8.0}}),
-        ({"recipe": "bfloat16/stochastic"}, {"update": {"edq": 0.0, "noise": 1.0}}),
+        (parse("bfloat16/stochastic"), {"update": {"edq": 0.0, "noise": 1.0}}),
         # Stochastic second moments move seldom and are right on average; wide codes of any kind follow.
-        ({"recipe": "bfloat16/word"}, {"moment": {"frozen_fraction": 0.9, "bias": 1.2}}),
-        ({"recipe": "bfloat16/naive"}, {"moment": {"frozen_fraction": 0.4, "bias": 1.2}}),
+        (parse("bfloat16/word"), {"moment": {"frozen_fraction": 0.9, "bias": 1.2}}),
+        (parse("bfloat16/naive"), {"moment": {"frozen_fraction": 0.4, "bias": 1.2}}),
         # What a healthy cast to four bits drops, or cuts off by its power-of-two scale.
-        ({"recipe": "mxfp4/word"}, {"input": {"underflow": 0.74, "overflow": 0.1, "sqnr_db": 12.2}}),
+        (parse("mxfp4/word"), {"input": {"underflow": 0.74, "overflow": 0.1, "sqnr_db": 12.2}}),
         # Outliers hurt no operand that enters as it is, and massive ones that were always there are no growth.
-        ({"recipe": "bfloat16/word"}, {"input": {"outlier": 500.0, "top_feature": 50.0, "sqnr_db": None}}),
+        (parse("bfloat16/word"), {"input": {"outlier": 500.0, "top_feature": 50.0, "sqnr_db": None}}),
         (FLOAT8, {"output_grad": {"outlier": 178.0, "top_feature": 9.0}}),
         (FLOAT8, {"input": {"outlier": 50.0, "top_feature": 15.0, "top_to_rest": 3.3}}),
         # Weights that no gradient moves far enough to be seen are not dead.
         (NAIVE, {"update": {"update_to_weight": 0.0, "unseen_fraction": 1.0}}),
     ],
 )
-def test_what_only_looks_like_a_failure_is_silent(config: Row, wrong: Row) -> None:
-    assert run(config, sampled(**wrong)) == []
+def test_what_only_looks_like_a_failure_is_silent(recipe: Recipe, wrong: Row) -> None:
+    assert run(recipe, sampled(**wrong)) == []
 
 
 def test_outliers_that_were_always_there_are_no_growth() -> None:
@@ -246,9 +247,9 @@ def test_weights_that_begin_at_zero_may_grow() -> None:
 
 
 def test_a_second_moment_off_its_shadow_is_frozen_however_it_is_rounded() -> None:
-    for recipe in ("bfloat16/word", "nonsense"):
+    for recipe in (parse("bfloat16/word"), None):
         for bias in (1.6, 0.6):
-            (event,) = run({"recipe": recipe}, sampled(moment={"frozen_fraction": 0.7, "bias": bias}))
+            (event,) = run(recipe, sampled(moment={"frozen_fraction": 0.7, "bias": bias}))
             assert (event.kind, event.step) == ("frozen_moments", 440)
 
 
@@ -333,14 +334,14 @@ def test_two_detectors_of_a_kind_do_not_both_tell_of_one_tensor() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_rebuilt_alarms_go_on_as_if_never_interrupted(name: str) -> None:
-    config, gauge_rows, step_rows, *_, step = CASES[name]
+    recipe, gauge_rows, step_rows, *_, step = CASES[name]
     for cut in (step - 1, step, step + 5):
         rebuilt = Alarms.rebuilt(
-            config, [r for r in step_rows if r["step"] <= cut], [r for r in gauge_rows if r["step"] <= cut]
+            recipe, [r for r in step_rows if r["step"] <= cut], [r for r in gauge_rows if r["step"] <= cut]
         )
         later = [e for row in step_rows if row["step"] > cut for e in rebuilt.on_step(row)]
         later += [e for row in gauge_rows if row["step"] > cut for e in rebuilt.on_gauges(row)]
-        assert later == [event for event in run(config, gauge_rows, step_rows) if event.step > cut]
+        assert later == [event for event in run(recipe, gauge_rows, step_rows) if event.step > cut]
 
 
 def test_it_does_not_matter_how_steps_and_gauges_are_interleaved() -> None:
@@ -414,20 +415,17 @@ def test_every_narrow_compute_has_a_safer_one_that_ends_in_bfloat16(name: str) -
 
 
 def test_advice_is_the_run_s_own() -> None:
-    for recipe in ("bfloat16/naive", "bfloat16/kahan", "float16/split"):
-        config, rows = {"recipe": recipe}, CASES["lost-updates"][1]
-        assert f"'{parse(recipe).storage.cure}'" in run(config, rows)[0].advice
-        assert parse(recipe).storage.cure in STORAGES
-    table = {"recipe": {"compute": "mxfp4", "storage": "word"}}
-    assert (
-        "'mxfp8'" in run(table, CASES["underflow"][1])[0].advice
-        and LAYER in run(table, CASES["underflow"][1])[0].advice
-    )
+    for name in ("bfloat16/naive", "bfloat16/kahan", "float16/split"):
+        recipe, rows = parse(name), CASES["lost-updates"][1]
+        assert f"'{recipe.storage.cure}'" in run(recipe, rows)[0].advice
+        assert recipe.storage.cure in STORAGES
+    advice = run(parse("mxfp4/word"), CASES["underflow"][1])[0].advice
+    assert "'mxfp8'" in advice and LAYER in advice
 
 
 def test_nothing_is_no_jump() -> None:
     """A tensor that is zero, and stays so, has not grown."""
-    alarms = Alarms({})
+    alarms = Alarms()
     for step in range(20, 200, 20):
         row = {"step": step, "tensors": {"weight:lora_B.weight": [0.0, 0.0, 0, None, None, None, None, None, None]}}
         assert [e for e in alarms.on_gauges(row) if e.kind == "outliers"] == []
@@ -435,7 +433,7 @@ def test_nothing_is_no_jump() -> None:
 
 def test_an_update_that_was_never_intended_is_told_from_one_that_was_not_audited() -> None:
     for edq, dead in ((math.nan, True), (None, False)):
-        alarms, told = Alarms({}), []
+        alarms, told = Alarms(), []
         for step in range(20, 120, 20):
             told += alarms.on_gauges({"step": step, "updates": {"w": [edq, None, None, None, 0.0, None]}})
         assert [e.kind for e in told] == (["dead_layer"] if dead else [])
@@ -445,7 +443,7 @@ def test_an_update_that_was_never_intended_is_told_from_one_that_was_not_audited
     "table", [{"attention": {"a": [math.nan, math.nan]}}, {"logits": {"max": math.nan, "log_z": math.nan}}]
 )
 def test_attention_and_logits_that_are_nan_are_told(table: dict[str, Any]) -> None:
-    assert [event.kind for event in Alarms({}).on_gauges({"step": 20, **table})] == ["nonfinite"]
+    assert [event.kind for event in Alarms().on_gauges({"step": 20, **table})] == ["nonfinite"]
 
 
 def test_lost_updates_that_the_audit_raises_are_not_raised_again() -> None:

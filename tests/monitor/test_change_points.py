@@ -64,7 +64,7 @@ def record(
 
 
 def told(rows: list[Row], alarms: Alarms | None = None) -> list[Event]:
-    alarms = alarms or Alarms({})
+    alarms = alarms or Alarms()
     return [event for row in rows for event in alarms.on_step(row) if event.kind in SLOW]
 
 
@@ -108,7 +108,7 @@ def test_a_slow_climb_is_told_in_time_and_the_same_record_without_it_is_not(
     climb = ramp(height, over)
     for seed in range(4):
         rows = record("normal", seed, jitter, ONSET + within, climb)
-        alarms = Alarms({})
+        alarms = Alarms()
         (event,) = [event for row in rows for event in alarms.on_step(row)]  # and no spike
         assert event.kind == "loss_climb" and ONSET < event.step <= ONSET + within
         assert event.value is not None and 0.1 <= event.value <= climb(event.step)
@@ -225,15 +225,15 @@ def test_a_resumed_run_tells_what_an_uninterrupted_one_does() -> None:
         rows = record("heavy", seed, 0.1, 1500, ramp(0.5, 300))
         (event,) = told(rows)
         for cut in (ONSET, event.step - 7, event.step - 1):
-            assert told(rows[cut:], Alarms.rebuilt({}, rows[:cut])) == [event]
-        assert told(rows[event.step :], Alarms.rebuilt({}, rows[: event.step])) == []
+            assert told(rows[cut:], Alarms.rebuilt(None, rows[:cut])) == [event]
+        assert told(rows[event.step :], Alarms.rebuilt(None, rows[: event.step])) == []
 
 
 def test_a_run_that_went_back_has_not_climbed() -> None:
     """What was deleted is forgotten: the lowest, too, of a part that went astray downward."""
     astray, well = record("normal", 2, 0.1, 1500, ramp(2.0, 300)), record("normal", 3, 0.1, 2000)
     assert told(astray) != []
-    assert told(well[800:], Alarms.rebuilt({}, astray[:800])) == []
+    assert told(well[800:], Alarms.rebuilt(None, astray[:800])) == []
     low = record("normal", 2, 0.1, 1500, ramp(-1.0, 100))
-    assert told(well[800:], Alarms.rebuilt({}, low)) != []
-    assert told(well[800:], Alarms.rebuilt({}, low[:800])) == []
+    assert told(well[800:], Alarms.rebuilt(None, low)) != []
+    assert told(well[800:], Alarms.rebuilt(None, low[:800])) == []

@@ -16,7 +16,7 @@ from narrowgauge.profiling.costs import Round
 from narrowgauge.profiling.profile_report import Loss
 from narrowgauge.profiling.profiler import profile
 from narrowgauge.profiling.settings import casts_made, settings_of
-from narrowgauge.spec.notation import parse, parse_table
+from narrowgauge.spec.notation import parse, parse_names, parse_table
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -91,10 +91,10 @@ def test_the_recipe_file_that_is_printed_is_one(machine: None, tmp_path: Path) -
         (tmp_path / "fastest.toml").write_text(text.split("\n", 1)[1].split("note:")[0])
         return parse(tmp_path / "fastest.toml")
 
-    text = profile("llama-8m", ["float8-row/word"]).text()
+    text = profile("llama-8m", [parse("float8-row/word")]).text()
     assert text.startswith("None of these pays here: bfloat16/word is the fastest.")
     assert file_in(text) == parse("bfloat16/word")
-    some = profile("llama-1b", "float8-tensor", chip="H100-SXM5").text()
+    some = profile("llama-1b", [parse("float8-tensor")], chip="H100-SXM5").text()
     assert "with 4 kinds of layers kept" in some
     assert some.count("[[override]]\npattern = ") == 4
     recipe = file_in(some)
@@ -132,8 +132,8 @@ def test_a_mistake_costs_one_line(words: list[str], message: str) -> None:
     assert message in result.stderr
 
 
-def test_recipes_come_in_a_list_too() -> None:
-    asked = profile("llama-1m", ["int8-row", "int8-row/word", "float8-row"], chip="H200")
+def test_a_recipe_that_is_named_twice_counts_once() -> None:
+    asked = profile("llama-1m", parse_names("int8-row,int8-row/word,float8-row"), chip="H200")
     assert [cost.recipe.name for cost in asked.costs] == ["int8-row/word", "float8-row/word"]
     with pytest.raises(NarrowgaugeError, match="no recipe was named"):
         profile("llama-1m", [], chip="H200")
@@ -141,7 +141,7 @@ def test_recipes_come_in_a_list_too() -> None:
 
 def test_what_is_not_counted_is_told(tmp_path: Path) -> None:
     (tmp_path / "phases.toml").write_text('recipe = "bfloat16/word"\n[[phase]]\nuntil = 0.9\ncompute = "int8-row"\n')
-    notes = " ".join(profile("llama-1m", ["unit", str(tmp_path / "phases.toml")], chip="H200").notes)
+    notes = " ".join(profile("llama-1m", [parse("unit"), parse(tmp_path / "phases.toml")], chip="H200").notes)
     assert "unit changes the whole model" in notes
     assert "no kernel of this version has run on a GPU" in notes
     assert "bfloat16/word has phases; what is told is its last, in bfloat16." in notes

@@ -120,7 +120,8 @@ def test_a_prediction_loads_no_torch() -> None:
     lines = [
         "import sys",
         "from narrowgauge.profiling.profiler import profile",
-        "profile('llama-1b', 'float8-row,int8-row', chip='H100-SXM5').tables()",
+        "from narrowgauge.spec.notation import parse_names",
+        "profile('llama-1b', parse_names('float8-row,int8-row'), chip='H100-SXM5').tables()",
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])",
     ]
     result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)

@@ -15,8 +15,11 @@ import tomli_w
 
 import narrowgauge
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError
+from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import load_toml, parse, parse_table
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.storages import STORAGES
 from narrowgauge.trainer.config import TrainConfig, kind_of
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
@@ -39,7 +42,7 @@ def refusal(**settings: Any) -> str:
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_setting_says_what_it_is(name: str) -> None:
     assert FIELDS[name].metadata["help"][0].isupper() or FIELDS[name].metadata["help"].startswith("stdlib")
-    assert kind_of(FIELDS[name]) in (str, int, float, bool)
+    assert kind_of(FIELDS[name]) in (str, int, float, bool, Recipe)
     default = FIELDS[name].default
     assert default is None or FIELDS[name].metadata["holds"](default)
     # A rule stands for a value that is left open, so the help must tell it.
@@ -59,9 +62,9 @@ def test_defaults_are_a_run_that_can_start(elsewhere: Path) -> None:
 
 
 def test_checking_twice_changes_nothing() -> None:
-    config = TrainConfig(model="LLAMA-8M", recipe="bf16").validated()
+    config = TrainConfig(model="LLAMA-8M", recipe=parse("bf16")).validated()
     assert config.validated() == config
-    assert (config.model, config.recipe) == ("llama-8m", "bfloat16/word")
+    assert (config.model, config.to_dict()["recipe"]) == ("llama-8m", "bfloat16/word")
 
 
 def test_what_is_given_is_what_runs() -> None:
@@ -157,6 +160,7 @@ def test_the_last_rate_is_the_stated_share_of_the_peak() -> None:
         ({"warmup_steps": 11, "steps": 10}, "a warm-up of 11 steps was asked for in a run of 10"),
         ({"out": ""}, "must be a path"),
         ({"activation_checkpointing": 1}, "must be true or false"),
+        ({"recipe": "bfloat16/word"}, "must be a recipe"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], word: str) -> None:
@@ -169,11 +173,13 @@ def test_settings_at_the_edge_are_taken(settings: dict[str, Any]) -> None:
     assert all(getattr(taken, name) == value for name, value in settings.items())
 
 
+INVENTED = Recipe(dataclasses.replace(COMPUTES["float8-row"], keep=()), STORAGES["word"])
+
+
 @pytest.mark.parametrize(
     ("settings", "kind", "word"),
     [
-        ({"recipe": "bfloat16/wrod"}, RecipeError, "Did you mean 'word'"),
-        ({"recipe": "none.toml"}, RecipeError, "does not exist"),
+        ({"recipe": INVENTED}, RecipeError, "differs from the table's of that name"),
         ({"model": "lama-8m"}, RecipeError, "Did you mean 'llama-8m'"),
         ({"model": "./nowhere"}, DataError, "the model folder ./nowhere does not exist"),
         ({"model": "."}, DataError, "holds no config.json"),
@@ -238,13 +244,13 @@ def test_nothing_open_is_written() -> None:
 def test_a_recipe_file_is_replaced_by_what_it_says(elsewhere: Path) -> None:
     path = elsewhere / "mine.toml"
     path.write_text('recipe = "bfloat16/word"\nkeep = ["lm_head"]\n')
-    config = TrainConfig(recipe="mine.toml").validated()
+    config = TrainConfig.from_dict({"recipe": "mine.toml"}).validated()
     path.unlink()
     again = through_toml(config)
     assert again == config
-    assert parse(again.recipe).keep == ("lm_head",)
+    assert again.recipe.keep == ("lm_head",)
     path.write_text('compute = "bf16"\n')
-    assert TrainConfig(recipe="mine.toml").validated().recipe == "bfloat16/word"
+    assert TrainConfig.from_dict({"recipe": "mine.toml"}).to_dict()["recipe"] == "bfloat16/word"
 
 
 def test_a_settings_file(elsewhere: Path) -> None:
@@ -253,7 +259,7 @@ def test_a_settings_file(elsewhere: Path) -> None:
     config = TrainConfig.from_toml(path)
     assert (config.model, config.lr, type(config.lr), config.batch_size) == ("llama-8m", 1.0, float, 16)
     assert config.steps == TrainConfig().steps
-    assert parse(config.recipe).keep == ("lm_head",)
+    assert config.recipe.keep == ("lm_head",)
 
 
 @pytest.mark.parametrize(
@@ -265,6 +271,9 @@ def test_a_settings_file(elsewhere: Path) -> None:
         ('steps = "many"', "must be a whole number"),
         ("steps = [", "cannot be read"),
         ('[recipe]\ncompute = "bf61"', "no recipe part is named 'bf61'"),
+        ('recipe = "bfloat16/wrod"', "Did you mean 'word'"),
+        ('recipe = "none.toml"', "does not exist"),
+        ("recipe = 3", "mine.toml has recipe = 3"),
     ],
 )
 def test_wrong_settings_files_are_refused_in_one_line(text: str, word: str, elsewhere: Path) -> None:

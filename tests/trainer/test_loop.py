@@ -54,9 +54,12 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
 def test_folders_above_a_refused_run_are_not_left_behind(existing: str, place: Path, tmp_path: Path) -> None:
     (tmp_path / existing).mkdir(exist_ok=True)
     (tmp_path / "recipe.toml").write_text('recipe = "bfloat16/word"\nkeep = ["nothing"]\n')
-    config = settings(place, tmp_path / "new" / "runs" / "first", recipe=str(tmp_path / "recipe.toml"))
+    config = settings(place, tmp_path / "new" / "runs" / "first", recipe=tmp_path / "recipe.toml")
     before = sorted(tmp_path.rglob("*"))
-    assert call(*words_of(settings(place, Path(str(config.out)))), "--recipe", str(config.recipe)).exit_code == 2
+    assert (
+        call(*words_of(settings(place, Path(str(config.out)))), "--recipe", str(tmp_path / "recipe.toml")).exit_code
+        == 2
+    )
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 import narrowgauge
 from narrowgauge.cli.main import main
 from narrowgauge.runs.record import Run
+from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.config import TrainConfig
 
 SHAPE = {
@@ -27,7 +28,8 @@ def settings(place: Path, out: Path, **changes: Any) -> TrainConfig:
         "checkpoint_every": 2, "audit_every": 2, "log_every": 1, "held_out": 0.2,
     }  # fmt: skip
     where = {"model": str(place / "model"), "data": str(place / "text"), "out": str(out)}
-    return TrainConfig(**{**given, **where, **changes})
+    named = {"recipe": parse(changes["recipe"])} if "recipe" in changes else {}
+    return TrainConfig(**{**given, **where, **changes, **named})
 
 
 def words_of(config: TrainConfig) -> list[str]:

@@ -20,6 +20,7 @@ from narrowgauge.spec.aliases import ALIASES, SPELLINGS
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
+from narrowgauge.spec.recipes import Recipe
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
@@ -88,15 +89,17 @@ def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | Non
             continue
         name = field.name.replace("_", "-")
         default = (defaults or {}).get(field.name, field.default)
+        default = default.to_value() if isinstance(default, Recipe) else default
         told = "" if default is None else f"  [default: {str(default).lower()}]"
-        switch = kind_of(field) is bool
+        kind = kind_of(field)
+        switch = kind is bool
         flags.append(
             click.Option(
                 [f"--{name}/--no-{name}" if switch else f"--{name}", field.name],
-                type=kind_of(field),
+                type=notation.parse if kind is Recipe else kind,
                 default=None,
                 help=field.metadata["help"] + told,
-                metavar=None if switch else {str: "TEXT", int: "N", float: "X"}[kind_of(field)],
+                metavar=None if switch else {str: "TEXT", Recipe: "TEXT", int: "N", float: "X"}[kind],
                 shell_complete=completed.get(field.name),
             )
         )

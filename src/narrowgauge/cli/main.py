@@ -21,7 +21,8 @@ import click
 from narrowgauge import __version__
 from narrowgauge.cli import environment, flags
 from narrowgauge.errors import NarrowgaugeError, Terminated, shortened, suggestion
-from narrowgauge.spec import show, tables
+from narrowgauge.spec import notation, show, tables
+from narrowgauge.spec.recipes import Recipe
 
 
 class Door(click.Group):
@@ -230,6 +231,7 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool) -> None:
 @click.option(
     "--recipes",
     metavar="A,B,…",
+    type=notation.parse_names,
     shell_complete=flags.many_recipes,
     help="Recipes or .toml files; to go on with --out, those it has, unless given.",
 )
@@ -248,7 +250,7 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool) -> None:
 )  # fmt: skip
 @_as_json
 def compare(
-    recipes: str | None,
+    recipes: list[Recipe] | None,
     seeds: int | None,
     seconds: float | None,
     tokens: int | None,
@@ -330,6 +332,7 @@ def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> Non
     "--recipe",
     required=True,
     metavar="TEXT",
+    type=notation.parse,
     shell_complete=flags.recipes,
     help="The recipe to convert to, or a .toml file that says one.",
 )
@@ -347,7 +350,7 @@ def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> Non
 )  # fmt: skip
 @_as_json
 def convert(
-    source: Path, recipe: str, out: Path | None, optimizer: Path | None, names: Path | None, as_json: bool
+    source: Path, recipe: Recipe, out: Path | None, optimizer: Path | None, names: Path | None, as_json: bool
 ) -> None:
     """Take the training state CKPT (a run, a checkpoint, a file of torch.save, Hugging Face weights) to another storage."""
     from narrowgauge.conversion.preflight import require_convertible
@@ -375,6 +378,7 @@ def convert(
     "--recipes",
     required=True,
     metavar="A,B,…",
+    type=notation.parse_names,
     shell_complete=flags.many_recipes,
     help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
 )

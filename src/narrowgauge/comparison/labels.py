@@ -7,12 +7,12 @@ none differs, the folder does. A label is for people: nothing parses it back to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.runs.record import Run
-from narrowgauge.spec.notation import parse, parse_table
+from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -32,30 +32,21 @@ def run_name(recipe: str, seed: int) -> str:
 
 def parsed_recipe(recipe: Any) -> Recipe | None:
     """A recipe from its name, its table or itself; ``None`` where the name is no recipe's."""
-    if isinstance(recipe, Recipe):
-        return recipe
     try:
-        return parse_table(recipe) if isinstance(recipe, Mapping) else parse(str(recipe))
+        return parse_value(recipe)
     except RecipeError:
         return None
 
 
 def recipe_name(recipe: Any) -> str:
-    """The label of a recipe: its full name, and where its table overrides something, its own name or what is overridden.
+    """The label of a recipe: its title, or the given name where no recipe has it.
 
     Example:
         >>> recipe_name("bf16"), recipe_name({"recipe": "bfloat16/word", "keep": ["lm_head"]}), recipe_name("mine")
         ('bfloat16/word', 'bfloat16/word with keep', 'mine')
-        >>> recipe_name({"recipe": "bfloat16/word", "name": "wide head", "keep": ["lm_head"]})
-        'bfloat16/word (wide head)'
     """
     found = parsed_recipe(recipe)
-    if found is None:
-        return str(recipe)
-    more = [key for key in found.to_dict() if key not in ("name", "compute", "storage", "reduction")]
-    if not more:
-        return found.name
-    return f"{found.name} ({found.label})" if found.label else f"{found.name} with {', '.join(more)}"
+    return str(recipe) if found is None else found.title
 
 
 def recipe_of(run: Run) -> Recipe | None:

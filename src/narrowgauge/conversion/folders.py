@@ -41,7 +41,7 @@ from narrowgauge.runs.atomic_io import (
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.spec.notation import parse, parse_table
+from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
 
 CHECKPOINT_SCHEMA = 1
@@ -132,7 +132,7 @@ def _policy(folder: Path, run: Run | None) -> Recipe:
             f"nothing in {folder} says in which storage its checkpoints are ({error}).",
             "Leave a checkpoint in the folder it was written to.",
         ) from error
-    return parse_table(said, f"the recipe of {folder}") if isinstance(said, Mapping) else parse(said)
+    return parse_value(said, str(folder))
 
 
 # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -194,8 +194,7 @@ def write_report(folder: Path, report: Report, policy: Recipe) -> None:
 
 def write_run(folder: Path, run: Run, report: Report, policy: Recipe) -> None:
     """Write what makes a new folder a run: its history up to the checkpoint, under the new recipe."""
-    named = policy.name if policy == parse(policy.name) else policy.to_dict()
-    config = {**run.config, "recipe": named, "out": report.out}
+    config = {**run.config, "recipe": policy.to_value(), "out": report.out}
     if (run.path / "data").is_dir():
         shutil.copytree(run.path / "data", folder / "data", copy_function=_link)
     with RunWriter.create(folder, {**run.run, "config": config}, beside=os.listdir(folder)) as writer:

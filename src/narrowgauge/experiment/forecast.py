@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from narrowgauge.comparison.labels import recipe_name
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.experiment.pace import Forecast
 from narrowgauge.optim.accumulation import backward_in_parts
@@ -40,7 +39,7 @@ def forecast(configs: Sequence[TrainConfig]) -> dict[str, Forecast]:
     for config in configs:
         if time.monotonic() - began < MOST_SECONDS:
             try:
-                found[recipe_name(config.recipe)] = of_a_run(config)
+                found[config.recipe.title] = of_a_run(config)
             except (NarrowgaugeError, RuntimeError):  # RuntimeError: a device's memory is full
                 return {}
     return found

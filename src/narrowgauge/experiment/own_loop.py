@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from narrowgauge.comparison.comparison import Comparison, compare_runs
-from narrowgauge.comparison.labels import counted, recipe_name, run_name
+from narrowgauge.comparison.labels import counted, parsed_recipe, recipe_name, run_name
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report.write import publish, read_runs
 from narrowgauge.runs.events import Event
@@ -206,7 +206,9 @@ def _all(
         for recipe in recipes:
             name = recipe_name(recipe)
             folder = out / run_name(name, seed)
-            with RunWriter.create(folder, {"config": {"recipe": name, "seed": seed}}) as writer:
+            known = parsed_recipe(recipe)
+            config = {"recipe": recipe if known is None else known.to_value(), "seed": seed}
+            with RunWriter.create(folder, {"config": config}) as writer:
                 log = log_type(writer)
                 try:
                     log.close(train_function(recipe, seed, log), name)

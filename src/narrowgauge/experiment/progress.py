@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from narrowgauge.comparison.labels import counted, recipe_name
+from narrowgauge.comparison.labels import counted
 from narrowgauge.comparison.run_stats import divergence
 from narrowgauge.experiment.pace import Forecast, Pace, duration
 from narrowgauge.experiment.question import Question
@@ -63,7 +63,7 @@ class Board:
     def __init__(
         self, question: Question, out: Path, stream: TextIO, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.lines = [[recipe_name(recipe), str(seed), "", "", ""] for recipe, seed in question.pairs()]
+        self.lines = [[recipe.title, str(seed), "", "", ""] for recipe, seed in question.pairs()]
         self.num_done = 0
         self.refused: OSError | None = None
         self.latest, self.notes = _Lines(self.told), _Lines(self.note)

@@ -13,10 +13,10 @@ from typing import Any
 
 import tomli_w
 
-from narrowgauge.comparison.labels import recipe_name, run_name
+from narrowgauge.comparison.labels import run_name
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
-from narrowgauge.spec.notation import load_toml, parse
+from narrowgauge.spec.notation import load_toml, parse_value
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import KEPT_CHECKPOINTS, NUM_EVALS, OF_A_RUN, TrainConfig
 from narrowgauge.trainer.memory import require_batch
@@ -47,12 +47,10 @@ class Question:
 
     def config(self, recipe: Recipe, seed: int, out: Path) -> TrainConfig:
         """The settings of one run."""
-        name = recipe_name(recipe)
-        made = replace(
-            self.base, recipe=_plain(recipe), seed=seed, out=str(out / run_name(name, seed)), lr=self.lr(recipe)
-        )
-        if self.seconds is not None and name in self.measured:
-            steps, compile = self.measured[name]
+        folder = out / run_name(recipe.title, seed)
+        made = replace(self.base, recipe=recipe, seed=seed, out=str(folder), lr=self.lr(recipe))
+        if self.seconds is not None and recipe.title in self.measured:
+            steps, compile = self.measured[recipe.title]
             made = replace(made, steps=steps, compile=compile)
         return made if self.num_evals is None else replace(made, eval_every=max(1, made.steps // self.num_evals))
 
@@ -70,7 +68,7 @@ class Question:
         base = {key: value for key, value in self.base.to_dict().items() if key not in OF_A_RUN}
         table = {
             "schema_version": SCHEMA_VERSION,
-            "recipes": [TrainConfig(recipe=_plain(recipe)).to_dict()["recipe"] for recipe in self.recipes],
+            "recipes": [recipe.to_value() for recipe in self.recipes],
             "seeds": list(self.seeds),
             "seconds": self.seconds,
             "num_evals": self.num_evals,
@@ -95,7 +93,7 @@ class Question:
                     f"The comparison {out} has schema {table['schema_version']}; this version reads up to {SCHEMA_VERSION}.",
                     "Upgrade with pip install --upgrade narrowgauge.",
                 )
-            recipes = [parse(TrainConfig.from_dict({"recipe": recipe}).recipe) for recipe in table["recipes"]]
+            recipes = [parse_value(recipe, str(file)) for recipe in table["recipes"]]
             return cls(
                 tuple(recipes),
                 tuple(table["seeds"]),
@@ -124,7 +122,7 @@ class Question:
         for found, wanted in before._differences(self):
             raise RecordError(f"{out} holds a comparison with {found}, and {wanted} was asked for.", go_on)
         if any(recipe not in self.recipes for recipe in before.recipes):
-            found, wanted = (",".join(map(recipe_name, one.recipes)) for one in (before, self))
+            found, wanted = (",".join(recipe.title for recipe in one.recipes) for one in (before, self))
             raise RecordError(
                 f"{out} holds a comparison of --recipes {found}, and {wanted} was asked for.",
                 "To add a recipe, name all; to compare others, choose another --out.",
@@ -164,11 +162,6 @@ def _flag(name: str, value: Any) -> str:
     return f"no --{flag}" if value is None else f"--{flag} {value}"
 
 
-def _plain(recipe: Recipe) -> str | Recipe:
-    """Its name, where that says all."""
-    return recipe.name if recipe == parse(recipe.name) else recipe
-
-
 def read_settings(
     given: Mapping[str, Any], file: Path | None, before: Question | None = None
 ) -> tuple[TrainConfig, int | None]:
@@ -203,7 +196,7 @@ def read_settings(
 
 
 def read_flags(
-    recipes: str | None,
+    recipes: Sequence[Recipe] | None,
     given: Mapping[str, Any],
     *,
     file: Path | None = None,
@@ -215,9 +208,8 @@ def read_flags(
     """The question of a command line; what it leaves open is as the folder was asked for before.
 
     Args:
-        recipes: with commas between.
+        recipes, file, seeds, seconds, tokens, out: flags; ``None`` where not given.
         given: settings by name.
-        file, seeds, seconds, tokens, out: flags; ``None`` where not given.
     Returns:
         The question.
     Raises:
@@ -231,7 +223,7 @@ def read_flags(
     if before is not None and not has_length and base.steps == before.base.steps:
         seconds = before.seconds
     return ask(
-        before.recipes if recipes is None and before is not None else (recipes or "").split(","),
+        before.recipes if recipes is None and before is not None else recipes or (),
         base,
         seeds or (1 if before is None else before.seeds),
         seconds=seconds,
@@ -254,7 +246,7 @@ def past(out: Path) -> Question:
 
 
 def ask(
-    recipes: Sequence[str | Recipe],
+    recipes: Sequence[Recipe],
     base: TrainConfig,
     seeds: int | Sequence[int] = 1,
     *,
@@ -265,7 +257,7 @@ def ask(
     """Check a question, alone and against the settings, before anything is made.
 
     Args:
-        recipes: names, ``.toml`` files or recipes.
+        recipes: none twice.
         base: the settings of every run; its recipe, seed, out and stop_after do not count.
         seeds: how many, from 0 on, or which ones.
         seconds: of training steps for each run, in place of ``base.steps``.
@@ -276,11 +268,10 @@ def ask(
     Raises:
         NarrowgaugeError: what cannot be, of the question or of any run's settings.
     """
-    asked = [_parsed(recipe) for recipe in recipes if recipe]
-    if not asked:
+    if not recipes:
         raise RecipeError("no recipe was named.", "For instance --recipes bfloat16/master,bfloat16/word.")
-    for number, recipe in enumerate(asked):
-        _require_new(recipe, asked[:number])
+    for number, recipe in enumerate(recipes):
+        _require_new(recipe, recipes[:number])
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not numbers or len(set(numbers)) < len(numbers):
         raise NarrowgaugeError(f"seeds = {seeds!r} was asked for.", "Ask for at least one, none twice.")
@@ -299,29 +290,18 @@ def ask(
     base = replace(base, out=None, stop_after=None, recipe=TrainConfig().recipe, seed=0)
     base = replace(base, model=base.validated().model).located()
     require_batch(base)
-    question = Question(tuple(asked), numbers, base, seconds, num_evals)
-    for recipe in asked:
+    question = Question(tuple(recipes), numbers, base, seconds, num_evals)
+    for recipe in recipes:
         replace(question.config(recipe, numbers[0], Path()), out=None).validated()
     return question
 
 
-def _parsed(recipe: str | Recipe) -> Recipe:
-    name = recipe.strip() if isinstance(recipe, str) else recipe
-    try:
-        return parse(name)
-    except RecipeError:
-        if isinstance(name, str) and name and Path(name).is_dir():
-            raise RecipeError(f"the recipe {name} was asked for, and it is a folder.", "Name a .toml file.") from None
-        raise
-
-
 def _require_new(recipe: Recipe, others: Sequence[Recipe]) -> None:
     """Refuse a recipe that is there already, or that another has the folder of."""
-    name = recipe_name(recipe)
     for other in others:
         if other == recipe:
-            raise RecipeError(f"two of the recipes are one, {name}.", "Name each once.")
-        if run_name(recipe_name(other), 0).lower() == run_name(name, 0).lower():
+            raise RecipeError(f"two of the recipes are one, {recipe.title}.", "Name each once.")
+        if run_name(other.title, 0).lower() == run_name(recipe.title, 0).lower():
             raise RecipeError(
-                f"two of the recipes are called {name}.", 'Give each a name of its own: name = "…" in its file.'
+                f"two of the recipes are called {recipe.title}.", 'Give each a name of its own: name = "…" in its file.'
             )

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TextIO
 
 from narrowgauge.comparison.comparison import Comparison, compare_runs
-from narrowgauge.comparison.labels import recipe_name, run_name
+from narrowgauge.comparison.labels import run_name
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.experiment.pace import Forecast
 from narrowgauge.experiment.progress import Board, RunOnBoard
@@ -47,7 +47,7 @@ CALIBRATION_SECONDS = (1.0, 10.0)
 
 
 def compare(
-    recipes: Sequence[str | Recipe] | None = None,
+    recipes: Sequence[Recipe] | None = None,
     *,
     base: TrainConfig | None = None,
     seeds: int | Sequence[int] = 1,
@@ -63,8 +63,7 @@ def compare(
     before everything that can be checked has been.
 
     Args:
-        recipes: names, ``.toml`` files or recipes; ``None`` goes on with what ``out`` was asked for, whatever else is
-            given.
+        recipes: none twice; ``None`` goes on with what ``out`` was asked for, whatever else is given.
         base: the settings of every run but recipe, seed, out and stop_after.
         seeds: how many, from 0 on, or which ones.
         out: the folder; new, empty, or this very comparison's. ``None`` takes ``comparisons/MODEL-N``.
@@ -158,7 +157,7 @@ def _explained(question: Question, place: Path, board: Board) -> Iterator[None]:
 def _clear(question: Question, out: Path) -> None:
     """Remove the tokens that were put where runs of a question never began."""
     for recipe, seed in question.pairs():
-        folder = out / run_name(recipe_name(recipe), seed)
+        folder = out / run_name(recipe.title, seed)
         for left in (folder / "data", *folder.glob(f"{TEMPORARY}*")):
             shutil.rmtree(left, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -203,14 +202,14 @@ def _require_same(question: Question, out: Path) -> None:
 
 def _measured(question: Question, out: Path, board: Board) -> Question:
     """With a number of seconds, the steps that fit into them: measured once, and written down."""
-    missing = [recipe for recipe in question.recipes if recipe_name(recipe) not in question.measured]
+    missing = [recipe for recipe in question.recipes if recipe.title not in question.measured]
     if question.seconds is None or not missing:
         return question
     place = out / f"{TEMPORARY}calibration"
     shutil.rmtree(place, ignore_errors=True)
     try:
         for recipe in missing:
-            name = recipe_name(recipe)
+            name = recipe.title
             seconds, is_compiled = _step_seconds(question, recipe, place, board)
             steps = max(1, int(question.seconds / seconds))
             board.note(f"{name}: {seconds:.3g} s per step, so {steps} steps for {question.seconds:g} s of training")
@@ -229,7 +228,7 @@ def _step_seconds(question: Question, recipe: Recipe, place: Path, board: Board)
     more compiles, and counts as a median one, as it does in the verdict.
     """
     assert question.seconds is not None
-    board.note(f"measuring the steps of {recipe_name(recipe)}")
+    board.note(f"measuring the steps of {recipe.title}")
     (fewest, most), (shortest, longest) = CALIBRATION_STEPS, CALIBRATION_SECONDS
     # The first training of a process is slower than those that follow, and of every recipe the first steps are.
     rough = _typical(_calibration(question, recipe, place / "first", fewest, place, board))
@@ -273,8 +272,8 @@ def _plan(question: Question, out: Path, board: Board) -> None:
         board.told("measuring a step of each recipe")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the runs themselves will say it
-            expected = forecast(list({recipe_name(config.recipe): config for config in left}.values()))
-    board.plan([(recipe_name(config.recipe), config.steps, config not in left) for config in configs], expected)
+            expected = forecast(list({config.recipe.title: config for config in left}.values()))
+    board.plan([(config.recipe.title, config.steps, config not in left) for config in configs], expected)
 
 
 def _train_all(question: Question, out: Path, board: Board) -> list[Run]:

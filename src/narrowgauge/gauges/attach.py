@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from narrowgauge import _torch
 from narrowgauge._torch import plain_name
-from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.gauges import attention, hooks
 from narrowgauge.gauges.aggregate import Shards
 from narrowgauge.gauges.casts import Casts
@@ -39,6 +39,9 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.shards import is_sharded, local_of
 from narrowgauge.runs.events import emit
 from narrowgauge.runs.schema import Row
+from narrowgauge.spec import storages
+from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.recipes import Recipe
 
 
 class GaugeNotice(UserWarning):
@@ -69,7 +72,7 @@ class Gauges:
     ) -> None:
         self.model, self.optimizer, self.every, self.on_row = model, optimizer, every, on_row
         self.last: Row | None = None
-        self.alarms = Alarms({"recipe": _recipe_of(model, optimizer)}) if alarms else None
+        self.alarms = Alarms(_recipe_of(model, optimizer)) if alarms else None
         self._step = 0
         self._handles: list[Any] = []
         self._placed: list[nn.Module] = []
@@ -319,12 +322,16 @@ def _close(number: int) -> None:
     SAMPLING.is_on = bool(_OPEN)
 
 
-def _recipe_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str:
-    """The compute and storage of a model in a user's training loop, for the alarms."""
+def _recipe_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Recipe | None:
+    """The compute and storage of a model in a user's training loop, for the alarms; ``None`` where they are not known."""
     narrow = next((module for module in model.modules() if isinstance(module, Linear)), None)
-    compute = narrow.compute.name if narrow is not None else "bfloat16"
-    storage = optimizer.param_groups[0].get("storage", "") if isinstance(optimizer, Optimizer) else ""
-    return f"{compute}/{storage}" if storage else ""
+    storage = storages.find(optimizer.param_groups[0]["storage"]) if isinstance(optimizer, Optimizer) else None
+    if storage is None:
+        return None
+    try:
+        return Recipe(narrow.compute if narrow is not None else COMPUTES["bfloat16"], storage)
+    except RecipeError:
+        return None
 
 
 def attach_gauges(

@@ -14,16 +14,16 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
-from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.monitor.conditions import CONDITIONS, Detector, Facts, Metrics
 from narrowgauge.monitor.detectors import DETECTORS, SAFER
 from narrowgauge.monitor.features import StepMetrics, gauge_metrics, number
 from narrowgauge.monitor.spikes import Spike, SpikeJudge, StepJudgement
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import METRICS, Row
-from narrowgauge.spec.notation import parse, parse_table
+from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
 
 FEWEST_VALUES = 3
@@ -90,14 +90,14 @@ class Alarms:
     independent of each other, so it does not matter how the two are interleaved.
 
     Args:
-        config: the run's ``[config]`` table; only its ``recipe`` is read, which may be missing or unknown.
+        recipe: what the run trains in, as for :func:`narrowgauge.prepare`; ``None`` where it is not known.
         is_audited: the optimizer's audit raises ``lost_updates`` for this run, so no detector does.
 
     Cost: about 40 µs per step, and 20 µs per tensor of a row of gauges.
 
     Example:
         >>> import narrowgauge as ng
-        >>> alarms = ng.Alarms({"recipe": "bfloat16/naive"})
+        >>> alarms = ng.Alarms("bfloat16/naive")
         >>> for step in (20, 40, 60):
         ...     events = alarms.on_gauges({"step": step, "updates": {"model.norm.weight": [0.2, 0.9, 0.8, 0.8, 0, 0]}})
         >>> print(events[0].message, "|", events[0].advice)
@@ -105,12 +105,12 @@ class Alarms:
         keeps what this one rounds away.
     """
 
-    def __init__(self, config: Row | None = None, *, is_audited: bool = False) -> None:
-        recipe = _recipe_of(config or {})
+    def __init__(self, recipe: str | Path | Recipe | None = None, *, is_audited: bool = False) -> None:
+        known = None if recipe is None else parse_value(recipe)
         self.facts = Facts(
-            recipe.compute.name if recipe else "",
-            recipe.storage if recipe else None,
-            any(compute.scales_loss for compute in recipe.computes) if recipe else False,
+            known.compute.name if known else "",
+            known.storage if known else None,
+            any(compute.scales_loss for compute in known.computes) if known else False,
             is_audited,
         )
         self.judge = SpikeJudge()
@@ -120,22 +120,27 @@ class Alarms:
 
     @classmethod
     def rebuilt(
-        cls, config: Row | None, steps: Iterable[Row] = (), gauges: Iterable[Row] = (), *, is_audited: bool = False
+        cls,
+        recipe: str | Path | Recipe | None,
+        steps: Iterable[Row] = (),
+        gauges: Iterable[Row] = (),
+        *,
+        is_audited: bool = False,
     ) -> Alarms:
         """The alarms of a run that continues after a resume, or after a rollback that deleted rows.
 
         Args:
-            config, is_audited: as of the class.
+            recipe, is_audited: as of the class.
             steps: the rows of ``steps.jsonl`` that are left.
             gauges: those of ``gauges.jsonl``.
         Returns:
             The alarms after these rows; the events that they raise are dropped.
         Example:
             >>> rows = [{"step": step, "loss": 2.0, "grad_norm": 1.0} for step in range(1, 31)]
-            >>> Alarms.rebuilt({}, rows).on_step({"step": 31, "loss": 5.0, "grad_norm": 1.0})[0].kind
+            >>> Alarms.rebuilt(None, rows).on_step({"step": 31, "loss": 5.0, "grad_norm": 1.0})[0].kind
             'loss_spike'
         """
-        alarms = cls(config, is_audited=is_audited)
+        alarms = cls(recipe, is_audited=is_audited)
         for row in steps:
             alarms.on_step(row)
         for row in gauges:
@@ -247,14 +252,3 @@ def _module_of(tensor: str) -> str:
     name = tensor.rpartition(":")[2]
     module, _, last = name.rpartition(".")
     return module if module and last in ("weight", "bias") else name
-
-
-def _recipe_of(config: Row) -> Recipe | None:
-    """The run's recipe; ``None`` where it has none, or one that this version does not know."""
-    recipe = config.get("recipe")
-    try:
-        if isinstance(recipe, dict):
-            return parse_table(recipe)
-        return parse(recipe) if isinstance(recipe, str) else None
-    except NarrowgaugeError:
-        return None

@@ -12,7 +12,6 @@ from narrowgauge.profiling.profile_report import Loss, Profile
 from narrowgauge.profiling.settings import ELSEWHERE, Setting, rows_of
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.models import Model
-from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.memory import require_batch
@@ -20,7 +19,7 @@ from narrowgauge.trainer.memory import require_batch
 
 def profile(
     model: str,
-    recipes: str | Sequence[str],
+    recipes: Sequence[Recipe],
     *,
     chip: str | None = None,
     numerics: bool = False,
@@ -34,7 +33,7 @@ def profile(
 
     Args:
         model: a preset's name, or a folder with a Hugging Face ``config.json``.
-        recipes: names, in a list or with commas between them.
+        recipes: one that is named twice counts once.
         chip: a name of ``narrowgauge show chips``; ``None`` measures this machine.
         numerics: also train a few steps on text and say what each cast loses.
         batch_size: sequences per step.
@@ -47,7 +46,9 @@ def profile(
 
     Cost: with a chip, nothing; else the compilation of a training step and of each row's casts, and then some steps.
     """
-    asked = _parsed(recipes)
+    if not recipes:
+        raise RecipeError("no recipe was named.", "For instance --recipes int8-row/word,float8-row/word.")
+    asked = list(dict.fromkeys(recipes))
     target = get_chip(chip) if chip is not None else None
     row, kinds = read_model(model)
     config = TrainConfig(model=model, batch_size=batch_size, sequence_length=sequence_length)
@@ -60,13 +61,6 @@ def profile(
             "Leave --chip out: what casts lose is the same on every machine.",
         )
     return _predicted(row, kinds, asked, config, target)
-
-
-def _parsed(recipes: str | Sequence[str]) -> list[Recipe]:
-    names = recipes.split(",") if isinstance(recipes, str) else list(recipes)
-    if not any(name.strip() for name in names):
-        raise RecipeError("no recipe was named.", "For instance --recipes int8-row/word,float8-row/word.")
-    return list(dict.fromkeys(parse(name.strip()) for name in names if name.strip()))
 
 
 def _require_positions(row: Model, config: TrainConfig) -> None:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from narrowgauge.profiling.layer_plan import Kind, Shape
 from narrowgauge.spec.computes import COMPUTES, Compute
-from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.storages import STORAGES
 
 ELSEWHERE = "Predict it for a machine that is not here: --chip NAME (narrowgauge show chips)."
 """Advice where a model is too large to be measured."""
@@ -69,11 +69,12 @@ def yardstick_of(recipe: Recipe) -> Recipe:
     """The bfloat16 recipe that a recipe is compared with: of the same storage, where bfloat16 goes with it.
 
     Example:
+        >>> from narrowgauge.spec.notation import parse
         >>> yardstick_of(parse("float32/float32")).name, yardstick_of(parse("float16/split")).name
         ('bfloat16/float32', 'bfloat16/word')
     """
     if "/" in recipe.storage.name:
-        return parse("bfloat16/word")
+        return Recipe(COMPUTES["bfloat16"], STORAGES["word"])
     return dataclasses.replace(base_of(recipe), compute=COMPUTES["bfloat16"])
 
 

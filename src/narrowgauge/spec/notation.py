@@ -100,6 +100,48 @@ def parse(text: str | Path | Recipe) -> Recipe:
     return Recipe(row, storage, _row(REDUCTIONS, rest[1]) if len(rest) == 2 else REDUCTIONS["native"])
 
 
+def parse_names(names: str) -> list[Recipe]:
+    """Read the recipes of a command line: names and ``.toml`` files with commas between them.
+
+    Example:
+        >>> [recipe.name for recipe in parse_names("bf16/master, bf16/word")]
+        ['bfloat16/master', 'bfloat16/word']
+    """
+    recipes = []
+    for name in filter(None, map(str.strip, names.split(","))):
+        try:
+            recipes.append(parse(name))
+        except RecipeError:
+            if Path(name).is_dir():
+                raise RecipeError(
+                    f"the recipe {name} was asked for, and it is a folder.", "Name a .toml file."
+                ) from None
+            raise
+    return recipes
+
+
+def parse_value(value: Any, where: str = "the record") -> Recipe:
+    """Read a recipe from a TOML or JSON value: a name or a table, as :meth:`Recipe.to_value` returns it.
+
+    Args:
+        value: a table, as for :func:`parse_table`, or what :func:`parse` takes.
+        where: where the value stands, for error messages.
+    Returns:
+        The recipe.
+    Raises:
+        RecipeError: for a value of another type, or one that names something unknown.
+
+    Example:
+        >>> parse_value("bf16/word") == parse_value({"compute": "bfloat16", "storage": "word"})
+        True
+    """
+    if isinstance(value, Mapping):
+        return parse_table(value, f"the recipe of {where}")
+    if not isinstance(value, str | Path | Recipe):
+        raise RecipeError(f"{where} has recipe = {value!r}.", "A recipe is a name in quotes, or a table.")
+    return parse(value)
+
+
 def parse_file(path: Path) -> Recipe:
     """Read a recipe from a TOML file; see :func:`parse_table` for its keys.
 

@@ -65,6 +65,9 @@ OWN_STORAGES_ONLY = ("float16-throughout", "float8")
 """Computes that say how weights are kept, and so take no storage but those that bear their name."""
 
 
+_PARTS = ("compute", "storage", "reduction")
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """A policy for a whole model: one row of each table, and the exceptions by module name and by progress.
@@ -120,6 +123,29 @@ class Recipe:
         """The full name, ``compute/storage`` and the reduction where it is not the native one."""
         tail = "" if self.reduction.name == "native" else f"/{self.reduction.name}"
         return f"{self.compute.name}/{own_name(self.storage)}{tail}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the full name says all: no exceptions by module, phase or evaluation."""
+        return not (self.keep or self.overrides or self.phases or self.evaluation)
+
+    @property
+    def title(self) -> str:
+        """The name to display: the full name, and what else there is: the label, or which kinds of exceptions.
+
+        Example:
+            >>> from narrowgauge.spec.notation import parse_table
+            >>> parse_table({"recipe": "bf16/word", "keep": ["lm_head"]}).title
+            'bfloat16/word with keep'
+            >>> parse_table({"recipe": "bf16/word", "keep": ["lm_head"], "name": "wide head"}).title
+            'bfloat16/word (wide head)'
+        """
+        if self.is_plain:
+            return self.name
+        # The full name comes first: people and programs look for the compute and the storage there.
+        if self.label:
+            return f"{self.name} ({self.label})"
+        return f"{self.name} with {', '.join(key for key in self.to_dict() if key not in _PARTS)}"
 
     @property
     def bytes_per_param(self) -> float:
@@ -211,6 +237,14 @@ class Recipe:
     def keeps(self, name: str) -> bool:
         """Whether the module or parameter ``name`` lies under a ``keep`` pattern."""
         return _lies_under(name, self.keep)
+
+    def to_value(self) -> str | dict[str, Any]:
+        """The shortest TOML value that :func:`~narrowgauge.spec.notation.parse_value` reads back to an equal recipe.
+
+        Returns:
+            The full name where it says all, else the table.
+        """
+        return self.name if self.is_plain else self.to_dict()
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as a TOML table that :func:`~narrowgauge.spec.notation.parse_table` reads back to an equal recipe."""

@@ -68,11 +68,13 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     """
     if not before:
         return []
-    found = []
+    found, defaults = [], TrainConfig().to_dict()
     for field in fields(TrainConfig):
         if field.name in _NOT_OF_THE_RUN:
             continue
-        values = [restored(json_value(toml_value(table.get(field.name, field.default)))) for table in (before, now)]
+        values = [
+            restored(json_value(toml_value(table.get(field.name, defaults.get(field.name))))) for table in (before, now)
+        ]
         if values[0] != values[1]:
             said = ["not set" if value is None else short(value) for value in values]
             found.append((field.name, said[0], said[1]))

@@ -19,7 +19,7 @@ from typing import Any
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.spec.accumulations import ACCUMULATIONS
 from narrowgauge.spec.models import MODELS, get_model, refuse_own_code
-from narrowgauge.spec.notation import load_toml, parse, parse_table
+from narrowgauge.spec.notation import load_toml, parse, parse_value
 from narrowgauge.spec.recipes import Recipe
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -45,8 +45,10 @@ COMPARED = {"eval_every": f"steps / {NUM_EVALS}", "keep_checkpoints": str(KEPT_C
 COMPILE_PARAMETERS = 5_000_000
 COMPILE_STEPS = 1000
 
-_KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
-_KIND_NAMES: dict[type, str] = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "Recipe": Recipe}
+_KIND_NAMES: dict[type, str] = {
+    str: "text", int: "a whole number", float: "a number", bool: "true or false", Recipe: "a recipe",
+}  # fmt: skip
 
 
 def _about(help: str, law: str = "", holds: Callable[[Any], bool] = lambda _: True) -> dict[str, Any]:
@@ -70,7 +72,7 @@ class TrainConfig:
 
     Attributes:
         model: a preset's name, or a folder with a Hugging Face ``config.json``.
-        recipe: a name, a ``.toml`` file, or a Recipe.
+        recipe: a value; command lines and files give names, which are parsed where they are read.
         steps, batch_size, …: ``narrowgauge train --help`` says of each what it is, and so does its metadata.
 
     Example:
@@ -84,8 +86,9 @@ class TrainConfig:
     data: str = _setting(
         "stdlib", "stdlib, a file or folder of text or jsonl, a token map, or datasets:NAME.", "not empty", bool
     )
-    recipe: str | Recipe = dataclasses.field(
-        default="bfloat16/word", metadata=_about("A recipe (narrowgauge show recipes) or a .toml file that says one.")
+    recipe: Recipe = dataclasses.field(
+        default=parse("bfloat16/word"),
+        metadata=_about("A recipe (narrowgauge show recipes) or a .toml file that says one."),
     )
     steps: int = _count(400, "Optimizer steps.")
     batch_size: int = _count(8, "Sequences per optimizer step.")
@@ -217,7 +220,7 @@ class TrainConfig:
         filled = self
         if self.warmup_steps is None:
             filled = replace(filled, warmup_steps=min(self.steps // 10, 100))
-        if self.lr is None and parse(self.recipe).compute.transform == "unit":
+        if self.lr is None and self.recipe.compute.transform == "unit":
             filled = replace(filled, lr=UNIT_LEARNING_RATE)
         elif self.lr is None and num_parameters is not None:
             filled = replace(filled, lr=next(rate for bound, rate in LEARNING_RATES if num_parameters < bound))
@@ -232,22 +235,26 @@ class TrainConfig:
         Law: idempotent, and nothing is written. Only what needs the model or the text itself is left to the loop.
 
         Returns:
-            The settings with full names of model and recipe, ``out`` chosen, and all rules worked out; a recipe file
-            is replaced by what it says.
+            The settings with the model's full name, ``out`` chosen, and all rules worked out.
         Raises:
-            RecipeError: an unknown or contradictory recipe, or an unknown preset.
+            RecipeError: a recipe that its name or table does not say in full, or an unknown preset.
             DataError: the data, the tokenizer or the model folder does not exist.
             RecordError: ``out`` is a file, or a folder that is not empty.
             NarrowgaugeError: any other value that cannot be.
         """
         for field in fields(self):
             _require(field, getattr(self, field.name))
-        recipe = parse(self.recipe)
-        plain = recipe == parse(recipe.name)
-        named = replace(self, model=_known_model(self.model), recipe=recipe.name if plain else recipe).filled()
+        if parse_value(self.recipe.to_value()) != self.recipe:
+            raise RecipeError(
+                f"recipe '{self.recipe.title}' has a compute or storage that differs from the table's of that name.",
+                "A run records its recipe by name: take one from narrowgauge show recipes.",
+            )
+        named = replace(self, model=_known_model(self.model)).filled()
         named._require_agreement()
         named._require_sources()
-        return replace(named, out=_free_folder(named.model, recipe.name) if named.out is None else named._free_out())
+        return replace(
+            named, out=_free_folder(named.model, self.recipe.name) if named.out is None else named._free_out()
+        )
 
     def located(self) -> TrainConfig:
         """The same settings with full paths, so that a run or a comparison can go on from any folder.
@@ -270,11 +277,8 @@ class TrainConfig:
         return replace(self, model=model, data=data, tokenizer=self.tokenizer and full(self.tokenizer))
 
     def to_dict(self) -> dict[str, Any]:
-        """A TOML table with a key per setting; None is left out, and a recipe without a name is written out."""
-        table = {field.name: getattr(self, field.name) for field in fields(self)}
-        if isinstance(self.recipe, Recipe):
-            plain = self.recipe == parse(self.recipe.name)
-            table["recipe"] = self.recipe.name if plain else self.recipe.to_dict()
+        """A TOML table with a key per setting; None is left out."""
+        table = {field.name: getattr(self, field.name) for field in fields(self)} | {"recipe": self.recipe.to_value()}
         return {name: value for name, value in table.items() if value is not None}
 
     @classmethod
@@ -297,8 +301,8 @@ class TrainConfig:
                     suggestion(name, known) or "narrowgauge train --help lists all: a key is a flag with underscores."
                 )
                 raise NarrowgaugeError(f"{where} has an unknown key '{name}'.", near)
-            if name == "recipe" and isinstance(value, Mapping):
-                value = parse_table(value, f"the recipe of {where}")
+            if name == "recipe":
+                value = parse_value(value, where)
             # TOML and people write a whole number as an integer.
             elif kind_of(known[name]) is float and type(value) is int:
                 value = float(value)
@@ -383,14 +387,14 @@ def left_by_a_kill(folder: Path) -> tuple[str, ...]:
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:
-    """``str``, ``int``, ``float`` or ``bool``: what a setting is when it is neither None nor a Recipe."""
+    """The type of a setting that is not None: ``str``, ``int``, ``float``, ``bool`` or ``Recipe``."""
     # The annotations of this file are text, and each names the plain type first.
     return _KINDS[str(field.type).split(" ")[0]]
 
 
 def _require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
     """The law of one setting."""
-    if (value is None and field.default is None) or (field.name == "recipe" and isinstance(value, Recipe)):
+    if value is None and field.default is None:
         return
     kind = kind_of(field)
     flag = f"--{field.name.replace('_', '-')}"

@@ -29,7 +29,6 @@ from narrowgauge.runs.atomic_io import (
     sync_folder,
     temporary_name,
 )
-from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.language_model import without_progress_bars
 from narrowgauge.trainer.preflight import refuse_occupied
@@ -181,7 +180,7 @@ def _write(run: Run, folder: Path, dtype: Dtype) -> None:
 
 def _weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
     """Every entry of the model's state, once; a tied parameter has its first name."""
-    if parse(run.config.recipe).compute.transform == "unit":
+    if run.config.recipe.compute.transform == "unit":
         return _plain_weights(run, dtype)
     kept = run.model.state_dict().keys()
     weights = {name: buffer for name, buffer in run.model.named_buffers() if name in kept}

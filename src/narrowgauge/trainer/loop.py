@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from narrowgauge.comparison.labels import recipe_name
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.optim import compilation
@@ -104,7 +103,7 @@ def _train(config: TrainConfig, folder: Path, absent: list[Path], lent: bool, sc
             )
         for note in [*data.notes, *session.notes]:
             writer.event(Event("note", 0, note))
-        writer.event(Event("start", 0, f"{Path(config.model).name} in {recipe_name(session.config.recipe)}"))
+        writer.event(Event("start", 0, f"{Path(config.model).name} in {session.config.recipe.title}"))
         _run(session, writer, screen)
     return folder
 
@@ -216,11 +215,11 @@ def vocabulary_size(config: TrainConfig) -> int | None:
 def _run(session: Session, writer: RunWriter, console: Screen) -> None:
     config, began = session.config, time.perf_counter() - session.seconds
     with interruptible(console.stopping) as interrupted, session.watched():
-        reporter = Reporter(writer, console, config.to_dict(), config.tensorboard, session.step)
+        reporter = Reporter(writer, console, config.recipe, config.tensorboard, session.step)
         _announce(session, console)
         session.optimizer.on_alarm = lambda alarms: reporter.lost_updates(alarms, session.step + 1)
         recovery = Recovery(session, reporter)
-        console.start(recipe_name(config.recipe), session.step)
+        console.start(config.recipe.title, session.step)
 
         def save() -> None:
             writer.sync()
@@ -252,7 +251,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
 
 
 def _announce(session: Session, console: Screen) -> None:
-    console.say(f"{Path(session.config.model).name} · {recipe_name(session.config.recipe)} · {session.folder}")
+    console.say(f"{Path(session.config.model).name} · {session.config.recipe.title} · {session.folder}")
     for note in session.notes:
         print(f"note: {note}", file=sys.stderr)
     compilation.announce[:] = [console.say]

@@ -37,7 +37,6 @@ from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.runs.record import read_run
-from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.checkpoint import latest_checkpoint, save_checkpoint
 from narrowgauge.trainer.config import TrainConfig
@@ -95,7 +94,7 @@ class Session:
     @property
     def notes(self) -> list[str]:
         """What there is to tell of how the recipe's matmuls run here."""
-        rows = () if self.linears is None else parse(self.config.recipe).computes
+        rows = () if self.linears is None else self.config.recipe.computes
         notes = [told(row, self.device) for row in rows if row.name != row.dtype]
         return [note for note in notes if "emulated" in note]
 
@@ -119,7 +118,7 @@ class Session:
         """Let the narrow layers compute as the recipe says at this step, or in evaluation."""
         if self.linears is None:
             return
-        recipe, progress = parse(self.config.recipe), self.step / self.config.steps
+        recipe, progress = self.config.recipe, self.step / self.config.steps
         if evaluating and recipe.evaluation is not None:
             recipe = dataclasses.replace(recipe, compute=recipe.evaluation, phases=())
         self.linears.set_compute(lambda name: recipe.compute_of(name, progress))
@@ -263,14 +262,14 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         )
         accumulator.allocate()  # so that a run that is resumed at its end counts them too
     linears = linears_of(model)
-    if parse(config.recipe).compute.transform == "unit":
+    if config.recipe.compute.transform == "unit":
         fix_batch(model, sequence_length=config.sequence_length, tokens=config.tokens_per_step)
     return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator, linears)
 
 
 def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:
     """The summed loss of a batch, in the recipe's compute, compiled or not."""
-    recipe = parse(config.recipe)
+    recipe = config.recipe
     # The chunked loss takes the head's weight, not the head: casts around a kept head would be passed by.
     large = model.config.vocab_size >= language_model.LARGE_VOCABULARY and not recipe.keep
     chunked = large and language_model.can_chunk(model)

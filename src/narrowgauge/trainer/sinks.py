@@ -16,6 +16,7 @@ from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
+from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.console import Screen
 
 
@@ -25,16 +26,16 @@ class Reporter:
     Args:
         writer: of the run folder.
         console: shows progress.
-        config: the settings, as in ``run.toml``.
+        recipe: the run's.
         tensorboard: also write TensorBoard's files.
         step: steps done.
     """
 
     def __init__(
-        self, writer: RunWriter, console: Screen, config: Row, tensorboard: bool = False, step: int = 0
+        self, writer: RunWriter, console: Screen, recipe: Recipe, tensorboard: bool = False, step: int = 0
     ) -> None:
-        self.writer, self.console, self.config = writer, console, config
-        self.alarms = Alarms(config, is_audited=True)
+        self.writer, self.console, self.recipe = writer, console, recipe
+        self.alarms = Alarms(recipe, is_audited=True)
         self.tensorboard: Any = None
         if tensorboard:
             # Imported here, since it is an optional dependency and takes a second to load.
@@ -58,7 +59,7 @@ class Reporter:
     def rebuild(self) -> Run:
         """Restore the detectors from the run folder, and return its content."""
         run = read_run(self.folder)
-        self.alarms = Alarms.rebuilt(self.config, run.steps, run.gauges, is_audited=True)
+        self.alarms = Alarms.rebuilt(self.recipe, run.steps, run.gauges, is_audited=True)
         return run
 
     def step(self, row: Row, judgement: StepJudgement | None = None) -> None:
