@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -21,6 +22,25 @@ from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.recipes import Recipe
+
+
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
+    """A value that ``read`` makes of the text, whose own errors, with their advice, reach the user.
+
+    click would turn the ValueErrors of a plain function into its own.
+    """
+
+    name = "text"
+
+    def __init__(self, read: Callable[[str], Any]) -> None:
+        self.read = read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value; what is no text was converted before."""
+        return self.read(value) if isinstance(value, str) else value
+
+
+RECIPE, RECIPES = Parsed(notation.parse), Parsed(notation.parse_names)
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
@@ -96,7 +116,7 @@ def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | Non
         flags.append(
             click.Option(
                 [f"--{name}/--no-{name}" if switch else f"--{name}", field.name],
-                type=notation.parse if kind is Recipe else kind,
+                type=RECIPE if kind is Recipe else kind,
                 default=None,
                 help=field.metadata["help"] + told,
                 metavar=None if switch else {str: "TEXT", Recipe: "TEXT", int: "N", float: "X"}[kind],

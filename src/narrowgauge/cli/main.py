@@ -21,7 +21,7 @@ import click
 from narrowgauge import __version__
 from narrowgauge.cli import environment, flags
 from narrowgauge.errors import NarrowgaugeError, Terminated, shortened, suggestion
-from narrowgauge.spec import notation, show, tables
+from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -231,7 +231,7 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool) -> None:
 @click.option(
     "--recipes",
     metavar="A,B,…",
-    type=notation.parse_names,
+    type=flags.RECIPES,
     shell_complete=flags.many_recipes,
     help="Recipes or .toml files; to go on with --out, those it has, unless given.",
 )
@@ -332,7 +332,7 @@ def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> Non
     "--recipe",
     required=True,
     metavar="TEXT",
-    type=notation.parse,
+    type=flags.RECIPE,
     shell_complete=flags.recipes,
     help="The recipe to convert to, or a .toml file that says one.",
 )
@@ -378,7 +378,7 @@ def convert(
     "--recipes",
     required=True,
     metavar="A,B,…",
-    type=notation.parse_names,
+    type=flags.RECIPES,
     shell_complete=flags.many_recipes,
     help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
 )
