@@ -49,7 +49,7 @@ class Run:
         path: the folder.
         run: ``run.toml``.
         steps, evals, events: the rows, in the order written.
-        summary: the figures of the finished run, or ``None`` while it has none.
+        summary: the metrics of the finished run, or ``None`` while it has none.
         began_with: the settings of its first step; ``None`` where no row has them.
     """
 

@@ -75,7 +75,7 @@ class Console:
                 TextColumn("[bold]{task.description}"),
                 BarColumn(40 if is_wide else 8),
                 _Steps(),
-                *([TextColumn("{task.fields[figures]}")] if is_wide else []),
+                *([TextColumn("{task.fields[metrics]}")] if is_wide else []),
                 _TimeLeft(),
             )
             self.progress = Progress(*columns, console=self.rich, transient=True)
@@ -95,16 +95,16 @@ class Console:
         """Begin to count steps, after ``step``."""
         self._bar(name, self.num_steps, step, "the first step compiles")
 
-    def _bar(self, name: str, total: int | None, step: int, figures: str) -> None:
+    def _bar(self, name: str, total: int | None, step: int, metrics: str) -> None:
         if self.progress is None:
             return
         if not self.progress.task_ids:
             self.progress.start()
-            self.progress.add_task(name, total=None, figures="")
+            self.progress.add_task(name, total=None, metrics="")
         task = self.progress.task_ids[0]
         if total is not None:
             self.progress.reset(task, total=total, completed=step)
-        self.progress.update(task, description=name, figures=figures)
+        self.progress.update(task, description=name, metrics=metrics)
 
     def say(self, line: str) -> None:
         """Print one line, above the bar."""
@@ -113,7 +113,7 @@ class Console:
     def step(self, row: Row) -> None:
         """Update the bar, or print a line every ``log_every`` steps."""
         if self.progress is not None:
-            self.progress.update(self.progress.task_ids[0], completed=row["step"], figures=_metrics(row, _BAR))
+            self.progress.update(self.progress.task_ids[0], completed=row["step"], metrics=_metrics(row, _BAR))
         elif row["step"] % self.log_every == 0 or row["step"] in (1, self.num_steps):
             self.say(f"step {row['step']:>6}/{self.num_steps}  {_metrics(row, _LINE)}")
 
