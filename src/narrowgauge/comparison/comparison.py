@@ -27,7 +27,7 @@ from narrowgauge.comparison.run_stats import RunStats
 from narrowgauge.comparison.verdict import sentences
 from narrowgauge.errors import RecipeError, RecordError, suggestion
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import SUMMARY, Row
 from narrowgauge.spec.tables import Column, Table
 
 
@@ -90,8 +90,7 @@ class Comparison:
             Column("recipe", "recipe", code=True),
             Column("val. loss", _shown_loss, right=True),
             Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True),
-            Column("bytes/param", _shown("bytes_per_param", "{:.2f}"), right=True),
-            Column("tokens/s", _shown("tokens_per_second", "{:,.0f}"), right=True),
+            *(Column(SUMMARY[k].label, SUMMARY[k].cell, right=True) for k in ("bytes_per_param", "tokens_per_second")),
             Column("peak MiB", _shown("peak_memory_bytes", "{:,.0f}", 2.0**-20), right=True),
             Column("EDQ", _shown("edq", "{:.3f}"), right=True),
             Column("noise", _shown("noise", "{:.3f}"), right=True),

@@ -74,6 +74,10 @@ class Column:
         """The label and the row's value as the console prints them."""
         return self.label.format(self.show(row[self.name]))
 
+    def cell(self, row: Row) -> str:
+        """The row's value in a table; a dash where it has none."""
+        return "–" if row.get(self.name) is None else self.show(row[self.name])
+
 
 def lost_share(edq: float) -> str:
     """What an EDQ says was lost on average; stochastic storages may read slightly above 1, where nothing was.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-from functools import partial
 from types import TracebackType
 from typing import Protocol
 
@@ -18,7 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 from rich.text import Text
 
 from narrowgauge.runs.schema import EVAL, STEP, SUMMARY, Row
-from narrowgauge.runs.schema import Column as SchemaColumn
 from narrowgauge.spec.tables import Column, Table
 
 MIN_WIDTH = 80
@@ -165,12 +163,7 @@ def summary_table(rows: list[Row]) -> Table:
     """The labelled metrics of finished runs."""
     labelled = [column for column in SUMMARY.values() if column.label]
     columns = [
-        Column(column.label, partial(_cell, column), code=column.type == "recipe", right=column.type != "recipe")
+        Column(column.label, column.cell, code=column.type == "recipe", right=column.type != "recipe")
         for column in labelled
     ]
     return Table(tuple(columns), rows)
-
-
-def _cell(column: SchemaColumn, row: Row) -> str:
-    value = row.get(column.name)
-    return "–" if value is None else column.show(value)
