@@ -61,8 +61,7 @@ def page(name: str, gallery: Path = GALLERY) -> str:
 
     found = read_runs([gallery / f"{name}.zip"])
     found.sort(key=lambda run: -round((run.summary or {}).get("bytes_per_param", 0.0), 1))  # as the tables list them
-    compared = narrowgauge.compare_runs(found)
-    return render(found, rows=list(compared.rows), verdict=list(compared.verdict), title=TITLES[name])
+    return render(narrowgauge.compare_runs(found), TITLES[name])
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from comparison.made_runs import made, seeds, sentence
 from narrowgauge.comparison.comparison import compare_runs
 from narrowgauge.comparison.labels import recipe_name, run_labels, run_name
-from narrowgauge.report.groups import group_runs
+from narrowgauge.report.groups import groups_of
 
 
 def test_names_of_recipes_and_folders() -> None:
@@ -31,7 +31,7 @@ def test_the_page_and_compare_json_call_every_recipe_the_same() -> None:
     runs = [made("", 0, 4.0, config={"recipe": recipe}) for recipe in ("bf16", "bfloat16/compact", table, "mine")]
     runs += [made("bfloat16/compact", 0, 4.1, config={"lr": 1e-4})]
     rows = [row["recipe"] for row in json.loads(compare_runs(runs).json())]
-    assert rows == [group.label for group in group_runs(runs)] == run_labels(runs)
+    assert rows == [group.label for group in groups_of(compare_runs(runs))] == run_labels(runs)
     assert rows[0] == "bfloat16/word" and rows[2] == "bfloat16/word with keep" and rows[4].endswith("lr 0.0001")
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from comparison.made_runs import close
+from narrowgauge.comparison.comparison import Comparison
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, RecordError, Terminated
 from narrowgauge.experiment import forecast, runner
 from narrowgauge.experiment.progress import Board
@@ -39,8 +40,8 @@ NAMES = [f"bfloat16-{name}-seed{seed}" for seed in (0, 1) for name in ("word", "
 def page_of_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page has tests of its own; here its words are enough."""
 
-    def render(runs: list[Run], *, rows: list[Any], verdict: list[str], title: str, baseline: str | None) -> str:
-        return "\n".join([title, *(str(run.path) for run in runs), *(row["recipe"] for row in rows), *verdict])
+    def render(found: Comparison, title: str) -> str:
+        return "\n".join([title, *map(str, found.folders), *(row["recipe"] for row in found.rows), *found.verdict])
 
     monkeypatch.setattr(report_render, "render", render)
 
@@ -62,7 +63,7 @@ def first(base: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     """A comparison, and what it said; tests that change it take a copy."""
     out = tmp_path_factory.mktemp("first") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report_render, "render", lambda runs, **said: "\n".join([said["title"], *said["verdict"]]))
+        patch.setattr(report_render, "render", lambda found, title: "\n".join([title, *found.verdict]))
         return out, done(base, out)
 
 

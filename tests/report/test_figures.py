@@ -15,11 +15,12 @@ from narrowgauge.comparison.comparison import compare_runs
 from narrowgauge.comparison.run_stats import LossCurve
 from narrowgauge.report import figures, history_figures
 from narrowgauge.report.figures import comparison_figures
-from narrowgauge.report.groups import Group, group_runs, run_names
+from narrowgauge.report.groups import Group, run_names
 from narrowgauge.report.history_figures import event_strip
 from narrowgauge.report.marks import colour, dash_of, plain, symbol_of
 from narrowgauge.report.traces import Figure
 from narrowgauge.runs.record import Run
+from report.made_pages import group_runs
 
 MakeRun = Callable[..., Run]
 
@@ -173,7 +174,7 @@ def test_the_verdicts_losses_at_equal_time_lie_on_the_lines_that_are_drawn(make_
         for seed in (0, 1)
     ]
     found = compare_runs(made)
-    figure = figures.loss_against_seconds(group_runs(made, found.rows))
+    figure = figures.loss_against_seconds(group_runs(made))
     assert len(found.equal_time) == 2
     for place, row in enumerate(found.equal_time):
         line = mean_of(figure, place)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from narrowgauge.report.groups import final_loss, group_runs, run_names
+from narrowgauge.comparison.comparison import compare_runs
+from narrowgauge.report.groups import final_loss, groups_of, run_names
 from narrowgauge.runs.record import Run
+from report.made_pages import group_runs
 
 MakeRun = Callable[..., Run]
 
@@ -18,10 +20,11 @@ def test_seeds_of_a_recipe_stand_together(make_run: MakeRun) -> None:
     ]
 
 
-def test_rows_decide_the_order_and_strangers_come_last(make_run: MakeRun) -> None:
-    made = [make_run("bfloat16/word"), make_run("bfloat16/naive"), make_run("bfloat16/master")]
-    rows = [{"recipe": "bfloat16/master"}, {"recipe": "bfloat16/naive"}]
-    assert [group.label for group in group_runs(made, rows)] == ["bfloat16/master", "bfloat16/naive", "bfloat16/word"]
+def test_groups_have_the_order_of_the_comparison(make_run: MakeRun) -> None:
+    made = [make_run("bfloat16/word"), make_run("bfloat16/naive"), make_run("bfloat16/master"), make_run(seed=1)]
+    found = compare_runs(made)
+    assert [group.label for group in groups_of(found)] == [row["recipe"] for row in found.rows]
+    assert [group.label for group in groups_of(found)] == ["bfloat16/word", "bfloat16/naive", "bfloat16/master"]
 
 
 def test_settings_that_differ_part_a_recipe(make_run: MakeRun) -> None:

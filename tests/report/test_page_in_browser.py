@@ -7,6 +7,7 @@ of the page around it, so that one may look inside.
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import math
@@ -20,8 +21,10 @@ from typing import Any
 
 import pytest
 
+from narrowgauge.comparison.comparison import compare_runs
 from narrowgauge.report.render import render
 from narrowgauge.runs.record import Run
+from report.made_pages import page_of
 
 MakeRun = Callable[..., Run]
 
@@ -76,7 +79,7 @@ def report(make_run: MakeRun) -> str:
     )
     # One that is far beyond the others ends the axes of losses and of differences.
     runs.append(make_run("bfloat16/no-master", steps=60, loss=lambda step: 5.0 * step))
-    return render(runs, verdict=[EVIL], baseline="bfloat16/word")
+    return render(dataclasses.replace(compare_runs(runs, "bfloat16/word"), verdict=(EVIL,)))
 
 
 def data_of(source: str) -> dict[str, Any]:
@@ -238,7 +241,7 @@ def test_a_run_without_gauges_of_a_kind_shows_none_of_another_run(tmp_path: Path
         make_run("bfloat16/master", gauges=[{"step": 5, "updates": {"a.weight": [1.0]}}]),
         make_run("bfloat16/naive", gauges=[{"step": 5, "histograms": {"weight": counts}}]),
     ]
-    dom, console = opened(tmp_path, CHOOSE.replace("SOURCE", html.escape(render(runs))))
+    dom, console = opened(tmp_path, CHOOSE.replace("SOURCE", html.escape(page_of(runs))))
     assert console == []
     found = re.search(r"<body[^>]*>(.*)</body>", dom, re.DOTALL)
     assert found is not None
@@ -280,7 +283,7 @@ def test_every_point_is_drawn_and_its_hover_text_names_its_recipe(tmp_path: Path
         for name, size in sizes.items()
         for seed in (0, 1)
     ]
-    dom, console = opened(tmp_path, HOVER.replace("SOURCE", html.escape(render(runs))), width=1300)
+    dom, console = opened(tmp_path, HOVER.replace("SOURCE", html.escape(page_of(runs))), width=1300)
     assert console == []
     found = re.search(r"<body[^>]*>(.*)</body>", dom, re.DOTALL)
     assert found is not None
@@ -291,7 +294,7 @@ def test_every_point_is_drawn_and_its_hover_text_names_its_recipe(tmp_path: Path
 
 
 def test_a_run_that_has_hardly_begun_opens_in_the_light(tmp_path: Path, make_run: MakeRun) -> None:
-    source = render([make_run(steps=3, finished=False, loss=lambda step: float("nan") if step == 2 else 2.0)])
+    source = page_of([make_run(steps=3, finished=False, loss=lambda step: float("nan") if step == 2 else 2.0)])
     dom, console = opened(tmp_path, source, "#light", width=800)
     assert console == []
     assert 'data-theme="light"' in dom[:600]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -17,9 +18,9 @@ import pytest
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report import embedding
-from narrowgauge.report.render import render
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import NUM_EXPONENTS
+from report.made_pages import page_of
 
 MakeRun = Callable[..., Run]
 
@@ -100,7 +101,7 @@ def troubled(make_run: MakeRun) -> list[Run]:
 
 
 def test_the_document_is_whole(troubled: list[Run]) -> None:
-    document = Document(render(troubled, verdict=["So it is.", "And so."], title="A title"))
+    document = Document(page_of(troubled, "A title", verdict=("So it is.", "And so.")))
     assert document.open == []
     assert len(set(document.ids())) == len(document.ids())
     links = [attributes["href"] for attributes in document.all("a")]
@@ -111,7 +112,7 @@ def test_the_document_is_whole(troubled: list[Run]) -> None:
 
 
 def test_what_a_run_says_is_text_and_never_markup(troubled: list[Run]) -> None:
-    source = render(troubled, verdict=[EVIL], title=EVIL)
+    source = page_of(troubled, EVIL, verdict=(EVIL,))
     document = Document(source)
     assert [attributes.get("id") for attributes in document.all("script")] == ["data", "gauges", "plotly", None]
     assert document.all("img") == []
@@ -135,7 +136,7 @@ def test_embedded_json_cannot_end_its_element() -> None:
 
 
 def test_nothing_is_fetched_and_only_our_scripts_run(troubled: list[Run]) -> None:
-    source = render(troubled)
+    source = page_of(troubled)
     document = Document(source)
     for tag, attributes in document.elements:
         for name in ("src", "srcset", "action", "data", "poster"):
@@ -156,16 +157,14 @@ def test_nothing_is_fetched_and_only_our_scripts_run(troubled: list[Run]) -> Non
     assert rules["script-src"] == " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-def test_the_cost_table_needs_no_script(troubled: list[Run]) -> None:
-    rows = [
-        {
-            "recipe": "bfloat16/word", "val_loss": 2.25, "val_loss_std": 0.0125, "tokens_per_second": 12345.0,
-            "bytes_per_param": 8.0, "peak_memory_bytes": 3 * 2**30, "edq": 0.999, "noise": 0.25,
-            "lost_fraction": 0.125, "diverged": False, "num_seeds": 3,
-        },
-        {"recipe": "elsewhere/made", "val_loss": None, "diverged": True},
-    ]  # fmt: skip
-    document = Document(render(troubled, rows=rows))
+def test_the_cost_table_needs_no_script(make_run: MakeRun) -> None:
+    known = {
+        "tokens_per_second": 12345.0, "peak_memory_bytes": 3 * 2**30, "edq": 0.999, "noise": 0.25, "lost_fraction": 0.125,
+    }  # fmt: skip
+    runs = [make_run("bfloat16/word", seed, loss=lambda step, seed=seed: 2.1375 + seed / 80) for seed in range(3)]
+    runs = [dataclasses.replace(run, summary={**(run.summary or {}), **known}) for run in runs]
+    runs.append(make_run("elsewhere/made", loss=lambda step: math.nan, finished=False))
+    document = Document(page_of(runs))
     for said in ("2.2500", "± 0.0125", "12,345", "3.00 GiB", "0.999", "12.5 %", "elsewhere/made", "diverged"):
         assert said in document.text
     heads = [attributes for attributes in document.all("th") if attributes.get("scope") == "col"]
@@ -176,7 +175,7 @@ def test_the_cost_table_needs_no_script(troubled: list[Run]) -> None:
 def test_without_rows_the_table_is_made_from_the_runs(make_run: MakeRun) -> None:
     made = [make_run("bfloat16/word", seed, loss=lambda step, seed=seed: 3.0 + seed) for seed in (0, 1)]
     made.append(make_run("bfloat16/naive", loss=lambda step: 4.25, finished=False))
-    text = Document(render(made)).text
+    text = Document(page_of(made)).text
     assert "3.6000" in text and "± 0.7071" in text
     assert "4.3500 so far" in text
     assert "unfinished: step 100 of 100" in text
@@ -187,7 +186,7 @@ def test_losses_at_equal_time_stand_in_a_table(make_run: MakeRun) -> None:
         return [make_run(recipe, seed, loss=lambda step, loss=loss: loss) for seed, loss in enumerate(losses)]
 
     made = [*runs("bfloat16/master", 3.0, 3.1), *runs("bfloat16/word", 3.21, 3.29), *runs(EVIL, 2.5)]
-    source = render(made)
+    source = page_of(made)
     found = re.search(r'<div id="equal-time".*?</table>', source, re.DOTALL)
     assert found is not None
     table = Document(found[0] + "</div></div>")
@@ -198,11 +197,11 @@ def test_losses_at_equal_time_stand_in_a_table(make_run: MakeRun) -> None:
     assert said[0] == f"{EVIL}no interval, 1 seed2.6500−0.5000"
     assert said[1] == "bfloat16/masterthe baseline3.1500–"
     assert said[2] == "bfloat16/wordworse3.3500+0.2000 ± 0.1271"
-    assert 'id="equal-time"' not in render(made[:2])
+    assert 'id="equal-time"' not in page_of(made[:2])
 
 
 def test_every_figure_has_a_visible_sentence(troubled: list[Run]) -> None:
-    source = render(troubled)
+    source = page_of(troubled)
     cards = re.findall(r"<figure id=\"([^\"]+)\".*?</figure>", source, re.DOTALL)
     captions = re.findall(r"<figcaption id=\"([^\"]+)-how\">(.*?)</figcaption>", source, re.DOTALL)
     assert [name for name, _ in captions] == cards
@@ -213,7 +212,7 @@ def test_every_figure_has_a_visible_sentence(troubled: list[Run]) -> None:
 
 
 def test_a_slider_runs_over_the_sampled_steps(troubled: list[Run]) -> None:
-    source = render(troubled)
+    source = page_of(troubled)
     (slider,) = Document(source).all("input")
     assert slider["type"] == "range"
     first, second = gauges_of(source)
@@ -223,7 +222,7 @@ def test_a_slider_runs_over_the_sampled_steps(troubled: list[Run]) -> None:
 
 
 def test_sections_without_data_say_why(make_run: MakeRun) -> None:
-    text = Document(render([make_run()])).text
+    text = Document(page_of([make_run()])).text
     # Where gauges were asked for and none has read yet, the file is there and empty.
     assert "gauges.jsonl of these runs is missing or holds no step" in text
     assert "No recipe here has a loss scale." in text
@@ -233,17 +232,13 @@ def test_sections_without_data_say_why(make_run: MakeRun) -> None:
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_run_that_has_hardly_begun_has_a_page(make_run: MakeRun, steps: int) -> None:
     run = make_run(steps=steps, finished=False)
-    document = Document(render([run]))
+    document = Document(page_of([run]))
     assert document.open == []
     assert f"unfinished: step {steps}" in document.text
 
 
-def test_no_run_at_all_has_a_page(troubled: list[Run]) -> None:
-    assert Document(render([], rows=[{"recipe": "a/b", "val_loss": 1.0}])).open == []
-
-
 def test_what_differs_between_runs_stands_apart(make_run: MakeRun) -> None:
-    text = Document(render([make_run(config={"lr": 0.5}), make_run(config={"lr": 0.25})])).text
+    text = Document(page_of([make_run(config={"lr": 0.5}), make_run(config={"lr": 0.25})])).text
     differs, shared = text.split("What differs between the runs")[1].split("[config] of all runs")
     assert "config.lr" in differs and "0.5" in differs and "0.25" in differs
     assert "llama-1m" in shared and "config.model" not in differs
@@ -251,7 +246,7 @@ def test_what_differs_between_runs_stands_apart(make_run: MakeRun) -> None:
 
 def test_the_folder_of_a_run_is_no_difference(make_run: MakeRun) -> None:
     made = [make_run(seed=seed, config={"out": f"runs/{seed}"}) for seed in (0, 1)]
-    assert "config.seed" in render(made) and "config.out" not in render(made)
+    assert "config.seed" in page_of(made) and "config.out" not in page_of(made)
 
 
 def test_ten_runs_of_ten_thousand_steps_fit_in_five_megabytes(make_run: MakeRun) -> None:
@@ -281,24 +276,24 @@ def test_ten_runs_of_ten_thousand_steps_fit_in_five_megabytes(make_run: MakeRun)
         runs.append(
             make_run(recipe, steps=10_000, loss=loss, gauges=gauges, more={"loss_scale": 2.0, "skipped": False})
         )
-    size = len(render(runs).encode())
+    size = len(page_of(runs).encode())
     assert size < 5_000_000
 
 
 def test_a_lone_spike_of_ten_thousand_steps_is_on_the_page(make_run: MakeRun) -> None:
-    source = render([make_run(steps=10_000, loss=lambda step: 77.0 if step == 6789 else 2.0)])
+    source = page_of([make_run(steps=10_000, loss=lambda step: 77.0 if step == 6789 else 2.0)])
     raw = [trace for trace in data_of(source)["figures"]["training-loss"]["data"] if trace["meta"].get("view") == "raw"]
     assert any(77.0 in trace["y"] and 6789 in trace["x"] for trace in raw)
 
 
 def test_the_same_runs_give_the_same_page(troubled: list[Run]) -> None:
-    assert render(troubled) == render(troubled)
+    assert page_of(troubled) == page_of(troubled)
 
 
 def test_without_plotly_one_line_says_what_to_do(troubled: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
     embedding.plotly_script.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(NarrowgaugeError, match="plotly") as caught:
-        render(troubled)
+        page_of(troubled)
     assert caught.value.advice == "pip install plotly"
     assert "\n" not in str(caught.value)

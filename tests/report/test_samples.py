@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from narrowgauge.report.heat_maps import MOST_TENSORS
-from narrowgauge.report.render import render
 from narrowgauge.report.samples import MOST_HISTOGRAMS, read_samples, spread
 from narrowgauge.runs import record
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import NUM_EXPONENTS
 from narrowgauge.runs.writer import RunWriter
+from report.made_pages import page_of
 
 MakeRun = Callable[..., Run]
 
@@ -41,7 +41,7 @@ def test_of_all_runs_one_at_a_time_is_held_and_each_is_read_once(
     runs = [make_run(recipe, seed) for recipe in ("bfloat16/word", "bfloat16/master") for seed in (0, 1)]
     for run in runs:
         del vars(run)["gauges"]
-    assert "Every tensor over time" in render(runs)
+    assert "Every tensor over time" in page_of(runs)
     assert held == [0] * 4
     assert not any("gauges" in vars(run) for run in runs)
 
@@ -66,7 +66,7 @@ def test_a_damaged_reading_adds_nothing(make_run: MakeRun, damaged: Any) -> None
     # A healthy tensor beside it is read.
     row["updates"]["b"] = [0.25]
     assert read_samples(make_run(gauges=[row])).lowest_edq == 0.25
-    assert "Every tensor over time" in render([make_run(gauges=[row])])
+    assert "Every tensor over time" in page_of([make_run(gauges=[row])])
 
 
 @pytest.mark.parametrize("damaged", ["null", "[]", "[null]", '["nan"]'])
@@ -77,7 +77,7 @@ def test_a_file_with_a_damaged_list_has_a_page(tmp_path: Path, damaged: str) -> 
     tables = ",".join(f'"{name}":{{"a":{damaged}}}' for name in ("tensors", "updates", "moments", "attention"))
     line = f'{{"step":1,{tables},"histograms":{{"weight":{damaged}}}}}\n'
     (tmp_path / "run" / "gauges.jsonl").write_text(line)
-    assert "Inside the layers" in render([read_run(tmp_path / "run")])
+    assert "Inside the layers" in page_of([read_run(tmp_path / "run")])
 
 
 @pytest.mark.parametrize("table", ["tensors", "updates", "moments", "attention", "histograms"])

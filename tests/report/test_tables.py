@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from narrowgauge.comparison.comparison import compare_runs
-from narrowgauge.report.groups import group_runs
-from narrowgauge.report.render import render
+from narrowgauge.report.groups import groups_of
 from narrowgauge.report.tables import MAX_EVENT_ROWS, MAX_REPETITIONS, cost_table, event_rows
 from narrowgauge.runs.record import Run
+from report.made_pages import page_of
 
 MakeRun = Callable[..., Run]
 
@@ -25,7 +25,7 @@ def made(make_run: MakeRun, recipe: str, losses: list[float], **summary: Any) ->
 def bold(runs: list[Run]) -> dict[str, list[str]]:
     """By recipe what its row prints in bold."""
     found = compare_runs(runs)
-    table = cost_table(group_runs(runs, found.rows), found.rows, found)
+    table = cost_table(groups_of(found), found)
     return {line.recipe: [cell.text for cell in line.cells if cell.is_best] for line in table.lines}
 
 
@@ -51,9 +51,8 @@ def test_recipes_not_to_be_used_have_a_badge_and_nothing_in_bold(make_run: MakeR
     naive = [losing(run) for run in made(make_run, "bfloat16/naive", [2.5, 2.6, 2.7], bytes_per_param=8.0)]
     runs = master + word + naive
     found = compare_runs(runs)
-    groups = group_runs(runs, found.rows)
     assert bold(runs) == {"bfloat16/master": [], "bfloat16/word": ["8.04"], "bfloat16/naive": []}
-    *others, line = cost_table(groups, found.rows, found).lines
+    *others, line = cost_table(groups_of(found), found).lines
     assert (line.recipe, line.badge, line.reason) == ("bfloat16/naive", "not to be used", "loses its updates")
     assert "late EDQ of 0.25" in line.hint and not any(other.badge for other in others)
     # The late values that the verdict uses, and not the run's sums.
@@ -90,7 +89,7 @@ def test_recipes_that_spend_the_same_share_the_bold(make_run: MakeRun) -> None:
 
 def test_every_recipe_has_a_mark_of_its_own(make_run: MakeRun) -> None:
     legend = re.search(
-        r'<div class="legend.*?</div>', render([make_run(f"made/recipe{place}") for place in range(32)]), re.S
+        r'<div class="legend.*?</div>', page_of([make_run(f"made/recipe{place}") for place in range(32)]), re.S
     )
     assert legend is not None
     assert len(set(re.findall(r"<svg.*?</svg>", legend[0], re.S))) == 32
@@ -115,7 +114,7 @@ def test_repetitions_are_one_row_with_their_tensors(make_run: MakeRun) -> None:
     ((row,), more) = event_rows([(make_run(events=warnings_of(40)), "a")])
     assert (row.steps, row.event["message"], more) == ("5", "'layer.0' loses", 0)
     assert row.more == [f"layer.{place}" for place in range(1, 40)]
-    page = render([make_run(events=warnings_of(MAX_REPETITIONS + 3))])
+    page = page_of([make_run(events=warnings_of(MAX_REPETITIONS + 3))])
     assert f"and {MAX_REPETITIONS + 2} more like it" in page and "and 2 more in events.jsonl" in page
 
 
@@ -139,7 +138,7 @@ def test_the_run_with_most_events_does_not_displace_the_others(make_run: MakeRun
     rows, more = event_rows([(loud, "loud"), (quiet, "quiet")])
     assert (len(rows), more) == (MAX_EVENT_ROWS, MAX_EVENT_ROWS + 2)
     assert [row.steps for row in rows if row.run == "quiet"] == ["1"]
-    assert f"{MAX_EVENT_ROWS + 2} more rows are in events.jsonl" in render([loud, quiet])
+    assert f"{MAX_EVENT_ROWS + 2} more rows are in events.jsonl" in page_of([loud, quiet])
 
 
 def test_checkpoints_are_not_folded(make_run: MakeRun) -> None:
@@ -150,5 +149,5 @@ def test_checkpoints_are_not_folded(make_run: MakeRun) -> None:
 
 def test_a_long_name_breaks_between_its_parts_and_a_number_never(make_run: MakeRun) -> None:
     event = {"kind": "warning", "step": 1, "message": "model.layers.0.post_norm.weight lost 0.07 <b>"}
-    page = render([make_run(events=(event,))])
+    page = page_of([make_run(events=(event,))])
     assert "model.<wbr>layers.0.<wbr>post_<wbr>norm.<wbr>weight lost 0.07 &lt;b&gt;" in page

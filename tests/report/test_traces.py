@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from narrowgauge.report.figures import difference, loss_against_seconds, training_loss, validation_loss
-from narrowgauge.report.groups import group_runs
 from narrowgauge.report.traces import OVERLAP, Figure
 from narrowgauge.runs.record import Run
+from report.made_pages import group_runs
 
 MakeRun = Callable[..., Run]
 
@@ -29,7 +29,7 @@ def dashes(figure: Figure | None) -> dict[str, str]:
 def test_lines_on_one_another_are_drawn_by_turns(draw: Callable[..., Figure | None], make_run: MakeRun) -> None:
     offs = {"master": 0.0, "naive": 0.3, "word": 0.001, "exact": -0.002}
     runs = [make_run(f"bfloat16/{name}", loss=falls(off)) for name, off in offs.items()]
-    figure = draw(group_runs(runs, []))
+    figure = draw(group_runs(runs))
     found = {name.partition("/")[2]: dash for name, dash in dashes(figure).items()}
     # Three lie on one another: each leaves gaps for those below it, of one rhythm.
     assert found == {"master": "solid", "naive": "solid", "word": "14px,7px", "exact": "7px,14px"}
@@ -38,7 +38,7 @@ def test_lines_on_one_another_are_drawn_by_turns(draw: Callable[..., Figure | No
 
 def test_lines_that_are_apart_are_whole(make_run: MakeRun) -> None:
     runs = [make_run(f"bfloat16/{name}", loss=falls(off)) for name, off in {"master": 0.0, "word": 0.1}.items()]
-    figure = validation_loss(group_runs(runs, []))
+    figure = validation_loss(group_runs(runs))
     assert set(dashes(figure).values()) == {"solid"} and figure is not None and OVERLAP not in figure.how
 
 
@@ -49,25 +49,25 @@ def test_lines_that_part_late_coincide_as_long_as_most_of_the_way_is_shared(make
     for step, dash in ((45, "7px,7px"), (20, "solid")):
         runs = [make_run("bfloat16/master", steps=60, loss=falls())]
         runs.append(make_run("bfloat16/word", steps=60, loss=parts_at(step)))
-        assert dashes(training_loss(group_runs(runs, [])))["bfloat16/word"] == dash
+        assert dashes(training_loss(group_runs(runs)))["bfloat16/word"] == dash
 
 
 def test_how_near_is_near_is_the_figures_own_height(make_run: MakeRun) -> None:
     """What diverged ends the axis, and must not make neighbours of all others."""
     runs = [make_run(f"bfloat16/{name}", loss=falls(off)) for name, off in {"master": 0.0, "word": 0.2}.items()]
     runs.append(make_run("bfloat16/naive", loss=lambda step: 5.0 if step < 20 else 500.0))
-    assert set(dashes(validation_loss(group_runs(runs, []))).values()) == {"solid"}
+    assert set(dashes(validation_loss(group_runs(runs))).values()) == {"solid"}
 
 
 def test_differences_that_are_nothing_lie_on_one_another(make_run: MakeRun) -> None:
     offs = {"master": 0.0, "word": 0.0001, "exact": 0.00005, "naive": 0.2}
     runs = [make_run(f"bfloat16/{name}", loss=falls(off)) for name, off in offs.items()]
-    found = dashes(difference(group_runs(runs, []), "bfloat16/master"))
+    found = dashes(difference(group_runs(runs), "bfloat16/master"))
     assert found == {"bfloat16/word": "solid", "bfloat16/exact": "7px,7px", "bfloat16/naive": "solid"}
 
 
 def test_a_recipe_beyond_the_palette_keeps_the_dash_that_tells_it(make_run: MakeRun) -> None:
     names = ("master", "word", "exact", "split", "kahan", "naive", "no-master", "compact", "states8", "stochastic")
     runs: list[Any] = [make_run(f"bfloat16/{name}", loss=falls()) for name in names]
-    found = list(dashes(validation_loss(group_runs(runs, []))).values())
+    found = list(dashes(validation_loss(group_runs(runs))).values())
     assert found[0] == "solid" and found[8:] == ["dash", "dash"] and all("px" in dash for dash in found[1:8])

@@ -11,7 +11,6 @@ import pytest
 from comparison.made_runs import COLUMNS, MASTER, close, seeds, sentence
 from narrowgauge.comparison.comparison import compare_runs
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.report import render
 from narrowgauge.report.write import publish, read_runs, report, write_page
 from narrowgauge.runs.writer import RunWriter
 
@@ -49,7 +48,7 @@ def test_where_no_run_is_the_refusal_says_so(tmp_path: Path) -> None:
 
 def test_compare_json_is_a_list_of_rows_and_valid_whatever_the_figures(folder: Path, tmp_path: Path) -> None:
     found = compare_runs([*MASTER, *seeds("bfloat16/word", (math.inf, math.nan))])
-    page = publish(found, read_runs([folder]), tmp_path)
+    page = publish(found, tmp_path)
     rows = json.loads((tmp_path / "compare.json").read_text(), parse_constant=lambda word: pytest.fail(word))
     assert [list(row) for row in rows] == [COLUMNS] * 2 and [row["diverged"] for row in rows] == [False, True]
     assert page == tmp_path / "report.html" and page.stat().st_size
@@ -65,16 +64,12 @@ def test_a_report_goes_into_the_one_folder_or_where_it_is_told(folder: Path, tmp
         report(runs, tmp_path)
 
 
-def test_the_page_is_held_against_the_comparisons_own_yardstick(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr(render, "render", lambda runs, **more: str(asked.append(more)))
+@pytest.mark.parametrize(("baseline", "shown"), [(None, "bfloat16/master"), ("bf16/word", "bfloat16/word")])
+def test_the_page_has_the_baseline_of_its_comparison(tmp_path: Path, baseline: str | None, shown: str) -> None:
     runs = [*MASTER, *seeds("bfloat16/word", (4.0, 4.1, 4.2))]
-    for yardstick in (None, "bf16/word"):
-        write_page(compare_runs(runs, yardstick), runs, tmp_path / "page.html")
-    assert [more["baseline"] for more in asked] == ["bfloat16/master", "bfloat16/word"]
-    assert asked[0]["title"] == "a model in bfloat16/master and bfloat16/word"
+    page = write_page(compare_runs(runs, baseline), tmp_path / "page.html").read_text()
+    assert f">Minus {shown}</th>" in page and page.startswith("<!doctype html>")
+    assert "<title>a model in bfloat16/master and bfloat16/word · Narrowgauge</title>" in page
 
 
 @pytest.mark.parametrize("name", ["run.toml", "notes.txt"])

@@ -164,7 +164,7 @@ def compare(
             _keep(error, Path(out), len(asked) * len(numbers))
             raise
         found = compare_runs(runs)
-        publish(found, runs, Path(out))
+        publish(found, Path(out))
         return found
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as folder:
         return compare_runs(_all(train_function, asked, numbers, Path(folder), log_type))
@@ -178,7 +178,7 @@ def _keep(error: BaseException, out: Path, num_asked: int) -> None:
     with suppress(NarrowgaugeError):  # the error itself says more
         runs = read_runs([out])
         num_done = sum(run.summary is not None for run in runs)
-        page = publish(compare_runs(runs), runs, out)
+        page = publish(compare_runs(runs), out)
         if sys.version_info >= (3, 11):
             error.add_note(f"{num_done} of {counted(num_asked, 'run')} were done before that; {page} shows them.")
 

@@ -105,7 +105,7 @@ def answer(question: Question, out: str | Path | None = None, stream: TextIO | N
             _plan(question, place, board)
             runs = _train_all(question, place, board)
         found = compare_runs(runs)
-        return found, publish(found, runs, place)
+        return found, publish(found, place)
 
 
 @contextlib.contextmanager

@@ -16,10 +16,10 @@ from typing import Any
 import jinja2
 import markupsafe
 
-from narrowgauge.comparison.comparison import compare_runs
+from narrowgauge.comparison.comparison import Comparison
 from narrowgauge.report.embedding import digest_of, embedded, packed, plotly_script
 from narrowgauge.report.figures import comparison_figures
-from narrowgauge.report.groups import Group, group_runs, run_names
+from narrowgauge.report.groups import Group, groups_of, run_names
 from narrowgauge.report.heat_maps import HEAT_MAPS, heat_maps
 from narrowgauge.report.histograms import SHOWN_FORMATS, format_ranges, histograms
 from narrowgauge.report.history_figures import absent, event_strip
@@ -38,38 +38,25 @@ from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 
 
-def render(
-    runs: Sequence[Run],
-    *,
-    rows: Sequence[Row] = (),
-    verdict: Sequence[str] = (),
-    title: str = "",
-    baseline: str | None = None,
-) -> str:
-    """The report on some runs as one HTML document.
+def render(found: Comparison, title: str = "") -> str:
+    """The report on a comparison as one HTML document.
 
     Invariant: the document fetches nothing and shows every name and message as text. The same runs give the same document.
 
     Args:
-        runs: finished or not, with gauges or without.
-        rows: of ``compare.json``; without them the cost table is made from the runs.
-        verdict: sentences for the top.
+        found: a comparison of runs, finished or not, with gauges or without.
         title: of the page.
-        baseline: the recipe that the others are compared with; by default the comparison's own choice.
 
     Raises:
-        RecipeError: no run is of the baseline.
         RecordError: a run's record is damaged.
         NarrowgaugeError: plotly is not installed.
 
     Cost: about a second per ten thousand steps; the document is 2 MB for Plotly and some 0.1 MB per run.
     """
-    found = compare_runs(runs, baseline) if runs else None
-    rows = rows or (found.rows if found else ())
-    groups = group_runs(runs, rows)
+    groups = groups_of(found)
     named = run_names(groups)
-    samples = [found for group in groups for found in group.samples]
-    figures = comparison_figures(groups, found.baseline if found else None)
+    samples = [sampled for group in groups for sampled in group.samples]
+    figures = comparison_figures(groups, found.baseline)
     plotly = plotly_script()
     strip = event_strip(named)
     events, num_more = event_rows(named)
@@ -79,15 +66,14 @@ def render(
         "formats": format_ranges(),
     }
     script = _asset("page.js")
-    return _template().render(
+    page = _template().render(
         title=title or (groups[0].label if len(groups) == 1 else f"{len(groups)} recipes compared"),
-        subtitle=_subtitle(runs),
-        verdict=verdict,
+        subtitle=_subtitle([run for run, _ in named]),
         groups=groups,
         named=named,
-        costs=cost_table(groups, rows, found),
+        costs=cost_table(groups, found),
         hints=COLUMN_HINTS,
-        equal_time=equal_time_table(groups, found) if found else None,
+        equal_time=equal_time_table(groups, found),
         comparison=found,
         figures=figures,
         absent=absent(groups, figures["history"]),
@@ -107,6 +93,7 @@ def render(
         plotly=plotly.packed,
         formats=SHOWN_FORMATS,
     )
+    return page.lstrip()
 
 
 def _subtitle(runs: Sequence[Run]) -> str:

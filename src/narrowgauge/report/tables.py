@@ -15,7 +15,6 @@ from narrowgauge.comparison.classification import Classification
 from narrowgauge.comparison.comparison import Comparison
 from narrowgauge.comparison.intervals import MINUS, shown_difference, shown_loss
 from narrowgauge.comparison.labels import counted, listed
-from narrowgauge.comparison.run_stats import divergence
 from narrowgauge.report.groups import Group, final_loss
 from narrowgauge.report.history_figures import ROUTINE
 from narrowgauge.report.series import number
@@ -58,7 +57,7 @@ class Line:
 
     Args:
         recipe: its label.
-        index: its number on the page; ``None`` where no run is of it.
+        index: its number on the page.
         cells: one per column.
         badge: a warning in a few words.
         reason: for the badge, in short.
@@ -67,7 +66,7 @@ class Line:
     """
 
     recipe: str
-    index: int | None
+    index: int
     cells: Sequence[Cell]
     badge: str = ""
     reason: str = ""
@@ -108,10 +107,10 @@ class _Column:
         text = self.form(value)
         return f"{MINUS}{text[1:]}" if text.startswith("-") else text
 
-    def value(self, row: Row, found: Classification | None) -> float | None:
+    def value(self, one: Classification) -> float | None:
         """Of a recipe: what the audit measured last, where that is meant and known."""
-        late = number(found.late.get(self.name)) if self.is_late and found is not None else None
-        return number(row.get(self.name)) if late is None else late
+        late = number(one.late.get(self.name)) if self.is_late else None
+        return number(one.row.get(self.name)) if late is None else late
 
 
 def _percent(value: float) -> str:
@@ -140,43 +139,30 @@ COLUMN_HINTS = {column.title: column.hint for column in _COLUMNS}
 # ── costs ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def cost_table(groups: Sequence[Group], rows: Sequence[Row], found: Comparison | None = None) -> Table:
+def cost_table(groups: Sequence[Group], found: Comparison) -> Table:
     """The cost of every recipe.
 
     Args:
         groups: of the page.
-        rows: of ``compare.json``.
-        found: the comparison of these runs, for the paired differences.
+        found: their comparison.
     """
-    members = {group.label: group for group in groups}
-    classes: Mapping[str, Classification] = found.classes if found else {}
-    differences = {row.recipe: row for row in found.differences} if found else {}
-    columns = [
-        column
-        for column in _COLUMNS
-        if any(_cell(column, row, members.get(_name(row)), classes.get(_name(row))).value is not None for row in rows)
-    ]
+    classes = found.classes
+    rows = list(zip(groups, classes.values(), strict=True))
+    columns = [column for column in _COLUMNS if any(_cell(column, *row).value is not None for row in rows)]
     best = {column.name: _best(column, classes) for column in columns}
     hints = {column.title: column.hint for column in columns}
-    minus = f"Minus {found.baseline}" if found else ""
-    if differences:
+    minus = f"Minus {found.baseline}"
+    if found.differences:
         first, *others = hints.items()
         hints = dict([first, (minus, _DIFFERENCE), *others])
     lines = []
-    for row in rows:
-        name = _name(row)
-        group = members.get(name)
-        cells = [_cell(column, row, group, classes.get(name), name in best[column.name]) for column in columns]
-        if differences:
-            difference = differences.get(name)
+    for group, one in rows:
+        cells = [_cell(column, group, one, group.label in best[column.name]) for column in columns]
+        if found.differences:
+            difference = one.difference
             cells.insert(1, _difference(minus, difference.mean, difference.half) if difference else Cell(minus))
-        index = group.index if group else None
-        lines.append(Line(name, index, cells, **_warning(row, classes.get(name)), notes=_progress(group)))
+        lines.append(Line(group.label, group.index, cells, **_warning(one), notes=_progress(group)))
     return Table(hints, lines)
-
-
-def _name(row: Row) -> str:
-    return str(row.get("recipe", ""))
 
 
 def _best(column: _Column, classes: Mapping[str, Classification]) -> set[str]:
@@ -189,13 +175,13 @@ def _best(column: _Column, classes: Mapping[str, Classification]) -> set[str]:
     return {label for label in best if printed.count(column.text(classes[label].row[column.name])) == 1}
 
 
-def _cell(column: _Column, row: Row, group: Group | None, found: Classification | None, is_best: bool = False) -> Cell:
-    value = column.value(row, found)
+def _cell(column: _Column, group: Group, one: Classification, is_best: bool = False) -> Cell:
+    value = column.value(one)
     if value is None:
         so_far = _so_far(column.name, group)
         text = "–" if so_far is None else f"{column.text(so_far)} so far"
         return Cell(column.title, text, so_far, is_final=False)
-    std = number(row.get("val_loss_std")) if column.name == "val_loss" else None
+    std = number(one.row["val_loss_std"]) if column.name == "val_loss" else None
     spread = "" if std is None else f"± {f'{std:.4f}' if 1e-4 <= std < 1e5 else f'{std:.1e}'}"
     return Cell(column.title, column.text(value), value, spread, is_best)
 
@@ -205,9 +191,9 @@ def _difference(column: str, mean: float, half: float) -> Cell:
     return Cell(column, text.strip(), mean, sign + spread)
 
 
-def _so_far(name: str, group: Group | None) -> float | None:
+def _so_far(name: str, group: Group) -> float | None:
     """The last value of runs that are under way; the mean over them."""
-    unfinished = [run for run in group.runs if run.summary is None and not divergence(run)] if group else []
+    unfinished = [one.run for one in group.stats if one.run.summary is None and not one.divergence]
     found = [final_loss(run) if name == "val_loss" else _last(run, name) for run in unfinished]
     known = [value for value in found if value is not None]
     return fmean(known) if known else None
@@ -217,15 +203,15 @@ def _last(run: Run, name: str) -> float | None:
     return next((value for row in reversed(run.steps[-200:]) if (value := number(row.get(name))) is not None), None)
 
 
-def _warning(row: Row, found: Classification | None) -> dict[str, str]:
-    if found is None or not found.faults:
-        return {"badge": "diverged"} if row.get("diverged") else {}
-    reason, hint = listed(fault.name for fault in found.faults), listed(fault.text for fault in found.faults)
+def _warning(one: Classification) -> dict[str, str]:
+    if not one.faults:
+        return {}
+    reason, hint = listed(fault.name for fault in one.faults), listed(fault.text for fault in one.faults)
     return {"badge": "not to be used", "reason": reason, "hint": hint}
 
 
-def _progress(group: Group | None) -> list[str]:
-    unfinished = [run for run in group.runs if run.summary is None] if group else []
+def _progress(group: Group) -> list[str]:
+    unfinished = [run for run in group.runs if run.summary is None]
     if not unfinished:
         return []
     done = ", ".join(str(run.steps[-1].get("step", 0) if run.steps else 0) for run in unfinished)
@@ -247,7 +233,7 @@ def equal_time_table(groups: Sequence[Group], found: Comparison) -> Table | None
         unknown = Cell(minus, value=0.0)
         difference = unknown if row["difference"] is None else _difference(minus, row["difference"], row["half"])
         cells = [Cell("Loss", shown_loss(row["val_loss"]), row["val_loss"]), difference]
-        lines.append(Line(one.label, indices.get(one.label), cells, notes=[one.rank_at_equal_time.value + few]))
+        lines.append(Line(one.label, indices[one.label], cells, notes=[one.rank_at_equal_time.value + few]))
     return Table({"Loss": "nats per token on held-out text at that moment", minus: _DIFFERENCE}, lines)
 
 

@@ -1,4 +1,4 @@
-"""From run folders to a page: several folders read, compared, and written down for a person and for a program."""
+"""From run folders to a page: runs are read, compared, and written as ``report.html`` and ``compare.json``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from narrowgauge.comparison.comparison import Comparison, compare_runs
-from narrowgauge.comparison.labels import listed, run_labels
+from narrowgauge.comparison.labels import listed
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.archive import files_in, zip_file_of
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
@@ -21,7 +21,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     Returns:
         The runs, in the order named; those of one folder by name. None twice.
     Raises:
-        RecordError: a folder holds no run, or a record is damaged, newer than this version, or not to be read.
+        RecordError: a folder holds no run, or a record is damaged, unreadable or newer than this version.
     """
     return [read_run(place) for place in run_folders(paths)]
 
@@ -46,7 +46,7 @@ def runs_inside(path: Path) -> list[Path]:
     """The run folders in a folder, by name, or in a zip file, in its order; none where there is no such folder.
 
     Raises:
-        RecordError: one of them may not be looked into, so what it holds is not known.
+        RecordError: one of them cannot be read, so its content is not known.
     """
     with disk_errors(path):
         if not path.is_dir():
@@ -55,16 +55,18 @@ def runs_inside(path: Path) -> list[Path]:
     return [place for place in folders if is_run(place)]
 
 
-def title_of(runs: Sequence[Run]) -> str:
-    """What a page of these runs is called.
+def title_of(found: Comparison) -> str:
+    """The title of a comparison's page.
 
     Example:
-        >>> title_of([Run(Path("a"), {"config": {"recipe": "bf16/word", "model": "llama-1m"}})])
+        >>> title_of(compare_runs([Run(Path("a"), {"config": {"recipe": "bf16/word", "model": "llama-1m"}})]))
         'llama-1m in bfloat16/word'
     """
+    runs = [one.run for group in found.classes.groups.values() for one in group]
     models = list(dict.fromkeys(Path(str(run.config.get("model", "a model"))).name for run in runs))
-    recipes = list(dict.fromkeys(run_labels(runs)))
-    return f"{listed(models)} in {listed(recipes) if len(recipes) <= 4 else f'{len(recipes)} recipes'}"
+    return (
+        f"{listed(models)} in {listed(found.classes) if len(found.classes) <= 4 else f'{len(found.classes)} recipes'}"
+    )
 
 
 def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -89,7 +91,7 @@ def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
         raise RecordError(f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html.")
     if page.is_file() and not _is_page(page):
         raise RecordError(f"Cannot write {page}: the file there is no HTML page.", "Name another, or remove it first.")
-    return write_page(compare_runs(runs), runs, page)
+    return write_page(compare_runs(runs), page)
 
 
 def _is_page(file: Path) -> bool:
@@ -98,27 +100,16 @@ def _is_page(file: Path) -> bool:
     return not begins or begins.startswith((b"<!doctype html", b"<html"))
 
 
-def write_page(found: Comparison, runs: Sequence[Run], page: Path) -> Path:
-    """Write the page of a comparison, held against the comparison's own baseline.
-
-    Args:
-        found: the comparison of ``runs``.
-        runs: all of them.
-        page: the file.
-    Returns:
-        The file.
-    """
+def write_page(found: Comparison, page: Path) -> Path:
+    """Write the page of a comparison; returns its path."""
     # Late, since the page is most of what there is to load.
     from narrowgauge.report.render import render
 
-    html = render(
-        runs, rows=list(found.rows), verdict=list(found.verdict), title=title_of(runs), baseline=found.baseline
-    )
-    write_whole(page, html.encode(), AGAIN)
+    write_whole(page, render(found, title_of(found)).encode(), AGAIN)
     return page
 
 
-def publish(found: Comparison, runs: Sequence[Run], out: Path) -> Path:
-    """Write ``compare.json`` and ``report.html`` into a folder; the path of the page."""
+def publish(found: Comparison, out: Path) -> Path:
+    """Write ``compare.json`` and ``report.html`` into a folder; returns the path of the page."""
     write_whole(out / "compare.json", found.json(), AGAIN)
-    return write_page(found, runs, out / "report.html")
+    return write_page(found, out / "report.html")

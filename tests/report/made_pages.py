@@ -1,0 +1,22 @@
+"""Recipes and pages of runs that a test made up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from narrowgauge.comparison.comparison import compare_runs
+from narrowgauge.report.groups import Group, groups_of
+from narrowgauge.report.render import render
+from narrowgauge.runs.record import Run
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """The recipes of a page of these runs."""
+    return groups_of(compare_runs(runs))
+
+
+def page_of(runs: Sequence[Run], title: str = "", **changes: Any) -> str:
+    """The page of these runs; a keyword replaces a field of their comparison."""
+    return render(replace(compare_runs(runs), **changes), title)
