@@ -66,17 +66,17 @@ def refused(folder: Path, *words: str) -> str:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"lr": 0.007}, "lr is 0.007, and the run was begun with 0.003"),
-        ({"seed": 1}, "seed is 1, and the run was begun with 0"),
-        ({"steps": 60}, "steps is 60, and the run was begun with 8"),
+        ({"lr": 0.007}, "lr is 0.007, and the run started with 0.003"),
+        ({"seed": 1}, "seed is 1, and the run started with 0"),
+        ({"steps": 60}, "steps is 60, and the run started with 8"),
         ({"weight_decay": None}, None),  # it was at its default
         (
             {"beta1": 0.8, "schedule": "linear"},
-            "schedule is 'linear', and the run was begun with 'cosine'; beta1 is 0.8",
+            "schedule is 'linear', and the run started with 'cosine'; beta1 is 0.8",
         ),
         (
             {"recipe": "bfloat16/stochastic"},
-            "recipe is 'bfloat16/stochastic', and the run was begun with 'bfloat16/naive'",
+            "recipe is 'bfloat16/stochastic', and the run started with 'bfloat16/naive'",
         ),
         ({"lr": None}, "lr is 0.003, and"),
     ],
@@ -94,7 +94,7 @@ def test_a_changed_setting_is_an_error_that_names_it(changes: dict[str, Any], sa
 def test_before_the_first_checkpoint_the_first_row_says_what_the_settings_were(stopped: Path) -> None:
     shutil.rmtree(stopped / "checkpoints")
     edit(stopped, seed=1)
-    assert "seed is 1, and the run was begun with 0" in refused(stopped)
+    assert "seed is 1, and the run started with 0" in refused(stopped)
 
 
 def test_a_change_that_is_meant_goes_on_and_is_told(stopped: Path) -> None:
@@ -103,8 +103,8 @@ def test_a_change_that_is_meant_goes_on_and_is_told(stopped: Path) -> None:
     run = read_run(stopped)
     notes = [event["message"] for event in run.events if event["kind"] == "note" and event["step"] == 4]
     assert notes == [
-        "steps was 8 up to step 4 and is 6 from here on",
-        "lr was 0.003 up to step 4 and is 0.007 from here on",
+        "steps was 8 up to step 4 and is 6 from there on",
+        "lr was 0.003 up to step 4 and is 0.007 from there on",
     ]
     assert len(run.steps) == 6 and run.steps[3]["lr"] < 0.003 and run.summary is not None
     state = json.loads((stopped / "checkpoints" / "step-00000006" / "state.json").read_text())

@@ -80,7 +80,7 @@ class TestPreparation:
             file.unlink()
         again = prepare_data(corpus, tmp_path / "run", vocab_size=300, held_out=0.2, seed=1)
         assert again.fingerprint == dataset.fingerprint == open_data(tmp_path / "run").fingerprint
-        with pytest.raises(DataError, match="prepared with seed 1, and 2 was asked for"):
+        with pytest.raises(DataError, match="prepared with seed 1, and 2 was requested"):
             prepare_data(corpus, tmp_path / "run", vocab_size=300, held_out=0.2, seed=2)
 
     @pytest.mark.parametrize("name", ["train.bin", "valid.bin", "tokenizer.json"])
@@ -88,7 +88,7 @@ class TestPreparation:
         content = bytearray((dataset.folder / name).read_bytes())
         content[len(content) // 2] ^= 1
         (dataset.folder / name).write_bytes(content)
-        with pytest.raises(RecordError, match=f"{name} is not what was written"):
+        with pytest.raises(RecordError, match=f"{name} does not match its checksum"):
             open_data(tmp_path / "run")
         (dataset.folder / name).unlink()
         with pytest.raises(RecordError, match="Cannot use the data of the run"):
@@ -111,7 +111,7 @@ class TestPreparation:
     def test_a_folder_in_the_way_is_not_touched(self, corpus: Path, tmp_path: Path) -> None:
         (tmp_path / "run" / "data").mkdir(parents=True)
         (tmp_path / "run" / "data" / "mine.csv").touch()
-        with pytest.raises(RecordError, match="it is there already"):
+        with pytest.raises(RecordError, match="it exists and has no data.json"):
             prepare_data(corpus, tmp_path / "run", vocab_size=300)
         assert (tmp_path / "run" / "data" / "mine.csv").exists()
 

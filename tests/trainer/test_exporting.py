@@ -204,7 +204,7 @@ def test_what_cannot_be_sampled_says_why(tokenizer_path: Path) -> None:
         continue_text(run, "a", -1, 1.0, seed=0)
     with pytest.raises(DataError, match="neither may be negative"):
         continue_text(run, "a", 1, float("nan"), seed=0)
-    with pytest.raises(DataError, match="2,048 more were asked for; the model has 2,048 positions"):
+    with pytest.raises(DataError, match="2,048 more were requested; the model has 2,048 positions"):
         continue_text(run, "a", 2048, 1.0, seed=0)
     with pytest.raises(RecordError, match="This run has no tokenizer"):
         continue_text(make_run(None), "a", 1, 1.0, seed=0)

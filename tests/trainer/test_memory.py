@@ -77,7 +77,7 @@ def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(monkeypatch: pyte
     with pytest.raises(ChipError, match=r"takes about 9\.9e\+16 GiB"):
         require_batch(TrainConfig(batch_size=2**63 - 1))
     monkeypatch.setattr(memory, "free_bytes", lambda: 1 << 20)
-    with pytest.raises(ChipError, match="Take a --sequence-length below 256"):
+    with pytest.raises(ChipError, match="Use a --sequence-length below 256"):
         require_batch(replace(CONFIG, batch_size=1))
     monkeypatch.setattr(memory, "free_bytes", lambda: None)  # a GPU, and nothing that knows its memory
     require_batch(CONFIG)

@@ -291,7 +291,7 @@ def test_changed_data_are_refused_and_lost_ones_made_again(place: Path, whole: d
     flip_last_byte(tokens)
     refused = call("resume", str(folder))
     assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
-    assert "train.bin is not what was written" in refused.stderr
+    assert "train.bin does not match its checksum" in refused.stderr
     assert sorted(p.name for p in folder.rglob("*")) == before
     tokens.write_bytes(good)
     shutil.rmtree(folder / "data")
@@ -376,9 +376,9 @@ def test_what_has_changed_since_the_run_began_is_told(
     capsys.readouterr()
     loop.resume(folder)
     notes = [e["message"] for e in read_run(folder).events if e["kind"] == "note" and e["step"] == 2]
-    ends = "goes on: bits may differ from an uninterrupted run"
-    assert notes[0] == f"torch 2.0.1 began this run and {now} {ends}"
-    assert len(notes) == 4 and "thread count 64 began this run and 1 " in notes[3]
+    ends = ": bits may differ from an uninterrupted run"
+    assert notes[0] == f"the run started with torch 2.0.1 and resumes with {now}{ends}"
+    assert len(notes) == 4 and "started with thread count 64 and resumes with 1" in notes[3]
     assert "ABACUS" in notes[2] and "NVIDIA H200" in notes[1]
     assert capsys.readouterr().err.splitlines() == [f"note: {message}." for message in notes]
     assert_same_run(read_run(folder), whole["naive"])

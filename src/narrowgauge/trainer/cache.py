@@ -1,9 +1,9 @@
-"""Tokens that many runs share, made once per machine.
+"""A cache of tokens that many runs on a machine share.
 
-Training a tokenizer on the standard library and encoding it takes seconds, which a user trying things out would pay at
-every start. So the token map is kept in the user's cache folder, under a name that holds a hash of all it depends on:
-the text, the vocabulary size, the version of ``tokenizers``. Two processes that need it at once wait for each other;
-an entry that is damaged is made again. Old entries are not removed: the folder may be deleted at any time.
+Training a tokenizer on the standard library and encoding it takes seconds at every start. The token map is therefore cached
+in the user's cache folder, under a name with a hash of everything it depends on: the text, the vocabulary size, the version
+of ``tokenizers``. Concurrent processes wait for each other; damaged entries are rebuilt. Old entries are not removed; the
+folder may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from narrowgauge.trainer.tokenization import SCHEMA_VERSION, Tokens, read_tokens
 
 
 def cached_tokens(name: str, key: list[str | int], make: Callable[[], Tokens]) -> tuple[Tokens, list[str]]:
-    """A token map from the cache, made by whichever process comes first.
+    """Get a token map from the cache, building it if necessary.
 
     Args:
-        name: what the entry is, for people who look into the folder.
+        name: readable part of the entry's name.
         key: everything else the tokens depend on.
-        make: gives the tokens if the cache has none, or damaged ones.
+        make: builds the tokens if the entry is missing or damaged.
 
     Returns:
-        The tokens, and what the user should be told: nothing, or that the cache cannot be used.
+        The tokens, and notes for the user: none, or that the cache cannot be used.
 
     Raises:
         RecordError: the disk is full.
@@ -43,9 +43,7 @@ def cached_tokens(name: str, key: list[str | int], make: Callable[[], Tokens]) -
         final.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(final.with_name(f"{name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        return make(), [
-            f"The cache {final.parent} cannot be written ({error.strerror}): tokens are made anew each time."
-        ]
+        return make(), [f"The cache {final.parent} cannot be written ({error.strerror}): tokens are rebuilt each time."]
     try:
         lock(descriptor, wait=True)
         try:

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or are not used: a folder per step, published by one rename and proved by checksums.
+"""Checkpoints: one folder per step, written atomically and verified by checksums.
 
 ::
 
@@ -7,10 +7,9 @@
         state.json             everything else: step, seeds, schedule, counters
         manifest.json          size and BLAKE2b-256 of the other two
 
-A checkpoint is written into a temporary neighbour, forced to the disk and then renamed; older ones are removed only
-after that. So a process killed at any instruction, a full disk, or power lost leaves the last good checkpoint as it
-was. On reading, a checkpoint whose bytes do not match its manifest is reported and passed over, never loaded. Nothing
-is pickled, so reading a checkpoint runs no code from it.
+A checkpoint is written to a temporary folder, flushed to the disk and then renamed; older ones are removed only after that. A
+killed process, a full disk or a power failure leaves the last good checkpoint intact. A checkpoint whose bytes do not match its
+manifest is reported and skipped, never loaded. Nothing is pickled, so reading a checkpoint executes no code.
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ class Checkpoint:
 
     Args:
         path: its folder.
-        step: optimizer steps done when it was written.
+        step: number of optimizer steps when it was written.
     """
 
     path: Path
     step: int
 
     def load(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Its tensors (on the CPU) and state, without checking the sums once more."""
+        """Its tensors (on the CPU) and state, without verifying the checksums again."""
         return _read(self.path)
 
 
@@ -73,24 +72,24 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint, then remove all but the newest ``keep``.
 
-    Law: until the new one is complete on the disk the old ones are untouched; saving the same step again replaces it.
+    Invariant: the old ones are untouched until the new one is complete on the disk; saving the same step again replaces it.
 
     Args:
         folder: the run folder; the checkpoint goes to ``checkpoints/`` in it.
-        step: optimizer steps done, not negative.
-        tensors: any dtypes and devices; two names must not share memory (tied weights: keep one name).
-        state: what JSON can say, with text as keys. Floats, NaN too, come back exactly.
-        keep: how many of the newest to keep, at least 1.
+        step: number of optimizer steps, not negative.
+        tensors: any dtypes and devices; two names must not share memory (tied weights: use one name).
+        state: a JSON object. Floats, including NaN, round-trip exactly.
+        keep: number of newest checkpoints to keep, at least 1.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        RecordError: the disk is full or refuses; nothing of the new checkpoint is left.
+        RecordError: the disk is full or not writable; nothing of the new checkpoint remains.
         ValueError: ``keep`` or ``step`` out of range.
         RuntimeError: two tensors share memory (from safetensors, which names them).
 
-    Cost: writes the bytes once, reads them once from the page cache for the checksum, and three fsyncs.
+    Cost: one write, one read from the page cache for the checksum, and three fsyncs.
 
     Example:
         >>> import tempfile
@@ -126,19 +125,19 @@ def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None]) -> 
 
     Args:
         folder: the run folder.
-        on_damaged: called with each newer checkpoint that does not match, and what is wrong with it.
+        on_damaged: called with each newer checkpoint that does not match, and the reason.
 
     Returns:
         The checkpoint, or ``None`` if there is no good one.
 
-    Cost: one read of each checkpoint looked at.
+    Cost: one read of each checkpoint that is checked.
     """
     place = Path(folder) / _FOLDER
     if not place.is_dir():
         return None
     with disk_errors(place):
-        # A reader of a live run must not delete what its writer is in the middle of.
-        # What cannot be removed, on a full or a read-only disk, is in no reader's way.
+        # A reader of a live run must not delete what its writer is writing.
+        # Leftovers that cannot be removed, on a full or read-only disk, do no harm to a reader.
         with contextlib.suppress(OSError), _writing(place, wait=False) as held:
             if held:
                 _remove_leftovers(place)
@@ -151,17 +150,17 @@ def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None]) -> 
 
 
 def go_back(folder: Path, every: int) -> int | None:
-    """Remove the checkpoints that a stop asked for since the last regular one, and say of which step that is.
+    """Remove the checkpoints of interruptions since the last regular one, and return its step.
 
-    A run that was stopped and one that was not then go back to the same place.
+    An interrupted run and an uninterrupted one then roll back to the same step.
 
     Args:
         folder: the run folder.
-        every: steps from one regular checkpoint to the next.
+        every: number of steps between regular checkpoints.
 
     Returns:
-        Steps done at the checkpoint to go back to, or ``None`` without a good one. Where the regular one is gone already,
-        it is the newest that is there.
+        The step of the checkpoint to roll back to, or ``None`` without a good one. If the regular one no longer exists,
+        the newest one.
     """
     newest = latest_checkpoint(folder, lambda path, reason: None)
     if newest is None:
@@ -177,7 +176,7 @@ def go_back(folder: Path, every: int) -> int | None:
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Read a checkpoint after checking every byte of it.
+    """Read a checkpoint after verifying every byte.
 
     Args:
         path: the folder of one checkpoint.
@@ -209,7 +208,7 @@ def _write(folder: Path, step: int, tensors: dict[str, torch.Tensor], state: str
 
 
 def _publish(temporary: Path, final: Path) -> None:
-    """Give the finished folder its name. An older one of that name steps aside, and back if we die in between."""
+    """Rename the finished folder. An older one of that name is moved aside, and restored if the process dies in between."""
     aside = final.with_name(f"{_REPLACED}{final.name}")
     if final.exists():
         os.rename(final, aside)
@@ -219,7 +218,7 @@ def _publish(temporary: Path, final: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Take the name away first, so that a kill in between leaves no half checkpoint under a good name."""
+    """Rename first, so that a kill in between leaves no partial checkpoint under a valid name."""
     doomed = temporary_name(path)
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -237,7 +236,7 @@ def _remove_leftovers(place: Path) -> None:
 
 @contextlib.contextmanager
 def _writing(place: Path, *, wait: bool) -> Iterator[bool]:
-    """Whether this process alone may change the folder now."""
+    """Hold the lock of the folder; yields whether this process holds it."""
     descriptor = os.open(place / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         yield lock(descriptor, wait=wait)
@@ -253,7 +252,7 @@ def _listed(place: Path) -> list[Checkpoint]:
 
 
 def _damage(path: Path) -> str:
-    """What is wrong with a checkpoint, or nothing."""
+    """Why a checkpoint is damaged, or an empty string."""
     if not path.is_dir():
         return "there is no such folder"
     if not (path / _MANIFEST).is_file():
@@ -266,7 +265,7 @@ def _damage(path: Path) -> str:
             return f"its manifest is of step {manifest['step']}"
         expected = {name: (manifest["files"][name]["bytes"], manifest["files"][name]["blake2b"]) for name in _PARTS}
         if not all(type(size) is int and type(checksum) is str for size, checksum in expected.values()):
-            raise ValueError("sizes and checksums are no numbers and text")
+            raise ValueError("sizes must be integers and checksums text")
     except (ValueError, KeyError, TypeError) as error:
         return f"its manifest.json is damaged ({error})"
     for name, (size, checksum) in expected.items():
@@ -289,7 +288,7 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 @contextlib.contextmanager
 def _safetensors_errors() -> Iterator[None]:
-    """safetensors hides the operating system's error number in its text; bring it out again."""
+    """Recover the operating system's error number, which safetensors reports only as text."""
     try:
         yield
     except SafetensorError as error:

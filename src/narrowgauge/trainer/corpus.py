@@ -1,9 +1,9 @@
-"""Where training text comes from, as documents with names.
+"""The training corpus: text as documents with names.
 
-A document is a name and its text. The name decides on which side of the held-out split the document falls, so it must
-not change when other documents come or go: a file is known by its path within the source, a line of a ``.jsonl`` file
-or a row of a data set by its own text (equal texts thus fall on the same side). A source can be read again and gives
-the same documents in the same order.
+A document is a name and its text. The name determines whether the document is held out, so it must not change when other
+documents are added or removed: a file is named by its path within the source, a line of a ``.jsonl`` file or a row of a data
+set by a hash of its text (equal texts are in the same split). A source can be read again and gives the same documents in the
+same order.
 
 ``stdlib`` is the source text of the Python standard library on this machine: 10 MB of real text, without a download.
 """
@@ -29,7 +29,7 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 
 @dataclass(frozen=True)
 class Document:
-    """One text; ``name`` is stable under changes of the documents around it."""
+    """One text; ``name`` does not depend on other documents."""
 
     name: str
     text: str
@@ -37,18 +37,18 @@ class Document:
 
 @dataclass(frozen=True)
 class Texts:
-    """A source that can be read as often as needed.
+    """A source that can be read repeatedly.
 
     Args:
-        source: as the user named it.
-        read: gives its documents, none of them empty, in a fixed order.
+        source: the user's name of the source.
+        read: yields its documents, none of them empty, in a fixed order.
     """
 
     source: str
     read: Callable[[], Iterator[Document]]
 
     def measure(self) -> tuple[str, int]:
-        """Read everything once.
+        """Read everything once to hash and measure it.
 
         Returns:
             The BLAKE2b-256 of all names and texts, and the bytes of the texts in UTF-8.
@@ -67,7 +67,7 @@ class Texts:
 
 
 def open_texts(source: str) -> Texts:
-    """Find a source of text; reads nothing yet.
+    """Open a source of text, without reading it yet.
 
     Args:
         source: ``stdlib``, a text or ``.jsonl`` file (``text`` in each line), a folder of them, or
@@ -117,7 +117,7 @@ def _folder(root: Path) -> Iterator[Document]:
 
 
 def _files(root: Path, suffixes: tuple[str, ...], without: frozenset[str]) -> list[tuple[Path, str]]:
-    """Files below a folder with their names in it, sorted by name; hidden ones are left out."""
+    """Files below a folder with their relative names, sorted by name, without hidden ones."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in without and not name.startswith(".")]
@@ -166,7 +166,7 @@ def _text_of(line: str, place: str) -> str:
 
 
 def _writable(text: str) -> str:
-    """Half a surrogate pair, which JSON can spell and UTF-8 cannot, becomes a question mark."""
+    """Replace lone surrogates, which JSON can express and UTF-8 cannot, by question marks."""
     return text.encode(errors="replace").decode()
 
 

@@ -1,12 +1,12 @@
 """Batches whose order is a function of (seed, step), from any text.
 
-Text is turned into one long row of tokens, kept with the run as ``data/train.bin`` and ``data/valid.bin`` and read
-through a memory map. Training cuts the row into windows that do not overlap, and goes through all of them in a new
-order every epoch. The order is not drawn from a generator, whose state would have to be kept; it is a Feistel network,
-a permutation one can evaluate at any place. So batch 7,000 is found without the 6,999 before it, a resumed run
-continues with the very batch that was due, and neither workers nor the batch sizes of others can change it.
+Text becomes one long sequence of tokens, stored with the run as ``data/train.bin`` and ``data/valid.bin`` and memory-mapped.
+Training divides it into windows that do not overlap and iterates over all of them in a new order every epoch. The order
+comes from a Feistel network, a permutation that can be evaluated at any position, so there is no generator state to save. Batch
+7,000 needs none of the 6,999 before it, a resumed run continues with the next batch, and neither the number of workers nor the
+micro-batch size changes the order.
 
-Which documents are held out depends on the seed and on each document's own name: adding a file moves no other across.
+Whether a document is held out depends on the seed and on its own name: adding a file moves no other document.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COPY_TOKENS = 1 << 22
 class Dataset:
     """The tokens of a run, split for training and validation.
 
-    Law: ``batch`` is a pure function of its arguments and the tokens; ``valid_batches`` too.
+    Invariant: ``batch`` is a pure function of its arguments and the tokens; ``valid_batches`` too.
 
     Args:
         folder: the ``data/`` folder of the run.
@@ -60,17 +60,17 @@ class Dataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to train on."""
+        """Number of training tokens."""
         return len(self.train)
 
     @property
     def num_valid_tokens(self) -> int:
-        """Tokens held out."""
+        """Number of validation tokens."""
         return len(self.valid)
 
     @property
     def vocab_size(self) -> int:
-        """All tokens are below it; at most what was asked for."""
+        """All tokens are below it; at most the requested size."""
         return int(self.head["vocab_size"])
 
     @property
@@ -80,47 +80,50 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal tokens and split, read in the same dtype with the same vocabulary and end of text."""
+        """Equal for equal tokens and split with the same dtype, vocabulary and end-of-text token."""
         return fingerprints(self.head)[0]
 
     @property
     def notes(self) -> list[str]:
-        """What the user should be told about how the data was prepared."""
+        """Notes for the user on how the data was prepared."""
         return list(self.head["notes"])
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """The tokenizer kept with the run, if it is known."""
+        """The tokenizer stored with the run, if it is known."""
         file = self.folder / "tokenizer.json"
         return file if file.is_file() else None
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer kept with the run.
+        """The tokenizer stored with the run.
 
         Raises:
             DataError: the data came as tokens, without one.
         """
         if self.tokenizer_path is None:
-            raise DataError(f"No tokenizer in {self.folder}: the data came as tokens.", "Put tokenizer.json beside it.")
+            raise DataError(
+                f"No tokenizer in {self.folder}: the data came as tokens.", "Put tokenizer.json into the same folder."
+            )
         return load_tokenizer(self.tokenizer_path)[0]
 
     def require_same(self, fingerprint: str) -> None:
-        """Refuse data that are not those with a fingerprint; an older version's covered the files alone.
+        """Refuse data with another fingerprint; fingerprints of older versions cover the files only.
 
         Raises:
-            RecordError: they are others, or are to be read otherwise.
+            RecordError: the data or their header differ.
         """
         if fingerprint not in fingerprints(self.head):
             raise RecordError(
-                f"the tokens in {self.folder} are not those the run began with, or data.json says otherwise how to read them.",
+                f"the tokens in {self.folder} are not those the run started with, or data.json declares another dtype or "
+                "vocabulary.",
                 "Restore that folder.",
             )
 
     def require(self, sequence_length: int) -> None:
-        """Refuse a sequence length for which there is not one sequence to train on, or to validate on.
+        """Refuse a sequence length that leaves no sequence for training or validation.
 
         Raises:
-            DataError: the data, or what is held out of it, is shorter than one sequence.
+            DataError: the data, or its validation split, is shorter than one sequence.
         """
         sides = [(self.train, "the data", "Give more text or a smaller --sequence-length.")]
         if self.head["request"]["held_out"]:
@@ -135,14 +138,14 @@ class Dataset:
     def batch(self, step: int, batch_size: int, sequence_length: int, seed: int) -> np.ndarray:
         """The sequences of one step.
 
-        Law: sequence i of step s is item ``s * batch_size + i`` of an endless stream that depends on (seed,
-        sequence_length) alone; each epoch of the stream holds every window once.
+        Invariant: sequence i of step s is item ``s * batch_size + i`` of an infinite stream that depends on (seed,
+        sequence_length) only; each epoch of the stream holds every window once.
 
         Args:
-            step: steps done before this one, from 0.
-            batch_size: sequences.
+            step: number of steps before this one.
+            batch_size: number of sequences.
             sequence_length: predictions per sequence, in tokens.
-            seed: of the order.
+            seed: seed of the order.
 
         Returns:
             int64 of shape [batch_size, sequence_length + 1]: inputs are ``[:, :-1]``, targets ``[:, 1:]``.
@@ -150,7 +153,7 @@ class Dataset:
         Raises:
             DataError: the data is shorter than one sequence.
 
-        Cost: about 0.1 ms and the read of the tokens.
+        Cost: about 0.1 ms plus reading the tokens.
         """
         self.require(sequence_length)
         num_windows = (self.num_tokens - 1) // sequence_length
@@ -158,15 +161,15 @@ class Dataset:
         return _windows(self.train, shuffled(items, num_windows, seed), sequence_length)
 
     def valid_batches(self, batch_size: int, sequence_length: int, limit: int | None = None) -> Iterator[np.ndarray]:
-        """The held-out sequences, the same ones in the same order each time.
+        """The validation sequences, the same ones in the same order each time.
 
-        Law: with a limit they are spread evenly over the held-out data. All batches are full, so that a compiled model
-        sees one shape; only data of less than one batch gives a smaller one. With nothing held out there are none.
+        Invariant: with a limit they are spread evenly over the validation data. All batches are full, so that a compiled
+        model sees one shape, unless there is less than one batch. Without validation data there are none.
 
         Args:
             batch_size: sequences per batch.
             sequence_length: predictions per sequence, in tokens.
-            limit: at most that many batches.
+            limit: maximum number of batches.
 
         Returns:
             An iterator of int64 [batch_size, sequence_length + 1].
@@ -195,28 +198,28 @@ def prepare_data(
     seed: int = 0,
     stage: Callable[[str], None] = lambda what: None,
 ) -> Dataset:
-    """Turn text into the ``data/`` folder of a run, or find it there.
+    """Tokenize text into the ``data/`` folder of a run, or reuse the folder.
 
-    Law: the same text and arguments give the same bytes; the folder is there whole or not at all.
+    Invariant: the same text and arguments give the same bytes; the folder is complete or absent.
 
     Args:
         source: ``stdlib``, a text or ``.jsonl`` file, a folder of ``.txt .md .py .jsonl``, a token map (see
             ``tokens``), or ``datasets:NAME[:SPLIT]``.
-        folder: the run folder; made if absent.
-        vocab_size: of the tokenizer to train, or the most a given one may have; ``None`` only with a given one.
+        folder: the run folder; created if absent.
+        vocab_size: size of the tokenizer to train, or the maximum for a given one; ``None`` only with a given one.
         tokenizer: a ``tokenizer.json`` or a Hugging Face folder; ``None`` trains a byte-level BPE.
-        held_out: share of the documents kept for validation, 0 to below 1.
-        seed: of the split.
-        stage: told what is being done.
+        held_out: fraction of the documents held out for validation, 0 to below 1.
+        seed: seed of the split.
+        stage: called with a description of each stage.
 
     Returns:
         The data, memory-mapped.
 
     Raises:
         DataError: the source or the tokenizer cannot be used.
-        RecordError: the disk refuses, or ``data/`` is damaged.
+        RecordError: the disk is full or not writable, or ``data/`` is damaged.
 
-    Cost: about 0.3 s per MB of text on two cores; ``stdlib`` takes 4 s the first time and then comes from a cache
+    Cost: about 0.3 s per MB of text on two cores; ``stdlib`` takes 4 s the first time and is then cached
     (see ``cache``). The text is read up to three times; one document at a time must fit in memory.
     """
     if not 0 <= held_out < 1:
@@ -232,7 +235,7 @@ def prepare_data(
     if (final / "data.json").is_file():
         return _reopened(final, request)
     if final.exists():
-        raise RecordError(f"Cannot prepare data in {final}: it is there already and has no data.json.", "Remove it.")
+        raise RecordError(f"Cannot prepare data in {final}: it exists and has no data.json.", "Remove it.")
     tokens, notes = _open_tokens(str(source), vocab_size, tokenizer, stage)
     _require_fit(tokens, vocab_size, str(source))
     stage("turning the text into tokens")
@@ -241,7 +244,7 @@ def prepare_data(
 
 
 def open_data(folder: Path) -> Dataset:
-    """The data of a run that was prepared before.
+    """Open the prepared data of a run.
 
     Args:
         folder: the run folder.
@@ -259,13 +262,13 @@ def open_data(folder: Path) -> Dataset:
         head = read_head(place)
         for name, expected in head["files"].items():
             if (place / name).stat().st_size != expected["bytes"] or digest(place / name) != expected["blake2b"]:
-                raise ValueError(f"{name} is not what was written")
+                raise ValueError(f"{name} does not match its checksum")
         train, valid = (_mapped(place / f"{name}.bin", np.dtype(head["dtype"])) for name in ("train", "valid"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"data.json lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise RecordError(
             f"Cannot use the data of the run, {place}: {reason}.",
-            "Remove the folder to have it prepared again from the same source.",
+            "Remove the folder to prepare it again from the same source.",
         ) from error
     return Dataset(place, train, valid, head)
 
@@ -276,7 +279,7 @@ def _windows(tokens: np.ndarray, windows: np.ndarray, sequence_length: int) -> n
 
 
 def _mapped(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """A file as an array; an empty one cannot be mapped."""
+    """A file as an array; an empty file cannot be memory-mapped."""
     dtype = dtype.newbyteorder("<")
     return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
 
@@ -287,7 +290,7 @@ def _reopened(place: Path, request: dict[str, Any]) -> Dataset:
     for name, value in request.items():
         if found.get(name) != value:
             raise DataError(
-                f"{place} was prepared with {name} {found.get(name)!r}, and {value!r} was asked for.",
+                f"{place} was prepared with {name} {found.get(name)!r}, and {value!r} was requested.",
                 "Choose another --out, or remove the folder.",
             )
     return data
@@ -306,7 +309,9 @@ def _open_tokens(
         texts.measure()
         return tokenize_texts(texts, *load_tokenizer(tokenizer)), []
     if vocab_size is None:
-        raise DataError(f"Training a tokenizer on {source} needs a vocab_size.", "4096 suits a model of a few million.")
+        raise DataError(
+            f"Training a tokenizer on {source} needs a vocab_size.", "4096 suits a model of a few million parameters."
+        )
     checksum, num_bytes = texts.measure()
 
     def train() -> Tokens:
@@ -329,7 +334,7 @@ def _require_fit(tokens: Tokens, vocab_size: int | None, source: str) -> None:
 
 
 def _write_data(final: Path, tokens: Tokens, request: dict[str, Any], notes: list[str]) -> None:
-    """Write everything under another name, then give it its own."""
+    """Write everything under a temporary name, then rename."""
     made = not final.parent.exists()
     temporary = temporary_name(final)
     with disk_errors(final, AGAIN):
@@ -350,7 +355,7 @@ def _write_data(final: Path, tokens: Tokens, request: dict[str, Any], notes: lis
 
 
 def _split(folder: Path, tokens: Tokens, request: dict[str, Any]) -> list[str]:
-    """Write each document to one side; if that leaves a side empty, hold out the end of the text instead."""
+    """Split by document; if one split would be empty, hold out the end of the text instead."""
     held_out = request["held_out"]
     num_documents = 0
     with (folder / "train.bin").open("w+b") as train, (folder / "valid.bin").open("w+b") as valid:

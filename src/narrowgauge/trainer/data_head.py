@@ -1,7 +1,7 @@
-"""The head of a run's data, ``data.json``: what the tokens are, how they are to be read, and the checksums of their files.
+"""The header of a run's data, ``data.json``: the meaning of the tokens and the checksums of their files.
 
-It says in which dtype the tokens are stored, how many there are to tell apart, and which one ends a document. To read the same
-bytes in another dtype would train on other tokens, so the fingerprint that a run keeps of its data covers all of that.
+It holds the dtype of the tokens, the size of the vocabulary and the end-of-text token. Reading the same bytes in another dtype
+would train on other tokens, so the fingerprint of the data covers all of these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from narrowgauge.runs.schema import is_whole, short
 from narrowgauge.trainer.tokenization import Tokens
 
 SCHEMA_VERSION = 2
-"""Of ``data.json``. Since 2 the fingerprint covers what the tokens mean, not only their bytes."""
+"""Version of ``data.json``. Since 2 the fingerprint covers the meaning of the tokens, not only their bytes."""
 
 _COVERED = ("files", "dtype", "vocab_size", "end_of_text")
 _KINDS = {"request": dict, "dtype": str, "vocab_size": int, "end_of_text": int, "notes": list, "files": dict}
@@ -24,23 +24,23 @@ _DTYPES = ("uint16", "uint32")
 
 
 def fingerprints(head: dict[str, Any]) -> tuple[str, str]:
-    """Of the data under a head: the one that it has now, and the one that an older version gave it, of the files alone."""
+    """The fingerprints of data with a header: the current one, and that of older versions, which covered the files only."""
     files = _hashed(head["files"])
     return files if head["schema_version"] < 2 else _hashed({name: head[name] for name in _COVERED}), files
 
 
 def read_head(folder: Path) -> dict[str, Any]:
-    """``data.json`` of a folder, with everything in it that readers reckon with.
+    """Read and check the ``data.json`` of a folder.
 
     Raises:
-        ValueError, KeyError, TypeError: something in it is wrong or missing.
+        ValueError, KeyError, TypeError: an entry is wrong or missing.
         OSError: it cannot be read.
     """
     head = load_json((folder / "data.json").read_bytes())
     if not isinstance(head, dict):
         raise ValueError("data.json is not an object")
     if not is_whole(head["schema_version"]):
-        raise ValueError(f"its schema_version = {short(head['schema_version'])} is no whole number")
+        raise ValueError(f"its schema_version = {short(head['schema_version'])} is not an integer")
     if head["schema_version"] > SCHEMA_VERSION:
         raise ValueError(f"it has schema {head['schema_version']}; this version reads up to {SCHEMA_VERSION}")
     for name, kind in _KINDS.items():
@@ -49,14 +49,14 @@ def read_head(folder: Path) -> dict[str, Any]:
     if head["dtype"] not in _DTYPES:
         raise ValueError(f"data.json has dtype = {short(head['dtype'])}; tokens are {' or '.join(_DTYPES)}")
     for name in ("train.bin", "valid.bin"):
-        head["files"][name]  # a KeyError, where it is not said what was written
+        head["files"][name]  # raises KeyError if it is missing
     for name in ("held_out", "seed"):
         head["request"][name]
     return head
 
 
 def write_head(folder: Path, tokens: Tokens, request: dict[str, Any], notes: list[str]) -> None:
-    """Write the tokenizer and ``data.json`` beside the tokens."""
+    """Write the tokenizer and ``data.json`` next to the tokens."""
     if tokens.tokenizer_json is not None:
         (folder / "tokenizer.json").write_text(tokens.tokenizer_json, encoding="utf-8")
     files = sorted(folder.iterdir())
@@ -72,5 +72,5 @@ def write_head(folder: Path, tokens: Tokens, request: dict[str, Any], notes: lis
     (folder / "data.json").write_text(json.dumps(head, indent=1), encoding="utf-8")
 
 
-def _hashed(said: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).hexdigest()
+def _hashed(content: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()

@@ -1,8 +1,8 @@
-"""Detours: which batches a run left out when it went back to a checkpoint.
+"""Detours: the batches that a run skips after a rollback to a checkpoint.
 
-A spike that comes from the data comes again when the same batches are taken again. So a run that is told to roll back goes
-to its last checkpoint and round the batches between there and the spike. Each detour is an event of the run folder,
-written before it is taken: a resume reads them all, and takes the same batches.
+A spike caused by the data recurs when the same batches are trained on again. A rollback therefore returns to the last checkpoint
+and skips the batches between it and the spike. Each detour is an event in the run folder, written before it takes effect: a
+resumed run reads them and takes the same batches.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Detour:
-    """Batches that were left out.
+    """Skipped batches.
 
     Args:
-        step: the checkpoint from which the run went on: steps done.
-        batches: how many were left out.
+        step: step of the checkpoint from which the run continued.
+        batches: number of skipped batches.
     """
 
     step: int
@@ -26,9 +26,9 @@ class Detour:
 
 
 def batch_index(step: int, detours: Iterable[Detour]) -> int:
-    """Which batch of the data the step after ``step`` steps takes.
+    """The index of the batch for the step after ``step`` steps.
 
-    Law: no batch is taken twice by steps after a detour.
+    Invariant: steps after a detour take no batch twice.
 
     Example:
         >>> [batch_index(step, [Detour(100, 8)]) for step in (99, 100, 101)]
@@ -38,7 +38,7 @@ def batch_index(step: int, detours: Iterable[Detour]) -> int:
 
 
 def detours_of(events: Iterable[Mapping[str, Any]]) -> list[Detour]:
-    """The detours that a run's events tell of, in the order in which they were taken.
+    """The detours recorded in a run's events, in order.
 
     Example:
         >>> detours_of([{"kind": "rollback", "step": 108, "to_step": 100, "batches": 8}])

@@ -1,8 +1,8 @@
-"""What a finished run is for: a Hugging Face folder that other programs load, and a look at what the model writes.
+"""Export of a run as a Hugging Face folder, and sampling of text from its model.
 
-A run keeps each weight as the few bits the model sees and a tail that the optimizer adds. An export in the *visible*
-format is the model exactly as it was trained and evaluated; an export in *float32* is what the optimizer holds, tails
-included, from which training elsewhere can go on without losing the small updates that the visible bits do not show.
+A run stores each weight as the bits that the model sees and a tail that the optimizer adds. An export in the *visible* format
+is the model exactly as it was trained and evaluated. An export in *float32* includes the tails, so that training can continue
+elsewhere without losing small updates.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Dtype = Literal["visible", "float32"]
 
 
 class Stored(Protocol):
-    """An optimizer that knows the exact weights."""
+    """An optimizer that stores the exact weights."""
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
-        """The kept value of one parameter, in float32 and its shape."""
+        """The stored value of one parameter in float32."""
 
 
 class Run(Protocol):
-    """What is needed of a loaded run; ``trainer.session.Session`` is one."""
+    """A loaded run, e.g. ``trainer.session.Session``."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -66,10 +66,10 @@ class Run(Protocol):
 
 
 def export(folder: Path, out: Path, dtype: Dtype = "visible") -> Path:
-    """Write a run's newest good checkpoint as a Hugging Face folder.
+    """Export a run's newest good checkpoint as a Hugging Face folder.
 
-    Law: ``out`` is complete or is not there. Loading it gives the same bits: with ``"visible"`` those of every weight
-    the model saw, with ``"float32"`` those of every weight the optimizer stored.
+    Invariant: ``out`` is complete or absent. Loading it gives the same bits: with ``"visible"`` those of the weights that
+    the model sees, with ``"float32"`` those of the weights that the optimizer stores.
 
     Args:
         folder: the run folder.
@@ -82,7 +82,7 @@ def export(folder: Path, out: Path, dtype: Dtype = "visible") -> Path:
         ``out``.
 
     Raises:
-        RecordError: the run has no good checkpoint, ``out`` exists and is not an empty folder, or the disk refuses.
+        RecordError: the run has no good checkpoint, ``out`` exists and is not an empty folder, or the disk is full.
 
     Cost: reads the checkpoint once, writes 2 or 4 bytes per parameter.
     """
@@ -91,16 +91,16 @@ def export(folder: Path, out: Path, dtype: Dtype = "visible") -> Path:
 
 
 def sample(folder: Path, text: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0) -> str:
-    """Let the newest good checkpoint of a run continue a text.
+    """Continue a text with the newest good checkpoint of a run.
 
-    Law: a function of the run, the text and the arguments; no other random numbers are read or drawn.
+    Invariant: a function of the run, the text and the arguments; the global random state is not used.
 
     Args:
         folder: the run folder.
-        text: the beginning; an empty one lets the model begin a document.
-        tokens: how many to add at most; the model may end the document before.
-        temperature: 0 takes the likeliest token every time, 1 draws as the model predicts.
-        seed: of the draws.
+        text: the prompt; if empty, the model starts a document.
+        tokens: maximum number of new tokens; the model may end the document before.
+        temperature: 0 is greedy decoding, 1 samples from the model's distribution.
+        seed: sampling seed.
 
     Returns:
         The text and its continuation.
@@ -117,7 +117,7 @@ def sample(folder: Path, text: str, tokens: int = 100, temperature: float = 0.8,
 def write_folder(run: Run, out: Path, dtype: Dtype = "visible") -> Path:
     """:func:`export` for a run in memory."""
     if dtype not in ("visible", "float32"):
-        raise RecordError(f"Cannot export as {dtype!r}.", "Take 'visible' or 'float32'.")
+        raise RecordError(f"Cannot export as {dtype!r}.", "Use 'visible' or 'float32'.")
     refuse_occupied(out)
     temporary = temporary_name(out)
     with disk_errors(out, AGAIN):
@@ -130,7 +130,7 @@ def write_folder(run: Run, out: Path, dtype: Dtype = "visible") -> Path:
                 out.rmdir()
             os.rename(temporary, out)
             sync_folder(out.parent)
-        except SafetensorError as error:  # it hides the system's error, such as a full disk, in its text
+        except SafetensorError as error:  # it reports the system's error, such as a full disk, only as text
             raise disk_error(out, hidden_error(error), AGAIN) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -141,18 +141,18 @@ def continue_text(run: Run, text: str, tokens: int, temperature: float, seed: in
     """:func:`sample` for a run in memory."""
     if tokens < 0 or not 0 <= temperature < float("inf"):
         raise DataError(
-            f"{tokens} tokens at temperature {temperature} were asked for; neither may be negative or infinite."
+            f"{tokens} tokens at temperature {temperature} were requested; neither may be negative or infinite."
         )
     tokenizer, end = _tokenizer(run)
-    # As in training, text that spells a special token is text.
+    # As in training, text that spells a special token is encoded as plain text.
     tokenizer.encode_special_tokens = True
     prompt = tokenizer.encode(text, add_special_tokens=False).ids or [end]
     positions = getattr(run.model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and len(prompt) + tokens > positions:
         raise DataError(
-            f"The text has {len(prompt):,} tokens and {tokens:,} more were asked for; the model has {positions:,} "
+            f"The text has {len(prompt):,} tokens and {tokens:,} more were requested; the model has {positions:,} "
             "positions.",
-            "Ask for fewer tokens or give a shorter text.",
+            "Request fewer tokens or use a shorter prompt.",
         )
     added = _continue(run.model, prompt, tokens, temperature, seed, end, tokenizer.get_vocab_size())
     return text + tokenizer.decode(added, skip_special_tokens=True)
@@ -161,7 +161,7 @@ def continue_text(run: Run, text: str, tokens: int, temperature: float, seed: in
 def _write(run: Run, folder: Path, dtype: Dtype) -> None:
     weights = _weights(run, dtype)
     is_narrow = all(tensor.dtype == torch.bfloat16 for tensor in weights.values() if tensor.is_floating_point())
-    # A model with some weights in float32 (kept modules) is said to be float32: loading then changes no value.
+    # A model with some float32 weights (kept modules) is declared float32: loading then changes no value.
     named = torch.bfloat16 if is_narrow else torch.float32
     with without_progress_bars():
         run.model.save_pretrained(folder, state_dict=weights)
@@ -179,7 +179,7 @@ def _write(run: Run, folder: Path, dtype: Dtype) -> None:
 
 
 def _weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
-    """Every entry of the model's state, once; a tied parameter has its first name."""
+    """The entries of the model's state_dict; a tied parameter appears once, under its first name."""
     if run.config.recipe.compute.transform == "unit":
         return _plain_weights(run, dtype)
     kept = run.model.state_dict().keys()
@@ -190,18 +190,18 @@ def _weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
 
 
 def _plain_weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
-    """The weights with which the plain class computes what a unit-scaled model does, in float32."""
-    # Only here: it knows the model classes, which take seconds to load.
+    """Float32 weights with which the plain class computes the same as the unit-scaled model."""
+    # Imported here: it loads the model classes, which takes seconds.
     from narrowgauge.transforms.unit_export import plain_state_dict
 
-    seen = {parameter: parameter.data for parameter in run.model.parameters()}
+    visible = {parameter: parameter.data for parameter in run.model.parameters()}
     try:
         if dtype == "float32":
-            for parameter in seen:
+            for parameter in visible:
                 parameter.data = run.optimizer.stored(parameter)
         plain = plain_state_dict(run.model)
     finally:
-        for parameter, data in seen.items():
+        for parameter, data in visible.items():
             parameter.data = data
     names = {name for name, _ in run.model.named_parameters()} | {name for name, _ in run.model.named_buffers()}
     return {name: tensor.contiguous() for name, tensor in plain.items() if name in names}
@@ -236,7 +236,7 @@ def _tokenizer(run: Run) -> tuple[Tokenizer, int]:
 def _continue(
     model: PreTrainedModel, prompt: list[int], tokens: int, temperature: float, seed: int, end: int, vocab_size: int
 ) -> list[int]:
-    """The tokens that follow, without the end of text."""
+    """Generate tokens, without the end-of-text token."""
     generator = torch.Generator().manual_seed(seed)
     was_training = model.training
     model.eval()
@@ -260,6 +260,6 @@ def _continue(
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
-    # Shifted first: a tiny temperature must not overflow.
+    # Shift first: a tiny temperature must not overflow.
     shares = torch.softmax((logits - logits.max()) / temperature, dim=-1)
     return int(torch.multinomial(shares, 1, generator=generator))

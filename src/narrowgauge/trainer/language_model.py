@@ -1,13 +1,13 @@
-"""Language models to train: built from a shape and a seed, and the one number that training asks of them, their loss.
+"""Language models built from a configuration and a seed, and their loss.
 
-The models are Hugging Face's own classes, so a trained one is a folder that any other tool reads. A preset is a row of
-``narrowgauge.spec.models``: only a shape, whose weights are drawn here in float32 from the seed alone, so that every recipe
-starts from the same numbers; nothing is downloaded. A path is a folder with a ``config.json``, and with its weights if
-it has some.
+The models are Hugging Face classes, so a trained model is a folder that other tools can read. A preset is an entry of
+``narrowgauge.spec.models``, a configuration whose weights are initialized here in float32 from the seed only, so that every
+recipe starts from the same weights; nothing is downloaded. A path is a folder with a ``config.json`` and, optionally,
+weights.
 
 The loss is a *sum* over tokens, not a mean: sums of micro-batches add up to the sum of the batch, whatever their sizes,
 and are divided once at the end. With a large vocabulary the logits are the largest tensor of the whole step (2,048
-tokens times 128,256 entries times 4 bytes: 1 GB, and as much again for their gradient); the *chunked* loss makes them
+tokens times 128,256 entries times 4 bytes: 1 GB, and as much again for their gradient); the *chunked* loss computes them
 for a few hundred tokens at a time and keeps none.
 """
 
@@ -34,27 +34,27 @@ from narrowgauge.numerics.plain import linear
 from narrowgauge.spec.models import MODELS, Model, refuse_own_code
 from narrowgauge.trainer.memory import LARGE_VOCABULARY as LARGE_VOCABULARY
 
-# Logits of one chunk: 64 MiB in float32. Smaller chunks make thin matmuls, larger ones save nothing worth having.
+# Logits of one chunk: 64 MiB in float32. Smaller chunks make thin matmuls, larger ones gain little.
 _CHUNK_ELEMENTS = 1 << 24
 _MIN_CHUNK_TOKENS = 128
-# What some models do to logits after the head; a chunked loss that left it out would train another model.
+# Operations of some models on the logits after the head, which the chunked loss does not apply.
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier")
 
 
 def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrainedModel:
     """A causal language model in float32 on the CPU, ready for ``prepare``.
 
-    Law: weights that are drawn depend on ``seed`` and the shape alone: not on the recipe, on the default dtype or
-    device, nor on random numbers drawn before; and the caller's generator is left as it was. Attention is
-    ``scaled_dot_product_attention``, nothing is cached between tokens, and there is no dropout, whatever a
+    Invariant: initial weights depend on ``seed`` and the configuration only: not on the recipe, the default dtype or
+    device, nor on random numbers drawn before; and the caller's generator is unchanged. Attention is
+    ``scaled_dot_product_attention``, nothing is cached between tokens, and there is no dropout, whatever the
     configuration says: a resumed step must be the same step.
 
     Args:
         model: the name of a preset (``narrowgauge show models``), or a folder with ``config.json``. Weights in it
-            (``*.safetensors``) are loaded, and upcast to float32; without them they are drawn.
-        vocab_size: number of token embeddings, in place of the preset's or the configuration's. Loaded weights keep
+            (``*.safetensors``) are loaded, and upcast to float32; otherwise they are initialized.
+        vocab_size: number of token embeddings, instead of the preset's or the configuration's. Loaded weights keep
             their own number, which must be at least this.
-        seed: of the initial weights.
+        seed: seed of the initial weights.
 
     Returns:
         The model, in training mode.
@@ -63,7 +63,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         DataError: nothing has that name or path, the folder holds no causal language model that can be read, or its
             weights have fewer token embeddings than ``vocab_size``.
 
-    Cost: 4 bytes per parameter; about 1 s per 100 million drawn.
+    Cost: 4 bytes per parameter; about 1 s per 100 million initialized parameters.
 
     Example:
         >>> num_parameters(build("llama-1m", seed=0))
@@ -90,7 +90,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
 
 
 def num_parameters(model: nn.Module) -> int:
-    """How many numbers training changes or keeps; a tensor under two names (a tied embedding) counts once.
+    """Number of parameters; a tensor under two names (a tied embedding) counts once.
 
     Example:
         >>> num_parameters(nn.Linear(3, 2))
@@ -102,28 +102,28 @@ def num_parameters(model: nn.Module) -> int:
 def loss_sum(model: PreTrainedModel, tokens: Tensor, *, chunked: bool) -> Tensor:
     """The summed cross entropy of predicting each next token.
 
-    Law: exponentials, logarithms and the sum are float32 whatever the weights are. Chunked and whole agree to the
-    rounding of the sums, in the loss and in every gradient. Works under autocast, with bfloat16 weights, and inside
+    Invariant: exponentials, logarithms and the sum are float32 whatever the weights are. Chunked and unchunked agree up to
+    the rounding of the sums, in the loss and in every gradient. Works under autocast, with bfloat16 weights, and inside
     ``torch.compile(fullgraph=True)``.
 
     Args:
         model: from :func:`build`, or any Hugging Face causal language model.
         tokens: int64 ``[batch, sequence + 1]``; inputs are all but the last of each row, targets all but the first.
-        chunked: make logits for some hundred tokens at a time. Forward hooks on the head, and what a model does to its
-            logits after the head, are obeyed only when this is false; see :func:`can_chunk`.
+        chunked: compute the logits for a few hundred tokens at a time. Forward hooks on the head, and operations on the
+            logits after the head, run only if this is false; see :func:`can_chunk`.
 
     Returns:
         A float32 scalar in nats, summed over ``batch * sequence`` tokens.
 
-    Cost: whole, ``tokens * vocabulary`` numbers four times (logits and their gradient, in the model's dtype and in
+    Cost: unchunked, ``tokens * vocabulary`` numbers four times (logits and their gradient, in the model's dtype and in
     float32); chunked, at most 128 MiB for them and, for narrow weights, the head once more in float32. Chunked in
-    float32 with PyTorch >= 2.13 takes the same time (2,048 x 512 x 32,000 on two cores: 2.45 s, whole 2.37 s); else
-    the head's forward matmul is done twice (bfloat16: 1.7 s, whole 1.1 s).
+    float32 with PyTorch >= 2.13 takes the same time (2,048 x 512 x 32,000 on two cores: 2.45 s, unchunked 2.37 s);
+    otherwise the head's forward matmul runs twice (bfloat16: 1.7 s, unchunked 1.1 s).
 
     Example:
         >>> model = build("llama-1m", seed=0)
         >>> tokens = torch.arange(18).reshape(2, 9)
-        >>> round(loss_sum(model, tokens, chunked=False).item() / 16, 1)  # near log(2048): nothing learnt yet
+        >>> round(loss_sum(model, tokens, chunked=False).item() / 16, 1)  # near log(2048): untrained
         7.7
 
     Source: the chunked form is ``torch.nn.functional.linear_cross_entropy``; Hsu et al., Liger Kernel, 2024.
@@ -137,7 +137,7 @@ def loss_sum(model: PreTrainedModel, tokens: Tensor, *, chunked: bool) -> Tensor
 
 
 def can_chunk(model: PreTrainedModel) -> bool:
-    """Whether the chunked loss is this model's loss: its head is a plain ``Linear``, and nothing comes after it.
+    """Whether the chunked loss equals this model's loss: its head is a plain ``Linear``, and nothing follows it.
 
     Example:
         >>> can_chunk(build("llama-1m", seed=0))
@@ -149,12 +149,12 @@ def can_chunk(model: PreTrainedModel) -> bool:
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``cross_entropy(linear(hidden, weight, bias), targets, reduction="sum")`` without keeping the logits.
+    """``cross_entropy(linear(hidden, weight, bias), targets, reduction="sum")`` without storing the logits.
 
-    PyTorch's own chunked function is taken where the matmul is in float32. For narrow operands it adds the losses up in
-    *their* dtype (measured with 2.13: the sum of 2,048 bfloat16 losses is 0.5 to 2.7 % wrong), and it knows nothing of
-    autocast. There, and in a PyTorch without it, a loop that recomputes each chunk's logits in backward does the same
-    with a float32 sum.
+    Uses PyTorch's own chunked function if the matmul is in float32. For narrow operands that function sums the losses in
+    *their* dtype (measured with 2.13: the sum of 2,048 bfloat16 losses is off by 0.5 to 2.7 %), and it ignores autocast.
+    In those cases, and in a PyTorch without it, a loop that recomputes the logits of each chunk in backward computes the
+    same with a float32 sum.
 
     Args:
         hidden: ``[tokens, width]``.
@@ -178,35 +178,35 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias:
 
 
 def enable_activation_checkpointing(model: PreTrainedModel) -> None:
-    """Keep only the input of each decoder layer for backward and compute the rest again there.
+    """Save only the input of each decoder layer for backward and recompute the rest there.
 
-    Law: the gradients are the same bits in eager mode. Composes with ``torch.compile``. Has an effect in training mode
-    only.
+    Invariant: the gradients have the same bits in eager mode. Composes with ``torch.compile``. Has an effect in training
+    mode only.
 
     Raises:
-        DataError: the model's class does not know how.
+        DataError: the model's class does not support it.
 
     Cost: one more forward pass of every layer; activations shrink to ``tokens * width`` numbers per layer.
     """
     if not model.supports_gradient_checkpointing:
-        raise DataError(f"Activation checkpointing was asked for; {type(model).__name__} does not know it.")
+        raise DataError(f"Activation checkpointing was requested; {type(model).__name__} does not support it.")
     # transformers 5.23 renamed the method and its argument; both take them by position.
     name = "activation_checkpointing_enable"
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-    # It hooks the embedding so that reentrant checkpoints have an input that needs a gradient; ours do not.
+    # It hooks the embedding so that reentrant checkpoints have an input that requires a gradient; these are not reentrant.
     model.disable_input_require_grads()
 
 
 def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor], Tensor]:
     """:func:`loss_sum` of this model as a function of the tokens alone, compiled.
 
-    Each decoder layer is compiled in place, and so is the head with the loss; what lies between runs eagerly. All
-    layers share one graph, so the first step costs the same for 8 layers as for 80, and the steps are as fast as those
-    of one graph for everything (measured: llama-8m in bfloat16, docs/log.md).
+    Each decoder layer is compiled in place, and so is the head with the loss; everything else runs eagerly. All layers
+    share one graph, so the first step costs the same for 8 layers as for 80, and the steps are as fast as those of one
+    graph for the whole model (measured: llama-8m in bfloat16, docs/log.md).
 
     Args:
-        model: its layers are changed to compiled ones; names, parameters and ``state_dict`` stay.
+        model: its layers are compiled in place; names, parameters and ``state_dict`` do not change.
         chunked: as for :func:`loss_sum`.
 
     Returns:
@@ -231,7 +231,7 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
 
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing bars while it reads or writes weights."""
+    """Disable transformers' progress bars while it reads or writes weights."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -246,19 +246,18 @@ def _whole(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _hidden(model: PreTrainedModel, inputs: Tensor) -> Tensor:
-    """``[tokens, width]``: what enters the head."""
+    """The input of the head, ``[tokens, width]``."""
     return cast(Tensor, model.base_model(input_ids=inputs, use_cache=False).last_hidden_state).flatten(0, -2)
 
 
 def _native() -> Callable[..., Tensor] | None:
-    """PyTorch's chunked function with the arguments of :func:`_looped`, where this PyTorch has one."""
+    """PyTorch's chunked function with the arguments of :func:`_looped`, if this PyTorch has one."""
     function, options = getattr(F, "linear_cross_entropy", None), getattr(nn, "LinearCrossEntropyOptions", None)
     if function is None or options is None or "options" not in inspect.signature(function).parameters:
         return None
 
     def native(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, size: int) -> Tensor:
-        # Its own choice of chunk is three times slower on a CPU. A compiled graph must be retained, and it warns if not
-        # told so.
+        # Its default chunk is three times slower on a CPU. A compiled graph must be retained, or it warns.
         chosen = options(batch_chunk_size=min(size, len(hidden)), allow_retain_graph=torch.compiler.is_compiling())
         return cast(Tensor, function(hidden, weight, targets, linear_bias=bias, reduction="sum", options=chosen))
 
@@ -269,7 +268,7 @@ _NATIVE = _native()
 
 
 def _looped(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, size: int) -> Tensor:
-    # Through a float32 copy, autograd adds the chunks' weight gradients in float32 and rounds them to narrow once.
+    # With a float32 copy, autograd sums the chunks' weight gradients in float32 and rounds them once.
     weight = weight.float()
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
@@ -282,7 +281,7 @@ def _chunk(rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: Tensor) ->
 
 
 def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:
-    # The classes' own defaults for these tokens belong to other tokenizers; export writes the right ones.
+    # The defaults of the classes belong to other tokenizers; export writes the correct ones.
     tokens: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     size = row.vocab_size if vocab_size is None else vocab_size
     if row.family == "gpt2":
@@ -313,14 +312,16 @@ def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:
 
 
 def _folder(model: str) -> Path:
-    """The folder that was meant, or what to do about a name that is neither a preset nor a folder."""
+    """The folder of a model; raises for a name that is neither a preset nor a folder."""
     path = Path(model).expanduser()
     if path.name == "config.json" and path.is_file():
         return path.parent
     if (path / "config.json").is_file():
         return path
     if path.is_dir():
-        raise DataError(f"The folder {path} was given as a model; it has no config.json.", "Name the one that has it.")
+        raise DataError(
+            f"The folder {path} was given as a model; it has no config.json.", "Name the folder that contains it."
+        )
     near = suggestion(model.strip().lower(), MODELS)
     raise DataError(
         f"The model {model!r} is neither a preset nor a folder with a config.json.",
@@ -352,7 +353,7 @@ def _drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
 
 def _loaded(folder: Path, vocab_size: int | None, seed: int) -> PreTrainedModel:
     config = _without_dropout(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
-    # The seed is for the weights that the folder lacks, such as a new head.
+    # The seed is for weights that the folder lacks, such as a new head.
     with torch.random.fork_rng(devices=[]), without_progress_bars():
         torch.default_generator.manual_seed(seed)
         made = AutoModelForCausalLM.from_pretrained(
@@ -368,7 +369,7 @@ def _loaded(folder: Path, vocab_size: int | None, seed: int) -> PreTrainedModel:
     if vocab_size is not None and vocab_size > rows:
         raise DataError(
             f"The weights in {folder} have {rows:,} token embeddings; the text has {vocab_size:,} different tokens.",
-            "Give the tokenizer that belongs to these weights, or a folder with config.json alone.",
+            "Use the tokenizer of these weights, or a folder with only config.json.",
         )
     return cast(PreTrainedModel, made)
 

@@ -1,8 +1,8 @@
-"""The training loop: micro-batches in, records out, interrupted and resumed at any moment without a trace.
+"""The training loop, which can be interrupted at any moment and resumed with the same bits.
 
-The loop owns no arithmetic and no format; it calls ``prepare`` like any user's loop would. Each step is written down
-whole before the next begins, and a checkpoint exists whole or not at all, so a killed run loses only the steps since
-its last checkpoint, and takes them again with the same bits.
+The loop contains no arithmetic and no format; it calls ``prepare`` like any training loop. Each step is recorded before the
+next begins, and checkpoints are written atomically, so a killed run loses only the steps since its last checkpoint and
+repeats them with the same bits.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def train(config: TrainConfig, *, lent: bool = False, screen: Screen | None = No
 
     Args:
         config: the settings.
-        lent: the caller put the data there itself.
-        screen: who is shown how it goes; ``None`` for standard output.
+        lent: the caller has placed the data in the folder.
+        screen: displays the progress; ``None`` for standard output.
     Returns:
         The run folder.
     Raises:
-        NarrowgaugeError: any setting that cannot be; nothing is written then.
+        NarrowgaugeError: an invalid setting; nothing is written then.
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved; after SIGTERM :class:`~narrowgauge.errors.Terminated`.
     """
     config = config.validated().located()
@@ -63,7 +63,7 @@ def train(config: TrainConfig, *, lent: bool = False, screen: Screen | None = No
 
 @contextmanager
 def _alone(folder: Path, doing: str, instead: str) -> Iterator[None]:
-    """Hold a run's folder for this process, from before anything is made in it to the end of the run."""
+    """Lock a run folder for this process, from before anything is written to the end of the run."""
     with held_folder(folder) as is_held:
         if not is_held:
             raise RecordError(
@@ -74,7 +74,7 @@ def _alone(folder: Path, doing: str, instead: str) -> Iterator[None]:
 
 @contextmanager
 def _shown(config: TrainConfig, screen: Screen | None) -> Iterator[Screen]:
-    """The screen that was given, or standard output."""
+    """The given screen, or standard output."""
     if screen is not None:
         yield screen
         return
@@ -115,24 +115,24 @@ def resume(
     *,
     screen: Screen | None = None,
 ) -> Path:
-    """Go on with a run from its latest good checkpoint; its own ``run.toml`` says everything else.
+    """Resume a run from its latest good checkpoint, with the settings of its ``run.toml``.
 
     Args:
         folder: the run folder.
         stop_after: stop with a checkpoint after this step; ``None`` runs to the end.
-        accept_changes: go on although ``run.toml`` was changed, or rows are missing; the run's events say what.
-        screen: who is shown how it goes; ``None`` for standard output.
+        accept_changes: resume even if ``run.toml`` was changed or records are missing; events record what.
+        screen: displays the progress; ``None`` for standard output.
     Returns:
         The run folder.
     Raises:
-        RecordError: no such run, a finished one, one that another process writes, or one whose data, settings or rows are
-            not what its checkpoint stands on.
+        RecordError: no such run, a finished one, one that another process is writing, or one whose data, settings or
+            records do not match its checkpoint.
     """
     folder = Path(folder)
     read_settings(folder)
     with _alone(folder, "write the run", "stop it, then narrowgauge resume"):
         run = require_resumable(folder)
-        # Asked for before anything is made: a damaged record is left as it is.
+        # Read before anything is written: a damaged record stays as it is.
         began_with, settings = run.data_fingerprint, {**run.config, "stop_after": stop_after}
         given = {name: value for name, value in settings.items() if value is not None}
         config = TrainConfig.from_dict(given, str(folder / "run.toml"))
@@ -156,7 +156,7 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
     session.restore(damaged)
     if stop_after is not None and stop_after <= session.step:
         raise RecordError(
-            f"{folder} has done {session.step} steps, and a stop after step {stop_after} was asked for.",
+            f"{folder} has done {session.step} steps, and a stop after step {stop_after} was requested.",
             "Name a later step with --stop-after, or leave it out.",
         )
     accepted = accept(run, session.config, session.step, session.standing, accept_changes)
@@ -173,12 +173,12 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
 
 
 def _forget(folder: Path, absent: list[Path], prepared: bool) -> None:
-    """Remove what a refused run made: its folder or what lies in it, and the folders above that were not there."""
+    """Remove what a refused run created: its folder or the data in it, and parent folders that did not exist."""
     if is_run(folder):
         return
     if not prepared:
         shutil.rmtree(folder if folder in absent else folder / "data", ignore_errors=True)
-    with suppress(OSError):  # another run may have moved in
+    with suppress(OSError):  # another run may use it by now
         for parent in absent[1:]:
             parent.rmdir()
 
@@ -196,7 +196,7 @@ def _prepared_data(config: TrainConfig, folder: Path, stage: Callable[[str], Non
 
 
 def vocabulary_size(config: TrainConfig) -> int | None:
-    """The vocabulary that a tokenizer trained for the model must have."""
+    """The vocabulary size of a tokenizer trained for the model."""
     if config.model in MODELS:
         return MODELS[config.model].vocab_size
     from transformers import AutoConfig
@@ -227,7 +227,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
             session.save(writer.num_rows)
 
         if config.on_spike == "rollback" and session.step == 0:
-            save()  # somewhere to go back to
+            save()  # a checkpoint to roll back to
         try:
             while session.step < config.steps:
                 judgement = recovery.judgement()
@@ -262,7 +262,7 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _report(session: Session, reporter: Reporter, row: Row, judgement: StepJudgement | None) -> None:
-    """Write the row of a step, and that of its sample where there is one."""
+    """Record a step and the metrics of its gauges."""
     reporter.step(row, judgement)
     if row.get("saturated") and not session.has_saturated:
         session.has_saturated = True
@@ -273,7 +273,7 @@ def _report(session: Session, reporter: Reporter, row: Row, judgement: StepJudge
 
 
 def _stop(session: Session, reporter: Reporter, interrupted: list[int]) -> None:
-    reporter.event(Event("stop", session.step, "interrupted" if interrupted else "as asked by stop_after"))
+    reporter.event(Event("stop", session.step, "interrupted" if interrupted else "as requested by stop_after"))
     reporter.console.say(f"Stopped after step {session.step}. Go on with: narrowgauge resume {session.folder}")
     if interrupted:
         raise stopped_by(interrupted[0])
@@ -289,14 +289,14 @@ def _finish(session: Session, reporter: Reporter, wall_seconds: float) -> None:
 
 
 def _what_saturated(session: Session) -> str:
-    """Where most values lay beyond their delayed scale."""
+    """The message for values that exceeded their delayed scale."""
     assert session.linears is not None
     counts = session.linears.overflows(session.step - 1)
     name, worst = max(counts.items(), key=lambda item: sum(item[1]))
     operand = ("input", "weight", "gradient")[worst.index(max(worst))]
     return (
-        f"{max(worst)} values of the {operand} of '{name}' lay beyond their delayed scale and were held at its end; every "
-        "step's count is its 'saturated'"
+        f"{max(worst)} values of the {operand} of '{name}' exceeded their delayed scale and saturated; 'saturated' is the "
+        "count of every step"
     )
 
 

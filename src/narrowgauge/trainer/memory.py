@@ -1,8 +1,8 @@
-"""What a batch takes of memory, before anything is built: an estimate that refuses what cannot fit, and no more.
+"""A lower bound of the memory of a batch, to refuse batches that cannot fit before anything is built.
 
-For backward a layer keeps some fifty bytes for each token and place of its width (counted for eager Llama blocks in bfloat16,
-whose process grows by 70; in float32 by 90), and the logits are there in several formats. What is estimated is the least that
-a step takes: a batch that is let through may still be too large, one that is refused is. Nothing here needs PyTorch.
+A layer saves about fifty bytes per token and feature for backward (counted for eager Llama blocks in bfloat16, whose process
+grows by 70; in float32 by 90), and the logits exist in several dtypes. The estimate is a lower bound: an accepted batch may
+still be too large, a refused one certainly is. Nothing here needs PyTorch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from narrowgauge.spec.models import MODELS
 from narrowgauge.trainer.config import TrainConfig
 
 LARGE_VOCABULARY = 16_384
-"""From this many entries on, the trainer asks for the chunked loss."""
+"""Vocabulary size from which the trainer uses the chunked loss."""
 ACTIVATION_BYTES = 48
 LOGIT_BYTES = 10
-_CHECKPOINTED_BYTES = 2  # a layer's input alone
-_TOKEN_BYTES = 8  # of each token of the whole batch, as it is read
+_CHECKPOINTED_BYTES = 2  # only the layer's input
+_TOKEN_BYTES = 8  # per token of the whole batch, as it is read
 
 
 class Sizes(NamedTuple):
-    """What of a model a batch is multiplied by."""
+    """The sizes of a model that determine the memory of a batch."""
 
     num_layers: int
     hidden_size: int
@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(model: str) -> Sizes | None:
-    """The sizes of a preset, or of a folder whose ``config.json`` says them in the usual words; ``None`` where it does not."""
+    """The sizes of a preset, or from the ``config.json`` of a folder; ``None`` if it lacks the usual keys."""
     row = MODELS.get(model)
     if row is not None:
         return Sizes(row.num_layers, row.hidden_size, row.vocab_size)
@@ -51,11 +51,11 @@ _WORDS = (("num_hidden_layers", "n_layer"), ("hidden_size", "n_embd"))
 
 
 def batch_bytes(sizes: Sizes, config: TrainConfig) -> int:
-    """The least that a step takes beside weights and states.
+    """A lower bound of the memory of a step, without weights and states.
 
     Args:
-        sizes: of the model.
-        config: batch, sequence, parts of a batch, and whether activations are computed anew.
+        sizes: sizes of the model.
+        config: batch size, sequence length, accumulation steps, activation checkpointing.
     Returns:
         Bytes.
     Example:
@@ -72,10 +72,10 @@ def batch_bytes(sizes: Sizes, config: TrainConfig) -> int:
 
 
 def free_bytes() -> int | None:
-    """Memory that a step may take: the GPU's, else what the system calls available.
+    """Free memory: of the GPU, or else what the system reports as available.
 
     Returns:
-        Bytes; ``None`` where there seems to be a GPU, and PyTorch, which knows its memory, is not loaded yet.
+        Bytes; ``None`` if there seems to be a GPU and PyTorch, which knows its memory, is not loaded yet.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -100,9 +100,9 @@ def require_batch(config: TrainConfig, otherwise: str = "") -> None:
 
     Args:
         config: the settings.
-        otherwise: advice of the caller's own, beside that of a smaller batch.
+        otherwise: further advice, in addition to a smaller batch.
     Raises:
-        ChipError: its activations and logits alone take more memory than is free.
+        ChipError: its activations and logits alone need more memory than is free.
     """
     sizes, free = sizes_of(config.model), free_bytes()
     if sizes is None or free is None:
@@ -110,15 +110,15 @@ def require_batch(config: TrainConfig, otherwise: str = "") -> None:
     needed = batch_bytes(sizes, config)
     if needed <= free:
         return
-    # Parts of a batch follow each other, so it is the sequences of one part that must fit.
+    # Micro-batches run one after the other, so one of them must fit.
     fitting = config.micro_batch_size * free // needed
     smaller = (
         f"At most {fitting:,} such sequences fit: lower --batch-size or raise --gradient-accumulation-steps."
         if fitting
-        else f"Take a --sequence-length below {config.sequence_length}, or a smaller model."
+        else f"Use a --sequence-length below {config.sequence_length}, or a smaller model."
     )
     raise ChipError(
         f"a batch of {config.micro_batch_size:,} × {config.sequence_length} tokens of {config.model} takes about "
-        f"{_gib(needed)} GiB beside weights and states, and {_gib(free)} GiB are free here.",
+        f"{_gib(needed)} GiB in addition to weights and states, and {_gib(free)} GiB are free here.",
         f"{smaller} {otherwise}".strip(),
     )

@@ -1,6 +1,6 @@
-"""What a run folder lacks, told before PyTorch is loaded: a mistake in a path costs no seconds of waiting.
+"""Checks of a run folder before PyTorch is loaded, so that a wrong path fails at once.
 
-The command line asks here first. The verbs behind it look again, for callers of their own, and since a folder may change.
+The command line calls them first. The functions behind it check again, for other callers and because a folder may change.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from narrowgauge.trainer.config import TrainConfig
 
 
 def require_resumable(folder: Path) -> Run:
-    """The record of a run that can go on.
+    """The record of a run that can be resumed.
 
     Args:
         folder: the run folder.
     Returns:
         The run.
     Raises:
-        RecordError: no such run, a damaged or finished one.
+        RecordError: no such run, or a damaged or finished one.
         NarrowgaugeError: settings that this version does not know.
     """
     run = _unpacked(folder)
@@ -36,12 +36,12 @@ def require_resumable(folder: Path) -> Run:
 
 
 def require_trained(folder: Path) -> None:
-    """Refuse what is no run, or one that holds no checkpoint; whether one is whole is left to its reader.
+    """Refuse a folder that is no run or holds no checkpoint; whether the checkpoint is intact is checked when it is read.
 
     Args:
         folder: the run folder.
     Raises:
-        RecordError: no such run, or nothing to read from it.
+        RecordError: no such run, or no checkpoint.
         NarrowgaugeError: settings that this version does not know.
     """
     TrainConfig.from_dict(_unpacked(folder).config, str(folder / "run.toml"))
@@ -49,7 +49,7 @@ def require_trained(folder: Path) -> None:
         found = any((folder / "checkpoints").glob("step-*"))
     if not found:
         raise RecordError(
-            f"{folder} holds no good checkpoint.", f"narrowgauge resume {folder} starts it again from step 0."
+            f"{folder} holds no good checkpoint.", f"narrowgauge resume {folder} restarts it from step 0."
         )
 
 
@@ -64,7 +64,7 @@ def _unpacked(folder: Path) -> Run:
 
 
 def refuse_occupied(out: Path) -> None:
-    """Raise unless nothing, or an empty folder, has the name ``out``."""
+    """Raise unless ``out`` does not exist or is an empty folder."""
     with disk_errors(out):
         occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if occupied:

@@ -1,8 +1,8 @@
-"""A session: a model, its optimizer and its data, at some step; how it is built, saved and brought back.
+"""A session: a model, its optimizer and its data at some step; building, saving and restoring it.
 
-Everything a session holds is a function of its settings and of the checkpoint it was loaded from: the initial weights
-and the order of the data come from the seed, random bits of the rounding from (seed, step). So nothing else is saved,
-and a session that was loaded goes on with the same bits as one that was never stopped.
+The state of a session is a function of its settings and of the checkpoint it was loaded from: initial weights and the order
+of the data come from the seed, random bits of rounding from (seed, step). Nothing else is saved, and a restored session
+continues with the same bits as one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class Session:
         config: the settings, filled in.
         folder: the run folder.
         data: the tokens.
-        model, optimizer: as ``prepare`` made them.
+        model, optimizer: from ``prepare``.
         loss: ``(tokens) -> summed cross entropy`` of the model, compiled or not.
-        accumulator: what sums the gradients of micro-batches, where there are several.
-        linears: the model's narrow layers, where its recipe has some.
-        step: optimizer steps done.
-        tokens: tokens trained on.
-        seconds: wall time up to the last checkpoint, over all sittings.
+        accumulator: sums the gradients of micro-batches, if there are several.
+        linears: the model's narrow layers, if its recipe has any.
+        step: number of optimizer steps done.
+        tokens: number of tokens trained on.
+        seconds: wall time up to the last checkpoint, over all processes.
         audit_total: the audit's sums over the whole run.
-        gauges: what watches the run, while it is watched; see :meth:`watched`.
-        detours: batches that rollbacks went round.
-        loss_scale: by which the last step's loss was multiplied.
-        has_saturated: whether it was told that delayed scales cut values off.
-        standing: ``settings`` and numbers of ``rows`` that the checkpoint it was loaded from stands on, where that says so.
+        gauges: the gauges, while attached; see :meth:`watched`.
+        detours: batches skipped by rollbacks.
+        loss_scale: loss scale of the last step.
+        has_saturated: whether saturation of delayed scales was reported.
+        standing: ``settings`` and numbers of ``rows`` stored in the checkpoint it was loaded from, if any.
     """
 
     config: TrainConfig
@@ -88,12 +88,12 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where the model lies."""
+        """The device of the model."""
         return next(self.model.parameters()).device
 
     @property
     def notes(self) -> list[str]:
-        """What there is to tell of how the recipe's matmuls run here."""
+        """Notes on how the recipe's matmuls run on this device."""
         rows = () if self.linears is None else self.config.recipe.computes
         notes = [told(row, self.device) for row in rows if row.name != row.dtype]
         return [note for note in notes if "emulated" in note]
@@ -104,7 +104,7 @@ class Session:
         return self.data.tokenizer_path
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the names of the model as it was built; a tied one once."""
+        """Parameters by name; a tied parameter appears once."""
         return self.model.named_parameters()
 
     def batch(self) -> list[Tensor]:
@@ -115,7 +115,7 @@ class Session:
         return list(tokens.to(self.device).split(c.micro_batch_size))
 
     def set_compute(self, evaluating: bool = False) -> None:
-        """Let the narrow layers compute as the recipe says at this step, or in evaluation."""
+        """Set the computes of the narrow layers for this step, or for evaluation."""
         if self.linears is None:
             return
         recipe, progress = self.config.recipe, self.step / self.config.steps
@@ -125,7 +125,7 @@ class Session:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Gauges in place as the settings ask for; around the first step, whose compiled code is to know of them."""
+        """Attach gauges as configured; must enclose the first step, whose compiled code calls them."""
         if not self.config.gauges_every:
             yield
             return
@@ -138,14 +138,14 @@ class Session:
             self.gauges = None
 
     def fingerprint(self) -> str:
-        """64 bits of the stored weights, as 16 hexadecimal digits."""
+        """A 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
         return fingerprint_all({name: self.optimizer.stored(p) for name, p in self.named_parameters()})
 
     def save(self, num_rows: Mapping[str, int] | None = None) -> Path:
-        """Write a checkpoint; the one that was last stays until it is whole.
+        """Write a checkpoint; the previous one is kept until it is complete.
 
         Args:
-            num_rows: rows that each file of the run holds, which a resume will ask for again.
+            num_rows: number of records in each file of the run, which a resume verifies.
         """
         tensors = {f"model.{name}": p.detach().contiguous() for name, p in self.named_parameters()}
         names = self.optimizer.parameter_names()
@@ -167,12 +167,12 @@ class Session:
         }
         if self.optimizer.loss_scaler is not None:
             state["loss_scaler"] = self.optimizer.loss_scaler.state_dict()
-        # One that a stop asks for must not take the place of the one that a rollback would go to.
+        # The checkpoint of an interruption must not replace the one for a rollback.
         extra = self.config.on_spike == "rollback" and self.step % max(1, self.config.checkpoint_every) != 0
         return save_checkpoint(self.folder, self.step, tensors, state, self.config.keep_checkpoints + extra)
 
     def restore(self, on_damaged: Callable[[Path, str], None]) -> None:
-        """Go to the latest good checkpoint, or stay at the start where there is none.
+        """Load the latest good checkpoint, or stay at step 0 if there is none.
 
         Raises:
             RecordError: the checkpoint belongs to another model.
@@ -188,7 +188,7 @@ class Session:
                 of = "" if found is None else f" of shape {tuple(parameter.shape)} (it is {tuple(found.shape)} there)"
                 raise RecordError(
                     f"checkpoint {checkpoint.path.name} of {self.folder} holds no '{name}'{of}.",
-                    f"The model has changed since: restore {self.config.model} as it was when the run began.",
+                    f"The model has changed: restore {self.config.model} as it was when the run started.",
                 )
         with torch.no_grad():
             for name, parameter in parameters.items():
@@ -219,16 +219,16 @@ class Session:
             raise RecordError(
                 f"checkpoint {checkpoint.path.name} of {self.folder} gives weights {self.fingerprint()}, and "
                 f"{state['fingerprint']} was saved.",
-                "The checkpoint is whole, so the storage's code has changed: resume with the version that wrote it.",
+                "The checkpoint is intact, so the code of the storage has changed: resume with the version that wrote it.",
             )
         self.standing = {name: state[name] for name in ("settings", "rows") if name in state}
 
 
 def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
-    """A session at step 0.
+    """Build a session at step 0.
 
     Args:
-        config: the settings; ``lr`` and ``compile`` may still follow from the model's size.
+        config: the settings; ``lr`` and ``compile`` may still depend on the model's size.
         folder: the run folder.
         data: the tokens.
     Returns:
@@ -243,7 +243,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     if config.activation_checkpointing:
         language_model.enable_activation_checkpointing(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EmulationNotice)  # told by the loop, as a note
+        warnings.simplefilter("ignore", EmulationNotice)  # the loop reports it as a note
         _, optimizer = prepare(
             model,
             config.recipe,
@@ -260,7 +260,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         accumulator = GradientAccumulator(
             model.parameters(), config.accumulation_dtype, config.seed, num_micro_batches=parts
         )
-        accumulator.allocate()  # so that a run that is resumed at its end counts them too
+        accumulator.allocate()  # so that a run resumed at its end counts them too
     linears = linears_of(model)
     if config.recipe.compute.transform == "unit":
         fix_batch(model, sequence_length=config.sequence_length, tokens=config.tokens_per_step)
@@ -268,9 +268,9 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
 
 
 def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:
-    """The summed loss of a batch, in the recipe's compute, compiled or not."""
+    """The summed loss of a batch in the recipe's compute, compiled or not."""
     recipe = config.recipe
-    # The chunked loss takes the head's weight, not the head: casts around a kept head would be passed by.
+    # The chunked loss uses the head's weight and not the head: casts around a kept head would be skipped.
     large = model.config.vocab_size >= language_model.LARGE_VOCABULARY and not recipe.keep
     chunked = large and language_model.can_chunk(model)
     summed: Callable[[Tensor], Tensor]
@@ -287,12 +287,12 @@ def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Ten
 
 
 def load(folder: str | Path) -> Session:
-    """The session of a run folder at its latest good checkpoint, for export, sampling or study.
+    """Load the session of a run folder at its latest good checkpoint, for export or sampling.
 
     Args:
         folder: a run folder.
     Returns:
-        The session; its model is not compiled, and nothing watches it.
+        The session, without compilation or gauges.
     Raises:
         RecordError: no such run, or one of a newer version, or no good checkpoint.
     """
@@ -307,13 +307,13 @@ def load(folder: str | Path) -> Session:
     if session.step == 0:
         raise RecordError(
             f"{folder} holds no good checkpoint{': ' + '; '.join(damaged) if damaged else ''}.",
-            f"narrowgauge resume {folder} starts it again from step 0.",
+            f"narrowgauge resume {folder} restarts it from step 0.",
         )
     return session
 
 
 def describe(session: Session) -> dict[str, Any]:
-    """What ``run.toml`` says: the settings, the versions, the machine, the data."""
+    """The content of ``run.toml``: settings, versions, machine, data."""
     return {
         "config": session.config.to_dict(),
         "versions": {
@@ -335,13 +335,13 @@ def describe(session: Session) -> dict[str, Any]:
 
 
 def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 1) -> None:
-    """Ask glibc to keep large freed buffers: a training step frees and asks for the same ones again.
+    """Make glibc keep large freed buffers: a training step frees and allocates the same ones again.
 
-    By default every buffer above 32 MiB is mapped and unmapped each time, and each of its pages faults anew; keeping
-    them makes a small model's compiled step faster. Elsewhere than on glibc nothing is done.
+    By default every buffer above 32 MiB is mapped and unmapped each time, and each of its pages faults again; keeping
+    them makes a small model's compiled step faster. Does nothing without glibc.
 
     Args:
-        mmap_threshold, trim_threshold: bytes; glibc itself goes up to 32 and 64 MiB.
+        mmap_threshold, trim_threshold: bytes; glibc's own maxima are 32 and 64 MiB.
     """
     if platform.libc_ver()[0] != "glibc":
         return

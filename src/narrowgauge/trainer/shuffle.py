@@ -1,10 +1,10 @@
-"""An order one can evaluate at any place: the shuffle behind every batch.
+"""A stateless shuffle: the position of every sample in the epoch, computed from a formula.
 
-A generator must be run from its start, or its state kept, to know what comes next. A Feistel network is a permutation
-given by a formula: it splits a number into two halves and scrambles each in turn with a hash of the other, which can
-always be undone, so no two numbers meet. On a range that is no power of two it is applied again until it lands inside.
-The hash is keyed by (seed, epoch), so every epoch has an order of its own. Only integer arithmetic of this file is
-used: no release of a library can change the order of an old run.
+A random generator must be run from its start, or its state saved, to know what comes next. A Feistel network is a permutation
+given by a formula: it splits a number into two halves and scrambles each in turn with a hash of the other, which is
+invertible. On a range that is not a power of two it is repeated until the result is in range. The hash is keyed by (seed,
+epoch), so every epoch has its own order. Only the integer arithmetic of this file is used: no library release can change the
+order of an old run.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _ROUNDS = 6
 
 
 def shuffled(items: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
-    """The windows at some places of the endless stream of epochs.
+    """The windows at given positions of the infinite stream of epochs.
 
-    Law: a pure function; over each epoch (``num_windows`` places in a row) a permutation.
+    Invariant: a pure function; over each epoch (``num_windows`` consecutive positions) a permutation.
 
     Args:
-        items: places in the stream, uint64.
-        num_windows: windows in an epoch.
+        items: positions in the stream, uint64.
+        num_windows: number of windows in an epoch.
         seed: any integer.
 
     Returns:
-        int64 of the same shape, each below ``num_windows``.
+        int64 of the same shape, values below ``num_windows``.
 
     Example:
         >>> sorted(shuffled(np.arange(5, dtype=np.uint64), 5, seed=3).tolist())
@@ -36,7 +36,7 @@ def shuffled(items: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
     items = np.asarray(items, dtype=np.uint64)
     epochs, places = items // np.uint64(num_windows), items % np.uint64(num_windows)
     keys = _mix(_mix(np.full_like(items, seed & (1 << 64) - 1)) + epochs)
-    # Six bits at least: with fewer, a Feistel network reaches too few of the orders there are.
+    # At least six bits: with fewer, a Feistel network reaches too few permutations.
     half = np.uint64(max(3, ((num_windows - 1).bit_length() + 1) // 2))
     places = _feistel(places, keys, half)
     while (outside := places >= num_windows).any():

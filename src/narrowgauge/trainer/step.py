@@ -1,7 +1,7 @@
-"""What a session does: one optimizer step, one evaluation, and the metrics of each as a row.
+"""One optimizer step, one evaluation, and the record of each.
 
-The step owns no arithmetic and no format; it calls what ``prepare`` made like any user's loop would. Under ``--on-spike`` the
-step is judged before the update, and a spike changes nothing.
+The step contains no arithmetic and no format; it uses what ``prepare`` returns like any training loop. With
+``--on-spike`` the step is judged before the update, and a spike changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         session: the run; it moves on by one step.
         judgement: judges the step before the update, which is left out where the step is a spike.
     Returns:
-        The row of ``steps.jsonl``.
+        The record of ``steps.jsonl``.
     """
     began = time.perf_counter()
     config, optimizer = session.config, session.optimizer
@@ -50,7 +50,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         optimizer.skip_above = judgement.judge_loss(value)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    # The loss waits for the device in any case; settled now, a skip and an audit belong to this step's row.
+    # Reading the loss synchronizes anyway; settling here puts a skip and an audit into the record of this step.
     optimizer.settle()
     session.step += 1
     session.tokens += config.tokens_per_step
@@ -73,7 +73,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
 
 
 def _also(session: Session, row: Row, judgement: StepJudgement | None) -> Row:
-    """Columns that only some steps have."""
+    """Columns of some steps only."""
     also: Row = {}
     if judgement is not None and (spike := judgement.judge_norm(row["grad_norm"])) is not None:
         also["spike"] = asdict(spike)
@@ -89,7 +89,7 @@ def _also(session: Session, row: Row, judgement: StepJudgement | None) -> Row:
 
 
 def losses(session: Session) -> Iterator[torch.Tensor]:
-    """The loss of each micro-batch, as its share of the step's; the narrow layers are told which one it is."""
+    """The loss of each micro-batch, as its share of the step's; sets the position of each micro-batch in the narrow layers."""
     linears, first = session.linears, 0
     if linears is not None:
         session.set_compute()
@@ -115,7 +115,7 @@ def evaluate(session: Session) -> float:
 
 
 def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
-    """The row of ``summary.json``."""
+    """The record of ``summary.json``."""
     rates = sorted(row["tokens_per_second"] for row in read_run(session.folder).steps)
     summed = 0.0 if session.accumulator is None else session.accumulator.bytes_per_param()
     return {
@@ -135,7 +135,7 @@ def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory in use so far: of the device's tensors on CUDA, of the process elsewhere."""
+    """Peak memory so far: of the device's tensors on CUDA, of the process elsewhere."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,9 +1,9 @@
-"""From text to token numbers: a byte-level BPE tokenizer, and token maps that keep the result.
+"""Tokenization: a byte-level BPE tokenizer, and token maps that store the result.
 
-A byte-level tokenizer can write any text, so nothing is ever unknown. It is trained on at most 16 MB, a sample chosen
-by hash; the sample, the training and the encoding are deterministic. Every document ends with the end-of-text token.
+A byte-level tokenizer can encode any text, so there is no unknown token. It is trained on at most 16 MB, a sample chosen by
+hash; sample, training and encoding are deterministic. Every document ends with the end-of-text token.
 
-A *token map* is a folder with text already turned into numbers: ``tokens.bin`` (all tokens, uint16 or uint32, little
+A *token map* is a folder with tokenized text: ``tokens.bin`` (all tokens, uint16 or uint32, little
 endian), ``documents.bin`` (pairs of uint64: a hash of the document's name, and where it ends), ``tokens.json`` (dtype,
 vocabulary, end-of-text token, checksums) and, where known, ``tokenizer.json``.
 """
@@ -37,13 +37,13 @@ _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 
 @dataclass(frozen=True)
 class Tokens:
-    """A source turned into token numbers, document by document.
+    """A tokenized source, document by document.
 
     Args:
         vocab_size: all tokens are below it.
         end_of_text: the token that ends each document.
         tokenizer_json: the tokenizer, or ``None`` if it is not known.
-        read: gives (hash of the document's name, its tokens) for each document.
+        read: yields (hash of the document's name, its tokens) for each document.
     """
 
     vocab_size: int
@@ -53,22 +53,22 @@ class Tokens:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The narrowest unsigned type that holds every token."""
+        """The narrowest unsigned dtype that represents every token."""
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
 
 def train_tokenizer(texts: Texts, vocab_size: int, num_bytes: int) -> tuple[Tokenizer, int]:
     """Train a byte-level BPE tokenizer.
 
-    Law: the same text and size give the same tokenizer, in any process.
+    Invariant: the same text and size give the same tokenizer, in any process.
 
     Args:
-        texts: what to train on.
-        vocab_size: at most that many tokens, the end of text included.
-        num_bytes: bytes of all the text; of more than 16 MB a sample is used.
+        texts: the training text.
+        vocab_size: maximum number of tokens, including the end-of-text token.
+        num_bytes: size of the text in bytes; of more than 16 MB a sample is used.
 
     Returns:
-        The tokenizer, which of a small text has fewer tokens than asked for, and its end-of-text token.
+        The tokenizer (with fewer tokens than requested for a small text) and its end-of-text token.
 
     Raises:
         DataError: ``vocab_size`` is below 257.
@@ -115,16 +115,16 @@ def load_tokenizer(path: str | Path) -> tuple[Tokenizer, int]:
     if not found:
         raise DataError(
             f"The tokenizer {file} has no end-of-text token (looked for {', '.join(names)}).",
-            "Name it as eos_token in tokenizer_config.json beside it.",
+            "Name it as eos_token in tokenizer_config.json in the same folder.",
         )
     return tokenizer, found[0]
 
 
 def tokenize_texts(texts: Texts, tokenizer: Tokenizer, end_of_text: int) -> Tokens:
-    """Text as tokens, encoded while it is read.
+    """Tokenize text while it is read.
 
     Text that spells a special token is encoded like any other text. Documents above 256 Ki characters are encoded in
-    pieces cut after a line end, where a token can not join the two sides.
+    pieces split after a newline, where no token spans the two sides.
 
     Cost: about 0.2 s per MB on two cores.
     """
@@ -139,7 +139,7 @@ def tokenize_texts(texts: Texts, tokenizer: Tokenizer, end_of_text: int) -> Toke
 
 
 def write_tokens(folder: Path, tokens: Tokens) -> None:
-    """Write a token map into a folder that exists; ``tokens.json`` comes last, so a map without it is unfinished."""
+    """Write a token map into an existing folder; ``tokens.json`` is written last, so a map without it is incomplete."""
     ends = []
     with disk_errors(folder / "tokens.bin", AGAIN), (folder / "tokens.bin").open("wb") as stream:
         for name, ids in tokens.read():
@@ -193,7 +193,7 @@ def read_tokens(path: Path) -> Tokens:
         tokenizer = file.read_text(encoding="utf-8") if file.is_file() else None
         vocab_size, end_of_text = int(head["vocab_size"]), int(head["end_of_text"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"Cannot use the token map {folder}: {error}.", "Make it again from its text.") from error
+        raise DataError(f"Cannot use the token map {folder}: {error}.", "Rebuild it from its text.") from error
 
     def read() -> Iterator[tuple[int, np.ndarray]]:
         start = 0
@@ -205,12 +205,12 @@ def read_tokens(path: Path) -> Tokens:
 
 
 def hash_name(name: str) -> int:
-    """64 bits that stand for a document's name in every split."""
+    """A 64-bit hash of a document's name, which determines its split."""
     return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "little")
 
 
 def _mapped(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """A file as an array; an empty one cannot be mapped."""
+    """A file as an array; an empty file cannot be memory-mapped."""
     return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
 
 
@@ -224,7 +224,7 @@ def _ends(file: Path, num_tokens: int) -> np.ndarray:
 
 
 def _configured_end(file: Path) -> tuple[str, ...]:
-    """``eos_token`` of a Hugging Face tokenizer configuration, which may be text or an object."""
+    """``eos_token`` of a Hugging Face tokenizer configuration, a string or an object."""
     try:
         name = load_json(file.read_bytes()).get("eos_token")
     except (OSError, ValueError, AttributeError):
