@@ -188,10 +188,10 @@ def without(key: str) -> Any:
             (without(key), f"data.json lacks '{key}'")
             for key in ("vocab_size", "end_of_text", "dtype", "files", "notes")
         ),
-        (lambda head: {**head, "vocab_size": 300}, "not those the run began with"),
-        (lambda head: {**head, "end_of_text": 7}, "not those the run began with"),
+        (lambda head: {**head, "vocab_size": 300}, "not those the run started with"),
+        (lambda head: {**head, "end_of_text": 7}, "not those the run started with"),
         (lambda head: {**head, "dtype": "uint32"}, "the run"),
-        (lambda head: {**head, "schema_version": 1}, "not those the run began with"),
+        (lambda head: {**head, "schema_version": 1}, "not those the run started with"),
         (lambda head: {**head, "dtype": "float64"}, "dtype = 'float64'; tokens are uint16 or uint32"),
         (lambda head: {**head, "vocab_size": "many"}, "vocab_size = 'many'"),
         (lambda head: {**head, "schema_version": float("inf")}, "schema_version = inf"),
@@ -201,7 +201,7 @@ def without(key: str) -> Any:
         (lambda head: {**head, "files": {"train.bin": {"bytes": None}, "valid.bin": 3}}, "Cannot use the data"),
         (
             lambda head: {**head, "files": {name: {**said, "bytes": None} for name, said in head["files"].items()}},
-            "is not what",
+            "does not match its checksum",
         ),
         (lambda head: [head], "not an object"),
     ],
@@ -323,5 +323,5 @@ def test_an_export_of_changed_data_is_refused(stopped: Path, tmp_path: Path) -> 
     record = tomllib.loads((stopped / "run.toml").read_text())
     record["data"]["fingerprint"] = "0" * 32
     (stopped / "run.toml").write_text(tomli_w.dumps(record))
-    with pytest.raises(RecordError, match="not those the run began with"):
+    with pytest.raises(RecordError, match="not those the run started with"):
         exporting.export(stopped, tmp_path / "out")

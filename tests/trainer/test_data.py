@@ -111,7 +111,7 @@ class TestPreparation:
     def test_a_folder_in_the_way_is_not_touched(self, corpus: Path, tmp_path: Path) -> None:
         (tmp_path / "run" / "data").mkdir(parents=True)
         (tmp_path / "run" / "data" / "mine.csv").touch()
-        with pytest.raises(RecordError, match="it exists and has no data.json"):
+        with pytest.raises(RecordError, match=r"it exists and has no data\.json"):
             prepare_data(corpus, tmp_path / "run", vocab_size=300)
         assert (tmp_path / "run" / "data" / "mine.csv").exists()
 

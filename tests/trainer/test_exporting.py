@@ -153,7 +153,7 @@ def test_an_export_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="Take 'visible' or 'float32'"):
+    with pytest.raises(RecordError, match="Use 'visible' or 'float32'"):
         write_folder(make_run(None), tmp_path / "out", cast(Any, "float16"))
 
 
