@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, str | None, int]] = {
     "scale-skips": (FLOAT16, [], stepped(lambda s: {**SCALED, "skipped": s >= 400 and s % 10 == 0}), "loss_scale", None, 490),
     "loss-spike": (NAIVE, [], stepped(lambda s: {"loss": 5.0} if s == 400 else {}), "loss_spike", None, 400),
     "gradient-spike": (NAIVE, [], stepped(lambda s: {"grad_norm": 6.0} if s == 400 else {}), "gradient_spike", None, 400),
-    # A thousandth of a nat a step: the last 100 steps were lower by half of that, so 0.1 is there at 550, and is told at the
+    # A thousandth of a nat a step: the last 100 steps were lower by half of that, so 0.1 is there at 550, and is raised at the
     # end of the block of 20. The norm is five times as large after 161 steps, its level 50 later.
     "loss-climb": (NAIVE, [], stepped(lambda s: {"loss": 3.0 + max(0, s - 400) / 1000}), "loss_climb", None, 560),
     "gradient-growth": (NAIVE, [], stepped(lambda s: {"grad_norm": 0.5 * math.exp(max(0, s - 400) / 100)}, 660),
@@ -228,13 +228,13 @@ def test_a_weight_that_decay_does_not_hold_is_seen_and_one_that_settles_is_not()
         spread = (0.2 * 0.003) ** 2 * ((1 - shrink**step) / (1 - shrink) if decay else step)
         return math.sqrt(0.02**2 * shrink**step + spread * 8)
 
-    def told(decay: float) -> list[str]:
+    def raised(decay: float) -> list[str]:
         return [
             event.kind
             for event in run(NAIVE, [gauges(s, weight={"rms": grown(s, decay)}) for s in range(20, 40_001, 20)])
         ]
 
-    assert told(0.0) == ["growth"] and told(0.1) == []
+    assert raised(0.0) == ["growth"] and raised(0.1) == []
 
 
 def test_a_weight_that_jumped_and_stays_is_told_once() -> None:
@@ -276,14 +276,14 @@ def test_a_loss_scale_may_be_found_from_above_in_the_first_steps() -> None:
 
 
 def test_the_same_trouble_is_told_again_only_after_it_was_over() -> None:
-    def told(*edq: float) -> list[int]:
+    def raised(*edq: float) -> list[int]:
         rows = [gauges(20 * n, update={"edq": value, "noise": 0.8}) for n, value in enumerate(edq, 1)]
         return [event.step for event in run(NAIVE, rows)]
 
-    assert told(0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5) == [60, 180]
-    assert told(0.5, 0.5, 0.5, 1.0, 1.0, 0.5, 0.5, 0.5) == [60]  # it takes three good readings
-    assert told(0.5, 0.5, 0.5, 0.93, 0.93, 0.93, 0.93, 0.5, 0.5, 0.5) == [60]  # 0.93 is not well
-    assert told(0.5, 0.5, 0.95, 0.5, 0.5, 0.95) == []  # nor are two bad ones in a row enough
+    assert raised(0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5) == [60, 180]
+    assert raised(0.5, 0.5, 0.5, 1.0, 1.0, 0.5, 0.5, 0.5) == [60]  # it takes three good readings
+    assert raised(0.5, 0.5, 0.5, 0.93, 0.93, 0.93, 0.93, 0.5, 0.5, 0.5) == [60]  # 0.93 is not well
+    assert raised(0.5, 0.5, 0.95, 0.5, 0.5, 0.95) == []  # nor are two bad ones in a row enough
 
 
 def test_a_trouble_is_over_when_its_condition_is() -> None:
@@ -295,12 +295,12 @@ def test_a_trouble_is_over_when_its_condition_is() -> None:
 
 
 def test_a_spike_is_told_once_until_ten_steps_were_calm() -> None:
-    def told(*steps: int) -> list[int]:
+    def raised(*steps: int) -> list[int]:
         rows = stepped(lambda s: {"loss": 6.0} if s in steps else {})
         return [event.step for event in run(NAIVE, [], rows)]
 
-    assert told(100, 101, 102, 110) == [100]
-    assert told(100, 111) == [100, 111]
+    assert raised(100, 101, 102, 110) == [100]
+    assert raised(100, 111) == [100, 111]
 
 
 def test_many_tensors_at_once_make_one_event_that_names_the_worst() -> None:
@@ -433,10 +433,10 @@ def test_nothing_is_no_jump() -> None:
 
 def test_an_update_that_was_never_intended_is_told_from_one_that_was_not_audited() -> None:
     for edq, dead in ((math.nan, True), (None, False)):
-        alarms, told = Alarms(), []
+        alarms, raised = Alarms(), []
         for step in range(20, 120, 20):
-            told += alarms.on_gauges({"step": step, "updates": {"w": [edq, None, None, None, 0.0, None]}})
-        assert [e.kind for e in told] == (["dead_layer"] if dead else [])
+            raised += alarms.on_gauges({"step": step, "updates": {"w": [edq, None, None, None, 0.0, None]}})
+        assert [e.kind for e in raised] == (["dead_layer"] if dead else [])
 
 
 @pytest.mark.parametrize(

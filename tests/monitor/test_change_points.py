@@ -63,7 +63,7 @@ def record(
     ]
 
 
-def told(rows: list[Row], alarms: Alarms | None = None) -> list[Event]:
+def raised(rows: list[Row], alarms: Alarms | None = None) -> list[Event]:
     alarms = alarms or Alarms()
     return [event for row in rows for event in alarms.on_step(row) if event.kind in SLOW]
 
@@ -81,7 +81,7 @@ def climbs(losses: Iterable[float]) -> list[float]:
 @pytest.mark.parametrize("jitter", [0.0, 0.03, 0.3, 1.0])
 @pytest.mark.parametrize("noise", NOISES)
 def test_a_healthy_run_has_no_climb(noise: str, jitter: float) -> None:
-    assert told(record(noise, 0, jitter)) == []
+    assert raised(record(noise, 0, jitter)) == []
     for seed in range(1, 6):
         drawn = NOISES[noise](seed)
         assert (
@@ -89,7 +89,7 @@ def test_a_healthy_run_has_no_climb(noise: str, jitter: float) -> None:
         )
 
 
-# How high it climbs, over how many steps, under how much noise; by how many steps after its onset it is told. A batch of
+# How high it climbs, over how many steps, under how much noise; by how many steps after its onset it is raised. A batch of
 # 10,000 tokens jitters by about 0.1 nats, one of 1,000 by 0.3.
 CLIMBS = [
     (0.3, 300, 0.02, 260),
@@ -112,7 +112,7 @@ def test_a_slow_climb_is_told_in_time_and_the_same_record_without_it_is_not(
         (event,) = [event for row in rows for event in alarms.on_step(row)]  # and no spike
         assert event.kind == "loss_climb" and ONSET < event.step <= ONSET + within
         assert event.value is not None and 0.1 <= event.value <= climb(event.step)
-        assert told(record("normal", seed, jitter, ONSET + within)) == []
+        assert raised(record("normal", seed, jitter, ONSET + within)) == []
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -120,8 +120,8 @@ def test_what_it_says_is_less_than_the_climb(noise: str) -> None:
     for seed in range(6):
         for height in (0.0, 0.5, 2.0):
             drawn = NOISES[noise](seed)
-            said = climbs(3.0 + height * (step > 1000) + 0.2 * next(drawn) for step in range(3000))
-            assert height - 0.25 <= max(said) <= height + 0.02
+            climb_bounds = climbs(3.0 + height * (step > 1000) + 0.2 * next(drawn) for step in range(3000))
+            assert height - 0.25 <= max(climb_bounds) <= height + 0.02
 
 
 def test_a_falling_loss_and_one_that_rests_have_none() -> None:
@@ -143,22 +143,22 @@ def test_one_wild_reading_moves_no_level() -> None:
 
 
 def test_the_longer_the_span_the_less_is_allowed_for_noise() -> None:
-    def said(span: int) -> float:
+    def climb_bounds(span: int) -> float:
         judge, drawn = DriftJudge(spans=(span,)), normal(0)
         losses = (2.0 + (step > 1000) + 0.33 * next(drawn) for step in range(4000))
         return fmean([climb for loss in losses if (climb := judge.add(loss)) is not None][-50:])
 
     # Of a climb by 1, all but twice five standard errors of the mean of the middle half of so many blocks of 20.
     for span in (5, 10, 20):
-        assert said(span) == pytest.approx(1.0 - 10 * 1.09 * 0.33 / math.sqrt(20 * span), abs=0.1)
-    assert said(5) < said(10) < said(20)
+        assert climb_bounds(span) == pytest.approx(1.0 - 10 * 1.09 * 0.33 / math.sqrt(20 * span), abs=0.1)
+    assert climb_bounds(5) < climb_bounds(10) < climb_bounds(20)
     assert {5, 10, 20} == set(DriftJudge().spans)
 
 
 def test_too_little_is_known_for_two_hundred_steps() -> None:
     judge = DriftJudge()
-    said = [judge.add(float(step)) for step in range(400)]
-    known = [step + 1 for step, climb in enumerate(said) if climb is not None]
+    climb_bounds = [judge.add(float(step)) for step in range(400)]
+    known = [step + 1 for step, climb in enumerate(climb_bounds) if climb is not None]
     assert known == list(range(220, 401, 20))
 
 
@@ -166,28 +166,28 @@ def test_too_little_is_known_for_two_hundred_steps() -> None:
 def test_a_spike_that_comes_back_is_no_climb(length: int) -> None:
     for seed in range(4):
         rows = record("normal", seed, 0.1, climb=lambda step: 4.0 if 1000 <= step < 1000 + length else 0.0)
-        assert told(rows) == []
+        assert raised(rows) == []
 
 
 def test_a_jump_that_stays_is_a_climb_once_it_is_no_spike_any_more() -> None:
     rows = record("normal", 0, 0.1, climb=lambda step: 4.0 * (step >= 1000))
-    (event,) = told(rows)
+    (event,) = raised(rows)
     assert event.kind == "loss_climb" and 1050 < event.step <= 1140
 
 
 def test_a_bump_at_the_end_of_the_warm_up_is_no_climb() -> None:
     for seed in range(4):
         rows = record("normal", seed, 0.2, 600, climb=lambda step: 0.5 * math.exp(-(((step - 100) / 30) ** 2)))
-        assert told(rows) == []
+        assert raised(rows) == []
 
 
 def test_a_climb_is_told_again_only_after_it_came_back() -> None:
     def twice(step: int) -> float:
         return 0.6 * (600 < step <= 1000) + 0.6 * (step > 1500)
 
-    first, second = told(record("normal", 0, 0.05, climb=twice))
+    first, second = raised(record("normal", 0, 0.05, climb=twice))
     assert 600 < first.step < 800 and 1500 < second.step < 1700
-    assert len(told(record("normal", 0, 0.05, climb=lambda step: 0.6 * (step > 600)))) == 1
+    assert len(raised(record("normal", 0, 0.05, climb=lambda step: 0.6 * (step > 600)))) == 1
 
 
 def test_a_gradient_norm_that_grows_slowly_is_told_as_a_factor() -> None:
@@ -196,16 +196,16 @@ def test_a_gradient_norm_that_grows_slowly_is_told_as_a_factor() -> None:
         return [{**row, "grad_norm": row["grad_norm"] * math.exp(rate * max(0, row["step"] - ONSET))} for row in rows]
 
     for seed in range(4):
-        (event,) = told(grown(seed, math.log(12) / 500))
+        (event,) = raised(grown(seed, math.log(12) / 500))
         assert event.kind == "growth" and event.tensor is None and 5.0 <= (event.value or 0.0) < 12.0
         assert ONSET + 325 < event.step <= ONSET + 500
-        assert told(grown(seed, math.log(3) / 800)) == []  # healthy norms grow, too
+        assert raised(grown(seed, math.log(3) / 800)) == []  # healthy norms grow, too
 
 
 def test_a_gradient_spike_that_comes_back_is_no_growth() -> None:
     rows = record("normal", 0, 0.1)
     spiked = [{**row, "grad_norm": row["grad_norm"] * (1e4 if 1000 <= row["step"] < 1045 else 1)} for row in rows]
-    assert told(spiked) == []
+    assert raised(spiked) == []
 
 
 def test_steps_without_a_loss_or_a_norm_do_not_count() -> None:
@@ -217,23 +217,23 @@ def test_steps_without_a_loss_or_a_norm_do_not_count() -> None:
         {"step": 0},
     ]
     torn = [row for number, row in enumerate(rows) for row in ((*holes, row) if number % 50 == 7 else (row,))]
-    assert told(torn) == told(rows) != []
+    assert raised(torn) == raised(rows) != []
 
 
 def test_a_resumed_run_tells_what_an_uninterrupted_one_does() -> None:
     for seed in range(3):
         rows = record("heavy", seed, 0.1, 1500, ramp(0.5, 300))
-        (event,) = told(rows)
+        (event,) = raised(rows)
         for cut in (ONSET, event.step - 7, event.step - 1):
-            assert told(rows[cut:], Alarms.rebuilt(None, rows[:cut])) == [event]
-        assert told(rows[event.step :], Alarms.rebuilt(None, rows[: event.step])) == []
+            assert raised(rows[cut:], Alarms.rebuilt(None, rows[:cut])) == [event]
+        assert raised(rows[event.step :], Alarms.rebuilt(None, rows[: event.step])) == []
 
 
 def test_a_run_that_went_back_has_not_climbed() -> None:
     """What was deleted is forgotten: the lowest, too, of a part that went astray downward."""
     astray, well = record("normal", 2, 0.1, 1500, ramp(2.0, 300)), record("normal", 3, 0.1, 2000)
-    assert told(astray) != []
-    assert told(well[800:], Alarms.rebuilt(None, astray[:800])) == []
+    assert raised(astray) != []
+    assert raised(well[800:], Alarms.rebuilt(None, astray[:800])) == []
     low = record("normal", 2, 0.1, 1500, ramp(-1.0, 100))
-    assert told(well[800:], Alarms.rebuilt(None, low)) != []
-    assert told(well[800:], Alarms.rebuilt(None, low[:800])) == []
+    assert raised(well[800:], Alarms.rebuilt(None, low)) != []
+    assert raised(well[800:], Alarms.rebuilt(None, low[:800])) == []

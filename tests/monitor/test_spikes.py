@@ -180,7 +180,7 @@ def test_a_new_past_of_few_steps_is_judged_as_a_beginning() -> None:
 
 def test_wild_steps_in_the_past_do_not_hide_a_spike() -> None:
     judge = flat(90)
-    for _ in range(10):  # told to be no spikes
+    for _ in range(10):  # recorded as no spikes
         judge.add(9.0, 50.0, spiked=False)
     assert judge.loss(3.0) is not None and judge.norm(6.0) is not None
 

@@ -221,7 +221,7 @@ def test_numbers_of_other_libraries_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "says"),
+    ("run", "expected"),
     [
         ({}, r"no table \[config\]"),
         ({"config": 1, "data": {"fingerprint": "a"}}, "'config' is not a table"),
@@ -232,15 +232,15 @@ def test_numbers_of_other_libraries_are_written(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_resume_needs_is_there_or_the_record_is_damaged(
-    run: dict[str, object], says: str, tmp_path: Path
+    run: dict[str, object], expected: str, tmp_path: Path
 ) -> None:
     RunWriter.create(tmp_path / "run", run).close()
-    with pytest.raises(RecordError, match=rf"run\.toml is damaged: .*{says}"):
+    with pytest.raises(RecordError, match=rf"run\.toml is damaged: .*{expected}"):
         print(read_run(tmp_path / "run").config, read_run(tmp_path / "run").data_fingerprint)
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "says"),
+    ("name", "line", "expected"),
     [
         ("steps", '{"step": 2, "loss": "low"}', "line 2 of 5 has loss = 'low', which is not a number"),
         ("steps", '{"step": 2, "edq": [1.0]}', r"edq = \[1\.0\], which is not a number"),
@@ -261,12 +261,12 @@ def test_what_a_resume_needs_is_there_or_the_record_is_damaged(
     ],
 )
 def test_a_value_that_no_reader_could_reckon_with_is_refused_with_its_line(
-    name: str, line: str, says: str, folder: Path
+    name: str, line: str, expected: str, folder: Path
 ) -> None:
     file = folder / f"{name}.jsonl"
     first, *others = file.read_text().splitlines() or ['{"step": 1}']
     file.write_text("\n".join([first, line, *others]) + "\n")
-    with pytest.raises(RecordError, match=rf"{name}\.jsonl is damaged: .*{says}"):
+    with pytest.raises(RecordError, match=rf"{name}\.jsonl is damaged: .*{expected}"):
         print(read_run(folder).gauges)
 
 
@@ -284,16 +284,16 @@ def test_what_nobody_reckons_with_may_be_anything(line: str, folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ('"abc"', "'abc' is not an object"),
         ("[1]", r"\[1\] is not an object"),
         ('{"val_loss": "abc"}', "val_loss = 'abc'"),
     ],
 )
-def test_a_summary_of_another_kind_is_refused(text: str, says: str, folder: Path) -> None:
+def test_a_summary_of_another_kind_is_refused(text: str, expected: str, folder: Path) -> None:
     (folder / "summary.json").write_text(text)
-    with pytest.raises(RecordError, match=rf"summary\.json is damaged: .*{says}"):
+    with pytest.raises(RecordError, match=rf"summary\.json is damaged: .*{expected}"):
         read_run(folder)
 
 

@@ -1,4 +1,4 @@
-"""Rows carry checksums, and a resume stands on all rows that its checkpoint was written after."""
+"""Rows have checksums, and a resume needs all rows that were written before its checkpoint."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def as_before_checksums(folder: Path) -> None:
 def test_a_row_carries_the_checksum_of_its_text(folder: Path) -> None:
     for kind in ROW_FILES:
         for line in lines_of(folder, kind):
-            text, _, told = line.rpartition(b',"crc32":')
-            assert json.loads(line)["crc32"] == f"{zlib.crc32(text):08x}" and told.endswith(b'"}\n')
+            text, _, rest = line.rpartition(b',"crc32":')
+            assert json.loads(line)["crc32"] == f"{zlib.crc32(text):08x}" and rest.endswith(b'"}\n')
         assert all("crc32" not in row for row in read_rows(folder / f"{kind}.jsonl"))
 
 
@@ -98,7 +98,7 @@ def test_no_flipped_bit_goes_unnoticed(kind: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "gone", "says"),
+    ("kind", "gone", "expected"),
     [
         ("steps", [1], r"steps\.jsonl lacks step 2\."),
         ("steps", [1, 3, 4], r"steps\.jsonl lacks steps 2, 4 to 5\."),
@@ -109,10 +109,10 @@ def test_no_flipped_bit_goes_unnoticed(kind: str, folder: Path) -> None:
         ("events", [1], r"events\.jsonl holds 1 of the 2 rows that were written"),
     ],
 )
-def test_lost_rows_are_told_and_nothing_is_cut(kind: str, gone: Any, says: str, folder: Path) -> None:
+def test_lost_rows_are_told_and_nothing_is_cut(kind: str, gone: Any, expected: str, folder: Path) -> None:
     change(folder, kind, [line for number, line in enumerate(lines_of(folder, kind)) if number not in gone])
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    with pytest.raises(RecordError, match=says) as caught:
+    with pytest.raises(RecordError, match=expected) as caught:
         require_rows(folder, 6, COUNTS)
     assert f"narrowgauge resume {folder} --accept-changes" in caught.value.advice
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before

@@ -62,9 +62,9 @@ def read_some(descriptor: int) -> bytes:
 
 @pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}, {"PYTHONIOENCODING": "ascii"}], ids=str)
 def test_a_pipe_sees_plain_lines(environment: dict[str, str]) -> None:
-    said = through_pipe(**environment)
-    assert "\x1b" not in said and "\r" not in said
-    lines = said.splitlines()
+    output = through_pipe(**environment)
+    assert "\x1b" not in output and "\r" not in output
+    lines = output.splitlines()
     assert lines[0] == "first [bold]words[/bold]"
     steps = [line for line in lines if "tokens/s  lr" in line]
     assert [line.split()[1] for line in steps] == ["1/4", "2/4", "4/4"]
@@ -73,23 +73,23 @@ def test_a_pipe_sees_plain_lines(environment: dict[str, str]) -> None:
 
 
 def test_a_terminal_sees_a_bar_and_a_table() -> None:
-    said = on_terminal(TERM="xterm-256color")
-    assert "\x1b[" in said and "━" in said and "4/4" in said
-    assert "loss 2.5000  1,234 tokens/s" in said
-    assert "────" in said and "first [bold]words[/bold]" in said
-    assert "lr 1.00e-03" not in said, "lines are for pipes"
+    output = on_terminal(TERM="xterm-256color")
+    assert "\x1b[" in output and "━" in output and "4/4" in output
+    assert "loss 2.5000  1,234 tokens/s" in output
+    assert "────" in output and "first [bold]words[/bold]" in output
+    assert "lr 1.00e-03" not in output, "lines are for pipes"
 
 
 @pytest.mark.parametrize("columns", ["40", "70"])
 def test_a_narrow_terminal_cuts_no_figure(columns: str) -> None:
-    said = on_terminal(TERM="xterm-256color", COLUMNS=columns)
-    last = said.splitlines()[-1]
-    assert "────" not in said and last.split()[:3] == ["bfloat16/word", "2.2500", "–"], said
+    output = on_terminal(TERM="xterm-256color", COLUMNS=columns)
+    last = output.splitlines()[-1]
+    assert "────" not in output and last.split()[:3] == ["bfloat16/word", "2.2500", "–"], output
 
 
 def test_a_terminal_that_cannot_move_its_cursor_sees_lines() -> None:
-    said = on_terminal(TERM="dumb")
-    assert "\x1b" not in said and "step      4/4  loss 2.5000" in said
+    output = on_terminal(TERM="dumb")
+    assert "\x1b" not in output and "step      4/4  loss 2.5000" in output
 
 
 def test_the_table_has_a_cell_for_everything_and_a_dash_for_nothing() -> None:
@@ -135,11 +135,11 @@ with Console(4, 2) as console:
 @pytest.mark.parametrize("columns", ["40", "100"])
 def test_a_bar_is_there_before_there_are_steps(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SCRIPT", STAGES)
-    said = on_terminal(TERM="xterm-256color", COLUMNS=columns)
-    places = [said.find(word) for word in ("training a tokenizer", "building the model", "1/4", "2/4")]
-    assert places == sorted(places) and places[0] >= 0, said
-    assert "━" in said[: places[1]] and ("the first step compiles" in said) == (columns == "100")
-    assert "/4" not in said[: places[1]], "no steps are counted before there are any"
+    output = on_terminal(TERM="xterm-256color", COLUMNS=columns)
+    places = [output.find(word) for word in ("training a tokenizer", "building the model", "1/4", "2/4")]
+    assert places == sorted(places) and places[0] >= 0, output
+    assert "━" in output[: places[1]] and ("the first step compiles" in output) == (columns == "100")
+    assert "/4" not in output[: places[1]], "no steps are counted before there are any"
     assert through_pipe() == "step      2/4  loss 2.5000  1,234 tokens/s  lr 1.00e-03\n"
 
 
