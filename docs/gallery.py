@@ -9,8 +9,7 @@ site. By hand::
 
 What is stored of a run: ``run.toml``, with names in place of paths; ``evals.jsonl``, ``events.jsonl`` and ``summary.json``
 as they were; ``gauges.jsonl``, where there is one, of the first seed; of ``steps.jsonl`` the columns of :data:`DIGITS`,
-shortened to so many digits. The verdict of the kept runs
-is that of the whole ones.
+shortened to so many digits. The verdict on the stored runs is that on the complete ones.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ TITLES = {
     "storages-8m": "Storages of a llama-8m at a learning rate of 3e-4",
     "computes": "Computes of a llama-1m at a learning rate of 1e-3",
 }
-"""The pages, and what stands on top of each."""
+"""The pages and their titles."""
 
 DIGITS = {
     "step": 0, "loss": 7, "lr": 4, "grad_norm": 5, "tokens": 0, "seconds": 6, "skipped": 0, "saturated": 0, "loss_scale": 9,
     "spike": 0, "edq": 6, "noise": 4, "lost_fraction": 4, "unseen_fraction": 4,
 }  # fmt: skip
-"""The columns of ``steps.jsonl`` that are kept, with their digits; 0 keeps a value as it is."""
+"""The columns of ``steps.jsonl`` that are stored, with their digits; 0 stores a value as it is."""
 
 _AS_THEY_ARE = ("evals.jsonl", "events.jsonl", "summary.json")
 
