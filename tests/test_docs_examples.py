@@ -39,7 +39,7 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::narrowgauge.optim.auditing.UpdateLossWarning")
+@pytest.mark.filterwarnings("ignore::narrowgauge.optim.audit.UpdateLossWarning")
 @pytest.mark.parametrize(("page", "number"), EXAMPLES, ids=[f"{page}-{number}" for page, number in EXAMPLES])
 def test_every_example_runs_alone(page: str, number: int) -> None:
     run_example(page, number)
@@ -86,7 +86,7 @@ def test_whoever_asks_is_told_of_events(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "note 3 bits may differ Look.\n"
 
 
-@pytest.mark.filterwarnings("ignore::narrowgauge.optim.auditing.UpdateLossWarning")
+@pytest.mark.filterwarnings("ignore::narrowgauge.optim.audit.UpdateLossWarning")
 def test_rows_of_ones_own_loop_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_example("ideas/alarms.md", 2)
     run = read_run(tmp_path / "runs" / "watched")

@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from narrowgauge.numerics.summation import fingerprint as fingerprint
     from narrowgauge.optim.accumulation import AccumulationWarning as AccumulationWarning
     from narrowgauge.optim.accumulation import GradientAccumulator as GradientAccumulator
-    from narrowgauge.optim.auditing import Alarm as Alarm
-    from narrowgauge.optim.auditing import Reading as Reading
-    from narrowgauge.optim.auditing import UpdateLossWarning as UpdateLossWarning
-    from narrowgauge.optim.auditing import audit as audit
+    from narrowgauge.optim.audit import Alarm as Alarm
+    from narrowgauge.optim.audit import Reading as Reading
+    from narrowgauge.optim.audit import UpdateLossWarning as UpdateLossWarning
+    from narrowgauge.optim.audit import audit as audit
     from narrowgauge.optim.elementwise_optimizers import SGD as SGD
     from narrowgauge.optim.elementwise_optimizers import Adam as Adam
     from narrowgauge.optim.elementwise_optimizers import AdamW as AdamW
@@ -102,7 +102,7 @@ _HOMES = {
     "ACCUMULATIONS": "spec.accumulations",
     "release_gradients": "optim.gradient_release",
     "Optimizer": "optim.optimizer",
-    "audit": "optim.auditing",
+    "audit": "optim.audit",
     "attach_gauges": "gauges.attach",
     "Gauges": "gauges.attach",
     "GaugeNotice": "gauges.attach",
@@ -119,9 +119,9 @@ _HOMES = {
     "read_run": "runs.record",
     "Run": "runs.record",
     "RunWriter": "runs.writer",
-    "Alarm": "optim.auditing",
-    "Reading": "optim.auditing",
-    "UpdateLossWarning": "optim.auditing",
+    "Alarm": "optim.audit",
+    "Reading": "optim.audit",
+    "UpdateLossWarning": "optim.audit",
     "swap_linears": "matmul.swapping",
     "linears_of": "matmul.swapping",
     "Linears": "matmul.linears",

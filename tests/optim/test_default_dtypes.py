@@ -98,7 +98,7 @@ def test_kernels_are_the_same_under_any_default_dtype(tmp_path: Path, monkeypatc
     shapes: list[Shape] = [(130, 66), (65, 68)]
     slopes = [gradients(parameters("naive", shapes), step) for step in range(2)]
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
-    monkeypatch.setattr(compilation, "_LOADED", {})
+    monkeypatch.setattr(compilation, "_KERNELS", {})
 
     def trained(dtype: torch.dtype, *, compile: bool) -> dict[str, Tensor]:
         optimizer = ng.SGD(parameters("naive", shapes), lr=0.01, storage="naive", audit_every=0, compile=compile)
@@ -108,7 +108,7 @@ def test_kernels_are_the_same_under_any_default_dtype(tmp_path: Path, monkeypatc
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         assert_same(wanted, trained(dtype, compile=True))
         packages.append({path.name for path in tmp_path.rglob("*.pt2")})
-        compilation._LOADED.clear()
+        compilation._KERNELS.clear()
     assert len(packages[0]) == 1 and packages[0] == packages[1] == packages[2]
 
 
@@ -147,7 +147,7 @@ def test_a_function_agrees_with_its_definition_or_not(run: Any, is_right: bool) 
 def test_a_kernel_that_does_something_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies in the cache under its name is compiled anew; a compiler that does it again is told of, once."""
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
-    monkeypatch.setattr(compilation, "_LOADED", {})
+    monkeypatch.setattr(compilation, "_KERNELS", {})
     compilation._warn_once.cache_clear()
     asked = []
 

@@ -457,15 +457,15 @@ def test_float16_gradients_keep_their_values_and_what_is_not_finite() -> None:
     assert not value[~fine].isfinite().any() and int((~fine).sum()) == 2048
     assert torch.equal(value[exact.isinf()], exact[exact.isinf()].float())
     # A weight's infinity is a number to the kernel, so that a step of zero can still be taken from it.
-    assert (encoding.seen_value("float16", low)[~fine].abs() >= 65536).all()
-    assert torch.equal(encoding.seen_bits("float16", encoding.seen_value("float16", low)), low)
+    assert (encoding.visible_value("float16", low)[~fine].abs() >= 65536).all()
+    assert torch.equal(encoding.visible_bits("float16", encoding.visible_value("float16", low)), low)
 
 
 @pytest.mark.parametrize("visible", ["bfloat16", "float32"])
 def test_other_gradients_are_their_bits(visible: str) -> None:
     bits = torch.tensor([0x7FC00000, 0x7F800000, -0x800000, 0, 0x3F800000], dtype=torch.int32)
     assert torch.equal(bits_of(encoding.gradient_value(visible, bits)), bits)
-    assert torch.equal(encoding.seen_bits(visible, encoding.seen_value(visible, bits)), bits)
+    assert torch.equal(encoding.visible_bits(visible, encoding.visible_value(visible, bits)), bits)
 
 
 def test_round_to_float16_is_nearest_with_ties_away() -> None:

@@ -31,6 +31,9 @@ def doubled(x: Tensor, out: Tensor) -> Tensor:
     return x.new_zeros(0)
 
 
+DOUBLED = compilation.Definition(doubled, [torch.ones(8), torch.ones(8)], [(0,), (0,)])
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One real package, compiled once."""
@@ -59,8 +62,8 @@ def kernel(cache: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
             shutil.copy(made, path)
 
         monkeypatch.setattr(compilation, "compile_ahead", compile_ahead)
-        monkeypatch.setattr(compilation, "_LOADED", {})
-        run = compilation.compiled("doubled", doubled, [torch.ones(8), torch.ones(8)], [(0,), (0,)])
+        monkeypatch.setattr(compilation, "_KERNELS", {})
+        run = compilation.compiled("doubled", torch.device("cpu"), lambda: DOUBLED)
         assert run is not None
         out = torch.zeros(5)
         run([torch.arange(5.0), out])
@@ -73,6 +76,23 @@ def kernel(cache: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
 def package_in(cache: Path) -> Path:
     (path,) = cache.glob(f"{KEY}-*.pt2")
     return path
+
+
+def test_a_process_gets_a_kernel_once_for_each_name_and_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever needs it: a step, the norm of the gradients, an accumulator. One that cannot be compiled is not tried again."""
+    made: list[str] = []
+    monkeypatch.setattr(compilation, "_KERNELS", {})
+    monkeypatch.setattr(compilation, "_load_or_compile", lambda name, definition: made.append(name))
+    cpu, threads = torch.device("cpu"), torch.get_num_threads()
+    for name in ("one", "other", "one"):
+        assert compilation.compiled(name, cpu, lambda: DOUBLED) is None
+    assert made == ["one", "other"]
+    try:
+        torch.set_num_threads(threads + 1)
+        compilation.compiled("one", cpu, lambda: DOUBLED)
+    finally:
+        torch.set_num_threads(threads)
+    assert made == ["one", "other", "one"]
 
 
 @needs_compiler
@@ -149,8 +169,7 @@ def test_a_folder_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.M
     foreign = SimpleNamespace(st_mode=stat.S_IFDIR | 0o755, st_uid=os.getuid() + 1)
     monkeypatch.setattr(Path, "stat", lambda self, **options: foreign if self == cache else real(self, **options))
     with pytest.warns(UserWarning, match=r"belongs to another user; set NARROWGAUGE_CACHE.* run uncompiled"):
-        assert compilation._load_or_compile(KEY, doubled, (torch.ones(8), torch.ones(8)), ((0,), (0,)), True) is None
-    compilation._LOADED.pop(KEY)
+        assert compilation._load_or_compile("doubled", DOUBLED) is None
 
 
 @needs_compiler
@@ -196,8 +215,7 @@ def test_a_full_disk_leaves_the_definition_running_and_nothing_behind(
     monkeypatch.setattr(compilation, "compile_ahead", compile_ahead)
     monkeypatch.setattr(compilation, "compiler_missing", lambda: "")
     with pytest.warns(UserWarning, match=r"No space left.*same bits in weights and states.*last digits"):
-        assert compilation._load_or_compile(KEY, doubled, (torch.ones(8), torch.ones(8)), ((0,), (0,)), True) is None
-    compilation._LOADED.pop(KEY)
+        assert compilation._load_or_compile("doubled", DOUBLED) is None
     assert [path.name for path in cache.iterdir()] == [f"{KEY}.lock"]
 
 

@@ -41,7 +41,7 @@ def test_a_loss_that_nobody_scaled_is_refused_and_nothing_changes(storage: str) 
     """Also between steps that were scaled: a scale is good for one step."""
     optimizer, scaler = scaled(storage)
     twin, other = scaled(storage)
-    with pytest.raises(ng.RecipeError, match="loss_scaler was not asked for a scale since its last step"):
+    with pytest.raises(ng.RecipeError, match="loss_scaler has scaled none since its last step"):
         learn(optimizer, None, range(1))
     learn(optimizer, scaler.scale, range(2))
     before = everything(optimizer)

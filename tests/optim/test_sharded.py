@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import narrowgauge as ng
-from narrowgauge.optim.clipping import GradientNorm
+from narrowgauge.optim.clip import GradientNorm
 from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import assert_same_bits
 from ranks import run_ranks

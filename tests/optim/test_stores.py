@@ -13,19 +13,11 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import bits_of
 from narrowgauge.optim import encoding, packing
-from narrowgauge.optim.kernels import StepKernel
+from narrowgauge.optim.buckets import ALIGNMENT, BUCKET_WORDS, make_stores
+from narrowgauge.optim.kernel import StepKernel
+from narrowgauge.optim.pieces import pieces, write_back
 from narrowgauge.optim.rules.elementwise import ADAMW
-from narrowgauge.optim.stores import (
-    ALIGNMENT,
-    BUCKET_WORDS,
-    SMALL,
-    SMALLEST_BOUND,
-    Store,
-    as_words,
-    make_stores,
-    weight_bound,
-    write_back,
-)
+from narrowgauge.optim.stores import SMALL, SMALLEST_BOUND, Store, as_words, weight_bound
 from narrowgauge.spec.storages import STORAGES, Storage
 from optim.scenarios import REPRESENTATIVES, finest, row_of
 from oracles import codes as oracle
@@ -194,7 +186,7 @@ LAYOUTS = {
 def test_pieces_cover_the_parameter_once_in_order(
     monkeypatch: pytest.MonkeyPatch, name: str, how: str, shape: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr("narrowgauge.optim.stores.BUCKET_WORDS", 512)
+    monkeypatch.setattr("narrowgauge.optim.pieces.PIECE_WORDS", 512)
     storage, lanes = STORAGES[name], packing.num_lanes(STORAGES[name])
     weight, gradient = (gaussian(shape, visible(storage), n) for n in range(2))
     placed, slopes = (place(x) for place, x in zip(LAYOUTS[how], (weight.clone(), gradient), strict=True))
@@ -202,7 +194,7 @@ def test_pieces_cover_the_parameter_once_in_order(
     store.gradient = slopes
     fill(store)
     start, before = 0, {k: w.clone() for k, w in store.words.items()}
-    for work, ((words, piece),) in store.pieces():
+    for work, ((words, piece),) in pieces(store):
         count = piece.numel()
         assert start % lanes == 0 and words is work.words[0] and work.scales == []
         slope_words, *plane_words = work.words[1:]
@@ -228,7 +220,7 @@ def test_pieces_cover_the_parameter_once_in_order(
 def test_row_pieces_cover_every_row_once_with_its_scales(
     monkeypatch: pytest.MonkeyPatch, storage: Storage, how: str, shape: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr("narrowgauge.optim.stores.BUCKET_WORDS", 64)
+    monkeypatch.setattr("narrowgauge.optim.pieces.PIECE_WORDS", 64)
     weight, gradient = (gaussian(shape, visible(storage), n) for n in range(2))
     placed, slopes = (place(x) for place, x in zip(LAYOUTS[how], (weight.clone(), gradient), strict=True))
     store, (rows, columns), parts = alone(placed, storage), shape, packing.num_parts(storage)
@@ -237,7 +229,7 @@ def test_row_pieces_cover_every_row_once_with_its_scales(
     numbers = {name: torch.arange(1.0, rows + 1).unsqueeze(1) for name in storage.scaled}
     store.set_scales(numbers, {name: -number for name, number in numbers.items()})
     before, done, total = {k: w.clone() for k, w in store.words.items()}, torch.zeros(rows), 0
-    for work, copies in store.pieces():
+    for work, copies in pieces(store):
         weights, gradients, planes = work.words[:parts], work.words[parts : 2 * parts], work.words[2 * parts :]
         (height,) = {words.shape[0] for words in work.words} | {scale.shape[0] for scale in work.scales}
         assert len(copies) == parts and len({w.shape for w in work.words}) == 1
@@ -274,7 +266,7 @@ def test_odd_strides_of_more_dims_are_written_back_whole(storage: Storage) -> No
     store = alone(placed, storage)
     store.gradient = torch.ones_like(weight)
     store.set_scales(*[dict.fromkeys(storage.scaled, torch.ones(24, 1))] * 2)
-    for _, copies in store.pieces():
+    for _, copies in pieces(store):
         for words, piece in copies:
             words.view(weight.dtype).mul_(-2)
             write_back(words, piece)

@@ -270,7 +270,7 @@ def test_what_torch_refuses_is_refused(name: str) -> None:
 def test_options_that_no_rule_here_has_are_refused_in_a_sentence(name: str) -> None:
     for options in inputs(name):
         if flags := [flag for flag in REFUSED if options.get(flag)]:
-            with pytest.raises(ng.RecipeError, match=f"({'|'.join(flags)}) = True was asked for"):
+            with pytest.raises(ng.RecipeError, match=f"({'|'.join(flags)}) = True was requested"):
                 make(name, weights(), options)
     with pytest.raises(ng.RecipeError, match="foreach = True"):
         make(name, weights(), {"foreach": True})

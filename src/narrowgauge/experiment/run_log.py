@@ -13,7 +13,7 @@ from narrowgauge.comparison.comparison import Comparison
 from narrowgauge.experiment import own_loop
 from narrowgauge.experiment.own_loop import RunLog
 from narrowgauge.gauges.attach import Gauges, attach_gauges
-from narrowgauge.optim.auditing import figures_of
+from narrowgauge.optim.audit import figures_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter

@@ -34,7 +34,7 @@ from narrowgauge.gauges.recorder import SAMPLING, Recorder, WatchedTensor
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.monitor.alarms import Alarms
 from narrowgauge.numerics.plain import matmul
-from narrowgauge.optim.auditing import audit, unwrapped
+from narrowgauge.optim.audit import audit, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.shards import is_sharded, local_of
 from narrowgauge.runs.events import emit

@@ -24,7 +24,7 @@ from narrowgauge.gauges.aggregate import Shards
 from narrowgauge.gauges.collect import Packed, rounded
 from narrowgauge.numerics import tensor_stats
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
-from narrowgauge.optim import auditing
+from narrowgauge.optim import audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.shards import local_of
 from narrowgauge.runs.schema import Row
@@ -294,7 +294,7 @@ class UpdateMetrics:
             return {}
         if "audit" in fetched:
             sums = zip(self.parameters, fetched["audit"], strict=True)
-            readings = {name: auditing.read([row[:-1]]) for name, row in sums if row[-1]}
+            readings = {name: audit.read([row[:-1]]) for name, row in sums if row[-1]}
         changes, sizes = fetched["update to weight"].tolist(), fetched["update to ulp"].tolist()
         table = {}
         # With gradient release, parameters are stepped during backward and were not saved before.

@@ -33,7 +33,7 @@ from narrowgauge.numerics import rounding
 from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, random_bits, step_seed
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.summation import flat_chunks
-from narrowgauge.optim.compilation import Compiled, compiled, normal_words
+from narrowgauge.optim.compilation import Definition, compiled, normal_words
 from narrowgauge.optim.shards import local_of, placed_like
 from narrowgauge.optim.stores import as_words
 from narrowgauge.optim.validation import gradient_of
@@ -76,7 +76,7 @@ def add_kahan(gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> list[
     """:func:`add_stochastic` for a sum of two bfloat16: the nearest, and the nearest to what that rounded off."""
     total = (planes[0] + planes[1]) + gradient
     high = cut_numbers(total, 16, half(16))
-    # The difference is exact, unless the sum is infinite or no number: then the first plane alone says so.
+    # The difference is exact, unless the sum is infinite or NaN: then only the first plane is.
     rest = cut(total - float_of(high), 16, half(16))
     return [high, torch.where((high & rounding.MAGNITUDE) < INFINITY, rest, 0)]
 
@@ -104,6 +104,16 @@ def in_words(lane: Lane) -> Callable[..., Tensor]:
     return add
 
 
+def _definition(lane: Lane, count: int, seed: Tensor) -> Definition:
+    lengths: list[tuple[int, ...]] = [*[(0,)] * count, (), *[(0,)] * (count - 1)]
+    # No tensor twice: the compiler would take it for one argument.
+    example = [
+        normal_words(torch.bfloat16, (1 << 10,), seed.device, k) if own else torch.full_like(seed, 0x2545F491)
+        for k, own in enumerate(lengths)
+    ]
+    return Definition(in_words(lane), example, lengths)
+
+
 def nearest(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """What the planes hold, as a float32 rounded once to a 16-bit gradient's format, to the nearest, ties away from zero."""
     if planes[0].dtype is dtype and len(planes) == 1:
@@ -116,12 +126,12 @@ def nearest(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class GradientAccumulator:
-    """The sum of micro-batch gradients, kept in a format of its own.
+    """The sum of micro-batch gradients, stored in a format of its own.
 
     After each backward pass :meth:`accumulate` takes the gradients in and sets ``p.grad`` to ``None``; after the last,
     :meth:`finish` puts the sums into ``p.grad``, as a backward pass over the whole batch would have.
 
-    Law: the sum of an element is a function of (seed, step, its gradients in their order) alone, within
+    Invariant: the sum of an element is a function of (seed, step, its gradients in their order) alone, within
     ``ACCUMULATIONS[dtype].bound(k)``; one micro-batch comes back bit for bit (in ``kahan`` -0 as +0). An infinity or a
     NaN stays not finite, so that the optimizer skips.
 
@@ -166,17 +176,16 @@ class GradientAccumulator:
             raise RecipeError(f"no accumulation is named {dtype!r}.", near)
         self.row, self.seed, self.step = ACCUMULATIONS[dtype], seed, 0
         self.parameters = list(dict.fromkeys(parameters))
-        # Whose sums are kept here, and not by autograd.
+        # Those whose gradients are summed here and not by autograd.
         self._mine = [p for p in self.parameters if _takes(self.row, p) and self.row.planes]
         self._planes: dict[Tensor, list[Tensor]] = {}
         self._filled: set[Tensor] = set()
         self._micro_step, self._warned = 0, False
         self._compile = compile if compile is not None else sum(p.numel() for p in self._mine) >= WORTH_COMPILING
-        self._compiled: dict[tuple[int, torch.device], Compiled | None] = {}
         self._warn(num_micro_batches or 0)
 
     def allocate(self) -> None:
-        """Make the planes now, and not with the first gradients."""
+        """Allocate the planes now instead of with the first gradients."""
         for parameter in self._mine:
             if parameter.requires_grad:
                 self._planes_of(parameter, local_of(parameter.detach()))
@@ -230,7 +239,7 @@ class GradientAccumulator:
         self._micro_step = 0
 
     def bytes_per_param(self) -> float:
-        """Bytes per parameter of what is kept beside the gradients, counted from live tensors."""
+        """Bytes per parameter of the planes, counted from live tensors."""
         kept = sum(t.numel() * t.element_size() for planes in self._planes.values() for t in planes)
         return kept / max(1, sum(local_of(p).numel() for p in self.parameters))
 
@@ -249,25 +258,14 @@ class GradientAccumulator:
         """Add a gradient to its planes: over whole words where they can be compiled, else a chunk at a time."""
         words = [word for tensor in (gradient, *planes) if (word := as_words(tensor)) is not None]
         if self._compile and len(words) == 1 + len(planes) and words[0].numel() > 1:
-            run = self._kernel(lane, words, seed)
+            name = f"accumulate {self.row.name}"
+            run = compiled(name, seed.device, lambda: _definition(lane, len(words), seed))
             if run is not None:
                 run([*words, seed, *words[1:]])
                 return
         for chunk, *parts in _chunks(gradient, *planes):
             for part, bits in zip(parts, lane(chunk.float(), [p.float() for p in parts], seed), strict=True):
                 part.copy_(float_of(bits))
-
-    def _kernel(self, lane: Lane, words: Sequence[Tensor], seed: Tensor) -> Compiled | None:
-        key = (torch.get_num_threads(), seed.device)
-        if key not in self._compiled:
-            lengths: list[tuple[int, ...]] = [*[(0,)] * len(words), (), *[(0,)] * (len(words) - 1)]
-            # No tensor twice: the compiler would take it for one argument.
-            example = [
-                normal_words(torch.bfloat16, (1 << 10,), seed.device, k) if own else torch.full_like(seed, 0x2545F491)
-                for k, own in enumerate(lengths)
-            ]
-            self._compiled[key] = compiled(f"accumulate {self.row.name}", in_words(lane), example, lengths)
-        return self._compiled[key]
 
     def _warn(self, num_micro_batches: int) -> None:
         """Warn, once, of so many micro-batches that autograd sums in bfloat16."""
@@ -321,7 +319,7 @@ def backward_in_parts(
 
 
 def _takes(row: Accumulation, parameter: Tensor) -> bool:
-    """Whether the row has a say in a parameter: in floats of 16 bits, and then it must know the format."""
+    """Whether the row sums a parameter's gradients: those of 16-bit floats, whose format it must support."""
     if parameter.element_size() != 2 or not parameter.is_floating_point():
         return False
     name = str(parameter.dtype).removeprefix("torch.")

@@ -1,8 +1,8 @@
-"""From definitions to compiled functions, kept on disk.
+"""From definitions to compiled functions, cached in the process and on disk.
 
-A kernel is compiled ahead of time, once per (definition, torch release, processor, number of threads), and lies in the
-user's cache folder as a package that any later process loads in milliseconds. The name of the package is a hash of all it
-depends on, the source of the arithmetic included, so an edited definition can never run an old kernel.
+A kernel is compiled ahead of time, once per (definition, torch release, processor, number of threads). A package of it in
+the user's cache folder is loaded by any later process in milliseconds. The name of the package is a hash of all that it
+depends on, the source of the arithmetic included, so an edited definition never runs an old kernel.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -55,28 +56,47 @@ def _warn_once(reason: str) -> None:
     )
 
 
-def compiled(
-    name: str,
-    function: Callable[..., Tensor],
-    example: Sequence[Tensor],
-    lengths: Sequence[tuple[int | None, ...]],
-    one_loop: bool = True,
-) -> Compiled | None:
-    """The compiled ``function``, from the cache or compiled now.
+@dataclass(frozen=True)
+class Definition:
+    """What a kernel is compiled from.
 
     Args:
-        name: what identifies the function beside the package's own source: rule, storage, variant.
         function: the definition.
-        example: arguments to compile with, and to hold the loaded function against the definition: values that occur.
+        example: arguments to compile with, and to compare the loaded function with the definition on: values that occur.
         lengths: which arguments share a dynamic length, see :func:`narrowgauge._torch.compile_ahead`.
         one_loop: whether it is to be one loop, see there.
+    """
+
+    function: Callable[..., Tensor]
+    example: Sequence[Tensor]
+    lengths: Sequence[tuple[int | None, ...]]
+    one_loop: bool = True
+
+
+_KERNELS: dict[tuple[str, int, str], Compiled | None] = {}
+"""The kernels of this process, by name, number of threads and kind of device; ``None`` where one could not be compiled."""
+
+
+def compiled(name: str, device: torch.device, define: Callable[[], Definition]) -> Compiled | None:
+    """The compiled function of that name: of this process, else from the cache on disk, else compiled now.
+
+    Args:
+        name: what identifies the function, with the package's own source: rule, storage, variant.
+        device: where it runs.
+        define: its definition, called at most once per process.
     Returns:
-        A function of the list of arguments, or ``None`` where nothing can be compiled (said once, in a warning).
+        A function of the list of arguments, or ``None`` where nothing can be compiled (one warning says why).
 
     Cost: 5 to 10 s the first time on a machine; milliseconds from the cache.
     """
-    key = kernel_key(name, example)
-    return _load_or_compile(key, function, tuple(example), tuple(lengths), one_loop)
+    key = _kernel_of(name, device)
+    if key not in _KERNELS:
+        _KERNELS[key] = _load_or_compile(name, define())
+    return _KERNELS[key]
+
+
+def _kernel_of(name: str, device: torch.device) -> tuple[str, int, str]:
+    return name, torch.get_num_threads(), device.type
 
 
 def kernel_key(name: str, example: Sequence[Tensor]) -> str:
@@ -131,25 +151,27 @@ def _float32_by_default() -> Iterator[None]:
 
 ANNOUNCEMENT = "Compiling the optimizer's kernels: some seconds, the first time on this machine only."
 announce: list[Callable[[str], None]] = []
-"""Who wants to be told, in a sentence, that a kernel is being compiled and takes seconds; each is told once."""
-_LOADED: dict[str, Compiled | None] = {}
+"""Callbacks that receive, once, a sentence saying that a kernel is being compiled and takes seconds."""
 _ELSEWHERE: dict[str, subprocess.Popen[bytes]] = {}
 
 
-def compile_elsewhere(key: str, statement: str) -> None:
+def compile_elsewhere(name: str, device: torch.device, define: Callable[[], Definition], statement: str) -> None:
     """Start compiling in another process, so that a kernel needed later costs no time now.
 
     Args:
-        key: from :func:`kernel_key`.
-        statement: Python that compiles the kernel of that key.
+        name, device, define: as of :func:`compiled`.
+        statement: Python that compiles this kernel.
     """
-    if key in _LOADED or key in _ELSEWHERE or compiler_missing():
+    if _kernel_of(name, device) in _KERNELS or compiler_missing():
+        return
+    key = kernel_key(name, define().example)
+    if key in _ELSEWHERE:
         return
     try:
         if find_package(key):
             return
     except OSError:
-        return  # said when it is needed
+        return  # reported when the kernel is needed
     command = [sys.executable, "-c", f"import torch; torch.set_num_threads({torch.get_num_threads()}); {statement}"]
     try:
         _ELSEWHERE[key] = subprocess.Popen(
@@ -159,15 +181,9 @@ def compile_elsewhere(key: str, statement: str) -> None:
         return  # it will be compiled here, when it is needed
 
 
-def _load_or_compile(
-    key: str,
-    function: Callable[..., Tensor],
-    example: tuple[Tensor, ...],
-    lengths: tuple[tuple[int | None, ...], ...],
-    one_loop: bool,
-) -> Compiled | None:
-    if key in _LOADED:
-        return _LOADED[key]
+def _load_or_compile(name: str, definition: Definition) -> Compiled | None:
+    function, example = definition.function, tuple(definition.example)
+    key = kernel_key(name, example)
     if key in _ELSEWHERE:
         _ELSEWHERE.pop(key).wait()
     run, is_right = None, partial(agrees, function=function, example=example)
@@ -182,18 +198,18 @@ def _load_or_compile(
                     while announce:
                         announce.pop()(ANNOUNCEMENT)
                     with _float32_by_default():
-                        compile_ahead(function, example, lengths, made, one_loop)
+                        compile_ahead(function, example, definition.lengths, made, definition.one_loop)
                     with marked(path := add_package(key, made)):
                         run = load_ahead(path)
                         if not is_right(run):
                             discard(path)
                             run = None
-                            _warn_once("what the compiler here makes of a kernel is not what its definition says")
+                            _warn_once("the compiler of this machine makes a kernel that does not match its definition")
     except (RuntimeError, OSError) as error:
         # A broken compiler or a full disk must not stop a training run: the definition itself still runs.
         reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
         _warn_once(f"compiling into {cache_folder() / 'kernels'} failed ({reason})")
-    return _LOADED.setdefault(key, run)
+    return run
 
 
 def _load(key: str, is_right: Callable[[Compiled], bool]) -> Compiled | None:

@@ -38,9 +38,9 @@ class _Betas(Optimizer):
 
 
 class AdamW(_Betas):
-    """AdamW (decoupled weight decay, bias correction) whose weights and moments are kept in a storage.
+    """AdamW (decoupled weight decay, bias correction) whose weights and moments are stored in the formats of a storage.
 
-    Law: the papers' equations in float32 registers; only what is kept is cut.
+    Invariant: the papers' equations in float32 registers; only what is stored is cut.
 
     Args:
         params: as in ``torch.optim``: parameters, ``(name, parameter)`` pairs, or groups.
@@ -48,7 +48,7 @@ class AdamW(_Betas):
         betas: decay rates of the two moments.
         eps: added to the denominator; 0 is allowed.
         weight_decay: decoupled decay, multiplied by ``lr``.
-        options: ``storage`` (a row of ``narrowgauge.STORAGES``, or its name), ``max_grad_norm`` (clip to this L2 norm over
+        options: ``storage`` (one of ``narrowgauge.STORAGES``, or its name), ``max_grad_norm`` (clip to this L2 norm over
             all parameters, and skip steps whose norm is not finite), ``seed``, ``audit_every``, ``compile``, ``maximize``
             and ``loss_scaler``, as in :class:`Optimizer`.
 
@@ -155,7 +155,7 @@ class SGD(Optimizer):
     ) -> None:
         if nesterov and (momentum == 0 or dampening != 0):
             raise RecipeError(
-                f"nesterov was asked for with momentum = {momentum} and dampening = {dampening}.",
+                f"nesterov was requested with momentum = {momentum} and dampening = {dampening}.",
                 "It needs momentum above 0 and no dampening.",
             )
         defaults = {

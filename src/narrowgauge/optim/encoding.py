@@ -1,9 +1,9 @@
-"""Codes: the pure functions that turn float32 values into the bits a storage keeps, and back.
+"""Codes: pure functions that cut float32 values to the bits that a storage stores, and restore them.
 
-:class:`narrowgauge.spec.recipes.Code` says *which* bits are kept; this file obeys it, element by element, in int32 and float32
-operations that give the same bits in eager mode, compiled, on a CPU and on a GPU. A code lives in an int32 word at some
-``shift``, among others; encoding gives its bits in that place and zeros elsewhere, so packing is an ``or``, and decoding
-reads it from there with one shift and one mask.
+:class:`narrowgauge.spec.storages.Code` says which bits are stored. This file implements it, element by element, in int32 and
+float32 operations that give the same bits in eager mode, compiled, on a CPU and on a GPU. Several codes share an int32
+word, each at its own ``shift``: encoding returns a code's bits in place and zeros elsewhere, so packing is an ``or``, and
+decoding takes one shift and one mask.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tenso
         shift: where in the word the code's lowest bit goes.
         scale: of a scaled code, the first result of :func:`multipliers`.
     Returns:
-        int32 tensor, zero outside the code's place.
+        int32 tensor, zero outside the code's bits.
     """
     if code.is_window:
         return _encode_window(code, x, addend, shift, 2.0 ** -_scale(code) if scale is None else scale)
     if not dropped_bits(code):
         return bits_of(x)
     # The code is the upper bits of the float32, and shift = dropped is where they already are; elsewhere the copies of
-    # the sign that a right shift makes, or the sign that an unsigned code leaves out, lie beside its place.
+    # the sign that a right shift makes, or the sign that an unsigned code leaves out, must be masked.
     moved = _moved(cut(x, dropped_bits(code), addend), shift - dropped_bits(code))
     return moved if code.signed and shift == dropped_bits(code) else moved & (((1 << code.bits) - 1) << shift)
 
@@ -121,35 +121,35 @@ def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
 # ── the weight ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def seen_value(visible: str, seen: Tensor) -> Tensor:
+def visible_value(visible: str, bits: Tensor) -> Tensor:
     """The float32 of a visible weight's bits.
 
     Args:
         visible: the visible format.
-        seen: int32, the bits of a float32; for float16, of that float32 times 2^-112, whose exponents are float16's own.
+        bits: int32, the bits of a float32; for float16, of that float32 times 2^-112, whose exponents are float16's own.
     Returns:
         float32 tensor; float16's infinities and NaNs are 65536 and more.
     """
     exponent = VISIBLE[visible][2]
-    return float_of(seen) * 2.0**-exponent if exponent else float_of(seen)
+    return float_of(bits) * 2.0**-exponent if exponent else float_of(bits)
 
 
 def gradient_value(visible: str, bits: Tensor) -> Tensor:
-    """:func:`seen_value` for a gradient: what is not finite stays so."""
-    value = seen_value(visible, bits)
+    """:func:`visible_value` for a gradient: what is not finite stays so."""
+    value = visible_value(visible, bits)
     if VISIBLE[visible][2]:
         value = torch.where(value.abs() >= 65536.0, value * float("inf"), value)
     return value
 
 
-def seen_bits(visible: str, x: Tensor) -> Tensor:
-    """The bits by which a kernel knows a visible weight: undoes :func:`seen_value`."""
+def visible_bits(visible: str, x: Tensor) -> Tensor:
+    """The bits of a visible weight in a kernel: the inverse of :func:`visible_value`."""
     exponent = VISIBLE[visible][2]
     return bits_of(x * 2.0**exponent) if exponent else bits_of(x)
 
 
 def encode_visible(storage: Storage, x: Tensor, addend: Tensor | int) -> Tensor:
-    """Cut ``x`` to the visible format's bits (see :func:`seen_value`), its infinities included.
+    """Cut ``x`` to the visible format's bits (see :func:`visible_value`), its infinities included.
 
     Args:
         storage: a row whose visible format is narrow.
@@ -163,15 +163,15 @@ def encode_visible(storage: Storage, x: Tensor, addend: Tensor | int) -> Tensor:
 
 
 def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Cut a weight into what the model sees and its tail.
+    """Cut a weight into the visible weight and its tail.
 
     Args:
-        storage: a row that keeps its weights so, or as a float32 master.
+        storage: the storage; its weight has one part.
         x: float32 tensor, the weight after the step.
         addend: what to add before cutting.
     Returns:
-        ``(seen, field, kept)``: the visible weight's bits (see :func:`seen_value`), the signed tail (int32) or the bits of
-        the master, ``None`` where there is neither, and the float32 that the two hold together.
+        ``(visible, field, stored)``: the visible weight's bits (see :func:`visible_value`), the signed tail or the bits
+        of the master (int32), ``None`` where there is neither, and the float32 value that the two stand for.
     """
     if storage.visible == "float32":
         return bits_of(x), None, x
@@ -180,37 +180,39 @@ def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Te
     if storage.master:
         return _in_range(storage, cut(scaled, below, half(below))), bits_of(x), x
     if not storage.tail_bits:
-        seen = _in_range(storage, cut(scaled, below, addend))
-        return seen, None, seen_value(storage.visible, seen)
+        visible = _in_range(storage, cut(scaled, below, addend))
+        return visible, None, visible_value(storage.visible, visible)
     whole = cut(scaled, dropped_bits(storage.weight), addend)
     # The nearest visible value, and the signed rest: adding half of the tail's range carries exactly where the rest is
     # negative. Only NaNs are large enough to wrap, and `cut` leaves none that does.
-    seen = _in_range(storage, (whole + half(below)) & -(1 << below))
-    return seen, whole - seen, seen_value(storage.visible, whole)
+    visible = _in_range(storage, (whole + half(below)) & -(1 << below))
+    return visible, whole - visible, visible_value(storage.visible, whole)
 
 
-def _in_range(storage: Storage, seen: Tensor) -> Tensor:
+def _in_range(storage: Storage, visible: Tensor) -> Tensor:
     """What rounds past float16's largest value, or is no number, becomes its infinity."""
     if storage.visible != "float16":
-        return seen
+        return visible
     infinity = 31 << 23
-    return (seen & MAGNITUDE).clamp(max=infinity) | (seen & SIGN)
+    return (visible & MAGNITUDE).clamp(max=infinity) | (visible & SIGN)
 
 
-def decode_weight(storage: Storage, seen: Tensor, field: Tensor | None) -> Tensor:
-    """The stored float32 weight from its visible bits and its field: undoes :func:`encode_weight`.
+def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Tensor:
+    """The stored float32 weight from its visible bits and its field: the inverse of :func:`encode_weight`.
 
-    Of a master that is not the visible weight's, since somebody has set that one, nothing is left: the visible weight is it.
+    Where the visible weight is not the rounded master, it was modified outside the optimizer and replaces the master.
     """
     if storage.master:
         assert field is not None
-        return torch.where(is_outdated(storage, seen, field), seen_value(storage.visible, seen), float_of(field))
-    return seen_value(storage.visible, seen if field is None else seen + field)
+        return torch.where(
+            is_outdated(storage, visible, field), visible_value(storage.visible, visible), float_of(field)
+        )
+    return visible_value(storage.visible, visible if field is None else visible + field)
 
 
-def is_outdated(storage: Storage, seen: Tensor, field: Tensor) -> Tensor:
-    """Where the visible weight is not what a master's bits are cut to."""
-    return encode_weight(storage, float_of(field), 0)[0] != _in_range(storage, seen)
+def is_outdated(storage: Storage, visible: Tensor, field: Tensor) -> Tensor:
+    """Where the visible weight is not the rounded master."""
+    return encode_weight(storage, float_of(field), 0)[0] != _in_range(storage, visible)
 
 
 def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
@@ -220,7 +222,7 @@ def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
 
 
 def take_tail(storage: Storage, word: Tensor, shift: int) -> Tensor:
-    """The signed tail that lies at ``shift`` in a word: undoes :func:`place_tail`."""
+    """The signed tail that lies at ``shift`` in a word: the inverse of :func:`place_tail`."""
     # Up to the sign, then down: the tail is signed, and its lowest bit belongs where the cut ended. What lies below it in
     # the word is cleared; below bit 0 there is nothing.
     dropped = dropped_bits(storage.weight)

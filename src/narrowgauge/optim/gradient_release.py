@@ -1,4 +1,4 @@
-"""Gradient release: each parameter is stepped as soon as its gradient is there, and the gradient dropped.
+"""Gradient release: each parameter is stepped as soon as its gradient is there, and the gradient is freed.
 
 Then no two large gradients need be in memory at once, and 2 bytes a parameter are saved: ``word`` takes 6, ``compact`` 5.
 The price is what needs all gradients before the first step: clipping by their norm, skipping a step that overflowed, and
@@ -15,7 +15,7 @@ from narrowgauge.optim.optimizer import Optimizer
 
 
 class Release:
-    """Gradients are released while it lasts.
+    """A handle on gradient release.
 
     Args:
         handles: the hooks on the parameters.
@@ -26,16 +26,16 @@ class Release:
         self._handles, self._optimizer = handles, optimizer
 
     def remove(self) -> None:
-        """Gradients stay where they are again until ``optimizer.step()``."""
+        """End the release: gradients are stepped by ``optimizer.step()`` again."""
         for handle in self._handles:
             handle.remove()
         self._optimizer.released.clear()
 
 
 def release_gradients(optimizer: Optimizer) -> Release:
-    """Step each large parameter during ``backward()``, as its gradient arrives, and drop the gradient.
+    """Step each large parameter during ``backward()``, as its gradient arrives, and free the gradient.
 
-    Law: the same bits as without. ``optimizer.step()`` is called as ever, after ``backward()``: it steps the small
+    Invariant: the same bits as without it. ``optimizer.step()`` is called as ever, after ``backward()``: it steps the small
     parameters, which share a kernel, and counts. Learning rates are therefore set before ``backward()``.
 
     Args:
@@ -43,7 +43,7 @@ def release_gradients(optimizer: Optimizer) -> Release:
     Returns:
         A handle whose ``remove()`` ends it.
     Raises:
-        RecipeError: the optimizer clips, or may skip a step, by what all gradients say.
+        RecipeError: the optimizer clips by the norm of all gradients, or may skip a step because of one.
 
     Cost: as many calls of kernels as there are large parameters.
 

@@ -2,8 +2,8 @@
 
 A package is native code. So the folder belongs to one user, and only what that user (or root) wrote, and nobody else may
 change, is loaded. Its name ends with a digest of its bytes: name and bytes appear together in one rename, and bytes that
-were damaged since, or never reached the disk, no longer match. While a package is being loaded a mark lies beside it,
-locked by the process that loads; a mark whose process died tells the next one to compile anew instead of dying there too.
+were damaged since, or never reached the disk, no longer match. While a package is being loaded, its process holds a lock
+on a *mark* file. A mark without a lock means that a process died while loading, and the package is compiled again.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def alone(key: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def marked(path: Path) -> Iterator[None]:
-    """Leave a mark beside a package during the block, which outlives only a process that dies in it."""
+    """Hold the mark of a package during the block; it remains only if the process dies in it."""
     mark = path.with_suffix(f".loading-{os.getpid()}")
     unseen, descriptor = mark.with_name(f".{mark.name}"), -1
     # A folder that may only be read, a full disk: then nothing is marked.

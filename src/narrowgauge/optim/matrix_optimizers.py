@@ -1,4 +1,4 @@
-"""Named optimizers whose rules look at whole matrices; what is no matrix takes AdamW's steps beside them.
+"""Named optimizers whose rules look at whole matrices; AdamW steps what is no matrix.
 
 A parameter of two dims or more is stepped by the rule, one of fewer (gains, biases) by AdamW, with the same learning rate and
 the group's ``betas`` and ``eps``. Embeddings and output heads are matrices by shape only: their rows are words, of which a
@@ -49,9 +49,9 @@ class _InSubspace(Optimizer):
 
 
 class Muon(Optimizer):
-    """Muon: momentum whose singular values are all brought to about 1, kept in a storage.
+    """Muon: momentum whose singular values are all brought to about 1.
 
-    Law: the published iteration, begun from float32; only what is kept is cut. Scaling all gradients changes nothing, so
+    Invariant: the published iteration, begun from float32; only what is stored is cut. Scaling all gradients changes nothing, so
     clipping does not either; a step with zero gradients is no step. The whole matrix is needed: bits that do not depend on
     how it is sharded are not promised.
 
@@ -121,13 +121,13 @@ class Muon(Optimizer):
 class Adafactor(Optimizer):
     """Adafactor: second moments kept as one value per row and one per column.
 
-    Law: the second moment of an element is its row's mean square times its column's, over the mean of all. Its decay rate
+    Invariant: the second moment of an element is its row's mean square times its column's, over the mean of all. Its decay rate
     at step ``t`` is ``1 - t^beta2_decay``, so it needs no bias correction. A step whose root mean square is above
     ``clip_threshold`` is scaled down to it.
 
-    As it stands, ``lr`` bounds a relative step: the paper's reading, with the defaults of ``torch.optim.Adafactor``. For a rate
+    As it stands, ``lr`` bounds a relative step: as in the paper, with the defaults of ``torch.optim.Adafactor``. For a rate
     and schedule of your own, as often with ``transformers.Adafactor``, give ``scale_parameter=False, relative_step=False``
-    and an AdamW's rate. The first moment, where asked for, averages clipped steps *before* the rate is multiplied in: the
+    and an AdamW's rate. The first moment, where requested, averages clipped steps *before* the rate is multiplied in: the
     same under a constant rate, and a schedule is obeyed at once.
 
     Args:
@@ -196,7 +196,7 @@ class Adafactor(Optimizer):
 class GaLore(_InSubspace):
     """GaLore: AdamW on the coordinates of each gradient in a low-rank subspace.
 
-    Law: gradients are projected on the ``rank`` leading singular vectors of the shorter side, found anew every
+    Invariant: gradients are projected on the ``rank`` leading singular vectors of the shorter side, found anew every
     ``update_proj_gap`` steps; Adam's step is taken there and lifted back. Decay acts on the whole weight. A gradient of
     zeros never chooses a subspace: while there is none, the weight only decays.
 
@@ -253,10 +253,10 @@ class GradNormLoRP(_InSubspace):
 
     The paper trains a length ``M`` per column and thin factors ``I``, ``J`` in ``W = M (W0 + I J) / ‖W0 + I J‖_col``. This
     is its dense form, in which the direction is the weight itself (``W = M V / ‖V‖_col`` with ``V = W`` at every step):
-    there are no factors to add to a model, nothing is kept of ``M`` and ``V`` beside ``W``, and the change is not held to one
+    there are no factors to add to a model, neither ``M`` nor ``V`` is stored, and the change is not held to one
     rank for the whole run.
 
-    Law: a gradient along a column changes its length alone, one across it its direction alone; decay acts on lengths. A
+    Invariant: a gradient along a column changes its length alone, one across it its direction alone; decay acts on lengths. A
     length that passes through zero comes out with its direction turned round, and a column of zeros takes its first step
     as it comes. (The authors' released optimizer leaves weights unchanged: its last step is commented out.)
 

@@ -1,35 +1,47 @@
-"""The one optimizer: a rule joined with a storage, behind ``torch.optim.Optimizer``'s own interface.
+"""The one optimizer: a rule joined with a storage, behind the interface of ``torch.optim.Optimizer``.
 
-Nothing here knows a format or a formula. A step asks every parameter's :class:`~narrowgauge.optim.stores.Store` for its
-words, hands them to the kernel of its (rule, storage), and counts. Gradient clipping and the decision to skip a step with
-a non-finite gradient are two scalars that the kernel reads; the host looks at the decision after the fact.
+Nothing here knows a format or a formula. A step asks the registry for the :class:`~narrowgauge.optim.stores.Store` of every
+parameter, hands its words to the kernel of its (rule, storage), and counts. Gradient clipping and the decision to skip a
+step with a non-finite gradient are two scalars that the kernel reads; the host reads the decision after the fact.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from narrowgauge._torch import plain_name
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.scaling import LossScaler
-from narrowgauge.optim.auditing import Alarm, Auditor, warn_of
-from narrowgauge.optim.clipping import GradientNorm, control_scalars
-from narrowgauge.optim.entries import States
-from narrowgauge.optim.keeping import Keeping
-from narrowgauge.optim.kernels import StepKernel
-from narrowgauge.optim.options import check_options, check_step
-from narrowgauge.optim.outside import let_go
+from narrowgauge.optim.audit import Alarm, Auditor, warn_of
+from narrowgauge.optim.clip import StepControl, control_scalars
+from narrowgauge.optim.external_writes import snapshot_adopted, snapshot_after_step
+from narrowgauge.optim.kernel import StepKernel
+from narrowgauge.optim.registry import Registry, read_leading
 from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.optim.rules.matrix import MatrixRule
-from narrowgauge.optim.shards import local_of
-from narrowgauge.optim.stepping import Stepper
-from narrowgauge.optim.stores import NO_GRADIENT, Bucket, Store
-from narrowgauge.optim.validation import check_range, check_storage, gradient_of, known_row, tell_slow_matmuls
+from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
+from narrowgauge.optim.shards import local_of, placed_like
+from narrowgauge.optim.state_dicts import load_states, numbered, save_states, seed_of, show_states, take_states
+from narrowgauge.optim.state_view import States
+from narrowgauge.optim.step import Stepper
+from narrowgauge.optim.stores import NO_GRADIENT, Store
+from narrowgauge.optim.validation import (
+    check_options,
+    check_range,
+    check_real,
+    check_rule,
+    check_step,
+    check_storage,
+    check_visible,
+    gradient_of,
+    known_row,
+    warn_of_slow_matmuls,
+)
 from narrowgauge.spec.storages import Storage
 
 Returned = TypeVar("Returned")
@@ -53,7 +65,7 @@ _OPTIONS = ("rule", "max_grad_norm", "audit_every", "compile", "loss_scaler", "r
 
 
 class Options(TypedDict, total=False):
-    """What every optimizer of ours takes beside its rule's own options; see :class:`Optimizer`."""
+    """The options that every optimizer here takes besides those of its rule; see :class:`Optimizer`."""
 
     storage: str | Storage
     max_grad_norm: float | None
@@ -69,13 +81,13 @@ class Options(TypedDict, total=False):
     differentiable: bool | None
 
 
-class Optimizer(Keeping):
-    """An update rule whose weights and states are kept in a storage.
+class Optimizer(torch.optim.Optimizer):
+    """An update rule whose weights and states are stored in the formats of a storage.
 
-    Law: for a given history of gradients every stored bit is a function of (seed, that history) alone: not of where its
-    tensor was cut, of chunking, number of threads, or whether the kernel is compiled. Parameters of one dimension
-    are kept as the row's ``vectors`` says (``master`` for ours), since they cost nothing and fail first: a model
-    flattened into one long vector is therefore kept whole. Matrix rules look at whole matrices, and are excepted.
+    Invariant: for a given history of gradients every stored bit is a function of (seed, that history) alone: not of how its
+    tensor was sharded or chunked, of the number of threads, or of whether the kernel is compiled. Matrix rules, which read
+    whole matrices, are excepted. Parameters of one dimension are stored as the storage's ``vectors`` says (``master`` for
+    ours), since they cost nothing and fail first; this includes a model flattened into one long vector.
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``; a group may set ``storage``, and
@@ -83,16 +95,16 @@ class Optimizer(Keeping):
             format (``narrowgauge.prepare`` does that, without losing the bits that it cuts).
         rule: the update rule.
         defaults: the rule's options, per group.
-        storage: a row of ``narrowgauge.STORAGES``, or its name.
+        storage: a storage of ``narrowgauge.STORAGES``, or its name.
         max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not. With it, a step whose norm
             is not finite changes nothing and is counted in ``num_skipped``.
         seed: seed of the stochastic rounding.
         audit_every: audit every so many steps; 0 never.
         compile: compile the kernels; ``None`` decides by size.
-        maximize: climb instead of descend.
-        loss_scaler: whose scale the loss was multiplied by: gradients are divided by it, a step with one that is not
-            finite is skipped, and the scaler told. A step is refused if the scaler was not asked for a scale since the last
-            one. ``torch.amp.GradScaler`` works too, and is not named here.
+        maximize: maximize instead of minimize.
+        loss_scaler: the scaler of the loss: gradients are divided by its scale, a step with a gradient that is not finite
+            is skipped, and the scaler is updated. A step is refused if the scaler has scaled no loss since the last one.
+            ``torch.amp.GradScaler`` works too, without being passed here.
         amsgrad, fused, foreach, capturable, differentiable: for callers of ``torch.optim``; false or ``None``.
 
     Raises:
@@ -144,7 +156,6 @@ class Optimizer(Keeping):
         self.audit_every: int = options["audit_every"]
         self.compile: bool | None = options["compile"]
         self.loss_scaler: LossScaler | None = options["loss_scaler"]
-        self._request: object = None if self.loss_scaler is None else self.loss_scaler.request
         self.grad_norm: Tensor | None = None
         self.last_control: Tensor | None = None
         # A gradient norm above which a step is skipped; a loop that judges spikes sets it before each step.
@@ -154,24 +165,46 @@ class Optimizer(Keeping):
         self.last_audit: Tensor | None = None
         self.auditor = Auditor()
         self.on_alarm: Callable[[list[Alarm]], None] = warn_of
-        self._names: dict[Tensor, str] = {}
-        self._states = States(self)
-        self._stores: dict[Tensor, Store] = {}
-        self._buckets: list[Bucket] = []
-        self._kernels: dict[tuple[str, Storage], StepKernel] = {}
-        self._norm: GradientNorm | None = None
         self.released: set[Tensor] = set()
-        self._stepped = self._told_of_writes = False
-        self._unsettled: tuple[Tensor, list[Store], list[Tensor]] | None = None
+        self._names: dict[Tensor, str] = {}
+        self._registry = Registry(self.rule, self.rows, self.compile, lambda: self.param_groups, self._names)
+        self._states = States(self._registry, self.settle)
+        self._control = StepControl(self.loss_scaler, self._registry.worth_compiling)
+        self._stepped = False
+        # Of the last step: its control scalars, its stores, and the largest gradient magnitude of each where it may be skipped.
+        self._pending: tuple[Tensor, list[Store], list[Tensor]] | None = None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether torch.amp.GradScaler leaves unscaling and skipping to `step`, in `grad_scale` and `found_inf`.
 
-        Only where a loss is scaled for this optimizer, or must be: others take an optimizer that says yes for one whose
-        gradients they cannot clip. Float16 gradients are among them, since GradScaler refuses to unscale those itself.
+        Only where a loss is scaled for this optimizer, or must be: frameworks do not clip the gradients of an optimizer that
+        has this property. Float16 gradients are among them, since GradScaler refuses to unscale those itself.
         """
-        return self.loss_scaler is not None or any(p.dtype is torch.float16 for p in self._parameters())
+        return self.loss_scaler is not None or any(p.dtype is torch.float16 for p in self._registry.parameters())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as in ``torch.optim``; the group may name its own ``storage``.
+
+        Raises:
+            RecipeError: an option that the rule cannot obey, an unknown storage, or a parameter in another format than its
+                visible one.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _name_each_once(group)
+        try:
+            check_options(group, self.rule)
+            row = known_row(group["storage"], self.rows)
+            self.rows[row.name], group["storage"] = row, row.name
+            for parameter in group["params"]:
+                storage = self._registry.storage_of(group, parameter)
+                check_real(parameter)
+                check_visible(parameter, storage)
+                check_rule(self._registry.rule_of(group, parameter), storage)
+        except RecipeError:
+            self.param_groups.pop()
+            raise
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -196,38 +229,47 @@ class Optimizer(Keeping):
 
     def _step(self) -> None:
         self.settle()
-        if len(self._stores) > sum(len(group["params"]) for group in self.param_groups):
-            self._forget_strangers()
+        if len(self._registry.stores) > sum(len(group["params"]) for group in self.param_groups):
+            self._states.discard(self._registry.orphans())
         for group in self.param_groups:
             check_step(group, self.rule)
         work = [(group, self._stores_with_gradient(group)) for group in self.param_groups]
         stores = [store for _, members in work for store in members]
         if not stores:
-            self._take_audit()  # of parameters stepped alone
+            self._take_audit()  # of parameters that were stepped alone
             return
         if not self._stepped:
             self._stepped = True
-            tell_slow_matmuls(self.param_groups)
-            for kernel in self._kernels.values() if self.audit_every else ():
-                kernel.compile_audit_elsewhere(stores[0].parameter.device)
+            warn_of_slow_matmuls(self.param_groups)
+            for kernel in self._registry.kernels.values() if self.audit_every else ():
+                if isinstance(kernel, StepKernel):
+                    kernel.compile_audit_elsewhere(stores[0].parameter.device)
         gradients = [store.owner.grad for store in stores]
-        control = self._control([g for g in gradients if g is not None], stores[0].parameter.device)
-        self.last_control = control
+        control, norm = self._control(
+            [g for g in gradients if g is not None],
+            stores[0].parameter.device,
+            max_norm=self.max_grad_norm,
+            skip_above=self.skip_above,
+            # torch.amp.GradScaler sets these two for the length of a step.
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+        )
+        self.last_control, self.grad_norm = control, self.grad_norm if norm is None else norm
         for group, members in work:
             self._advance(group, members, control)
         on_cpu = control.device.type == "cpu"
-        # What the host reads later must not hold on to gradients: one flag for each says enough.
+        # What the host reads later must not keep gradients alive: their largest magnitudes are enough.
         may_skip = self.max_grad_norm is not None or self.loss_scaler is not None or self.skip_above < math.inf
         flagged = may_skip and not on_cpu
         finite = torch._foreach_norm([store.gradient for store in stores], math.inf) if flagged else []
-        self._unsettled = (control, stores, list(finite))
+        self._pending = (control, stores, list(finite))
         if on_cpu:
             self.settle()  # nothing to wait for
         for store in stores:
             store.gradient = NO_GRADIENT
 
     def step_alone(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Step one parameter now and drop its gradient; one that shares a bucket waits for :meth:`step`.
+        """Step one parameter now and release its gradient; one that shares a bucket waits for :meth:`step`.
 
         Args:
             group: its param group.
@@ -235,80 +277,39 @@ class Optimizer(Keeping):
         """
         with torch.no_grad():
             stores = self._stores_with_gradient({**group, "params": [parameter]})
-            if any(store in bucket.members for bucket in self._buckets for store in stores):
+            if any(store in bucket.members for bucket in self._registry.buckets for store in stores):
                 return
             self._advance(group, stores, control_scalars(None, None, stores[0].parameter.device))
         stores[0].gradient, parameter.grad = NO_GRADIENT, None
         self.released.add(parameter)
 
     def _advance(self, group: dict[str, Any], stores: list[Store], control: Tensor) -> None:
-        matrix_rule = self.rule if isinstance(self.rule, MatrixRule) else None
-        Stepper(group, control, self.auditor, self.audit_every).step(stores, self._buckets, matrix_rule)
+        Stepper(group, control, self.auditor, self.audit_every).step(stores, self._registry.buckets)
         for store in stores:
             store.step += 1
-        let_go(stores, self.audit_every)
+        snapshot_after_step(stores, self.audit_every)
 
     def _stores_with_gradient(self, group: dict[str, Any]) -> list[Store]:
-        """The stores of a group's parameters that have a gradient, each with it; made where there are none yet."""
+        """The stores of a group's parameters that have a gradient, with their gradients set; made where there are none yet."""
         self._states.take_writes()
         self._states.forget()
         parameters = [p for p in group["params"] if p.grad is not None]
         gradients = [gradient_of(p) for p in parameters]
-        self._restate(group, parameters)
-        self._initialise(group, parameters)
-        stores = [self._stores[p] for p in parameters]
-        for made in {store.asked for store in stores}:
+        self._registry.add_states(group, parameters)
+        self._registry.make(group, parameters)
+        stores = [self._registry.stores[p] for p in parameters]
+        for made in {store.requested for store in stores}:
             check_storage(group["storage"], made)
-        self._look_at(stores, self.audit_every)
+        self._registry.adopt_writes(stores, self.audit_every)
         for store, gradient in zip(stores, gradients, strict=True):
             store.gradient = local_of(gradient)
         return stores
 
-    def _scale_of_loss(self, gradients: list[Tensor]) -> tuple[Tensor | None, bool]:
-        """What gradients are to be divided by, and whether our own scaler is to be told of this step.
-
-        Raises:
-            RecipeError: nobody scaled the loss.
-        """
-        # torch.amp.GradScaler sets these two for the length of a step.
-        theirs, found, scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), self.loss_scaler
-        if scaler is None:
-            return theirs, False
-        if scaler.request is self._request:
-            # Gradients of zero, by which distributed checkpoints make a state, have any scale.
-            if found is None and any(bool(local_of(g).any()) for g in gradients):
-                raise RecipeError(
-                    "a step was to be taken whose loss was not scaled: the optimizer's loss_scaler was not asked for a "
-                    "scale since its last step, and would divide the gradients by it.",
-                    "Call optimizer.loss_scaler.scale(loss).backward(). Where a framework calls backward() itself, let its "
-                    "own torch.amp.GradScaler scale the loss (fp16=True, '16-mixed'), or take a bfloat16 recipe.",
-                )
-            return theirs, False
-        self._request = scaler.request
-        ours = scaler.scale_tensor
-        return ours if theirs is None else theirs.to(ours.device) * ours, True
-
-    def _control(self, gradients: list[Tensor], device: torch.device) -> Tensor:
-        scale, is_ours = self._scale_of_loss(gradients)
-        found = getattr(self, "found_inf", None)
-        if self.max_grad_norm is None and self.loss_scaler is None and self.skip_above == math.inf:
-            return control_scalars(None, None, device, scale, found)
-        if self._norm is None:
-            self._norm = GradientNorm(compile=self._worth_compiling(sum(g.numel() for g in gradients)))
-        norm = self._norm(gradients)
-        control = control_scalars(norm, self.max_grad_norm, device, scale, found)
-        self.grad_norm = norm if scale is None else norm / scale.to(norm.device)
-        if is_ours and self.loss_scaler is not None:
-            self.loss_scaler.update_(control[1] != 0)
-        if self.skip_above < math.inf:
-            control[1] = torch.maximum(control[1], (self.grad_norm > self.skip_above).to(control))
-        return control
-
     def settle(self) -> None:
-        """Take note of what the last step decided: whether it was skipped, what its audit read, whether to warn."""
-        if self._unsettled is None:
+        """Finish the last step: read from the device whether it was skipped and what its audit found, and raise alarms."""
+        if self._pending is None:
             return
-        (control, stores, norms), self._unsettled, self.last_audit = self._unsettled, None, None
+        (control, stores, norms), self._pending, self.last_audit = self._pending, None, None
         if float(control[1]) != 0.0:
             self.num_skipped += 1
             names = self.parameter_names()
@@ -316,25 +317,201 @@ class Optimizer(Keeping):
             self.last_overflow = [names[s.owner] for s, fine in zip(stores, finite, strict=True) if not fine]
             for store in stores:
                 store.step -= 1
-            self.auditor.drop()
+            self.auditor.discard()
             return
         self._take_audit()
 
-    def _forget_last_step(self) -> None:
-        self._unsettled, self.auditor = None, Auditor()
-
     def _take_audit(self) -> None:
-        """Settle the audits of the last step, and raise alarms."""
+        """Take the audit of the last step into the windows, and raise alarms."""
         if not self.auditor.fresh:
             return
-        self.last_audit = self.auditor.settle()
-        storages = {parameter: store.storage for parameter, store in self._stores.items()}
+        self.last_audit = self.auditor.collect()
+        storages = {parameter: store.storage for parameter, store in self._registry.stores.items()}
         if alarms := self.auditor.alarms(self.parameter_names(), storages):
             self.on_alarm(alarms)
 
+    # ── the state, as torch.optim's users know it ───────────────────────────────────────────────────────────────────
+
+    @property  # type: ignore[override]
+    def state(self) -> States:
+        """The state of each parameter: ``state[p]["exp_avg"]`` as in ``torch.optim``; see :class:`States`."""
+        return self._states
+
+    @state.setter
+    def state(self, given: Mapping[Any, Any]) -> None:
+        if given is not self._states:
+            entries = {key: dict(value) if isinstance(value, Mapping) else value for key, value in given.items()}
+            self._states.clear()
+            self._states.update(entries)
+
+    def refresh(self) -> None:
+        """Adopt weights that were modified in a way that cannot be noticed: through ``.data``, or in memory that they share.
+
+        Other writes to a parameter (``load_state_dict``, ``copy_``, ``clamp_`` under ``no_grad``) are noticed before the
+        next step and need no call. The stored weight of an element whose visible bits are not those that the last step
+        left becomes the visible one, exactly; others stay as they are. Where a large matrix has tails and no copy of the
+        visible weight, those elements are unknown, and all of its tails are discarded.
+
+        Raises:
+            RecipeError: a parameter has another shape, dtype or device than its states were made for.
+
+        Example:
+            >>> import torch, narrowgauge as ng
+            >>> weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+            >>> optimizer = ng.AdamW([weight], lr=1e-3, storage="word")
+            >>> weight.grad = torch.ones_like(weight)
+            >>> optimizer.step()
+            >>> weight.data.fill_(3.0)[0, 0].item(), optimizer.refresh()
+            (3.0, None)
+            >>> optimizer.stored(weight)[0, 0].item()
+            3.0
+        """
+        with torch.no_grad():
+            self._registry.adopt(list(self._registry.stores.values()))
+
+    def adopt(
+        self, values: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None
+    ) -> None:
+        """Store float32 weights, and perhaps states: parameters become the visible part of the weights.
+
+        Args:
+            values: the float32 weight of each parameter, of its shape; cut to the nearest.
+            states: the float32 states of each parameter by name, and under ``step`` the number of steps taken. A code
+                that rounds stochastically does so here: the nearest of many equal values would all err alike.
+        """
+        for group in self.param_groups:
+            mine = [p for p in group["params"] if p in values]
+            self._registry.make(group, mine)
+            for index, parameter in enumerate(mine):
+                store, given = self._registry.stores[parameter], (states or {}).get(parameter, {})
+                store.adopt(local_of(values[parameter]))
+                snapshot_adopted(store)
+                store.step = int(given.get("step", store.step))
+                seed = seed_of(group, store, index)
+                for name, value in given.items():
+                    if isinstance(value, Tensor) and name != "step":
+                        store.put(name, local_of(value), seed)
+
+    def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
+        """The stored value, as float32.
+
+        Args:
+            parameter: one of the optimizer's parameters.
+            name: ``"weight"``, or a state such as ``"exp_avg"`` or ``"exp_avg_sq"``.
+        Returns:
+            float32 tensor of the parameter's shape, a copy (a DTensor where the parameter is one). Before the first step
+            the weight is the parameter itself and moments are zero.
+        Raises:
+            KeyError: the parameter or the name is unknown.
+        """
+        self._states.take_writes()
+        store = self._registry.get(parameter)
+        if store is not None and (name == "weight" or name in store.shapes_of_states):
+            return placed_like(parameter, store.stored(name))
+        group = self._registry.group_of(parameter)
+        if group is None:
+            raise KeyError("this tensor is not one of the optimizer's parameters")
+        rule = self._registry.rule_of(group, parameter, (name,))
+        known = shapes_of_states(rule, parameter.shape, group)
+        if name != "weight" and name not in known:
+            raise KeyError(f"rule '{rule.name}' has {('weight', *known)}, not '{name}'")
+        return parameter.detach().float().clone() if name == "weight" else torch.zeros_like(parameter).float()
+
+    def leading(self, parameters: Iterable[Tensor], count: int, name: str = "weight") -> list[Tensor | None]:
+        """The first values of :meth:`stored` of some parameters, without reading the others.
+
+        Args:
+            parameters: of this optimizer; of a sharded one, the shard of this rank.
+            count: how many of each; fewer where there are fewer.
+            name: ``"weight"``, or a state.
+        Returns:
+            float32 ``[count]`` for each, or ``None`` where nothing is stored under that name yet.
+        """
+        stores = [self._registry.stores.get(parameter) for parameter in parameters]
+        known = [s for s in stores if s is not None and (name == "weight" or name in dict(s.storage.states))]
+        values = dict(zip(map(id, known), read_leading(known, count, name), strict=True))
+        return [values.get(id(store)) for store in stores]
+
+    def num_steps(self, parameter: Tensor) -> int:
+        """Steps that a parameter has taken; 0 before the first."""
+        store = self._registry.stores.get(parameter)
+        return 0 if store is None else store.step
+
+    def bytes_per_param(self) -> float:
+        """Bytes of weights, gradients (in the parameters' format) and states per parameter, counted from live tensors.
+
+        Gradients that :func:`narrowgauge.release_gradients` releases as they arrive are not counted.
+        """
+        everyone = self._registry.parameters()
+        parameters = [local_of(p) for p in everyone]
+        gradients = [local_of(p) for p in everyone if p not in self.released]
+        states = [words for store in self._registry.stores.values() for words in store.tensors()]
+        total = sum(t.numel() * t.element_size() for t in [*parameters, *gradients, *states])
+        return total / max(1, sum(p.numel() for p in parameters))
+
+    def parameter_names(self) -> dict[Tensor, str]:
+        """The name of each parameter: as given, else as its model has it, else ``"param 0"``, ``"param 1"`` …"""
+        return self._registry.parameter_names()
+
+    def name_parameters(self, model: nn.Module) -> None:
+        """Use a model's names, in alarms and metrics, for parameters that were given without."""
+        self._names.update({parameter: plain_name(name) for name, parameter in model.named_parameters()})
+
+    # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, lossless and packed: each plane as a tensor of the parameter's shape.
+
+        Returns:
+            As in ``torch.optim``; a state that is a plain tensor has torch's key (``exp_avg``), others are ``tail``,
+            ``master`` (float32), ``weight_low`` and ``packed``, and ``…_bound`` is the scale of each row. ``step`` is a 0-d
+            float32 tensor. DTensors where the parameter is one.
+        """
+        self._states.discard(self._registry.orphans())
+        handle = self.register_state_dict_post_hook(show_states, prepend=True)  # before hooks of others see it
+        try:
+            result: dict[str, Any] = super().state_dict()
+            return result
+        finally:
+            handle.remove()
+
+    def states(self) -> dict[Tensor, dict[str, Tensor]]:
+        """The part of :meth:`state_dict` that belongs to each parameter."""
+        self._states.discard(self._registry.orphans())
+        return save_states(self._registry)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave; nothing is cast, and a state that is refused changes nothing.
+
+        Raises:
+            RecipeError: the state was saved from another storage or shape.
+            ValueError: the groups do not match, as in ``torch.optim``.
+        """
+        handle = self.register_load_state_dict_pre_hook(take_states)  # after hooks of others have changed it
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def load_states(
+        self, entries: Mapping[Tensor, Mapping[str, Any]], groups: list[dict[str, Any]] | None = None
+    ) -> None:
+        """Restore what :meth:`states` gave, in place of all states; one that is refused changes nothing.
+
+        Args:
+            entries: the state of each parameter.
+            groups: options that the states were saved under, where they are not the optimizer's own; a group without
+                ``storage`` is of a plain ``torch.optim``, whose moments are cut.
+        Raises:
+            RecipeError: a state was saved from another storage, rule or shape.
+        """
+        load_states(self._registry, self.param_groups, entries, groups or self.param_groups)
+        self._states.forget()
+        self._pending, self.auditor = None, Auditor()
+
     def __getstate__(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in _OPTIONS}
-        kept = {"options": options, "saved": self._numbered_states(), "state": dict(self._states.free)}
+        kept = {"options": options, "saved": numbered(self.states(), self._registry), "state": dict(self._states.free)}
         return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -344,5 +521,15 @@ class Optimizer(Keeping):
         super().__setstate__(state)
         self._states.free = dict(free or {})
         if saved is not None:
-            parameters = self._parameters()
+            parameters = self._registry.parameters()
             self.load_states({parameters[number]: entry for number, entry in saved.items()})
+
+
+def _name_each_once(group: dict[str, Any]) -> None:
+    """A tied weight that is given twice is one parameter, under its first name; torch has warned of it."""
+    first: dict[Tensor, int] = {}
+    for place, parameter in enumerate(group["params"]):
+        first.setdefault(parameter, place)
+    for key in ("params", "param_names"):
+        if key in group:
+            group[key] = [group[key][place] for place in first.values()]

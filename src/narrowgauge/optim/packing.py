@@ -1,15 +1,17 @@
 """Layouts: how the codes of a storage pack into 32-bit words, so that a kernel only ever touches int32.
 
 A loop over 32-bit values runs at full vector width; one that mixes 16- and 32-bit loads does not. So a bfloat16 tensor is
-read as int32 words of two neighbours, its two *lanes* taken by shift and mask, and every state follows suit: a 16-bit
-code packs like the weight, a 32-bit one lies in two *planes*, first all even elements, then all odd ones. Where a storage
-has an 8-bit plane, four lanes share a word of it; the weight is then read in two *parts*, its upper and its lower half of
-rows, and lanes 0 and 1 come from the one, 2 and 3 from the other. A float32 weight has a lane for each word.
+read as int32 words of two neighbours. A *lane* is one element of such a group: a bfloat16 weight has an even and an odd
+lane, taken by shift and mask; a float32 weight has one. A *plane* is one state tensor: a lone field, or several fields
+packed into an element of 8, 16 or 32 bits. A plane of 16 bits packs like the weight; one of 32 bits is stored as two
+tensors, first all even elements, then all odd ones. Where a storage has an 8-bit plane, four lanes share a word of it; the
+weight is then read in two *parts*, its upper and its lower half of rows: lanes 0 and 1 come from the first, 2 and 3 from
+the second. A *tail* is the signed rest of the stored weight below the visible one.
 
-A storage whose codes have scales by row, or that has parts, lies in a matrix of rows; any other lies flat.
+A storage whose codes are scaled by row, or that has two parts, lies in a matrix of rows; any other lies flat.
 
-This is internal: :func:`to_parameter_order` and :func:`from_parameter_order` turn a plane into a tensor shaped like the
-parameter and back without losing a bit.
+This layout is internal: :func:`to_parameter_order` and :func:`from_parameter_order` turn a plane into a tensor of the
+parameter's shape and back without losing a bit.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ class Place:
 
 @lru_cache
 def places(storage: Storage) -> Mapping[str, Place]:
-    """The place of every field of the storage, by its name."""
+    """The place of every field of the storage, by name."""
     return {field: Place(plane, shift) for plane in planes(storage) for field, shift, _ in plane.fields}
 
 
@@ -125,20 +127,20 @@ def matrix_of(storage: Storage, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def extent(storage: Storage, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of each tensor of words that a kernel takes for a parameter of ``shape``; odd ends are filled up."""
+    """The shape of each tensor of words that a kernel takes for a parameter of ``shape``; odd ends are padded."""
     matrix = matrix_of(storage, shape)
     words = (*matrix[:-1], -(-matrix[-1] // per_word(storage)))
     return (-(-words[0] // num_parts(storage)), *words[1:])
 
 
 def fits(storage: Storage, shape: Sequence[int]) -> bool:
-    """Whether a parameter of ``shape`` fills its words, with nothing to be filled up."""
+    """Whether a parameter of ``shape`` fills its words without padding."""
     whole = extent(storage, shape)
     return math.prod(whole) * num_lanes(storage) == math.prod(shape)
 
 
 def num_tensors(storage: Storage, bits: int) -> int:
-    """By how many tensors of words a kernel takes a plane of so many bits an element."""
+    """The number of tensors of words in which a kernel takes a plane with this many bits per element."""
     return num_lanes(storage) * bits // 32
 
 
@@ -165,7 +167,7 @@ def to_parameter_order(storage: Storage, plane: Plane, words: Tensor, shape: Seq
 
 
 def from_parameter_order(storage: Storage, plane: Plane, values: Tensor) -> Tensor:
-    """The inverse of :func:`to_parameter_order`; what an odd length or number of rows lacks is zero."""
+    """The inverse of :func:`to_parameter_order`; padding is zero."""
     words = allocate(storage, plane, values.shape, values.device)
     group, neighbours, parts = words.shape[1:], per_word(storage), num_parts(storage)
     whole = (parts * group[0], *group[1:-1], group[-1] * neighbours) if len(group) == 2 else (group[0] * neighbours,)
@@ -183,7 +185,7 @@ def from_parameter_order(storage: Storage, plane: Plane, values: Tensor) -> Tens
 
 
 def lanes_of_weight(visible: str, words: Sequence[Tensor]) -> list[Tensor]:
-    """The bits of every lane of a visible tensor (see :func:`narrowgauge.optim.encoding.seen_value`), from its parts."""
+    """The bits of every lane of a visible tensor (see :func:`narrowgauge.optim.encoding.visible_value`), from its parts."""
     if visible == "float32":
         return list(words)
     if visible == "bfloat16":
@@ -224,7 +226,7 @@ def by_lane(storage: Storage, words: Sequence[Tensor]) -> list[dict[str, tuple[T
 
 
 def join_lanes(storage: Storage, fields: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-    """The words of the planes that a kernel writes, from each lane's fields in their places: undoes :func:`by_lane`."""
+    """The words of the planes that a kernel writes, from each lane's fields in their places: the inverse of :func:`by_lane`."""
     result = []
     for plane in planes(storage):
         share = 32 // plane.bits

@@ -1,21 +1,168 @@
-"""What the optimizer refuses, in one line each: options out of range, parameters and gradients in the wrong format."""
+"""What the optimizer refuses: options out of range, parameters and gradients in the wrong format.
+
+The table ``LAWS`` has one row per option of a rule; it is checked when a param group is added, loaded and stepped.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.optim.options import HOW_TORCH_STEPS, check_options
-from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.optim.rules.matrix import MatrixRule
+from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, SGD, Rule
+from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, LR_SCALES, MUON, MatrixRule
 from narrowgauge.spec.processor import care_for, is_left_slow
 from narrowgauge.spec.storages import STORAGES, Storage, find
+
+
+@dataclass(frozen=True)
+class Range:
+    """An option that is a number in ``[low, high)``, or in ``(low, high)`` where ``above``; NaN is outside of all.
+
+    Args:
+        low, high, above: the range.
+        or_none: whether ``None`` is allowed too.
+    """
+
+    low: float = 0.0
+    high: float = math.inf
+    above: bool = False
+    or_none: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value outside; of a pair, either."""
+        parts = value if isinstance(value, (tuple, list)) else (value,)
+        for place, part in enumerate(parts):
+            own = name if part is value else f"{_SINGULAR.get(name, name)}{place + 1}"
+            if part is None and self.or_none:
+                continue
+            try:
+                number = float(part)
+            except (TypeError, ValueError, RuntimeError):
+                raise RecipeError(f"{own} = {part!r} was requested; it must be one number, {self}.") from None
+            if not (self.low < number if self.above else self.low <= number) or not number < self.high:
+                found = part if isinstance(part, (int, float)) else number
+                raise RecipeError(f"{own} = {found} was requested; it must be {self} and finite.")
+
+    def __str__(self) -> str:
+        low = [] if self.low == -math.inf else [f"{'above' if self.above else 'at least'} {self.low:g}"]
+        return " and ".join([*low, *([] if self.high == math.inf else [f"below {self.high:g}"])]) or "a number"
+
+
+_SINGULAR = {"betas": "beta"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An option that is one of some names."""
+
+    names: tuple[str, ...]
+    or_none: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse another name."""
+        if value not in self.names and not (value is None and self.or_none):
+            listed = ", ".join(f"'{known}'" for known in self.names)
+            near = suggestion(value, self.names) if isinstance(value, str) else ""
+            raise RecipeError(f"{name} = {value!r} was requested; it is one of {listed}.", near)
+
+
+Laws = dict[str, Range | Choice]
+_RATE: Laws = {"lr": Range(), "weight_decay": Range()}
+_ADAM: Laws = {**_RATE, "betas": Range(0, 1), "eps": Range()}
+_SUBSPACE: Laws = {**_ADAM, "rank": Range(1), "update_proj_gap": Range(1), "scale": Range()}
+LAWS: dict[str, Laws] = {
+    ADAMW.name: _ADAM,
+    ADAM.name: _ADAM,
+    SGD.name: {**_RATE, "momentum": Range()},
+    LION.name: _ADAM,
+    MUON.name: {
+        **_ADAM,
+        "momentum": Range(0, 1),
+        "ns_steps": Range(1),
+        "adjust_lr_fn": Choice(tuple(LR_SCALES), or_none=True),
+        "ns_dtype": Choice(("bfloat16", "float32")),
+    },
+    ADAFACTOR.name: {
+        **_ADAM,
+        "eps": Range(or_none=True),
+        "adam_eps": Range(),
+        "beta1": Range(0, 1, or_none=True),
+        "beta2_decay": Range(-math.inf, 0, above=True),
+        "clip_threshold": Range(0, above=True),
+    },
+    GALORE.name: _SUBSPACE,
+    GRADNORM_LORP.name: _SUBSPACE,
+}
+"""What the options of each rule may be; a rule that is not here checks its own."""
+
+_FLAGS = {
+    "amsgrad": "No rule here stores the largest second moment; leave it out.",
+    "fused": "Every step here is one fused kernel; leave it out.",
+    "foreach": "Every step here is one fused kernel; leave it out.",
+    "capturable": "A step asks the host for its rates and cannot be captured in a graph; leave it out.",
+    "differentiable": "A step here cannot be differentiated; leave it out.",
+}
+HOW_TORCH_STEPS = ("fused", "foreach", "capturable", "differentiable")
+"""Flags of ``torch.optim`` that choose how a step is computed and do not concern the state."""
+_OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile", "loss_scaler")
+# torch's name for what makes an Adam an AdamW.
+_DECOUPLED = {ADAM.name: False, ADAMW.name: True}
+
+
+def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
+    """Refuse options that a rule cannot obey.
+
+    Args:
+        options: a param group, or the defaults of all.
+        rule: the optimizer's.
+    Raises:
+        RecipeError: one that is out of range, that no rule here has, that belongs to the optimizer and not to a group, or
+            another rule than the group may have.
+    """
+    for name in _OF_THE_OPTIMIZER:
+        if name in options:
+            raise RecipeError(
+                f"a param group sets {name} = {options[name]}.", "Pass it to the optimizer: it applies to all groups."
+            )
+    check_step(options, rule)
+    _check_values(options, LAWS.get(rule.name, {}))
+
+
+def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
+    """:func:`check_options` of what may have been set since; a schedule may take a rate a little below zero."""
+    for name, advice in _FLAGS.items():
+        if options.get(name):
+            raise RecipeError(f"{name} = {options[name]} was requested, which this optimizer does not have.", advice)
+    decoupled = options.get("decoupled_weight_decay")
+    if decoupled is not None and decoupled is not _DECOUPLED.get(rule.name, decoupled):
+        raise RecipeError(
+            f"decoupled_weight_decay = {decoupled} was requested, and the rule is '{rule.name}'.",
+            f"Take ng.{'AdamW' if decoupled else 'Adam'}.",
+        )
+    known = [rule.name, *([ADAMW.name] if isinstance(rule, MatrixRule) else [])]
+    if options.get("rule", rule.name) not in known:
+        raise RecipeError(
+            f"rule = {options['rule']!r} was requested in a param group of an optimizer whose rule is '{rule.name}'; it may "
+            f"be {' or '.join(map(repr, known))}.",
+            suggestion(str(options["rule"]).lower(), known) or "Build another optimizer for these parameters.",
+        )
+    _check_values(options, {**LAWS.get(rule.name, {}), "lr": Range(-math.inf, above=True)})
+
+
+def _check_values(options: Mapping[str, Any], laws: Laws) -> None:
+    for name, law in laws.items():
+        if name in options:
+            law.check(name, options[name])
+
+
+# ── storages, parameters and gradients ──────────────────────────────────────────────────────────────────────────────
 
 
 def known_row(storage: object, own: Mapping[str, Storage]) -> Storage:
@@ -58,7 +205,7 @@ def check_real(parameter: Tensor) -> None:
     """Refuse a parameter that has no values."""
     if parameter.is_meta:
         raise RecipeError(
-            f"a parameter of shape {tuple(parameter.shape)} is on the meta device, where nothing can be kept of it.",
+            f"a parameter of shape {tuple(parameter.shape)} is on the meta device, where it has no values to store.",
             "Give the model its memory (to_empty) and values first, and build the optimizer after.",
         )
 
@@ -67,7 +214,7 @@ def check_storage(asked: str, made: str) -> None:
     """Refuse another storage of a group than its states were made in."""
     if asked != made:
         raise RecipeError(
-            f"a group's storage was changed to '{asked}', and its states are kept in '{made}'.",
+            f"a group's storage was changed to '{asked}', and its states are stored in '{made}'.",
             "Build a new optimizer with that storage, and take the state over with ng.convert, or clear optimizer.state.",
         )
 
@@ -76,7 +223,7 @@ def check_rule(rule: object, storage: Storage) -> None:
     """Refuse a rule whose arithmetic the storage's own cannot be."""
     if isinstance(rule, MatrixRule) and storage.arithmetic != "float32":
         raise RecipeError(
-            f"rule '{rule.name}' was asked for with storage '{storage.name}', in whose arithmetic of expansions a matrix "
+            f"rule '{rule.name}' was requested with storage '{storage.name}', in whose arithmetic of expansions a matrix "
             "product is not defined.",
             f"Take '{storage.cure}', or an elementwise rule.",
         )
@@ -87,7 +234,7 @@ def check_unchanged(rule: str, shapes: Mapping[str, Any], new_rule: str, wanted:
 
     Args:
         rule, shapes: what steps the parameter, and its states' shapes by name.
-        new_rule, wanted: the same, as the options now ask for.
+        new_rule, wanted: the same, as the options now require.
     """
     advice = "Set it before the first step, or build a new optimizer."
     if new_rule != rule:
@@ -105,7 +252,7 @@ def check_range(name: str, value: float, low: float, high: float = math.inf, *, 
     """Refuse an option outside ``[low, high)``, or outside ``(low, high)`` where ``above``; NaN is outside of all."""
     if not (low < value if above else low <= value) or not value < high:
         law = f"{'above' if above else 'at least'} {low:g}{'' if high == math.inf else f' and below {high:g}'}"
-        raise RecipeError(f"{name} = {value} was asked for; it must be {law} and finite.")
+        raise RecipeError(f"{name} = {value} was requested; it must be {law} and finite.")
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
@@ -130,18 +277,18 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 
 class SlowMatmulNotice(UserWarning):
-    """Told once: the time of a training step goes into matmuls that this processor has no instructions for."""
+    """Warns once that a training step's time goes into matmuls that this processor has no instructions for."""
 
 
-def tell_slow_matmuls(groups: Sequence[dict[str, Any]]) -> None:
+def warn_of_slow_matmuls(groups: Sequence[dict[str, Any]]) -> None:
     """Warn once of bfloat16 matrices on a CPU that does not multiply bfloat16, where no model was prepared for it."""
     if not is_left_slow("bfloat16"):
         return
     if any(p.dtype is torch.bfloat16 and p.ndim > 1 and p.device.type == "cpu" for g in groups for p in g["params"]):
-        care_for("bfloat16")  # told
+        care_for("bfloat16")  # warned of now
         warnings.warn(
             "this CPU does not multiply bfloat16, and PyTorch's own bfloat16 matmuls are 8 to 180 times slower here than "
-            "float32's. narrowgauge.prepare(model, …) or narrowgauge.swap_linears(model, 'bfloat16') lets them go by "
+            "float32's. narrowgauge.prepare(model, …) or narrowgauge.swap_linears(model, 'bfloat16') replaces them by "
             "float32 products with the same values.",
             SlowMatmulNotice,
             stacklevel=6,
@@ -164,7 +311,7 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
                 "Build the optimizer with the storage the state was saved from, or take it over with ng.convert.",
             )
         for flag in HOW_TORCH_STEPS:
-            theirs.pop(flag, None)  # says nothing about a state
+            theirs.pop(flag, None)  # does not concern the state
         check_options(theirs, rule)
         for name, value in mine.items():
             if name != "params":

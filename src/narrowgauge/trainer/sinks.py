@@ -11,7 +11,7 @@ from typing import Any
 
 from narrowgauge.monitor.alarms import Alarms
 from narrowgauge.monitor.spikes import StepJudgement
-from narrowgauge.optim.auditing import Alarm
+from narrowgauge.optim.audit import Alarm
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row

@@ -18,7 +18,7 @@ import torch
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.optim.accumulation import backward_in_parts
-from narrowgauge.optim.auditing import figures_of
+from narrowgauge.optim.audit import figures_of
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.session import Session

@@ -28,7 +28,7 @@ class Rule:
     """An update rule.
 
     Args:
-        name: what tables and caches call it.
+        name: its name in tables and caches.
         states: names of the states it keeps, in the order ``update`` takes and returns them.
         scalars: names of the per-step float32 scalars that ``update`` reads.
         prepare: from a param group's options and the number of steps taken (this one included, counted from when the states
@@ -37,7 +37,7 @@ class Rule:
             :func:`narrowgauge.numerics.expansions.sqrt`.
         squares: those of the states that are never negative.
         coupled: whether new states depend on the weight (an L2 penalty).
-        expanded: the same in the arithmetic of expansions where a source says how; ``None`` runs ``update`` in it.
+        expanded: the update in the arithmetic of expansions where a source defines one; ``None`` runs ``update`` in it.
         reduces: from a param group's options to the rule that keeps fewer states and takes the same steps under them, or
             ``None`` for this one. Asked at every step, as long as a parameter has none of the states that are saved.
 
@@ -81,7 +81,7 @@ class Rule:
         return tuple((state, "exp_avg_sq" if state in self.squares else "exp_avg") for state in self.states)
 
 
-# Added to eps = 0: where nothing was ever seen, 0/0 must be no step, and nothing else notices the smallest normal float32.
+# Replaces eps = 0: where every gradient was zero, 0/0 must be no step; the smallest normal float32 changes no other step.
 TINY = 2.0**-126
 
 
@@ -89,7 +89,7 @@ def _adam_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
     correction1 = 1 - beta1**step
     correction2 = (1 - beta2**step) ** 0.5
-    # Where another rule's eps is a pair of its own, AdamW's beside it has a name that says so.
+    # Adafactor's eps is a pair; AdamW's is called adam_eps there.
     eps = max(float(group.get("adam_eps", group["eps"])), TINY)
     return 1 - beta1, 1 - beta2, -lr / correction1, 1 / correction2, eps
 
@@ -197,7 +197,7 @@ def rule_source(rule: Rule) -> str:
         return ""  # the package's own text is in every kernel's name
     try:
         if rule.update.__closure__ is None:
-            # With all its module: constants and functions beside it may decide what it computes.
+            # With all its module: it may use other constants and functions there.
             return inspect.getsource(rule.update) + inspect.getsource(sys.modules[rule.update.__module__])
     except (OSError, TypeError, AttributeError, KeyError):
         pass

@@ -1,4 +1,4 @@
-"""A matrix seen from a subspace: where its energy lies, and Adam's steps taken there.
+"""Low-rank subspaces of a matrix, and Adam's steps in them.
 
 A gradient of ``rows × cols`` often has most of its length in a few directions of its shorter side. With an orthonormal basis
 ``P`` of ``rank`` such directions (shape ``[shorter side, rank]``) it has the coordinates
@@ -34,7 +34,7 @@ def is_tall(rows: int, cols: int) -> bool:
 
 
 def coordinate_shape(rows: int, cols: int, rank: int) -> tuple[int, int]:
-    """The shape of a matrix seen from its subspace."""
+    """The shape of a matrix's coordinates in its subspace."""
     return (rows, rank) if is_tall(rows, cols) else (rank, cols)
 
 
@@ -51,7 +51,7 @@ def lift(basis: Tensor, coordinates: Tensor, *, tall: bool) -> Tensor:
 def leading_basis(matrix: Tensor, rank: int) -> Tensor:
     """The ``rank`` leading singular vectors of a matrix on its shorter side.
 
-    Law: orthonormal columns, the largest singular value first; in each the entry of the largest magnitude is positive,
+    Invariant: orthonormal columns, the largest singular value first; in each the entry of the largest magnitude is positive,
     so a matrix and its negative have the same basis. Depends on directions only: powers of two change no bit.
 
     Args:
@@ -81,9 +81,9 @@ def leading_basis(matrix: Tensor, rank: int) -> Tensor:
 def refreshed(basis: Tensor, gradient: Tensor, step: int, gap: int) -> Tensor:
     """The basis for this step: found anew at steps 1, gap + 1, 2 gap + 1 …, and as long as there is none.
 
-    Law: a gradient of nothing but zeros says nothing about directions, and leaves the basis as it is. Before the first that
-    says something the basis is zero, and so are all steps: an expert that no token has reached yet, or what lies behind a
-    zero-initialised head, is not tied to a meaningless subspace for a whole gap.
+    Invariant: a gradient of zeros has no directions and leaves the basis as it is. Before the first other gradient the basis is
+    zero, and so are all steps: an expert that no token has reached yet, or a layer behind a zero-initialised head, is not
+    tied to a meaningless subspace for a whole gap.
 
     Args:
         basis: float32 ``[shorter side, rank]``, zeros where there is none yet.
@@ -102,7 +102,7 @@ def adam_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Adam on coordinates: the step to take, and the new moments.
 
-    Law: the arithmetic of ``ADAMW`` on a weight of zero, which has nothing to decay: decay belongs to the matrix.
+    Invariant: the arithmetic of ``ADAMW`` on a weight of zero, which has nothing to decay: decay belongs to the matrix.
     """
     values = torch.tensor(ADAMW.prepare(options, step), dtype=torch.float32, device=gradient.device)
     scalars = dict(zip(ADAMW.scalars, values.unbind(), strict=True))

@@ -1,4 +1,4 @@
-"""Matrix rules: what step an optimizer wants to take, where a weight is more than a bag of numbers.
+"""Matrix rules: what step an optimizer wants to take, where it depends on the whole matrix.
 
 An elementwise rule may cut a weight anywhere. The rules here look at the whole matrix, its singular vectors or the
 lengths of its rows and columns, so they need it gathered, and bits that do not depend on where it was cut are not
@@ -6,7 +6,7 @@ promised. They are pure functions of float32 tensors all the same, and know noth
 those of their states that have the weight's shape, in its own codes. A parameter of more than two dims is the matrix of its
 first dim against all others; one of fewer is none, and is stepped by AdamW.
 
-| rule | keeps, beside the weight of ``rows × cols`` | looks at |
+| rule | states of a weight of ``rows × cols`` | reads |
 |---|---|---|
 | ``muon`` | one moment | the whole matrix: every singular value of the step becomes about 1 |
 | ``adafactor`` | ``rows + cols`` values; a moment if asked | means of squares along rows and columns |
@@ -151,8 +151,8 @@ LR_SCALES: dict[str, Callable[[int, int], float]] = {
 def orthogonalise(matrix: Tensor, iterations: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """A matrix with the same singular vectors, and all singular values moved towards 1.
 
-    Law: a Newton–Schulz iteration ``X ← aX + (bA + cA²)X`` with ``A = XX^T``, begun at unit Frobenius norm. The norm is
-    taken before anything is rounded, and without the usual 1e-7 beside it: gradients times a power of two give the
+    Invariant: a Newton–Schulz iteration ``X ← aX + (bA + cA²)X`` with ``A = XX^T``, begun at unit Frobenius norm. The norm is
+    taken before anything is rounded, without the usual 1e-7 added: gradients times a power of two give the
     same bits, however small. Zeros stay zeros.
 
     Args:
@@ -249,7 +249,7 @@ def _galore_states(shape: tuple[int, ...], options: Options) -> dict[str, Kept]:
 
 
 def _step_in_subspace(g: Tensor, states: States, options: Options, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Adam's step for ``g``, seen from the subspace and lifted out of it, and the three states that took it."""
+    """Adam's step for ``g`` in the subspace, lifted back, and the three new states."""
     p = refreshed(states["projector"], g, step, options["update_proj_gap"])
     change, m, v = adam_step(project(p, g), states["projected_exp_avg"], states["projected_exp_avg_sq"], options, step)
     new = {"projector": p, "projected_exp_avg": m, "projected_exp_avg_sq": v}
@@ -282,7 +282,7 @@ def _gradnorm_lorp(
     direction projected onto a low-rank subspace that a singular value decomposition finds again every so often.
 
     Here the direction is the weight itself: ``W = M V / ‖V‖_col`` with ``V = W``, so ``M`` is the length of its columns and
-    nothing beside ``W`` is kept of either. Factors would be parameters of the module, which an optimizer cannot add, and hold
+    neither is stored. Factors would be parameters of the module, which an optimizer cannot add, and hold
     the change to one rank for the whole run; here only each step has low rank, and the sum over many subspaces does not.
     Beginning every step with ``V = W`` also keeps a direction's rate at ``lr / M``; with a ``V`` of its own it falls as ``V``
     grows, and grow it must, since its gradient is at right angles to it. The subspace is one-sided, on the shorter side, as in

@@ -1,4 +1,4 @@
-"""The norm of all gradients, exact and in no order, and what to do about it.
+"""The exact norm of all gradients, clipping by it, and the decision to skip a step.
 
 The two passes of :mod:`narrowgauge.numerics.summation` over every gradient, compiled where gradients are large. The result
 is a property of the gradients' values alone, so clipping cannot make a run depend on the number of ranks or threads.
@@ -6,13 +6,16 @@ is a property of the gradients' values alone, so clipping cannot make a run depe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import summation
-from narrowgauge.optim.compilation import Compiled, compiled, normal_words
+from narrowgauge.numerics.scaling import LossScaler
+from narrowgauge.optim.compilation import Definition, compiled, normal_words
 from narrowgauge.optim.shards import add_up, by_reduction, local_of
 from narrowgauge.optim.stores import SMALL, as_words
 
@@ -34,7 +37,7 @@ def measure_floats(values: Tensor, scales: Tensor) -> Tensor:
 
 
 class _Sorted:
-    """Gradients by how they are gone over: large ones in words where they lie, and ``rest`` a chunk at a time."""
+    """Gradients by how they are read: ``large`` ones as words in place, ``rest`` a chunk at a time."""
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         self.large = [g for g in gradients if _is_large(g)]
@@ -60,7 +63,6 @@ class GradientNorm:
 
     def __init__(self, *, compile: bool) -> None:
         self.compile = compile
-        self._compiled: dict[tuple[str, int, torch.device], Compiled | None] = {}
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -93,21 +95,18 @@ class GradientNorm:
         values = as_words(gradient) if narrow else gradient.view(-1)
         assert values is not None
         measure = measure_words if narrow else measure_floats
-        run = self._compile(measure, values, scales) if self.compile else None
+        run = compiled(measure.__name__, values.device, lambda: _definition(measure, values)) if self.compile else None
         if run is not None:
             return run([values, scales])[0]
         parts = torch.stack([measure(chunk, scales) for chunk in values.split(summation.CHUNK)])
         return torch.cat([parts[:, :1].amax(0), parts[:, 1:].sum(0)])
 
-    def _compile(self, measure: Callable[..., Tensor], values: Tensor, scales: Tensor) -> Compiled | None:
-        key = (measure.__name__, torch.get_num_threads(), values.device)
-        if key not in self._compiled:
-            kind = torch.bfloat16 if values.dtype is torch.int32 else torch.float32
-            words = normal_words(kind, (1 << 10,), values.device)
-            largest = torch.full((), 8.0, dtype=torch.float32, device=values.device)
-            example = [words.view(values.dtype), summation.grid_scales(largest, 1 << 11)]
-            self._compiled[key] = compiled(measure.__name__, measure, example, [(0,), ()])
-        return self._compiled[key]
+
+def _definition(measure: Callable[..., Tensor], values: Tensor) -> Definition:
+    kind = torch.bfloat16 if values.dtype is torch.int32 else torch.float32
+    words = normal_words(kind, (1 << 10,), values.device)
+    largest = torch.full((), 8.0, dtype=torch.float32, device=values.device)
+    return Definition(measure, [words.view(values.dtype), summation.grid_scales(largest, 1 << 11)], [(0,), ()])
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -127,11 +126,11 @@ def control_scalars(
     """The scalars ``(gradient_scale, skip)`` for a step, float32 ``[2]`` on ``device``; the host waits for nothing.
 
     Args:
-        norm: the norm of the gradients as they are, ``None`` where it was not asked for.
+        norm: the norm of the gradients as they are, ``None`` where it is not needed.
         max_norm: clip to it; ``None`` leaves gradients as they are.
         device: where the step runs.
         grad_scale: what the loss was multiplied by, 0-d; ``None`` for 1.
-        found_inf: not 0 where somebody else has seen a gradient that is not finite.
+        found_inf: not 0 where ``torch.amp.GradScaler`` found a gradient that is not finite.
     Returns:
         The inverse of ``grad_scale`` times ``min(1, max_norm / (norm + 1e-6))`` as in
         ``torch.nn.utils.clip_grad_norm_``, and 1 where the norm is not finite or ``found_inf`` is set.
@@ -147,3 +146,75 @@ def control_scalars(
         clip = torch.ones_like(norm) if max_norm is None else (max_norm / (norm * scale + 1e-6)).clamp(max=1.0)
         scale, skip = scale * torch.where(finite, clip, 1.0), skip | ~finite
     return torch.stack([scale.reshape(()), skip.float()])
+
+
+class StepControl:
+    """Decides for each step what gradients are multiplied by and whether the step is skipped.
+
+    Args:
+        loss_scaler: the scaler of the loss; each step must follow a loss that it has scaled.
+        worth_compiling: whether to compile the norm of so many elements.
+    """
+
+    def __init__(self, loss_scaler: LossScaler | None, worth_compiling: Callable[[int], bool]) -> None:
+        self.loss_scaler, self._worth_compiling = loss_scaler, worth_compiling
+        self._request: object = None if loss_scaler is None else loss_scaler.request
+        self._norm: GradientNorm | None = None
+
+    def __call__(
+        self,
+        gradients: Sequence[Tensor],
+        device: torch.device,
+        *,
+        max_norm: float | None,
+        skip_above: float,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The scalars of a step.
+
+        Args:
+            gradients: of all parameters that are stepped.
+            device: where the step runs.
+            max_norm: clip to it; ``None`` does not.
+            skip_above: skip a step whose gradient norm is larger.
+            grad_scale, found_inf: what ``torch.amp.GradScaler`` sets during a step.
+        Returns:
+            The result of :func:`control_scalars`, and the norm of the unscaled gradients, ``None`` where nothing needs it.
+        Raises:
+            RecipeError: the loss was not scaled.
+        """
+        scale, is_ours = self._scale_of_loss(gradients, grad_scale, found_inf)
+        if max_norm is None and self.loss_scaler is None and skip_above == math.inf:
+            return control_scalars(None, None, device, scale, found_inf), None
+        if self._norm is None:
+            self._norm = GradientNorm(compile=self._worth_compiling(sum(g.numel() for g in gradients)))
+        norm = self._norm(gradients)
+        control = control_scalars(norm, max_norm, device, scale, found_inf)
+        unscaled = norm if scale is None else norm / scale.to(norm.device)
+        if is_ours and self.loss_scaler is not None:
+            self.loss_scaler.update_(control[1] != 0)
+        if skip_above < math.inf:
+            control[1] = torch.maximum(control[1], (unscaled > skip_above).to(control))
+        return control, unscaled
+
+    def _scale_of_loss(
+        self, gradients: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> tuple[Tensor | None, bool]:
+        """What gradients are divided by, and whether our own scaler takes part."""
+        scaler = self.loss_scaler
+        if scaler is None:
+            return grad_scale, False
+        if scaler.request is self._request:
+            # Gradients of zero, by which distributed checkpoints make a state, have any scale.
+            if found_inf is None and any(bool(local_of(g).any()) for g in gradients):
+                raise RecipeError(
+                    "a step was requested whose loss was not scaled: the optimizer's loss_scaler has scaled none since "
+                    "its last step, and the optimizer would divide the gradients by its scale.",
+                    "Call optimizer.loss_scaler.scale(loss).backward(). Where a framework calls backward() itself, let its "
+                    "own torch.amp.GradScaler scale the loss (fp16=True, '16-mixed'), or take a bfloat16 recipe.",
+                )
+            return grad_scale, False
+        self._request = scaler.request
+        ours = scaler.scale_tensor
+        return ours if grad_scale is None else grad_scale.to(ours.device) * ours, True

@@ -127,7 +127,7 @@ def test_grad_scaler_unscales_and_skips(storage: str) -> None:
 
 def test_the_kernels_name_depends_on_every_file_they_are_made_from() -> None:
     code = (
-        "import sys, narrowgauge.optim.kernels\n"
+        "import sys, narrowgauge.optim.kernel\n"
         "print(*[m.__file__ for n, m in sys.modules.items() if n.startswith('narrowgauge.')], sep='\\n')"
     )
     loaded = subprocess.run(
@@ -139,7 +139,7 @@ def test_the_kernels_name_depends_on_every_file_they_are_made_from() -> None:
 
 def test_an_unusable_cache_leaves_the_definition_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NARROWGAUGE_CACHE", "/dev/null/nowhere")
-    monkeypatch.setattr(compilation, "_LOADED", {})
+    monkeypatch.setattr(compilation, "_KERNELS", {})
     compilation._warn_once.cache_clear()
     optimizer = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=True)
     with pytest.warns(UserWarning, match="/dev/null/nowhere.* failed"):

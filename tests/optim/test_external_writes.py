@@ -23,7 +23,7 @@ SHAPES: list[Shape] = [(80, 64), (12, 10), (6,)]
 # In rows relative to their largest a weight that is set is cut once more, and small matrices have no bucket.
 STORED = pytest.mark.parametrize("storage", [s for s in REPRESENTATIVES if "weight" not in row_of(s).scaled])
 FLAT = pytest.mark.parametrize("storage", [s for s in REPRESENTATIVES if not packing.by_rows(row_of(s))])
-pytestmark = pytest.mark.filterwarnings("ignore:weights of .* were set by something else")
+pytestmark = pytest.mark.filterwarnings("ignore:weights of .* were modified outside this optimizer")
 
 
 def trained(storage: str, steps: int = 3, **options: object) -> ng.Optimizer:

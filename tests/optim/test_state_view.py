@@ -44,7 +44,7 @@ def test_entries_have_torchs_names_and_the_parameters_shape(rule: str, storage: 
         assert float(entry["step"]) == 2.0 and entry["step"].shape == ()
         for name, value in entry.items():
             assert isinstance(value, Tensor)
-            if name not in ("step", "master") and name in dict(optimizer._stores[p].storage.states):
+            if name not in ("step", "master") and name in dict(optimizer._registry.stores[p].storage.states):
                 assert value.shape == p.shape and torch.equal(value, optimizer.stored(p, name))
         if "master" in entry:
             assert torch.equal(entry["master"], optimizer.stored(p))
@@ -62,8 +62,8 @@ def test_what_is_written_is_what_a_state_made_so_holds(storage: str) -> None:
         in_place.state[p]["exp_avg"].mul_(0.5)
         in_place.state[p]["step"] += 5
     for p, q in zip(members(twin), members(assigned), strict=True):
-        twin._stores[p].put("exp_avg", halves[q])
-        twin._stores[p].step = 7
+        twin._registry.stores[p].put("exp_avg", halves[q])
+        twin._registry.stores[p].step = 7
     found = []
     for optimizer in (twin, assigned, in_place):
         saved = copy.deepcopy(optimizer.state_dict())
@@ -127,7 +127,7 @@ def test_one_of_a_bucket_may_leave() -> None:
     one, other = everything(optimizer), everything(twin)
     assert_same(*({name: v for name, v in x.items() if name[0] != "1"} for x in (one, other)))
     assert float(one["1 step"]) == 2.0
-    assert [len(bucket.members) for bucket in optimizer._buckets] == [2, 1]
+    assert [len(bucket.members) for bucket in optimizer._registry.buckets] == [2, 1]
 
 
 def test_states_may_be_given_before_the_first_step() -> None:
@@ -195,11 +195,11 @@ def test_a_groups_storage_is_set_before_its_first_step_or_refused() -> None:
     optimizer = build("adamw", parameters("word"), "word")
     optimizer.param_groups[0]["storage"] = "exact"
     take_steps(optimizer, range(1))
-    assert optimizer._stores[members(optimizer)[0]].storage.name == "exact"
+    assert optimizer._registry.stores[members(optimizer)[0]].storage.name == "exact"
     optimizer.param_groups[0]["storage"] = "word"
     for p, gradient in zip(members(optimizer), gradients(members(optimizer), 1), strict=True):
         p.grad = gradient
-    with pytest.raises(RecipeError, match="changed to 'word', and its states are kept in 'exact'"):
+    with pytest.raises(RecipeError, match="changed to 'word', and its states are stored in 'exact'"):
         optimizer.step()
     optimizer.state.clear()
     optimizer.step()

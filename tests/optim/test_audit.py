@@ -10,7 +10,7 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS, update_sums
-from narrowgauge.optim.auditing import FEWEST, WINDOW, Auditor, read
+from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, read
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import REPRESENTATIVES, gradients, parameters
@@ -111,7 +111,7 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     for share in [1.0] * 10 + [0.0] * 60 + [1.0] * 40 + [0.0] * 60:
         auditor.add(healthy, steps([1.0])[0], 64)
         auditor.add(stalling, steps([share])[0], 64)
-        total = auditor.settle()
+        total = auditor.collect()
         assert total[0] == 2.0 and total[1] == 1.0 + share
         raised += auditor.alarms(names, rows)
     assert [(a.tensor, a.storage, a.cure) for a in raised] == [("b", "naive", "word")] * 2
@@ -128,7 +128,7 @@ def test_a_rare_arrival_that_has_not_come_yet_is_no_stall(storage: str, stalls: 
     raised = []
     for _ in range(FEWEST):
         auditor.add(gain, torch.tensor([1e-10, 0, 0, 0, 0, 128, 128, 128], dtype=torch.float64), 64)
-        auditor.settle()
+        auditor.collect()
         raised += auditor.alarms(names, rows)
     assert bool(raised) is stalls
 
@@ -137,8 +137,8 @@ def test_dropped_sums_never_count() -> None:
     (tensor,) = tensors(1)
     auditor = Auditor()
     auditor.add(tensor, steps([0.0])[0], 64)
-    auditor.drop()
-    assert not auditor.settle().any() and not auditor.windows
+    auditor.discard()
+    assert not auditor.collect().any() and not auditor.windows
     assert auditor.alarms({}, {}) == []
 
 
@@ -150,12 +150,12 @@ def test_a_restored_window_goes_on_and_does_not_repeat_its_alarm() -> None:
     auditor.restore(tensor, stalled)
     assert torch.equal(torch.stack(list(auditor.windows[tensor])), stalled)
     auditor.add(tensor, stalled[0], 64)
-    auditor.settle()
+    auditor.collect()
     assert auditor.alarms(names, rows) == []
     young = Auditor()
     young.restore(tensor, fresh)
     young.add(tensor, stalled[0], 64)
-    young.settle()
+    young.collect()
     assert [a.tensor for a in young.alarms(names, rows)] == ["b"]
 
 
@@ -169,7 +169,7 @@ def test_many_healthy_tensors_over_a_long_run_raise_nothing() -> None:
     for _ in range(60):
         for tensor in watched:
             auditor.add(tensor, steps([1.0 + 0.5 * float(torch.randn((), generator=generator))])[0], 64)
-        auditor.settle()
+        auditor.collect()
         raised += auditor.alarms(names, rows)
     assert raised == []
 
@@ -318,5 +318,5 @@ def test_gauges_of_a_wrapped_optimizer_are_those_of_the_one_inside() -> None:
 
 
 def test_an_optimizer_that_does_not_audit_is_refused() -> None:
-    with pytest.raises(ng.RecipeError, match="an audit of a SGD was asked for"):
+    with pytest.raises(ng.RecipeError, match="an audit of a SGD was requested"):
         ng.audit(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))]))  # type: ignore[arg-type]

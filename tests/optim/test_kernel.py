@@ -7,8 +7,8 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge._torch import compiler_missing
-from narrowgauge.optim import compilation
-from narrowgauge.optim.kernels import StepKernel, Work, num_scales, row_peaks
+from narrowgauge.optim import compilation, kernel
+from narrowgauge.optim.kernel import StepKernel, Work, num_scales, row_peaks
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.spec.storages import STORAGES, Storage
 from optim.scenarios import (
@@ -75,12 +75,10 @@ def test_a_skipped_step_of_a_compiled_kernel_changes_nothing(audited: bool) -> N
 @needs_compiler
 def test_two_hundred_shapes_and_many_steps_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    real = compilation.compiled
+    real = compilation._load_or_compile
+    monkeypatch.setattr(compilation, "_KERNELS", {})
     monkeypatch.setattr(
-        "narrowgauge.optim.kernels.compiled", lambda name, *rest: asked.append(name) or real(name, *rest)
-    )
-    monkeypatch.setattr(
-        "narrowgauge.optim.clipping.compiled", lambda name, *rest: asked.append(name) or real(name, *rest)
+        compilation, "_load_or_compile", lambda name, definition: asked.append(name) or real(name, definition)
     )
     shapes: list[tuple[int, ...]] = [(n,) if n % 3 else (n // 3, 3) for n in range(150)]
     shapes += [(n, 97) for n in range(41, 91)]
@@ -133,9 +131,11 @@ def test_more_dims_strides_and_pieces_have_the_same_bits(monkeypatch: pytest.Mon
         (gradient,) = gradients([shape], step, dtype=reference.dtype)
         reference.grad, crossed.grad = gradient, gradient.clone()
         spread.grad, flat.grad = gradient.transpose(0, 1).contiguous().transpose(0, 1), gradient.view(21, 9)
-        monkeypatch.setattr("narrowgauge.optim.stores.BUCKET_WORDS", 1 << 16)
+        monkeypatch.setattr("narrowgauge.optim.pieces.PIECE_WORDS", 1 << 16)
+        monkeypatch.setattr("narrowgauge.optim.buckets.BUCKET_WORDS", 1 << 16)
         plain.step()
-        monkeypatch.setattr("narrowgauge.optim.stores.BUCKET_WORDS", 16)
+        monkeypatch.setattr("narrowgauge.optim.pieces.PIECE_WORDS", 16)
+        monkeypatch.setattr("narrowgauge.optim.buckets.BUCKET_WORDS", 16)
         for optimizer in others:
             optimizer.step()
     for optimizer in others:
@@ -148,7 +148,7 @@ def test_more_dims_strides_and_pieces_have_the_same_bits(monkeypatch: pytest.Mon
 def test_a_chunk_boundary_changes_nothing(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
     results = []
     for chunk in (1 << 15, 1000, 30):
-        monkeypatch.setattr("narrowgauge.optim.kernels.StepKernel.CHUNK", chunk)
+        monkeypatch.setattr("narrowgauge.optim.kernel.CHUNK", chunk)
         optimizer = ng.AdamW(parameters(storage, [(30, 31), (20, 22)]), storage=storage, compile=False)
         train(optimizer, [(30, 31), (20, 22)], range(12))
         results.append(kept(optimizer))
@@ -203,7 +203,7 @@ def test_composed_rows_are_stepped_as_their_codes_say(storage: Storage) -> None:
 def test_without_a_compiler_the_definition_runs_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr(compilation, "_LOADED", {})
+    monkeypatch.setattr(compilation, "_KERNELS", {})
     monkeypatch.setattr(compilation, "source_key", lambda: "never compiled")
     compilation._warn_once.cache_clear()
     optimizer = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=True)
@@ -212,3 +212,17 @@ def test_without_a_compiler_the_definition_runs_and_says_so(monkeypatch: pytest.
     eager = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=False)
     train(eager, [(80, 80)], range(2))
     assert_same_bits(kept(optimizer), kept(eager))
+
+
+@pytest.mark.parametrize("storage", ["word", "compact"])
+def test_the_write_of_a_matrix_rule_is_defined_once(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
+    """Not for each step or chunk; the chunks change nothing."""
+    results, defined, real = [], [], kernel.make_step
+    monkeypatch.setattr(kernel, "make_step", lambda *args, **options: defined.append(args) or real(*args, **options))
+    for chunk in (1 << 15, 40):
+        monkeypatch.setattr(kernel, "CHUNK", chunk)
+        optimizer = ng.Muon(parameters(storage, [(30, 62), (20, 22)]), storage=storage, audit_every=2)
+        train(optimizer, [(30, 62), (20, 22)], range(4))
+        results.append(kept(optimizer))
+    assert_same_bits(*results)
+    assert len(defined) == 4  # plain and audited, in each optimizer

@@ -11,18 +11,20 @@ from torch import Tensor
 
 from narrowgauge.numerics.rounding import bits_of, float_of, half
 from narrowgauge.optim import encoding, packing
-from narrowgauge.optim.arithmetics import (
+from narrowgauge.optim.rules.elementwise import ADAMW, Rule
+from narrowgauge.optim.update import (
     ARITHMETICS,
     Lane,
-    Stepped,
+    Written,
     addends,
+    read,
     read_parts,
     read_state,
     read_weight,
+    write_decided,
     write_state,
     write_weight,
 )
-from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage, low_parts
 from optim.scenarios import finest, relative_error, row_of
 from oracles import codes as oracle
@@ -72,7 +74,7 @@ def started(storage: Storage, weight: Tensor, gradient: Tensor, states: Mapping[
     seen, fields = write_weight(storage, lane, weight, half(encoding.dropped_bits(storage.weight)))
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, half(encoding.dropped_bits(storage.code(name))))
-    return filled(lane, seen, encoding.seen_bits(storage.visible, gradient), fields)
+    return filled(lane, seen, encoding.visible_bits(storage.visible, gradient), fields)
 
 
 # ── what is kept ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -91,7 +93,7 @@ def test_a_state_is_the_sum_of_its_parts(storage: Storage, name: str) -> None:
         storage, empty_lane(storage, 3000, {n: 20 * b for n, b in bounds.items()}, bounds), name, value, addend
     )
     assert fields.keys() == {name, *low_parts(name, code)}
-    full = filled(lane, lane.seen, lane.gradient, fields)
+    full = filled(lane, lane.visible, lane.gradient, fields)
     parts = read_parts(storage, full, name)
     assert len(parts) == code.parts
     assert torch.equal(read_state(storage, full, name), sum(parts[1:], parts[0]))
@@ -105,7 +107,7 @@ def test_a_state_is_the_sum_of_its_parts(storage: Storage, name: str) -> None:
     # What is kept is kept again as it is, though a tie may be shared out to its parts the other way round.
     kept = read_state(storage, full, name)
     again = write_state(storage, lane, name, kept, addend)
-    assert torch.equal(read_state(storage, filled(lane, lane.seen, lane.gradient, again), name), kept)
+    assert torch.equal(read_state(storage, filled(lane, lane.visible, lane.gradient, again), name), kept)
     assert code.parts > 1 or torch.equal(again[name], fields[name])
 
 
@@ -116,7 +118,7 @@ def test_a_weight_is_what_is_seen_and_what_lies_beside(storage: Storage) -> None
     seen, fields = write_weight(storage, lane, value, half(encoding.dropped_bits(storage.weight)))
     assert fields.keys() == set(storage.beside)
     full = filled(lane, seen, seen, fields)
-    kept, shown = read_weight(storage, full), encoding.seen_value(storage.visible, seen)
+    kept, shown = read_weight(storage, full), encoding.visible_value(storage.visible, seen)
     near = relative_error(storage, "weight") if storage.arithmetic == "float32" else 2.0 ** -(4 * storage.weight.parts)
     scale = value.abs().max() if storage.weight.scaled else value.abs()
     floor = finest(storage, "weight") or 2.0**-38
@@ -152,7 +154,7 @@ def test_other_bits_of_a_word_do_not_enter(storage: Storage) -> None:
             used = sum(((1 << bits) - 1) << shift for _, shift, bits in plane.fields) << up
             words |= others & ~torch.tensor(used).to(torch.int32)
             moved = {name: (words, shift + up) for name, shift, _ in plane.fields}
-            full = Lane(lane.seen, lane.gradient, {**lane.fields, **moved}, lane.scales)
+            full = Lane(lane.visible, lane.gradient, {**lane.fields, **moved}, lane.scales)
             assert torch.equal(read_weight(storage, full), read_weight(storage, lane))
             for name in STATE_NAMES:
                 assert torch.equal(read_state(storage, full, name), read_state(storage, lane, name))
@@ -179,14 +181,28 @@ def adamw(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray) -> Sequenc
     return ratio * s["negative_step_size"] + s["negative_decay"] * w, m, v
 
 
-def one_step(storage: Storage, count: int = 3000) -> tuple[Lane, Lane, Stepped]:
+def one_step(storage: Storage, count: int = 3000) -> tuple[Lane, Lane, Written]:
     """The lane before and after a step, and what the step returned; moments are kept with bounds that hold after it too."""
     gradient = gaussian(count, 3, 1e-2).to(getattr(torch, storage.visible)).float()
     lane = started(storage, gaussian(count), gradient, {
         "exp_avg": gaussian(count, 1, 1e-2), "exp_avg_sq": gaussian(count, 2, 1e-2).square()
     })  # fmt: skip
     done = ARITHMETICS[storage.arithmetic](ADAMW, storage, lane, scalars(), SEED)
-    return lane, filled(lane, done.seen, lane.gradient, done.fields), done
+    return lane, filled(lane, done.visible, lane.gradient, done.fields), done
+
+
+@pytest.mark.parametrize("storage", [row for row in ROWS if row.arithmetic == "float32"], ids=lambda row: row.name)
+def test_what_was_decided_before_the_kernel_is_written_as_the_rule_inside_it_writes(storage: Storage) -> None:
+    """A matrix rule's result and an element-wise rule's are the same bits, and the same changes for the audit."""
+    lane, _, done = one_step(storage, 500)
+    old = read(storage, lane, STATE_NAMES)
+    gradient = encoding.gradient_value(storage.visible, lane.gradient) * scalars()["gradient_scale"]
+    decided = ADAMW.update(old.weight, gradient, *old.states, scalars())
+    found = write_decided(storage, STATE_NAMES)(lane, decided, {}, SEED)
+    assert torch.equal(found.visible, done.visible)
+    assert found.fields.keys() == done.fields.keys()
+    assert all(torch.equal(found.fields[name], word) for name, word in done.fields.items())
+    assert all(map(torch.equal, found.changes, done.changes))
 
 
 @every_row
@@ -207,7 +223,7 @@ def test_a_step_tells_the_audit_what_it_did(storage: Storage) -> None:
     ]
     moved = exact[1] - exact[0]
     assert bool(((taken.double() - moved).abs() <= 2.0**-23 * moved.abs()).all())
-    seen = [encoding.seen_value(storage.visible, lane.seen) for lane in (before, after)]
+    seen = [encoding.visible_value(storage.visible, lane.visible) for lane in (before, after)]
     assert torch.equal(shown, seen[1] - seen[0])
     assert taken.any() or storage.weight.bits * storage.weight.parts <= 16
 
@@ -217,8 +233,8 @@ def test_a_step_in_float32_is_the_papers_and_only_what_is_kept_is_cut(storage: S
     before, after, done = one_step(storage)
     weight = read_weight(storage, before)
     if storage.weight.parts > 1:
-        weight = encoding.seen_value(storage.visible, before.seen)  # Kahan's rule steps what is seen
-    gradient = encoding.seen_value(storage.visible, before.gradient).numpy() * np.float32(SCALARS["gradient_scale"])
+        weight = encoding.visible_value(storage.visible, before.visible)  # Kahan's rule steps what is seen
+    gradient = encoding.visible_value(storage.visible, before.gradient).numpy() * np.float32(SCALARS["gradient_scale"])
     states = [read_state(storage, before, name).numpy() for name in STATE_NAMES]
     change, *moments = adamw(weight.numpy(), gradient, *states)
     assert np.array_equal(change, done.changes[0].numpy())
@@ -273,7 +289,7 @@ def test_what_a_step_in_expansions_keeps_are_numbers_of_the_format_that_do_not_o
                     scale = scale.clamp(min=2.0 ** (code.lowest - code.mantissa_bits))
                 assert bool((below.abs() <= scale).all()), name
     assert not (as_unsigned(bits_of(done.changes[0])) % 2**dropped).any()
-    assert torch.equal(encoding.seen_value(storage.visible, done.seen), read_parts(storage, after, "weight")[0])
+    assert torch.equal(encoding.visible_value(storage.visible, done.visible), read_parts(storage, after, "weight")[0])
 
 
 def test_every_arithmetic_that_a_row_names_is_there() -> None:
@@ -300,10 +316,10 @@ def walked(name: str, change: float, steps: int, start: float = 1.0, count: int 
         seed = torch.tensor(oracle.hashed(step, 5) - 2**31, dtype=torch.int32)
         # A gradient of its own for every element: equal ones would round alike.
         slopes = torch.arange(count, dtype=torch.int32) * (65536 if storage.visible == "bfloat16" else 1)
-        lane = Lane(lane.seen, slopes, lane.fields, lane.scales)
+        lane = Lane(lane.visible, slopes, lane.fields, lane.scales)
         done = ARITHMETICS[storage.arithmetic](rule, storage, lane, values, seed)
-        lane = filled(lane, done.seen, slopes, done.fields)
-    return encoding.seen_value(storage.visible, lane.seen), read_weight(storage, lane)
+        lane = filled(lane, done.visible, slopes, done.fields)
+    return encoding.visible_value(storage.visible, lane.visible), read_weight(storage, lane)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +395,7 @@ def test_states_are_read_with_the_old_scales_and_written_with_the_new(name: str,
     done = ARITHMETICS[storage.arithmetic](
         keep, storage, filled(changing, seen, gradient, fields), {"gradient_scale": torch.tensor(1.0)}, SEED
     )
-    later = filled(empty_lane(storage, 5, dict.fromkeys(storage.scaled, after)), done.seen, gradient, done.fields)
+    later = filled(empty_lane(storage, 5, dict.fromkeys(storage.scaled, after)), done.visible, gradient, done.fields)
     assert torch.equal(read_weight(storage, later), values)
     for state in STATE_NAMES:
         assert torch.equal(read_state(storage, later, state), values)
@@ -428,7 +444,7 @@ def test_float16_gradients_give_their_own_mantissas() -> None:
     row = row_of("float16/split")
     stochastic = Storage("mine", "float16", STORAGES["word"].weight, row.exp_avg, row.exp_avg_sq, loses="", source="")
     weight, seed = gaussian(50), torch.tensor(3, dtype=torch.int32)
-    gradient = encoding.seen_bits("float16", gaussian(50, 1).half().float())
+    gradient = encoding.visible_bits("float16", gaussian(50, 1).half().float())
     result = torch.as_tensor(addends(stochastic, weight, gradient, seed)["weight"]).tolist()
     keys = zip(as_unsigned(bits_of(weight)), as_unsigned(gradient), strict=True)
     assert result == [oracle.field(oracle.hashed(int(w ^ (g % 2**23)), 3), 0, 8) for w, g in keys]

@@ -1,55 +1,73 @@
-"""``optimizer.state``: what is kept of each parameter, under torch's names, to be read and written by hooks and users.
+"""``optimizer.state``: the state of each parameter under torch's names, for hooks and users to read and write.
 
-What is kept are packed words; a reading makes float32 tensors of them, shaped like the parameter. What is written to such a
-tensor, by assignment or in place, is put into the words before anything else looks at them: it is obeyed by the next step,
-and saved. So an entry behaves as torch's does, with one difference: a tensor that was read before a step is not that of
-after it. Nothing of this runs, or takes memory, unless somebody reads.
+The state is stored as packed words. Reading an entry unpacks a float32 tensor of the parameter's shape; writing to it, by
+assignment or in place, packs it again before the words are next used, so the next step and ``state_dict()`` see the write.
+An entry thus behaves as torch's does, with one difference: a tensor that was read before a step is not updated by it.
+Nothing is unpacked unless somebody reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.optim.outside import mark
+from narrowgauge.optim.external_writes import snapshot_adopted
+from narrowgauge.optim.registry import Registry
 from narrowgauge.optim.shards import local_of, placed_like
 from narrowgauge.optim.stores import Store
 
-if TYPE_CHECKING:
-    from narrowgauge.optim.keeping import Keeping
-
 WEIGHT = "master"
-"""The name of the float32 weight that is kept, where something is kept of it beside the visible one."""
+"""The name of the stored float32 weight, in storages that store more than the visible one."""
 
 
 class States(MutableMapping[Any, Any]):
-    """The mapping from parameters to entries, and from any other key to what a hook or user keeps there.
+    """The mapping from parameters to entries, and from any other key to what a hook or user stores there.
 
     Args:
-        optimizer: whose.
+        registry: of the optimizer's stores.
+        settle: finishes the last step, whose decision to skip may still be on a device.
     """
 
-    def __init__(self, optimizer: Keeping) -> None:
-        self.optimizer = optimizer
+    def __init__(self, registry: Registry, settle: Callable[[], None]) -> None:
+        self._registry, self._settle = registry, settle
         self.free: dict[Any, Any] = {}
         self._handed: dict[Store, dict[str, tuple[Tensor, int]]] = {}
 
+    def _is_parameter(self, key: object) -> bool:
+        return isinstance(key, Tensor) and self._registry.group_of(key) is not None
+
+    def store_of(self, parameter: Tensor) -> Store | None:
+        """The store of a parameter, with all that was written to it; ``None`` where there is none."""
+        self._settle()
+        return self._registry.get(parameter)
+
+    def begin(self, parameter: Tensor, name: str) -> Store:
+        """Make the store of a parameter, with a state called ``name`` if the rule has one."""
+        return self._registry.begin(parameter, name)
+
+    def discard(self, parameters: Iterable[Tensor]) -> None:
+        """Remove the states of parameters: they begin anew, each weight as it is visible."""
+        self._settle()
+        self.take_writes()
+        for store in self._registry.remove(list(parameters)):
+            self.forget(store)
+
     def __getitem__(self, key: Any) -> Any:
-        if self.optimizer.holds(key):
+        if self._is_parameter(key):
             return Entry(self, key)
         return self.free[key] if key in self.free else self.free.setdefault(key, {})  # as torch's defaultdict
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if not self.optimizer.holds(key):
+        if not self._is_parameter(key):
             self.free[key] = value
         elif entries := dict(value):
             Entry(self, key).update(entries)
         else:
-            self.optimizer.drop([key])
+            self.discard([key])
 
     def __delitem__(self, key: Any) -> None:
         if key not in self:
@@ -57,17 +75,17 @@ class States(MutableMapping[Any, Any]):
         if key in self.free:
             del self.free[key]
         else:
-            self.optimizer.drop([key])
+            self.discard([key])
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self.optimizer.kept_parameters()
+        yield from self._registry.with_states()
         yield from list(self.free)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, key: object) -> bool:
-        return key in (self.optimizer.kept_parameters() if self.optimizer.holds(key) else self.free)
+        return key in (self._registry.with_states() if self._is_parameter(key) else self.free)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """The entry of a parameter that has one, else ``default``."""
@@ -76,9 +94,9 @@ class States(MutableMapping[Any, Any]):
         return self[key]
 
     def clear(self) -> None:
-        """Forget everything: each parameter begins anew, its weight as it is seen."""
+        """Remove all states: each parameter begins anew, its weight as it is visible."""
         self.free.clear()
-        self.optimizer.drop()
+        self.discard(self._registry.stores)
 
     def __repr__(self) -> str:
         return repr({key: dict(value) if isinstance(value, Entry) else value for key, value in self.items()})
@@ -86,7 +104,7 @@ class States(MutableMapping[Any, Any]):
     # ── what was handed out ─────────────────────────────────────────────────────────────────────────────────────────
 
     def read(self, parameter: Tensor, store: Store, name: str) -> Tensor:
-        """A state as a tensor, the same one until a step: what is done to it in place is taken by :meth:`take_writes`."""
+        """A state as a tensor, the same one until a step; :meth:`take_writes` packs what is done to it in place."""
         if name in store.extras:
             return store.extras[name]
         handed = self._handed.setdefault(store, {})
@@ -101,7 +119,7 @@ class States(MutableMapping[Any, Any]):
         return handed[name][0]
 
     def take_writes(self) -> None:
-        """Put what was done in place to tensors that were handed out into the words."""
+        """Pack all tensors that were modified in place after they were read."""
         for store, handed in self._handed.items():
             for name, (value, version) in handed.items():
                 if value._version != version:
@@ -109,7 +127,7 @@ class States(MutableMapping[Any, Any]):
                     handed[name] = value, value._version
 
     def forget(self, store: Store | None = None) -> None:
-        """Hand out other tensors from now on: the words have changed."""
+        """Forget the tensors that were read: the words have changed."""
         if store is None:
             self._handed.clear()
         else:
@@ -117,14 +135,14 @@ class States(MutableMapping[Any, Any]):
 
 
 class Entry(MutableMapping[str, Any]):
-    """What is kept of one parameter: ``step``, the rule's states, ``master`` where more is kept than is seen, and notes.
+    """The state of one parameter: ``step``, the rule's states, ``master`` where more than the visible weight is stored, notes.
 
-    The packed tensors that ``state_dict()`` saves are there too, under the names that they have in it, but for storages with
-    scales by row: a distributed checkpoint that flattens its state asks an entry, not the ``state_dict()``, what to look up.
+    The packed tensors that ``state_dict()`` saves are there too, under the same names, but for storages with scales by row: a
+    distributed checkpoint that flattens its state takes the names from an entry, not from ``state_dict()``.
 
     Args:
-        states: of which it is one.
-        parameter: whose; without states it is empty, and the first thing written gives it all of them.
+        states: the mapping that it belongs to.
+        parameter: the parameter; one without states has an empty entry, and the first write makes all of them.
     """
 
     def __init__(self, states: States, parameter: Tensor) -> None:
@@ -132,7 +150,7 @@ class Entry(MutableMapping[str, Any]):
 
     @property
     def _store(self) -> Store | None:
-        return self._states.optimizer.store_of(self._parameter)
+        return self._states.store_of(self._parameter)
 
     def __getitem__(self, name: str) -> Any:
         store = self._store
@@ -141,7 +159,7 @@ class Entry(MutableMapping[str, Any]):
         return store.notes[name] if name in store.notes else self._states.read(self._parameter, store, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        store = self._store or self._states.optimizer.begin(self._parameter, name)
+        store = self._store or self._states.begin(self._parameter, name)
         self._states.take_writes()
         if name in _names(store) and name not in store.notes:
             write(store, name, value)
@@ -167,8 +185,8 @@ class Entry(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
     def clear(self) -> None:
-        """Forget it: the parameter begins anew."""
-        self._states.optimizer.drop([self._parameter])
+        """Remove the state: the parameter begins anew."""
+        self._states.discard([self._parameter])
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -179,20 +197,20 @@ def _names(store: Store) -> list[str]:
 
 
 def _readable(store: Store) -> list[str]:
-    """Names of what is handed out as values."""
+    """Names of entries that are read as float32 values."""
     return ["step", *(name for name, _ in store.storage.states), *([WEIGHT] if store.storage.beside else [])]
 
 
 def _packed(store: Store) -> list[str]:
-    """Names of what is handed out as it is saved; none where scales belong to it, without which it says nothing."""
+    """Names of entries that are read packed; none where they have no meaning without the scales of their rows."""
     return [] if store.bounds else [name for name in store.words if name not in _readable(store)]
 
 
 def write(store: Store, name: str, value: Any) -> None:
-    """Put a value into the words of a store.
+    """Pack a value into a store.
 
     Raises:
-        RecipeError: it has another shape than what is kept there.
+        RecipeError: it has another shape than the state.
     """
     if name == "step":
         store.step = int(value)
@@ -211,12 +229,12 @@ def write(store: Store, name: str, value: Any) -> None:
         given = given.detach().to(store.parameter.device)
         if name == WEIGHT:
             store.adopt(given)
-            mark(store)
+            snapshot_adopted(store)
         else:
             store.put(name, given)
 
 
 def notes_of(store: Store, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a saved entry is not the storage's own."""
+    """The part of a saved entry that hooks and users added."""
     own = {"step", *store.words, *(f"{name}_bound" for name in store.bounds), *store.extras}
     return {name: value for name, value in entry.items() if name not in own}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.numerics import summation
-from narrowgauge.optim.clipping import GradientNorm, control_scalars
+from narrowgauge.optim.clip import GradientNorm, control_scalars
 from narrowgauge.optim.stores import SMALL
 
 CPU = torch.device("cpu")

@@ -1,7 +1,7 @@
 """The audit: what share of the intended updates a storage took, watched all run long.
 
 On audited steps the kernel sums, per tensor, what was intended and what was stored (:mod:`narrowgauge.numerics.update_metrics`).
-One reading of a small tensor is noisy, so an alarm looks at a window of audited steps: it is raised for a tensor when even
+One audited step of a small tensor is noisy, so alarms use a window of them: one is raised for a tensor when even
 the upper end of a confidence interval of its EDQ lies below the threshold. Stalls come late, when the learning rate
 decays, so the window moves with the run and a tensor that recovers may be named again.
 """
@@ -24,7 +24,7 @@ from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.spec.storages import Storage
 
 WINDOW = 20
-"""Audited steps that a reading looks back over."""
+"""Audited steps in a window."""
 FEWEST = 5
 """Audited steps before an alarm may be raised."""
 CONFIDENCE = 1 - 2e-4
@@ -48,7 +48,7 @@ class Reading:
         edq: effective descent quality, ⟨D,E⟩/‖D‖²; 1 when nothing is lost on average, NaN when nothing was intended. (The
             source divides by ‖D‖, which gives a length; this is its share of the ‖D‖ that was intended.)
         edq_error: standard error of ``edq`` over the window's steps, NaN for fewer than two.
-        noise: ‖E−D‖/‖D‖, what arrives beside the update.
+        noise: ‖E−D‖/‖D‖, the part of the stored change that was not intended.
         lost_fraction: share of intended element changes that left the stored value as it was, 0 to 1.
         unseen_fraction: the same for the weight that the model sees.
         visible_edq: ⟨D,V⟩/‖D‖² for the visible weight's change V.
@@ -84,7 +84,7 @@ class Alarm:
         tensor: its name.
         storage: the row that loses them.
         cure: the row that would keep them.
-        reading: what the audit read.
+        reading: the audit's metrics.
     """
 
     tensor: str
@@ -114,13 +114,13 @@ def figures_of(sums: Tensor) -> dict[str, float | None]:
 
 
 def read(rows: Iterable[Tensor], num_elements: float = math.nan) -> Reading:
-    """The reading of a window: sums first, ratios after.
+    """The metrics of a window: sums first, ratios after.
 
     Args:
         rows: float64 ``[8]`` sums, one per audited step.
         num_elements: how many elements were audited in all of them, NaN where that is not known.
     Returns:
-        The reading; its error is that of a ratio of sums over the steps (the delta method).
+        The metrics; their error is that of a ratio of sums over the steps (the delta method).
     """
     table = torch.stack(list(rows))
     total = table.sum(0)
@@ -157,11 +157,11 @@ class Auditor:
         """Note one tensor's sums of this step, over so many elements; they may still be on their way from a device."""
         self.fresh.append((parameter, sums, num_elements))
 
-    def drop(self) -> None:
-        """Forget the sums of this step: it was skipped."""
+    def discard(self) -> None:
+        """Discard the sums of this step: it was skipped."""
         self.fresh.clear()
 
-    def settle(self) -> Tensor:
+    def collect(self) -> Tensor:
         """Take the noted sums into the windows (this is where the host waits for a device), and return their total."""
         if not self.fresh:
             return torch.zeros(len(update_metrics.UPDATE_SUMS), dtype=torch.float64)
@@ -174,7 +174,7 @@ class Auditor:
         return table.sum(0)
 
     def restore(self, parameter: Tensor, rows: Tensor) -> None:
-        """Put a saved window back; what it alarmed about then has been said."""
+        """Put a saved window back; a tensor that stalls in it raises no second alarm."""
         self.windows[parameter] = deque(rows.unbind(0), maxlen=WINDOW)
         self.counts[parameter] = deque([math.nan] * len(rows), maxlen=WINDOW)
         self._products[parameter] = deque(((dd, de) for dd, de, *_ in rows.tolist()), maxlen=WINDOW)
@@ -184,13 +184,13 @@ class Auditor:
         """Tensors that began to stall since the last call."""
         result = []
         for parameter, products in self._products.items():
-            # A tensor whose EDQ is not below the threshold cannot be beyond doubt, and a healthy run has no others: this
-            # is all that an audited step pays.
+            # An EDQ at or above the threshold cannot stall, and a healthy run has no others: this is all that an audited
+            # step costs.
             suspicious = sum(de for _, de in products) < MIN_EDQ * sum(dd for dd, _ in products)
             reading = read(self.windows[parameter]) if suspicious else None
             stalls = reading is not None and reading.stalls
             if stalls and reading is not None and reading.lost_fraction == 1 and is_stochastic(storages[parameter]):
-                # Of a rare arrival that has not come yet no spread is known; on average it arrives.
+                # Stochastic rounding stores rare updates on average, though none was stored in this window.
                 stalls = False
             if reading is not None and stalls and not self.alarmed.get(parameter):
                 storage = storages[parameter]
@@ -225,7 +225,7 @@ def audited_parts(length: int, turn: int, row: int = 1) -> list[tuple[slice, boo
 
 
 def warn_of(alarms: Sequence[Alarm]) -> None:
-    """What an optimizer does with new alarms unless told otherwise: one warning, about the worst."""
+    """The default of ``Optimizer.on_alarm``: one warning, about the worst."""
     worst = min(alarms, key=lambda a: a.reading.edq)
     more = f" So do {len(alarms) - 1} more tensors." if len(alarms) > 1 else ""
     warnings.warn(worst.message + more, UpdateLossWarning, stacklevel=4)
@@ -262,7 +262,7 @@ def unwrapped(optimizer: Any) -> Any:
 def audit(optimizer: Audited, model: nn.Module | None = None) -> dict[str, Reading]:
     """What each tensor's storage did to its updates over the last audited steps.
 
-    What it does not see: the intended change is the one that the rule asks for *given the moments as they are kept*. A second
+    Its limit: the intended change is the one that the rule computes *from the moments as they are stored*. A second
     moment that is wrong itself, as that of ``collage-light`` at beta2 = 0.999, makes every step too small, and all of it
     arrives: EDQ 1. Gauges compare second moments with exact ones (``bias``, see :func:`narrowgauge.attach_gauges`).
 
@@ -291,7 +291,8 @@ def audit(optimizer: Audited, model: nn.Module | None = None) -> dict[str, Readi
     inner = unwrapped(optimizer)
     if not hasattr(inner, "auditor"):
         raise RecipeError(
-            f"an audit of a {type(inner).__name__} was asked for, which does not audit its steps.", "Take one of ours."
+            f"an audit of a {type(inner).__name__} was requested, which does not audit its steps.",
+            "Use one of Narrowgauge's.",
         )
     if model is not None:
         inner.name_parameters(model)

@@ -1,15 +1,15 @@
-"""Stepping: how the stores of one param group take a step.
+"""One step of a param group: which of its stores a kernel steps in place, in a bucket or in copies.
 
-Large parameters are stepped where they lie, small ones by the bucket, odd ones in copies; a matrix rule sees a whole
-matrix and hands the kernel what it decided. Before a storage with scales by row is stepped, the rule itself is applied
-to the largest magnitudes of each row: it is monotone in them, so the result bounds every new state of the row, and the
-scale is known before anything is written. A row's scale is therefore a function of its own gradients alone.
+Large parameters are stepped in place, small ones in their bucket, oddly placed ones in copies; a matrix rule runs on whole
+matrices and a kernel writes its result. Before a storage that is scaled by row is stepped, the rule itself is applied to
+the largest magnitudes of each row: it is monotone in them, so the result bounds every new state of the row, and the scale is
+known before anything is written. A row's scale is therefore a function of its own gradients alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,17 +17,17 @@ from torch import Tensor
 
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.optim import encoding, packing
-from narrowgauge.optim.auditing import Auditor, audited_parts
-from narrowgauge.optim.kernels import CONTROL, StepKernel, Work, make_step, total_sums
-from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.optim.rules.matrix import MatrixRule
+from narrowgauge.optim.audit import Auditor, audited_parts
+from narrowgauge.optim.buckets import Bucket
+from narrowgauge.optim.kernel import CONTROL, MatrixKernel, StepKernel, Work
+from narrowgauge.optim.pieces import pieces, write_back
 from narrowgauge.optim.shards import gathered, own_part
-from narrowgauge.optim.stores import Bucket, Store, weight_bound, write_back
+from narrowgauge.optim.stores import Store, weight_bound
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Numbers:
-    """What a step of one (rule, count of steps) takes beside words; stores that are in step have the same.
+    """The numbers that a step of one (rule, step number) takes; stores that have taken equally many steps share them.
 
     Args:
         values: float32, the scalars of ``CONTROL`` and of the rule.
@@ -46,7 +46,7 @@ class Stepper:
     Args:
         group: the param group.
         control: float32 ``[2]``, the scalars of ``CONTROL``.
-        auditor: who takes the audit's sums.
+        auditor: collects the audit's sums.
         audit_every: audit every so many steps; 0 never.
     """
 
@@ -56,11 +56,11 @@ class Stepper:
 
     def numbers(self, store: Store) -> Numbers:
         """The scalars and the seed of a store's next step."""
-        rule, count = store.kernel.rule, store.step + 1
-        key = rule.name, count, store.begun
+        kernel, count = store.kernel, store.step + 1
+        key = kernel.rule.name, count, store.begun
         if key not in self._numbers:
             device = self.control.device
-            scalars = [1.0, 0.0, *rule.prepare(self.group, count - store.begun)]
+            scalars = [1.0, 0.0, *kernel.scalars(self.group, count - store.begun)]
             values = torch.tensor(scalars, dtype=torch.float32, device=device)
             values[:2] = self.control
             if self.group.get("maximize"):
@@ -69,13 +69,12 @@ class Stepper:
             self._numbers[key] = Numbers(values, seed, self.audit_every > 0 and count % self.audit_every == 0)
         return self._numbers[key]
 
-    def step(self, stores: Sequence[Store], buckets: Sequence[Bucket], matrix_rule: MatrixRule | None) -> None:
+    def step(self, stores: Sequence[Store], buckets: Sequence[Bucket]) -> None:
         """Step stores that have their gradients, each once.
 
         Args:
             stores: of this group.
             buckets: all buckets; those whose members are all among ``stores`` and in step are stepped as one.
-            matrix_rule: steps those stores whose kernel carries no rule of its own.
         """
         waiting = dict.fromkeys(stores)
         for bucket in buckets:
@@ -84,36 +83,36 @@ class Stepper:
                 self._step_bucket(bucket)
                 for member in bucket.members:
                     del waiting[member]
-        for store in waiting:  # whose bucket, if any, will not see what they are left as
-            store.left = store.left if store.copied else None
-        whole = [store for store in waiting if matrix_rule is not None and store.kernel.rule.name == matrix_rule.name]
-        for store in whole:
-            assert matrix_rule is not None
-            self._step_matrix(store, matrix_rule)
-            del waiting[store]
-        self._bound_rows(list(waiting))
-        plain: dict[tuple[StepKernel, Numbers], list[Work]] = {}
+        for store in waiting:  # stepped outside of any bucket, which therefore gets no copy of the visible weight
+            store.last_visible = store.last_visible if store.owns_copy else None
+        elementwise: list[tuple[Store, StepKernel]] = []
         for store in waiting:
+            if isinstance(store.kernel, MatrixKernel):
+                self._step_matrix(store, store.kernel)
+            else:
+                elementwise.append((store, store.kernel))
+        self._bound_rows(elementwise)
+        plain: dict[tuple[StepKernel, Numbers], list[Work]] = {}
+        for store, kernel in elementwise:
             work, numbers = store.direct(), self.numbers(store)
             if work is None:
                 self._step_pieces(store, numbers)
             elif numbers.audited:
                 self._step_audited(store, work, numbers)
             else:
-                plain.setdefault((store.kernel, numbers), []).append(work)
+                plain.setdefault((kernel, numbers), []).append(work)
         for (kernel, numbers), tensors in plain.items():
             kernel.run_each(tensors, numbers.values, numbers.seed)
 
     def _step_bucket(self, bucket: Bucket) -> None:
-        first = bucket.members[0]
-        numbers = self.numbers(first)
+        kernel, numbers = bucket.kernel, self.numbers(bucket.members[0])
         bucket.gather()
         if numbers.audited:
-            rows = first.kernel.run_bucket(bucket.work, numbers.values, numbers.seed, bucket.segments())
+            rows = kernel.run_bucket(bucket.work, numbers.values, numbers.seed, bucket.segments())
             for member, sums in zip(bucket.members, rows, strict=True):
                 self.auditor.add(member.owner, sums, member.parameter.numel())
         else:
-            first.kernel.run(bucket.work, numbers.values, numbers.seed)
+            kernel.run(bucket.work, numbers.values, numbers.seed)
         bucket.scatter()
 
     def _step_audited(self, store: Store, work: Work, numbers: Numbers) -> None:
@@ -128,7 +127,7 @@ class Stepper:
 
     def _step_pieces(self, store: Store, numbers: Numbers) -> None:
         total: list[Tensor] = []
-        for work, copies in store.pieces():
+        for work, copies in pieces(store):
             sums = store.kernel.run(work, numbers.values, numbers.seed, audited=numbers.audited)
             for words, piece in copies:
                 write_back(words, piece)
@@ -138,12 +137,12 @@ class Stepper:
 
     # ── scales by row ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _bound_rows(self, stores: Sequence[Store]) -> None:
+    def _bound_rows(self, stores: Sequence[tuple[Store, StepKernel]]) -> None:
         """Give every store of a storage with scales by row the scales of this step."""
         batches: dict[tuple[StepKernel, Numbers], list[Store]] = {}
-        for store in stores:
+        for store, kernel in stores:
             if store.storage.scaled:
-                batches.setdefault((store.kernel, self.numbers(store)), []).append(store)
+                batches.setdefault((kernel, self.numbers(store)), []).append(store)
         for (kernel, numbers), batch in batches.items():
             values = numbers.values
             # All rows of all matrices at once: thirty small operations, not thirty for each matrix.
@@ -152,27 +151,28 @@ class Stepper:
 
     # ── matrix rules ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _step_matrix(self, store: Store, rule: MatrixRule) -> None:
+    def _step_matrix(self, store: Store, kernel: MatrixKernel) -> None:
         """The rule decides on the whole matrix; the kernel of the storage writes what it decided."""
         numbers, owner = self.numbers(store), store.owner
         own = [state for state, _ in store.storage.states]
         states = {name: gathered(owner, store.stored(name)) for name in own} | store.extras
         gradient = gathered(owner, store.gradient).float() * numbers.values[0]
-        change, new = rule.update(gathered(owner, store.stored("weight")), gradient, states, self.group, store.step + 1)
-        new = {**states, **new}  # what the options no longer ask for stays as it is
+        weight = gathered(owner, store.stored("weight"))
+        change, new = kernel.rule.update(weight, gradient, states, self.group, store.step + 1)
+        new = {**states, **new}  # a state that the options no longer use stays as it is
         skip = numbers.values[1] != 0
         for name, extra in store.extras.items():
             extra.copy_(torch.where(skip, extra, new[name]))
         parts = [own_part(owner, value) for value in (change, *(new[name] for name in own))]
         peaks = {n: store.peaks_of(part) for n, part in zip(own, parts[1:], strict=True) if n in store.bounds}
         _rescale([store], store.bounds, peaks, skip)
-        decided, done = [_in_lanes(store, part) for part in parts], 0
-        total = []
+        # For each lane the change, then the states, as the kernel takes them.
+        decided = [value for lane in zip(*(_in_lanes(store, part) for part in parts), strict=True) for value in lane]
+        done, total = 0, []
         for work, copies in _chunks(store):
             count = work.words[0].shape[0]
-            given = _given(store.kernel.rule, [[lane[done : done + count] for lane in lanes] for lanes in decided])
-            step = make_step(given, store.storage, total_sums if numbers.audited else None)
-            total.append(step(*work.arguments(store.kernel.parts, numbers.values, numbers.seed)))
+            given = replace(work, decided=[value[done : done + count] for value in decided])
+            total.append(kernel.run(given, numbers.values, numbers.seed, audited=numbers.audited))
             for words, piece in copies:
                 write_back(words, piece)
             done += count
@@ -202,25 +202,22 @@ def _rescale(batch: Sequence[Store], old: Mapping[str, Tensor], new: Mapping[str
 def _chunks(store: Store) -> Iterator[tuple[Work, list[tuple[Tensor, Tensor]]]]:
     """A store's words in cache-sized pieces, where they lie or in copies, in their order."""
     if (work := store.direct()) is None:
-        yield from store.pieces()
-        return
-    first = work.words[0]
-    size = max(1, StepKernel.CHUNK // max(1, first.numel() // max(1, len(first))))
-    for start in range(0, len(first), size):
-        yield work.piece(start, start + size), []
+        yield from pieces(store)
+    else:
+        yield from ((chunk, []) for chunk in work.chunks())
 
 
 def _new_bounds(
     kernel: StepKernel, batch: Sequence[Store], old: Mapping[str, Tensor], values: Tensor
 ) -> dict[str, Tensor]:
-    """What no magnitude of a row will exceed after the step."""
+    """Bounds of each row's magnitudes after the step."""
     rule = kernel.rule
     slopes = torch.cat([store.peaks_of(store.gradient) for store in batch]) * values[0].abs()
     weights = torch.zeros_like(slopes)
     if rule.coupled or "weight" in old:
         weights = torch.cat([store.peaks_of(store.parameter.detach()) for store in batch])
     scalars = {name: values[place] for place, name in enumerate((*CONTROL, *rule.scalars))}
-    # A state that is not kept relative to its row has no bound, and none is needed: its largest value is not asked for.
+    # A state that is not scaled by row needs no bound.
     states = [old.get(name, torch.zeros_like(slopes)) for name in rule.states]
     either = [rule.update(weights, sign * slopes, *states, scalars)[1:] for sign in (1.0, -1.0)]
     new = {
@@ -239,9 +236,3 @@ def _in_lanes(store: Store, values: Tensor) -> list[Tensor]:
     plane = packing.Plane("lanes", 32, (("lanes", 0, 32),), torch.float32)
     words = packing.from_parameter_order(store.storage, plane, values.float().contiguous())
     return list(words.view(torch.float32).unbind(0))
-
-
-def _given(rule: Rule, decided: Sequence[Sequence[Tensor]]) -> Rule:
-    """A rule that returns what was decided before, lane after lane."""
-    lanes: Iterator[tuple[Tensor, ...]] = zip(*decided, strict=True)
-    return Rule(rule.name, rule.states, rule.scalars, rule.prepare, lambda *_: next(lanes), rule.squares)

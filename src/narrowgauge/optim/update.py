@@ -1,13 +1,17 @@
-"""Arithmetics: one step of one lane, from the bits that are kept to the bits that will be.
+"""One element-wise update: read what a storage holds, apply the rule, write what the storage keeps of the result.
 
-``decode -> rule -> encode`` in float32 registers is ours: the rule sees float32 values, and only what is kept is cut. The
-published Collage computes otherwise, every operation rounded to the visible format and errors carried as expansions; a
-storage says which (``Storage.arithmetic``). Both are pure functions of a lane's words.
+A *lane* is one tensor of elements as a kernel steps them: the bits of the visible weight, those of the gradient, and the
+words in which the states are packed. :func:`read` turns a lane into float32 values, :func:`write` turns a change and new
+states into the lane's new bits. An element-wise rule runs between the two in one kernel; a matrix rule runs outside of
+the kernel, on whole matrices, and only its result is written (:func:`write_decided`).
+
+The published Collage computes otherwise: it rounds every operation to the visible format and carries errors as
+expansions (:func:`in_expansions`). ``Storage.arithmetic`` says which of the two a storage uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,32 +30,54 @@ class Lane:
     """What a step reads.
 
     Args:
-        seen: int32 bits of the visible weight (see :func:`narrowgauge.optim.encoding.seen_value`).
+        visible: int32 bits of the visible weight (see :func:`narrowgauge.optim.encoding.visible_value`).
         gradient: int32 bits of the gradient, likewise.
-        fields: the word of every field, and the bit where it begins.
-        scales: of what is kept relative to its row, the multipliers into the code's window, after the step, and back out
-            of it, before.
+        fields: for each bit field, the word that holds it and the bit where it begins.
+        scales: for each code that is scaled by row, the multipliers into the code's window, for writing, and out of it, for
+            reading.
     """
 
-    seen: Tensor
+    visible: Tensor
     gradient: Tensor
     fields: Mapping[str, tuple[Tensor, int]]
     scales: Mapping[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class Values:
+    """The float32 values of a lane.
+
+    Args:
+        visible: the visible weight.
+        weight: the weight that the rule reads: the stored one, or the visible one where ``low`` is its compensation.
+        low: Kahan's compensation, ``None`` where the storage has none.
+        states: the states, in the order in which they were requested.
+    """
+
+    visible: Tensor
+    weight: Tensor
+    low: Tensor | None
+    states: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
     """What a step writes, and what the audit reads.
 
     Args:
-        seen: int32 bits of the new visible weight.
-        fields: int32, every field's bits in their place.
+        visible: int32 bits of the new visible weight.
+        fields: int32, the bits of every field in their place.
         changes: float32: the intended change, the change of the stored weight, and that of the visible one.
     """
 
-    seen: Tensor
+    visible: Tensor
     fields: dict[str, Tensor]
     changes: tuple[Tensor, Tensor, Tensor]
+
+
+Advance = Callable[[Lane, Sequence[Tensor], Scalars, Tensor], Written]
+"""A step of one lane: ``(lane, decided, scalars, seed) -> written``. ``decided`` are the float32 tensors that were computed
+before the kernel: none for an element-wise rule, the change and the new states for a matrix rule."""
 
 
 def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tensor) -> dict[str, Tensor | int]:
@@ -86,51 +112,93 @@ def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tenso
     return result
 
 
-def in_float32(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Stepped:
-    """The rule in float32; what is kept is cut.
+def read(storage: Storage, lane: Lane, states: Sequence[str]) -> Values:
+    """The float32 values of a lane's weight and of some of its states."""
+    visible = encoding.visible_value(storage.visible, lane.visible)
+    weight, low = _weight(storage, lane, visible)
+    return Values(visible, weight, low, tuple(read_state(storage, lane, name) for name in states))
+
+
+def write(
+    storage: Storage, lane: Lane, old: Values, change: Tensor, states: Mapping[str, Tensor], seed: Tensor
+) -> Written:
+    """Cut the result of a step to what the storage keeps.
 
     Args:
-        rule, storage: what to do and how to keep it.
-        lane: what is kept.
+        storage: the storage.
+        lane: where to write; its gradient is part of the key of the random bits.
+        old: what :func:`read` found there.
+        change: float32, what to add to the weight.
+        states: float32, the new states by name.
+        seed: 0-d int32 tensor of this step.
+    """
+    addend = addends(storage, old.weight, lane.gradient, seed)
+    fields: dict[str, Tensor] = {}
+    if old.low is not None:
+        # Kahan's order: the compensation is added to the change first, so that neither is lost beside the weight.
+        total = old.low + change
+        visible = encoding.encode_visible(storage, old.visible + total, addend["weight"])
+        moved = encoding.visible_value(storage.visible, visible) - old.visible
+        shift = lane.fields["weight_low"][1]
+        fields["weight_low"] = encoding.encode(storage.weight, total - moved, addend["weight"], shift)
+        taken = moved + (encoding.decode(storage.weight, fields["weight_low"], shift) - old.low)
+    else:
+        visible, field, kept = encoding.encode_weight(storage, old.weight + change, addend["weight"])
+        if field is not None:
+            fields = _placed(storage, lane, field)
+        taken = kept - old.weight
+    for name, value in states.items():
+        fields |= write_state(storage, lane, name, value, addend[name])
+    return Written(visible, fields, (change, taken, encoding.visible_value(storage.visible, visible) - old.visible))
+
+
+def in_float32(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
+    """The rule in float32; only what is stored is cut.
+
+    Args:
+        rule, storage: what to do and how to store it.
+        lane: what is stored.
         scalars: 0-d float32 tensors, ``gradient_scale`` and the rule's.
         seed: 0-d int32 tensor.
     Returns:
         The new bits and the changes.
     """
     gradient = encoding.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
-    visible = encoding.seen_value(storage.visible, lane.seen)
-    weight, low = _weight(storage, lane, visible)
-    states = [read_state(storage, lane, name) for name in rule.states]
-    change, *new_states = rule.update(weight, gradient, *states, scalars)
-    addend = addends(storage, weight, lane.gradient, seed)
-    fields: dict[str, Tensor] = {}
-    if low is not None:
-        # Kahan's order: what was left over before goes with the change, so that neither is lost beside the weight.
-        total = low + change
-        seen = encoding.encode_visible(storage, visible + total, addend["weight"])
-        moved = encoding.seen_value(storage.visible, seen) - visible
-        shift = lane.fields["weight_low"][1]
-        fields["weight_low"] = encoding.encode(storage.weight, total - moved, addend["weight"], shift)
-        taken = moved + (encoding.decode(storage.weight, fields["weight_low"], shift) - low)
-    else:
-        seen, field, kept = encoding.encode_weight(storage, weight + change, addend["weight"])
-        if field is not None:
-            fields = _placed(storage, lane, field)
-        taken = kept - weight
-    for name, value in zip(rule.states, new_states, strict=True):
-        fields |= write_state(storage, lane, name, value, addend[name])
-    return Stepped(seen, fields, (change, taken, encoding.seen_value(storage.visible, seen) - visible))
+    old = read(storage, lane, rule.states)
+    change, *new = rule.update(old.weight, gradient, *old.states, scalars)
+    return write(storage, lane, old, change, dict(zip(rule.states, new, strict=True)), seed)
+
+
+def write_decided(storage: Storage, states: Sequence[str]) -> Advance:
+    """The step of a rule that has run already: it writes the change and the new states that it is given.
+
+    Args:
+        storage: how to store them.
+        states: names of the states among ``decided``, after the change.
+    """
+
+    def advance(lane: Lane, decided: Sequence[Tensor], scalars: Scalars, seed: Tensor) -> Written:
+        change, *new = decided
+        return write(storage, lane, read(storage, lane, ()), change, dict(zip(states, new, strict=True)), seed)
+
+    return advance
+
+
+def advance_by(rule: Rule, storage: Storage) -> Advance:
+    """The step of an element-wise rule, in the arithmetic of the storage."""
+    step = ARITHMETICS[storage.arithmetic]
+    return lambda lane, decided, scalars, seed: step(rule, storage, lane, scalars, seed)
 
 
 def _weight(storage: Storage, lane: Lane, visible: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The float32 that the rule sees, and the low part beside it where there is one."""
+    """The float32 that the rule reads, and Kahan's compensation where there is one."""
     if not storage.beside:
         return visible, None
     word, shift = lane.fields[storage.beside[0]]
     if storage.weight.parts > 1 and not storage.master:
         return visible, encoding.decode(storage.weight, word, shift)
     field = word if storage.master else encoding.take_tail(storage, word, shift)
-    return encoding.decode_weight(storage, lane.seen, field), None
+    return encoding.decode_weight(storage, lane.visible, field), None
 
 
 def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
@@ -138,7 +206,7 @@ def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
     code = storage.code(name)
     names = (name, *low_parts(name, code))
     if name == "weight":
-        first = (encoding.seen_value(storage.visible, lane.seen),)
+        first = (encoding.visible_value(storage.visible, lane.visible),)
     else:
         first = (encoding.decode(code, *lane.fields[name], _back(code, lane.scales, name, 0)),)
     low = (
@@ -158,7 +226,7 @@ def read_weight(storage: Storage, lane: Lane) -> Tensor:
     """The stored weight as float32."""
     if storage.weight.parts > 1:
         return read_state(storage, lane, "weight")
-    return _weight(storage, lane, encoding.seen_value(storage.visible, lane.seen))[0]
+    return _weight(storage, lane, encoding.visible_value(storage.visible, lane.visible))[0]
 
 
 def write_weight(storage: Storage, lane: Lane, value: Tensor, addend: Tensor | int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -170,8 +238,8 @@ def write_weight(storage: Storage, lane: Lane, value: Tensor, addend: Tensor | i
         shift, into = alone.fields["weight"][1], _into(code, lane.scales, "weight", 0)
         first = encoding.decode(code, fields.pop("weight"), shift, _inverse(into))
         return encoding.encode_visible(storage, first, 0), fields
-    seen, field, _ = encoding.encode_weight(storage, value, addend)
-    return seen, {} if field is None else _placed(storage, lane, field)
+    visible, field, _ = encoding.encode_weight(storage, value, addend)
+    return visible, {} if field is None else _placed(storage, lane, field)
 
 
 def _placed(storage: Storage, lane: Lane, field: Tensor) -> dict[str, Tensor]:
@@ -207,7 +275,7 @@ def _into(code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, pl
     return scales[name][0] * 2.0 ** (place * (code.mantissa_bits + 1)) if code.scaled else None
 
 
-def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Stepped:
+def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
     """The published arithmetic: every operation rounded to nearest even at the weight's precision.
 
     Arguments and result as of :func:`in_float32`.
@@ -231,9 +299,9 @@ def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, se
                 kept.append(encoding.decode(code, bits, shift, _inverse(into)))
             if own != "weight":
                 fields[own] = bits
-    seen = encoding.encode_visible(storage, kept[0], 0)
+    visible = encoding.encode_visible(storage, kept[0], 0)
     moved = [new - old for new, old in zip(kept, weight.parts, strict=True)]
-    return Stepped(seen, fields, (change, sum(moved[1:], moved[0]), moved[0]))
+    return Written(visible, fields, (change, sum(moved[1:], moved[0]), moved[0]))
 
 
-ARITHMETICS: dict[str, Callable[..., Stepped]] = {"float32": in_float32, "expansion": in_expansions}
+ARITHMETICS: dict[str, Callable[..., Written]] = {"float32": in_float32, "expansion": in_expansions}

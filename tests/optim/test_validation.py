@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.optim.kernels import StepKernel
+from narrowgauge.optim.kernel import Kernel
 from narrowgauge.spec.storages import STORAGES
 from optim.pairs import (
     RULES,
@@ -147,11 +147,11 @@ def test_a_cycle_of_momentum_is_obeyed() -> None:
 def test_no_value_of_an_option_needs_a_kernel_of_its_own() -> None:
     optimizer = build("sgd", parameters("word"), "word")
     take_steps(optimizer, range(2))
-    kernels: list[StepKernel] = list(optimizer._kernels.values())
+    kernels: list[Kernel] = list(optimizer._registry.kernels.values())
     for step, momentum in enumerate(MOMENTA):
         optimizer.param_groups[0].update(momentum=momentum, lr=0.1 / (step + 1), weight_decay=0.01 * step)
         take_steps(optimizer, range(step + 2, step + 3))
-    assert list(optimizer._kernels.values()) == kernels
+    assert list(optimizer._registry.kernels.values()) == kernels
 
 
 def test_a_first_moment_asked_for_late_begins_then_and_may_go_again() -> None:
@@ -188,24 +188,24 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("muon", {"rule": "adam"}, r"it may be 'muon' or 'adamw'\. Did you mean 'adamw'"),
     ("adamw", {"rule": "lion"}, r"it may be 'adamw'\. Build another optimizer"),
     ("sgd", {"rule": "muon"}, r"it may be 'sgd'"),
-    ("adamw", {"amsgrad": True}, r"amsgrad = True .* No rule here keeps the largest second moment"),
+    ("adamw", {"amsgrad": True}, r"amsgrad = True .* No rule here stores the largest second moment"),
     ("adam", {"fused": True}, "fused = True .* one fused kernel"),
     ("lion", {"foreach": True}, "foreach = True .* one fused kernel"),
     ("sgd", {"capturable": True}, "capturable = True .* cannot be captured"),
     ("adamw", {"differentiable": True}, "differentiable = True .* cannot be differentiated"),
-    ("adamw", {"max_grad_norm": 1.0}, "a param group says max_grad_norm = 1.0. Give it to the optimizer"),
-    ("adamw", {"betas": (1.0, 0.9)}, "beta1 = 1.0 was asked for; it must be at least 0 and below 1"),
+    ("adamw", {"max_grad_norm": 1.0}, "a param group sets max_grad_norm = 1.0. Pass it to the optimizer"),
+    ("adamw", {"betas": (1.0, 0.9)}, "beta1 = 1.0 was requested; it must be at least 0 and below 1"),
     ("adam", {"betas": (0.9, float("nan"))}, "beta2 = nan"),
     ("lion", {"betas": (0.9, -0.1)}, "beta2 = -0.1"),
     ("adamw", {"eps": -1e-8}, "eps = -1e-08"),
-    ("adamw", {"lr": -1.0}, "lr = -1.0 was asked for; it must be at least 0 and finite"),
-    ("adamw", {"lr": None}, "lr = None was asked for; it must be one number"),
+    ("adamw", {"lr": -1.0}, "lr = -1.0 was requested; it must be at least 0 and finite"),
+    ("adamw", {"lr": None}, "lr = None was requested; it must be one number"),
     ("sgd", {"momentum": -0.5}, "momentum = -0.5"),
     ("muon", {"momentum": 1.0}, "momentum = 1.0 was"),
     ("muon", {"adjust_lr_fn": "match_rms"}, "'original', 'match_rms_adamw'. Did you mean 'match_rms_adamw'"),
     ("adafactor", {"eps": (-1e-30, 1e-3)}, "eps1 = -1e-30"),
-    ("adafactor", {"beta2_decay": 0.8}, "beta2_decay = 0.8 was asked for; it must be below 0"),
-    ("galore", {"rank": 0}, "rank = 0 was asked for; it must be at least 1"),
+    ("adafactor", {"beta2_decay": 0.8}, "beta2_decay = 0.8 was requested; it must be below 0"),
+    ("galore", {"rank": 0}, "rank = 0 was requested; it must be at least 1"),
     ("adam", {"decoupled_weight_decay": True}, "Take ng.AdamW"),
 ]
 

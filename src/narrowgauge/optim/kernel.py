@@ -1,0 +1,338 @@
+"""Kernels: the step of many elements in 32-bit words, compiled from the definition itself.
+
+:func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. Run eagerly it is
+the reference; compiled ahead of time it is one fused loop over 32-bit words. There is no second implementation to keep
+equal, and a test holds the two equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics import summation
+from narrowgauge.numerics.update_metrics import update_terms
+from narrowgauge.optim import encoding, packing
+from narrowgauge.optim.compilation import Compiled, Definition, compile_elsewhere, compiled, normal_words
+from narrowgauge.optim.rules.elementwise import RULES, Rule, rule_source
+from narrowgauge.optim.rules.matrix import MatrixRule
+from narrowgauge.optim.update import Advance, Lane, advance_by, write_decided
+from narrowgauge.spec.storages import Storage
+
+Step = Callable[..., Tensor]
+Summarize = Callable[[Sequence[Tensor]], Tensor]
+CONTROL = ("gradient_scale", "skip")
+"""The scalars that every step takes before the rule's own: what gradients are multiplied by, and 1 to change nothing."""
+
+
+def total_sums(terms: Sequence[Tensor]) -> Tensor:
+    """The audit of one tensor: each term summed in float32 (short pieces, see ``StepKernel.AUDIT``), float64 ``[8]``."""
+    return torch.stack([term.sum() for term in terms]).double()
+
+
+def term_table(terms: Sequence[Tensor]) -> Tensor:
+    """The audit's terms of each word, float64 ``[8, words]``, for callers that sum over segments of them."""
+    return torch.stack(list(terms)).double()
+
+
+def num_scales(storage: Storage) -> int:
+    """How many tensors of multipliers a step takes after its words: two for each scaled code and part of the rows."""
+    return 2 * len(storage.scaled) * packing.num_parts(storage)
+
+
+def always_new(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """What :func:`make_step` writes in a step that is not skipped, which the caller knows."""
+    return new
+
+
+def make_step(
+    storage: Storage,
+    advance: Advance,
+    scalars: Sequence[str] = (),
+    *,
+    num_decided: int = 0,
+    summarize: Summarize | None = None,
+    choose: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.where,
+) -> Step:
+    """The step of a whole tensor, in words: reads and writes the planes in place.
+
+    Args:
+        storage: how to store the result.
+        advance: the step of one lane.
+        scalars: names of the rule's scalars.
+        num_decided: how many float32 tensors ``advance`` takes for each lane.
+        summarize: how to sum the terms of the audit (:data:`narrowgauge.numerics.update_metrics.UPDATE_SUMS`) over the words;
+            ``None`` makes a step that is not audited.
+        choose: from whether to skip, the old words and the new ones to what is written.
+    Returns:
+        ``step(*words, *scales, *decided, values, seed, *outputs) -> Tensor``. The words are int32: the parts of the weight,
+        those of the gradient, then the tensors of each plane, all of one shape (:func:`narrowgauge.optim.packing.extent`).
+        The scales are float32 ``[rows, 1]``: for each scaled code and each part, into the code's window and back.
+        ``decided`` holds the float32 tensors of the first lane, then those of the next. ``outputs`` are where to write,
+        weight first, then the planes: the same tensors again (a compiler that knows this makes no temporaries). The
+        result is the audit, empty where there is none.
+    """
+    parts, visible, scaled = packing.num_parts(storage), storage.visible, storage.scaled
+    names, lanes = (*CONTROL, *scalars), range(packing.num_lanes(storage))
+    ends = num_scales(storage), num_scales(storage) + num_decided * len(lanes)
+
+    def step(*arguments: Tensor) -> Tensor:
+        num_words = (len(arguments) - ends[1] - 2 + parts) // 2
+        words, rest = arguments[:num_words], arguments[num_words:]
+        multipliers, decided, (values, seed, *outputs) = rest[: ends[0]], rest[ends[0] : ends[1]], rest[ends[1] :]
+        numbers = {name: values[index] for index, name in enumerate(names)}
+        pairs = [(multipliers[k], multipliers[k + 1]) for k in range(0, len(multipliers), 2)]
+        weights = packing.lanes_of_weight(visible, words[:parts])
+        gradients = packing.lanes_of_weight(visible, words[parts : 2 * parts])
+        fields = packing.by_lane(storage, words[2 * parts :])
+        done = []
+        for k in lanes:
+            part = k // packing.per_word(storage)
+            scales = {name: pairs[index * parts + part] for index, name in enumerate(scaled)}
+            given = decided[k * num_decided : (k + 1) * num_decided]
+            done.append(advance(Lane(weights[k], gradients[k], fields[k], scales), given, numbers, seed))
+        new = packing.words_of_weight(visible, [d.visible for d in done])
+        new += packing.join_lanes(storage, [d.fields for d in done])
+        skip = numbers["skip"] != 0
+        for output, old, value in zip(outputs, (*words[:parts], *words[2 * parts :]), new, strict=True):
+            output.copy_(choose(skip, old, value))
+        if summarize is None:
+            return values.new_zeros(0)
+        terms = [update_terms(*d.changes) for d in done]
+        return summarize([sum(some[1:], some[0]) for some in zip(*terms, strict=True)])
+
+    return step
+
+
+def row_peaks(*words: Tensor) -> Tensor:
+    """The largest magnitude in each row of a bfloat16 matrix read as words, float32 ``[rows]``."""
+    lanes = [encoding.visible_value("bfloat16", lane).abs() for lane in packing.lanes_of_weight("bfloat16", words)]
+    return torch.stack([lane.amax(1) for lane in lanes]).amax(0)
+
+
+def peaks_of_parts(words: Sequence[Tensor], *, compile: bool) -> Tensor:
+    """:func:`row_peaks` of the parts of a bfloat16 matrix, all rows in order."""
+    run, device = None, words[0].device
+    if compile and min(words[0].shape) > 1:
+        run = compiled(
+            "row peaks",
+            device,
+            lambda: Definition(row_peaks, [normal_words(torch.bfloat16, (4, 1 << 8), device)], [(0, 1)]),
+        )
+    rows = max(1, summation.CHUNK // max(1, words[0].shape[1]))
+    return torch.cat([p for part in words for p in ([run([part])[0]] if run else map(row_peaks, part.split(rows)))])
+
+
+CHUNK = 1 << 15
+"""Words per eager call: its forty temporaries then fit the second-level cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The tensors of one parameter, or of a piece of one, as a kernel takes them.
+
+    Args:
+        words: int32: the parts of the weight, of the gradient, and the planes.
+        scales: float32 multipliers of its rows.
+        decided: float32: what a matrix rule decided, for each lane.
+    """
+
+    words: list[Tensor]
+    scales: list[Tensor] = field(default_factory=list)
+    decided: list[Tensor] = field(default_factory=list)
+
+    def arguments(self, parts: int, values: Tensor, seed: Tensor) -> list[Tensor]:
+        """The list that a step takes."""
+        outputs = (*self.words[:parts], *self.words[2 * parts :])
+        return [*self.words, *self.scales, *self.decided, values, seed, *outputs]
+
+    def piece(self, start: int, stop: int) -> Work:
+        """Some of its words (rows, where it has them)."""
+        return Work(*([t[start:stop] for t in tensors] for tensors in (self.words, self.scales, self.decided)))
+
+    def chunks(self) -> Iterator[Work]:
+        """All of it, in pieces of about ``CHUNK`` words."""
+        first = self.words[0]
+        size = max(1, CHUNK // max(1, first.numel() // max(1, len(first))))
+        return (self.piece(start, start + size) for start in range(0, len(first), size))
+
+
+class StepKernel:
+    """The step of one (element-wise rule, storage): compiled where that pays, else run eagerly in cache-sized chunks.
+
+    Args:
+        rule, storage: what to do and how to store it.
+        compile: whether to compile; without it, or without a compiler, the definition runs eagerly, with the same bits in
+            all that is stored. The audit's sums are added in another order then, and differ in their last digits.
+    """
+
+    AUDIT = 1 << 18
+    """Words per audited call: a compiled float32 sum over so many is within 1e-5, and a float64 one costs a third more."""
+
+    def __init__(self, rule: Rule, storage: Storage, *, compile: bool) -> None:
+        self.rule, self.storage, self.compile = rule, storage, compile
+        self.parts = packing.num_parts(storage)
+        # In the arithmetic of expansions too much is reused for one loop; its many then run a chunk at a time.
+        self.one_loop = storage.arithmetic == "float32"
+        self._plain = self._definition()
+        self._audited = self._definition(total_sums)
+        self._by_word = self._definition(term_table)
+        self._names = {
+            audited: f"{rule.name} {storage!r} audited={audited} {rule_source(rule)}" for audited in (False, True)
+        }
+
+    def _definition(
+        self, summarize: Summarize | None = None, choose: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.where
+    ) -> Step:
+        advance = advance_by(self.rule, self.storage)
+        return make_step(self.storage, advance, self.rule.scalars, summarize=summarize, choose=choose)
+
+    def scalars(self, options: Mapping[str, Any], step: int) -> Sequence[float]:
+        """The rule's scalars under a param group's options, at its step of that number."""
+        return self.rule.prepare(options, step)
+
+    def run(self, work: Work, values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor | None:
+        """Step tensors of equal shape in place; to be called without gradients.
+
+        Args:
+            work: the words and their scales.
+            values: float32, the scalars of ``CONTROL`` and of the rule.
+            seed: 0-d int32.
+            audited: whether to return the audit's sums.
+        Returns:
+            float64 ``[8]``, or ``None`` where not audited.
+        """
+        first = work.words[0]
+        length, row = first.shape[0], first[0].numel() if len(first) else 1
+        if not first.numel():
+            return values.new_zeros(8, dtype=torch.float64) if audited else None
+        run = self._kernel(values, audited) if min(first.shape) > 1 else None
+        if run is not None and self.one_loop and not audited:
+            run(work.arguments(self.parts, values, seed))
+            return None
+        step = self._audited if audited else self._plain
+        size, total = max(1, (self.AUDIT if run is not None and self.one_loop else CHUNK) // row), None
+        for start in range(0, length, size):
+            part = work.piece(start, start + size) if length > size else work
+            arguments = part.arguments(self.parts, values, seed)
+            alone = run is None or part.words[0].shape[0] < 2  # one row is no dynamic length
+            sums = step(*arguments) if alone or run is None else run(arguments)[0]
+            total = sums if total is None else total + sums
+        return total if audited else None
+
+    def run_each(self, tensors: Sequence[Work], values: Tensor, seed: Tensor) -> None:
+        """:meth:`run` for many tensors, none audited."""
+        run = self._kernel(values, False)
+        for work in tensors:
+            if run is None or not self.one_loop or min(work.words[0].shape) < 2:
+                self.run(work, values, seed)
+            else:
+                run(work.arguments(self.parts, values, seed))
+
+    def run_bucket(self, work: Work, values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
+        """An audited step of a bucket: float64 ``[segments, 8]``."""
+        if self.compile:
+            rows = [self.run(work.piece(s.start, s.stop), values, seed, audited=True) for s in segments]
+            return torch.stack([row for row in rows if row is not None])
+        table = self._by_word(*work.arguments(self.parts, values, seed))
+        return torch.stack([table[:, segment].sum(1) for segment in segments])
+
+    def _kernel(self, values: Tensor, audited: bool) -> Compiled | None:
+        """What runs this step; ``None`` for the definition, which also runs steps that are skipped on a CPU."""
+        if not self.compile or (values.device.type == "cpu" and bool(values[CONTROL.index("skip")])):
+            return None
+        return self.variant(values.device, audited)
+
+    def variant(self, device: torch.device, audited: bool) -> Compiled | None:
+        """The compiled plain or audited step for this device and number of threads, ``None`` without a compiler."""
+        return compiled(self._names[audited], device, lambda: self._variant(device, audited))
+
+    def _variant(self, device: torch.device, audited: bool) -> Definition:
+        storage, example = self.storage, self._example(device)
+        words: tuple[int | None, ...] = (0, 1) if packing.by_rows(storage) else (0,)
+        count = (len(example) - num_scales(storage) - 2 + self.parts) // 2
+        lengths = [words] * count + [(0, None)] * num_scales(storage) + [(), ()] + [words] * (count - self.parts)
+        # On a CPU the host knows whether a step is skipped: choosing in each word would be an eighth of the instructions.
+        choose = always_new if device.type == "cpu" else torch.where
+        step = self._definition(total_sums if audited else None, choose)
+        return Definition(step, example, lengths, self.one_loop)
+
+    def _example(self, device: torch.device) -> list[Tensor]:
+        """Arguments of a step such as occur: normal weights and gradients, and the states that one step leaves."""
+        storage, visible = self.storage, getattr(torch, self.storage.visible)
+        shape = (4, 1 << 8) if packing.by_rows(storage) else (1 << 10,)
+        count = sum(packing.num_tensors(storage, plane.bits) for plane in packing.planes(storage))
+        drawn = [normal_words(visible, shape, device, seed) for seed in range(3 * self.parts)]
+        weight, first, then = (drawn[k * self.parts : (k + 1) * self.parts] for k in range(3))
+        states = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(count)]
+        scales = [torch.ones(shape[0], 1, dtype=torch.float32, device=device) for _ in range(num_scales(storage))]
+        rates = torch.linspace(0.1, 0.9, len(self.rule.scalars), dtype=torch.float32, device=device)
+        values = torch.cat([torch.tensor([1.0, 0.0], dtype=torch.float32, device=device), rates])
+        seed = torch.full((), 0x2545F491, dtype=torch.int32, device=device)
+        self._plain(*Work([*weight, *first, *states], scales).arguments(self.parts, values, seed))
+        # Each argument its own memory: a compiler that sees one tensor twice asks for the same again.
+        return [x.clone() for x in Work([*weight, *then, *states], scales).arguments(self.parts, values, seed)]
+
+    def compile_audit_elsewhere(self, device: torch.device) -> None:
+        """Have the audited variant compiled by another process: it is needed only some steps from now."""
+        if not self.compile or RULES.get(self.rule.name) is not self.rule:
+            return  # another process could not find a rule that is not in the table
+        blob = base64.b64encode(pickle.dumps(self.storage)).decode()
+        statement = (
+            f"from narrowgauge.optim.kernel import compile_audit as c; c({self.rule.name!r}, {blob!r}, '{device}')"
+        )
+        compile_elsewhere(self._names[True], device, lambda: self._variant(device, True), statement)
+
+
+def compile_audit(rule: str, storage: str, device: str) -> None:
+    """Compile an audited kernel into the cache: what :meth:`StepKernel.compile_audit_elsewhere` starts."""
+    kernel = StepKernel(RULES[rule], pickle.loads(base64.b64decode(storage)), compile=True)
+    kernel.variant(torch.device(device), True)
+
+
+class MatrixKernel:
+    """The write of one (matrix rule, storage): the rule runs on whole matrices, and this stores what it decided.
+
+    It runs eagerly: a matrix rule's own products take longer.
+
+    Args:
+        rule: the rule that decides.
+        storage: how to store the result; its states are those of the rule that have the weight's shape.
+    """
+
+    compile = False
+
+    def __init__(self, rule: MatrixRule, storage: Storage) -> None:
+        self.rule, self.storage, self.parts = rule, storage, packing.num_parts(storage)
+        names = tuple(state for state, _ in storage.states)
+        advance, count = write_decided(storage, names), 1 + len(names)
+        self._plain = make_step(storage, advance, num_decided=count)
+        self._audited = make_step(storage, advance, num_decided=count, summarize=total_sums)
+
+    def scalars(self, options: Mapping[str, Any], step: int) -> Sequence[float]:
+        """None: what the rule decides needs no more."""
+        return ()
+
+    def run(self, work: Work, values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor:
+        """Write tensors of equal shape in place.
+
+        Args:
+            work: the words, their scales, and what was decided.
+            values: float32, the scalars of ``CONTROL``.
+            seed: 0-d int32.
+            audited: whether to return the audit's sums.
+        Returns:
+            float64 ``[8]``, empty where not audited.
+        """
+        step = self._audited if audited else self._plain
+        return step(*work.arguments(self.parts, values, seed))
+
+
+Kernel = StepKernel | MatrixKernel
+"""What steps a parameter."""

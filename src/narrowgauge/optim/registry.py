@@ -1,0 +1,294 @@
+"""The registry: which store, kernel and bucket belong to each parameter of an optimizer.
+
+A parameter gets its :class:`~narrowgauge.optim.stores.Store` at its first step, or when a state is loaded or written. The
+registry makes it, finds it again, and checks before each use that the parameter still is what its states were made for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.optim import packing
+from narrowgauge.optim.buckets import Bucket, make_stores, without
+from narrowgauge.optim.external_writes import (
+    adopt_modified,
+    check_matches_states,
+    is_unmodified,
+    modified_silently,
+    snapshot_of,
+)
+from narrowgauge.optim.kernel import Kernel, MatrixKernel, StepKernel
+from narrowgauge.optim.rules.elementwise import ADAMW, Rule
+from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
+from narrowgauge.optim.stores import Store
+from narrowgauge.optim.validation import check_unchanged, check_visible, known_row
+from narrowgauge.spec.storages import Storage, for_vectors
+
+Group = dict[str, Any]
+WORTH_COMPILING = 1 << 18
+"""Elements of one storage from which compiling its kernel pays within a short run."""
+
+
+class Registry:
+    """The stores of an optimizer's parameters.
+
+    Args:
+        rule: the optimizer's rule.
+        storages: the storages that its groups name, by name; more may be added.
+        compile: whether to compile kernels; ``None`` decides by size.
+        groups: returns the optimizer's param groups.
+        names: names of parameters whose groups give none.
+    """
+
+    def __init__(
+        self,
+        rule: Rule | MatrixRule,
+        storages: dict[str, Storage],
+        compile: bool | None,
+        groups: Callable[[], list[Group]],
+        names: Mapping[Tensor, str],
+    ) -> None:
+        self.rule, self.storages, self.compile, self._groups, self._names = rule, storages, compile, groups, names
+        self.stores: dict[Tensor, Store] = {}
+        self.buckets: list[Bucket] = []
+        self.kernels: dict[tuple[str, Storage], Kernel] = {}
+        self._warned = False
+
+    # ── what belongs to a parameter ─────────────────────────────────────────────────────────────────────────────────
+
+    def parameters(self) -> list[Tensor]:
+        """All parameters, in the order of ``state_dict()``."""
+        return [p for group in self._groups() for p in group["params"]]
+
+    def parameter_names(self) -> dict[Tensor, str]:
+        """The name of each parameter: its group's, else its model's, else ``"param 0"``, ``"param 1"`` …"""
+        names: dict[Tensor, str] = {}
+        for group in self._groups():
+            given = group.get("param_names") or [None] * len(group["params"])
+            for parameter, name in zip(group["params"], given, strict=True):
+                names[parameter] = name or self._names.get(parameter) or f"param {len(names)}"
+        return names
+
+    def group_of(self, parameter: object) -> Group | None:
+        """The param group of a parameter; ``None`` for anything else."""
+        return next((g for g in self._groups() if any(parameter is p for p in g["params"])), None)
+
+    def storage_of(self, group: Group, parameter: Tensor) -> Storage:
+        """How a parameter of a group is stored."""
+        row = known_row(group["storage"], self.storages)
+        return for_vectors(row) if parameter.ndim < 2 else row
+
+    def rule_of(self, group: Group, parameter: Tensor, states: Collection[str] = ()) -> Rule | MatrixRule:
+        """The rule that steps a parameter under its group's options, where it has states of these names already.
+
+        Where the optimizer's rule is a matrix rule: AdamW for what is no matrix, and for groups that request it.
+        """
+        plain = parameter.ndim < 2 or group.get("rule") == ADAMW.name
+        rule = ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
+        return rule if isinstance(rule, MatrixRule) else rule.under(group, states)
+
+    def worth_compiling(self, num_elements: int) -> bool:
+        """Whether kernels for so many elements are compiled."""
+        return self.compile if self.compile is not None else num_elements >= WORTH_COMPILING
+
+    # ── stores ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def with_states(self) -> dict[Tensor, None]:
+        """The parameters that have a store, in the order in which they got it."""
+        known = set(self.parameters())
+        return {parameter: None for parameter in self.stores if parameter in known}
+
+    def get(self, parameter: Tensor) -> Store | None:
+        """The store of a parameter, with all writes to it adopted; ``None`` where there is none."""
+        if (store := self.stores.get(parameter)) is not None:
+            self.adopt_writes([store], loaded=False)
+        return store
+
+    def begin(self, parameter: Tensor, name: str) -> Store:
+        """Make the store of a parameter, with a state called ``name`` if the rule has one."""
+        group = self.group_of(parameter)
+        assert group is not None
+        with torch.no_grad():
+            self.make(group, [parameter], {parameter: (name,)})
+        return self.stores[parameter]
+
+    def make(
+        self, group: Group, parameters: Iterable[Tensor], states: Mapping[Tensor, Collection[str]] | None = None
+    ) -> None:
+        """Make stores for those parameters of a group that have none; ``states``: names of those about to be loaded."""
+        alike: dict[tuple[str, Storage, torch.device], list[Tensor]] = {}
+        rules: dict[str, Rule | MatrixRule] = {}
+        extras: dict[Tensor, dict[str, Tensor]] = {}
+        for parameter in parameters:
+            if parameter in self.stores:
+                continue
+            row = self.storage_of(group, parameter)
+            check_visible(parameter, row)
+            rule = self.rule_of(group, parameter, (states or {}).get(parameter, ()))
+            if isinstance(rule, MatrixRule):
+                kept = rule.states(tuple(parameter.shape), group)
+                row = row.keeping(tuple((name, k.role) for name, k in kept.items() if k.role is not None))
+                extras[parameter] = {
+                    name: torch.zeros(k.shape, dtype=torch.float32, device=parameter.device)
+                    for name, k in kept.items()
+                    if k.role is None
+                }
+            else:
+                row = row.keeping(rule.kept)
+            rules[rule.name] = rule
+            alike.setdefault((rule.name, row, parameter.device), []).append(parameter)
+        for (name, row, _), members in alike.items():
+            stores, buckets = make_stores(members, row, self._kernel(rules[name], row))
+            self.buckets += buckets
+            for store in stores:
+                store.extras = extras.get(store.owner, {})
+                if row.master:
+                    store.adopt(store.parameter)
+                store.snapshot = snapshot_of(store)
+                store.requested = group["storage"]
+                self.stores[store.owner] = store
+
+    def _kernel(self, rule: Rule | MatrixRule, storage: Storage) -> Kernel:
+        key = rule.name, storage
+        if key not in self.kernels:
+            if isinstance(rule, MatrixRule):
+                self.kernels[key] = MatrixKernel(rule, storage)
+            else:
+                rows = [(self.storage_of(g, p), p) for g in self._groups() for p in g["params"]]
+                total = sum(p.numel() for row, p in rows if row.keeping(rule.kept) == storage)
+                self.kernels[key] = StepKernel(rule, storage, compile=self.worth_compiling(total))
+        return self.kernels[key]
+
+    def add_states(self, group: Group, parameters: Iterable[Tensor]) -> None:
+        """Add the states that options which were set since have come to need; all others stay bit for bit.
+
+        Raises:
+            RecipeError: the options need states of other shapes, or another rule.
+        """
+        if isinstance(self.rule, Rule) and self.rule.reduces is None:
+            return  # its states never change
+        wider: dict[Tensor, set[str]] = {}
+        for parameter in parameters:
+            if (store := self.stores.get(parameter)) is not None:
+                rule = self.rule_of(group, parameter, store.shapes_of_states)
+                wanted = shapes_of_states(rule, parameter.shape, group)
+                if isinstance(self.rule, MatrixRule):
+                    check_unchanged(store.kernel.rule.name, store.shapes_of_states, rule.name, wanted)
+                if wanted.keys() - store.shapes_of_states.keys():
+                    wider[parameter] = {*wanted, *store.shapes_of_states}
+        old = {parameter: self.stores.pop(parameter) for parameter in wider}
+        self.buckets = [b for b in self.buckets if not any(member.owner in old for member in b.members)]
+        self.make(group, wider, wider)
+        for parameter, store in old.items():
+            new = self.stores[parameter]
+            new.inherit(store)
+            new.snapshot = snapshot_of(store, bound=store.snapshot is None or store.snapshot.version is not None)
+
+    def remove(self, parameters: Iterable[Tensor]) -> set[Store]:
+        """Remove the stores of parameters: they begin anew, each weight as it is visible.
+
+        Returns:
+            The stores that were removed.
+        """
+        gone = {self.stores.pop(parameter) for parameter in parameters if parameter in self.stores}
+        buckets, self.buckets = self.buckets, []
+        for bucket in buckets:
+            touched = any(member in gone for member in bucket.members)
+            self.buckets += without(bucket, gone) if touched else [bucket]
+        return gone
+
+    def orphans(self) -> list[Tensor]:
+        """Parameters that have a store and no param group any more."""
+        known = set(self.parameters()) if self.stores else set()
+        return [parameter for parameter in self.stores if parameter not in known]
+
+    # ── writes to the weights from outside the optimizer ────────────────────────────────────────────────────────────
+
+    def adopt_writes(self, stores: Iterable[Store], audit_every: int = 0, *, loaded: bool = True) -> None:
+        """Adopt what was written to parameters outside the optimizer, before their stores are used.
+
+        Args:
+            stores: those about to be used.
+            audit_every: also find writes that raise no version counter, in stores whose next step is audited.
+            loaded: whether to look at stores whose state was just loaded too, which settles which weight is theirs.
+        Raises:
+            RecipeError: a parameter is not what its states were made for.
+        """
+        looked_at = [s for s in stores if loaded or (s.snapshot is not None and s.snapshot.version is not None)]
+        modified = dict.fromkeys(store for store in looked_at if not is_unmodified(store))
+        others = [store for store in looked_at if store not in modified] if audit_every else []
+        if found := [*modified, *(modified_silently(others, audit_every) if others else [])]:
+            self.adopt(found)
+
+    def adopt(self, stores: Sequence[Store]) -> None:
+        """Adopt the present weights of parameters, known to be modified or not; the first time one was, warn."""
+        names = self.parameter_names()
+        for store in stores:
+            check_matches_states(store, names.get(store.owner, "param"))
+        found = [names.get(store.owner, "param") for store in stores if adopt_modified(store)]
+        if found and not self._warned:
+            self._warned = True
+            more = f" and of {len(found) - 1} more parameters" if len(found) > 1 else ""
+            warnings.warn(
+                f"weights of '{found[0]}'{more} were modified outside this optimizer: it adopts them and discards the tails "
+                "that were stored with them. This warning appears once.",
+                stacklevel=2,
+            )
+
+
+def read_leading(stores: Sequence[Store], count: int, name: str) -> list[Tensor]:
+    """The first values of each store's weight or state.
+
+    Unpacking costs the same for one value as for a thousand, so the leading words of all stores of one storage are joined
+    and unpacked at once; storages that lie in rows, whose scales differ, are unpacked one by one.
+
+    Invariant: they are those of ``store.stored(name)``, bit for bit.
+
+    Args:
+        stores: each has a weight or state of that name.
+        count: how many values of each.
+        name: ``weight`` or a state.
+    Returns:
+        float32 ``[count]`` for each, fewer where there are fewer.
+    """
+    first = [leading(store, count) for store in stores]
+    found: dict[int, Tensor] = {}
+    alike: dict[Storage, list[int]] = {}
+    for place, store in enumerate(first):
+        if store is stores[place] or packing.by_rows(store.storage):
+            found[place] = store.stored(name)
+        else:
+            alike.setdefault(store.storage, []).append(place)
+    for storage, places in alike.items():
+        members = [first[place] for place in places]
+        words = {key: torch.cat([store.words[key] for store in members], 1) for key in members[0].words}
+        joined = torch.cat([store.parameter for store in members])
+        values = Store(joined, joined, storage, members[0].kernel, words).stored(name)
+        found.update(zip(places, values.split([len(store.parameter) for store in members]), strict=True))
+    return [found[place].reshape(-1)[:count] for place in range(len(stores))]
+
+
+def leading(store: Store, count: int) -> Store:
+    """A store of the first elements alone, at least ``count`` or all: whole words, and whole rows where it has rows.
+
+    It is only for reading: its words are copies or views.
+    """
+    matrix = packing.matrix_of(store.storage, store.parameter.shape)
+    lanes = packing.num_lanes(store.storage)
+    wanted = -(-count // matrix[1]) if len(matrix) == 2 else -(-count // lanes) * lanes
+    if wanted >= matrix[0]:
+        return store
+    groups = wanted if len(matrix) == 2 else wanted // lanes
+    return Store(
+        store.owner,
+        store.parameter.detach().reshape(matrix)[:wanted],
+        store.storage,
+        store.kernel,
+        {name: words[:, :groups] for name, words in store.words.items()},
+        {name: bound[:wanted] for name, bound in store.bounds.items()},
+    )
