@@ -19,7 +19,7 @@ Option names of ``torch._inductor.config``
 ``torch._C._current_autograd_node``, ``_current_graph_task_id``, ``_autograd._get_sequence_nr``; ``Node._sequence_nr``
     Which module a backward operation belongs to, in the search for the first bad value. The way out: naming the node alone.
 ``torch.library.get_kernel``, ``Library.impl(…, allow_override=True)``
-    Fused attention of 16-bit operands goes by float32 on a CPU that does not multiply them, whoever calls it. The way out:
+    Replaces fused attention of 16-bit operands by float32 on a CPU that does not multiply them, whoever calls it. The way out:
     PyTorch's own kernel, which is slow there.
 ``torch.backends.cpu.get_cpu_capability``
     Which vector instructions PyTorch uses here: kernels are compiled for those and no others. The way out: Inductor's
@@ -31,7 +31,7 @@ Option names of ``torch._inductor.config``
     instructions. The way out: what it writes by itself, a third slower with AVX2.
 
 Names of modules under ``torch.compile`` and checkpoints, ``_orig_mod`` and ``_checkpoint_wrapped_module``
-    Parameters are told by the names that their model has without these. The way out: longer names.
+    Parameters are named without these prefixes. The way out: longer names.
 
 A release that renames one of these fails here, with a plain ImportError or AttributeError, and nowhere else.
 """
@@ -95,10 +95,10 @@ class _Level:
     Args:
         march: what g++ and clang call a processor that has these and nothing more.
         vectors: the class of ``torch._inductor.cpu_vec_isa``.
-        tuning: what g++ 12 and later is told beside; other compilers do so by themselves. To copy a vector by one move:
-            it copies halves where it does not know the processor, and a load of the whole then waits for both stores,
-            4 times the time of a step. To keep constants in memory: it makes them anew in each turn of a loop that has
-            more of them than there are registers, by three instructions each.
+        tuning: more flags for g++ 12 and later; other compilers need none. Copy a vector by one move: for an unknown
+            processor g++ copies two halves, and a load of the whole then waits for both stores, 4 times the time of a
+            step. Keep constants in memory: g++ otherwise builds them in each iteration of a loop that has more of them
+            than there are registers, by three instructions each.
     """
 
     march: str
@@ -129,7 +129,7 @@ def _built_for() -> str:
 
 
 def machine_key() -> str:
-    """What compiled code depends on beside its source: torch, instruction sets, number of threads."""
+    """What compiled code depends on besides its source: torch, instruction sets, number of threads."""
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     capability = torch.backends.cpu.get_cpu_capability()
     instructions = f"{platform.machine()} {capability} {_built_for()}"
@@ -209,7 +209,7 @@ def sequence_number(node: Any) -> int:
 
 
 def keep_effect(operator: Any) -> None:
-    """Tell the compiler that a custom operator does something beside what it returns, so that no call is left out."""
+    """Declare that a custom operator has side effects, so that the compiler removes no call of it."""
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
     _register_effectful_op(operator._opoverload, _EffectType.ORDERED)
@@ -393,7 +393,7 @@ def _arch_flags(level: _Level) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the compiler's own deprecation warnings and banners, which say nothing to a user of an optimizer."""
+    """Suppress the compiler's own deprecation warnings and banners, which do not concern users of an optimizer."""
     level = logging.getLogger("torch").level
     logging.getLogger("torch").setLevel(logging.ERROR)
     try:
@@ -415,7 +415,7 @@ def plain_name(name: str) -> str:
 
 
 def _part_caches() -> None:
-    """Let Inductor's cache on disk tell vectors that ``ATEN_CPU_CAPABILITY`` limits from the processor's own.
+    """Let Inductor's cache on disk distinguish vectors that ``ATEN_CPU_CAPABILITY`` limits from the processor's own.
 
     Its key names Inductor's options and not that variable: code written for vectors of one length is found by a process that
     compiles it for another, leaves out every second value (NaN) or writes past the end of buffers. The option that says the

@@ -1,12 +1,11 @@
 """Rounding a tensor to the values of any number format, on the integer bits.
 
 A float is a whole number of steps: its 24 significant bits times a power of two. A narrower format has longer steps,
-so rounding means dropping low bits of that whole number, and a format's table row says how many: as many as its
-mantissa is shorter, and more below its smallest normal value, where its steps stop shrinking. Whether the number left
-goes up by one is decided by what is added before the drop: half a step (nearest), nothing (toward zero), or a random
-part of a step (stochastic). This one recipe serves every format, floats, integers and scales; nothing here knows any
-format by name. Only integer operations touch the value, so a compiler cannot drop the rounding, flush subnormals or
-fuse an addition, and eager and compiled code give the same bits.
+so rounding means dropping low bits of that whole number. The format gives their number: the difference of the mantissas,
+and more below the smallest normal value, where the steps stop shrinking. What is added before the drop decides the
+rounding: half a step (nearest), nothing (toward zero), or a random part of a step (stochastic). The same few operations
+serve every format: floats, integers and scales. Only integer operations touch the value, so a compiler cannot remove the
+rounding, flush subnormals or fuse an addition, and eager and compiled code give the same bits.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ def _check(x: Tensor, row: Format, rounding: str, seed: int | Tensor | None) -> 
         )
     if row.finest_exponent < _SINGLE.format.finest_exponent or row.max > _SINGLE.format.max:
         raise FormatError(
-            f"round_to was asked for {row.name}; its result is float32, which cannot hold those values.",
+            f"round_to was requested for {row.name}; its result is float32, which cannot hold those values.",
             "Use x.double().",
         )
     if rounding == "stochastic" and seed is None:

@@ -115,7 +115,7 @@ def nearest_even_bits(dropped: int, *, quiet: bool = False) -> NearestEven:
         tensor([3.1250e-01, 9.8608e-31])
     """
     if dropped and not 13 <= dropped <= 21:
-        raise FormatError(f"parts {dropped} bits shorter than float32 were asked for.", "Drop 13 to 21 bits, or none.")
+        raise FormatError(f"parts {dropped} bits shorter than float32 were requested.", "Drop 13 to 21 bits, or none.")
     return NearestEven(dropped, quiet)
 
 
@@ -310,8 +310,8 @@ def expansion_of(value: Tensor | float, length: int, rn: Rounding) -> Parts:
 class Expansion:
     """An expansion with operators, so that arithmetic written for tensors runs on it unchanged.
 
-    A result has as many parts as the longer operand. A float32 tensor or Python float beside a single part is used as it
-    is, with one rounding of the float32 result, as in torch's narrow kernels; beside more parts it is first split.
+    A result has as many parts as the longer operand. A float32 tensor or Python float combined with a single part is used as
+    it is, with one rounding of the float32 result, as in torch's narrow kernels; with more parts it is first split.
 
     Args:
         parts: largest first.

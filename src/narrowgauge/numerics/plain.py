@@ -19,7 +19,7 @@ from narrowgauge.numerics.widening import float32_tiles, is_widened
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x · weightᵀ + bias`` in the dtype of ``x``, on any processor.
 
-    Law: each value is the sum of the products of ``x`` and the weight in that dtype, and of the bias, rounded once.
+    Invariant: each value is the sum of the products of ``x`` and the weight in that dtype, and of the bias, rounded once.
 
     Args:
         x: ``[..., in]``.

@@ -1,4 +1,4 @@
-"""Quantization: a matrix becomes codes of a narrow format and scales that say what the codes stand for.
+"""Quantization: a matrix becomes codes of a narrow format and the scales that they are multiplied by.
 
 The values that share a scale are a *group*: a tensor, a row, a column, a block. The scale takes the group's largest magnitude
 to the end of the format, each value divided by it is rounded, and value ≈ code × scale. These few lines are the definition
@@ -63,7 +63,7 @@ def quantize(
 ) -> Quantized:
     """Cast a matrix to codes and scales.
 
-    Law: with ``granularity="row"`` no row's result depends on another; quantizing the values of a result again, under the
+    Invariant: with ``granularity="row"`` no row's result depends on another; quantizing the values of a result again, under the
     same scales, changes nothing.
 
     Args:
@@ -85,7 +85,7 @@ def quantize(
         tensor([[  64., -127.,   19.]])
     """
     if cast.rounding == "stochastic" and words is None:
-        raise FormatError(f"a cast to {cast} was asked for without random words.", "Give words = random_words(…).")
+        raise FormatError(f"a cast to {cast} was requested without random words.", "Give words = random_words(…).")
     values = x if fold is None else x.float() * fold
     if cast.rotation == "hadamard":
         values = rotate(values, dim)
@@ -139,8 +139,9 @@ def quantize_blocks(
 def smoothing(x: Tensor, cast: Cast, amax: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
     """What a smooth cast of ``[rows, channels]`` multiplies channels by, and the largest magnitude it then scales by.
 
-    Law: afterwards the largest of each channel is in [1, 2). Codes have the significant bits that they have without, since the
-    scale keeps the mantissa of the tensor's own largest magnitude; only what the format's subnormals took is had back.
+    Invariant: afterwards the largest of each channel is in [1, 2). Codes have the significant bits that they have
+    without, since the scale keeps the mantissa of the tensor's own largest magnitude; only what the format's
+    subnormals took is had back.
 
     Returns:
         Float32 powers of two ``[1, channels]``, 1 for channels of zeros or subnormals or with an infinity or a NaN, and
@@ -196,7 +197,7 @@ def _codes(values: Tensor, inverse: Tensor | None, cast: Cast, words: tuple[Tens
 def random_words(rows: int, columns: int, key: Tensor, first_row: Tensor | int = 0) -> tuple[Tensor, Tensor]:
     """Random words from counters: one for each row, one for each column; see :func:`uniform`.
 
-    Law: a pure function of the key and the logical indices, so any chunk of rows gets the words it has in the whole.
+    Invariant: a pure function of the key and the logical indices, so any chunk of rows gets the words it has in the whole.
 
     Args:
         rows, columns: how many.
@@ -237,7 +238,7 @@ def uniform(words: tuple[Tensor, Tensor]) -> Tensor:
 def round_nearest(v: Tensor, row: Format) -> Tensor:
     """Float32 values rounded to a format's own, ties to even; beyond its end, its end (16-bit and wider floats: infinity).
 
-    Law: equals ``round_to``, saturated for narrow formats, but for the sign of zero; NaN stays NaN in formats without one;
+    Invariant: equals ``round_to``, saturated for narrow formats, but for the sign of zero; NaN stays NaN in formats without one;
     integers end at -max, so that they are as many on both sides.
     """
     if row.name == "float32":
@@ -257,7 +258,7 @@ def round_nearest(v: Tensor, row: Format) -> Tensor:
 
 
 def _nearest(held: Tensor, row: Format) -> Tensor:
-    """The nearest number of a format of which only the low end is seen."""
+    """The nearest number of a format whose largest value does not matter."""
     # 1.5 × 2^k added and taken away leaves multiples of the smallest spacing.
     magic = 1.5 * 2.0 ** (23 + row.finest_exponent)
     subnormal = (held + magic) - magic

@@ -1,9 +1,9 @@
-"""Scales with memory: the number a loss is multiplied by so that its gradients fit float16.
+"""Dynamic loss scaling: the loss is multiplied by a scale so that its gradients fit float16.
 
-float16 knows nothing smaller than 2^-24 and nothing larger than 65504. Gradients of a language model lie mostly below,
-so the loss is multiplied by a scale S, every gradient comes out S times as large, and the step divides by S again. The
-largest S that does not overflow is best, and it changes as training goes on; so S is found by trying: it is raised after
-many steps without an overflow, and lowered after overflows. A step that overflowed is skipped.
+float16 reaches from 2^-24 to 65504, and most gradients of a language model are smaller. So the loss is multiplied by a
+scale S, every gradient comes out S times as large, and the step divides by S again. The largest S that does not overflow
+is best, and it changes during training. So S is raised after many steps without an overflow and lowered after
+overflows. A step that overflowed is skipped.
 
 S is always a power of two. Multiplying by one moves a float's exponent and rounds nothing (down to float16's subnormals,
 which are what S is there to avoid), so two scales that both fit give the same gradients to the bit.
@@ -32,7 +32,7 @@ Losses = TypeVar("Losses", list[Tensor], tuple[Tensor, ...])
 class LossScaler:
     """A loss scale that grows while nothing overflows and backs off when overflows follow one another.
 
-    Law: the scale is a power of two in ``[floor, ceiling]``, and all of it is a function of the sequence of overflows:
+    Invariant: the scale is a power of two in ``[floor, ceiling]``, and all of it is a function of the sequence of overflows:
 
     * A step that overflows spends one of ``hysteresis`` lives and starts the count of good steps again. While no life
       is left, it multiplies the scale by ``backoff_factor``, but never below ``floor``.
@@ -41,7 +41,7 @@ class LossScaler:
     * After ``growth_interval`` steps in a row without an overflow the scale is multiplied by ``growth_factor``, but
       never above ``ceiling``, and the count starts again.
 
-    At the floor the scale stays, and :meth:`report` says that it is reached and still too high; it never becomes zero.
+    At the floor the scale stays, and :meth:`report` warns that it is still too high; it never becomes zero.
     Processes that train together must agree on what overflowed, as they do on a norm over all of them; then their
     scales are equal too. The gradients of all micro-batches of a step are scaled alike if the update follows the step.
 
@@ -58,7 +58,7 @@ class LossScaler:
         RecipeError: a scale or a factor that is no power of two (it would round every gradient), or limits that
             contradict each other.
 
-    Cost: a dozen operations on 0-d tensors per update; nothing waits for the device but what says so.
+    Cost: a dozen operations on 0-d tensors per update; only methods whose docstring says so wait for the device.
 
     Example:
         >>> scaler = LossScaler(growth_interval=2, hysteresis=1)
@@ -98,16 +98,16 @@ class LossScaler:
             _require_power_of_two(name, value)
         for name, count in {"growth_interval": growth_interval, "hysteresis": hysteresis}.items():
             if type(count) is not int or not 1 <= count < 1 << 31:
-                raise RecipeError(f"{name} = {count!r} was asked for; it must be a whole number, at least 1.")
+                raise RecipeError(f"{name} = {count!r} was requested; it must be a whole number, at least 1.")
         if growth_factor < 1 or backoff_factor > 1:
             raise RecipeError(
-                f"growth_factor = {growth_factor:g} and backoff_factor = {backoff_factor:g} were asked for; growth "
+                f"growth_factor = {growth_factor:g} and backoff_factor = {backoff_factor:g} were requested; growth "
                 "multiplies by at least 1 and backing off by at most 1.",
                 "For instance 2 and 0.5.",
             )
         if not floor <= initial <= ceiling:
             raise RecipeError(
-                f"an initial loss scale of {initial:g} was asked for, outside of {floor:g} … {ceiling:g}.",
+                f"an initial loss scale of {initial:g} was requested, outside of {floor:g} … {ceiling:g}.",
                 "Change initial, floor or ceiling.",
             )
         self.growth_factor, self.backoff_factor = float(growth_factor), float(backoff_factor)
@@ -115,7 +115,7 @@ class LossScaler:
         self.floor, self.ceiling = float(floor), float(ceiling)
         self._waits_for_device = device is None
         self.request: object = None
-        """Stands for the latest :meth:`scale`, so that an optimizer can tell whether there was one since its last step."""
+        """Identifies the latest :meth:`scale`, so that an optimizer knows whether there was one since its last step."""
         # Filled rather than copied from the host: on a device that does not wait either.
         self._state: State = {"scale": torch.full((), float(initial), dtype=torch.float32, device=device)}
         for name in COUNTERS:
@@ -268,7 +268,7 @@ def _require_power_of_two(name: str, value: float) -> None:
     # 2^±126 and no further, so that the inverse is a normal float32 too.
     if not (0 < value < math.inf and math.frexp(value)[0] == 0.5 and 2.0**-126 <= value <= 2.0**126):
         raise RecipeError(
-            f"{name} = {value!r} was asked for, and it must be a power of two from 2^-126 to 2^126: any other would "
+            f"{name} = {value!r} was requested, and it must be a power of two from 2^-126 to 2^126: any other would "
             "round every gradient.",
             f"Take {2.0 ** round(math.log2(value)):g}." if 2.0**-126 <= value <= 2.0**126 else "",
         )

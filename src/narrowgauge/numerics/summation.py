@@ -10,7 +10,7 @@ values: no order, chunk, shard, thread or rank enters, and ranks merge with one 
     largest_magnitude ─► grid_scales ─► grid_sum_of_squares ─► from_grid ─► root
      (MAX over ranks)                    (SUM over ranks)
 
-What the grids drop: with ``n`` addends and ``w = 63 - n.bit_length()`` (36 for a hundred million) each keeps ``w``
+What lies below the grids: with ``n`` addends and ``w = 63 - n.bit_length()`` (36 for a hundred million) each keeps ``w``
 bits, so an addend is off by at most ``2^(-2w)`` times the largest square. One grid alone would have read every square
 below ``2^-37`` of the largest as zero, though a hundred million of those may count. :func:`exact_sum` repeats the grid
 until nothing is left, and so drops nothing. The four pieces of the picture are pure functions for kernels to compile.
@@ -45,7 +45,7 @@ _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 def flat_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Go through tensors of one shape together, in row-major order, as 1-D chunks of at most :data:`CHUNK` elements.
 
-    Law: concatenated, each tensor's chunks are its ``reshape(-1)``; the elements of one tuple belong together. Chunks
+    Invariant: concatenated, each tensor's chunks are its ``reshape(-1)``; the elements of one tuple belong together. Chunks
     of contiguous tensors are views; of other layouts one chunk at a time is copied.
 
     Example:
@@ -70,7 +70,7 @@ def flat_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def exact_sum(x: Tensor) -> Tensor:
     """The sum of all elements, rounded once.
 
-    Law: the float64 nearest to the exact sum (ties to even), so it depends on nothing but the multiset of values: not
+    Invariant: the float64 nearest to the exact sum (ties to even), so it depends on nothing but the multiset of values: not
     on order, shape, chunking or device. Nothing is dropped: ``2^60 + 1 - 2^60 + 2^-8`` is ``1 + 2^-8``.
 
     Args:
@@ -127,7 +127,7 @@ def _units(values: Tensor) -> int:
 def largest_magnitude(x: Tensor) -> Tensor:
     """The first pass: the largest absolute value, exact and in no order.
 
-    Law: NaN if any element is NaN, else infinity if any is infinite, so one number carries the overflow flag too.
+    Invariant: NaN if any element is NaN, else infinity if any is infinite, so one number carries the overflow flag too.
 
     Args:
         x: bfloat16, float16 or float32, at least one element.
@@ -143,9 +143,9 @@ def largest_magnitude(x: Tensor) -> Tensor:
 
 
 def largest_magnitude_words(words: Tensor) -> Tensor:
-    """:func:`largest_magnitude` of bfloat16 values seen as int32 words of two neighbours.
+    """:func:`largest_magnitude` of bfloat16 values read as int32 words of two neighbours.
 
-    Law: equals ``largest_magnitude(words.view(torch.bfloat16))``, up to the bits of a NaN; at least one word.
+    Invariant: equals ``largest_magnitude(words.view(torch.bfloat16))``, up to the bits of a NaN; at least one word.
     """
     # The bits of magnitudes order like the magnitudes, NaN above infinity; and an integer maximum vectorizes where a
     # NaN-aware maximum of two float lanes does not (0.02 ns a value against 0.5).
@@ -156,7 +156,7 @@ def largest_magnitude_words(words: Tensor) -> Tensor:
 def grid_scales(largest: Tensor, count: int) -> Tensor:
     """The two scales that put squares on the coarse grid, and its remainders on the fine one.
 
-    Law: with ``w = 63 - count.bit_length()`` and ``e`` the least with ``largest² < 2^e``, the scales are ``2^(w-e)``
+    Invariant: with ``w = 63 - count.bit_length()`` and ``e`` the least with ``largest² < 2^e``, the scales are ``2^(w-e)``
     and ``2^w``, so that ``count`` addends stay below 2^63 on either grid.
 
     Args:
@@ -183,7 +183,7 @@ def grid_scales(largest: Tensor, count: int) -> Tensor:
 def grid_sum_of_squares(x: Tensor, scales: Tensor) -> Tensor:
     """The second pass: the squares of ``x`` as whole steps of the two grids, summed.
 
-    Law: integers, so any order, chunking or sharding gives the same two; those of parts add up to those of the whole.
+    Invariant: integers, so any order, chunking or sharding gives the same two; those of parts add up to those of the whole.
 
     Args:
         x: bfloat16, float16 or float32, any length; no magnitude above the ``largest`` given to :func:`grid_scales`.
@@ -205,9 +205,9 @@ def grid_sum_of_squares(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def grid_sum_of_squares_words(words: Tensor, scales: Tensor) -> Tensor:
-    """:func:`grid_sum_of_squares` of bfloat16 values seen as int32 words of two neighbours.
+    """:func:`grid_sum_of_squares` of bfloat16 values read as int32 words of two neighbours.
 
-    Law: equals ``grid_sum_of_squares(words.view(torch.bfloat16), scales)``; ``scales`` counts values, not words.
+    Invariant: equals ``grid_sum_of_squares(words.view(torch.bfloat16), scales)``; ``scales`` counts values, not words.
 
     Cost: compiled, 0.1 ns a value: bitcasts are free in a loop over 32-bit words and slow beside bfloat16 loads.
     """
@@ -263,7 +263,7 @@ def root(squares: Tensor) -> Tensor:
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all elements of all tensors, in no order.
 
-    Law: a function of the multiset of all values: equal bits for any order, cut into tensors, shape, stride or chunk.
+    Invariant: a function of the multiset of all values: equal bits for any order, cut into tensors, shape, stride or chunk.
     With ``n`` elements, off by at most ``n · 2^(-2w)`` times the largest square, ``w = 63 - n.bit_length()``, and two
     float64 roundings; exact up to those where the squares' bits all lie within ``2w`` of the largest.
 
@@ -315,9 +315,9 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def fingerprint(x: Tensor, *, offset: int = 0) -> int:
-    """A 64-bit number that tells whether two tensors hold the same bits in the same places.
+    """A 64-bit hash: two tensors with equal hashes hold the same bits in the same places.
 
-    Law: ``Σ mix(bits_i + (offset + i + 1)·0x9E3779B97F4A7C15) mod 2^64``, ``i`` the row-major index, ``bits_i`` the
+    Invariant: ``Σ mix(bits_i + (offset + i + 1)·0x9E3779B97F4A7C15) mod 2^64``, ``i`` the row-major index, ``bits_i`` the
     element's bits as an unsigned number, ``mix`` the finalizer of splitmix64. Strides, device and chunks do not enter.
     Shards at their own offsets add up to the whole (:func:`combine`). It sees a swap, a sign, one ulp, −0, and NaN
     payloads. It does not see shape or dtype: zeros of two bytes and of four are alike.
@@ -387,7 +387,7 @@ def combine(fingerprints: Iterable[int]) -> int:
 def fingerprint_all(named: Mapping[str, Tensor | int]) -> str:
     """One fingerprint for a set of named tensors, such as a model's ``state_dict``: 16 hexadecimal digits.
 
-    Law: the sum modulo 2^64 of a 64-bit BLAKE2b of each (fingerprint, name): the order of the mapping does not enter,
+    Invariant: the sum modulo 2^64 of a 64-bit BLAKE2b of each (fingerprint, name): the order of the mapping does not enter,
     and exchanging two tensors' names does. In place of a tensor its fingerprint may stand, as after :func:`combine`.
 
     >>> fingerprint_all({"w": torch.ones(2)}) == fingerprint_all({"v": torch.ones(2)})

@@ -1,9 +1,9 @@
-"""What a tensor's values look like: how large, how spread, how far from each other, and what a cast makes of them.
+"""Statistics of a tensor's values: magnitude, spread, distance between tensors, and the error of a cast.
 
-These are the readings of the gauges, each a pure function with a known answer. All take and return tensors and wait for
-no device, so that a step that reads a thousand of them copies its results to the host once. The range of a tensor is
-told by its *exponent histogram*: counts of binary exponents, which are integers, add up in any order over tensors, ranks
-and steps, and lie beside a format's own range on one axis.
+These are the metrics of the gauges, each a pure function with a known answer. All take and return tensors and wait for
+no device, so a step that computes a thousand of them copies its results to the host once. The *exponent histogram*
+describes the range of a tensor: counts of binary exponents, which are integers, add up in any order over tensors, ranks
+and steps, and can be plotted on the same axis as a format's range.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def nonfinite_count(x: Tensor) -> Tensor:
 def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
     """How many values have each binary exponent.
 
-    Law: bin ``k`` counts ``2**(first + k) <= abs(x) < 2**(first + k + 1)``; magnitudes below fall into the first bin,
+    Invariant: bin ``k`` counts ``2**(first + k) <= abs(x) < 2**(first + k + 1)``; magnitudes below fall into the first bin,
     above into the last; zeros, NaN and infinities into none. Histograms of parts add up to that of the whole.
 
     Args:
@@ -102,7 +102,7 @@ def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
 def kurtosis(x: Tensor) -> Tensor:
     """The fourth moment over the squared second: 1 for two values ±a, 3 for a normal distribution, large with outliers.
 
-    Law: about zero, not about the mean; NaN where all values are zero.
+    Invariant: about zero, not about the mean; NaN where all values are zero.
 
     Args:
         x: floating-point ``[..., values]``.
@@ -273,7 +273,7 @@ def moment_bias(stored: Tensor, exact: Tensor) -> Tensor:
 def attention_statistics(query: Tensor, key: Tensor, scale: float, places: Tensor) -> Tensor:
     """The largest attention logit of some queries, and the entropy of their weights.
 
-    Law: a query sees the keys up to its own place, as in a causal model.
+    Invariant: a query sees the keys up to its own place, as in a causal model.
 
     Args:
         query: ``[heads, tokens, width]`` of one sequence.
@@ -282,7 +282,7 @@ def attention_statistics(query: Tensor, key: Tensor, scale: float, places: Tenso
         places: int64 ``[queries]``: whose logits are looked at.
     Returns:
         float32 ``[2]``: the maximum, and the mean entropy over that of even weights: 1 where all keys count alike, 0 where
-        one alone does; 1 where only first tokens, which see one key, were asked for.
+        one alone does; 1 where only first tokens, which see one key, were requested.
     Raises:
         FormatError: heads that cannot be shared.
     Example:

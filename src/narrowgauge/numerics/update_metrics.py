@@ -1,14 +1,13 @@
-"""What a narrow format took from a number: of an update, of a tensor.
+"""Metrics of what a narrow format loses: of an update, and of a tensor.
 
-An optimizer intends a change ``D``; the store takes a change ``E``, since ``w + D`` has to be cut; the model sees a
-change ``V``, since only the upper word enters its matmuls. Eight sums over a tensor hold what there is to say about the
-three (:data:`UPDATE_SUMS`), and being sums they add up over steps, tensors and shards before anything is divided. The
-first two readings answer different questions. *EDQ* = ⟨D,E⟩/‖D‖² asks whether the update arrives **on average**: 1 is
-perfect, 0 is a stall, and a stochastic cut reads 1. *Noise* = ‖E−D‖/‖D‖ asks how much arrives **beside** it: 0 is
-perfect, 1 is a stall, and stochastic bfloat16 reads 20. The shares of elements that were lost count what the norms may
-hide: a few large entries that move, while everything else stands still.
+An optimizer intends a change ``D``; the stored weight changes by ``E``, since ``w + D`` is cut; the visible weight changes
+by ``V``. All metrics follow from eight sums over a tensor (:data:`UPDATE_SUMS`), which add up over steps, tensors and
+shards before anything is divided. The first two metrics answer different questions. *EDQ* = ⟨D,E⟩/‖D‖² measures how much
+of the update is stored **on average**: 1 is perfect, 0 is a stall, and stochastic rounding gives 1. *Noise* = ‖E−D‖/‖D‖
+measures the change that was **not intended**: 0 is perfect, 1 is a stall, and stochastic bfloat16 gives 20. The shares of
+lost elements count what the norms may hide: a few large entries that move, while all others stand still.
 
-Of a single reading of a small tensor believe little: add the sums of many steps first.
+A single value for a small tensor is noisy: add the sums of many steps first.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _Terms = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> _Terms:
     """The eight addends of one element each, for a kernel to sum.
 
-    Law: elementwise and pure, in the dtype given; in the order of :data:`UPDATE_SUMS`. Counts are 0 or 1 in that dtype
+    Invariant: elementwise and pure, in the dtype given; in the order of :data:`UPDATE_SUMS`. Counts are 0 or 1 in that dtype
     too, so that one kind of register sums all eight. Squares below the dtype's range vanish (float32: changes
     under 1e-23), the counts do not.
 
@@ -62,7 +61,7 @@ def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> _Terms:
 def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
     """The eight sums of one tensor's update: the reference for the kernels that compute them on the way.
 
-    Law: products are exact in float64 and summed there, chunk by chunk; counts are exact.
+    Invariant: products are exact in float64 and summed there, chunk by chunk; counts are exact.
 
     Args:
         intended: D, float32, any shape.
@@ -99,7 +98,7 @@ def edq(sums: Tensor) -> Tensor:
     another number for every tensor and every step. Divided by ‖D‖ once more it is a share, 1 for all of them, and sums over
     tensors and steps can be divided instead of averaged.
 
-    Law: 1 when nothing is lost, 0 in a stall; 1 on average, though noisy, for an unbiased stochastic cut. Where nothing
+    Invariant: 1 when nothing is lost, 0 in a stall; 1 on average, though noisy, for an unbiased stochastic cut. Where nothing
     was intended there is nothing to judge: NaN, not 1, so that it can neither hide nor raise an alarm.
 
     Args:
@@ -125,7 +124,7 @@ def edq(sums: Tensor) -> Tensor:
 def noise(sums: Tensor) -> Tensor:
     """‖E−D‖/‖D‖: how much the store adds to, or takes from, the intended update, relative to it.
 
-    Law: 0 when nothing is lost, 1 in a stall, NaN where nothing was intended. It comes from the sums by
+    Invariant: 0 when nothing is lost, 1 in a stall, NaN where nothing was intended. It comes from the sums by
     ‖E−D‖² = ΣE² − 2ΣD·E + ΣD², so products in float32 cannot resolve readings below about 1e-3, nor float64 below 1e-8.
 
     Args, Raises: as :func:`edq`.
@@ -233,8 +232,8 @@ def _sum(sums: Tensor, name: str) -> Tensor:
 def _noise(sums: Tensor, cross: str, square: str) -> Tensor:
     intended = _sum(sums, "dd")
     # Rounding may leave the square of a small difference a little below zero.
-    beside = (_sum(sums, square) - 2 * _sum(sums, cross) + intended).clamp(min=0)
-    return _ratio(beside, intended).sqrt()
+    unintended = (_sum(sums, square) - 2 * _sum(sums, cross) + intended).clamp(min=0)
+    return _ratio(unintended, intended).sqrt()
 
 
 def _ratio(part: Tensor, whole: Tensor) -> Tensor:
@@ -244,7 +243,7 @@ def _ratio(part: Tensor, whole: Tensor) -> Tensor:
 def sqnr_db(x: Tensor, y: Tensor) -> Tensor:
     """Signal to quantization noise ratio, 10·log10(Σx² / Σ(x−y)²), in decibels.
 
-    Law: +inf where ``y`` equals ``x`` (zeros too), 0 where ``y`` is all zero, 6.02 more for each bit of precision; NaN
+    Invariant: +inf where ``y`` equals ``x`` (zeros too), 0 where ``y`` is all zero, 6.02 more for each bit of precision; NaN
     for no elements or where ``x − y`` is not a number.
 
     Args:
@@ -276,7 +275,7 @@ def sqnr_db(x: Tensor, y: Tensor) -> Tensor:
 def underflow_fraction(x: Tensor, smallest: float) -> Tensor:
     """The share of the nonzero elements that become zero when rounded to the nearest number of a format.
 
-    Law: counts 0 < abs(x) ≤ ``smallest``/2 (half of it is a tie, which goes to the even neighbour: zero). NaN and
+    Invariant: counts 0 < abs(x) ≤ ``smallest``/2 (half of it is a tie, which goes to the even neighbour: zero). NaN and
     infinity count as nonzero elements that stay. NaN where no element is nonzero.
 
     Args:
@@ -307,7 +306,7 @@ def underflow_fraction(x: Tensor, smallest: float) -> Tensor:
 def overflow_fraction(x: Tensor, largest: float) -> Tensor:
     """The share of all elements beyond the largest finite number of a format, which saturate or become infinite.
 
-    Law: counts abs(x) > ``largest``, infinities included; NaN is an element, but not one beyond. NaN for no elements.
+    Invariant: counts abs(x) > ``largest``, infinities included; NaN is an element, but not one beyond. NaN for no elements.
 
     Args:
         x: values, already divided by any scale; any shape.
