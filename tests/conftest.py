@@ -30,13 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden",
         action="store_true",
-        help="Run only the tests that read golden files, write these files anew and print what moved.",
+        help="Run only the tests that read golden files, record these files again and print what moved.",
     )
 
 
 @pytest.fixture(scope="session")
 def update_golden(request: pytest.FixtureRequest) -> bool:
-    """Whether golden files are to be written and not compared."""
+    """Whether to record golden files instead of comparing with them."""
     return bool(request.config.getoption("--update-golden"))
 
 
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Write the curves that tests recorded: in the process that hears of all of them, and not in its workers."""
+    """Write the curves that tests recorded; xdist calls this hook in its workers too, which see only their own."""
     if not config.getoption("--update-golden") or hasattr(config, "workerinput"):
         return
     from golden_files import CURVES, update_curves

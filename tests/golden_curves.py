@@ -1,7 +1,7 @@
-"""The ten-step trainings whose losses ``golden/curves.json`` holds: one for each storage and one for each compute.
+"""The ten-step training runs whose losses are in ``golden/curves.json``: one for each storage and one for each compute.
 
-Weights and data come from integer draws and exact scaling, so that they are the same everywhere; only the training itself
-depends on the machine. The model is as small as every format allows, and nothing is compiled.
+Weights and data are random integers, scaled exactly, so they are the same on every machine; only the training depends on
+the processor. The model is small and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ SHAPE = {
 
 
 def recipes() -> list[str]:
-    """One for each storage, with the compute it belongs to or else bfloat16; one for each compute, with its usual storage."""
+    """Each storage with its own compute, or with bfloat16; each compute with its default storage."""
     stored = (name if "/" in name else f"bfloat16/{name}" for name in ng.STORAGES)
     computed = (ng.parse(str(row["name"])).name for row in show.rows("computes"))
     return list(dict.fromkeys([*stored, *computed]))
 
 
 def curve(recipe: str) -> list[float]:
-    """The losses of a recipe's ten steps."""
+    """The losses of ten steps with a recipe."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of emulation, and of what naive storages lose
+            warnings.simplefilter("ignore")  # about emulation, and about updates that naive storages lose
             return _losses(recipe)
     finally:
         torch.set_num_threads(threads)
@@ -55,9 +55,9 @@ def _losses(recipe: str) -> list[float]:
 
 
 def _rate(recipe: str) -> float:
-    """Small enough that curves of different machines stay within a thousandth: another order of a sum flips some roundings."""
+    """Small enough that processors agree within a thousandth: a different order of summation changes some roundings."""
     if ng.parse(recipe).compute.transform == "unit":
-        return 0.05  # a unit-scaled model's rate is of another size
+        return 0.05  # unit-scaled models need larger rates
     return 1e-4 if "fp4" in recipe else 5e-4
 
 
@@ -72,7 +72,7 @@ def _model() -> LlamaForCausalLM:
 
 
 def _batches() -> Iterator[Tensor]:
-    """Sequences in which three tokens of four follow from the one before."""
+    """Sequences in which three of four tokens are a function of the previous one."""
     draw = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         tokens = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH), generator=draw)

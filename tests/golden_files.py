@@ -1,8 +1,8 @@
-"""Golden numbers: what they were recorded on, and when numbers of now agree with them.
+"""Golden curves: on which machine they were recorded, and how a new curve is compared with them.
 
-The bits of a training depend on the matmul kernels that the processor selects, so recorded numbers carry a key of all
-that decides it. On the same key the bits must be equal; elsewhere each number must lie within ``TOLERANCE`` of what was
-recorded, relative to it.
+The bits of a training run depend on the matmul kernels selected for the processor, so each recorded curve has a key that
+names the processor and the versions. On the same key the bits must be equal; on any other machine the relative difference
+of each loss must not exceed ``TOLERANCE``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CURVES = Path(__file__).parent / "golden" / "curves.json"
 TOLERANCE = 1e-3
 """Relative difference allowed between machines."""
 
-# The first that a processor has names its level: the matmul kernels of oneDNN, MKL and ARM's library are chosen by these.
+# A processor's level is the first of these that it has; oneDNN, MKL and the ARM libraries select their matmul kernels by them.
 _LEVELS = (
     "amx_bf16", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "avx2", "sve2", "sve", "bf16", "asimd",
 )  # fmt: skip
@@ -32,19 +32,19 @@ Curves = Mapping[str, Sequence[float]]
 
 
 def machine_key() -> str:
-    """What bits depend on: the processor's maker and level, variables that limit it, versions of PyTorch and transformers."""
-    import torch  # here, because the process that distributes tests over workers needs none of it
+    """What the bits depend on: processor vendor and level, variables that limit it, versions of PyTorch and transformers."""
+    import torch  # imported late: the process that distributes tests to workers needs none of it
     import transformers
 
     sets = instruction_sets()
     level = next((name for name in _LEVELS if name in sets), "baseline")
     limits = [f"{name}={os.environ[name]}" for name in _LIMITS if os.environ.get(name)]
-    parts = [f"{platform.machine()} {_maker()} {level}", *limits, f"ATen {torch.backends.cpu.get_cpu_capability()}"]
+    parts = [f"{platform.machine()} {_vendor()} {level}", *limits, f"ATen {torch.backends.cpu.get_cpu_capability()}"]
     return ", ".join([*parts, f"torch {torch.__version__}", f"transformers {transformers.__version__}"])
 
 
-def _maker() -> str:
-    """Who made the processor: MKL selects other kernels on those of others."""
+def _vendor() -> str:
+    """The processor's vendor: MKL selects its kernels by it too."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
     found = re.search(r"^(?:vendor_id|CPU implementer)\s*:\s*(\S+)", text, re.MULTILINE)
@@ -52,7 +52,7 @@ def _maker() -> str:
 
 
 def digest(folder: Path) -> str:
-    """Of the names, dtypes, shapes and bytes of all tensors in a folder's safetensors files."""
+    """A hash of the names, dtypes, shapes and bytes of all tensors in a folder's safetensors files."""
     import torch
     from safetensors.torch import load_file
 
@@ -67,7 +67,7 @@ def digest(folder: Path) -> str:
 
 
 def deviation(recorded: Sequence[float], found: Sequence[float]) -> float:
-    """The largest difference between two curves, relative to what was recorded; infinite where one is longer or not finite.
+    """The largest relative difference of two curves; infinite where the lengths differ or a loss is not finite.
 
     >>> deviation([4.0, 2.0], [4.0, 2.002])
     0.001
@@ -79,7 +79,7 @@ def deviation(recorded: Sequence[float], found: Sequence[float]) -> float:
 
 
 def read_curves(path: Path) -> dict[str, dict[str, list[float]]]:
-    """Curves by machine key and name; the file holds them as hexadecimal floats, a line each."""
+    """Curves by machine key and name; the file holds one curve per line, as hexadecimal floats."""
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {
         key: {name: [float.fromhex(x) for x in text.split()] for name, text in of.items()} for key, of in table.items()
@@ -87,15 +87,15 @@ def read_curves(path: Path) -> dict[str, dict[str, list[float]]]:
 
 
 def check(name: str, found: Sequence[float], recorded: Mapping[str, Curves], key: str) -> str:
-    """Compare a curve with those recorded: with the one of the same key bit for bit, else with all within the tolerance.
+    """Compare a curve with the recorded ones: bit for bit with that of the same key, otherwise with all, within the tolerance.
 
     Args:
         name: of the curve.
-        found: the numbers of now.
+        found: the new curve.
         recorded: curves by machine key.
         key: of this machine.
     Returns:
-        What is wrong, in a sentence; empty where nothing is.
+        The fault, in a sentence; empty if there is none.
     """
     curves = {other: of[name] for other, of in recorded.items() if name in of}
     if not curves:
@@ -110,7 +110,7 @@ def check(name: str, found: Sequence[float], recorded: Mapping[str, Curves], key
 
 
 def difference(recorded: Sequence[float], found: Sequence[float]) -> str:
-    """From which step on two curves differ and by how much, in words; empty where all bits are the same."""
+    """The first step in which two curves differ, and by how much, in words; empty if all bits are equal."""
     if len(recorded) == len(found) and all(a == b for a, b in zip(recorded, found, strict=True)):
         return ""
     equal = (k for k, (a, b) in enumerate(zip(recorded, found, strict=False)) if a != b)
@@ -119,13 +119,13 @@ def difference(recorded: Sequence[float], found: Sequence[float]) -> str:
 
 
 def update_curves(path: Path, found: Sequence[tuple[str, str, Sequence[str]]]) -> list[str]:
-    """Write curves anew. One that moved is forgotten on all other machines, where it must be recorded again.
+    """Record curves. A curve that moved is removed from all other keys: record it there again.
 
     Args:
         path: the file.
-        found: machine key, name and hexadecimal losses of each.
+        found: machine key, name and hexadecimal losses of each curve.
     Returns:
-        What moved, a line each after a line that counts.
+        A line of counts, and a line per curve that moved.
     """
     recorded, lines, new, same = read_curves(path), [], 0, 0
     for key, name, losses in sorted(found):
@@ -136,7 +136,7 @@ def update_curves(path: Path, found: Sequence[tuple[str, str, Sequence[str]]]) -
             new += 1
         elif moved := difference(before, curve):
             others = [of for other, of in recorded.items() if other != key and of.pop(name, None)]
-            lines.append(f"{name}: {moved}" + (f"; forgotten on {len(others)} other machines" if others else ""))
+            lines.append(f"{name}: {moved}" + (f"; removed from {len(others)} other keys" if others else ""))
         else:
             same += 1
     table = {

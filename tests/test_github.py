@@ -1,4 +1,4 @@
-"""The workflow and the issue forms: valid, and about the commands and versions that there are."""
+"""The workflow and the issue forms are valid, and the commands and versions they name exist."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Ten losses of each storage and each compute are those that were recorded: to the bit on the same kind of machine.
+"""Ten losses of each storage and each compute equal the recorded ones, bit for bit on the same kind of processor.
 
-``./dev test --update-golden`` records them anew and prints which moved and by how much; see ``golden_files.py`` for what
-counts as the same kind of machine, and ``golden_curves.py`` for what is trained.
+``./dev test --update-golden`` records them again and prints which moved and by how much. ``golden_files.py`` defines the same
+kind of processor, ``golden_curves.py`` what is trained.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_the_comparison_can_fail(name: str, found: list[float], key: str, says: 
     assert says in wrong and bool(wrong) == bool(says)
 
 
-def test_an_update_prints_what_moved_and_forgets_it_elsewhere(tmp_path: Path) -> None:
+def test_an_update_prints_what_moved_and_removes_it_from_other_keys(tmp_path: Path) -> None:
     path = tmp_path / "curves.json"
     curves = {"a": [4.0, 2.0], "b": [3.0, 1.0]}
 
@@ -81,7 +81,7 @@ def test_an_update_prints_what_moved_and_forgets_it_elsewhere(tmp_path: Path) ->
     assert path.read_text() == before
     assert update("here", a=[4.0, 2.5]) == [
         "curves.json: 0 curves with the same bits, 0 new, 1 moved",
-        "a: from step 2 on, by up to 2.5e-01 (2.000000 → 2.500000); forgotten on 1 other machines",
+        "a: from step 2 on, by up to 2.5e-01 (2.000000 → 2.500000); removed from 1 other keys",
     ]
     assert read_curves(path) == {"here": {"a": [4.0, 2.5], "b": [3.0, 1.0]}, "there": {"b": [3.0, 1.0]}}
 

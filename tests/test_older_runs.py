@@ -1,9 +1,9 @@
 """What earlier versions wrote can be opened: run folders, checkpoints, comparisons and optimizer states.
 
-Each folder of ``golden/older`` is named after the version whose code made it, by ``golden/older/make.py`` (which see), and
-holds a finished run, two that stopped in the middle, a comparison, states of four optimizers, and in ``expected.json``
-what that version made of them. A release adds a folder and never replaces one: only files that an earlier version really
-wrote show that a user of that version can go on.
+Each folder of ``golden/older`` is named after the version whose code wrote it, with ``golden/older/make.py``. It holds a
+finished run, two runs stopped in the middle, a comparison, the states of four optimizers, and in ``expected.json`` the
+losses with which that version continued. A release adds a folder and never replaces one: only files that an earlier
+version wrote prove that its users can continue.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def one_thread() -> Iterator[None]:
 
 
 def unpack(version: Path, name: str, folder: Path) -> Path:
-    """A folder as the earlier version left it, except that model and text have moved."""
+    """A folder as the earlier version wrote it, except that the paths of model and text are new."""
     moved = {"model": folder / "model", "data": folder / "text"}
     for place in moved.values():
         place.mkdir(exist_ok=True)
     (folder / "model" / "config.json").write_bytes((version / "config.json").read_bytes())
-    (folder / "text" / "a.txt").write_text("What runs were prepared from is not needed again.")
+    (folder / "text" / "a.txt").write_text("The prepared tokens are used; this text is not read.")
     with zipfile.ZipFile(version / f"{name}.zip") as packed:
         packed.extractall(folder / name)
     for file in (folder / name).rglob("*.toml"):
@@ -72,7 +72,7 @@ def losses_of(run: ng.Run) -> list[float]:
 
 
 def assert_as_recorded(found: list[float], version: Path, name: str) -> None:
-    """The same bits on the same kind of machine, and the same curve on any other."""
+    """Equal bits on the same kind of processor, within the tolerance on any other."""
     known = expected(version)
     recorded = [float.fromhex(loss) for loss in known["losses"][name]]
     if known["key"] == machine_key():
@@ -80,7 +80,7 @@ def assert_as_recorded(found: list[float], version: Path, name: str) -> None:
     assert deviation(recorded, found) <= TOLERANCE
 
 
-def test_there_are_some() -> None:
+def test_the_first_version_is_kept() -> None:
     assert "0.1.0" in VERSIONS
 
 
@@ -164,6 +164,6 @@ def test_an_optimizer_state_is_loaded(version: Path, name: str, tmp_path: Path) 
     for parameter, weight in zip(parameters, saved["next"], strict=True):
         if (
             kind != "Muon" or expected(version)["key"] == machine_key()
-        ):  # whose matmuls add in an order of the machine's
+        ):  # the order of its matmuls' sums depends on the processor
             assert bits(optimizer.stored(parameter)) == bits(weight)
         torch.testing.assert_close(optimizer.stored(parameter), weight, rtol=1e-2, atol=1e-3)

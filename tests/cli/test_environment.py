@@ -53,7 +53,7 @@ def test_a_machine_is_read_from_its_files(machine: Path) -> None:
     assert "125.0 GiB of memory" in lines["processor"] and "570.124.06" in lines["GPU driver"]
 
 
-def test_a_machine_that_tells_nothing_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_any_information_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "none"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)

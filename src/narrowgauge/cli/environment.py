@@ -1,7 +1,7 @@
-"""What an issue report must say about a machine: versions, processor, GPUs, caches and the variables that change results.
+"""A description of this machine for issue reports: versions, processor, GPUs, kernel cache, relevant variables.
 
-Everything is read from files, package metadata and the environment, so that it answers at once and also where PyTorch
-cannot be imported, which may be the very problem. :func:`collect_from_torch` adds what only PyTorch knows.
+Everything is read from files, package metadata and the environment, so the answer is immediate, and works where PyTorch
+cannot be imported. :func:`collect_from_torch` adds what only PyTorch knows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from narrowgauge.spec.processor import instruction_sets, multiplies
 Environment = dict[str, Any]
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
-# In this order; the many others of a processor change nothing here.
+# In this order; others do not matter here.
 _INSTRUCTION_SETS = (
     "sse4_2", "avx", "fma", "f16c", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile",
     "amx_int8", "amx_bf16", "amx_fp16", "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",
@@ -97,10 +97,10 @@ def collect_from_torch() -> Environment:
 
 
 def describe(found: Environment) -> str:
-    """A description as plain text, a line for each figure, to be pasted into an issue.
+    """The description as plain text, one line per property, to be pasted into an issue.
 
     Args:
-        found: by :func:`collect`, with what :func:`collect_from_torch` gives under ``torch`` if that was requested.
+        found: by :func:`collect`, with the result of :func:`collect_from_torch` under ``torch`` if requested.
     """
     cache, torch = found["kernel_cache"], found.get("torch")
     lines = {
@@ -161,7 +161,7 @@ def _memory_bytes(root: Path) -> int | None:
 
 
 def _gpus(root: Path) -> list[dict[str, str | None]]:
-    """The GPUs that NVIDIA's driver lists, with their entry among the chips."""
+    """The GPUs that NVIDIA's driver lists, each with its entry in the table of chips."""
     names = (
         _first_match(file, r"^Model:\s*(.+)$") for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information"))
     )
@@ -169,7 +169,7 @@ def _gpus(root: Path) -> list[dict[str, str | None]]:
 
 
 def _chip(name: str) -> str | None:
-    """The entry of ``narrowgauge show chips`` for a driver's name; none where no or several entries fit."""
+    """The entry of ``narrowgauge show chips`` for a name reported by the driver; ``None`` unless exactly one entry matches."""
     bare = re.sub(r"^(NVIDIA|Tesla|GeForce)\s+", "", re.sub(r"^NVIDIA\s+", "", name))
     with suppress(ChipError):
         return get_chip(bare.replace(" ", "-")).name
@@ -188,7 +188,7 @@ def _is_relevant(name: str) -> bool:
 
 
 def _without_home(text: str) -> str:
-    """Text in which the home folder, and with it the user's name, is a tilde."""
+    """The text with ``~`` for the home folder, which contains the user's name."""
     home = str(Path.home())
     return text.replace(home, "~") if len(home) > 1 else text
 

@@ -176,7 +176,7 @@ def show_recipe(name: str, as_json: bool) -> None:
 @click.option("--torch", "with_torch", is_flag=True, help="Import PyTorch, and add what it reports (some seconds).")
 @_as_json
 def show_environment(with_torch: bool, as_json: bool) -> None:
-    """Versions, processor, GPUs, kernel cache and variables of this machine: one paste for an issue."""
+    """Describe this machine for an issue report: versions, processor, GPUs, kernel cache, relevant variables."""
     found = environment.collect()
     if with_torch:
         found["torch"] = environment.collect_from_torch()

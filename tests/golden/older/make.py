@@ -2,9 +2,8 @@
 
     PYTHONPATH=CHECKOUT/src OMP_NUM_THREADS=1 python tests/golden/older/make.py tests/golden/older/VERSION
 
-Run it once for each release, with the code of that release, into a new folder. Never replace a folder that is there: what
-it holds stands for the files that users of that version have. Only public names and the command line are used, so that
-any version can make one.
+Run it once for each release, with the code of that release, into a new folder. Never replace an existing folder: it stands
+for the files that users of that version have. Only public names and the command line are used, so any version can run it.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def lay_out(place: Path) -> None:
 
 
 def make_runs(place: Path) -> dict[str, list[float]]:
-    """A finished run, and two that stopped in the middle, with the losses that they go on with."""
+    """A finished run and two stopped ones; returns the losses of the same runs without a stop."""
     losses = {}
     for name, changes in RUNS.items():
         whole, stopped = place / f"{name}-whole", place / name
@@ -106,7 +105,7 @@ def pack(folder: Path, file: Path, without: tuple[str, ...] = ()) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as packed:
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder)
-            if path.name == "run.toml":  # which names this machine's release and kernel
+            if path.name == "run.toml":  # it names this machine's kernel release
                 packed.writestr(str(name), re.sub(r'(?m)^system = ".*"', 'system = "Linux"', path.read_text()))
             elif path.is_file() and not any(part in without for part in name.parts):
                 packed.write(path, name)
@@ -131,7 +130,7 @@ def main() -> None:
             2,
             *flags(place, place / "compared", **changes),
         )
-        # A page can be made again, and nothing goes on from a finished run's tokens and weights.
+        # The page can be written again, and finished runs need neither tokens nor weights.
         pack(place / "compared", out / "compared.zip", without=("report.html", "data", "checkpoints"))
         (place / "states").mkdir()
         make_states(place / "states")
