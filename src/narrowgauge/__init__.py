@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from narrowgauge.errors import NarrowgaugeError as NarrowgaugeError
     from narrowgauge.errors import RecipeError as RecipeError
     from narrowgauge.errors import RecordError as RecordError
-    from narrowgauge.experiment.run_log import compare as compare
+    from narrowgauge.experiment.harness import compare as compare
     from narrowgauge.gauges.attach import GaugeNotice as GaugeNotice
     from narrowgauge.gauges.attach import Gauges as Gauges
     from narrowgauge.gauges.attach import attach_gauges as attach_gauges
@@ -113,7 +113,7 @@ _HOMES = {
     "on_event": "runs.events",
     "Event": "runs.events",
     "Alarms": "monitor.alarms",
-    "compare": "experiment.run_log",
+    "compare": "experiment.harness",
     "compare_runs": "comparison.comparison",
     "Comparison": "comparison.comparison",
     "read_run": "runs.record",

@@ -20,7 +20,7 @@ import narrowgauge
 import narrowgauge.trainer
 from narrowgauge.cli.main import main
 from narrowgauge.errors import ChipError, Terminated
-from narrowgauge.experiment.question import read_settings
+from narrowgauge.experiment.definition import read_settings
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec import show
 from narrowgauge.spec.notation import parse

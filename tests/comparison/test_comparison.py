@@ -104,7 +104,7 @@ def test_a_baseline_may_be_named_and_must_be_there() -> None:
 
 def test_no_torch_is_loaded() -> None:
     code = (
-        "import sys, narrowgauge.comparison.comparison, narrowgauge.experiment.own_loop; print('torch' in sys.modules)"
+        "import sys, narrowgauge.comparison.comparison, narrowgauge.experiment.training; print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 

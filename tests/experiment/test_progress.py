@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
-from narrowgauge.experiment.pace import Forecast
-from narrowgauge.experiment.progress import Board, RunOnBoard
-from narrowgauge.experiment.question import ask
+from narrowgauge.experiment.estimate import RunEstimate
+from narrowgauge.experiment.progress import Progress, RunProgress
+from narrowgauge.experiment.runner import plan_runs
 from narrowgauge.runs.record import Run
-from narrowgauge.spec.notation import parse
-from narrowgauge.trainer.config import TrainConfig
 
-RECIPES = (parse("bfloat16/word"), parse("bfloat16/naive"))
+RECIPES = ("bfloat16/word", "bfloat16/naive")
 
 
 class Clock:
@@ -27,9 +25,9 @@ class Clock:
         return self.now
 
 
-def board_of(stream: io.StringIO, seeds: int = 1) -> tuple[Board, Clock]:
+def progress_of(stream: io.StringIO, seeds: int = 1) -> tuple[Progress, Clock]:
     clock = Clock()
-    return Board(ask(RECIPES, TrainConfig(steps=10), seeds), Path("out"), stream, clock), clock
+    return Progress(plan_runs(RECIPES, range(seeds), Path("out")), Path("out"), stream, clock), clock
 
 
 def finished(loss: float) -> Run:
@@ -43,17 +41,17 @@ class Terminal(io.StringIO):
         return True
 
 
-def seen(board: Board, width: int) -> list[str]:
+def seen(progress: Progress, width: int) -> list[str]:
     """What the part that moves looks like now."""
     console = RichConsole(file=io.StringIO(), width=width)
     with console.capture() as capture:
-        console.print(board._view())
+        console.print(progress._view())
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def train(board: Board, clock: Clock, number: int, steps: int = 10) -> None:
-    board.begin(number)
-    run = RunOnBoard(board, 10)
+def train(progress: Progress, clock: Clock, number: int, steps: int = 10) -> None:
+    progress.begin(number)
+    run = RunProgress(progress, 10)
     run.stage("building the model")
     run.start("bfloat16/word", 0)
     clock.now += 4
@@ -64,14 +62,12 @@ def train(board: Board, clock: Clock, number: int, steps: int = 10) -> None:
 
 def test_a_pipe_gets_a_line_per_run_with_the_time_left() -> None:
     stream = io.StringIO()
-    board, clock = board_of(stream, seeds=2)
-    with board:
-        board.plan(
-            [(recipe.title, 10, False) for _ in (0, 1) for recipe in RECIPES], {RECIPES[0].title: Forecast(1.5, 3.0)}
-        )
+    progress, clock = progress_of(stream, seeds=2)
+    with progress:
+        progress.plan([(recipe, 10, False) for _ in (0, 1) for recipe in RECIPES], {RECIPES[0]: RunEstimate(1.5, 3.0)})
         for number in range(4):
-            train(board, clock, number)
-            board.end(number, finished(2.5))
+            train(progress, clock, number)
+            progress.end(number, finished(2.5))
     assert stream.getvalue().splitlines() == [
         "bfloat16/word, bfloat16/naive · seeds 0, 1 · out",
         # Of the second recipe nothing is known but the first: 2 × (15 + 3) + 2 × 15.
@@ -85,11 +81,11 @@ def test_a_pipe_gets_a_line_per_run_with_the_time_left() -> None:
 
 def test_a_forecast_that_is_not_to_be_had_is_not_told() -> None:
     stream = io.StringIO()
-    board, clock = board_of(stream)
-    with board:
-        board.plan([(recipe.title, 10, False) for recipe in RECIPES], {})
-        train(board, clock, 0)
-        board.end(0, finished(2.5))
+    progress, clock = progress_of(stream)
+    with progress:
+        progress.plan([(recipe, 10, False) for recipe in RECIPES], {})
+        train(progress, clock, 0)
+        progress.end(0, finished(2.5))
     assert [line.rpartition("  ")[2] for line in stream.getvalue().splitlines()[1:]] == ["about 24 s left"]
 
 
@@ -100,21 +96,21 @@ def test_a_terminal_of_any_width_gets_a_bar_from_the_first_moment(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("LINES", "24")
-    board, clock = board_of(Terminal())
-    assert board._live is not None
-    with board:
-        lines = seen(board, columns)
+    progress, clock = progress_of(Terminal())
+    assert progress._live is not None
+    with progress:
+        lines = seen(progress, columns)
         assert lines[0].endswith(" 0/2 runs") and "━" in lines[0] and lines[1] == "loading PyTorch"
         assert any("┃ recipe" in line for line in lines) == has_table
-        board.plan([(recipe.title, 10, False) for recipe in RECIPES], {})
-        train(board, clock, 0, steps=5)
-        lines = seen(board, columns)
+        progress.plan([(recipe, 10, False) for recipe in RECIPES], {})
+        train(progress, clock, 0, steps=5)
+        lines = seen(progress, columns)
         assert max(map(len, lines)) <= columns and lines[0].endswith("0/2 runs · about 34 s left")
         assert any("step 5/10" in line for line in lines)
         assert has_table or lines[1].startswith("bfloat16/word, seed 0: step 5/10")
-        board.end(0, finished(2.5))
+        progress.end(0, finished(2.5))
     # What moved is gone in the end.
-    assert not any("runs" in line for line in seen(board, columns))
+    assert not any("runs" in line for line in seen(progress, columns))
 
 
 def test_a_table_that_a_terminal_has_no_lines_for_gives_way_to_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,22 +118,22 @@ def test_a_table_that_a_terminal_has_no_lines_for_gives_way_to_a_line(monkeypatc
     monkeypatch.setenv("COLUMNS", "100")
     for lines, has_table in (("14", True), ("13", False)):
         monkeypatch.setenv("LINES", lines)
-        board, _ = board_of(Terminal(), seeds=3)
-        board.told("starting")
-        assert any("┃" in line for line in seen(board, 100)) == has_table
+        progress, _ = progress_of(Terminal(), seeds=3)
+        progress.status("starting")
+        assert any("┃" in line for line in seen(progress, 100)) == has_table
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    assert board_of(Terminal())[0]._live is None
+    assert progress_of(Terminal())[0]._live is None
 
 
 def test_how_to_go_on_with_one_run_is_not_told() -> None:
-    board, _ = board_of(io.StringIO())
-    board.begin(0)
-    RunOnBoard(board, 10).say("Stopped after step 3. Go on with: narrowgauge resume out/a")
-    board.latest.write("\n")
-    assert board.lines[0][2] == "Stopped after step 3."
+    progress, _ = progress_of(io.StringIO())
+    progress.begin(0)
+    RunProgress(progress, 10).say("Stopped after step 3. Go on with: narrowgauge resume out/a")
+    progress.stdout.write("\n")
+    assert progress.lines[0][2] == "Stopped after step 3."
 
 
 def test_that_it_will_stop_is_told_without_tearing_the_table(
@@ -146,8 +142,8 @@ def test_that_it_will_stop_is_told_without_tearing_the_table(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     for stream, beside in ((Terminal(), True), (io.StringIO(), False)):
-        board, clock = board_of(stream)
-        train(board, clock, 0, steps=2)
-        RunOnBoard(board, 10).stopping("Stopping after this step.")
-        assert any("Stopping after this step." in line for line in seen(board, 100)) == beside
+        progress, clock = progress_of(stream)
+        train(progress, clock, 0, steps=2)
+        RunProgress(progress, 10).stopping("Stopping after this step.")
+        assert any("Stopping after this step." in line for line in seen(progress, 100)) == beside
         assert capfd.readouterr().err == ("" if beside else "Stopping after this step.\n")

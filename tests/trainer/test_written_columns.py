@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.experiment.run_log import WatchedLog, compare
+from narrowgauge.experiment.harness import RunLog, compare
 from narrowgauge.runs.schema import GAUGE, METRICS, NOT_FINITE, PYTHON_TYPES, TABLES, TENSOR_KINDS, Column
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.session import Session
@@ -42,7 +42,7 @@ def jump(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(Session, "batch", batch)
 
 
-def own_loop(recipe: str, seed: int, log: WatchedLog) -> dict[str, Any]:
+def own_loop(recipe: str, seed: int, log: RunLog) -> dict[str, Any]:
     torch.manual_seed(seed)
     model, optimizer = ng.prepare(torch.nn.Sequential(torch.nn.Linear(16, 4)), recipe, lr=1e-3, audit_every=1)
     log.watch(model, optimizer, every=2)

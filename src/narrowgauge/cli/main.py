@@ -264,7 +264,7 @@ def compare(
     What was stopped goes on with: narrowgauge compare --out DIR. More seeds or recipes are added with --seeds N or --recipes
     (all of them); what is not given stays as it was.
     """
-    from narrowgauge.experiment import question, runner
+    from narrowgauge.experiment import definition, training
 
     given = {name: value for name, value in settings.items() if value is not None}
     lengths = [f"--{name}" for name, value in (("seconds", seconds), ("tokens", tokens)) if value is not None]
@@ -274,8 +274,8 @@ def compare(
         )
     if recipes is None and out is None:
         raise click.UsageError("Missing option '--recipes'.", click.get_current_context())
-    asked = question.read_flags(recipes, given, file=file, seeds=seeds, seconds=seconds, tokens=tokens, out=out)
-    found, page = runner.answer(asked, out, sys.stderr if as_json else sys.stdout)
+    config = definition.config_of_flags(recipes, given, file=file, seeds=seeds, seconds=seconds, tokens=tokens, out=out)
+    found, page = training.run_experiment(config, out, sys.stderr if as_json else sys.stdout)
     if as_json:
         return tables.write_json(found.rows)
     tables.write(found.table())

@@ -1,4 +1,4 @@
-"""A comparison in a training loop of one's own."""
+"""A comparison in your own training loop."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import narrowgauge as ng
 from comparison.made_runs import SIZES
 from narrowgauge.comparison.comparison import compare_runs
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.experiment import own_loop
-from narrowgauge.experiment.own_loop import RunLog
-from narrowgauge.experiment.run_log import WatchedLog, compare
+from narrowgauge.experiment import harness
+from narrowgauge.experiment.harness import RunLog, compare
+from narrowgauge.experiment.runner import hold
 from narrowgauge.report.write import read_runs
 from narrowgauge.runs.record import Run, read_run
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_asked_of_a_loop() -> None:
         compare(lambda recipe, seed, log: None, ["mine"])
     with pytest.raises(NarrowgaugeError, match="no recipe was named"):
         compare(trained, [])
-    with pytest.raises(NarrowgaugeError, match="named twice"):
+    with pytest.raises(NarrowgaugeError, match=r"two of the recipes are one, bfloat16/word\. Name each once\."):
         compare(trained, ["bf16/word", "bfloat16/word"])
     with pytest.raises(NarrowgaugeError, match="seeds = 0"):
         compare(trained, ["bfloat16/word"], seeds=0)
@@ -138,9 +138,23 @@ def test_a_function_that_raises_loses_nothing_that_was_done(tmp_path: Path) -> N
 
 
 def test_a_function_that_raises_at_once_is_not_hidden_by_what_cannot_be_shown(tmp_path: Path) -> None:
-    (tmp_path / "out" / "report.html").mkdir(parents=True)
-    own_loop._keep(error := KeyError("a mistake"), tmp_path / "out", 4)
-    assert not hasattr(error, "__notes__")
+    def train(recipe: str, seed: int, log: RunLog) -> float:
+        # The page cannot be written.
+        (tmp_path / "out" / "report.html").mkdir()
+        raise KeyError("a mistake")
+
+    with pytest.raises(KeyError, match="a mistake") as caught:
+        compare(train, ["mine"], out=tmp_path / "out")
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_two_processes_do_not_compare_in_one_folder(tmp_path: Path) -> None:
+    def train(recipe: str, seed: int, log: RunLog) -> float:
+        with pytest.raises(RecordError, match="another process is doing that"), hold(tmp_path / "out"):
+            pass
+        return 1.0
+
+    assert compare(train, ["mine"], out=tmp_path / "out").rows[0]["val_loss"] == 1.0
 
 
 def test_a_step_does_not_last_as_long_as_the_validation_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +173,7 @@ def test_a_step_does_not_last_as_long_as_the_validation_before_it(monkeypatch: p
         read.append(read_run(log._writer.path))
 
     read: list[Run] = []
-    monkeypatch.setattr(own_loop, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now))
     compare(train, ["mine"])
     assert [row["seconds"] for row in read[0].steps] == [1.0, 1.0]
     assert [row["seconds"] for row in read[0].evals] == [1.0, 2.0]
@@ -168,7 +182,7 @@ def test_a_step_does_not_last_as_long_as_the_validation_before_it(monkeypatch: p
 # ── watched ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def watched(recipe: str, seed: int, log: WatchedLog) -> float:
+def watched(recipe: str, seed: int, log: RunLog) -> float:
     torch.manual_seed(seed)
     model, optimizer = ng.prepare(torch.nn.Linear(16, 16), recipe, lr=1e-4, audit_every=2)
     log.watch(model, optimizer, every=3)
@@ -195,7 +209,7 @@ def test_one_call_adds_gauges_and_the_audit_to_a_runs_record(tmp_path: Path) -> 
 
 
 def test_what_the_function_gives_itself_stands(tmp_path: Path) -> None:
-    def train(recipe: str, seed: int, log: WatchedLog) -> dict[str, float]:
+    def train(recipe: str, seed: int, log: RunLog) -> dict[str, float]:
         log.watch(model := torch.nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1), every=0)
         log.step({"loss": 1.0, "edq": 0.25})
         return {"val_loss": watched(recipe, seed, log), "edq": 0.5, "bytes_per_param": 99.0}
@@ -209,7 +223,7 @@ def test_what_the_function_gives_itself_stands(tmp_path: Path) -> None:
 def test_gauges_go_with_their_run_however_it_ends(tmp_path: Path) -> None:
     model, kept = torch.nn.Linear(4, 4), []
 
-    def train(recipe: str, seed: int, log: WatchedLog) -> float:
+    def train(recipe: str, seed: int, log: RunLog) -> float:
         kept.append(log.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1))
         if recipe == "broken":
             raise ValueError("mine")

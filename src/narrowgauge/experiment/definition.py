@@ -1,7 +1,7 @@
-"""What a comparison is asked for: recipes, seeds and the settings that all its runs share, checked before anything is made.
+"""The definition of a comparison: recipes, seeds and the settings that all its runs share, checked before anything is created.
 
-A question is a value that is kept in the comparison's folder (``compare.toml``) from before the first step, so that the
-folder alone says what is left to do. A question may grow by recipes and seeds; any other change asks another question.
+It is stored in the comparison's folder (``compare.toml``) before the first step, so that the folder alone determines what is left
+to do. Recipes and seeds may be added to it later; any other change is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import tomli_w
 
 from narrowgauge.comparison.labels import run_name
-from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError
+from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.experiment.runner import PlannedRun, plan_runs, require_distinct, seed_numbers
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
 from narrowgauge.spec.notation import load_toml, parse_value
 from narrowgauge.spec.recipes import Recipe
@@ -22,20 +23,20 @@ from narrowgauge.trainer.config import KEPT_CHECKPOINTS, NUM_EVALS, OF_A_RUN, Tr
 from narrowgauge.trainer.memory import require_batch
 
 SCHEMA_VERSION = 1
-QUESTION_FILE = "compare.toml"
+DEFINITION_FILE = "compare.toml"
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a comparison was asked for.
+class ExperimentConfig:
+    """The definition of a comparison.
 
     Args:
         recipes: none twice.
         seeds: none twice.
         base: the settings of every run but its recipe, seed and folder.
-        seconds: of training steps for each run, in place of ``base.steps``.
-        num_evals: validations per run, in place of ``base.eval_every``.
-        measured: of each recipe, with ``seconds``: how many steps, and whether they are compiled.
+        seconds: of training steps per run, instead of ``base.steps``.
+        num_evals: validations per run, instead of ``base.eval_every``.
+        measured: with ``seconds``, by recipe: the number of steps, and whether they are compiled.
     """
 
     recipes: tuple[Recipe, ...]
@@ -45,8 +46,8 @@ class Question:
     num_evals: int | None = None
     measured: Mapping[str, tuple[int, bool]] = field(default_factory=dict)
 
-    def config(self, recipe: Recipe, seed: int, out: Path) -> TrainConfig:
-        """The settings of one run."""
+    def of_run(self, recipe: Recipe, seed: int, out: Path) -> TrainConfig:
+        """The settings of one run of the comparison in ``out``."""
         folder = out / run_name(recipe.title, seed)
         made = replace(self.base, recipe=recipe, seed=seed, out=str(folder), lr=self.lr(recipe))
         if self.seconds is not None and recipe.title in self.measured:
@@ -54,12 +55,16 @@ class Question:
             made = replace(made, steps=steps, compile=compile)
         return made if self.num_evals is None else replace(made, eval_every=max(1, made.steps // self.num_evals))
 
-    def pairs(self) -> Iterator[tuple[Recipe, int]]:
-        """Every run's recipe and seed, seed by seed: whatever is done at a stop is whole pairs."""
-        return ((recipe, seed) for seed in self.seeds for recipe in self.recipes)
+    def of_runs(self, out: Path) -> list[TrainConfig]:
+        """The settings of every run, seed by seed."""
+        return [self.of_run(recipe, seed, out) for seed in self.seeds for recipe in self.recipes]
+
+    def plan(self, out: Path) -> list[PlannedRun]:
+        """The runs, in the order of :meth:`of_runs`."""
+        return plan_runs([recipe.title for recipe in self.recipes], self.seeds, out)
 
     def lr(self, recipe: Recipe) -> float | None:
-        """The peak rate: what was asked for, or a unit-scaled model's own where the others count in other units."""
+        """The peak learning rate; for a unit-scaled model among others ``None``, its own, since its rates are in other units."""
         units = {one.compute.transform == "unit" for one in self.recipes}
         return None if recipe.compute.transform == "unit" and len(units) > 1 else self.base.lr
 
@@ -78,13 +83,13 @@ class Question:
         return {key: value for key, value in table.items() if value is not None}
 
     @classmethod
-    def read(cls, out: Path) -> Question:
-        """What the comparison in a folder was asked for.
+    def read(cls, out: Path) -> ExperimentConfig:
+        """Read the definition of the comparison in a folder.
 
         Raises:
             RecordError: there is none, it is damaged, or from a newer version.
         """
-        file = out / QUESTION_FILE
+        file = out / DEFINITION_FILE
         try:
             with disk_errors(file):
                 table = load_toml(file.read_bytes().decode())
@@ -103,7 +108,7 @@ class Question:
                 {name: (row["steps"], row["compile"]) for name, row in table["measured"].items()},
             )
         except NarrowgaugeError:
-            raise  # it says more
+            raise  # it has a better message
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
 
@@ -111,30 +116,30 @@ class Question:
         """Write ``compare.toml``."""
         with disk_errors(out, AGAIN):
             out.mkdir(parents=True, exist_ok=True)
-        write_whole(out / QUESTION_FILE, tomli_w.dumps(self.to_dict()).encode(), AGAIN)
+        write_whole(out / DEFINITION_FILE, tomli_w.dumps(self.to_dict()).encode(), AGAIN)
 
-    def grown_from(self, before: Question, out: Path) -> Question:
-        """This question with what was measured for ``before``; refused unless that has only grown by recipes or seeds.
+    def extend(self, before: ExperimentConfig, out: Path) -> ExperimentConfig:
+        """This definition with what was measured for ``before``; refused unless it only adds recipes or seeds to that.
 
-        A recipe that is there already keeps the label it has there.
+        A recipe that is in both keeps the label it has there.
         """
         go_on = f"Choose another --out, or go on with that one: narrowgauge compare --out {out}"
         for found, wanted in before._differences(self):
-            raise RecordError(f"{out} holds a comparison with {found}, and {wanted} was asked for.", go_on)
+            raise RecordError(f"{out} holds a comparison with {found}, and {wanted} was requested.", go_on)
         if any(recipe not in self.recipes for recipe in before.recipes):
             found, wanted = (",".join(recipe.title for recipe in one.recipes) for one in (before, self))
             raise RecordError(
-                f"{out} holds a comparison of --recipes {found}, and {wanted} was asked for.",
+                f"{out} holds a comparison of --recipes {found}, and {wanted} was requested.",
                 "To add a recipe, name all; to compare others, choose another --out.",
             )
         if not set(before.seeds) <= set(self.seeds):
             found, wanted = (",".join(map(str, one.seeds)) for one in (before, self))
-            raise RecordError(f"{out} holds a comparison with seeds {found}, and {wanted} was asked for.", go_on)
+            raise RecordError(f"{out} holds a comparison with seeds {found}, and {wanted} was requested.", go_on)
         recipes = tuple(next((one for one in before.recipes if one == recipe), recipe) for recipe in self.recipes)
         return replace(self, recipes=recipes, measured=before.measured)
 
-    def _differences(self, other: Question) -> Iterator[tuple[str, str]]:
-        """What both say of their runs' length and settings where that is not the same, in the words of flags."""
+    def _differences(self, other: ExperimentConfig) -> Iterator[tuple[str, str]]:
+        """The length and settings in which two definitions differ, as flags."""
         if (self.seconds, other.seconds) != (None, None) and self.seconds != other.seconds:
             yield self._length(), other._length()
         if self.num_evals != other.num_evals:
@@ -155,7 +160,7 @@ class Question:
 
 
 def _flag(name: str, value: Any) -> str:
-    """A setting as a command line says it."""
+    """A setting as a flag."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
@@ -163,16 +168,16 @@ def _flag(name: str, value: Any) -> str:
 
 
 def read_settings(
-    given: Mapping[str, Any], file: Path | None, before: Question | None = None
+    given: Mapping[str, Any], file: Path | None, before: ExperimentConfig | None = None
 ) -> tuple[TrainConfig, int | None]:
-    """The settings of a command line, and how many validations a run has where nothing says.
+    """The settings of a command line, and the validations per run unless they are given.
 
     Args:
         given: flags, over those of the file.
         file: a TOML file of settings, over those of ``before``.
-        before: what the folder was asked for already.
+        before: the definition in the folder.
     Returns:
-        The settings of every run, with one checkpoint kept where nothing says; and ``num_evals`` of :func:`ask`.
+        The settings of every run, with one checkpoint kept unless given; and ``num_evals`` of :func:`make_config`.
     Raises:
         NarrowgaugeError: the file cannot be read, has an unknown key, or one that is each run's own.
     """
@@ -181,21 +186,21 @@ def read_settings(
         if before is None
         else (before.base, before.num_evals)
     )
-    told: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if file is not None:
-        asked = TrainConfig.from_toml(file)
-        told = {name: getattr(asked, name) for name in load_toml(file.read_text(encoding="utf-8"))}
+        from_file = TrainConfig.from_toml(file)
+        settings = {name: getattr(from_file, name) for name in load_toml(file.read_text(encoding="utf-8"))}
         for name in OF_A_RUN:
-            if name in told:
+            if name in settings:
                 raise NarrowgaugeError(
-                    f"{file} has {name} = {told[name]!r}, which the runs of a comparison do not share.",
-                    "Leave it out there; --recipes, --seeds and --out say it.",
+                    f"{file} has {name} = {settings[name]!r}, which the runs of a comparison do not share.",
+                    "Leave it out there; use --recipes, --seeds and --out.",
                 )
-    told |= given
-    return replace(start, **told), None if "eval_every" in told else num_evals
+    settings |= given
+    return replace(start, **settings), None if "eval_every" in settings else num_evals
 
 
-def read_flags(
+def config_of_flags(
     recipes: Sequence[Recipe] | None,
     given: Mapping[str, Any],
     *,
@@ -204,25 +209,25 @@ def read_flags(
     seconds: float | None = None,
     tokens: int | None = None,
     out: Path | None = None,
-) -> Question:
-    """The question of a command line; what it leaves open is as the folder was asked for before.
+) -> ExperimentConfig:
+    """The definition from a command line; flags that are not given are as in the folder.
 
     Args:
         recipes, file, seeds, seconds, tokens, out: flags; ``None`` where not given.
         given: settings by name.
     Returns:
-        The question.
+        The definition.
     Raises:
-        NarrowgaugeError: what cannot be.
+        NarrowgaugeError: a contradiction.
     """
-    before = past(out) if out is not None and (recipes is None or has_question(out)) else None
+    before = read_existing(out) if out is not None and (recipes is None or is_comparison(out)) else None
     if before is not None and (recipes, file, seeds, seconds, tokens) == (None,) * 5 and not given:
         return before
     base, num_evals = read_settings(given, file, before)
     has_length = "steps" in given or (seconds, tokens) != (None, None)
     if before is not None and not has_length and base.steps == before.base.steps:
         seconds = before.seconds
-    return ask(
+    return make_config(
         before.recipes if recipes is None and before is not None else recipes or (),
         base,
         seeds or (1 if before is None else before.seeds),
@@ -232,20 +237,24 @@ def read_flags(
     )
 
 
-def has_question(out: Path) -> bool:
+def is_comparison(out: Path) -> bool:
     """Whether a folder is a comparison's."""
     with disk_errors(out):
-        return (out / QUESTION_FILE).is_file()
+        return (out / DEFINITION_FILE).is_file()
 
 
-def past(out: Path) -> Question:
-    """What the comparison in a folder was asked for, which must be there."""
-    if not has_question(out):
-        raise RecordError(f"No comparison in {out}: it has no {QUESTION_FILE}.", "Name recipes with --recipes.")
-    return Question.read(out)
+def read_existing(out: Path) -> ExperimentConfig:
+    """The definition of the comparison in a folder.
+
+    Raises:
+        RecordError: there is none, or it is damaged.
+    """
+    if not is_comparison(out):
+        raise RecordError(f"No comparison in {out}: it has no {DEFINITION_FILE}.", "Name recipes with --recipes.")
+    return ExperimentConfig.read(out)
 
 
-def ask(
+def make_config(
     recipes: Sequence[Recipe],
     base: TrainConfig,
     seeds: int | Sequence[int] = 1,
@@ -253,55 +262,39 @@ def ask(
     seconds: float | None = None,
     tokens: int | None = None,
     num_evals: int | None = None,
-) -> Question:
-    """Check a question, alone and against the settings, before anything is made.
+) -> ExperimentConfig:
+    """Check a definition and the settings of its runs before anything is created.
 
     Args:
         recipes: none twice.
         base: the settings of every run; its recipe, seed, out and stop_after do not count.
         seeds: how many, from 0 on, or which ones.
-        seconds: of training steps for each run, in place of ``base.steps``.
-        tokens: to train on in each run, in place of ``base.steps``.
-        num_evals: validations per run, in place of ``base.eval_every``.
+        seconds: of training steps per run, instead of ``base.steps``.
+        tokens: per run, instead of ``base.steps``.
+        num_evals: validations per run, instead of ``base.eval_every``.
     Returns:
-        The question.
+        The definition.
     Raises:
-        NarrowgaugeError: what cannot be, of the question or of any run's settings.
+        NarrowgaugeError: a contradiction, in the definition or in the settings of a run.
     """
-    if not recipes:
-        raise RecipeError("no recipe was named.", "For instance --recipes bfloat16/master,bfloat16/word.")
-    for number, recipe in enumerate(recipes):
-        _require_new(recipe, recipes[:number])
-    numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise NarrowgaugeError(f"seeds = {seeds!r} was asked for.", "Ask for at least one, none twice.")
+    require_distinct(recipes)
+    numbers = seed_numbers(seeds)
     if seconds is not None and tokens is not None:
         raise NarrowgaugeError("both --seconds and --tokens were given.", "A run has one length: give one of them.")
     if seconds is not None and not 0 < seconds < float("inf"):
         raise NarrowgaugeError(
-            f"seconds = {seconds} was asked for, and it must be above 0 and finite.", "Change --seconds."
+            f"seconds = {seconds} was requested, and it must be above 0 and finite.", "Change --seconds."
         )
     if tokens is not None:
         if tokens < base.tokens_per_step:
             raise NarrowgaugeError(
-                f"{tokens} tokens were asked for, and one step takes {base.tokens_per_step}.", "Raise --tokens."
+                f"{tokens} tokens were requested, and one step takes {base.tokens_per_step}.", "Raise --tokens."
             )
         base = replace(base, steps=tokens // base.tokens_per_step)
     base = replace(base, out=None, stop_after=None, recipe=TrainConfig().recipe, seed=0)
     base = replace(base, model=base.validated().model).located()
     require_batch(base)
-    question = Question(tuple(recipes), numbers, base, seconds, num_evals)
+    config = ExperimentConfig(tuple(recipes), numbers, base, seconds, num_evals)
     for recipe in recipes:
-        replace(question.config(recipe, numbers[0], Path()), out=None).validated()
-    return question
-
-
-def _require_new(recipe: Recipe, others: Sequence[Recipe]) -> None:
-    """Refuse a recipe that is there already, or that another has the folder of."""
-    for other in others:
-        if other == recipe:
-            raise RecipeError(f"two of the recipes are one, {recipe.title}.", "Name each once.")
-        if run_name(other.title, 0).lower() == run_name(recipe.title, 0).lower():
-            raise RecipeError(
-                f"two of the recipes are called {recipe.title}.", 'Give each a name of its own: name = "…" in its file.'
-            )
+        replace(config.of_run(recipe, numbers[0], Path()), out=None).validated()
+    return config

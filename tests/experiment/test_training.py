@@ -17,10 +17,10 @@ import torch
 from comparison.made_runs import close
 from narrowgauge.comparison.comparison import Comparison
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, RecordError, Terminated
-from narrowgauge.experiment import forecast, runner
-from narrowgauge.experiment.progress import Board
-from narrowgauge.experiment.question import Question, ask, read_flags, read_settings
-from narrowgauge.experiment.runner import compare
+from narrowgauge.experiment import estimate, training
+from narrowgauge.experiment.definition import ExperimentConfig, config_of_flags, make_config, read_settings
+from narrowgauge.experiment.progress import Progress
+from narrowgauge.experiment.training import compare
 from narrowgauge.report import render as report_render
 from narrowgauge.runs.atomic_io import held_folder
 from narrowgauge.runs.record import Run, read_run
@@ -163,7 +163,7 @@ def test_what_a_kill_left_before_the_first_step_is_no_hindrance(
     first: tuple[Path, str], base: TrainConfig, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    ask(RECIPES[:1], base).write(out)
+    make_config(RECIPES[:1], base).write(out)
     (out / NAMES[0] / ".tmp-data").mkdir(parents=True)
     (out / NAMES[0] / ".tmp-data" / "train.bin").write_bytes(b"half")
     done(base, out, recipes=None)
@@ -176,7 +176,7 @@ def test_recipes_and_seeds_may_be_added(base: TrainConfig, tmp_path: Path) -> No
     said = done(short, tmp_path, recipes=RECIPES, seeds=2)
     assert said.count("earlier") == 1
     assert [row["num_seeds"] for row in json.loads((tmp_path / "compare.json").read_text())] == [2, 2]
-    assert Question.read(tmp_path).seeds == (0, 1)
+    assert ExperimentConfig.read(tmp_path).seeds == (0, 1)
 
 
 def test_a_run_that_diverges_is_a_result(base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,9 @@ class Full(io.StringIO):
 @pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError(errno.ENOSPC, "No space left")])
 def test_output_that_nobody_takes_is_told_with_how_to_go_on(base: TrainConfig, tmp_path: Path, error: OSError) -> None:
     short = replace(base, steps=1, eval_every=0)
-    with pytest.raises(RecordError, match=rf"not taken \({error.strerror}\): 1 of 2 runs .* --out {tmp_path}"):
+    with pytest.raises(
+        RecordError, match=rf"could not be printed \({error.strerror}\): 1 of 2 runs .* --out {tmp_path}"
+    ):
         compare(RECIPES, base=short, out=tmp_path, stream=Full(2, error))
     assert "earlier" in done(short, tmp_path, recipes=None)
 
@@ -268,7 +270,7 @@ def test_a_folder_that_may_not_be_looked_into_costs_one_line(
 def test_what_went_before_is_not_waited_for_again(
     first: tuple[Path, str], base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forecast, "forecast", lambda configs: pytest.fail("measured for nothing"))
+    monkeypatch.setattr(estimate, "estimate_runs", lambda configs: pytest.fail("measured for nothing"))
     assert " left" not in done(base, first[0]) and "about" not in done(base, first[0])
 
 
@@ -276,7 +278,7 @@ def test_a_model_that_cannot_be_built_is_its_runs_to_tell(base: TrainConfig, tmp
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text('{"model_type": "unheard of"}')
-    assert forecast.forecast([replace(base, model=str(broken))]) == {}
+    assert estimate.estimate_runs([replace(base, model=str(broken))]) == {}
     with pytest.raises(DataError, match="bfloat16-word-seed0"):
         done(replace(base, model=str(broken)), tmp_path / "out")
 
@@ -285,19 +287,19 @@ def test_a_forecast_measures_each_recipe_until_it_has_taken_long(
     base: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs = [replace(base, recipe=recipe, gradient_accumulation_steps=2) for recipe in RECIPES]
-    found = forecast.forecast(configs)
+    found = estimate.estimate_runs(configs)
     assert list(found) == [recipe.title for recipe in RECIPES]
     assert all(one.step_seconds > 0 and one.once_seconds > 0 for one in found.values())
-    monkeypatch.setattr(forecast, "MOST_SECONDS", 0.0)
-    assert forecast.forecast(configs) == {}
+    monkeypatch.setattr(estimate, "MAX_SECONDS", 0.0)
+    assert estimate.estimate_runs(configs) == {}
 
 
 def test_a_batch_that_does_not_fit_is_its_runs_to_tell(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(config: TrainConfig) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(forecast, "of_a_run", full)
-    assert forecast.forecast([base]) == {}
+    monkeypatch.setattr(estimate, "estimate_run", full)
+    assert estimate.estimate_runs([base]) == {}
 
 
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -329,13 +331,13 @@ def test_files_over_one_recipe_are_told_apart_by_their_names(base: TrainConfig, 
 def test_one_recipe_twice_and_two_of_one_name_are_refused(base: TrainConfig, tmp_path: Path) -> None:
     one, same = (recipe_file(tmp_path, name, 'keep = ["lm_head"]') for name in ("a.toml", "b.toml"))
     with pytest.raises(RecipeError, match="two of the recipes are one"):
-        ask([one, same], base)
+        make_config([one, same], base)
     other = recipe_file(tmp_path, "c.toml", 'name = "A"\nkeep = ["*"]')
     with pytest.raises(RecipeError, match=r"two of the recipes are called bfloat16/word \(A\)\. Give each a name"):
-        ask([one, other], base)
+        make_config([one, other], base)
     plain = recipe_file(tmp_path, "d.toml", "")
     with pytest.raises(RecipeError, match="two of the recipes are one, bfloat16/word"):
-        ask([parse("bfloat16/word"), plain], base)
+        make_config([parse("bfloat16/word"), plain], base)
 
 
 # ── a mistake put right, and more asked of the same folder ──────────────────────────────────────────────────────────
@@ -353,7 +355,7 @@ def test_a_question_without_a_run_may_be_replaced_and_its_tokens_go(
     first: tuple[Path, str], base: TrainConfig, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    ask(RECIPES, replace(base, sequence_length=8), 2).write(out)
+    make_config(RECIPES, replace(base, sequence_length=8), 2).write(out)
     (out / NAMES[0] / "data").mkdir(parents=True)
     (out / NAMES[0] / "data" / "data.json").write_text("of another text")
     done(base, out)
@@ -361,33 +363,33 @@ def test_a_question_without_a_run_may_be_replaced_and_its_tokens_go(
 
 
 def test_flags_that_are_left_out_are_as_before(base: TrainConfig, tmp_path: Path) -> None:
-    before = ask(RECIPES, base, 2, num_evals=10)
+    before = make_config(RECIPES, base, 2, num_evals=10)
     before.write(tmp_path)
-    assert read_flags(None, {}, out=tmp_path) == before
-    assert read_flags(None, {}, seeds=3, out=tmp_path) == replace(before, seeds=(0, 1, 2))
-    grown = read_flags([*RECIPES, parse("bfloat16/split")], {"lr": base.lr}, out=tmp_path)
+    assert config_of_flags(None, {}, out=tmp_path) == before
+    assert config_of_flags(None, {}, seeds=3, out=tmp_path) == replace(before, seeds=(0, 1, 2))
+    grown = config_of_flags([*RECIPES, parse("bfloat16/split")], {"lr": base.lr}, out=tmp_path)
     assert (grown.seeds, grown.base, len(grown.recipes)) == (before.seeds, before.base, 3)
-    assert grown.grown_from(before, tmp_path) == grown
+    assert grown.extend(before, tmp_path) == grown
     for given, says in (
         ({"steps": 9}, "--steps 4, and --steps 9"),
         ({"eval_every": 3}, "no --eval-every, and --eval-every 3"),
     ):
         with pytest.raises(RecordError, match=says):
-            read_flags(None, given, out=tmp_path).grown_from(before, tmp_path)
+            config_of_flags(None, given, out=tmp_path).extend(before, tmp_path)
     with pytest.raises(RecordError, match=r"it has no compare\.toml"):
-        read_flags(None, {}, seeds=3, out=tmp_path / "new")
+        config_of_flags(None, {}, seeds=3, out=tmp_path / "new")
 
 
 def test_seconds_that_are_left_out_are_as_before_unless_another_length_is_given(
     base: TrainConfig, tmp_path: Path
 ) -> None:
-    before = replace(ask(RECIPES, base, seconds=2.0), measured={RECIPES[0].title: (7, True)})
+    before = replace(make_config(RECIPES, base, seconds=2.0), measured={RECIPES[0].title: (7, True)})
     before.write(tmp_path)
-    more = read_flags(None, {}, seeds=2, out=tmp_path)
-    assert more.seconds == 2.0 and more.grown_from(before, tmp_path).measured == before.measured
+    more = config_of_flags(None, {}, seeds=2, out=tmp_path)
+    assert more.seconds == 2.0 and more.extend(before, tmp_path).measured == before.measured
     for words in ({"given": {"steps": base.steps}}, {"given": {}, "tokens": 640}):
         with pytest.raises(RecordError, match="with --seconds 2, and --steps"):
-            read_flags(None, **words, out=tmp_path).grown_from(before, tmp_path)
+            config_of_flags(None, **words, out=tmp_path).extend(before, tmp_path)
 
 
 @pytest.mark.parametrize("line", ['recipe = "bfloat16/word"', "seed = 3", 'out = "there"', "stop_after = 3"])
@@ -403,7 +405,7 @@ def test_a_file_may_not_say_what_is_each_runs_own(line: str, tmp_path: Path) -> 
 def test_seconds_become_steps_of_each_recipe_once(
     base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true_read, seconds = runner.read_run, {"bfloat16/word": 0.5, "bfloat16/naive": 0.25}
+    true_read, seconds = training.read_run, {"bfloat16/word": 0.5, "bfloat16/naive": 0.25}
 
     def read(folder: Path) -> Run:
         run = true_read(folder)
@@ -412,7 +414,7 @@ def test_seconds_become_steps_of_each_recipe_once(
                 row["seconds"] = 60.0 if row["step"] < 4 else seconds[run.config["recipe"]]
         return run
 
-    monkeypatch.setattr(runner, "read_run", read)
+    monkeypatch.setattr(training, "read_run", read)
     monkeypatch.setattr(loop, "train", counted(loop.train, trained := []))
     said = done(base, tmp_path, seconds=1.6, num_evals=2, seeds=1)
     # Two of each recipe that only measure, the first to warm up.
@@ -429,7 +431,7 @@ def test_seconds_become_steps_of_each_recipe_once(
 
 
 def counted(true: Callable[..., Path], steps: list[int]) -> Callable[..., Path]:
-    """A training that notes how many steps it was asked for."""
+    """A training that notes how many steps it was requested."""
 
     def train(config: TrainConfig, **more: Any) -> Path:
         steps.append(config.steps)
@@ -450,23 +452,23 @@ def test_steps_are_measured_for_a_tenth_of_the_seconds_after_a_warm_up(
         times = [99.0] * 3 + [rough if slow else (1.5 if k % 10 else 3.0) for k in range(30)] + [60.0] * (not slow)
         return Run(folder, {"config": {"compile": True}}, [{"step": k, "seconds": s} for k, s in enumerate(times, 1)])
 
-    monkeypatch.setattr(runner, "read_run", read)
-    monkeypatch.setattr(runner, "_perform", lambda config, *_: performed.append(config))
-    question = ask(RECIPES, replace(base, on_spike="stop"), seconds=seconds)
-    board = Board(question, tmp_path, io.StringIO())
-    found, compiled = runner._step_seconds(question, question.recipes[0], tmp_path, board)
+    monkeypatch.setattr(training, "read_run", read)
+    monkeypatch.setattr(training, "_train", lambda config, *_: performed.append(config))
+    question = make_config(RECIPES, replace(base, on_spike="stop"), seconds=seconds)
+    progress = Progress(question.plan(tmp_path), tmp_path, io.StringIO())
+    found, compiled = training._step_seconds(question, question.recipes[0], tmp_path, progress)
     assert found == pytest.approx((27 * 1.5 + 3 * 3.0 + 1.5) / 31) and compiled
     assert [config.steps for config in performed] == [12, asked]
     assert {config.on_spike for config in performed} == {"report"} and len({config.out for config in performed}) == 2
 
 
 def test_tokens_become_steps(base: TrainConfig) -> None:
-    assert ask(RECIPES, base, tokens=64 * 5 + 63).base.steps == 5
+    assert make_config(RECIPES, base, tokens=64 * 5 + 63).base.steps == 5
 
 
 def test_validations_are_spread_over_the_run(base: TrainConfig) -> None:
-    question = ask(RECIPES, replace(base, steps=45), num_evals=10)
-    assert question.config(question.recipes[0], 0, Path("out")).eval_every == 4
+    question = make_config(RECIPES, replace(base, steps=45), num_evals=10)
+    assert question.of_run(question.recipes[0], 0, Path("out")).eval_every == 4
 
 
 @pytest.mark.parametrize(
@@ -479,8 +481,8 @@ def test_validations_are_spread_over_the_run(base: TrainConfig) -> None:
 def test_unit_scaled_recipes_among_others_take_their_own_rate(
     recipes: str, rates: list[float | None], base: TrainConfig
 ) -> None:
-    question = ask(parse_names(recipes), base)
-    assert [question.config(recipe, 0, Path("out")).lr for recipe in question.recipes] == rates
+    question = make_config(parse_names(recipes), base)
+    assert [question.of_run(recipe, 0, Path("out")).lr for recipe in question.recipes] == rates
 
 
 def test_settings_of_a_command_line_spread_validations_unless_they_are_asked_for(tmp_path: Path) -> None:
@@ -512,7 +514,7 @@ def test_settings_of_a_command_line_spread_validations_unless_they_are_asked_for
         ({"seconds": 1.0, "tokens": 100}, NarrowgaugeError, "both --seconds and --tokens"),
         ({"seconds": 0.0}, NarrowgaugeError, "must be above 0"),
         ({"seconds": float("inf")}, NarrowgaugeError, "must be above 0 and finite"),
-        ({"tokens": 63}, NarrowgaugeError, "63 tokens were asked for, and one step takes 64"),
+        ({"tokens": 63}, NarrowgaugeError, "63 tokens were requested, and one step takes 64"),
         ({"base": TrainConfig(model="llama-1m", sequence_length=10**6)}, RecipeError, "positions"),
         ({"base": TrainConfig(data="/nowhere")}, DataError, "nowhere"),
         ({"recipes": None}, RecordError, r"it has no compare\.toml"),
@@ -537,13 +539,13 @@ def test_a_folder_of_something_else_is_refused(base: TrainConfig, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda base: {"base": replace(base, steps=5)}, "with --steps 4, and --steps 5 was asked for"),
-        (lambda base: {"base": replace(base, lr=1e-3)}, "with --lr 0.003, and --lr 0.001 was asked for"),
-        (lambda base: {"seconds": 2.0}, "with --steps 4, and --seconds 2 was asked for"),
-        (lambda base: {"seeds": 1}, "with seeds 0,1, and 0 was asked for"),
+        (lambda base: {"base": replace(base, steps=5)}, "with --steps 4, and --steps 5 was requested"),
+        (lambda base: {"base": replace(base, lr=1e-3)}, "with --lr 0.003, and --lr 0.001 was requested"),
+        (lambda base: {"seconds": 2.0}, "with --steps 4, and --seconds 2 was requested"),
+        (lambda base: {"seeds": 1}, "with seeds 0,1, and 0 was requested"),
         (lambda base: {"recipes": RECIPES[:1]}, "To add a recipe, name all"),
-        (lambda base: {"num_evals": 10}, "with --eval-every 2, and no --eval-every was asked for"),
-        (lambda base: {"base": replace(base, compile=True)}, "with no --compile, and --compile was asked for"),
+        (lambda base: {"num_evals": 10}, "with --eval-every 2, and no --eval-every was requested"),
+        (lambda base: {"base": replace(base, compile=True)}, "with no --compile, and --compile was requested"),
     ],
 )
 def test_another_question_is_refused_and_changes_nothing(
@@ -558,7 +560,7 @@ def test_another_question_is_refused_and_changes_nothing(
 
 def test_a_run_that_is_not_the_questions_is_refused(base: TrainConfig, tmp_path: Path) -> None:
     loop.train(replace(base, recipe=RECIPES[0], out=str(tmp_path / NAMES[0]), weight_decay=0.0, steps=1))
-    ask(RECIPES, base, 2).write(tmp_path)
+    make_config(RECIPES, base, 2).write(tmp_path)
     with pytest.raises(RecordError, match=f"{NAMES[0]} holds a run with steps = 1, and this comparison takes 4"):
         done(base, tmp_path)
 
@@ -573,20 +575,22 @@ def test_a_damaged_question_is_refused(text: str, tmp_path: Path) -> None:
 def test_a_question_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "compare.toml").write_text("schema_version = 99\n")
     with pytest.raises(RecordError, match="has schema 99; this version reads up to 1"):
-        Question.read(tmp_path)
+        ExperimentConfig.read(tmp_path)
 
 
 def test_a_question_comes_back_as_it_was_written(base: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text('recipe = "bfloat16/word"\nkeep = ["lm_head"]\n')
-    question = ask([parse("bfloat16/word"), parse(tmp_path / "own.toml")], base, (3, 1), seconds=2.0, num_evals=4)
+    question = make_config(
+        [parse("bfloat16/word"), parse(tmp_path / "own.toml")], base, (3, 1), seconds=2.0, num_evals=4
+    )
     question = replace(question, measured={"bfloat16/word": (7, True)})
     question.write(tmp_path)
-    assert Question.read(tmp_path) == question
-    config = question.config(question.recipes[0], 3, tmp_path)
+    assert ExperimentConfig.read(tmp_path) == question
+    config = question.of_run(question.recipes[0], 3, tmp_path)
     assert (config.steps, config.compile, config.seed) == (7, True, 3)
 
 
 def test_the_first_free_folder_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "comparisons" / "llama-1m-1").mkdir(parents=True)
-    assert runner.free_folder("llama-1m") == Path("comparisons/llama-1m-2")
+    assert training.free_folder("llama-1m") == Path("comparisons/llama-1m-2")
