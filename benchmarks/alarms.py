@@ -30,7 +30,7 @@ from typing import Any
 from faults import FAULTS, Fault, struck
 from timing import Report, Row, parser
 
-from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.monitor.detectors import DETECTORS, SERIOUS
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer.config import TrainConfig

@@ -40,8 +40,7 @@ import narrowgauge as ng
 from narrowgauge.errors import ChipError
 from narrowgauge.gauges.attach import Gauges
 from narrowgauge.matmul import operand, rng
-from narrowgauge.matmul.choosing import EmulationNotice
-from narrowgauge.matmul.gemm import is_native, multiply, operand_dtype
+from narrowgauge.matmul.gemm import EmulationNotice, is_native, multiply, operand_dtype
 from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.matmul.rng import random_words
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute

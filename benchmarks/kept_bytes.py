@@ -41,7 +41,7 @@ from torch.fx import Graph, Node
 from transformers import PreTrainedModel
 
 import narrowgauge as ng
-from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.spec.models import get_model
 from narrowgauge.trainer.language_model import build, compiled_loss
 

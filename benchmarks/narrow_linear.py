@@ -32,12 +32,10 @@ from peers import reason
 from timing import NOT_INSTALLED, Contender, Report, Row, measure, nothing, parser, peer_version
 from torch import Tensor, nn
 
-from narrowgauge.matmul.choosing import EmulationNotice
-from narrowgauge.matmul.gemm import told
+from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.swapping import swap_linears
-from narrowgauge.profiling.costs import Setting
-from narrowgauge.profiling.layer_plan import Shape
-from narrowgauge.profiling.parts import operands, parts_of
+from narrowgauge.profiling.layer_benchmark import operands, operations_of
+from narrowgauge.profiling.layer_plan import Setting, Shape
 from narrowgauge.spec.computes import COMPUTES
 
 YARDSTICK = "bfloat16, compiled"
@@ -216,7 +214,7 @@ def contenders(name: str, shape: Shape, num_tokens: int, device: torch.device) -
     step = step_of(layer_of(weight, swap), x, grad)
     made = [contender(YARDSTICK, step_of(layer_of(weight), x, grad)), contender("layer", step)]
     if name in COMPUTES:
-        parts = parts_of(shape, Setting(name), num_tokens, device)
+        parts = operations_of(shape, Setting(name), num_tokens, device)
         made.append(contender("casts", *(work for part, work in parts.items() if part not in MATMULS)))
         made.append(contender("matmuls", *(parts[part] for part in MATMULS)))
     return made, errors(step, x, weight, grad)
@@ -288,7 +286,7 @@ def tell(report: Report, layers: LayerSet, names: Sequence[str], rounds: int, de
 
 def notes(names: Sequence[str], device: torch.device) -> list[str]:
     """How each row is multiplied here, and in what each peer differs."""
-    own = [told(COMPUTES[name], device) for name in names if name in COMPUTES]
+    own = [describe_matmuls(COMPUTES[name], device) for name in names if name in COMPUTES]
     return own + [f"{name}: {PEERS[name].differs}." for name in names if name in PEERS]
 
 

@@ -39,7 +39,7 @@ from narrow_linear import PEERS, multiplies_float8, notes, peer_names
 from peers import reason
 from timing import Contender, Report, Row, Timing, measure, nothing, parser
 
-from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model

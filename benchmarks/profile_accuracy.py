@@ -23,12 +23,11 @@ from functools import partial
 import torch
 from timing import Contender, Report, Row, Timing, measure, parser
 
-from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.profiling import measurement
-from narrowgauge.profiling.block_benchmark import many_rows, training_session
+from narrowgauge.profiling.block_benchmark import many_versions, training_session
 from narrowgauge.profiling.costs import RecipeCost, Round, cost_of
-from narrowgauge.profiling.layer_plan import Kind, read_model
-from narrowgauge.profiling.settings import yardstick_of
+from narrowgauge.profiling.layer_plan import Kind, baseline_of, read_model
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
@@ -56,7 +55,7 @@ def trained(config: TrainConfig, recipes: Sequence[Recipe], rounds: int) -> list
     }
     contenders = [Contender(name, step) for name, step in steps.items()]
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    with many_rows():
+    with many_versions():
         return measure(contenders, yardstick=recipes[0].name, rounds=rounds, wait=wait)
 
 
@@ -70,7 +69,7 @@ def case_rows(model: str, names: Sequence[str], config: TrainConfig, rounds: int
     expected = costs(kinds, recipes, found, config.tokens_per_step)
     by_parts = costs(kinds, recipes, [replace(r, blocks={}) for r in found], config.tokens_per_step)
     gc.collect()
-    yardstick = yardstick_of(recipes[0])
+    yardstick = baseline_of(recipes[0])
     first, *others = trained(config, [yardstick, *recipes], rounds)
     return [
         {

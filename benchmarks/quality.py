@@ -50,7 +50,7 @@ from timing import Report, Row, parser
 from narrowgauge.comparison.intervals import interval
 from narrowgauge.comparison.run_stats import LossCurve
 from narrowgauge.errors import RecipeError, RecordError
-from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.runs.atomic_io import lock
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.computes import COMPUTES

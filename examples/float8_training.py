@@ -12,7 +12,7 @@ import warnings
 import torch
 
 import narrowgauge as ng
-from narrowgauge.matmul.gemm import told
+from narrowgauge.matmul.gemm import describe_matmuls
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MICRO_BATCH = 128
@@ -68,4 +68,4 @@ if __name__ == "__main__":
         losses, overflows = train(compute)
         said = f"; its last 16 steps cut {overflows} values off" if ng.COMPUTES[compute].is_delayed else ""
         print(f"{compute:14}  loss {losses[0]:.4f} to {losses[-1]:.4f}{said}")
-    print(told(ng.COMPUTES["float8-row"], DEVICE))
+    print(describe_matmuls(ng.COMPUTES["float8-row"], DEVICE))

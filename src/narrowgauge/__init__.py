@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from narrowgauge.matmul.inference import quantize_for_inference as quantize_for_inference
     from narrowgauge.matmul.linears import Linears as Linears
     from narrowgauge.matmul.swapping import linears_of as linears_of
+    from narrowgauge.matmul.swapping import swap_experts as swap_experts
     from narrowgauge.matmul.swapping import swap_linears as swap_linears
     from narrowgauge.monitor.alarms import Alarms as Alarms
     from narrowgauge.numerics.casting import round_to as round_to
@@ -122,6 +123,7 @@ _HOMES = {
     "Alarm": "optim.audit",
     "Reading": "optim.audit",
     "UpdateLossWarning": "optim.audit",
+    "swap_experts": "matmul.swapping",
     "swap_linears": "matmul.swapping",
     "linears_of": "matmul.swapping",
     "Linears": "matmul.linears",

@@ -10,12 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.matmul import custom_ops, rng
-from narrowgauge.matmul.choosing import EmulationNotice, row_of
-from narrowgauge.matmul.gemm import is_native
+from narrowgauge.matmul import rng
+from narrowgauge.matmul.gemm import EmulationNotice, is_native
+from narrowgauge.matmul.layer_matmuls import without_outliers
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.linears import Linears
-from narrowgauge.matmul.outliers import without_outliers
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.numerics.quantization import Quantized, padded, quantize, random_words
 from narrowgauge.numerics.rounding import random_bits
@@ -56,7 +55,7 @@ def make_layer(
             plain.bias.copy_(gaussian(outputs, dtype=dtype, seed=seed + 2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)
-        linears = swap_linears(nn.Sequential(OrderedDict(fc=plain)), lambda _: row_of(row))
+        linears = swap_linears(nn.Sequential(OrderedDict(fc=plain)), lambda _: variants.get_compute(row))
     return linears.layers["fc"], linears
 
 
@@ -115,7 +114,7 @@ def quantized(x: Tensor, cast: Cast, dim: int, *, key: Tensor = KEY, fold: Tenso
 
 def key_of(layer: Linear, place: str) -> Tensor:
     """What is particular to the seed, the step, the layer and the cast of its gradient for a matmul."""
-    operand = custom_ops.GRADIENT + DIMS[place][0]
+    operand = 2 + DIMS[place][0]
     return random_bits(layer.state[rng.LAYER] + operand * 0x3C6EF372, layer.state[rng.STEP_SEED])
 
 

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge.matmul import choosing
-from narrowgauge.matmul.choosing import EmulationNotice
-from narrowgauge.matmul.fused_attention import widen_attention
-from narrowgauge.matmul.gemm import multiply, told
+from narrowgauge.matmul import gemm
+from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls, multiply
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.numerics.widening import widen_attention
 from narrowgauge.optim.validation import SlowMatmulNotice
 from narrowgauge.spec import processor
 from narrowgauge.spec.computes import COMPUTES
@@ -40,7 +39,7 @@ TOKENS = torch.arange(18).reshape(2, 9) % 32
 @pytest.fixture
 def laptop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """AVX2 alone, in a process that has told nobody yet."""
-    monkeypatch.setattr(choosing, "_TOLD", set())
+    monkeypatch.setattr(gemm, "_WARNED", set())
     monkeypatch.setattr(processor, "_cared_for", set())
     with pretending("avx2"):
         yield
@@ -182,12 +181,12 @@ def test_an_optimizer_alone_says_once_where_the_time_goes(laptop: None) -> None:
 
 def test_what_is_told() -> None:
     with pretending("avx2"):
-        assert told(COMPUTES["int8-row"], CPU).endswith(
+        assert describe_matmuls(COMPUTES["int8-row"], CPU).endswith(
             "emulated here by float32 products (same values, float32's speed)."
         )
-        assert told(COMPUTES["float8-row"], CPU).endswith("emulated here (exact values, no speed-up).")
+        assert describe_matmuls(COMPUTES["float8-row"], CPU).endswith("emulated here (exact values, no speed-up).")
     with pretending("avx512_bf16", "avx512_vnni"):
-        assert told(COMPUTES["bfloat16"], CPU) == "bfloat16 multiplies on this CPU natively."
+        assert describe_matmuls(COMPUTES["bfloat16"], CPU) == "bfloat16 multiplies on this CPU natively."
 
 
 LAPTOP = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}

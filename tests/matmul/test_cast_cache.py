@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from matmul.scenarios import NARROW, Result, gaussian, make_layer, names, passed, same
-from narrowgauge.matmul import cast_cache, custom_ops
+from narrowgauge.matmul import cast_cache, layer_matmuls
 from narrowgauge.matmul.cast_cache import cached_weights, cast_weight
 from narrowgauge.matmul.operand import Operand
 
@@ -199,13 +199,13 @@ def test_micro_batches_cast_a_weight_once_for_each_of_its_uses(
     """Once in all where the codes of ``output`` serve ``grad_input``."""
     layer, _ = make_layer(row)
     seen = []
-    real = custom_ops.cast_matrix
+    real = layer_matmuls.cast_matrix
 
     def counted(x: Tensor, *arguments: object, **options: object) -> Operand:
         seen.append(x.data_ptr() == layer.weight.data_ptr())
         return real(x, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(custom_ops, "cast_matrix", counted)
+    monkeypatch.setattr(layer_matmuls, "cast_matrix", counted)
     with cached_weights():
         for seed in range(4):
             passed(layer, gaussian(33, 65, seed=seed), gaussian(33, 17, seed=9))

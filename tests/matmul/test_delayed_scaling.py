@@ -1,4 +1,4 @@
-"""Delayed scales: what the ring holds, what it scales by, and that a spike is counted."""
+"""Delayed scaling: what the amax history holds, what it scales by, and that a spike is counted."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from matmul.scenarios import DELAYED, gaussian, make_layer, names, passed, same
-from narrowgauge.matmul.delayed_scaling import OPERANDS, count_overflows, delayed_amax, new_history
+from narrowgauge.matmul.delayed_scaling import count_overflows, delayed_amax, new_history
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.spec.computes import COMPUTES, Cast
+from narrowgauge.spec.slots import TENSORS
 
 every_row = pytest.mark.parametrize("row", DELAYED, **names)
 CAST = COMPUTES["float8-delayed"].output.left
@@ -32,7 +33,7 @@ def seen(
     return amax.item()
 
 
-# ── the ring ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the history ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("length", [1, 3, 16])
@@ -60,11 +61,11 @@ def test_of_several_micro_batches_the_largest_counts_whatever_their_order() -> N
         assert seen(0.1, 1, history) == 8.0
 
 
-def test_operands_have_rings_of_their_own() -> None:
+def test_each_tensor_has_a_history_of_its_own() -> None:
     history = new_history(16, CPU)
-    for operand in range(OPERANDS):
+    for operand in range(len(TENSORS)):
         seen(2.0**operand, 0, history, operand=operand)
-    assert [seen(99.0, 1, history, operand=operand) for operand in range(OPERANDS)] == [1.0, 2.0, 4.0]
+    assert [seen(99.0, 1, history, operand=operand) for operand in range(len(TENSORS))] == [1.0, 2.0, 4.0]
 
 
 def test_looking_without_recording_leaves_no_trace() -> None:
@@ -179,7 +180,7 @@ def test_evaluation_records_nothing(row) -> None:  # type: ignore[no-untyped-def
 
 @every_row
 def test_activation_checkpointing_changes_nothing(row) -> None:  # type: ignore[no-untyped-def]
-    """Not in the steps after either, up to and past the end of the ring."""
+    """Not in the steps after either, up to and past the end of the history."""
     plain, again = make_layer(row), make_layer(row)
     for step in range(20):
         x, grad = gaussian(33, 65, seed=step, scale=30.0 if step == 1 else 1.0), gaussian(33, 17, seed=step + 500)

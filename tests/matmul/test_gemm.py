@@ -11,7 +11,7 @@ from torch import Tensor
 
 from matmul.scenarios import CPU, DIMS, KEY, NARROW, ROWS, bits, exact, gaussian, names, off, quantized, words_for
 from narrowgauge.matmul import gemm, operand
-from narrowgauge.matmul.gemm import is_native, multiply, operand_dtype, told
+from narrowgauge.matmul.gemm import describe_matmuls, is_native, multiply, operand_dtype
 from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.numerics import widening
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
@@ -227,8 +227,8 @@ def test_codes_multiply_as_they_are_and_as_bfloat16_alike(
 
 
 def test_the_user_is_told_what_is_emulated() -> None:
-    assert told(COMPUTES["int8-row"], CPU) == "int8-row multiplies on this CPU natively."
-    said = told(COMPUTES["float8-row-e5m2"], CPU)
+    assert describe_matmuls(COMPUTES["int8-row"], CPU) == "int8-row multiplies on this CPU natively."
+    said = describe_matmuls(COMPUTES["float8-row-e5m2"], CPU)
     assert said.startswith("float8-row-e5m2 multiplies float8_e4m3fn and float8_e5m2, which this CPU cannot")
 
 

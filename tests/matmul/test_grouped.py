@@ -200,7 +200,7 @@ def test_compiled_whole_it_gives_the_same_bits_wherever_the_tokens_went(row: str
 def test_the_operator_says_its_shapes_truly() -> None:
     x, weights, bias, _ = operands()
     for row in ("int8-row", "float8-tensor", "mxfp8", "bfloat16", "unit"):
-        custom_ops.ROWS[row] = COMPUTES[row]
+        custom_ops.REGISTERED[row] = COMPUTES[row]
         arguments = (x, weights.detach(), bias.detach(), offsets(*ENDS), row, new_state(4), None, False)
         torch.library.opcheck(grouped_output, arguments, test_utils=("test_schema", "test_faketensor"))
 

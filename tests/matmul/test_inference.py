@@ -174,7 +174,7 @@ def test_a_model_without_memory_takes_saved_codes() -> None:
 def test_codes_of_another_row_are_not_taken_for_numbers() -> None:
     saved = quantize_for_inference(holder(), "float8-row").state_dict()
     with pytest.raises(
-        FormatError, match=r"saved in torch.float8_e4m3fn, and a layer quantized as 'int8-row' keeps torch.int8"
+        FormatError, match=r"saved in torch.float8_e4m3fn, and a layer quantized as 'int8-row' stores torch.int8"
     ):
         quantize_for_inference(holder(), "int8-row").load_state_dict(saved)
 
@@ -305,7 +305,7 @@ def test_what_cannot_be_served_is_refused() -> None:
     for row in set(COMPUTES) - set(SERVED):
         if row.endswith("-e5m2") and "delayed" not in row:
             continue  # whose forward is that of the row without
-        with pytest.raises(RecipeError, match=rf"'{row}' was asked for inference.*Take one of .*int8-outlier"):
+        with pytest.raises(RecipeError, match=rf"'{row}' was requested for inference.*Use one of .*int8-outlier"):
             quantize_for_inference(holder(), row)
     with pytest.raises(RecipeError, match="no compute is named 'int8'"):
         quantize_for_inference(holder(), "int8")
@@ -331,5 +331,5 @@ def test_a_row_of_ones_own_is_served_by_its_name() -> None:
     own = replace(own, output=replace(own.output, left=replace(own.output.left, outliers=3.0)))
     x = inputs(6)
     model = quantize_for_inference(holder(), own)["fc"]
-    assert custom_ops.ROWS["mine"] is own
+    assert custom_ops.REGISTERED["mine"] is own
     assert not torch.equal(model(x), quantize_for_inference(holder())["fc"](x))

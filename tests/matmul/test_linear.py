@@ -38,8 +38,8 @@ from matmul.scenarios import (
 )  # fmt: skip
 from narrowgauge._torch import _TRUST_COMPILER
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import choosing, custom_ops, gemm, operand, rng
-from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.matmul import custom_ops, gemm, layer_matmuls, operand, rng
+from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.swapping import linears_of, swap_linears
@@ -423,7 +423,7 @@ def test_autocast_to_another_dtype_is_a_clear_error(name: str) -> None:
     layer, _ = make_layer(name)
     wrong = torch.float16 if COMPUTES[name].dtype != "float16" else torch.bfloat16
     with (
-        pytest.raises(RecipeError, match=f"a layer of compute '{name}' works in") as error,
+        pytest.raises(RecipeError, match=f"a layer of compute '{name}' computes in") as error,
         torch.autocast("cpu", wrong),
     ):
         layer(batch(SHAPES[0])[0])
@@ -480,7 +480,7 @@ def test_a_copy_goes_on_with_the_same_bits_in_another_process_too(
     before = passed(layer, x, grad)
     if way != "deepcopy":
         # What another process knows: the table.
-        monkeypatch.setattr(custom_ops, "ROWS", dict(COMPUTES))
+        monkeypatch.setattr(custom_ops, "REGISTERED", dict(COMPUTES))
     assert same(passed(copied(), x, grad), before)
     assert copied().weight is not layer.weight
 
@@ -595,7 +595,7 @@ def test_what_cannot_be_swapped_is_said() -> None:
 
 
 def test_emulation_is_told_once_and_native_rows_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "_TOLD", set())
+    monkeypatch.setattr(gemm, "_WARNED", set())
     with pytest.warns(EmulationNotice, match="float8-row multiplies float8_e4m3fn, which this CPU cannot"):
         swap_linears(Model(), "float8-row")
     with warnings.catch_warnings():
@@ -631,6 +631,22 @@ def test_a_row_of_one_s_own_needs_no_place_in_the_table() -> None:
     found = passed(layer, x, grad)
     assert torch.equal(found.output, passed(make_layer("mxfp8")[0], x, grad).output)
     assert torch.equal(found.grad_input, passed(make_layer("float8-row")[0], x, grad).grad_input)
+
+
+def test_a_changed_compute_is_obeyed_under_the_name_that_the_table_has() -> None:
+    own = replace(COMPUTES["float8-row"], grad_weight=COMPUTES["bfloat16"].grad_weight)
+    layer, _ = make_layer(own)
+    assert layer.compute is own
+    x, grad = batch(SHAPES[0])
+    assert same(passed(layer, x, grad), passed(make_layer(replace(own, name="another name"))[0], x, grad))
+
+
+def test_a_weight_of_the_output_scaled_per_term_is_refused() -> None:
+    """Its scales would have to be multiplied into the cast of the input, which layers share."""
+    product = COMPUTES["int8-row"].output
+    own = replace(COMPUTES["int8-row"], output=replace(product, right=replace(product.right, granularity="column")))
+    with pytest.raises(RecipeError, match=r"scales the weight of output per column.*per row, tensor or block"):
+        make_layer(own)
 
 
 def test_two_rows_of_one_name_are_two_rows() -> None:
@@ -689,14 +705,14 @@ def test_the_step_goes_on_with_an_optimizer_s() -> None:
 def casts_of_input(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The dimension of each cast of an input of 6 tokens, as it runs: compiled code comes by here too."""
     found: list[int] = []
-    real = custom_ops.cast_matrix
+    real = layer_matmuls.cast_matrix
 
     def counted(x: Tensor, cast: Any, dim: int, *arguments: Any, **options: Any) -> Any:
         if x.shape == (6, 64):
             found.append(dim)
         return real(x, cast, dim, *arguments, **options)
 
-    monkeypatch.setattr(custom_ops, "cast_matrix", counted)
+    monkeypatch.setattr(layer_matmuls, "cast_matrix", counted)
     torch._dynamo.reset()
     yield found
     torch._dynamo.reset()

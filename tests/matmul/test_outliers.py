@@ -7,7 +7,7 @@ import torch
 
 from matmul.scenarios import CPU, exact, gaussian, make_layer, passed, quantized
 from narrowgauge.matmul.gemm import is_native
-from narrowgauge.matmul.outliers import multiply_outliers, outlier_columns, without_outliers
+from narrowgauge.matmul.layer_matmuls import multiply_outliers, outlier_columns, without_outliers
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.spec.computes import COMPUTES
 from oracles.linear import ROUNDING, Product, product

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.profiling.block_benchmark import blocks_of, many_rows, training_block, training_session
+from narrowgauge.profiling.block_benchmark import blocks_of, many_versions, training_block, training_session
 from narrowgauge.spec.notation import parse, parse_table
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.session import Session
@@ -86,7 +86,7 @@ def test_a_pass_makes_every_gradient_and_leaves_none(session: Session) -> None:
 @pytest.mark.parametrize("own", [8, 64, 200])
 def test_the_compilers_limit_is_its_own_again_afterwards(own: int) -> None:
     with torch._dynamo.config.patch(recompile_limit=own):
-        with many_rows():
+        with many_versions():
             assert torch._dynamo.config.recompile_limit == max(own, 64), "never fewer than were allowed before"
         assert torch._dynamo.config.recompile_limit == own
 

@@ -6,11 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from narrowgauge.profiling.costs import Round, cost_of, fastest_rows, linears_seconds, memory_of
-from narrowgauge.profiling.layer_plan import Kind, Shape
-from narrowgauge.profiling.settings import Setting, base_of, casts_made, rows_of, settings_of, yardstick_of
+from narrowgauge.profiling.costs import Round, cost_of, fastest_settings, linears_seconds, memory_of
+from narrowgauge.profiling.layer_plan import (
+    Kind,
+    Setting,
+    Shape,
+    baseline_of,
+    plain_recipe,
+    settings_of,
+    timed_settings,
+)
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse, parse_table
+from narrowgauge.spec.slots import casts_made
 
 SQUARE, WIDE = Shape(8, 8), Shape(16, 8)
 Q, K, V = (Kind(f"layers.*.{name}_proj", SQUARE, 2) for name in "qkv")
@@ -33,9 +41,9 @@ WEIGHT_BYTES = {PLAIN: 0.0, ROW: 2.0}
 
 def test_casts_of_an_input_are_counted_once_for_all_that_share_it() -> None:
     assert len(CASTS) == 6
-    assert linears_seconds(rows_of(KINDS, BASE), TABLE) == 2 * 4 * 9 + 9
+    assert linears_seconds(settings_of(KINDS, BASE), TABLE) == 2 * 4 * 9 + 9
     # q, k and v: 3 × (6 + 4 × 0.5) and 2 × 0.5 for their common input; fc: 10 + 6 × 0.5; the head is kept.
-    assert linears_seconds(rows_of(KINDS, RECIPE), TABLE) == 2 * (3 * 8 + 1 + 13) + 9
+    assert linears_seconds(settings_of(KINDS, RECIPE), TABLE) == 2 * (3 * 8 + 1 + 13) + 9
 
 
 def test_a_step_is_the_rest_and_the_linear_layers() -> None:
@@ -65,9 +73,9 @@ def test_what_layers_take_beyond_their_parts_is_read_from_a_block() -> None:
     assert cost.linears_ratio == pytest.approx(81 / (81 + 30))
     fc = next(layer for layer in cost.kinds if layer.kind == UP)
     assert fc.seconds == pytest.approx(13 * factor)
-    assert sum(fc.parts.values()) == 13, "parts are told as they were timed"
+    assert sum(fc.operations.values()) == 13, "operations are reported as they were timed"
     head = next(layer for layer in cost.kinds if layer.kind == HEAD)
-    assert (head.seconds, head.plain_seconds) == (9, 9)
+    assert (head.seconds, head.baseline_seconds) == (9, 9)
     # q, k and v too lose now: 25 × 102/76 against 27.
     assert cost.fastest_ratio == 1
     assert len(cost.overrides) == 4
@@ -111,25 +119,25 @@ def test_layers_with_one_input_are_chosen_for_together(output: float, chosen: Se
     parts = {**ROW_PARTS, "output": output}
     own = sum(parts.values()) - 1
     assert own < 9 < own + 1
-    rows = fastest_rows(rows_of((Q, K, V), RECIPE), {**TABLE, (SQUARE, ROW): parts})
+    rows = fastest_settings(settings_of((Q, K, V), RECIPE), {**TABLE, (SQUARE, ROW): parts})
     assert list(rows.values()) == [chosen] * 3
 
 
 def test_a_difference_that_could_be_noise_changes_nothing() -> None:
-    rows = rows_of([UP], RECIPE)
+    rows = settings_of([UP], RECIPE)
     slower = [{**PLAIN_PARTS, "output": 3.0 + extra} for extra in (0.17, 0.19)]
-    chosen = [fastest_rows(rows, {**TABLE, (WIDE, ROW): parts})[UP] for parts in slower]
+    chosen = [fastest_settings(rows, {**TABLE, (WIDE, ROW): parts})[UP] for parts in slower]
     assert chosen == [ROW, PLAIN]
 
 
 def test_memory_counts_an_input_once_for_each_form_it_is_kept_in() -> None:
     recipe = parse("int8-row/word")
-    rows, plain = rows_of(KINDS, recipe), rows_of(KINDS, BASE)
+    rows, plain = settings_of(KINDS, recipe), settings_of(KINDS, BASE)
     codes = Setting("int8-row")
     tokens = 5
     memory = memory_of(rows, plain, tokens, {codes: 1.0, PLAIN: 0.0})
     inputs = 2 * tokens * 8
-    assert memory.plain_kept == 2 * inputs + 2 * inputs + 2 * tokens * 8
+    assert memory.baseline_kept == 2 * inputs + 2 * inputs + 2 * tokens * 8
     assert memory.kept == inputs + inputs + 2 * tokens * 8
     assert memory.weight_casts == 2 * (3 * 64 + 128)
     mixed = memory_of({**rows, K: PLAIN}, plain, tokens, {codes: 1.0, PLAIN: 0.0})
@@ -150,30 +158,30 @@ def test_memory_counts_an_input_once_for_each_form_it_is_kept_in() -> None:
 )
 def test_each_recipe_has_a_plain_base_and_a_bfloat16_yardstick(name: str, base: str, yardstick: str) -> None:
     recipe = parse(name)
-    assert (base_of(recipe).name, yardstick_of(recipe).name) == (base, yardstick)
-    assert all(setting.is_plain for setting in rows_of(KINDS, base_of(recipe)).values())
-    assert all(setting.row == "bfloat16" for setting in rows_of(KINDS, yardstick_of(recipe)).values())
+    assert (plain_recipe(recipe).name, baseline_of(recipe).name) == (base, yardstick)
+    assert all(setting.is_plain for setting in settings_of(KINDS, plain_recipe(recipe)).values())
+    assert all(setting.compute == "bfloat16" for setting in settings_of(KINDS, baseline_of(recipe)).values())
 
 
 def test_storages_of_some_layers_stay_in_the_base() -> None:
     given = {"recipe": "int8-row/word", "override": [{"pattern": "*fc*", "storage": "exact", "compute": "bfloat16"}]}
     recipe = parse_table(given)
-    assert [o.storage.name for o in base_of(recipe).overrides if o.storage] == ["exact"]
-    assert base_of(recipe).computes == (COMPUTES["bfloat16"],)
-    assert rows_of(KINDS, recipe)[UP] == PLAIN
+    assert [o.storage.name for o in plain_recipe(recipe).overrides if o.storage] == ["exact"]
+    assert plain_recipe(recipe).computes == (COMPUTES["bfloat16"],)
+    assert settings_of(KINDS, recipe)[UP] == PLAIN
 
 
 def test_what_a_recipe_keeps_is_float32() -> None:
     recipe = replace(RECIPE, keep=("layers.*.fc",))
-    assert rows_of(KINDS, recipe)[UP] == Setting("float32", "float32", "float32")
-    assert rows_of(KINDS, parse("int8-row/float32"))[Q] == Setting("int8-row", "bfloat16", "float32")
+    assert settings_of(KINDS, recipe)[UP] == Setting("float32", "float32", "float32")
+    assert settings_of(KINDS, parse("int8-row/float32"))[Q] == Setting("int8-row", "bfloat16", "float32")
 
 
 def test_everything_that_a_cost_reads_is_asked_for() -> None:
     recipes = [parse(name) for name in ("float8-row/word", "float32/float32", "float16/split", "tfloat32/float32")]
-    needed = settings_of(KINDS, recipes)
+    needed = timed_settings(KINDS, recipes)
     assert len(needed) == len(set(needed))
-    steps = {other: 100.0 for recipe in recipes for other in (base_of(recipe), yardstick_of(recipe))}
+    steps = {other: 100.0 for recipe in recipes for other in (plain_recipe(recipe), baseline_of(recipe))}
     rounds = [Round(steps, dict.fromkeys(needed, PLAIN_PARTS))]
     for recipe in recipes:
         cost = cost_of(recipe, KINDS, rounds, 5, {setting: 0.0 for _, setting in needed})

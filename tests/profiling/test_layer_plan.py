@@ -1,4 +1,4 @@
-"""The linear layers of a model: a preset's row says the same as the model itself, and who shares an input is agreed on."""
+"""The linear layers of a model: a preset's row says the same as the model itself, and layers that share an input form a group."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from narrowgauge.errors import DataError, RecipeError
-from narrowgauge.matmul.linear import SIBLINGS
-from narrowgauge.profiling import layer_plan
 from narrowgauge.profiling.layer_plan import Kind, Shape, groups_of, kinds_of_module, kinds_of_preset, read_model
 from narrowgauge.spec.models import MODELS, Model
 from narrowgauge.trainer import language_model
@@ -51,15 +49,11 @@ def test_a_folder_is_read_like_a_preset(tmp_path: Path) -> None:
     assert row.num_parameters == language_model.num_parameters(language_model.build(str(tmp_path), seed=0))
 
 
-def test_what_is_no_model_is_told(tmp_path: Path) -> None:
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="Did you mean 'llama-8m'"):
         read_model("lama-8m")
     with pytest.raises(DataError, match="cannot read a causal language model"):
         read_model(str(tmp_path))
-
-
-def test_layers_share_an_input_by_the_same_names_as_they_share_a_scale() -> None:
-    assert layer_plan.SAME_INPUT == SIBLINGS
 
 
 def test_groups_are_of_one_parent() -> None:

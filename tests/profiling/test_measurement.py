@@ -12,9 +12,8 @@ from narrowgauge.errors import ChipError
 from narrowgauge.profiling import measurement
 from narrowgauge.profiling.block_benchmark import training_block, training_session
 from narrowgauge.profiling.costs import Round, cost_of
-from narrowgauge.profiling.layer_plan import read_model
+from narrowgauge.profiling.layer_plan import Setting, read_model, timed_settings
 from narrowgauge.profiling.measurement import weight_bytes
-from narrowgauge.profiling.settings import Setting, settings_of
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import parse
@@ -42,7 +41,7 @@ def test_rounds_have_all_that_costs_are_made_of(tmp_path: Path, monkeypatch: pyt
     for r in rounds:
         assert {base.name for base in r.steps} == {"bfloat16/word", "bfloat16/float32", "float32/float32"}
         assert {recipe.name for recipe in r.blocks} == {"bfloat16/word", "int8-row/word", "float8-row/word"}
-        assert set(r.table) == set(settings_of(kinds, recipes))
+        assert set(r.table) == set(timed_settings(kinds, recipes))
         assert all(seconds > 0 for seconds in (*r.steps.values(), *r.blocks.values()))
     for recipe in recipes:
         cost = cost_of(recipe, kinds, rounds, 16, {setting: 0.0 for _, setting in rounds[0].table})
@@ -60,10 +59,14 @@ def test_bytes_of_weight_casts() -> None:
     assert of("mxfp8") == 4, "two casts, of bfloat16 values"
 
 
-def test_emulation_is_told() -> None:
-    assert measurement.told(COMPUTES["int8-row"], CPU) == measurement.told(COMPUTES["bfloat16"], CPU) == "native"
-    assert measurement.told(COMPUTES["mxfp8"], CPU).startswith("emulated: this ")
-    assert "does not multiply float8_e4m3fn" in measurement.told(COMPUTES["mxfp8"], CPU)
+def test_emulation_is_described() -> None:
+    assert (
+        measurement.describe_support(COMPUTES["int8-row"], CPU)
+        == measurement.describe_support(COMPUTES["bfloat16"], CPU)
+        == "native"
+    )
+    assert measurement.describe_support(COMPUTES["mxfp8"], CPU).startswith("emulated: this ")
+    assert "does not multiply float8_e4m3fn" in measurement.describe_support(COMPUTES["mxfp8"], CPU)
 
 
 def test_a_busy_machine_is_told() -> None:

@@ -13,11 +13,12 @@ from narrowgauge.cli.main import main
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.profiling import cast_error, measurement
 from narrowgauge.profiling.costs import Round
+from narrowgauge.profiling.layer_plan import timed_settings
 from narrowgauge.profiling.profile_report import Loss
 from narrowgauge.profiling.profiler import profile
-from narrowgauge.profiling.settings import casts_made, settings_of
 from narrowgauge.spec.notation import parse, parse_names, parse_table
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.slots import casts_made
 
 
 def call(*words: str) -> Result:
@@ -29,9 +30,9 @@ def made_up(kinds: Any, recipes: list[Recipe], config: Any, **_: Any) -> list[Ro
     from narrowgauge.spec.computes import COMPUTES
 
     table = {}
-    for shape, setting in settings_of(kinds, recipes):
-        each = {"bfloat16": 2e-3, "int8-row": 1e-3}.get(setting.row, 4e-3)
-        casts = {} if setting.is_plain else dict.fromkeys(casts_made(COMPUTES[setting.row]), 1e-6)
+    for shape, setting in timed_settings(kinds, recipes):
+        each = {"bfloat16": 2e-3, "int8-row": 1e-3}.get(setting.compute, 4e-3)
+        casts = {} if setting.is_plain else dict.fromkeys(casts_made(COMPUTES[setting.compute]), 1e-6)
         table[shape, setting] = {**casts, "output": each, "grad_input": each, "grad_weight": each}
     return [Round({parse("bfloat16/word"): 1.0}, table)] * 3
 
@@ -49,7 +50,7 @@ def test_a_prediction_says_that_it_is_one_and_what_it_takes() -> None:
     assert result.exit_code == 0, result.stderr
     assert "PREDICTED for H100-SXM5-80GB" in result.stdout
     assert "emulated: H100-SXM5-80GB does not multiply float4_e2m1fn" in result.stdout
-    assert "note: a prediction from the figures of H100-SXM5-80GB; nothing was run." in result.stdout
+    assert "note: a prediction from the data sheet of H100-SXM5-80GB; nothing was run." in result.stdout
     assert "80% of 989 TFLOP/s" in result.stdout
     for pattern in ("model.layers.*.self_attn.q_proj", "model.layers.*.mlp.down_proj", "lm_head"):
         assert result.stdout.count(pattern) >= 2
@@ -74,7 +75,7 @@ def test_json_is_an_object_for_each_recipe() -> None:
         assert layers["lm_head"]["verdict"] == "kept"
 
 
-def test_what_was_measured_is_told(machine: None) -> None:
+def test_what_was_measured_is_reported(machine: None) -> None:
     result = call("--model", "llama-8m", "--recipes", "int8-row/word,float8-row/word")
     assert result.exit_code == 0, result.stderr
     assert "measured on this" in result.stdout and "PREDICTED" not in result.stdout
@@ -92,7 +93,7 @@ def test_the_recipe_file_that_is_printed_is_one(machine: None, tmp_path: Path) -
         return parse(tmp_path / "fastest.toml")
 
     text = profile("llama-8m", [parse("float8-row/word")]).text()
-    assert text.startswith("None of these pays here: bfloat16/word is the fastest.")
+    assert text.startswith("None of these is faster here: bfloat16/word is the fastest.")
     assert file_in(text) == parse("bfloat16/word")
     some = profile("llama-1b", [parse("float8-tensor")], chip="H100-SXM5").text()
     assert "with 4 kinds of layers kept" in some
@@ -106,7 +107,7 @@ def test_numerics_are_printed_worst_first(machine: None) -> None:
     result = call("--model", "llama-8m", "--recipes", "int8-row/word", "--numerics")
     assert "int8-row/word: the 1 worst of 1 casts" in result.stdout
     assert "12.5    25.00%     50.00%" in result.stdout
-    assert "read in the first 3 steps on 'stdlib'" in result.stdout
+    assert "measured in the first 3 steps on 'stdlib'" in result.stdout
     [row] = json.loads(call("--model", "llama-8m", "--recipes", "int8-row/word", "--numerics", "--json").stdout)
     assert row["losses"][0]["sqnr_db"] == 12.5
 
@@ -119,9 +120,9 @@ def test_numerics_are_printed_worst_first(machine: None) -> None:
         (["--model", "llama-8m", "--recipes", ","], "no recipe was named."),
         (["--model", "llama-8m", "--recipes", "int8-row", "--chip", "H300"], "no chip is named 'H300'."),
         (["--model", "llama-8m", "--recipes", "int8-row", "--chip", "A100"], "2 names begin so"),
-        (["--model", "llama-8m", "--recipes", "int8-row", "--chip", "H200", "--numerics"], "Leave --chip out"),
-        (["--model", "llama-8m", "--recipes", "int8-row", "--sequence-length", "4096"], "Take --sequence-length 2048"),
-        (["--model", "llama-70b", "--recipes", "int8-row"], "Predict it for a machine that is not here: --chip NAME"),
+        (["--model", "llama-8m", "--recipes", "int8-row", "--chip", "H200", "--numerics"], "Omit --chip"),
+        (["--model", "llama-8m", "--recipes", "int8-row", "--sequence-length", "4096"], "Use --sequence-length 2048"),
+        (["--model", "llama-70b", "--recipes", "int8-row"], "Predict it for another machine: --chip NAME"),
         (["--recipes", "int8-row"], "Missing option '--model'"),
     ],
 )
@@ -139,9 +140,9 @@ def test_a_recipe_that_is_named_twice_counts_once() -> None:
         profile("llama-1m", [], chip="H200")
 
 
-def test_what_is_not_counted_is_told(tmp_path: Path) -> None:
+def test_what_is_not_counted_is_noted(tmp_path: Path) -> None:
     (tmp_path / "phases.toml").write_text('recipe = "bfloat16/word"\n[[phase]]\nuntil = 0.9\ncompute = "int8-row"\n')
     notes = " ".join(profile("llama-1m", [parse("unit"), parse(tmp_path / "phases.toml")], chip="H200").notes)
     assert "unit changes the whole model" in notes
     assert "no kernel of this version has run on a GPU" in notes
-    assert "bfloat16/word has phases; what is told is its last, in bfloat16." in notes
+    assert "bfloat16/word has phases; reported is the last one, in bfloat16." in notes

@@ -10,13 +10,21 @@ import pytest
 from narrowgauge.errors import ChipError
 from narrowgauge.profiling import roofline
 from narrowgauge.profiling.costs import cost_of
-from narrowgauge.profiling.layer_plan import Shape, kinds_of_preset
-from narrowgauge.profiling.roofline import Step, bytes_seconds, efficiency, matmul_seconds, parts_of, predict, told
-from narrowgauge.profiling.settings import Setting, casts_made
+from narrowgauge.profiling.layer_plan import Setting, Shape, kinds_of_preset
+from narrowgauge.profiling.roofline import (
+    Step,
+    bytes_seconds,
+    describe_support,
+    efficiency,
+    matmul_seconds,
+    operation_seconds,
+    predict,
+)
 from narrowgauge.spec.chips import CHIPS, get_chip
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS, get_model
 from narrowgauge.spec.notation import parse
+from narrowgauge.spec.slots import casts_made
 
 H200 = get_chip("H200")
 NARROW = [row for row in COMPUTES.values() if not row.is_wide]
@@ -31,27 +39,27 @@ def test_a_large_matmul_takes_its_multiply_adds_and_a_thin_one_its_bytes() -> No
 
 def test_a_cast_takes_the_bytes_it_reads_and_writes() -> None:
     tokens, shape = 4096, Shape(1024, 512)
-    parts = parts_of(shape, Setting("float8-row"), tokens, H200)
+    parts = operation_seconds(shape, Setting("float8-row"), tokens, H200)
     assert parts["output.left"] == pytest.approx(bytes_seconds(tokens * 512 * (2 + 1), H200))
     assert parts["output.right"] == pytest.approx(bytes_seconds(1024 * 512 * (2 + 1), H200))
     assert parts["grad_weight.left"] == pytest.approx(bytes_seconds(tokens * 1024 * (2 + 1), H200))
     # A scale of the whole tensor is known only once all of it was read.
-    whole = parts_of(shape, Setting("float8-tensor"), tokens, H200)
+    whole = operation_seconds(shape, Setting("float8-tensor"), tokens, H200)
     assert whole["output.left"] == pytest.approx(bytes_seconds(tokens * 512 * (2 + 2 + 1), H200))
 
 
 @pytest.mark.parametrize("row", NARROW, ids=lambda row: row.name)
 def test_a_part_for_each_cast_and_matmul(row: object) -> None:
-    parts = parts_of(Shape(256, 128), Setting(row.name), 512, H200)  # type: ignore[attr-defined]
+    parts = operation_seconds(Shape(256, 128), Setting(row.name), 512, H200)  # type: ignore[attr-defined]
     assert set(parts) == {*casts_made(row), "output", "grad_input", "grad_weight"}  # type: ignore[arg-type]
     assert all(seconds > 0 for seconds in parts.values())
 
 
 def test_emulated_rows_multiply_at_the_rate_of_what_they_are_emulated_in() -> None:
     shape, tokens = Shape(4096, 4096), 8192
-    plain = parts_of(shape, Setting("bfloat16"), tokens, H200)
-    emulated = parts_of(shape, Setting("mxfp8"), tokens, H200)
-    native = parts_of(shape, Setting("float8-tensor"), tokens, H200)
+    plain = operation_seconds(shape, Setting("bfloat16"), tokens, H200)
+    emulated = operation_seconds(shape, Setting("mxfp8"), tokens, H200)
+    native = operation_seconds(shape, Setting("float8-tensor"), tokens, H200)
     assert emulated["output"] == pytest.approx(plain["output"])
     assert native["output"] == pytest.approx(plain["output"] * 794.5 / 1453.4)
 
@@ -71,7 +79,7 @@ def test_emulated_rows_multiply_at_the_rate_of_what_they_are_emulated_in() -> No
     ],
 )
 def test_what_a_chip_multiplies_itself(row: str, chip: str, said: str) -> None:
-    assert told(COMPUTES[row], get_chip(chip)) == said
+    assert describe_support(COMPUTES[row], get_chip(chip)) == said
 
 
 def test_efficiency_names_its_source() -> None:

@@ -19,7 +19,7 @@ from trainer.tiny_runs import settings
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::narrowgauge.matmul.choosing.EmulationNotice"),
+    pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice"),
 ]
 
 ROWS = [name for name in COMPUTES if name not in OWN_STORAGES_ONLY]

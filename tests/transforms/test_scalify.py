@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from narrowgauge.assembly import prepare
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import custom_ops
+from narrowgauge.matmul import custom_ops, layer_matmuls
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.numerics.tensor_stats import power_of_rms
 from narrowgauge.numerics.update_metrics import sqnr_db
@@ -378,7 +378,7 @@ def test_checkpoints_copies_and_pickles_compute_the_same(model: PreTrainedModel)
     assert all(torch.equal(gradients(checkpointed)[1][name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.choosing.EmulationNotice")
+@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_more_is_measured_than_is_told(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every read of a tensor for its scale is counted, in two micro-batches that share their weights."""
@@ -409,17 +409,17 @@ def test_no_more_is_measured_than_is_told(family: str, tmp_path: Path, monkeypat
     assert counts["weights"] == linears
 
 
-@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.choosing.EmulationNotice")
+@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 def test_weights_are_cast_once_for_all_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[tuple[int, list[Tensor]]] = []
     made: list[int] = []
-    cast = custom_ops.cast_matrix
+    cast = layer_matmuls.cast_matrix
 
     def counting(x: Tensor, *arguments: Any, **options: Any) -> Any:
         made.append(x.shape[0] != 3 * 16)  # the tokens; all else is a weight
         return cast(x, *arguments, **options)
 
-    monkeypatch.setattr(custom_ops, "cast_matrix", counting)
+    monkeypatch.setattr(layer_matmuls, "cast_matrix", counting)
     base = tiny("llama", tmp_path, torch.float32)
     for scope in (cached_weights, nullcontext):
         model, _ = prepare(copy.deepcopy(base), "scalify/word")
@@ -433,7 +433,7 @@ def test_weights_are_cast_once_for_all_micro_batches(tmp_path: Path, monkeypatch
     assert all(torch.equal(one, other) for one, other in zip(cached, plain, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.choosing.EmulationNotice")
+@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 def test_the_head_is_chunked_and_compiled_as_any_other(tmp_path: Path) -> None:
     model, _ = prepare(tiny("llama", tmp_path, torch.float32), "scalify/word")
     assert can_chunk(model)
@@ -584,7 +584,7 @@ def float16_case(model: nn.Module, factor: float, wanted: dict[str, Tensor]) -> 
     return max(errors), lost / sum(int((value != 0).sum()) for value in wanted.values())
 
 
-@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.choosing.EmulationNotice")
+@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("storage", ["word", "float32"])
 def test_gradients_that_float16_loses_without_a_loss_scale_are_kept(family: str, storage: str, tmp_path: Path) -> None:
@@ -605,7 +605,7 @@ def test_gradients_that_float16_loses_without_a_loss_scale_are_kept(family: str,
     assert error == 1.0 and lost > 0.95
 
 
-@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.choosing.EmulationNotice")
+@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 def test_float16_weights_lose_their_gradients_at_rest_alone(tmp_path: Path) -> None:
     """The same gradients as those of a larger loss, rounded to float16 at the very end."""
     base = tiny("llama", tmp_path, torch.float32)
@@ -619,7 +619,7 @@ def test_float16_weights_lose_their_gradients_at_rest_alone(tmp_path: Path) -> N
     assert any((gradient == 0).any() for gradient in small.values())
 
 
-@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.choosing.EmulationNotice")
+@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 @pytest.mark.parametrize("storage", ["word", "scaled16"])
 def test_a_float16_model_learns_without_a_loss_scale(storage: str, tmp_path: Path) -> None:
     model, optimizer = prepare(tiny("llama", tmp_path, torch.float32), f"scalify-float16/{storage}", lr=3e-3)
@@ -634,7 +634,7 @@ def test_a_float16_model_learns_without_a_loss_scale(storage: str, tmp_path: Pat
     assert optimizer.num_skipped == 0
 
 
-@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.choosing.EmulationNotice")
+@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 def test_float16_layers_share_one_compiled_graph_and_its_gradients(tmp_path: Path) -> None:
     model, _ = prepare(tiny("llama", tmp_path, torch.float32), "scalify-float16/word", audit_every=0)
     _, wanted = gradients(model, SMALL)

@@ -23,7 +23,7 @@ from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.transforms.smooth_swiglu import smooth
 from narrowgauge.transforms.unit_scaling import unit_scale
 
-pytestmark = pytest.mark.filterwarnings("ignore::narrowgauge.matmul.choosing.EmulationNotice")
+pytestmark = pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 
 CHANNEL = 3
 OTHERS = torch.arange(128) != CHANNEL
@@ -264,7 +264,7 @@ def test_what_cannot_be_smoothed_says_so(tmp_path: Path) -> None:
     unit_scale(other)
     with pytest.raises(RecipeError, match="there is a UnitLlamaMLP"):
         smooth(other)
-    with pytest.raises(RecipeError, match=r"'float8-tensor\+smooth' was asked for inference") as error:
+    with pytest.raises(RecipeError, match=r"'float8-tensor\+smooth' was requested for inference") as error:
         ng.quantize_for_inference(llama(), "float8-tensor+smooth")
     assert "'float8-tensor'" in error.value.advice
 

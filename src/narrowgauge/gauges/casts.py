@@ -1,4 +1,4 @@
-"""By which cast a watched tensor enters its matmul, by which scale where that comes from earlier steps, and what is lost."""
+"""The cast by which a watched tensor enters its matmul, its delayed scale, and what the cast loses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from narrowgauge.matmul.rng import STEP
 from narrowgauge.numerics import tensor_stats
 from narrowgauge.numerics.quantization import padded, quantize
 from narrowgauge.spec.computes import Cast
+from narrowgauge.spec.slots import SLOTS
 
-_ITS_OPERAND = {
-    "input": ("output", "left", 0),
-    "weight": ("output", "right", 1),
-    "output_grad": ("grad_input", "left", 2),
-}
-"""Of each kind, the product and side whose cast it enters, and its number in a delayed scale's history."""
+_SLOTS = {"input": "output.left", "weight": "output.right", "output_grad": "grad_input.left"}
+"""The slot whose cast is measured, for each kind of tensor."""
 
 
 class Casts:
@@ -43,10 +40,11 @@ class Casts:
             used = self._used(watched)
             if used is None or used[0].amax_history is None:
                 continue
-            layer, cast, operand = used
+            layer, cast = used
             # Where no earlier step saw anything it is the tensor's own.
             mark = recorder.stats_of.get(index)
             own = torch.ones(1, dtype=torch.float32, device=layer.weight.device) if mark is None else mark[0].reshape(1)
+            operand = SLOTS[_SLOTS[watched.kind]].history_index
             amax = delayed_amax(own, cast, layer.amax_history, operand, layer.state[STEP], record=False)
             if amax is not None:
                 self._delayed[watched] = amax
@@ -56,28 +54,25 @@ class Casts:
         used = self._used(watched)
         if used is None:
             return self._of_experts(watched), None
-        layer, cast, _ = used
+        layer, cast = used
         if cast.is_wide and cast.format == str(layer.weight.dtype).removeprefix("torch."):
             return None, None
         return cast, self._delayed.get(watched)
 
-    def _used(self, watched: WatchedTensor) -> tuple[Linear, Cast, int] | None:
-        """The narrow layer that takes a tensor, by which cast, and as which operand."""
+    def _used(self, watched: WatchedTensor) -> tuple[Linear, Cast] | None:
+        """The narrow layer that takes a tensor, and its cast of it."""
         name = watched.name.removesuffix(".weight") if watched.kind == "weight" else watched.name
         layer = self.layers.get(name)
-        if watched.kind not in _ITS_OPERAND or not isinstance(layer, Linear):
+        if watched.kind not in _SLOTS or not isinstance(layer, Linear):
             return None
-        product, side, operand = _ITS_OPERAND[watched.kind]
-        cast: Cast = getattr(layer.compute.products[product], side)
-        return layer, cast, operand
+        return layer, layer.compute.casts[_SLOTS[watched.kind]]
 
     def _of_experts(self, watched: WatchedTensor) -> Cast | None:
         """The cast by which tokens enter their experts, where no expert has a scale of its own for all of its tokens."""
         layer = self.layers.get(watched.name)
         if not isinstance(layer, GroupedLinear) or watched.kind not in ("input", "output_grad"):
             return None
-        product, side, _ = _ITS_OPERAND[watched.kind]
-        cast: Cast = getattr(layer.compute.products[product], side)
+        cast = layer.compute.casts[_SLOTS[watched.kind]]
         whole = cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"
         return None if whole or cast.is_wide else cast
 
@@ -101,7 +96,7 @@ def block_exponents(sample: Tensor, cast: Cast) -> Tensor:
 
 
 def lost_shares(sums: Tensor) -> list[float | None]:
-    """Underflow, overflow and SQNR of one tensor's sums of a cast."""
-    _, _, beyond, zeroed, nonzero, total = sums.tolist()
-    sqnr = float(tensor_stats.sqnr_of_sums(sums))
-    return [zeroed / nonzero if nonzero else None, beyond / total, sqnr if nonzero else None]
+    """Underflow, overflow and SQNR of one tensor's sums of a cast; ``None`` where it has only zeros."""
+    loss = tensor_stats.cast_loss(sums)
+    has_values = bool(sums[tensor_stats.CAST_SUMS.index("nonzero")])
+    return [loss.underflow if has_values else None, loss.overflow, loss.sqnr_db if has_values else None]

@@ -18,7 +18,7 @@ from narrowgauge._torch import plain_name
 from narrowgauge.gauges.recorder import is_sampled, record_gradient, record_tensor, recorder_of
 from narrowgauge.matmul.experts import grouped_layers_of
 from narrowgauge.matmul.grouped import GroupedLinear
-from narrowgauge.matmul.linear import SIBLINGS
+from narrowgauge.spec.slots import first_of_input
 
 
 def record_linear(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -84,7 +84,6 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def shares_input(name: str, layers: dict[str, nn.Module]) -> bool:
-    """Whether an already chosen sibling layer has the same input."""
-    parent, _, own = name.rpartition(".")
-    prefix = f"{parent}." if parent else ""
-    return any(own in others and f"{prefix}{first}" in layers for first, *others in SIBLINGS)
+    """Whether another of the layers, the first with the same input, measures it already."""
+    first = first_of_input(name)
+    return first != name and first in layers

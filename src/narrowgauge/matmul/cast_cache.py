@@ -1,8 +1,13 @@
-"""Casts of weights, kept while a weight stays what it is.
+"""Casts that are made once: of weights, while they do not change, and of an input that several layers get.
 
-Micro-batches of one step multiply the same weights; inside :func:`cached_weights` each is cast once for all of them. A cast is
-used again only for the same storage, untouched since (PyTorch counts changes in place) and before any optimizer's next step.
-Nothing of this is visible to a compiler's graph: a matmul asks here for the cast of its weight when it runs.
+*Weights.* The micro-batches of a step multiply the same weights; inside :func:`cached_weights` each is cast once for all of
+them. A cast is reused only for the same storage, unchanged since (PyTorch counts in-place changes) and before any optimizer's
+next step. A compiler's graph sees none of this: a matmul looks here for the cast of its weight when it runs.
+
+*Inputs.* In eager mode, q, k and v get the same input, and so do gate and up. :class:`LastCast` remembers the cast made last, by
+the storage it was made from and PyTorch's count of that storage's changes, and gives it to *another* layer with the same
+input; a layer that calls again has a new input, whatever it looks like. A compiler merges equal calls itself and may write
+another tensor where this one was, so compiled code never comes here.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -98,3 +104,38 @@ def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operan
     if key not in kept.casts:
         kept.casts[key] = make()
     return kept.casts[key]
+
+
+class LastCast:
+    """An operator that casts, and its last result."""
+
+    def __init__(self, operator: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self.operator = operator
+        self.key: tuple[Any, ...] = ()
+        self.users: set[int] = set()
+        self.storage: StorageWeakRef | None = None
+        self.result: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, of: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """The cast of ``x``, made or remembered.
+
+        Args:
+            of: a tensor of the layer that asks, which tells it from others.
+            x: what is cast; PyTorch counts no changes of inference tensors, so theirs are always made.
+            arguments: the operator's others.
+        """
+        if torch.compiler.is_compiling() or x.is_inference():
+            return self.operator(x, *arguments)
+        storage = x.untyped_storage()
+        key = (storage._cdata, x.storage_offset(), x.shape, x.stride(), x._version, *map(_identity, arguments))
+        known = self.result is not None and self.storage is not None and not self.storage.expired()
+        if not known or key != self.key or id(of) in self.users:
+            self.result = self.operator(x, *arguments)
+            self.key, self.storage, self.users = key, StorageWeakRef(storage), set()
+        self.users.add(id(of))
+        assert self.result is not None
+        return self.result
+
+
+def _identity(argument: Any) -> Any:
+    return (id(argument), argument._version) if isinstance(argument, Tensor) else argument

@@ -1,12 +1,12 @@
-"""Delayed scales: the largest magnitudes of earlier steps decide, so that no tensor is read twice.
+"""Delayed scaling: the scale of a cast comes from the amax of earlier steps, so that no tensor is read twice.
 
-Each operand of a layer has a ring of as many largest magnitudes as its cast looks back on, each with the step it was seen
-in. A step writes its own and scales by the others, whatever it meets itself: what lies beyond saturates and is counted.
-The ring is state beside the graph: neither a compiler, autograd nor activation checkpointing sees it, and computing an operand
-a second time in a step changes neither its scale nor the ring: it has one place more than steps are looked back on.
+Each operand of a layer has an amax ring buffer of ``history`` steps; each entry holds the step that it was measured in. A step
+writes its own amax and scales by the earlier ones: values beyond that scale saturate and are counted. The buffer is state
+outside the graph: neither a compiler, autograd nor activation checkpointing sees it. Casting an operand a second time in a step
+changes neither its scale nor the buffer, which has one entry more than a cast reads.
 
-What happens to special values: an operand with a NaN or an infinity gets the scale NaN, as everywhere, and leaves nothing in
-the ring; steps that saw only zeros count as not seen.
+Special values: an operand with a NaN or an infinity gets the scale NaN, as in every cast, and writes no amax; steps that
+saw only zeros count as not seen.
 """
 
 from __future__ import annotations
@@ -14,67 +14,73 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge.spec.computes import Cast
+from narrowgauge.spec.computes import Cast, Compute
+from narrowgauge.spec.slots import TENSORS
 
-OPERANDS = 3
-"""Input, weight, gradient."""
 _AMAX, _STEP, _OVERFLOWS = range(3)
 
 
 def new_history(length: int, device: torch.device) -> Tensor:
-    """An empty history of ``length`` steps: float64 ``[operand, (amax, step, overflows), length + 1]``; step −1 is none."""
-    history = torch.zeros(OPERANDS, 3, length + 1, dtype=torch.float64, device=device)
+    """An empty history of ``length`` steps: float64 ``[tensor, (amax, step, overflows), length + 1]``; step −1 is none."""
+    history = torch.zeros(len(TENSORS), 3, length + 1, dtype=torch.float64, device=device)
     history[:, _STEP] = -1
     return history
+
+
+def history_for(compute: Compute, device: torch.device, num_experts: int = 1) -> Tensor | None:
+    """An empty history for a layer's delayed casts, of all experts one after another; ``None`` where none is delayed."""
+    if not compute.is_delayed:
+        return None
+    return new_history(max(cast.history for cast in compute.casts.values()), device).repeat(1, 1, num_experts)
 
 
 def delayed_amax(
     x: Tensor, cast: Cast, history: Tensor | None, operand: int, step: Tensor, record: bool
 ) -> Tensor | None:
-    """The largest magnitude to scale by, float32 ``[1, 1]``; ``None`` where the cast looks at the tensor itself.
+    """The amax to scale by, float32 ``[1, 1]``; ``None`` where the cast measures the tensor itself.
 
-    Law: where no earlier step saw anything but zeros, the tensor's own.
+    Where no earlier step saw anything but zeros, it is the tensor's own.
 
     Args:
         x: the operand.
         cast: how it is cast.
         history: the layer's, changed in place where ``record`` is true.
-        operand: which of the layer's.
+        operand: index of the tensor, see :data:`narrowgauge.spec.slots.TENSORS`.
         step: 0-d, of the optimizer.
-        record: write this step's largest magnitude down: in training only.
+        record: write this step's amax into the history; in training only.
     """
     if cast.scaling != "delayed" or history is None or not x.numel():
         return None
-    # Not a change that autograd counts: it would forbid going backward through a layer used twice.
-    ring = history.data[operand]
+    # .data: autograd must not count the write, or backward through a layer that is used twice would be refused.
+    buffer = history.data[operand]
     magnitudes = x.detach().abs()
     own = magnitudes.amax().double()
-    age = step - ring[_STEP]
-    usable = (ring[_STEP] >= 0) & (age > 0) & (age <= cast.history)
-    seen = torch.where(usable, ring[_AMAX], 0.0).amax()
+    age = step - buffer[_STEP]
+    usable = (buffer[_STEP] >= 0) & (age > 0) & (age <= cast.history)
+    seen = torch.where(usable, buffer[_AMAX], 0.0).amax()
     amax = torch.where(seen > 0, seen * 2.0**cast.margin, own)
     if record:
-        _record(ring, step, own, (magnitudes > amax).sum().double())
+        _record(buffer, step, own, (magnitudes > amax).sum().double())
     return torch.where(own.isfinite(), amax, torch.nan).float().view(1, 1)
 
 
-def _record(ring: Tensor, step: Tensor, own: Tensor, overflows: Tensor) -> None:
-    """Write a step down: of its micro-batches, the largest magnitude and the most overflows."""
-    place = (step % ring.shape[1]).long().view(1)
-    before = ring.index_select(1, place)[:, 0]
+def _record(buffer: Tensor, step: Tensor, own: Tensor, overflows: Tensor) -> None:
+    """Write a step's entry: of its micro-batches, the largest amax and the most overflows."""
+    index = (step % buffer.shape[1]).long().view(1)
+    before = buffer.index_select(1, index)[:, 0]
     before = torch.where(before[_STEP] == step, before, 0.0)
-    # A NaN or an infinity would stay in the ring for as long as it is looked back on.
+    # A NaN or an infinity would spoil the scale for `history` steps.
     kept = torch.where(own.isfinite(), own, 0.0)
     written = (torch.maximum(before[_AMAX], kept), step.double(), torch.maximum(before[_OVERFLOWS], overflows))
-    ring.index_copy_(1, place, torch.stack(written)[:, None])
+    buffer.index_copy_(1, index, torch.stack(written)[:, None])
 
 
 def count_overflows(history: Tensor, step: int | None = None) -> Tensor:
-    """How many values saturated, in the worst micro-batch of each step: int64 ``[operand]``.
+    """How many values saturated, in the worst micro-batch of each step: int64 ``[tensor]``.
 
     Args:
         history: a layer's.
-        step: of that step alone; ``None``: of all that the history still holds.
+        step: count that step alone; ``None`` counts all that the history holds.
     """
     counts = history[:, _OVERFLOWS]
     return (counts if step is None else torch.where(history[:, _STEP] == step, counts, 0.0)).sum(1).long()

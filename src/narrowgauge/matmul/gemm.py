@@ -1,13 +1,14 @@
-"""Products: two operands become a matrix, on the kernel that takes them or emulated with the same values.
+"""Matmuls of two operands, on a kernel that takes their codes or emulated with the same values.
 
-Emulated, a narrow code times the power of two of its block is a bfloat16 number, and so is a four-bit code times its e4m3
-scale; a bfloat16 matmul multiplies such numbers without error and adds in float32, so only the order of the sum differs
-from what a narrow kernel does. Scales in float32 (of a row, of a tensor) would make other numbers of them: they stay
-outside and multiply the result, which the CPU's matmul has by then rounded to bfloat16 once.
+Emulation: a narrow code times the power of two of its block is exact in bfloat16, and so is a four-bit code times its e4m3
+scale. A bfloat16 matmul multiplies such numbers without error and adds in float32, so only the order of the sum differs
+from a narrow kernel's. A code times a float32 scale (of a row, of a tensor) is not exact in bfloat16: those scales multiply
+the result instead, which the CPU's matmul has rounded to bfloat16 once by then.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -21,11 +22,11 @@ from narrowgauge.numerics.widening import SCRATCH, float32_tiles, is_widened, su
 from narrowgauge.spec.computes import Cast, Compute, Product
 from narrowgauge.spec.processor import multiplies
 
-# Sums of one panel: 4 MiB, so that sums, values and result share a last-level cache.
+# Sums of one panel: 4 MiB, so that sums, values and result fit a last-level cache.
 _PANEL_ELEMENTS = 1 << 20
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EXACT_TERMS = 1 << 17
-"""So many products of 127 × 127 add up within int32."""
+"""The number of products of 127 × 127 whose sum fits int32."""
 
 
 def multiply(
@@ -41,12 +42,12 @@ def multiply(
     Args:
         left: ``[rows, contraction]`` where ``dims[0]`` is 1, its transpose where it is 0.
         right: ``[columns, contraction]`` where ``dims[1]`` is 1, its transpose where it is 0.
-        dims: the dimension that each contracts.
-        product: how products are added.
+        dims: the dimension of each that is contracted.
+        product: which of a compute's matmuls; gives the accumulation.
         dtype: of the result.
         bias: ``[columns]``, added before the result is rounded.
     Returns:
-        ``[rows, columns]``, both filled up as the operands are.
+        ``[rows, columns]``, padded as the operands are.
     """
     a = left.data if dims[0] == 1 else left.data.t()
     b = right.data.t() if dims[1] == 1 else right.data
@@ -66,13 +67,13 @@ def multiply(
 
 
 def with_channels_back(left: Operand, right: Operand) -> tuple[Operand, Operand]:
-    """A smoothed left operand without its channels' scales, and the right one with them: the same product.
+    """Move the channels' scales of a smoothed left operand into the right one: the same product.
 
-    A factor for each channel cannot be taken out of the sum, and codes have no room for it; a code times a power of two is
-    exact in bfloat16, though. So the product is of 16-bit numbers, on a chip that multiplies the codes too.
+    A factor per channel cannot be taken out of the sum, and the codes have no room for it; a code times a power of two is
+    exact in bfloat16. So 16-bit numbers are multiplied, even on a chip that multiplies the codes.
 
     Args:
-        left: codes, and scales ``[1, channels]`` that are one number times powers of two.
+        left: codes, and scales ``[1, channels]``, each the same number times a power of two.
         right: ``[columns, channels]``.
     """
     assert left.outer is not None
@@ -82,7 +83,7 @@ def with_channels_back(left: Operand, right: Operand) -> tuple[Operand, Operand]
 
 
 def is_native(product: Product, device: torch.device) -> bool:
-    """Whether the operands' own codes are multiplied here."""
+    """Whether a kernel of this device multiplies the operands' own codes."""
     formats = {product.left.format, product.right.format}
     if "tfloat32" in formats:
         return False  # rounded here, multiplied as float32
@@ -94,11 +95,11 @@ def is_native(product: Product, device: torch.device) -> bool:
 
 
 def operand_dtype(cast: Cast, product: Product, device: torch.device, *, as_codes: bool = False) -> torch.dtype:
-    """The dtype in which a cast hands its result to the matmul.
+    """The dtype of a cast's result.
 
     Args:
         cast: one side of ``product``.
-        as_codes: take codes even where the matmul will widen them, since they are kept.
+        as_codes: codes even where the matmul widens them, because they are kept for backward.
     """
     if cast.format == "int8":
         return torch.int8
@@ -111,16 +112,39 @@ def operand_dtype(cast: Cast, product: Product, device: torch.device, *, as_code
     return torch.bfloat16
 
 
-def told(row: Compute, device: torch.device) -> str:
-    """One line on how a row's matmuls run on a device."""
+class EmulationNotice(UserWarning):
+    """Warned once per compute and device: its matmuls are emulated there."""
+
+
+_WARNED: set[tuple[str, str]] = set()
+
+
+def warn_if_emulated(compute: Compute, device: torch.device, stacklevel: int = 3) -> None:
+    """Warn once of a compute whose matmuls are emulated on a device."""
+    if (compute.name, str(device)) in _WARNED or device.type == "meta":
+        return
+    _WARNED.add((compute.name, str(device)))
+    text = describe_matmuls(compute, device)
+    if "emulated" in text:
+        warnings.warn(text, EmulationNotice, stacklevel=stacklevel)
+
+
+def emulated_formats(compute: Compute, device: torch.device) -> list[str]:
+    """The formats of the operands whose matmuls are emulated on a device."""
+    emulated = [product for product in compute.products.values() if not is_native(product, device)]
+    return sorted({cast.format for product in emulated for cast in (product.left, product.right)})
+
+
+def describe_matmuls(compute: Compute, device: torch.device) -> str:
+    """One line: how a compute's matmuls run on a device."""
     here = "this CPU" if device.type == "cpu" else f"this {torch.cuda.get_device_name(device)}"
-    emulated = sorted({c.format for p in row.products.values() if not is_native(p, device) for c in (p.left, p.right)})
+    emulated = emulated_formats(compute, device)
     if not emulated:
-        return f"{row.name} multiplies on {here} natively."
+        return f"{compute.name} multiplies on {here} natively."
     names = " and ".join(emulated)
     is_plain = {"bfloat16", "float16", "int8"}.issuperset(emulated)
     how = "by float32 products (same values, float32's speed)" if is_plain else "(exact values, no speed-up)"
-    return f"{row.name} multiplies {names}, which {here} cannot; it is emulated here {how}."
+    return f"{compute.name} multiplies {names}, which {here} cannot; it is emulated here {how}."
 
 
 @lru_cache(None)
@@ -129,7 +153,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _along(outer: Tensor | None, *, rows: bool) -> Tensor | None:
-    """A scale as ``[rows, 1]`` or ``[1, columns]`` of the result."""
+    """An operand's scale, as one of the result's rows or columns."""
     if outer is None:
         return None
     flat = outer.reshape(-1)
@@ -152,7 +176,7 @@ def _to_bfloat16(x: Tensor) -> Tensor:
 def multiply_widened(
     a: Tensor, b: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product by float32 matmuls: ``a [rows, contraction]``, ``b [contraction, columns]``, scaled and rounded once."""
+    """``a [rows, contraction] @ b [contraction, columns]`` by float32 matmuls, scaled and rounded once."""
     result = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
     for (rows, columns), values in float32_tiles(a, b):
         scales = _part(by_row, rows, 0), _part(by_column, columns, 1)
@@ -160,19 +184,17 @@ def multiply_widened(
     return result
 
 
-def _part(scale: Tensor | None, places: slice, dim: int) -> Tensor | None:
-    """The scales of some rows or columns; one scale is that of all."""
-    return (
-        scale if scale is None or scale.shape[dim] == 1 else scale.narrow(dim, places.start, places.stop - places.start)
-    )
+def _part(scale: Tensor | None, which: slice, dim: int) -> Tensor | None:
+    """The scales of some rows or columns; a single scale is that of all."""
+    return scale if scale is None or scale.shape[dim] == 1 else scale.narrow(dim, which.start, which.stop - which.start)
 
 
 def _multiply_integers(
     a: Tensor, b: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The exact integer product, scaled; on a CPU by panels of rows whose sums stay in the cache until they are scaled."""
+    """The exact integer product, scaled; on a CPU in panels of rows, whose sums are scaled while they are in the cache."""
     if a.is_cuda:
-        # Its kernel takes more than 16 rows and multiples of 8.
+        # The kernel takes more than 16 rows, and multiples of 8.
         rows, columns = a.shape[0], b.shape[1]
         a = _filled(a, max(-rows % 8, 24 - rows), -a.shape[1] % 8)
         b = _filled(b, -b.shape[0] % 8, -columns % 8)
@@ -183,14 +205,14 @@ def _multiply_integers(
     result = out = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
     turned = a.stride(0) == 1 and a.shape[0] > b.shape[1] and bias is None
     if turned:
-        # Its kernel is slower with a transposed left side the longer that is: the transpose of the product, then.
+        # The kernel is slower with a long transposed left side: compute the transpose of the product.
         a, b, out = b.t(), a.t(), result.t()
         by_row, by_column = _turned(by_column), _turned(by_row)
     height = max(_PANEL_ELEMENTS // max(b.shape[1], 1), 1)
     for first in range(0, a.shape[0], height):
         part = out[first : first + height]
         scale = _part(by_row, slice(first, first + len(part)), 0)
-        # In the order of rows, then columns of the result, whichever way it lies.
+        # The result's rows first, then its columns, also where the product is transposed.
         scales = (by_column, scale) if turned else (scale, by_column)
         _scale_into(part, _sum_integers(a[first : first + height], b), *scales, bias)
     return result
@@ -201,7 +223,7 @@ def _turned(scale: Tensor | None) -> Tensor | None:
 
 
 def _sum_integers(a: Tensor, b: Tensor) -> Tensor:
-    """The exact product as float32 rounds it, in memory that the next call writes over."""
+    """The exact product, rounded to float32, in memory that the next call overwrites."""
     if is_widened(torch.int8, "cpu"):
         return sum_integers(a, b)
     sums = SCRATCH.take("sums", torch.int32, a.shape[0], b.shape[1])
@@ -209,7 +231,7 @@ def _sum_integers(a: Tensor, b: Tensor) -> Tensor:
     a, b = _row_major(a), _row_major(b)
     if a.shape[1] <= _EXACT_TERMS:
         torch._int_mm(a, b, out=sums)
-        # Beside bfloat16 stores a compiled kernel converts integers one by one; PyTorch's own copy is four times faster.
+        # In a loop with bfloat16 stores a compiled kernel converts integers one by one; PyTorch's copy is four times faster.
         return values.copy_(sums)
     parts = zip(a.split(_EXACT_TERMS, 1), b.split(_EXACT_TERMS, 0), strict=True)
     total = torch.zeros((), dtype=torch.float64)
@@ -219,8 +241,8 @@ def _sum_integers(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _row_major(x: Tensor) -> Tensor:
-    """With the strides of a row-major matrix where it is one: a side of one place may have any, and the CPU's integer matmul
-    returns what memory held where both are 1."""
+    """A contiguous matrix with row-major strides: a side of length 1 may have any stride, and the CPU's integer matmul returns
+    uninitialized memory where both strides are 1."""
     return x.as_strided(x.shape, (max(x.shape[1], 1), 1)) if x.is_contiguous() else x
 
 
@@ -258,7 +280,7 @@ def _multiply_float8(
 
 
 def _filled(x: Tensor, rows: int, columns: int) -> Tensor:
-    # Float8 tensors know no padding of their own.
+    # F.pad does not take float8.
     if rows <= 0 and columns <= 0:
         return x
     return F.pad(x.view(torch.int8), (0, max(columns, 0), 0, max(rows, 0))).view(x.dtype)

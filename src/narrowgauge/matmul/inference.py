@@ -1,10 +1,10 @@
-"""Inference from weights of a byte each: codes and scales are all that stays of them.
+"""Inference from weights of one byte each: the layer stores codes and scales instead of the weight.
 
-In training a narrow linear layer casts its weight anew after every step, so the 16-bit weight must stay. Without training one
-cast is enough: the layer keeps the codes and the scales, and multiplies its input by them in the same casts and products as a
-row of :mod:`narrowgauge.spec.computes` says of its ``output``. In ``int8-outlier``, LLM.int8(), features of the input with a
-magnitude from 6 on multiply in 16 bits, all others in int8; the weights that they meet are the int8 ones too, widened, as the
-released bitsandbytes has it, where the paper kept 16-bit columns.
+In training, a narrow linear layer casts its weight again after every step, so the 16-bit weight must stay. Without training one
+cast is enough: the layer stores the codes and the scales, and multiplies its input by them in the casts and the matmul of a
+compute's ``output``. In ``int8-outlier``, LLM.int8(), features of the input with a magnitude of 6 or more multiply in 16 bits and
+all others in int8; the weights that they meet are the int8 ones too, widened, as in the released bitsandbytes; the paper
+stored 16-bit columns.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul import custom_ops
-from narrowgauge.matmul.choosing import row_chooser, row_of, tell_emulation
+from narrowgauge.matmul.cast_cache import LastCast
 from narrowgauge.matmul.experts import is_experts
-from narrowgauge.matmul.gemm import multiply, operand_dtype
-from narrowgauge.matmul.linear import is_linear
-from narrowgauge.matmul.operand import Operand, cast_matrix, outer_shape
-from narrowgauge.matmul.outliers import outlier_columns
-from narrowgauge.matmul.sharing import LastCast
+from narrowgauge.matmul.gemm import operand_dtype, warn_if_emulated
+from narrowgauge.matmul.layer_matmuls import multiply_slots, outlier_columns
+from narrowgauge.matmul.linear import ExactBuffers, is_linear, is_transposed
+from narrowgauge.matmul.operand import Operand, cast_matrix
+from narrowgauge.matmul.swapping import chooser
 from narrowgauge.numerics.plain import add_product
 from narrowgauge.numerics.quantization import blocked, padded, quantize
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute
+from narrowgauge.spec.variants import get_compute
 
 EXACT = ("weight_codes", "weight_scales")
 
 
 class InferenceBytes(NamedTuple):
-    """What a model's parameters and buffers take, in bytes, each storage counted once.
+    """The bytes of a model's parameters and buffers, each storage counted once.
 
     Attributes:
-        before: with the weights that were quantized in the dtype they had.
-        after: as they are.
+        before: with the weights that were quantized, in the dtype that they had.
+        after: as they are now.
     """
 
     before: int
     after: int
 
 
-def _cast(x: Tensor, row: str) -> tuple[Tensor, Tensor, Tensor]:
+def _cast(x: Tensor, compute: str) -> tuple[Tensor, Tensor, Tensor]:
     """x ``[tokens, in]`` cast for ``output``: data, the outer scale and which columns hold outliers (empty without)."""
-    product = custom_ops.ROWS[row].output
+    product = custom_ops.REGISTERED[compute].output
     left, is_outlier = product.left, x.new_empty(0, dtype=torch.bool)
     source = x
     if left.outliers:
@@ -58,43 +59,42 @@ def _cast(x: Tensor, row: str) -> tuple[Tensor, Tensor, Tensor]:
 
 def _multiply(
     data: Tensor, outer: Tensor, is_outlier: Tensor, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None,
-    row: str,
+    compute: str,
 ) -> Tensor:  # fmt: skip
-    """``output [tokens, out]`` of an input cast for the row, and of kept codes ``[out, in]``; outliers come from ``x``."""
-    product = custom_ops.ROWS[row].output
-    left = Operand(data, outer if outer.numel() else None)
-    result = multiply(left, _operand(codes, scales, product.right), (1, 1), product, x.dtype, bias)
-    result = result[: x.shape[0], : codes.shape[0]].contiguous()
-    return _add_outliers(result, x, codes, scales, is_outlier.nonzero().view(-1)) if product.left.outliers else result
+    """``output [tokens, out]`` of the cast input and stored codes ``[out, in]``; outliers come from ``x``."""
+    made = custom_ops.REGISTERED[compute]
+    left, right = custom_ops.pack(data, outer), _operand(codes, scales, made.output.right)
+    result = multiply_slots(left, right, made, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
+    has_outliers = made.output.left.outliers
+    return _add_outliers(result, x, codes, scales, is_outlier.nonzero().view(-1)) if has_outliers else result
 
 
-# What a compiler sees of them: it would cast anew at each use, and stop where the number of outliers matters.
+# Opaque to a compiler, which would repeat the cast at each use and break the graph at the number of outliers.
 cast_quantized = torch.library.custom_op("narrowgauge::cast_quantized", mutates_args=())(_cast)
 multiply_quantized = torch.library.custom_op("narrowgauge::multiply_quantized", mutates_args=())(_multiply)
 
 
 @torch.library.custom_op("narrowgauge::refuse_gradient", mutates_args=())
 def refuse_gradient(grad: Tensor, x_shape: list[int]) -> Tensor:
-    """Says that there is none: an operator, so that a compiler meets it only where backward is really run."""
+    """Raise that there is no gradient: an operator, so that compiled code raises only where backward runs."""
     raise RecipeError(
-        "backward() came to a linear layer that was quantized for inference and has no gradients.",
+        "backward() reached a linear layer that was quantized for inference and has no gradients.",
         "Train with swap_linears or prepare, and quantize afterwards; or call the model under torch.no_grad().",
     )
 
 
 @cast_quantized.register_fake
-def _(x: Tensor, row: str) -> tuple[Tensor, Tensor, Tensor]:
-    product = custom_ops.ROWS[row].output
-    left, shape = product.left, padded(x, product.left, 1).shape
-    data = x.new_empty(shape, dtype=operand_dtype(left, product, x.device))
-    outer = x.new_empty(outer_shape(shape, left, 1) or 0, dtype=torch.float32)
-    return data, outer, x.new_empty(x.shape[1] if left.outliers else 0, dtype=torch.bool)
+def _(x: Tensor, compute: str) -> tuple[Tensor, Tensor, Tensor]:
+    made = custom_ops.REGISTERED[compute]
+    dtype = operand_dtype(made.output.left, made.output, x.device)
+    data, outer = custom_ops.empty_operand(x, made, "output.left", dtype)
+    return data, outer, x.new_empty(x.shape[1] if made.output.left.outliers else 0, dtype=torch.bool)
 
 
 @multiply_quantized.register_fake
 def _(
     data: Tensor, outer: Tensor, is_outlier: Tensor, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None,
-    row: str,
+    compute: str,
 ) -> Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], codes.shape[0]))
 
@@ -105,17 +105,17 @@ def _(grad: Tensor, x_shape: list[int]) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """The product of an input with kept codes; its gradient is refused."""
+    """The product of an input with stored codes; its gradient is refused."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, row: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, compute: str) -> Tensor:
         ctx.x_shape = list(x.shape)
-        y: Tensor = multiply_quantized(*cast_quantized(x, row), x, codes, scales, bias, row)
+        y: Tensor = multiply_quantized(*cast_quantized(x, compute), x, codes, scales, bias, compute)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Never."""
+        """Raises."""
         return refuse_gradient(grads[0], ctx.x_shape), None, None, None, None
 
 
@@ -123,19 +123,18 @@ _with_refusal = cast(Callable[..., Tensor], _Product.apply)
 _last_cast = LastCast(cast(Any, _cast))
 
 
-def _product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, row: str) -> Tensor:
-    """The product by the shortest way: operators cost a single token more than its arithmetic does."""
-    is_asked = x.requires_grad or (bias is not None and bias.requires_grad)
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and is_asked):
-        return _with_refusal(x, codes, scales, bias, row)
-    # An inference tensor does not count its changes, so no cast of it can be recognized as still true.
-    made: Any = _last_cast(codes, x, row)
+def _product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, compute: str) -> Tensor:
+    """The product, without operators where possible: for a single token they cost more than the arithmetic."""
+    needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and needs_grad):
+        return _with_refusal(x, codes, scales, bias, compute)
+    made: Any = _last_cast(codes, x, compute)
     data, outer, is_outlier = made
-    return _multiply(data, outer, is_outlier, x, codes, scales, bias, row)
+    return _multiply(data, outer, is_outlier, x, codes, scales, bias, compute)
 
 
 def _operand(codes: Tensor, scales: Tensor, right: Cast) -> Operand:
-    """The weight as its matmul takes it: codes with a scale beside them, or block by block widened without error."""
+    """The weight as its matmul takes it: codes and a scale, or widened block by block, which is exact."""
     if right.block is None:
         return Operand(codes, scales)
     values = padded(codes.to(torch.bfloat16), right, 1)
@@ -150,21 +149,22 @@ def _add_outliers(result: Tensor, x: Tensor, codes: Tensor, scales: Tensor, colu
     return add_product(result, x[:, columns], weight.t())
 
 
-class QuantizedLinear(nn.Module):
-    """A linear layer that has codes and scales in place of a weight; made by :func:`quantize_for_inference`.
+class QuantizedLinear(ExactBuffers):
+    """A linear layer with codes and scales instead of a weight; made by :func:`quantize_for_inference`.
 
     Its ``state_dict`` holds ``weight_codes``, ``weight_scales`` and, where the layer has one, ``bias``. A change of the model's
-    dtype leaves codes and scales alone.
+    dtype does not change codes and scales.
 
     Attributes:
-        compute: the row whose ``output`` it computes.
-        weight_codes: ``[out, in]``, in the row's format.
-        weight_scales: float32 ``[out, 1]`` or ``[1, 1]``; of blocks, float8_e8m0fnu, one for each.
-        replaced_bytes: what the weight took that is gone.
+        compute: whose ``output`` it computes.
+        weight_codes: ``[out, in]``, in the compute's format.
+        weight_scales: float32 ``[out, 1]`` or ``[1, 1]``; for blocks float8_e8m0fnu, one for each.
+        replaced_bytes: the bytes of the weight that was replaced.
     """
 
+    exact = EXACT
     compute: Compute
-    row: str  # by which operators know it
+    registered_name: str  # by which the operators know the compute
     in_features: int
     out_features: int
     weight_codes: Tensor
@@ -177,30 +177,21 @@ class QuantizedLinear(nn.Module):
         device = input.device.type
         x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
         rows = x.reshape(-1, self.in_features)
-        y = _product(rows, self.weight_codes, self.weight_scales, self.bias, self.row)
+        y = _product(rows, self.weight_codes, self.weight_scales, self.bias, self.registered_name)
         return y.view(*x.shape[:-1], self.out_features)
 
     def dequantize(self) -> Tensor:
-        """The weight that the codes stand for: float32 ``[out, in]``."""
+        """The weight that codes and scales represent: float32 ``[out, in]``."""
         operand = _operand(self.weight_codes, self.weight_scales, self.compute.output.right)
         values = operand.data.float() if operand.outer is None else operand.data.float() * operand.outer
         return values[: self.out_features, : self.in_features]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
-        exact = {name: self.get_buffer(name) for name in EXACT}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, before in exact.items():
-            after = self.get_buffer(name)
-            if after.dtype != before.dtype:
-                self.register_buffer(name, before.to(after.device))
-        return self
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.row = custom_ops.register(self.compute)  # another process does not know it yet
+        self.registered_name = custom_ops.register(self.compute)  # another process does not know it yet
 
     def extra_repr(self) -> str:
-        """Sizes and row."""
+        """Sizes and compute."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, compute={self.compute.name!r}"
 
@@ -208,23 +199,23 @@ class QuantizedLinear(nn.Module):
 def quantize_for_inference(
     model: nn.Module, compute: str | Compute = "int8-outlier", keep: tuple[str, ...] | None = None
 ) -> nn.Module:
-    """Replace the weights of a model's linear layers by codes of a byte, in place: 1 byte a parameter and 4 a row.
+    """Replace the weights of a model's linear layers by one-byte codes, in place: 1 byte a parameter.
 
-    Law: a layer's output is the row's product of the cast input and the codes, the same bits eager and compiled; the same
-    ``state_dict`` in a model quantized alike gives the same bits again. What is an outlier, and the scale of a whole tensor,
-    depend on all tokens of a call; in the other rows each token is on its own.
+    Invariant: a layer's output is the compute's matmul of the cast input and the codes, the same bits eager and compiled;
+    loading the ``state_dict`` into a model quantized in the same way gives the same bits again. Outliers and a per-tensor scale
+    depend on all tokens of a call; in the other computes tokens are independent.
 
     Args:
         model: any module with ``nn.Linear`` or transformers' ``Conv1D`` layers; on the meta device, codes come out empty, to be
             loaded with ``load_state_dict(…, assign=True)``.
-        compute: a row, or its name, whose weights are codes of 8 bits with scales of their own: ``int8-outlier``,
+        compute: a compute, or its name, whose weights are 8-bit codes with scales of their own: ``int8-outlier``,
             ``int8-row``, ``float8-row``, ``float8-tensor``, ``float8-block``, ``mxfp8``.
-        keep: patterns of names (shell wildcards) of layers to leave alone; ``None`` takes the row's own, which is the
+        keep: patterns of names (shell wildcards) of layers to leave alone; ``None`` uses the compute's own, which is the
             language model's head.
     Returns:
-        The model, in evaluation mode. It computes in the dtype of what it is given.
+        The model, in evaluation mode. It computes in the dtype of its input.
     Raises:
-        RecipeError: no such row, or one without such codes; no linear layer to quantize. Later, backward() raises it too.
+        RecipeError: no such compute, or one without such codes; no linear layer to quantize. Later, backward() raises it too.
 
     Cost: some float32 copies of one weight at a time. In use, where the product is emulated or in blocks, a bfloat16 copy of
         one weight at a time.
@@ -234,8 +225,8 @@ def quantize_for_inference(
         >>> inference_bytes(quantize_for_inference(model))
         InferenceBytes(before=524288, after=264192)
     """
-    row = _served(compute)
-    choose = row_chooser(row, keep)
+    made = _checked(compute)
+    choose = chooser(made, keep)
     layers: dict[str, Any] = {
         name: each for name, each in model.named_modules() if is_linear(each) and choose(name) is not None
     }
@@ -246,15 +237,13 @@ def quantize_for_inference(
     for each in layers.values():
         weight = cast(Tensor, each.weight)
         is_gone = not uses[id(weight)] and id(weight) not in shared
-        _quantize(each, row, shared, weight.nbytes if is_gone else 0)
-    device = next(iter(layers.values())).weight_codes.device
-    if device.type != "meta":
-        tell_emulation(row, device)
+        _quantize(each, made, shared, weight.nbytes if is_gone else 0)
+    warn_if_emulated(made, next(iter(layers.values())).weight_codes.device)
     return model.eval()
 
 
 def inference_bytes(model: nn.Module) -> InferenceBytes:
-    """What a model's parameters and buffers take, before and after :func:`quantize_for_inference`.
+    """The bytes of a model's parameters and buffers, before and after :func:`quantize_for_inference`.
 
     Args:
         model: any module, quantized or not.
@@ -277,27 +266,27 @@ def inference_bytes(model: nn.Module) -> InferenceBytes:
     return InferenceBytes(after - sum(codes.values()) + replaced, after)
 
 
-def _served(compute: str | Compute) -> Compute:
-    row = row_of(compute)
-    if row.output.left.smooth:
+def _checked(compute: str | Compute) -> Compute:
+    made = get_compute(compute)
+    if made.output.left.smooth:
         raise RecipeError(
-            f"compute '{row.name}' was asked for inference, where each call scales its own input and nothing runs away from "
-            "a scale.",
-            f"Take '{row.name.partition('+')[0]}'.",
+            f"compute '{made.name}' was requested for inference, where each call scales its own input, so that no channel "
+            "outgrows a scale and smoothing gains nothing.",
+            f"Use '{made.name.partition('+')[0]}'.",
         )
-    if not _serves(row):
-        names = ", ".join(name for name, each in COMPUTES.items() if _serves(each))
+    if not _can_quantize(made):
+        names = ", ".join(name for name, each in COMPUTES.items() if _can_quantize(each))
         raise RecipeError(
-            f"compute '{row.name}' was asked for inference, whose weights are no codes of 8 bits with scales of their own "
-            f"({row.output.right}).",
-            f"Take one of {names}.",
+            f"compute '{made.name}' was requested for inference, and its weights are not 8-bit codes with scales of their "
+            f"own ({made.output.right}).",
+            f"Use one of {names}.",
         )
-    return row
+    return made
 
 
-def _serves(row: Compute) -> bool:
-    """Whether a weight can be kept as a byte a value, and an input cast with nothing known but itself."""
-    right, left = row.output.right, row.output.left
+def _can_quantize(compute: Compute) -> bool:
+    """Whether a weight can be stored as one byte a value, and an input cast without knowing anything else."""
+    right, left = compute.output.right, compute.output.left
     is_one_level = right.scale != "float8_e4m3fn" and right.rotation == "none"
     return right.element.bits == 8 and is_one_level and right.scaling == left.scaling == "current"
 
@@ -316,17 +305,17 @@ def _check(model: nn.Module, layers: dict[str, Any], choose: Callable[[str], Com
         )
 
 
-def _quantize(module: Any, row: Compute, shared: dict[int, tuple[Tensor, Tensor]], replaced_bytes: int) -> None:
+def _quantize(module: Any, compute: Compute, shared: dict[int, tuple[Tensor, Tensor]], replaced_bytes: int) -> None:
     """The module as a :class:`QuantizedLinear`; the same object, so that hooks and references to it hold."""
     weight, bias = module._parameters["weight"], module._parameters["bias"]
-    is_transposed = type(module).__name__ == "Conv1D" or getattr(module, "is_transposed", False)
-    matrix = weight.t() if is_transposed else weight
+    matrix = weight.t() if is_transposed(module) else weight
     if id(weight) not in shared:
-        shared[id(weight)] = _codes_of(matrix.detach(), row.output.right)
+        shared[id(weight)] = _codes_of(matrix.detach(), compute.output.right)
     for own in (module._parameters, module._buffers, module._non_persistent_buffers_set):
         own.clear()
     module.__class__ = QuantizedLinear
-    module.row, module.compute, module.replaced_bytes = custom_ops.register(row), row, replaced_bytes
+    module.registered_name, module.compute = custom_ops.register(compute), compute
+    module.replaced_bytes = replaced_bytes
     module.out_features, module.in_features = matrix.shape
     for name, tensor in zip(EXACT, shared[id(weight)], strict=True):
         module.register_buffer(name, tensor)
@@ -339,18 +328,18 @@ def _codes_of(weight: Tensor, right: Cast) -> tuple[Tensor, Tensor]:
     found = quantize(padded(weight, right, 1), right)
     codes = found.codes[: weight.shape[0], : weight.shape[1]].to(getattr(torch, right.format)).contiguous()
     if found.inner is not None:
-        return codes, found.inner.to(torch.float8_e8m0fnu)  # powers of two, all of them
+        return codes, found.inner.to(torch.float8_e8m0fnu)  # exact: all are powers of two
     assert found.outer is not None
     return codes, found.outer
 
 
 def _check_formats(module: QuantizedLinear, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Codes of another format would be taken for numbers, and rounded to the layer's own."""
+    """Refuse codes of another format: PyTorch would load them as numbers and round them to the layer's format."""
     for name in EXACT:
         given, own = state_dict.get(prefix + name), module.get_buffer(name)
         if given is not None and given.dtype != own.dtype:
             raise FormatError(
-                f"'{prefix}{name}' was saved in {given.dtype}, and a layer quantized as '{module.compute.name}' keeps "
+                f"'{prefix}{name}' was saved in {given.dtype}, and a layer quantized as '{module.compute.name}' stores "
                 f"{own.dtype}.",
-                "Quantize the model in the row that was saved, then load.",
+                "Quantize the model in the compute that was saved, then load.",
             )

@@ -1,9 +1,9 @@
-"""Casts at work: a matrix becomes the operand that a matmul kernel takes.
+"""Operands: a matrix cast to what a matmul kernel takes.
 
-The arithmetic is :mod:`narrowgauge.numerics.quantization`, a definition that is compiled once for each cast and dimension, for
-any shape. What comes out depends on who multiplies: int8 and float8 *codes* where a kernel takes them or where they are
-kept for backward, else bfloat16 *values*, code times the scale of its block, which bfloat16 holds exactly. The scale of a
-row or a tensor stays beside them, for after the matmul.
+The arithmetic is :mod:`narrowgauge.numerics.quantization`, compiled once per cast and dimension for any shape. The result depends
+on the kernel: int8 and float8 *codes* where it takes them or where they are kept for backward, else bfloat16 *values*, code
+times the scale of its block, which is exact in bfloat16. The scale of a row or a tensor is returned separately and is
+applied after the matmul.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from narrowgauge.numerics.quantization import blocked, padded, sides_of, smoothi
 from narrowgauge.spec.computes import Cast
 
 COMPILE_ELEMENTS = 1 << 18
-"""From so many elements on a cast is compiled: below, it costs less than the compiler's seconds will ever win back."""
+"""Casts of at least so many elements are compiled; a smaller cast never wins back the time that compiling it takes."""
 
 
 Words = tuple[Tensor, Tensor]
 
 
 class Operand(NamedTuple):
-    """One side of a matmul, as the matrix lay; it stands for ``data * outer``.
+    """One side of a matmul, not transposed; it stands for ``data * outer``.
 
     Attributes:
-        data: ``[rows, columns]``, filled up to whole blocks: int8 or float8 codes, or values in a wider dtype.
+        data: ``[rows, columns]``, padded to whole blocks: int8 or float8 codes, or values in a wider dtype.
         outer: float32 ``[rows, 1]``, ``[1, columns]`` (of a smooth cast too) or ``[1, 1]``; ``None`` without such a scale.
     """
 
@@ -52,7 +52,7 @@ def cast_matrix(
 ) -> Operand:
     """Cast a matrix for a matmul that contracts its dimension ``dim``.
 
-    Law: the same bits compiled and not (int8 codes of a group whose scale is NaN may be any).
+    Invariant: the same bits compiled and not (int8 codes of a group whose scale is NaN are unspecified).
 
     Args:
         x: ``[rows, columns]``.
@@ -61,7 +61,7 @@ def cast_matrix(
         dtype: of the result: int8 or a float8 for codes, else a dtype that holds the values.
         words: for stochastic casts, see :func:`narrowgauge.numerics.quantization.random_words`; for the padded shape.
         fold: float32, broadcastable: multiplied into ``x`` first.
-        amax: float32 ``[1, 1]``: the largest magnitude to scale by, in place of the tensor's own.
+        amax: float32 ``[1, 1]``: the amax to scale by instead of the tensor's own.
     Returns:
         The operand.
     """
@@ -85,17 +85,27 @@ def cast_matrix(
     return Operand(values.view(x.shape), outer)
 
 
+def has_outer_scale(cast: Cast) -> bool:
+    """Whether a cast's operand has an outer scale."""
+    return not (cast.is_wide or cast.scaling == "static" or (cast.block is not None and cast.scale != "float8_e4m3fn"))
+
+
+def outer_dim(cast: Cast, dim: int) -> int | None:
+    """The dimension of the matrix along which the outer scale has a value for each index; ``None`` for a single value."""
+    return 1 if cast.smooth else {"row": 1 - dim, "column": dim}.get(cast.granularity)
+
+
 def outer_shape(shape: torch.Size, cast: Cast, dim: int) -> tuple[int, int] | None:
     """Shape of an operand's outer scale, ``None`` without one.
 
     Args:
-        shape: of the matrix, filled up to whole blocks.
+        shape: of the matrix, padded to whole blocks.
         cast, dim: as for :func:`cast_matrix`.
     """
-    if cast.is_wide or cast.scaling == "static" or (cast.block is not None and cast.scale != "float8_e4m3fn"):
+    if not has_outer_scale(cast):
         return None
-    kept = 1 if cast.smooth else {"row": 1 - dim, "column": dim}.get(cast.granularity)
-    return (shape[0] if kept == 0 else 1, shape[1] if kept == 1 else 1)
+    along = outer_dim(cast, dim)
+    return (shape[0] if along == 0 else 1, shape[1] if along == 1 else 1)
 
 
 def _nothing(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> Operand:
@@ -162,10 +172,10 @@ def _blocks(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def compiled(definition: Callable[..., Any], *arguments: Tensor | None) -> Any:
-    """What the definition gives for these arguments, compiled for their pattern, of any size.
+    """The definition applied to these arguments, compiled for their pattern and any size.
 
-    PyTorch compiles one function anew for each pattern (dtypes, what is absent, sides of 1, sides that are equal, order in
-    memory), and gives up after eight; so each pattern is a function of its own.
+    PyTorch recompiles a function for each pattern (dtypes, absent arguments, sides of 1, equal sides, memory order) and gives up
+    after eight; so each pattern is a function of its own.
     """
     with torch.no_grad():
         return _kernel(definition, _pattern(arguments))(*arguments)
@@ -190,7 +200,7 @@ def _pattern(arguments: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
 
 @lru_cache(None)
 def can_compile() -> bool:
-    """Whether casts can be compiled here; told once where not."""
+    """Whether casts can be compiled here; warns once where not."""
     missing = compiler_missing()
     if missing:
         warnings.warn(f"{missing}: casts run uncompiled, with the same bits but slower.", stacklevel=3)

@@ -1,20 +1,25 @@
-"""Swapping: a model's linear layers and experts go on in a row of the computes, in place."""
+"""Swapping: a model's linear layers and experts continue in other computes, in place."""
 
 from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import experts
-from narrowgauge.matmul.choosing import Choice, row_chooser, row_of, tell_emulation
-from narrowgauge.matmul.fused_attention import widen_attention
+from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import Linear, is_linear, narrowed
 from narrowgauge.matmul.linears import Layer, Linears
-from narrowgauge.numerics.widening import is_widened
+from narrowgauge.numerics.widening import is_widened, widen_attention
 from narrowgauge.spec import variants
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.processor import care_for
+
+Choice = str | Compute | Callable[[str], str | Compute | None]
+"""A compute, its name, or a function from a layer's name to one of these; ``None`` leaves the layer alone."""
 
 
 def swap_linears(
@@ -24,64 +29,141 @@ def swap_linears(
     keep: tuple[str, ...] | None = None,
     seed: int = 0,
 ) -> Linears:
-    """Let a model's linear layers compute in a row of ``COMPUTES``, in place.
+    """Let a model's linear layers and experts compute in a compute of ``COMPUTES``, in place.
 
-    Law: parameters, buffers of the ``state_dict`` and names stay; a layer is swapped unless its name matches ``keep``. On a
-    CPU that does not multiply bfloat16, the bfloat16 layers that are left alone go by float32 products, with the same values.
+    Parameters, names and ``state_dict`` stay; a layer is swapped unless its name matches ``keep``. On a CPU that does not
+    multiply bfloat16, the bfloat16 layers that are left alone use float32 matmuls, with the same values.
 
     Args:
         model: any module with ``nn.Linear``, transformers' ``Conv1D`` or its mixtures' experts.
-        compute: a row, its name, or a function from a layer's name to either (``None`` leaves it alone).
-        keep: patterns of names (shell wildcards) of layers to leave alone; ``None`` takes the row's own, which is the
+        compute: a compute, its name, or a function from a layer's name to either (``None`` leaves it alone).
+        keep: patterns of names (shell wildcards) of layers to leave alone; ``None`` uses the compute's own, which is the
             language model's head.
         seed: of stochastic casts.
     Returns:
         A handle on the swapped layers.
     Raises:
-        RecipeError: no such row, or the model has no linear layer to swap.
+        RecipeError: no such compute; no linear layer to swap; experts that cannot be swapped.
 
-    Cost: none until the layers are used; the first use of a row compiles its casts, some seconds for each.
+    Cost: none until the layers are used; the first use of a compute compiles its casts, some seconds for each.
     Example:
         >>> model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).bfloat16()
         >>> linears = swap_linears(model, "bfloat16")
         >>> sorted(linears.layers)
         ['0', '2']
     """
-    choose = row_chooser(compute, keep)
+    choose = chooser(compute, keep)
     if isinstance(compute, (str, Compute)):
-        variants.check_layers(row_of(compute), linear_names(model), type(model).__name__)
+        variants.check_layers(variants.get_compute(compute), linear_names(model), type(model).__name__)
     layers: dict[str, Layer] = {}
     for name, module in list(model.named_modules()):
-        row = choose(name) if is_linear(module) else None
-        if row is not None:
-            layers[name] = narrowed(name, module, row)
+        chosen = choose(name) if is_linear(module) else None
+        if chosen is not None:
+            layers[name] = narrowed(name, module, chosen)
     layers |= experts.grouped_layers(model, choose)
     if not layers:
         raise RecipeError(
             f"{type(model).__name__} has no linear layer to compute narrowly.",
             "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
         )
-    left = _take_plain(model)
+    left = _swap_slow_layers(model)
     if is_widened(torch.bfloat16, next(iter(layers.values())).state.device.type):
         widen_attention()
         care_for("bfloat16")
-    for row in {layer.compute.name: layer.compute for layer in (*layers.values(), *left)}.values():
-        tell_emulation(row, next(iter(layers.values())).state.device)
-    linears = Linears(layers, seed)
+    linears = _handle(layers, seed, left)
     linears.share_histories()
-    linears.follow_any()
     for layer in left:
         layer.set_step(linears.step, seed)
     return linears
 
 
+def swap_experts(
+    model: nn.Module,
+    compute: Choice,
+    *,
+    keep: tuple[str, ...] | None = None,
+    seed: int = 0,
+) -> Linears:
+    """Let only the experts of a transformers model compute in a compute of ``COMPUTES``, in place.
+
+    An expert's values are those of a linear layer of the compute on that expert's tokens. Parameters, names and
+    ``state_dict`` stay.
+
+    Args:
+        model: with experts as transformers 5 stores them.
+        compute: a compute, its name, or a function from a projection's name (``…experts.down_proj``) to either, or ``None``.
+        keep: patterns of names to leave alone; ``None`` uses the compute's own.
+        seed: of stochastic casts.
+    Returns:
+        A handle on the swapped projections.
+    Raises:
+        RecipeError: no such compute; no experts to swap; experts of a kind that cannot be swapped, or that are sharded.
+
+    Cost: as :func:`~narrowgauge.matmul.grouped.grouped_linear`.
+    Example:
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> small = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        ...                       num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        >>> sorted(swap_experts(MixtralForCausalLM(small), "int8-row").layers)
+        ['model.layers.0.mlp.experts.down_proj', 'model.layers.0.mlp.experts.gate_up_proj']
+    """
+    layers: dict[str, Layer] = {**experts.grouped_layers(model, chooser(compute, keep))}
+    if not layers:
+        raise RecipeError(
+            f"{type(model).__name__} has no experts to compute narrowly.",
+            "They must be stored in one 3-D parameter as in transformers 5, and not all be kept.",
+        )
+    return _handle(layers, seed)
+
+
+def linears_of(model: nn.Module) -> Linears | None:
+    """A handle on the narrow layers of a model, for code that has only the model.
+
+    Args:
+        model: any module.
+    Returns:
+        The handle, with the layers' seed and step, or ``None`` where there are none.
+    Example:
+        >>> linears_of(nn.Linear(2, 2)) is None
+        True
+    """
+    layers: dict[str, Layer] = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    layers |= experts.grouped_layers_of(model)
+    return Linears(layers, next(iter(layers.values())).seed) if layers else None
+
+
 def linear_names(model: nn.Module) -> list[str]:
-    """The names of linear layers, and of mixtures' experts' projections."""
+    """The names of linear layers, and of the projections of mixtures' experts."""
     return [*(name for name, module in model.named_modules() if is_linear(module)), *experts.projections(model)]
 
 
-def _take_plain(model: nn.Module) -> list[Linear]:
-    """Swap the plain layers that are left where PyTorch's own product of their format is slow."""
+def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Compute | None]:
+    """From a layer's name to its compute, ``None`` for those that ``keep`` or the compute itself leaves alone."""
+    if not isinstance(compute, (str, Compute)):
+        given = compute
+        return lambda name: None if (chosen := given(name)) is None else variants.get_compute(chosen)
+    chosen = variants.get_compute(compute)
+    patterns = chosen.keep if keep is None else keep
+
+    def choose(name: str) -> Compute | None:
+        kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        return None if kept else variants.at_layer(chosen, name)
+
+    return choose
+
+
+def _handle(layers: dict[str, Layer], seed: int, others: list[Linear] | None = None) -> Linears:
+    """The handle on swapped layers, which count every optimizer's steps; warns of computes that are emulated."""
+    device = next(iter(layers.values())).state.device
+    for compute in {layer.compute.name: layer.compute for layer in (*layers.values(), *(others or ()))}.values():
+        warn_if_emulated(compute, device, stacklevel=4)
+    linears = Linears(layers, seed)
+    linears.follow_any()
+    return linears
+
+
+def _swap_slow_layers(model: nn.Module) -> list[Linear]:
+    """Swap the plain layers that are left where PyTorch's own matmul of their format is slow."""
     slow = {
         name: module
         for name, module in model.named_modules()
@@ -92,19 +174,3 @@ def _take_plain(model: nn.Module) -> list[Linear]:
 
 def _is_slow(weight: Tensor) -> bool:
     return weight.dtype is torch.bfloat16 and is_widened(weight.dtype, weight.device.type)
-
-
-def linears_of(model: nn.Module) -> Linears | None:
-    """A handle on the narrow layers of a model, for a loop that has only the model.
-
-    Args:
-        model: any module.
-    Returns:
-        The handle, with the seed and at the step that the layers have, or ``None`` where there are none.
-    Example:
-        >>> linears_of(nn.Linear(2, 2)) is None
-        True
-    """
-    layers: dict[str, Layer] = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    layers |= experts.grouped_layers_of(model)
-    return Linears(layers, next(iter(layers.values())).seed) if layers else None

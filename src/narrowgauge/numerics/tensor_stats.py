@@ -9,6 +9,7 @@ and steps, and can be plotted on the same axis as a format's range.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -200,6 +201,33 @@ def sqnr_of_sums(sums: Tensor) -> Tensor:
     """
     signal, error = sums[..., 0], sums[..., 1]
     return 10 * torch.log10(torch.where(error == 0, torch.inf, signal / error))
+
+
+class CastLoss(NamedTuple):
+    """What a cast loses.
+
+    Attributes:
+        sqnr_db: signal to quantization noise ratio, decibels; +inf where nothing was lost.
+        overflow: the share of values beyond the format's largest.
+        underflow: the share of nonzero values that become zero.
+    """
+
+    sqnr_db: float
+    overflow: float
+    underflow: float
+
+
+def cast_loss(sums: Tensor) -> CastLoss:
+    """The metrics of :func:`cast_sums` added up.
+
+    Args:
+        sums: float64 ``[6]``.
+    Example:
+        >>> cast_loss(torch.tensor([100.0, 1.0, 0, 1, 4, 5])).underflow
+        0.25
+    """
+    _, _, beyond, zeroed, nonzero, total = sums.tolist()
+    return CastLoss(float(sqnr_of_sums(sums)), beyond / max(total, 1), zeroed / max(nonzero, 1))
 
 
 def block_scale_exponents(scales: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Will it pay? What each linear layer of a model costs in each row of computes, and what the whole step then takes.
+"""What each linear layer of a model costs in each compute, and what the whole step then takes.
 
-A narrow format makes matmuls faster and adds casts; attention, norms, the loss and the optimizer take what they took. So a
-layer gains where its three matmuls save more than its casts cost, and a step gains by the layers' share of it.
+A narrow format makes matmuls faster and adds casts; attention, norms, the loss and the optimizer take the same time. So a layer
+gains where its three matmuls save more than its casts cost, and a step gains by the layers' share of it.
 
-``linears`` and ``settings`` say what there is to compute and in which rows; ``measuring`` times it on this machine (``parts`` of
-a layer, ``blocks`` and steps of the model), or ``predicting`` counts it from a chip's figures, without PyTorch; ``costs`` is the
-arithmetic from there to a step, to memory and to the fastest recipe; ``numerics`` reads what the casts lose; ``profiler`` asks
-them all, and ``report`` says what came out.
+``layer_plan`` lists what there is to compute and how. ``measurement`` times it on this machine (``layer_benchmark``,
+``block_benchmark``), or ``roofline`` predicts it from a chip's figures, without PyTorch. ``costs`` goes from there to a step,
+to memory and to the fastest recipe. ``cast_error`` measures what the casts lose. ``profiler`` calls them all, and
+``profile_report`` prints.
 """

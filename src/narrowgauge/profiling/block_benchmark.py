@@ -1,9 +1,8 @@
 """Whole training steps, and single decoder blocks of them, compiled as the trainer compiles them.
 
-The parts of a linear layer do not add up to what it takes in a model: operators must be launched, a compiler can no longer
-join what lies on both sides of them, and operands come from memory that others have used meanwhile. One block of the model,
-forward and backward in a row of computes, shows all of that; a step is as many of them as the model has, and a rest that no
-row changes.
+The operations of a linear layer do not add up to what it takes in a model: operators must be launched, a compiler cannot fuse
+across them, and operands are no longer in the cache. One block of the model, forward and backward in a compute, shows all of
+that; a step is as many blocks as the model has, and a rest that no compute changes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from narrowgauge import _torch
-from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.spec.recipes import Recipe
@@ -56,12 +55,12 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @dataclass
 class Block:
-    """One decoder block, and how its model calls it.
+    """One decoder block, and the arguments of a call.
 
     Args:
         module: the block.
-        args, kwargs: what it is called with; the stream among them asks for its gradient, as in the middle of a model.
-        recipe: that it computes in.
+        args, kwargs: of the call; the stream requires a gradient, as in the middle of a model.
+        recipe: it computes in.
     """
 
     module: nn.Module
@@ -86,7 +85,7 @@ class Block:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """All that gets a gradient."""
+        """Everything that gets a gradient."""
         inputs = (v for v in (*self.args, *self.kwargs.values()) if isinstance(v, Tensor) and v.requires_grad)
         return [*self.module.parameters(), *inputs]
 
@@ -95,61 +94,62 @@ def training_block(session: Session, recipe: Recipe, *, compile: bool = True) ->
     """A copy of the model's first decoder block, in a recipe's computes.
 
     Args:
-        session: of the recipe's base; it is left as it was.
+        session: of the plain recipe; it is not changed.
         recipe: whose computes the copy gets.
         compile: whether it is compiled.
     """
     name, original = blocks_of(session.model)[0]
     args, kwargs = _arguments(session, name)
     module = copy.deepcopy(original)
-    rows = {local: recipe.compute_of(f"{name}.{local}") for local, _ in module.named_modules()}
-    if any(row.name != recipe.dtype for row in rows.values()):
+    computes = {local: recipe.compute_of(f"{name}.{local}") for local, _ in module.named_modules()}
+    if any(compute.name != recipe.dtype for compute in computes.values()):
         with warnings.catch_warnings():
-            # The profile itself says what is emulated.
+            # The profile reports what is emulated.
             warnings.simplefilter("ignore", EmulationNotice)
-            swap_linears(module, rows.__getitem__)
+            swap_linears(module, computes.__getitem__)
     if compile:
         module.compile(fullgraph=True)
     return Block(module, tuple(map(_leaf, args)), {key: _leaf(value) for key, value in kwargs.items()}, recipe)
 
 
 @contextmanager
-def many_rows() -> Iterator[None]:
-    """Within it the compiler makes as many versions of a block as there are rows; by itself it gives up after eight."""
+def many_versions() -> Iterator[None]:
+    """Within it the compiler makes a version of a block for each compute; its default limit is eight."""
     limit = max(torch._dynamo.config.recompile_limit, _torch.MANY_VERSIONS)
     with torch._dynamo.config.patch(recompile_limit=limit):
         yield
 
 
-class _Seen(Exception):
-    """Raised once a block was called: what comes after it is not needed."""
+class _Called(Exception):
+    """Raised once the block is called: the rest of the pass is not needed."""
 
 
-class _Seer(nn.Module):
-    """Stands where a block stood, and notes how it is called."""
+class _ArgumentRecorder(nn.Module):
+    """Replaces a block, and records the arguments of its call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
-        """Note the arguments and end the pass."""
-        self.seen = args, kwargs
-        raise _Seen
+        """Record the arguments and end the pass."""
+        self.arguments = args, kwargs
+        raise _Called
 
 
 def _arguments(session: Session, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How the model calls its block of that name."""
+    """The arguments with which the model calls its block of a name."""
     parent, _, own = name.rpartition(".")
-    place, original, seer = session.model.get_submodule(parent), session.model.get_submodule(name), _Seer()
-    place.register_module(own, seer)
+    owner, original = session.model.get_submodule(parent), session.model.get_submodule(name)
+    recorder = _ArgumentRecorder()
+    owner.register_module(own, recorder)
     try:
         session.loss(session.batch()[0])
-    except _Seen:
+    except _Called:
         pass
     finally:
-        place.register_module(own, original)
-    return seer.seen
+        owner.register_module(own, original)
+    return recorder.arguments
 
 
 def _leaf(value: Any) -> Any:

@@ -1,32 +1,39 @@
-"""The linear layers of a model, by kind: a name pattern, a shape, how many there are, and who shares an input.
+"""What there is to compute: the linear layers of a model by kind, and how a recipe and its baseline compute each.
 
-A model of 32 blocks has hundreds of linear layers and seven kinds of them. A kind is the layers whose names differ in numbers
-alone (``model.layers.*.self_attn.q_proj``); kinds of one shape take the same time and are timed once. q, k and v are given the
-same tensor, so one cast serves all three, and what it costs is split between them.
+A model of 32 blocks has hundreds of linear layers and seven kinds of them. A kind is the layers whose names differ only in
+numbers (``model.layers.*.self_attn.q_proj``); kinds of one shape take the same time and are timed once. q, k and v get the same
+tensor, so one cast serves all three, and its cost is split between them.
+
+The *baseline* of a recipe is bfloat16 over the same storage. The *plain recipe* is the recipe with the plain compute of its own
+dtype: its step shows what everything except linear layers takes. The two differ only where that dtype is not bfloat16.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.errors import DataError
+from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS, Model, get_model, refuse_own_code
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.slots import first_of_input
+from narrowgauge.spec.storages import STORAGES
 
-# By their names beside each other; a test holds that the layers themselves share by the same ones.
-SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+ELSEWHERE = "Predict it for another machine: --chip NAME (narrowgauge show chips)."
+"""Advice where a model is too large to be measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the time of a linear layer depends on.
+    """The shape of a linear layer, on which its time depends.
 
     Args:
         out_features, in_features: of its weight ``[out, in]``.
-        is_transposed: whether the weight lies in memory as ``[in, out]`` (transformers' ``Conv1D``).
+        is_transposed: whether the weight is stored as ``[in, out]`` (transformers' ``Conv1D``).
     """
 
     out_features: int
@@ -44,7 +51,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Layers that differ in the numbers of their names alone.
+    """Layers whose names differ only in numbers.
 
     Args:
         pattern: of their names, numbers as ``*``.
@@ -63,14 +70,12 @@ class Kind:
 
     @property
     def group(self) -> str:
-        """Equal for kinds that are given the same input."""
-        parent, _, own = self.pattern.rpartition(".")
-        shared = next((names[0] for names in SAME_INPUT if own in names), own)
-        return f"{parent}.{shared}"
+        """Equal for kinds that get the same input."""
+        return first_of_input(self.pattern)
 
 
 def kinds_of(names: Iterable[tuple[str, Shape]]) -> tuple[Kind, ...]:
-    """Named layers, by kind, in their order.
+    """The kinds of named layers, in their order.
 
     Example:
         >>> [(k.pattern, k.count) for k in kinds_of([("a.0.fc", Shape(8, 4)), ("a.1.fc", Shape(8, 4)), ("head", Shape(9, 4))])]
@@ -91,8 +96,8 @@ def read_model(name: str) -> tuple[Model, tuple[Kind, ...]]:
     """
     path = Path(name).expanduser()
     if name.strip().lower() in MODELS or not (path.exists() or "/" in name or "\\" in name):
-        row = get_model(name)
-        return row, kinds_of_preset(row)
+        model = get_model(name)
+        return model, kinds_of_preset(model)
     return _read_folder(path)
 
 
@@ -103,7 +108,7 @@ def kinds_of_module(model: Any) -> tuple[Kind, ...]:
 
 
 def kinds_of_preset(model: Model) -> tuple[Kind, ...]:
-    """The kinds of a preset, from its row alone.
+    """The kinds of a preset, from the table.
 
     Example:
         >>> from narrowgauge.spec.models import get_model
@@ -124,11 +129,89 @@ def kinds_of_preset(model: Model) -> tuple[Kind, ...]:
 
 
 def groups_of(kinds: Sequence[Kind]) -> list[list[Kind]]:
-    """Kinds that are given the same input, together."""
+    """Kinds that get the same input, together."""
     groups: dict[str, list[Kind]] = {}
     for kind in kinds:
         groups.setdefault(kind.group, []).append(kind)
     return list(groups.values())
+
+
+class Setting(NamedTuple):
+    """How a linear layer is computed.
+
+    Attributes:
+        compute: the name of the compute.
+        stream: dtype of its input and output.
+        weights: dtype of its weight.
+    """
+
+    compute: str
+    stream: str = "bfloat16"
+    weights: str = "bfloat16"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether PyTorch's own linear function computes it."""
+        return self.compute == self.stream
+
+    @property
+    def plain(self) -> Setting:
+        """The same layer by PyTorch's own linear function."""
+        return self._replace(compute=self.stream)
+
+
+Settings = Mapping[Kind, Setting]
+
+
+def plain_recipe(recipe: Recipe) -> Recipe:
+    """The recipe with the plain compute of its own dtype: the same storage, no narrow layers."""
+    overrides = tuple(replace(o, compute=None) for o in recipe.overrides if o.storage is not None)
+    # A storage that belongs to one compute is plain, and is used with no other.
+    compute = recipe.compute if "/" in recipe.storage.name else COMPUTES[recipe.dtype]
+    return replace(recipe, compute=compute, overrides=overrides, phases=(), evaluation=None)
+
+
+def baseline_of(recipe: Recipe) -> Recipe:
+    """The bfloat16 recipe that a recipe is compared with: of the same storage, where bfloat16 can be used with it.
+
+    Example:
+        >>> from narrowgauge.spec.notation import parse
+        >>> baseline_of(parse("float32/float32")).name, baseline_of(parse("float16/split")).name
+        ('bfloat16/float32', 'bfloat16/word')
+    """
+    if "/" in recipe.storage.name:
+        return Recipe(COMPUTES["bfloat16"], STORAGES["word"])
+    return replace(plain_recipe(recipe), compute=COMPUTES["bfloat16"])
+
+
+def compared_steps(recipes: Iterable[Recipe]) -> list[Recipe]:
+    """The recipes whose whole steps the costs of these recipes need, none twice."""
+    return list(dict.fromkeys(other for recipe in recipes for other in (plain_recipe(recipe), baseline_of(recipe))))
+
+
+def settings_of(kinds: Iterable[Kind], recipe: Recipe) -> dict[Kind, Setting]:
+    """How a recipe computes each kind."""
+    return {kind: setting_of(kind.name, recipe) for kind in kinds}
+
+
+def setting_of(layer: str, recipe: Recipe) -> Setting:
+    """How a recipe computes the layer of a name."""
+    weights, compute = recipe.storage_of(f"{layer}.weight", 2).visible, recipe.compute_of(layer).name
+    # What a recipe keeps is computed in its weights' own float32.
+    stream = "float32" if recipe.keeps(layer) else recipe.dtype
+    # These computes differ from the plain one of their dtype only by their storage.
+    return Setting(stream if compute in ("float8", "float16-throughout") else compute, stream, weights)
+
+
+def timed_settings(kinds: Sequence[Kind], recipes: Iterable[Recipe]) -> list[tuple[Shape, Setting]]:
+    """Everything whose seconds the costs of these recipes need, none twice."""
+    needed: dict[tuple[Shape, Setting], None] = {}
+    for recipe in recipes:
+        own = settings_of(kinds, recipe)
+        plain = {kind: setting.plain for kind, setting in own.items()}
+        for each in (own, plain, settings_of(kinds, plain_recipe(recipe)), settings_of(kinds, baseline_of(recipe))):
+            needed |= {(kind.shape, setting): None for kind, setting in each.items()}
+    return list(needed)
 
 
 def _shape_of(module: Any) -> Shape:
@@ -144,7 +227,7 @@ def _read_folder(path: Path) -> tuple[Model, tuple[Kind, ...]]:
     refuse_own_code(path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        # Shapes without numbers, whatever the size.
+        # On the meta device a model of any size takes no memory.
         with torch.device("meta"):
             kinds = kinds_of_module(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     except (OSError, ValueError, KeyError, RecursionError) as error:
@@ -152,7 +235,7 @@ def _read_folder(path: Path) -> tuple[Model, tuple[Kind, ...]]:
         advice = "Name a preset (narrowgauge show models) or a folder with a Hugging Face config.json."
         raise DataError(f"cannot read a causal language model from {path}: {reason}", advice) from error
     text = config.get_text_config()
-    row = Model(
+    model = Model(
         name=path.name,
         family="gpt2" if text.model_type == "gpt2" else "llama",
         vocab_size=text.vocab_size,
@@ -166,7 +249,7 @@ def _read_folder(path: Path) -> tuple[Model, tuple[Kind, ...]]:
         rope_theta=None,
         source=str(path),
     )
-    return row, kinds
+    return model, kinds
 
 
 def _pattern(name: str) -> str:

@@ -1,8 +1,8 @@
-"""Times on this machine: casts and matmuls of each linear layer, and whole steps, in the same rounds.
+"""Timings on this machine: casts and matmuls of each linear layer, and whole steps, in the same rounds.
 
-A machine's speed drifts by tens of percent within minutes. So in each round everything is timed once, a real compiled
-training step in bfloat16 among it, and ratios are taken within a round. What is timed are the functions that a narrow layer
-itself runs, on random operands of the layer's shape; compilation is over before the first round.
+A machine's speed drifts by tens of percent within minutes. So each round times everything once, a real compiled training step in
+bfloat16 included, and ratios are taken within a round. Timed are the functions that a narrow layer itself calls, on random
+operands of the layer's shape; everything is compiled before the first round.
 """
 
 from __future__ import annotations
@@ -17,56 +17,54 @@ from typing import Any
 import torch
 
 from narrowgauge.errors import ChipError
-from narrowgauge.matmul.gemm import is_native, operand_dtype
-from narrowgauge.profiling.block_benchmark import blocks_of, many_rows, training_block, training_session
+from narrowgauge.matmul.gemm import emulated_formats
+from narrowgauge.matmul.layer_matmuls import slot_dtype
+from narrowgauge.profiling.block_benchmark import blocks_of, many_versions, training_block, training_session
 from narrowgauge.profiling.costs import Round
-from narrowgauge.profiling.layer_plan import Kind
-from narrowgauge.profiling.parts import Work, parts_of
-from narrowgauge.profiling.settings import ELSEWHERE, Setting, base_of, settings_of, yardstick_of
+from narrowgauge.profiling.layer_benchmark import Work, operations_of
+from narrowgauge.profiling.layer_plan import ELSEWHERE, Kind, Setting, compared_steps, plain_recipe, timed_settings
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.models import Model
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.slots import SLOTS, slot_of_cast
 from narrowgauge.spec.variants import named
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.memory import Sizes, batch_bytes, free_bytes
 from narrowgauge.trainer.step import train_step
 
 ROUNDS = 7
-# A part that is shorter is timed as often as makes it so long.
+# A shorter operation is repeated until it takes this long.
 _LEAST_SECONDS = 2e-3
 _MOST_REPEATS = 50
-# Rounds of a quiet machine differ by less.
+# The largest ratio between rounds on an idle machine.
 _QUIET = 1.25
 
 
 def device_here() -> torch.device:
-    """Where the trainer would train."""
+    """The device that the trainer would use."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def where() -> str:
-    """This machine, in words."""
+    """A description of this machine."""
     if torch.cuda.is_available():
         return f"this {torch.cuda.get_device_name()}"
     return f"this CPU ({torch.get_num_threads()} threads)"
 
 
-def told(row: Compute, device: torch.device) -> str:
+def describe_support(compute: Compute, device: torch.device) -> str:
     """``native``, or ``emulated`` and why."""
-    emulated = [product for product in row.products.values() if not is_native(product, device)]
-    formats = sorted({cast.format for product in emulated for cast in (product.left, product.right)})
+    formats = emulated_formats(compute, device)
     return f"emulated: {where()} does not multiply {' or '.join(formats)}" if formats else "native"
 
 
 def noise_notes(rounds: Sequence[Round]) -> list[str]:
     """A warning where steps took different times from round to round."""
-    steps = [[r.steps[base] for r in rounds] for base in rounds[0].steps]
+    steps = [[r.steps[recipe] for r in rounds] for recipe in rounds[0].steps]
     spread = max(max(times) / min(times) for times in steps)
     if spread < _QUIET:
         return []
-    return [
-        f"one and the same step took up to {spread:.1f} × as long in one round as in another: this machine was busy."
-    ]
+    return [f"timings are noisy: the same step took up to {spread:.1f} × as long in one round as in another."]
 
 
 def measure(
@@ -76,24 +74,24 @@ def measure(
     rounds: int = ROUNDS,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Round]:
-    """Time all that the costs of these recipes need.
+    """Time everything that the costs of these recipes need.
 
     Args:
         kinds: the model's linear layers.
-        recipes: whose costs are asked.
-        config: the model and the size of a step; its recipe is not read.
+        recipes: whose costs are needed.
+        config: the model and the size of a step; its recipe is not used.
         rounds: how many.
-        say: told what is going on.
+        say: called with a line of progress.
     Returns:
-        What was timed in each.
+        The seconds of each round.
     """
     device = device_here()
-    sessions = {base: training_session(replace(config, recipe=base)) for base in _bases(recipes)}
-    steps: dict[Recipe, Work] = {base: partial(train_step, session) for base, session in sessions.items()}
-    blocks = {recipe: training_block(sessions[base_of(recipe)], recipe) for recipe in _with_blocks(recipes)}
+    sessions = {recipe: training_session(replace(config, recipe=recipe)) for recipe in compared_steps(recipes)}
+    steps: dict[Recipe, Work] = {recipe: partial(train_step, session) for recipe, session in sessions.items()}
+    blocks = {recipe: training_block(sessions[plain_recipe(recipe)], recipe) for recipe in _timed_blocks(recipes)}
     passes: dict[Recipe, Work] = {recipe: block.pass_through for recipe, block in blocks.items()}
     num_blocks = len(blocks_of(next(iter(sessions.values())).model))
-    table = {key: parts_of(*key, config.tokens_per_step, device) for key in settings_of(kinds, recipes)}
+    table = {key: operations_of(*key, config.tokens_per_step, device) for key in timed_settings(kinds, recipes)}
     repeats: dict[int, int] = {}
 
     def warmed(what: str, works: Mapping[Any, Work]) -> None:
@@ -105,52 +103,46 @@ def measure(
     def timed(works: Mapping[Any, Work], times: int = 1) -> dict[Any, float]:
         return {key: times * _seconds(work, repeats[id(work)], device) for key, work in works.items()}
 
-    with many_rows():
+    with many_versions():
         warmed("a step", steps)
         warmed("a block", passes)
-        say(f"compiling the casts of {len(table)} pairs of a shape and a row")
-        for parts in table.values():
-            warmed("", parts)
+        say(f"compiling the casts of {len(table)} pairs of a shape and a compute")
+        for operations in table.values():
+            warmed("", operations)
         say(f"timing {rounds} rounds")
         return [
-            Round(timed(steps), {key: timed(parts) for key, parts in table.items()}, timed(passes, num_blocks))
+            Round(
+                timed(steps), {key: timed(operations) for key, operations in table.items()}, timed(passes, num_blocks)
+            )
             for _ in range(rounds)
         ]
 
 
-def _bases(recipes: Iterable[Recipe]) -> list[Recipe]:
-    """Everything of which a whole step is timed."""
-    return list(dict.fromkeys(other for recipe in recipes for other in (base_of(recipe), yardstick_of(recipe))))
-
-
-def _with_blocks(recipes: Iterable[Recipe]) -> list[Recipe]:
-    """Everything of which a block is timed: narrow recipes and their bases. A transform changes more than a block."""
-    narrow = [recipe for recipe in recipes if base_of(recipe) != recipe and not recipe.compute.transform]
-    return list(dict.fromkeys(other for recipe in narrow for other in (base_of(recipe), recipe)))
+def _timed_blocks(recipes: Iterable[Recipe]) -> list[Recipe]:
+    """The recipes whose block is timed: narrow ones and their plain recipes. A transform changes more than a block."""
+    narrow = [recipe for recipe in recipes if plain_recipe(recipe) != recipe and not recipe.compute.transform]
+    return list(dict.fromkeys(other for recipe in narrow for other in (plain_recipe(recipe), recipe)))
 
 
 def weight_bytes(setting: Setting, device: torch.device) -> float:
-    """Bytes of all casts of a weight, for each of its elements."""
-    row = named(setting.row)
+    """Bytes of all casts of a weight, per element."""
+    compute = named(setting.compute)
     if setting.is_plain:
         return 0.0
-    made = [product for place, product in row.products.items() if f"{place}.right" in _WEIGHT_CASTS]
-    made = made[:1] if row.reuses_weight else made
-    return sum(operand_dtype(product.right, product, device).itemsize for product in made)
-
-
-_WEIGHT_CASTS = ("output.right", "grad_input.right")
+    made = [name for name, slot in SLOTS.items() if slot.tensor == "weight" and slot_of_cast(compute, name) == name]
+    return sum(slot_dtype(compute, name, device).itemsize for name in made)
 
 
 def require_memory(model: Model, recipes: Iterable[Recipe], config: TrainConfig) -> None:
-    """Refuse a model whose step would not fit this machine.
+    """Refuse a model whose step does not fit this machine.
 
     Raises:
-        ChipError: it takes more memory than is free.
+        ChipError: it needs more memory than is free.
     """
     batch = batch_bytes(Sizes(model.num_layers, model.hidden_size, model.vocab_size), config)
-    # The float32 weights that a model is drawn in stay until its states are made.
-    states = sum(model.num_parameters * base.bytes_per_param for base in _bases(recipes)) + 8 * model.num_parameters
+    # The float32 weights that a model is initialized in stay until its states are made.
+    states = sum(model.num_parameters * each.bytes_per_param for each in compared_steps(recipes))
+    states += 8 * model.num_parameters
     needed, free = states + batch, free_bytes()
     if free is not None and needed > free:
         raise ChipError(
@@ -161,13 +153,13 @@ def require_memory(model: Model, recipes: Iterable[Recipe], config: TrainConfig)
 
 
 def _warmed(work: Work, device: torch.device) -> int:
-    """How often to repeat it, once it is compiled."""
+    """The number of repeats, once it is compiled."""
     work(), work()
     return max(1, min(_MOST_REPEATS, math.ceil(_LEAST_SECONDS / max(_seconds(work, 1, device), 1e-9))))
 
 
 def _seconds(work: Work, repeats: int, device: torch.device) -> float:
-    """One call, of as many."""
+    """Seconds of one call, the mean of as many."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a profile says: to a person as tables and a few sentences, to a program as a list of objects."""
+"""The report of a profile: tables and a few sentences, and a list of objects for --json."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Loss:
 
     Args:
         layer: its name.
-        cast: which of the six, ``output.left`` … ``grad_weight.right``.
+        cast: its slot, ``output.left`` … ``grad_weight.right``.
         operand: ``input``, ``weight`` or ``gradient``.
         sqnr_db: signal to quantization noise, decibels.
-        overflow: the share of values beyond the format's end.
+        overflow: the share of values beyond the format's largest.
         underflow: the share of nonzero values that become zero.
     """
 
@@ -40,12 +40,12 @@ class Profile:
     Args:
         model: its name.
         where: the machine or the chip.
-        is_predicted: from a chip's figures, not measured.
+        is_predicted: from a chip's data sheet, not measured.
         num_sequences, sequence_length: of a batch.
         costs: one for each recipe.
         multiplied: ``native`` or ``emulated``, and why, for each recipe.
-        losses: of each recipe's casts, worst first; empty where they were not asked for.
-        notes: what else a reader must know.
+        losses: of each recipe's casts, worst first; empty where they were not requested.
+        notes: assumptions and warnings.
     """
 
     model: str
@@ -60,30 +60,31 @@ class Profile:
 
     @property
     def best(self) -> RecipeCost:
-        """The recipe with the fastest step, its overrides counted in."""
+        """The recipe with the fastest step, with its overrides."""
         return max(self.costs, key=lambda cost: cost.fastest_ratio)
 
     def rows(self) -> list[Row]:
-        """An object for each recipe: times in seconds, memory in bytes, ratios above 1 where it is the faster one."""
+        """An object for each recipe: times in seconds, memory in bytes, ratios above 1 where it is faster."""
         losses = self.losses or ((),) * len(self.costs)
         return [
-            self._row(cost, said, lost) for cost, said, lost in zip(self.costs, self.multiplied, losses, strict=True)
+            self._row(cost, support, lost)
+            for cost, support, lost in zip(self.costs, self.multiplied, losses, strict=True)
         ]
 
     def tables(self) -> list[Table]:
-        """All recipes beside each other; then for each its layers and, where asked, what its casts lose."""
+        """One table of all recipes; then for each its layers and, where requested, what its casts lose."""
         tables = [Table(_SUMMARY, self.rows(), self._title)]
         tables += [_layers_table(cost) for cost in self.costs]
         losses = zip(self.costs, self.losses, strict=False)
         return [*tables, *(_losses_table(cost, lost) for cost, lost in losses)]
 
     def text(self) -> str:
-        """What to do, and what the figures rest on."""
+        """The fastest recipe, and the notes."""
         best = self.best
-        said = f"Fastest: {_step_of(best)}, {best.fastest_ratio:.2f} × {best.yardstick.name}. As a recipe file:"
-        if best.fastest == best.yardstick.to_dict():
-            said = f"None of these pays here: {best.yardstick.name} is the fastest. As a recipe file:"
-        return "\n".join([said, "", _toml(best.fastest), *(f"note: {note}" for note in self.notes)])
+        verdict = f"Fastest: {_step_of(best)}, {best.fastest_ratio:.2f} × {best.baseline.name}. As a recipe file:"
+        if best.fastest == best.baseline.to_dict():
+            verdict = f"None of these is faster here: {best.baseline.name} is the fastest. As a recipe file:"
+        return "\n".join([verdict, "", _toml(best.fastest), *(f"note: {note}" for note in self.notes)])
 
     @property
     def _title(self) -> str:
@@ -98,7 +99,7 @@ class Profile:
             "predicted": self.is_predicted,
             "num_sequences": self.num_sequences,
             "sequence_length": self.sequence_length,
-            "yardstick": cost.yardstick.name,
+            "yardstick": cost.baseline.name,
             "multiplied": multiplied,
             "step_ratio": cost.step_ratio,
             "step_seconds": cost.step_seconds,
@@ -106,7 +107,7 @@ class Profile:
             "linears_share": cost.linears_share,
             "block_factor": cost.block_factor,
             "kept_bytes": cost.memory.kept,
-            "yardstick_kept_bytes": cost.memory.plain_kept,
+            "yardstick_kept_bytes": cost.memory.baseline_kept,
             "weight_cast_bytes": cost.memory.weight_casts,
             "overrides": list(cost.overrides),
             "fastest_ratio": cost.fastest_ratio,
@@ -124,14 +125,14 @@ def _layer_row(cost: KindCost) -> Row:
         "out_features": kind.shape.out_features,
         "in_features": kind.shape.in_features,
         "count": kind.count,
-        "compute": cost.setting.row,
+        "compute": cost.setting.compute,
         "forward_cast_seconds": cost.seconds_of(casts=True, forward=True),
         "forward_matmul_seconds": cost.seconds_of(casts=False, forward=True),
         "backward_cast_seconds": cost.seconds_of(casts=True, forward=False),
         "backward_matmul_seconds": cost.seconds_of(casts=False, forward=False),
-        "parts_seconds": dict(cost.parts),
+        "parts_seconds": dict(cost.operations),
         "seconds": cost.seconds,
-        "yardstick_seconds": cost.plain_seconds,
+        "yardstick_seconds": cost.baseline_seconds,
         "ratio": cost.ratio,
         "verdict": cost.verdict,
     }
@@ -156,22 +157,22 @@ _SUMMARY = (
     Column("their share", lambda row: f"{row['linears_share']:.0%}", right=True),
     Column("faster layers only", _ratio("fastest_ratio"), right=True),
     Column("inputs kept MiB", _mib("kept_bytes"), right=True),
-    Column("before", _mib("yardstick_kept_bytes"), right=True),
+    Column("in the baseline", _mib("yardstick_kept_bytes"), right=True),
     Column("weight casts MiB", _mib("weight_cast_bytes"), right=True),
-    Column("against", "yardstick", code=True),
+    Column("baseline", "yardstick", code=True),
     Column("multiplied", "multiplied"),
 )
 _LAYERS = (
     Column("layer", "pattern", code=True),
-    Column("number", "count", right=True),
+    Column("count", "count", right=True),
     Column("out × in", lambda row: f"{row['out_features']} × {row['in_features']}", right=True),
     Column("forward: cast ms", _ms("forward_cast_seconds"), right=True),
     Column("matmul", _ms("forward_matmul_seconds"), right=True),
     Column("backward: cast", _ms("backward_cast_seconds"), right=True),
     Column("matmul", _ms("backward_matmul_seconds"), right=True),
-    Column("in all", _ms("seconds"), right=True),
-    Column("against", _ms("yardstick_seconds"), right=True),
-    Column("faster by", _ratio("ratio"), right=True),
+    Column("total", _ms("seconds"), right=True),
+    Column("baseline", _ms("yardstick_seconds"), right=True),
+    Column("speed-up", _ratio("ratio"), right=True),
     Column("", "verdict"),
 )
 _LOSSES = (
@@ -185,9 +186,9 @@ _LOSSES = (
 
 
 def _layers_table(cost: RecipeCost) -> Table:
-    title = f"{cost.recipe.name}: one layer of each kind, against {cost.yardstick.compute.name}"
+    title = f"{cost.recipe.name}: one layer of each kind, against {cost.baseline.compute.name}"
     if cost.block_factor != 1:
-        title += f"; in a block narrow ones take {cost.block_factor:.2f} × their parts"
+        title += f"; in a block narrow ones take {cost.block_factor:.2f} × the sum of their operations"
     return Table(_LAYERS, [_layer_row(layer) for layer in cost.kinds], title)
 
 

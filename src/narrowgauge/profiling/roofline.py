@@ -1,10 +1,9 @@
-"""What a step would take on a chip that is not here, from the figures of its row: a roofline, and no more.
+"""Predictions for a chip from the figures of its data sheet: a roofline model.
 
-A matmul takes as long as its multiply-adds at the chip's rate for the operands' format, or as its bytes at the memory's,
-whichever is longer; a cast takes as long as its bytes. Neither reaches the printed peak, so each is multiplied by a share of
-it that somebody measured. The rest of the step is counted the same way: attention, what is done element by element, the
-loss, the optimizer. Launches of kernels, communication and whatever a chip does at the same time are left out, so of these
-figures believe the order, not the digits.
+A matmul takes its multiply-adds at the chip's rate for the operands' format, or its bytes at the memory's bandwidth,
+whichever is longer; a cast takes its bytes. Neither reaches the printed peak, so each is multiplied by a published measured
+share of it. The rest of the step is counted in the same way: attention, element-wise operations, the loss, the
+optimizer. Kernel launches, communication and overlap are left out, so trust the order of these figures, not their digits.
 """
 
 from __future__ import annotations
@@ -15,22 +14,30 @@ from dataclasses import dataclass
 
 from narrowgauge.errors import ChipError
 from narrowgauge.profiling.costs import Round, linears_seconds
-from narrowgauge.profiling.layer_plan import Kind, Shape
-from narrowgauge.profiling.settings import Setting, base_of, casts_made, rows_of, settings_of, yardstick_of
+from narrowgauge.profiling.layer_plan import (
+    Kind,
+    Setting,
+    Shape,
+    baseline_of,
+    compared_steps,
+    settings_of,
+    timed_settings,
+)
 from narrowgauge.spec.chips import CHIPS, Chip
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.models import Model
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.slots import SLOTS, TENSORS, casts_made, slot_of_cast
 from narrowgauge.spec.variants import named
 
 BANDWIDTH_SHARE = 0.8
-"""Of the printed bandwidth, what a cast reaches: torchao's MXFP8 cast on a B200, 6,462 of 8,000 GB/s."""
+"""Share of the printed bandwidth that a cast reaches: torchao's MXFP8 cast on a B200, 6,462 of 8,000 GB/s."""
 ATTENTION_SHARE = 0.5
-"""Of the printed rate, what fused attention reaches: the default of llm-analysis."""
-_ATTENTION_PASSES = 3.5  # one forward, and the 2.5 of a backward that computes the scores again
-_LOGIT_BYTES = 12  # bfloat16 logits written and read, their gradient in float32 and bfloat16
-# Formats whose products run at another's rate.
+"""Share of the printed rate that fused attention reaches: the default of llm-analysis."""
+_ATTENTION_PASSES = 3.5  # forward 1, backward 2.5: it recomputes the scores
+_LOGIT_BYTES = 12  # bfloat16 logits are written and read, their gradient is in float32 and bfloat16
+# Formats that are multiplied at another format's rate.
 _SAME_RATE = {"float8_e5m2": "float8_e4m3fn"}
 
 
@@ -53,23 +60,23 @@ class Step:
         return self.num_sequences * self.sequence_length
 
 
-def is_native(product: Product, row: Compute, chip: Chip) -> bool:
-    """Whether the chip multiplies the operands' own codes, and there is a kernel here that asks it to."""
+def is_native(product: Product, compute: Compute, chip: Chip) -> bool:
+    """Whether the chip multiplies the operands' own codes, and a kernel of this version uses that."""
     formats = [cast.format for cast in (product.left, product.right)]
-    has_kernel = product.is_wide or (bool(row.native) and chip.vendor == "NVIDIA")
+    has_kernel = product.is_wide or (bool(compute.native) and chip.vendor == "NVIDIA")
     return has_kernel and all(_rate_name(format) in chip.peak_tflops for format in formats)
 
 
-def told(row: Compute, chip: Chip) -> str:
+def describe_support(compute: Compute, chip: Chip) -> str:
     """``native``, or ``emulated`` and why."""
-    emulated = [product for product in row.products.values() if not is_native(product, row, chip)]
+    emulated = [product for product in compute.products.values() if not is_native(product, compute, chip)]
     formats = sorted({cast.format for product in emulated for cast in (product.left, product.right)})
     if not emulated:
         return "native"
     missing = [format for format in formats if _rate_name(format) not in chip.peak_tflops]
     if missing:
         return f"emulated: {chip.name} does not multiply {' or '.join(missing)}"
-    return f"emulated: no kernel for {row.name} on {chip.name} here"
+    return f"emulated: no kernel for {compute.name} on {chip.name} here"
 
 
 def efficiency(format: str, chip: Chip) -> tuple[float, str]:
@@ -91,18 +98,18 @@ def efficiency(format: str, chip: Chip) -> tuple[float, str]:
 
 
 def matmul_seconds(flops: float, num_bytes: float, format: str, chip: Chip) -> float:
-    """The longer of computing and of reading and writing."""
+    """The longer of computing, and reading and writing."""
     rate = chip.peak_tflops[_rate_name(format)] * 1e12 * efficiency(format, chip)[0]
     return max(flops / rate, bytes_seconds(num_bytes, chip))
 
 
 def bytes_seconds(num_bytes: float, chip: Chip) -> float:
-    """What reading or writing takes."""
+    """Seconds of reading or writing."""
     return num_bytes / (chip.bandwidth_bytes_per_second * BANDWIDTH_SHARE)
 
 
-def parts_of(shape: Shape, setting: Setting, num_tokens: int, chip: Chip) -> dict[str, float]:
-    """Seconds of the parts of a linear layer.
+def operation_seconds(shape: Shape, setting: Setting, num_tokens: int, chip: Chip) -> dict[str, float]:
+    """Seconds of the operations of a linear layer: its casts by slot, its matmuls by name.
 
     Args:
         shape: of its weight.
@@ -110,64 +117,56 @@ def parts_of(shape: Shape, setting: Setting, num_tokens: int, chip: Chip) -> dic
         num_tokens: rows of its input.
         chip: where.
     """
-    row = named(setting.row)
+    compute = named(setting.compute)
     sizes = {"input": num_tokens * shape.in_features, "weight": shape.num_weights}
     sizes["gradient"] = num_tokens * shape.out_features
-    parts: dict[str, float] = {}
-    flops = 2.0 * num_tokens * shape.num_weights
-    for place, (left, right, result) in _OPERANDS.items():
-        product = row.products[place]
-        native = is_native(product, row, chip)
-        if not setting.is_plain:
-            for side, what in (("left", left), ("right", right)):
-                if f"{place}.{side}" in casts_made(row):
-                    cast = row.casts[f"{place}.{side}"]
-                    width = _bytes_of(setting.weights if what == "weight" else setting.stream)
-                    moved = sizes[what] * (width * _passes(cast) + _written_bytes(cast, native))
-                    parts[f"{place}.{side}"] = bytes_seconds(moved, chip)
+    seconds: dict[str, float] = {}
+    for matmul, product in compute.products.items():
+        left, right = (SLOTS[f"{matmul}.{side}"].tensor for side in ("left", "right"))
+        [result] = set(TENSORS) - {left, right}  # as large as the one that does not enter
+        native = is_native(product, compute, chip)
+        for name in () if setting.is_plain else casts_made(compute):
+            if SLOTS[name].matmul == matmul:
+                cast, what = compute.casts[name], SLOTS[name].tensor
+                width = _bytes_of(setting.weights if what == "weight" else setting.stream)
+                moved = sizes[what] * (width * _passes(cast) + _written_bytes(cast, native))
+                seconds[name] = bytes_seconds(moved, chip)
         read = sum(
             sizes[what] * _written_bytes(c, native) for what, c in ((left, product.left), (right, product.right))
         )
-        moved = read + sizes[result] * _bytes_of(setting.weights if place == "grad_weight" else setting.stream)
+        moved = read + sizes[result] * _bytes_of(setting.weights if result == "weight" else setting.stream)
         format = product.left.format if native else setting.stream
-        parts[place] = matmul_seconds(flops, moved, format, chip) + bytes_seconds(
-            _around_bytes(place, product, native, setting, sizes[left], sizes[right], sizes[result]), chip
-        )
-    return parts
-
-
-_OPERANDS = {
-    "output": ("input", "weight", "gradient"),
-    "grad_input": ("gradient", "weight", "input"),
-    "grad_weight": ("gradient", "input", "weight"),
-}
+        extra = _extra_bytes(matmul, product, native, setting, sizes[left], sizes[right], sizes[result])
+        flops = 2.0 * num_tokens * shape.num_weights
+        seconds[matmul] = matmul_seconds(flops, moved, format, chip) + bytes_seconds(extra, chip)
+    return seconds
 
 
 def _passes(cast: Cast) -> int:
-    """How often a cast reads its operand: once where a scale belongs to a row or block, else once more for the scale."""
+    """How often a cast reads its operand: once where each row or block has a scale, else once more for the scale."""
     if cast.scaling == "static":
         return 1
     return 2 if cast.granularity in ("tensor", "column") or cast.scale == "float8_e4m3fn" else 1
 
 
 def _written_bytes(cast: Cast, native: bool) -> float:
-    """Bytes of each element of an operand: its codes, or 16-bit values where these are multiplied."""
+    """Bytes per element of an operand: its codes, or the 16-bit values that are multiplied instead."""
     if cast.is_wide or native:
         return _bytes_of(cast.format)
     return 2.0
 
 
-def _around_bytes(
-    place: str, product: Product, native: bool, setting: Setting, left: int, right: int, result: int
+def _extra_bytes(
+    matmul: str, product: Product, native: bool, setting: Setting, left: int, right: int, result: int
 ) -> float:
-    """What is read and written beside a matmul: codes turned, since float8 kernels take rows only; results scaled."""
+    """Bytes read and written in addition to a matmul's: to transpose codes, since float8 kernels take rows only; to scale."""
     if setting.is_plain:
         return 0.0
     total = 0.0
     width = _written_bytes(product.left, native)
-    if native and not product.is_wide and place == "grad_weight":
+    if native and not product.is_wide and matmul == "grad_weight":
         total += 2 * left * width
-    if native and product.left.format.startswith("float8") and place != "output":
+    if native and product.left.format.startswith("float8") and matmul != "output":
         total += 2 * right * width
     scaled_inside = native and product.left.format.startswith("float8")
     if product.left.block is None and not product.is_wide and not scaled_inside and product.left.scaling != "static":
@@ -207,42 +206,46 @@ def predict(kinds: Sequence[Kind], recipes: Iterable[Recipe], step: Step, chip: 
 
     Args:
         kinds: the model's linear layers.
-        recipes: whose costs are asked.
+        recipes: whose costs are predicted.
         step: its size.
         chip: where.
     Raises:
-        ChipError: the chip does not multiply a dtype that a model is kept in, or its memory is too small.
+        ChipError: the chip does not multiply a dtype that a model is stored in, or its memory is too small.
     """
     recipes = list(recipes)
     for recipe in recipes:
         _check(recipe, step, chip)
     table = {
-        (shape, setting): parts_of(shape, setting, step.num_tokens, chip)
-        for shape, setting in settings_of(kinds, recipes)
+        (shape, setting): operation_seconds(shape, setting, step.num_tokens, chip)
+        for shape, setting in timed_settings(kinds, recipes)
     }
-    bases = dict.fromkeys(other for recipe in recipes for other in (base_of(recipe), yardstick_of(recipe)))
-    steps = {base: rest_seconds(base, step, chip) + linears_seconds(rows_of(kinds, base), table) for base in bases}
+    steps = {
+        each: rest_seconds(each, step, chip) + linears_seconds(settings_of(kinds, each), table)
+        for each in compared_steps(recipes)
+    }
     return Round(steps, table)
 
 
 def weight_bytes(setting: Setting, chip: Chip) -> float:
-    """Bytes of all casts of a weight, for each of its elements."""
-    row = named(setting.row)
+    """Bytes of all casts of a weight, per element."""
+    compute = named(setting.compute)
     if setting.is_plain:
         return 0.0
-    places = ("output",) if row.reuses_weight else ("output", "grad_input")
-    return sum(_written_bytes(p.right, is_native(p, row, chip)) for p in map(row.products.__getitem__, places))
+    made = [n for n, slot in SLOTS.items() if slot.tensor == "weight" and slot_of_cast(compute, n) == n]
+    products = [compute.products[SLOTS[name].matmul] for name in made]
+    return sum(_written_bytes(product.right, is_native(product, compute, chip)) for product in products)
 
 
-NOT_RUN = (
-    "no kernel of this version has run on a GPU: these are figures of the chip, and nobody has checked them there."
-)
+NOT_RUN = "no kernel of this version has run on a GPU: these figures come from the chip's data sheet and were not checked there."
 
 
 def assumptions(recipes: Iterable[Recipe], chip: Chip) -> list[str]:
-    """What the prediction rests on, a sentence each."""
+    """The assumptions of a prediction, one sentence each."""
     formats = dict.fromkeys(
-        c.format for recipe in recipes for row in (recipe.compute, COMPUTES[recipe.dtype]) for c in row.casts.values()
+        c.format
+        for recipe in recipes
+        for compute in (recipe.compute, COMPUTES[recipe.dtype])
+        for c in compute.casts.values()
     )
     rates = dict.fromkeys(_rate_name(format) for format in formats if _rate_name(format) in chip.peak_tflops)
     lines = [
@@ -250,15 +253,16 @@ def assumptions(recipes: Iterable[Recipe], chip: Chip) -> list[str]:
         for name in rates
     ]
     memory = f"memory: {BANDWIDTH_SHARE:.0%} of {chip.bandwidth_gb_per_second:g} GB/s (a published cast on a B200)"
-    rest = f"attention: {ATTENTION_SHARE:.0%} of the {'/'.join(sorted({r.dtype for r in recipes}))} rate; no launches, no waiting"
+    dtypes = "/".join(sorted({recipe.dtype for recipe in recipes}))
+    rest = f"attention: {ATTENTION_SHARE:.0%} of the {dtypes} rate; no kernel launches, no waiting"
     return [*lines, memory, rest]
 
 
 def _check(recipe: Recipe, step: Step, chip: Chip) -> None:
-    for dtype in (recipe.dtype, yardstick_of(recipe).dtype):
+    for dtype in (recipe.dtype, baseline_of(recipe).dtype):
         if _rate_name(dtype) not in chip.peak_tflops:
             raise ChipError(
-                f"{recipe.name} was asked for on {chip.name}, which does not multiply {dtype}.",
+                f"{recipe.name} was requested on {chip.name}, which does not multiply {dtype}.",
                 f"It multiplies {', '.join(chip.peak_tflops)}.",
             )
     needed = step.model.num_parameters * recipe.bytes_per_param
@@ -266,5 +270,5 @@ def _check(recipe: Recipe, step: Step, chip: Chip) -> None:
         raise ChipError(
             f"{step.model.name} in {recipe.name} takes {needed / 2**30:,.0f} GiB before activations, and {chip.name} has "
             f"{chip.memory_bytes / 2**30:,.0f}.",
-            "Take a larger chip, or a smaller model of the same width.",
+            "Choose a larger chip, or a smaller model of the same width.",
         )

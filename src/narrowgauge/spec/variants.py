@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
 
 SMOOTHED = ("down_proj", "*.down_proj")
@@ -50,6 +50,19 @@ def find(name: str) -> Compute | None:
             _fresh(row), name=name, purpose=f"{base} whose weights are scaled by themselves, none by earlier steps"
         )
     return None
+
+
+def get_compute(compute: str | Compute) -> Compute:
+    """A compute by its name, or itself.
+
+    Raises:
+        RecipeError: no compute and no variant has that name.
+    """
+    found = find(compute) if isinstance(compute, str) else compute
+    if found is None:
+        advice = f"{suggestion(str(compute), names())} (narrowgauge show recipes lists all.)".strip()
+        raise RecipeError(f"no compute is named '{compute}'.", advice)
+    return found
 
 
 def named(name: str) -> Compute:

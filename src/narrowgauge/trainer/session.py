@@ -27,8 +27,7 @@ import narrowgauge
 from narrowgauge.assembly import prepare
 from narrowgauge.errors import RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
-from narrowgauge.matmul.choosing import EmulationNotice
-from narrowgauge.matmul.gemm import told
+from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import linears_of
@@ -95,7 +94,7 @@ class Session:
     def notes(self) -> list[str]:
         """Notes on how the recipe's matmuls run on this device."""
         rows = () if self.linears is None else self.config.recipe.computes
-        notes = [told(row, self.device) for row in rows if row.name != row.dtype]
+        notes = [describe_matmuls(row, self.device) for row in rows if row.name != row.dtype]
         return [note for note in notes if "emulated" in note]
 
     @property

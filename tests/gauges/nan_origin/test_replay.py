@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.gauges.nan_origin.replay import first_bad_value, replay
-from narrowgauge.matmul.choosing import EmulationNotice
+from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.trainer import language_model
 

@@ -42,7 +42,7 @@ from narrowgauge.gauges.nan_origin.operations import (
     parts_of,
     writes,
 )
-from narrowgauge.matmul.custom_ops import ROWS
+from narrowgauge.matmul.custom_ops import REGISTERED
 from narrowgauge.spec.computes import PLACES
 
 # The products whose casts an operator of ours applies; operators that are not listed apply none.
@@ -219,13 +219,13 @@ class NanTracer(TorchDispatchMode):
         casts = [
             f"{place}: {product.left} × {product.right}"
             for place in _CASTS.get(packet_name(func), PLACES if "mm" in packet_name(func) else ())
-            if row is not None and (product := ROWS[row].products[place])
+            if row is not None and (product := REGISTERED[row].products[place])
         ]
         return replace(
             bad,
             operands=bad.operands + nonfinite_numbers(len(bad.operands), *arguments),
             parameter=None if variable is None else self.labels.name_of(variable),
-            row=None if row is None else ROWS[row].name,
+            row=None if row is None else REGISTERED[row].name,
             casts=tuple(casts),
         )
 
@@ -293,5 +293,5 @@ class NanTracer(TorchDispatchMode):
 
 def _row_of(module: nn.Module) -> str | None:
     """The name under which a narrow layer's compute is registered with the operators."""
-    row = getattr(module, "row", None)
-    return row if isinstance(row, str) and row in ROWS else None
+    row = getattr(module, "registered_name", None)
+    return row if isinstance(row, str) and row in REGISTERED else None

@@ -1,4 +1,4 @@
-"""What is timed is what a layer does: its parts give the layer's own output and gradients. No time is looked at."""
+"""What is timed is what a layer does: its operations give the layer's own output and gradients. No time is measured."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from narrowgauge.matmul.swapping import swap_linears
-from narrowgauge.profiling.layer_plan import Shape
-from narrowgauge.profiling.parts import narrow_parts, operands, parts_of
-from narrowgauge.profiling.settings import Setting, casts_made
+from narrowgauge.profiling.layer_benchmark import narrow_operations, operands, operations_of
+from narrowgauge.profiling.layer_plan import Setting, Shape
 from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.slots import casts_made
+from narrowgauge.spec.variants import named
 
 CPU = torch.device("cpu")
 NARROW = [row for row in COMPUTES.values() if not row.is_wide]
+NARROW += [named("float8-tensor+smooth"), named("float8-delayed-e5m2+smooth")]
 TOKENS = 40
 
 
@@ -28,8 +30,8 @@ def test_the_parts_of_a_layer_make_the_layer(row: Compute, weights: str) -> None
     layer.weight = nn.Parameter(weight)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        [narrow] = swap_linears(nn.Sequential(layer), row, keep=()).layers.values()
-    parts = narrow_parts(row, x, weight, grad, narrow.state)
+        [narrow] = swap_linears(nn.Sequential(layer), lambda _: row).layers.values()
+    parts = narrow_operations(row, x, weight, grad, narrow.state)
     assert set(parts) == {*casts_made(row), "output", "grad_input", "grad_weight"}
     x.requires_grad_()
     y = layer(x)
@@ -46,7 +48,7 @@ def test_plain_parts_are_what_pytorch_does(shape: Shape, weights: str) -> None:
     setting = Setting("bfloat16", "bfloat16", weights)
     x, weight, grad = operands(shape, setting, TOKENS, CPU)
     assert weight.shape == (48, 64) and weight.is_contiguous() != shape.is_transposed
-    parts = parts_of(shape, setting, TOKENS, CPU)
+    parts = operations_of(shape, setting, TOKENS, CPU)
     x.requires_grad_()
     weight = weight.detach().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -58,6 +60,6 @@ def test_plain_parts_are_what_pytorch_does(shape: Shape, weights: str) -> None:
 
 
 def test_a_row_that_the_stream_is_too_narrow_for_is_timed_too() -> None:
-    parts = parts_of(Shape(8, 16), Setting("tfloat32", "float32", "float32"), TOKENS, CPU)
+    parts = operations_of(Shape(8, 16), Setting("tfloat32", "float32", "float32"), TOKENS, CPU)
     assert set(parts) == {"output", "grad_input", "grad_weight"}
     assert parts["output"]().dtype == torch.float32
