@@ -433,7 +433,7 @@ def tell(report: Report, options: argparse.Namespace) -> None:
             report.add(f"the same at equal time; {title}, {said['schedule']} schedule; {seeds} seeds", timed)
         if options.markdown:
             print(f"\n{markdown(table)}")
-        report.tables[f"runs; {title}"] = run_rows(alike)  # for --json alone: too long to read
+        report.page_tables[f"runs; {title}"] = run_rows(alike)  # for --json alone: too long to read
     if unfinished:
         report.note(f"{unfinished} runs under {options.out} have not ended.")
 

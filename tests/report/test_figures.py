@@ -92,7 +92,7 @@ def test_differences_are_paired_by_seed(make_run: MakeRun) -> None:
     assert figures.difference(group_runs(made[:2])) is None
 
 
-def test_loss_stands_over_bytes_and_the_axis_begins_at_zero(groups: list[Group]) -> None:
+def test_loss_is_drawn_over_bytes_and_the_axis_begins_at_zero(groups: list[Group]) -> None:
     figure = figures.loss_against_bytes(groups)
     assert figure is not None
     assert [(trace["x"], trace["y"]) for trace in figure.data] == [([16.0], [3.35]), ([8.0], [4.1])]

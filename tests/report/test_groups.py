@@ -1,4 +1,4 @@
-"""Which runs stand together on a page, in which order, and what they are called."""
+"""Which runs form a group on a page, in which order, and their names."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_logarithmic_metrics_show_zero(make_run: MakeRun) -> None:
     json.dumps(maps, allow_nan=False)
 
 
-def test_rows_of_other_versions_are_borne(make_run: MakeRun) -> None:
+def test_rows_of_other_versions_are_accepted(make_run: MakeRun) -> None:
     rows = [{"step": 1}, {"updates": {"a": [1.0]}}, {"step": 2, "updates": None}, {"step": 3, "updates": {"a": []}}]
     assert maps_of(make_run(gauges=rows), make_run(seed=1)) == [{}, {}]
 

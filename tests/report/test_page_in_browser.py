@@ -1,6 +1,6 @@
 """The report in a real browser, from a file, without a network: it draws, answers, and lets nothing run or overflow.
 
-The browser is asked for the document after its scripts (``--dump-dom``) and for what it wrote to its console. To press
+The browser prints the document after its scripts (``--dump-dom``) and its console. To press
 buttons without a driver the page is put into a frame of a page that presses them: a frame with ``srcdoc`` has the origin
 of the page around it, so that one may look inside.
 """
@@ -190,7 +190,7 @@ def test_buttons_answer_on_a_telephone_and_foreign_scripts_stay_still(tmp_path: 
     assert said["cut"] == 0 and said["small"] == []
     # Nothing shines through the bar that stays on top: its colour has no transparency.
     assert re.fullmatch(r"rgb\(\d+, \d+, \d+\)", said["header"]) and said["fades"] == [True, True]
-    # Names stand over their lines, whole, and the title of the steps below their ticks.
+    # Labels are above their lines, complete, and the title of the steps is below their ticks.
     assert said["labels"] > 10 and said["clipped"] == 0 and said["gap"] >= 0
     # A range that a figure asks for holds, with buttons for other views and without; another view shows everything.
     drawn = data_of(report)

@@ -119,7 +119,7 @@ def test_what_a_run_says_is_text_and_never_markup(troubled: list[Run]) -> None:
     assert not set(document.scripts[0]) & set("<>&")
     # Title, verdict, table, messages, tensors, advice, settings: all readable as they were.
     assert document.text.count('<script>alert("1")</script>') >= 7
-    # Plotly reads tags in labels; there they stand as entities.
+    # Plotly interprets tags in labels, so they are escaped there.
     for data in (data_of(source), gauges_of(source)):
         drawn = json.dumps(data)
         assert "<script" not in drawn and "<img" not in drawn
@@ -223,7 +223,7 @@ def test_a_slider_runs_over_the_sampled_steps(troubled: list[Run]) -> None:
 
 def test_sections_without_data_say_why(make_run: MakeRun) -> None:
     text = Document(page_of([make_run()])).text
-    # Where gauges were asked for and none has read yet, the file is there and empty.
+    # With gauges and no sampled step yet, the file exists and is empty.
     assert "gauges.jsonl of these runs is missing or holds no step" in text
     assert "No recipe here has a loss scale." in text
     assert "recorded no events" in text
@@ -237,7 +237,7 @@ def test_a_run_that_has_hardly_begun_has_a_page(make_run: MakeRun, steps: int) -
     assert f"unfinished: step {steps}" in document.text
 
 
-def test_what_differs_between_runs_stands_apart(make_run: MakeRun) -> None:
+def test_what_differs_between_runs_has_a_table_of_its_own(make_run: MakeRun) -> None:
     text = Document(page_of([make_run(config={"lr": 0.5}), make_run(config={"lr": 0.25})])).text
     differs, shared = text.split("What differs between the runs")[1].split("[config] of all runs")
     assert "config.lr" in differs and "0.5" in differs and "0.25" in differs

@@ -66,7 +66,7 @@ def test_differences_that_are_nothing_lie_on_one_another(make_run: MakeRun) -> N
     assert found == {"bfloat16/word": "solid", "bfloat16/exact": "7px,7px", "bfloat16/naive": "solid"}
 
 
-def test_a_recipe_beyond_the_palette_keeps_the_dash_that_tells_it(make_run: MakeRun) -> None:
+def test_a_recipe_beyond_the_palette_keeps_its_own_dash(make_run: MakeRun) -> None:
     names = ("master", "word", "exact", "split", "kahan", "naive", "no-master", "compact", "states8", "stochastic")
     runs: list[Any] = [make_run(f"bfloat16/{name}", loss=falls()) for name in names]
     found = list(dashes(validation_loss(group_runs(runs))).values())

@@ -54,7 +54,7 @@ def test_compare_json_is_a_list_of_rows_and_valid_whatever_the_figures(folder: P
     assert page == tmp_path / "report.html" and page.stat().st_size
 
 
-def test_a_report_goes_into_the_one_folder_or_where_it_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_report_goes_into_the_one_folder_or_to_out(folder: Path, tmp_path: Path) -> None:
     assert report([folder]) == folder / "report.html" and "bfloat16/word" in (folder / "report.html").read_text()
     runs = [folder / "bfloat16-word-seed0", folder / "bfloat16-master-seed0"]
     assert report(runs, tmp_path / "both.html").is_file()

@@ -24,8 +24,7 @@ from narrowgauge.report.heat_maps import HEAT_MAPS, heat_maps
 from narrowgauge.report.histograms import SHOWN_FORMATS, format_ranges, histograms
 from narrowgauge.report.history_figures import absent, event_strip
 from narrowgauge.report.marks import DASHES, NUM_COLOURS, dash_of, symbol_of
-from narrowgauge.report.samples import Samples
-from narrowgauge.report.tables import (
+from narrowgauge.report.page_tables import (
     COLUMN_HINTS,
     MAX_REPETITIONS,
     cost_table,
@@ -33,6 +32,7 @@ from narrowgauge.report.tables import (
     equal_time_table,
     event_rows,
 )
+from narrowgauge.report.samples import Samples
 from narrowgauge.report.traces import Figure
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
