@@ -39,8 +39,8 @@ def made(
     rows: list[dict[str, Any]] = [
         {"step": k, "loss": 8.0 - k / 10, "seconds": step_seconds} for k in range(1, steps + 1)
     ]
-    for row, reading in zip(rows[len(rows) - len(edq) :], edq, strict=True):
-        row |= {"edq": reading, "noise": noise, "lost_fraction": 0.25}
+    for row, value in zip(rows[len(rows) - len(edq) :], edq, strict=True):
+        row |= {"edq": value, "noise": noise, "lost_fraction": 0.25}
     summary = {
         "val_loss": loss, "steps": steps, "tokens_per_second": 100 / step_seconds, "peak_memory_bytes": 1 << 20,
         "bytes_per_param": SIZES.get(recipe, 8.0), "edq": 1.0 if edq else None, "noise": noise, "lost_fraction": 0.25,
@@ -48,8 +48,8 @@ def made(
     }  # fmt: skip
     given = {"recipe": recipe, "seed": seed, "steps": steps, "schedule": "cosine", **(config or {})}
     path = Path(run_name(recipe, seed))
-    told = [{"step": step, "val_loss": value} for step, value in evals]
-    return Run(path, {"config": given}, rows, told, list(events), None if loss is None else summary)
+    validations = [{"step": step, "val_loss": value} for step, value in evals]
+    return Run(path, {"config": given}, rows, validations, list(events), None if loss is None else summary)
 
 
 def seeds(recipe: str, losses: Sequence[float | None], **more: Any) -> list[Run]:
@@ -58,18 +58,18 @@ def seeds(recipe: str, losses: Sequence[float | None], **more: Any) -> list[Run]
 
 def words(found: Comparison) -> list[str]:
     """The verdict with plain spaces."""
-    return [said.replace("\N{NO-BREAK SPACE}", " ") for said in found.verdict]
+    return [text.replace("\N{NO-BREAK SPACE}", " ") for text in found.verdict]
 
 
 def sentence(found: Comparison, start: str) -> str:
-    return next((said for said in words(found) if said.startswith(start)), "")
+    return next((text for text in words(found) if text.startswith(start)), "")
 
 
 MASTER = seeds("bfloat16/master", (4.0, 4.1, 4.2))
 
 
 def close(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let nobody look into a folder, not even the superuser, for whom the system makes an exception."""
+    """Make a folder unreadable, also for the superuser, whom permissions do not stop."""
     true_stat = os.stat
 
     def stat(path: Any, *more: Any, **named: Any) -> os.stat_result:

@@ -11,7 +11,7 @@ from narrowgauge.comparison.comparison import compare_runs
 from narrowgauge.runs.record import Run
 
 
-def test_an_unfinished_run_is_said_and_left_out() -> None:
+def test_an_unfinished_run_is_named_and_left_out() -> None:
     found = compare_runs([*MASTER, *seeds("bfloat16/word", (4.0, 4.1, None), config={"steps": 40})])
     assert found.rows[1]["num_seeds"] == 2 and not found.rows[1]["diverged"]
     assert sentence(found, "Not finished") == (
@@ -19,7 +19,7 @@ def test_an_unfinished_run_is_said_and_left_out() -> None:
     )
 
 
-def test_a_run_of_an_older_version_differs_in_no_setting_it_did_not_have() -> None:
+def test_settings_that_an_older_version_did_not_have_are_no_difference() -> None:
     word = seeds("bfloat16/word", (4.0, 4.1, 4.2), config={"new": 1})
     assert not sentence(compare_runs([*MASTER, *word]), "The runs differ")
 
@@ -31,14 +31,14 @@ def test_settings_that_change_no_bit_may_differ(key: str) -> None:
     assert not sentence(compare_runs([*master, *word]), "The runs differ")
 
 
-def test_how_often_runs_may_go_back_counts_where_they_did() -> None:
+def test_the_limit_of_rollbacks_counts_where_a_run_rolled_back() -> None:
     back = [{"kind": "rollback", "step": 7, "to_step": 5, "batches": 2}]
     runs = [made(name, 0, 4.0, events=back, config={"max_rollbacks": n}) for n, name in enumerate(SIZES, 1)][:2]
     assert "(max_rollbacks 1, 2)" in sentence(compare_runs(runs), "The runs differ")
 
 
-def test_numbers_of_steps_that_differ_are_told() -> None:
-    def said(**more: Any) -> str:
+def test_different_numbers_of_steps_are_reported() -> None:
+    def text(**more: Any) -> str:
         evals = [(5, 5.0), (10, 4.0)]
         runs = seeds("bfloat16/master", (4.0, 4.1, 4.2), evals=evals)
         runs += seeds("bfloat16/word", (4.0, 4.1, 4.2), config={"steps": 25}, **more)
@@ -46,16 +46,16 @@ def test_numbers_of_steps_that_differ_are_told() -> None:
             compare_runs(runs), "They took different numbers of steps (bfloat16/master 10, bfloat16/word 25)"
         )
 
-    assert said(evals=[(10, 4.0)], step_seconds=0.53).endswith(": fair at equal time, not at equal tokens.")
-    # A calibration that was wrong by more than a tenth is told, and nothing is called fair.
-    assert said(evals=[(10, 4.0)], step_seconds=0.6).endswith(
+    assert text(evals=[(10, 4.0)], step_seconds=0.53).endswith(": fair at equal time, not at equal tokens.")
+    # A calibration that was wrong by more than a tenth is reported, and nothing is called fair.
+    assert text(evals=[(10, 4.0)], step_seconds=0.6).endswith(
         " and different times (bfloat16/master 5 s, bfloat16/word 6 s): their final losses are fair neither at equal tokens "
         "nor at equal time."
     )
-    assert said().endswith(": not fair at equal tokens.")
+    assert text().endswith(": not fair at equal tokens.")
 
 
-def test_a_unit_scaled_model_among_others_is_another_one() -> None:
+def test_a_unit_scaled_model_among_others_is_reported_as_another_parametrization() -> None:
     master = seeds("bfloat16/master", (4.0, 4.1), config={"lr": 0.003})
     unit = seeds("unit/master", (3.9, 4.0), config={"lr": 0.5})
     assert sentence(compare_runs([*master, *unit]), "unit/master is another") == (
@@ -72,14 +72,14 @@ def with_tables(runs: list[Run], **tables: dict[str, Any]) -> list[Run]:
     return runs
 
 
-def test_each_seed_has_a_text_of_its_own_and_that_is_no_difference() -> None:
+def test_texts_that_differ_between_seeds_are_no_difference() -> None:
     runs = [*seeds("bfloat16/master", (4.0, 4.1, 4.2)), *seeds("bfloat16/word", (4.0, 4.1, 4.2))]
     for run in runs:
         with_tables([run], data={"fingerprint": f"{run.config['seed']:032x}"})
     assert not sentence(compare_runs(runs), "The runs differ")
 
 
-def test_texts_that_differ_within_a_seed_are_told_without_their_fingerprints() -> None:
+def test_texts_that_differ_within_a_seed_are_reported_without_their_fingerprints() -> None:
     master, word = seeds("bfloat16/master", (4.0, 4.1, 4.2)), seeds("bfloat16/word", (4.0, 4.1, 4.2))
     with_tables(master, data={"fingerprint": "a" * 32})
     with_tables(word[:2], data={"fingerprint": "b" * 32})

@@ -18,7 +18,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.runs.record import Run
 
 
-def test_a_row_has_the_promised_figures() -> None:
+def test_a_row_has_the_documented_columns() -> None:
     found = compare_runs([*MASTER, *seeds("bfloat16/word", (4.0, 4.2, 4.4), step_seconds=0.25)])
     assert [list(row) for row in found.rows] == [COLUMNS] * 2
     row = found.rows[1]
@@ -49,7 +49,7 @@ def test_differences_are_paired_by_seed_and_only_by_seed() -> None:
         lambda run: [row.update(loss=11.0) for row in run.steps[5:]],
     ],
 )
-def test_a_diverged_run_is_said_and_not_averaged(spoil: Callable[[Run], Any]) -> None:
+def test_a_diverged_run_is_named_and_not_averaged(spoil: Callable[[Run], Any]) -> None:
     word = seeds("bfloat16/word", (4.0, 4.1, 4.2))
     spoil(word[1])
     found = compare_runs([*MASTER, *word])
@@ -60,7 +60,7 @@ def test_a_diverged_run_is_said_and_not_averaged(spoil: Callable[[Run], Any]) ->
     assert found.classes.cheapest is found.classes["bfloat16/master"]
 
 
-def test_recipes_without_any_finished_run_are_rows_of_nothing() -> None:
+def test_recipes_without_a_finished_run_have_rows_without_values() -> None:
     found = compare_runs(seeds("bfloat16/word", (None, None)))
     assert found.baseline is None and found.rows[0]["val_loss"] is None and found.rows[0]["num_seeds"] == 0
     assert found.verdict[0].startswith("No run has ended")
@@ -122,7 +122,7 @@ def test_late_metrics_and_faults_are_given_by_recipe() -> None:
     assert found.not_to_be_used["bfloat16/naive"][0].startswith("loses its updates (a late EDQ of 0.30")
 
 
-def test_a_huge_loss_is_no_row_of_digits() -> None:
+def test_a_huge_loss_is_printed_with_an_exponent() -> None:
     text = (
         compare_runs([*seeds("bfloat16/master", (1e30, 1e30)), *seeds("bfloat16/word", (2e30, 2.5e30))]).table().plain()
     )

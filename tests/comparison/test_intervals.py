@@ -21,14 +21,14 @@ def test_cells_of_equal_spread_pool_their_degrees_of_freedom() -> None:
     assert mean == pytest.approx(6.0) and half == pytest.approx(2.776445 * (2 / 3 / 4) ** 0.5)
 
 
-def test_a_single_seed_has_no_interval_and_equal_ones_have_none_to_speak_of() -> None:
+def test_a_single_seed_has_no_interval_and_equal_ones_one_of_zero_width() -> None:
     assert interval([[0.5]]) == (0.5, math.inf)
     assert interval([[0.5, 0.5]]) == (0.5, 0.0)
     assert interval([[0.5, math.nan]])[1] == math.inf
 
 
 @pytest.mark.parametrize(
-    ("mean", "half", "said"),
+    ("mean", "half", "text"),
     [
         # At a loss of 5 this is how ./dev train's verdict reads.
         (-0.00012, 0.00069, "−0.0001 ± 0.0007"),
@@ -43,5 +43,5 @@ def test_a_single_seed_has_no_interval_and_equal_ones_have_none_to_speak_of() ->
         (math.nan, math.inf, "+nan"),
     ],
 )
-def test_differences_have_the_digits_that_their_interval_is_good_for(mean: float, half: float, said: str) -> None:
-    assert shown_difference(mean, half) == said.replace(" ", "\N{NO-BREAK SPACE}")
+def test_differences_have_the_digits_that_their_interval_justifies(mean: float, half: float, text: str) -> None:
+    assert shown_difference(mean, half) == text.replace(" ", "\N{NO-BREAK SPACE}")

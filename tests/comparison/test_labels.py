@@ -1,4 +1,4 @@
-"""What recipes, runs and folders are called, and that the page and compare.json call them the same."""
+"""The labels of recipes, runs and folders, which are the same on the page and in compare.json."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_runs_of_one_recipe_that_differ_otherwise_are_recipes_of_their_own() -> 
     assert "lr 0.001, 0.0001" in sentence(found, "The runs differ")
 
 
-def test_the_page_and_compare_json_call_every_recipe_the_same() -> None:
+def test_the_page_and_compare_json_have_the_same_labels() -> None:
     table = {"recipe": "bf16/word", "keep": ["lm_head"]}
     runs = [made("", 0, 4.0, config={"recipe": recipe}) for recipe in ("bf16", "bfloat16/compact", table, "mine")]
     runs += [made("bfloat16/compact", 0, 4.1, config={"lr": 1e-4})]
@@ -44,7 +44,7 @@ def test_the_same_run_in_two_comparisons_is_two_and_each_keeps_its_seeds_togethe
     assert run_labels(runs) == ["bfloat16/word (old)"] * 2 + ["bfloat16/word (new)"] * 2
 
 
-def test_where_nothing_else_tells_two_runs_apart_their_folders_do() -> None:
+def test_runs_that_differ_in_nothing_else_are_labelled_by_their_folders() -> None:
     run = made("bfloat16/word", 0, 4.0)
     assert run_labels([replace(run, path=Path(name)) for name in ("a/one", "a/two")]) == [
         "bfloat16/word (one)", "bfloat16/word (two)",

@@ -10,7 +10,7 @@ from narrowgauge.comparison.run_stats import LossCurve, RunStats, divergence, la
 from narrowgauge.runs.record import Run
 
 
-def test_a_curve_counts_compiling_steps_as_median_ones_and_reads_losses_off_lines() -> None:
+def test_a_curve_counts_compiling_steps_as_median_ones_and_interpolates_losses() -> None:
     run = made("bfloat16/word", 0, 4.0, evals=[(2, 7.0), (4, 6.0), (10, 3.0)])
     run.steps[0]["seconds"] = 100.0
     curve = LossCurve.of(run)
@@ -24,10 +24,10 @@ def test_a_curve_without_timed_steps_takes_the_seconds_of_its_validations() -> N
 
 
 def test_a_curve_is_in_the_order_of_time_and_keeps_the_first_of_two_losses_at_once() -> None:
-    told = [
+    evals = [
         {"step": 1, "val_loss": loss, "seconds": at} for at, loss in ((3.0, 1.0), (1.0, 4.0), (3.0, 2.0), (5.0, 0.0))
     ]
-    curve = LossCurve.of(Run(Path("a"), {}, evals=told))
+    curve = LossCurve.of(Run(Path("a"), {}, evals=evals))
     assert curve.points == ((1.0, 4.0), (3.0, 1.0), (3.0, 2.0), (5.0, 0.0)) and curve.end == 5.0
     assert [curve.loss_at(at) for at in (2.0, 3.0, 4.0)] == [2.5, 1.0, 1.0]
     assert LossCurve(()).loss_at(1.0) is None

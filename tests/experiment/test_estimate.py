@@ -10,7 +10,7 @@ from narrowgauge.experiment.estimate import RunEstimate, TimeLeft
 
 
 class Clock:
-    """A clock that goes when it is told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -32,7 +32,7 @@ def run(time_left: TimeLeft, clock: Clock, number: int, steps: int, step: float,
     time_left.end(number)
 
 
-def test_nothing_is_said_before_anything_is_measured() -> None:
+def test_no_time_is_known_before_a_step_is_measured() -> None:
     clock = Clock()
     time_left = TimeLeft([("a", 10)], clock=clock)
     assert time_left.seconds() is None and time_left.share_done == 0
@@ -44,7 +44,7 @@ def test_nothing_is_said_before_anything_is_measured() -> None:
     assert time_left.seconds() == 16 and time_left.share_done == 0.2
 
 
-def test_at_a_steady_pace_it_falls_by_just_the_time_that_passes() -> None:
+def test_at_constant_speed_it_falls_by_exactly_the_time_that_passes() -> None:
     clock = Clock()
     time_left = TimeLeft(
         [("a", 20), ("b", 30), ("a", 20)], {"a": RunEstimate(0.5, 4), "b": RunEstimate(0.25, 4)}, clock
@@ -79,7 +79,7 @@ def test_a_step_that_hangs_leaves_the_rest_where_it_is() -> None:
     assert time_left.seconds() == 0
 
 
-def test_what_a_recipe_took_is_what_its_next_run_takes_and_a_first_run_compiles() -> None:
+def test_a_run_takes_as_long_as_the_last_of_its_recipe_and_a_first_run_compiles() -> None:
     clock = Clock()
     time_left = TimeLeft([("a", 10), ("b", 10), ("a", 10), ("b", 10)], clock=clock)
     run(time_left, clock, 0, 10, step=1, once=30)
@@ -89,7 +89,7 @@ def test_what_a_recipe_took_is_what_its_next_run_takes_and_a_first_run_compiles(
     assert time_left.seconds() == 5 + 10 + 5 + 30
 
 
-def test_a_forecast_is_corrected_by_how_far_the_others_were_off() -> None:
+def test_an_estimate_is_scaled_by_how_far_the_others_were_off() -> None:
     clock = Clock()
     time_left = TimeLeft([("a", 10), ("b", 10), ("c", 10)], {"a": RunEstimate(1), "b": RunEstimate(2)}, clock)
     assert time_left.seconds() == 10 + 20 + 15
@@ -97,7 +97,7 @@ def test_a_forecast_is_corrected_by_how_far_the_others_were_off() -> None:
     assert time_left.seconds() == pytest.approx(60 + 30)
 
 
-def test_a_run_that_goes_on_is_measured_from_where_it_goes_on() -> None:
+def test_a_resumed_run_is_measured_from_where_it_resumes() -> None:
     clock = Clock()
     time_left = TimeLeft([("a", 100), ("a", 100)], clock=clock)
     time_left.end(0)
@@ -109,7 +109,7 @@ def test_a_run_that_goes_on_is_measured_from_where_it_goes_on() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_more_to_do_never_takes_less_and_nothing_takes_less_than_no_time(seed: int) -> None:
+def test_more_steps_never_take_less_and_no_time_is_negative(seed: int) -> None:
     draw = random.Random(seed)
     runs = [(draw.choice("abc"), draw.randint(1, 9)) for _ in range(5)]
     longer = [(recipe, steps + draw.randint(0, 3)) for recipe, steps in runs] + [("a", 3)]

@@ -31,15 +31,15 @@ def trained(recipe: str, seed: int, log: RunLog) -> dict[str, float]:
     return {"val_loss": 4.0 + seed / 10, "bytes_per_param": SIZES[recipe]}
 
 
-def test_a_loop_of_ones_own_is_compared_in_order_and_kept(tmp_path: Path) -> None:
-    asked: list[tuple[str, int]] = []
+def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) -> None:
+    calls: list[tuple[str, int]] = []
 
     def train(recipe: str, seed: int, log: RunLog) -> dict[str, float]:
-        asked.append((recipe, seed))
+        calls.append((recipe, seed))
         return trained(recipe, seed, log)
 
     found = compare(train, ["bfloat16/master", "bfloat16/word"], seeds=2, out=tmp_path / "out")
-    assert asked == [(recipe, seed) for seed in (0, 1) for recipe in ("bfloat16/master", "bfloat16/word")]
+    assert calls == [(recipe, seed) for seed in (0, 1) for recipe in ("bfloat16/master", "bfloat16/word")]
     assert found.verdict[0].startswith("bfloat16/word is the cheapest") and found.rows[0]["tokens_per_second"] > 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "compare.json", "report.html", "bfloat16-master-seed0", "bfloat16-master-seed1", "bfloat16-word-seed0",
@@ -66,7 +66,7 @@ def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
     assert found.rows[0]["val_loss"] == loss and found.rows[0]["diverged"] is (loss is None)
 
 
-def test_what_cannot_be_asked_of_a_loop() -> None:
+def test_contradictory_requests_are_refused() -> None:
     with pytest.raises(NarrowgaugeError, match="gave no validation loss for mine"):
         compare(lambda recipe, seed, log: None, ["mine"])
     with pytest.raises(NarrowgaugeError, match="no recipe was named"):
@@ -89,12 +89,12 @@ def test_what_cannot_be_asked_of_a_loop() -> None:
         (lambda log: log.eval({"val_loss": object()}), "which is no number"),
     ],
 )
-def test_what_is_no_figure_is_refused_in_a_line(act: Any, says: str) -> None:
+def test_a_value_that_is_no_number_is_refused_in_one_line(act: Any, says: str) -> None:
     with pytest.raises(NarrowgaugeError, match=says):
         compare(lambda recipe, seed, log: act(log), ["mine"])
 
 
-def test_tensors_of_one_number_are_numbers_and_a_missing_figure_may_be_none() -> None:
+def test_tensors_of_one_number_are_numbers_and_a_missing_metric_may_be_none() -> None:
     class Tensor:
         def __float__(self) -> float:
             return 2.5
@@ -106,7 +106,7 @@ def test_tensors_of_one_number_are_numbers_and_a_missing_figure_may_be_none() ->
     assert compare(train, ["mine"]).rows[0]["val_loss"] == 2.5
 
 
-def test_losses_alone_ask_for_no_bytes_and_no_flags() -> None:
+def test_losses_alone_give_a_verdict_without_bytes_and_flags() -> None:
     found = compare(lambda recipe, seed, log: 4.0 + seed / 10, ["mine", "yours"], seeds=2)
     assert found.verdict == (
         "No record holds the bytes per parameter of these recipes, so none is named the cheapest.",
@@ -137,7 +137,7 @@ def test_a_function_that_raises_loses_nothing_that_was_done(tmp_path: Path) -> N
     assert "--" not in str(refused.value)
 
 
-def test_a_function_that_raises_at_once_is_not_hidden_by_what_cannot_be_shown(tmp_path: Path) -> None:
+def test_an_error_is_not_hidden_by_a_page_that_cannot_be_written(tmp_path: Path) -> None:
     def train(recipe: str, seed: int, log: RunLog) -> float:
         # The page cannot be written.
         (tmp_path / "out" / "report.html").mkdir()
@@ -208,7 +208,7 @@ def test_one_call_adds_gauges_and_the_audit_to_a_runs_record(tmp_path: Path) -> 
     assert [row["bytes_per_param"] for row in found.rows] == pytest.approx([8.5, 8.0], abs=0.2)
 
 
-def test_what_the_function_gives_itself_stands(tmp_path: Path) -> None:
+def test_metrics_that_the_function_gives_are_kept(tmp_path: Path) -> None:
     def train(recipe: str, seed: int, log: RunLog) -> dict[str, float]:
         log.watch(model := torch.nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1), every=0)
         log.step({"loss": 1.0, "edq": 0.25})
@@ -220,7 +220,7 @@ def test_what_the_function_gives_itself_stands(tmp_path: Path) -> None:
     assert run.steps[0]["edq"] == 0.25
 
 
-def test_gauges_go_with_their_run_however_it_ends(tmp_path: Path) -> None:
+def test_gauges_are_detached_however_a_run_ends(tmp_path: Path) -> None:
     model, kept = torch.nn.Linear(4, 4), []
 
     def train(recipe: str, seed: int, log: RunLog) -> float:

@@ -1,4 +1,4 @@
-"""What a comparison shows while it runs: in a terminal of any width, and elsewhere; the clock goes when it is told to."""
+"""The progress display: in terminals of any width, and elsewhere; with a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECIPES = ("bfloat16/word", "bfloat16/naive")
 
 
 class Clock:
-    """A clock that goes when it is told to."""
+    """A clock that the test sets."""
 
     now = 0.0
 
@@ -35,14 +35,14 @@ def finished(loss: float) -> Run:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def seen(progress: Progress, width: int) -> list[str]:
-    """What the part that moves looks like now."""
+    """The lines of the live display."""
     console = RichConsole(file=io.StringIO(), width=width)
     with console.capture() as capture:
         console.print(progress._view())
@@ -79,7 +79,7 @@ def test_a_pipe_gets_a_line_per_run_with_the_time_left() -> None:
     ]
 
 
-def test_a_forecast_that_is_not_to_be_had_is_not_told() -> None:
+def test_an_estimate_that_could_not_be_measured_is_not_printed() -> None:
     stream = io.StringIO()
     progress, clock = progress_of(stream)
     with progress:
@@ -90,7 +90,7 @@ def test_a_forecast_that_is_not_to_be_had_is_not_told() -> None:
 
 
 @pytest.mark.parametrize(("columns", "has_table"), [(40, False), (79, False), (80, True), (200, True)])
-def test_a_terminal_of_any_width_gets_a_bar_from_the_first_moment(
+def test_a_terminal_of_any_width_gets_a_bar_at_once(
     columns: int, has_table: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
@@ -109,11 +109,11 @@ def test_a_terminal_of_any_width_gets_a_bar_from_the_first_moment(
         assert any("step 5/10" in line for line in lines)
         assert has_table or lines[1].startswith("bfloat16/word, seed 0: step 5/10")
         progress.end(0, finished(2.5))
-    # What moved is gone in the end.
+    # The bar is gone at the end.
     assert not any("runs" in line for line in seen(progress, columns))
 
 
-def test_a_table_that_a_terminal_has_no_lines_for_gives_way_to_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_replaces_a_table_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     for lines, has_table in (("14", True), ("13", False)):
@@ -128,7 +128,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.M
     assert progress_of(Terminal())[0]._live is None
 
 
-def test_how_to_go_on_with_one_run_is_not_told() -> None:
+def test_how_to_resume_one_run_is_not_shown() -> None:
     progress, _ = progress_of(io.StringIO())
     progress.begin(0)
     RunProgress(progress, 10).say("Stopped after step 3. Go on with: narrowgauge resume out/a")
@@ -136,7 +136,7 @@ def test_how_to_go_on_with_one_run_is_not_told() -> None:
     assert progress.lines[0][2] == "Stopped after step 3."
 
 
-def test_that_it_will_stop_is_told_without_tearing_the_table(
+def test_stopping_is_shown_without_breaking_the_table(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")

@@ -1,4 +1,4 @@
-"""A comparison of tiny trainings: the same again, stopped and gone on with, grown, and refused in every way."""
+"""A comparison of tiny trainings: repeated, interrupted and resumed, extended, and refused in every way."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ from comparison.made_runs import close
 from narrowgauge.comparison.comparison import Comparison
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, RecordError, Terminated
 from narrowgauge.experiment import estimate, training
-from narrowgauge.experiment.definition import ExperimentConfig, config_of_flags, make_config, read_settings
+from narrowgauge.experiment.definition import (
+    ExperimentConfig,
+    config_of_flags,
+    make_config,
+    read_existing,
+    read_settings,
+)
 from narrowgauge.experiment.progress import Progress
-from narrowgauge.experiment.training import compare
+from narrowgauge.experiment.training import run_experiment
 from narrowgauge.report import render as report_render
 from narrowgauge.runs.atomic_io import held_folder
 from narrowgauge.runs.record import Run, read_run
@@ -38,7 +44,7 @@ NAMES = [f"bfloat16-{name}-seed{seed}" for seed in (0, 1) for name in ("word", "
 
 @pytest.fixture(autouse=True)
 def page_of_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page has tests of its own; here its words are enough."""
+    """The page has tests of its own; here its text is enough."""
 
     def render(found: Comparison, title: str) -> str:
         return "\n".join([title, *map(str, found.folders), *(row["recipe"] for row in found.rows), *found.verdict])
@@ -51,23 +57,24 @@ def base(place: Path) -> TrainConfig:
     return replace(settings(place, Path("nowhere")), steps=4, eval_every=2, checkpoint_every=1, gauges_every=0)
 
 
-def done(base: TrainConfig, out: Path, /, **more: Any) -> str:
-    """Compare; what was said."""
-    stream = io.StringIO()
-    compare(**{"recipes": RECIPES, "base": base, "seeds": 2, "out": out, "stream": stream, **more})
+def done(base: TrainConfig, out: Path, /, stream: io.StringIO | None = None, **more: Any) -> str:
+    """Compare, or resume where the recipes are ``None``; the printed text."""
+    stream = io.StringIO() if stream is None else stream
+    given = {"recipes": RECIPES, "base": base, "seeds": 2, **more}
+    run_experiment(read_existing(out) if given["recipes"] is None else make_config(**given), out, stream)
     return stream.getvalue()
 
 
 @pytest.fixture(scope="module")
 def first(base: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A comparison, and what it said; tests that change it take a copy."""
+    """A comparison, and the printed text; tests that change it take a copy."""
     out = tmp_path_factory.mktemp("first") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report_render, "render", lambda found, title: "\n".join([title, *found.verdict]))
         return out, done(base, out)
 
 
-def figures(out: Path, names: Sequence[str] = NAMES) -> list[Any]:
+def metrics_of(out: Path, names: Sequence[str] = NAMES) -> list[Any]:
     """Everything but times."""
     runs = [read_run(out / name) for name in names]
     return [
@@ -80,14 +87,14 @@ def figures(out: Path, names: Sequence[str] = NAMES) -> list[Any]:
 # ── what it does ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_folder_holds_the_question_the_runs_the_rows_and_the_page(first: tuple[Path, str]) -> None:
-    out, said = first
+def test_a_folder_holds_the_definition_the_runs_the_rows_and_the_page(first: tuple[Path, str]) -> None:
+    out, printed = first
     assert {path.name for path in out.iterdir()} == {"compare.toml", "compare.json", "report.html", *NAMES}
     assert (out / "report.html").read_text().startswith("model in bfloat16/word and bfloat16/naive\n")
     assert [row["recipe"] for row in json.loads((out / "compare.json").read_text())] == [
         recipe.title for recipe in RECIPES
     ]
-    lines = said.splitlines()
+    lines = printed.splitlines()
     assert re.fullmatch(r"about [\dmins ]+ for 4 runs \(a step takes [\d.to ]+ s here\)", lines[1])
     assert [bool(re.search(r"  about [\dmins ]+ left$", line)) for line in lines[2:]] == [True, True, True, False]
     heads = [line.split("  ")[:2] for line in lines[2:]]
@@ -95,7 +102,7 @@ def test_a_folder_holds_the_question_the_runs_the_rows_and_the_page(first: tuple
         [f"{n}/4", f"{recipe}, seed {seed}"]
         for n, (recipe, seed) in enumerate(((recipe.title, seed) for seed in (0, 1) for recipe in RECIPES), 1)
     ]
-    assert "\x1b" not in said and "\r" not in said
+    assert "\x1b" not in printed and "\r" not in printed
 
 
 def test_runs_of_a_seed_share_weights_and_tokens(first: tuple[Path, str]) -> None:
@@ -111,7 +118,7 @@ def test_runs_of_a_seed_share_weights_and_tokens(first: tuple[Path, str]) -> Non
 
 def test_twice_the_same_but_for_times(first: tuple[Path, str], base: TrainConfig, tmp_path: Path) -> None:
     done(base, tmp_path / "again")
-    assert figures(tmp_path / "again") == figures(first[0])
+    assert metrics_of(tmp_path / "again") == metrics_of(first[0])
     rows = [json.loads((out / "compare.json").read_text()) for out in (first[0], tmp_path / "again")]
     assert [lasting(row) for row in rows[0]] == [lasting(row) for row in rows[1]]
 
@@ -121,10 +128,10 @@ def test_finished_runs_are_not_trained_again(
 ) -> None:
     monkeypatch.setattr(loop, "train", lambda config: pytest.fail("trained"))
     monkeypatch.setattr(loop, "resume", lambda folder: pytest.fail("resumed"))
-    before = figures(first[0])
+    before = metrics_of(first[0])
     assert done(base, first[0]).count("earlier") == 4
     assert done(base, first[0], recipes=None, base=None, seeds=7).count("earlier") == 4
-    assert figures(first[0]) == before
+    assert metrics_of(first[0]) == before
 
 
 def stop_at(
@@ -144,7 +151,7 @@ def stop_at(
     monkeypatch.setattr(loop, "train", train)
 
 
-def test_an_interrupted_comparison_says_how_to_go_on_and_goes_on_with_the_same_bits(
+def test_an_interrupted_comparison_says_how_to_resume_and_resumes_with_the_same_bits(
     first: tuple[Path, str], base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -153,13 +160,13 @@ def test_an_interrupted_comparison_says_how_to_go_on_and_goes_on_with_the_same_b
         with pytest.raises(Terminated, match=rf"1 of 2 runs are done\. Go on with: narrowgauge compare --out {out}"):
             done(base, out, seeds=1)
     assert not (out / "compare.json").exists() and len(read_run(out / NAMES[1]).steps) == 3
-    said = done(base, out, recipes=None)
-    assert said.count("earlier") == 1
+    printed = done(base, out, recipes=None)
+    assert printed.count("earlier") == 1
     assert any(event["kind"] == "resume" for event in read_run(out / NAMES[1]).events)
-    assert figures(out, NAMES[:2]) == figures(first[0], NAMES[:2])
+    assert metrics_of(out, NAMES[:2]) == metrics_of(first[0], NAMES[:2])
 
 
-def test_what_a_kill_left_before_the_first_step_is_no_hindrance(
+def test_files_of_a_run_killed_before_its_first_step_are_replaced(
     first: tuple[Path, str], base: TrainConfig, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -167,14 +174,14 @@ def test_what_a_kill_left_before_the_first_step_is_no_hindrance(
     (out / NAMES[0] / ".tmp-data").mkdir(parents=True)
     (out / NAMES[0] / ".tmp-data" / "train.bin").write_bytes(b"half")
     done(base, out, recipes=None)
-    assert figures(out, NAMES[:1]) == figures(first[0], NAMES[:1]) and not (out / NAMES[0] / ".tmp-data").exists()
+    assert metrics_of(out, NAMES[:1]) == metrics_of(first[0], NAMES[:1]) and not (out / NAMES[0] / ".tmp-data").exists()
 
 
 def test_recipes_and_seeds_may_be_added(base: TrainConfig, tmp_path: Path) -> None:
     short = replace(base, steps=1)
     done(short, tmp_path, recipes=RECIPES[:1], seeds=1)
-    said = done(short, tmp_path, recipes=RECIPES, seeds=2)
-    assert said.count("earlier") == 1
+    printed = done(short, tmp_path, recipes=RECIPES, seeds=2)
+    assert printed.count("earlier") == 1
     assert [row["num_seeds"] for row in json.loads((tmp_path / "compare.json").read_text())] == [2, 2]
     assert ExperimentConfig.read(tmp_path).seeds == (0, 1)
 
@@ -207,16 +214,18 @@ def test_a_run_that_fails_stops_with_its_line(
 
 
 def test_a_run_that_stops_where_it_diverges_stops_nothing_else(base: TrainConfig, tmp_path: Path) -> None:
-    said = done(replace(base, lr=1e38, on_spike="stop"), tmp_path, seeds=1)
-    assert [line.split("  ")[2][:18] for line in said.splitlines() if line[1:3] == "/2"] == ["diverged (at step "] * 2
+    printed = done(replace(base, lr=1e38, on_spike="stop"), tmp_path, seeds=1)
+    assert [line.split("  ")[2][:18] for line in printed.splitlines() if line[1:3] == "/2"] == [
+        "diverged (at step "
+    ] * 2
     assert [row["diverged"] for row in json.loads((tmp_path / "compare.json").read_text())] == [True, True]
     # They are done: nothing is trained again.
     assert done(replace(base, lr=1e38, on_spike="stop"), tmp_path, seeds=1).count("earlier") == 2
 
 
-def test_borrowed_tokens_are_nothing_to_tell(first: tuple[Path, str]) -> None:
-    told = [str(event["message"]) for name in NAMES for event in read_run(first[0] / name).events]
-    assert told and not [message for message in told if "prepared by an earlier command" in message]
+def test_borrowed_tokens_are_no_event(first: tuple[Path, str]) -> None:
+    messages = [str(event["message"]) for name in NAMES for event in read_run(first[0] / name).events]
+    assert messages and not [message for message in messages if "prepared by an earlier command" in message]
 
 
 def test_two_processes_do_not_compare_in_one_folder(first: tuple[Path, str], base: TrainConfig) -> None:
@@ -228,7 +237,7 @@ def test_two_processes_do_not_compare_in_one_folder(first: tuple[Path, str], bas
 
 
 class Full(io.StringIO):
-    """Takes some lines, and no more."""
+    """A stream that fails after some lines."""
 
     def __init__(self, room: int, error: OSError) -> None:
         super().__init__()
@@ -242,18 +251,20 @@ class Full(io.StringIO):
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError(errno.ENOSPC, "No space left")])
-def test_output_that_nobody_takes_is_told_with_how_to_go_on(base: TrainConfig, tmp_path: Path, error: OSError) -> None:
+def test_output_that_cannot_be_printed_stops_with_how_to_resume(
+    base: TrainConfig, tmp_path: Path, error: OSError
+) -> None:
     short = replace(base, steps=1, eval_every=0)
     with pytest.raises(
         RecordError, match=rf"could not be printed \({error.strerror}\): 1 of 2 runs .* --out {tmp_path}"
     ):
-        compare(RECIPES, base=short, out=tmp_path, stream=Full(2, error))
+        done(short, tmp_path, stream=Full(2, error), seeds=1)
     assert "earlier" in done(short, tmp_path, recipes=None)
 
 
 def test_runs_that_were_done_before_count_as_done(first: tuple[Path, str], base: TrainConfig) -> None:
     with pytest.raises(RecordError, match=r"\(Broken pipe\): 4 of 4 runs are done\."):
-        compare(RECIPES, base=base, seeds=2, out=first[0], stream=Full(2, BrokenPipeError(errno.EPIPE, "Broken pipe")))
+        done(base, first[0], stream=Full(2, BrokenPipeError(errno.EPIPE, "Broken pipe")))
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["a run", "the folder"])
@@ -267,14 +278,14 @@ def test_a_folder_that_may_not_be_looked_into_costs_one_line(
     assert f"RecordError: Cannot use {closed}" in result.stderr and "Permission denied" in result.stderr
 
 
-def test_what_went_before_is_not_waited_for_again(
+def test_no_time_is_estimated_for_finished_runs(
     first: tuple[Path, str], base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(estimate, "estimate_runs", lambda configs: pytest.fail("measured for nothing"))
     assert " left" not in done(base, first[0]) and "about" not in done(base, first[0])
 
 
-def test_a_model_that_cannot_be_built_is_its_runs_to_tell(base: TrainConfig, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_built_is_reported_by_its_run(base: TrainConfig, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text('{"model_type": "unheard of"}')
@@ -283,9 +294,7 @@ def test_a_model_that_cannot_be_built_is_its_runs_to_tell(base: TrainConfig, tmp
         done(replace(base, model=str(broken)), tmp_path / "out")
 
 
-def test_a_forecast_measures_each_recipe_until_it_has_taken_long(
-    base: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_recipe_is_measured_until_the_time_is_up(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = [replace(base, recipe=recipe, gradient_accumulation_steps=2) for recipe in RECIPES]
     found = estimate.estimate_runs(configs)
     assert list(found) == [recipe.title for recipe in RECIPES]
@@ -294,7 +303,7 @@ def test_a_forecast_measures_each_recipe_until_it_has_taken_long(
     assert estimate.estimate_runs(configs) == {}
 
 
-def test_a_batch_that_does_not_fit_is_its_runs_to_tell(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_does_not_fit_is_reported_by_its_run(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(config: TrainConfig) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -310,7 +319,7 @@ def recipe_file(place: Path, name: str, text: str) -> Recipe:
     return parse(place / name)
 
 
-def test_files_over_one_recipe_are_told_apart_by_their_names(base: TrainConfig, tmp_path: Path) -> None:
+def test_recipe_files_of_one_base_are_labelled_by_their_names(base: TrainConfig, tmp_path: Path) -> None:
     files = [
         recipe_file(tmp_path, "a.toml", 'evaluation = "bfloat16"'),
         recipe_file(tmp_path, "b.toml", 'name = "own phases"\nphase = [{ until = 0.5, compute = "bfloat16" }]'),
@@ -340,10 +349,10 @@ def test_one_recipe_twice_and_two_of_one_name_are_refused(base: TrainConfig, tmp
         make_config([parse("bfloat16/word"), plain], base)
 
 
-# ── a mistake put right, and more asked of the same folder ──────────────────────────────────────────────────────────
+# ── a mistake corrected, and a comparison extended ──────────────────────────────────────────────────────────────────
 
 
-def test_a_question_that_never_ran_leaves_nothing(base: TrainConfig, tmp_path: Path) -> None:
+def test_a_comparison_that_fails_before_its_first_run_leaves_nothing(base: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("too short")
     with pytest.raises(DataError):
@@ -351,7 +360,7 @@ def test_a_question_that_never_ran_leaves_nothing(base: TrainConfig, tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {"text"}
 
 
-def test_a_question_without_a_run_may_be_replaced_and_its_tokens_go(
+def test_a_definition_without_a_run_may_be_replaced_and_its_tokens_are_removed(
     first: tuple[Path, str], base: TrainConfig, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -359,10 +368,10 @@ def test_a_question_without_a_run_may_be_replaced_and_its_tokens_go(
     (out / NAMES[0] / "data").mkdir(parents=True)
     (out / NAMES[0] / "data" / "data.json").write_text("of another text")
     done(base, out)
-    assert figures(out) == figures(first[0])
+    assert metrics_of(out) == metrics_of(first[0])
 
 
-def test_flags_that_are_left_out_are_as_before(base: TrainConfig, tmp_path: Path) -> None:
+def test_flags_that_are_not_given_are_as_in_the_folder(base: TrainConfig, tmp_path: Path) -> None:
     before = make_config(RECIPES, base, 2, num_evals=10)
     before.write(tmp_path)
     assert config_of_flags(None, {}, out=tmp_path) == before
@@ -380,7 +389,7 @@ def test_flags_that_are_left_out_are_as_before(base: TrainConfig, tmp_path: Path
         config_of_flags(None, {}, seeds=3, out=tmp_path / "new")
 
 
-def test_seconds_that_are_left_out_are_as_before_unless_another_length_is_given(
+def test_seconds_that_are_not_given_are_as_in_the_folder_unless_another_length_is(
     base: TrainConfig, tmp_path: Path
 ) -> None:
     before = replace(make_config(RECIPES, base, seconds=2.0), measured={RECIPES[0].title: (7, True)})
@@ -393,7 +402,7 @@ def test_seconds_that_are_left_out_are_as_before_unless_another_length_is_given(
 
 
 @pytest.mark.parametrize("line", ['recipe = "bfloat16/word"', "seed = 3", 'out = "there"', "stop_after = 3"])
-def test_a_file_may_not_say_what_is_each_runs_own(line: str, tmp_path: Path) -> None:
+def test_a_file_may_not_set_what_differs_between_runs(line: str, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(f"steps = 9\n{line}\n")
     with pytest.raises(NarrowgaugeError, match=f"a.toml has {line.split()[0]} = .* do not share"):
         read_settings({}, tmp_path / "a.toml")
@@ -416,10 +425,10 @@ def test_seconds_become_steps_of_each_recipe_once(
 
     monkeypatch.setattr(training, "read_run", read)
     monkeypatch.setattr(loop, "train", counted(loop.train, trained := []))
-    said = done(base, tmp_path, seconds=1.6, num_evals=2, seeds=1)
+    printed = done(base, tmp_path, seconds=1.6, num_evals=2, seeds=1)
     # Two of each recipe that only measure, the first to warm up.
     assert trained == [12, 12, 12, 12, 3, 6]
-    assert "bfloat16/word: 0.5 s per step, so 3 steps for 1.6 s of training" in said
+    assert "bfloat16/word: 0.5 s per step, so 3 steps for 1.6 s of training" in printed
     found = {
         name: (len(run.steps), run.config["eval_every"]) for name in NAMES[:2] if (run := read_run(tmp_path / name))
     }
@@ -454,9 +463,9 @@ def test_steps_are_measured_for_a_tenth_of_the_seconds_after_a_warm_up(
 
     monkeypatch.setattr(training, "read_run", read)
     monkeypatch.setattr(training, "_train", lambda config, *_: performed.append(config))
-    question = make_config(RECIPES, replace(base, on_spike="stop"), seconds=seconds)
-    progress = Progress(question.plan(tmp_path), tmp_path, io.StringIO())
-    found, compiled = training._step_seconds(question, question.recipes[0], tmp_path, progress)
+    config = make_config(RECIPES, replace(base, on_spike="stop"), seconds=seconds)
+    progress = Progress(config.plan(tmp_path), tmp_path, io.StringIO())
+    found, compiled = training._step_seconds(config, config.recipes[0], tmp_path, progress)
     assert found == pytest.approx((27 * 1.5 + 3 * 3.0 + 1.5) / 31) and compiled
     assert [config.steps for config in performed] == [12, asked]
     assert {config.on_spike for config in performed} == {"report"} and len({config.out for config in performed}) == 2
@@ -467,8 +476,8 @@ def test_tokens_become_steps(base: TrainConfig) -> None:
 
 
 def test_validations_are_spread_over_the_run(base: TrainConfig) -> None:
-    question = make_config(RECIPES, replace(base, steps=45), num_evals=10)
-    assert question.of_run(question.recipes[0], 0, Path("out")).eval_every == 4
+    config = make_config(RECIPES, replace(base, steps=45), num_evals=10)
+    assert config.of_run(config.recipes[0], 0, Path("out")).eval_every == 4
 
 
 @pytest.mark.parametrize(
@@ -481,11 +490,11 @@ def test_validations_are_spread_over_the_run(base: TrainConfig) -> None:
 def test_unit_scaled_recipes_among_others_take_their_own_rate(
     recipes: str, rates: list[float | None], base: TrainConfig
 ) -> None:
-    question = make_config(parse_names(recipes), base)
-    assert [question.of_run(recipe, 0, Path("out")).lr for recipe in question.recipes] == rates
+    config = make_config(parse_names(recipes), base)
+    assert [config.of_run(recipe, 0, Path("out")).lr for recipe in config.recipes] == rates
 
 
-def test_settings_of_a_command_line_spread_validations_unless_they_are_asked_for(tmp_path: Path) -> None:
+def test_validations_are_spread_over_the_run_unless_they_are_given(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("eval_every = 7\nkeep_checkpoints = 3\nsteps = 9\n")
     assert read_settings({"steps": 5}, None) == (TrainConfig(steps=5, keep_checkpoints=1), 10)
     assert read_settings({"eval_every": 100}, None)[1] is None
@@ -520,7 +529,7 @@ def test_settings_of_a_command_line_spread_validations_unless_they_are_asked_for
         ({"recipes": None}, RecordError, r"it has no compare\.toml"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_made(
+def test_a_contradiction_is_refused_before_anything_is_created(
     more: dict[str, Any], error: type[NarrowgaugeError], says: str, base: TrainConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=says):
@@ -548,7 +557,7 @@ def test_a_folder_of_something_else_is_refused(base: TrainConfig, tmp_path: Path
         (lambda base: {"base": replace(base, compile=True)}, "with no --compile, and --compile was requested"),
     ],
 )
-def test_another_question_is_refused_and_changes_nothing(
+def test_another_definition_is_refused_and_changes_nothing(
     change: Callable[[TrainConfig], dict[str, Any]], says: str, first: tuple[Path, str], base: TrainConfig
 ) -> None:
     out = first[0]
@@ -558,7 +567,7 @@ def test_another_question_is_refused_and_changes_nothing(
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
-def test_a_run_that_is_not_the_questions_is_refused(base: TrainConfig, tmp_path: Path) -> None:
+def test_a_run_with_other_settings_is_refused(base: TrainConfig, tmp_path: Path) -> None:
     loop.train(replace(base, recipe=RECIPES[0], out=str(tmp_path / NAMES[0]), weight_decay=0.0, steps=1))
     make_config(RECIPES, base, 2).write(tmp_path)
     with pytest.raises(RecordError, match=f"{NAMES[0]} holds a run with steps = 1, and this comparison takes 4"):
@@ -566,27 +575,25 @@ def test_a_run_that_is_not_the_questions_is_refused(base: TrainConfig, tmp_path:
 
 
 @pytest.mark.parametrize("text", ["", "schema_version = 1\n", "schema_version = 1\nrecipes = 3\n", "a = [", "\xff"])
-def test_a_damaged_question_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_damaged_definition_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "compare.toml").write_bytes(text.encode("latin-1"))
     with pytest.raises(RecordError, match=r"compare\.toml is damaged"):
         done(TrainConfig(), tmp_path, recipes=None)
 
 
-def test_a_question_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+def test_a_definition_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "compare.toml").write_text("schema_version = 99\n")
     with pytest.raises(RecordError, match="has schema 99; this version reads up to 1"):
         ExperimentConfig.read(tmp_path)
 
 
-def test_a_question_comes_back_as_it_was_written(base: TrainConfig, tmp_path: Path) -> None:
+def test_a_definition_is_read_as_it_was_written(base: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text('recipe = "bfloat16/word"\nkeep = ["lm_head"]\n')
-    question = make_config(
-        [parse("bfloat16/word"), parse(tmp_path / "own.toml")], base, (3, 1), seconds=2.0, num_evals=4
-    )
-    question = replace(question, measured={"bfloat16/word": (7, True)})
-    question.write(tmp_path)
-    assert ExperimentConfig.read(tmp_path) == question
-    config = question.of_run(question.recipes[0], 3, tmp_path)
+    config = make_config([parse("bfloat16/word"), parse(tmp_path / "own.toml")], base, (3, 1), seconds=2.0, num_evals=4)
+    config = replace(config, measured={"bfloat16/word": (7, True)})
+    config.write(tmp_path)
+    assert ExperimentConfig.read(tmp_path) == config
+    config = config.of_run(config.recipes[0], 3, tmp_path)
     assert (config.steps, config.compile, config.seed) == (7, True, 3)
 
 

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.comparison.comparison import Comparison, compare_runs
 from narrowgauge.comparison.labels import recipe_name, run_name
@@ -19,6 +19,9 @@ from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError
 from narrowgauge.report.write import publish
 from narrowgauge.runs.atomic_io import disk_errors, held_folder
 from narrowgauge.runs.record import Run, is_run, read_run
+
+if TYPE_CHECKING:
+    from narrowgauge.experiment.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -44,42 +47,32 @@ class PlannedRun:
         return run.summary is not None or any(event.get("kind") == "divergence" for event in run.events)
 
 
-class Observer(Protocol):
-    """Follows the runs of a comparison."""
-
-    def begin(self, index: int) -> None:
-        """A run begins or is resumed."""
-
-    def end(self, index: int, run: Run) -> None:
-        """A run has ended, now or earlier."""
-
-
 def plan_runs(labels: Sequence[str], seeds: Sequence[int], out: Path) -> list[PlannedRun]:
     """The runs of a comparison, seed by seed, each with its folder."""
     return [PlannedRun(label, seed, out / run_name(label, seed)) for seed in seeds for label in labels]
 
 
 def make_runs(
-    runs: Sequence[PlannedRun], make_run: Callable[[int], None], observer: Observer | None = None
+    runs: Sequence[PlannedRun], make_run: Callable[[int], None], progress: Progress | None = None
 ) -> list[Run]:
     """Make every run that has not ended.
 
     Args:
         runs: of the comparison.
         make_run: makes or resumes the run of an index.
-        observer: of the runs' beginnings and ends.
+        progress: displays them.
     Returns:
         All runs, in the given order.
     """
     found = []
     for index, planned in enumerate(runs):
         if not planned.has_ended:
-            if observer is not None:
-                observer.begin(index)
+            if progress is not None:
+                progress.begin(index)
             make_run(index)
         found.append(read_run(planned.folder))
-        if observer is not None:
-            observer.end(index, found[-1])
+        if progress is not None:
+            progress.end(index, found[-1])
     return found
 
 

@@ -34,8 +34,6 @@ from narrowgauge.experiment.definition import (
     DEFINITION_FILE,
     ExperimentConfig,
     is_comparison,
-    make_config,
-    read_existing,
 )
 from narrowgauge.experiment.estimate import RunEstimate
 from narrowgauge.experiment.progress import Progress, RunProgress
@@ -52,56 +50,22 @@ CALIBRATION_SECONDS = (1.0, 10.0)
 """Its duration: a tenth of a run's seconds, within these bounds."""
 
 
-def compare(
-    recipes: Sequence[Recipe] | None = None,
-    *,
-    base: TrainConfig | None = None,
-    seeds: int | Sequence[int] = 1,
-    out: str | Path | None = None,
-    seconds: float | None = None,
-    tokens: int | None = None,
-    num_evals: int | None = None,
-    stream: TextIO | None = None,
+def run_experiment(
+    config: ExperimentConfig, out: str | Path | None = None, stream: TextIO | None = None
 ) -> tuple[Comparison, Path]:
-    """Train with each recipe and each seed, and compare.
+    """Make the runs of a comparison that have not ended, compare, and write the page.
 
-    Invariant: the same definition gives the same numbers except times, resumed or not. Nothing is trained before everything
-    that can be checked has been.
+    Invariant: the same definition gives the same numbers except times, resumed or not.
 
     Args:
-        recipes: none twice; ``None`` resumes the comparison in ``out``, whatever else is given.
-        base: the settings of every run but recipe, seed, out and stop_after.
-        seeds: how many, from 0 on, or which ones.
+        config: checked.
         out: the folder; new, empty, or of this very comparison. ``None`` takes ``comparisons/MODEL-N``.
-        seconds: of training steps per run, instead of ``base.steps``; a step of each recipe is timed first.
-        tokens: per run, instead of ``base.steps``.
-        num_evals: validations per run, instead of ``base.eval_every``.
         stream: for the progress display; ``None`` for standard output.
     Returns:
         The comparison, and the path of its page.
     Raises:
-        NarrowgaugeError: a contradiction, or the first run that fails; finished runs are kept.
+        NarrowgaugeError: the folder holds something else, or a run failed; finished runs are kept.
         KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
-    """
-    if recipes is None:
-        out = Path(out or ".")
-        config = read_existing(out)
-    else:
-        config = make_config(recipes, base or TrainConfig(), seeds, seconds=seconds, tokens=tokens, num_evals=num_evals)
-    return run_experiment(config, out, stream)
-
-
-def run_experiment(
-    config: ExperimentConfig, out: str | Path | None = None, stream: TextIO | None = None
-) -> tuple[Comparison, Path]:
-    """Make the runs of a comparison that have not ended, compare, and write the page; see :func:`compare`.
-
-    Args:
-        config: checked.
-        out: the folder; ``None`` takes the first free one.
-        stream: for the progress display; ``None`` for standard output.
-    Returns:
-        The comparison, and the path of its page.
     """
     folder = Path(out) if out is not None else free_folder(config.base.model)
     with hold(folder), _undo(folder):
