@@ -27,7 +27,8 @@ from timing import Report, Row, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.spec.storages import MOMENT12, SECOND12, STORAGES, TAIL8, Code, Storage
+from narrowgauge.spec.codes import MOMENT12, SECOND12, TAIL8, Code
+from narrowgauge.spec.storages import STORAGES, Storage
 
 GROUPS = 512
 BETAS2 = (0.95, 0.999)

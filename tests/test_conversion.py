@@ -28,7 +28,8 @@ from narrowgauge.conversion import folders
 from narrowgauge.conversion.conversion_report import compare, largest_of
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError
 from narrowgauge.runs.record import read_run
-from narrowgauge.spec.storages import BFLOAT16, MOMENT12, SECOND12, STORAGES
+from narrowgauge.spec.codes import BFLOAT16, MOMENT12, SECOND12
+from narrowgauge.spec.storages import STORAGES
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.checkpoint import load_checkpoint
 from trainer.tiny_runs import SHAPE, lasting, settings

@@ -1,4 +1,4 @@
-"""Where things are kept that cost seconds to make and belong to no run: compiled kernels, tokenised text."""
+"""The folder of caches that runs share: compiled kernels and tokenized text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where what many runs share is kept: ``NARROWGAUGE_CACHE``, or the user's cache of this platform."""
+    """``NARROWGAUGE_CACHE``, or ``narrowgauge`` in the user's cache folder of this platform."""
     if chosen := os.environ.get("NARROWGAUGE_CACHE"):
         return Path(chosen)
     if sys.platform == "win32":

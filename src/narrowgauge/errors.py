@@ -1,14 +1,14 @@
-"""What can go wrong, as a tree, and what to do about each.
+"""The exceptions that a user can cause.
 
     NarrowgaugeError           base; carries .advice
     ├── FormatError            a value or shape does not suit a format or cast
     ├── RecipeError            a recipe contradicts itself or the model
-    ├── ChipError              this machine cannot do what was asked
-    ├── DataError              the text, tokenizer or model folder given cannot be used
+    ├── ChipError              this machine cannot do what was requested
+    ├── DataError              a text, tokenizer or model folder cannot be used
     └── RecordError            a run folder is missing, broken or newer than this version
 
-Every message states what was asked, what was found and where; ``advice`` says what to do. The command line prints both
-on one line, without a traceback, and exits with status 2.
+Every message states what was requested, what was found and where; ``advice`` says what to do. The command line prints both on
+one line, without a traceback, and exits with status 2.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 
 class NarrowgaugeError(Exception):
-    """The base of every error a user can cause; ``advice`` says what to do next."""
+    """The base class; ``advice`` says what to do."""
 
     def __init__(self, message: str, advice: str = "") -> None:
         super().__init__(message)
@@ -39,23 +39,23 @@ class RecipeError(NarrowgaugeError, ValueError):
 
 
 class ChipError(NarrowgaugeError):
-    """This machine cannot do what was asked."""
+    """This machine cannot do what was requested."""
 
 
 class DataError(NarrowgaugeError):
-    """The text, tokenizer or model folder that was named cannot be used."""
+    """A text, tokenizer or model folder cannot be used."""
 
 
 class RecordError(NarrowgaugeError):
-    """A run folder or checkpoint is missing, damaged, in the way, or newer than this version."""
+    """A run folder or checkpoint is missing, damaged, occupied, or newer than this version."""
 
 
 class Terminated(KeyboardInterrupt):
-    """A run was told to end by SIGTERM, and ended as it does after Ctrl-C; the command line exits with status 143."""
+    """A run stopped on SIGTERM, as on Ctrl-C; the command line exits with status 143."""
 
 
 def shortened(text: str, longest: int = 200) -> str:
-    """The text with every word that is too long to be read cut in the middle, and the whole cut at ten times that.
+    """The text with the middle of overlong words removed, and of the whole text if it is ten times as long.
 
     >>> shortened("no recipe is named '" + 1000 * "a" + "'.", 12)
     "no recipe is named 'aaaaa…aaaa'."
@@ -70,7 +70,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """``"Did you mean 'compact'?"`` for the nearest known name, or nothing.
+    """``"Did you mean 'compact'?"`` for the nearest known name, or an empty string.
 
     >>> suggestion("compat", ["compact", "word"])
     "Did you mean 'compact'?"

@@ -22,7 +22,7 @@ from narrowgauge.cli.main import main
 from narrowgauge.errors import ChipError, Terminated
 from narrowgauge.experiment.definition import read_settings
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.spec import show
+from narrowgauge.spec import details, show
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import preflight
 from narrowgauge.trainer.config import TrainConfig, kind_of
@@ -161,7 +161,7 @@ def test_tables_as_text_and_json(table: str) -> None:
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
-        (("format", "bf16"), "max", show.detail_format("bfloat16")["max"]),
+        (("format", "bf16"), "max", details.detail_format("bfloat16")["max"]),
         (("recipe", "bf16/word"), "bytes_per_param", 8.0),
         (("value", "0x1p-3"), "value", 0.125),
         (("value", "-0.5"), "value", -0.5),
@@ -181,8 +181,8 @@ WRONG = [
     (("shwo",), "UsageError: ", "'shwo'"),
     (("show", "format"), "UsageError: ", "NAME"),
     (("show", "format", "bfloat17"), "FormatError: ", "Did you mean 'bfloat16'"),
-    (("show", "value", "abc"), "FormatError: ", "'abc' is no number"),
-    (("show", "value", "--jsn"), "FormatError: ", "'--jsn' is no number"),
+    (("show", "value", "abc"), "FormatError: ", "'abc' is not a number"),
+    (("show", "value", "--jsn"), "FormatError: ", "'--jsn' is not a number"),
     (("show", "recipe", "bfloat16/wrod"), "RecipeError: ", "Did you mean 'word'"),
     (("show", "recipe", "64-true"), "RecipeError: ", "Take 'float32/float32'"),
     (("show", "formats", "extra"), "UsageError: ", "extra"),
@@ -468,7 +468,7 @@ def test_a_page_does_not_take_the_place_of_a_pipe(tmp_path: Path) -> None:
         (("--recipes", "bfloat16/word", "--config", "a.toml"), "a.toml has seed = 3"),
         (("--recipes", "bfloat16/word", "--seconds", "inf"), "above 0 and finite"),
         (("--recipes", "bfloat16/word,bfloat16/wrd"), "Did you mean 'word'"),
-        (("--recipes", "/,bfloat16/word"), "the recipe / was asked for, and it is a folder. Name a .toml file."),
+        (("--recipes", "/,bfloat16/word"), "the recipe / was requested, and it is a folder. Name a .toml file."),
         (("--recipes", " , "), "no recipe was named."),
     ],
 )

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from narrowgauge.numerics.rounding import bits_of, float_of, half, quiet, round_to_float16
 from narrowgauge.optim import encoding, packing
-from narrowgauge.spec.storages import MOMENT_CODES, STORAGES, WEIGHT_CODES, Code, Storage, find
+from narrowgauge.spec.codes import MOMENT_CODES, WEIGHT_CODES, Code
+from narrowgauge.spec.storages import STORAGES, Storage, find
 from oracles import codes as oracle
 
 COMPOSED = tuple(row for weight in WEIGHT_CODES if (row := find(f"{weight}+bfloat16+float32")))

@@ -13,7 +13,8 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.optim import compilation
-from narrowgauge.spec.storages import STORAGES, TAIL16
+from narrowgauge.spec.codes import TAIL16
+from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import assert_same_bits, kept, parameters, train
 
 SHAPES = [(20, 30), (7,)]

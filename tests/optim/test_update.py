@@ -25,7 +25,8 @@ from narrowgauge.optim.update import (
     write_state,
     write_weight,
 )
-from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage, low_parts
+from narrowgauge.spec.codes import low_parts
+from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage
 from optim.scenarios import finest, relative_error, row_of
 from oracles import codes as oracle
 

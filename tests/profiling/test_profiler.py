@@ -119,7 +119,7 @@ def test_numerics_are_printed_worst_first(machine: None) -> None:
         (["--model", "llama-8m", "--recipes", "int8-roe/word"], "Did you mean 'int8-row'?"),
         (["--model", "llama-8m", "--recipes", ","], "no recipe was named."),
         (["--model", "llama-8m", "--recipes", "int8-row", "--chip", "H300"], "no chip is named 'H300'."),
-        (["--model", "llama-8m", "--recipes", "int8-row", "--chip", "A100"], "2 names begin so"),
+        (["--model", "llama-8m", "--recipes", "int8-row", "--chip", "A100"], "2 names begin with it"),
         (["--model", "llama-8m", "--recipes", "int8-row", "--chip", "H200", "--numerics"], "Omit --chip"),
         (["--model", "llama-8m", "--recipes", "int8-row", "--sequence-length", "4096"], "Use --sequence-length 2048"),
         (["--model", "llama-70b", "--recipes", "int8-row"], "Predict it for another machine: --chip NAME"),

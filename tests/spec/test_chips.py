@@ -56,7 +56,7 @@ def test_names() -> None:
     assert get_chip("mi300x") is CHIPS["MI300X"]
     assert get_chip("L4") is CHIPS["L4"]
     assert get_chip("H200") is CHIPS["H200-SXM-141GB"]
-    with pytest.raises(ChipError, match="2 names begin so: H100-SXM5-80GB, H100-PCIe-80GB"):
+    with pytest.raises(ChipError, match="2 names begin with it: H100-SXM5-80GB, H100-PCIe-80GB"):
         get_chip("h100")
     with pytest.raises(ChipError, match="Did you mean 'rtx-4090'"):
         get_chip("rtx4090")

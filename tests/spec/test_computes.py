@@ -56,7 +56,7 @@ def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
 
 
 def test_every_name_is_one_row_s() -> None:
-    names = [row.name for row in computes._ROWS]
+    names = [row.name for row in computes._COMPUTES]
     assert len(set(names)) == len(names) and list(COMPUTES) == names
     assert all(re.fullmatch(r"[a-z]+[0-9]*(-[a-z0-9]+)*", name) for name in names)
     meanings = [replace(row, name="", purpose="", source="") for row in COMPUTES.values()]

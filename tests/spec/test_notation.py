@@ -148,7 +148,7 @@ def test_a_compute_of_another_library_is_taken_wherever_a_compute_is_named() -> 
     table = {"compute": "int8", "evaluation": "fp8", "phase": [{"until": 0.5, "compute": "blockwise"}]}
     recipe = parse_table(table)
     assert [row.name for row in recipe.computes] == ["int8-row", "float8-block", "float8-row"]
-    with pytest.raises(RecipeError, match=r"named 'double': nothing here computes in 64 bits\. Take compute 'float32'"):
+    with pytest.raises(RecipeError, match=r"named 'double': there is no compute in 64 bits\. Take compute 'float32'"):
         parse_table({"compute": "bf16", "evaluation": "double"})
 
 
@@ -218,9 +218,9 @@ def test_a_key_beside_recipe_overrules_its_part() -> None:
     [
         ("", "names no compute"),
         ('computes = "bfloat16"', "Did you mean 'compute'"),
-        ("compute = 16", "which is no text"),
+        ("compute = 16", "which is not text"),
         ('compute = "float64"', "no recipe part is named 'float64'"),
-        ('recipe = "bfloat16/word"\nkeep = "lm_head"', "no list of patterns"),
+        ('recipe = "bfloat16/word"\nkeep = "lm_head"', "not a list of patterns"),
         ('recipe = "bfloat16/word"\noverride = "x"', "[[override]]"),
         ('recipe = "bfloat16/word"\n[[override]]\npattern = "x"', "It takes pattern, and storage, compute or both"),
         ('recipe = "bfloat16/word"\n[[override]]\nstorage = "split"', "the keys storage. It takes pattern"),
@@ -229,19 +229,19 @@ def test_a_key_beside_recipe_overrules_its_part() -> None:
             "pattern, storage, until",
         ),
         ('recipe = "bfloat16/word"\n[[override]]\npattern = "x"\ncompute = "int8-rwo"', "Did you mean 'int8-row'"),
-        ('recipe = "bfloat16/word"\n[[override]]\npattern = "x"\ncompute = 8', "which is no text"),
+        ('recipe = "bfloat16/word"\n[[override]]\npattern = "x"\ncompute = 8', "which is not text"),
         ('recipe = "bfloat16/word"\n[[override]]\n', "the keys none"),
         ('recipe = "bfloat16/word"\nphase = "x"', "[[phase]]"),
         ('recipe = "bfloat16/word"\n[[phase]]\nuntil = 0.5', "the keys until. It takes until and compute"),
-        ('recipe = "bfloat16/word"\n[[phase]]\nuntil = "half"\ncompute = "mxfp8"', "which is no number"),
-        ('recipe = "bfloat16/word"\n[[phase]]\nuntil = true\ncompute = "mxfp8"', "which is no number"),
+        ('recipe = "bfloat16/word"\n[[phase]]\nuntil = "half"\ncompute = "mxfp8"', "which is not a number"),
+        ('recipe = "bfloat16/word"\n[[phase]]\nuntil = true\ncompute = "mxfp8"', "which is not a number"),
         ('recipe = "bfloat16/word"\n[[phase]]\nuntil = 2\ncompute = "mxfp8"', "at most 1"),
         ('recipe = "bfloat16/word"\n[[phase]]\nuntil = 0.5\ncompute = "mxpf8"', "Did you mean 'mxfp8'"),
         ('recipe = "bfloat16/word"\nevaluation = "bfloat"', "Did you mean 'bfloat16'"),
-        ('recipe = "bfloat16/word"\nevaluation = 1', "which is no text"),
-        ('recipe = "bfloat16/word"\nevaluation = "unit"', "share it"),
+        ('recipe = "bfloat16/word"\nevaluation = 1', "which is not text"),
+        ('recipe = "bfloat16/word"\nevaluation = "unit"', "with the same transform"),
         ('recipe = "bfloat16/word"\n[[override]]\npattern = "x"\nstorage = "wrd"', "Did you mean 'word'"),
-        ('recipe = "other.toml"', "another file"),
+        ('recipe = "other.toml"', "another recipe file"),
         ("not toml", "cannot be read"),
     ],
 )

@@ -23,15 +23,15 @@ FLOAT32 = parse("bfloat16/float32")
 @pytest.mark.parametrize(
     ("compute", "storage", "advice"),
     [
-        ("float16", "split", "Take the row 'float16/split'"),
+        ("float16", "split", "Take 'float16/split'"),
         ("bfloat16", "float16/split", "Take compute 'float16'"),
-        ("float16", "float8/collage-plus", "Take the row 'float16/collage-plus'"),
-        ("float16", "float16-throughout/naive", "Take the row 'float16/naive'"),
+        ("float16", "float8/collage-plus", "Take 'float16/collage-plus'"),
+        ("float16", "float16-throughout/naive", "Take 'float16/naive'"),
         ("float8", "word", "Take storage 'collage-light', 'collage-plus', or compute 'float8-row'."),
     ],
 )
 def test_rows_that_do_not_fit_are_refused(compute: str, storage: str, advice: str) -> None:
-    with pytest.raises(RecipeError, match=f"compute '{compute}' was asked for over storage '{storage}'") as caught:
+    with pytest.raises(RecipeError, match=f"compute '{compute}' was requested with storage '{storage}'") as caught:
         Recipe(COMPUTES[compute], STORAGES[storage])
     assert advice in caught.value.advice
 
@@ -213,10 +213,20 @@ def test_evaluation_may_take_another_compute() -> None:
 
 
 MIXTURES = [
-    (WORD, "float8", "it takes storages of its own only", "Take another"),
-    (WORD, "float16-throughout", "it takes storages of its own only", "Take another"),
-    (WORD, "scalify", "'scalify' with transform 'scalify', in a recipe of 'bfloat16' without a transform", "share it"),
-    (parse("unit"), "scalify", "with transform 'scalify', in a recipe of 'unit' with transform 'unit'", "share it"),
+    (WORD, "float8", "it takes its own storages only", "Take another"),
+    (WORD, "float16-throughout", "it takes its own storages only", "Take another"),
+    (
+        WORD,
+        "scalify",
+        "'scalify' with transform 'scalify', in a recipe of 'bfloat16' without a transform",
+        "the same transform",
+    ),
+    (
+        parse("unit"),
+        "scalify",
+        "with transform 'scalify', in a recipe of 'unit' with transform 'unit'",
+        "the same transform",
+    ),
     (FLOAT32, "float16", "'float16' of float16 in a recipe of 'bfloat16', which casts float32", "such as 'word'"),
     (parse("float32"), "bfloat16", "of bfloat16 in a recipe of 'float32'", "such as 'word'"),
 ]
@@ -235,7 +245,7 @@ def test_computes_that_no_model_could_have_together_are_refused(
     for where, parts in beside.items():
         with pytest.raises(RecipeError) as caught:
             dataclasses.replace(recipe, **parts)
-        assert str(caught.value).startswith(f"{where} asks for compute '{other}'")
+        assert str(caught.value).startswith(f"{where} has compute '{other}'")
         assert found in str(caught.value) and advice in caught.value.advice
 
 
@@ -249,7 +259,7 @@ def test_computes_of_other_dtypes_go_together_where_the_weights_are_narrow() -> 
 
 @pytest.mark.parametrize("ends", [(0.0,), (-0.5,), (1.5,), (0.5, 0.5), (0.9, 0.1), (float("nan"),), (1.0, 1.1)])
 def test_phases_follow_each_other_within_the_run(ends: tuple[float, ...]) -> None:
-    with pytest.raises(RecipeError, match=r"a phase until \S+ was asked for after \S+ of the run"):
+    with pytest.raises(RecipeError, match=r"a phase until \S+ was requested after \S+ of the run"):
         dataclasses.replace(WORD, phases=tuple(Phase(end, COMPUTES["float8-row"]) for end in ends))
 
 

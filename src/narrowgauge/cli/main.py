@@ -21,7 +21,7 @@ import click
 from narrowgauge import __version__
 from narrowgauge.cli import environment, flags
 from narrowgauge.errors import NarrowgaugeError, Terminated, shortened, suggestion
-from narrowgauge.spec import show, tables
+from narrowgauge.spec import details, show, tables
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -144,9 +144,9 @@ _add_table("models", "Preset models: shapes and parameter counts.")
 def show_format(name: str, as_json: bool) -> None:
     """Every figure of the format NAME."""
     if as_json:
-        tables.write_json(show.detail_format(name))
+        tables.write_json(details.detail_format(name))
     else:
-        tables.write(show.page_format(name))
+        tables.write(details.page_format(name))
 
 
 # A number may begin with a minus, which would otherwise be taken for an option.
@@ -156,9 +156,9 @@ def show_format(name: str, as_json: bool) -> None:
 def show_value(value: str, as_json: bool) -> None:
     """What VALUE (0.1, 1e-8, 0x1p-3, inf) becomes in every format."""
     if as_json:
-        tables.write_json(show.detail_value(value))
+        tables.write_json(details.detail_value(value))
     else:
-        tables.write(show.page_value(value))
+        tables.write(details.page_value(value))
 
 
 @show_group.command("recipe")
@@ -167,9 +167,9 @@ def show_value(value: str, as_json: bool) -> None:
 def show_recipe(name: str, as_json: bool) -> None:
     """What the recipe NAME (or a .toml file) stores and computes, in which formats, and what it loses."""
     if as_json:
-        tables.write_json(show.detail_recipe(name))
+        tables.write_json(details.detail_recipe(name))
     else:
-        tables.write(show.page_recipe(name))
+        tables.write(details.page_recipe(name))
 
 
 @show_group.command("environment")

@@ -28,7 +28,7 @@ from narrowgauge.optim.kernel_cache import add_package, alone, discard, find_pac
 Compiled = Callable[[list[Tensor]], list[Tensor]]
 
 
-TABLES = ("accumulations", "formats", "processor", "storages")
+TABLES = ("accumulations", "codes", "formats", "processor", "storages")
 SOURCES = ("_torch.py", "caching.py", "errors.py", *(f"spec/{n}.py" for n in TABLES), "numerics/*.py", "optim/**/*.py")
 
 

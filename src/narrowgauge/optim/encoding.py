@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import MAGNITUDE, bits_of, cut, float_of, half
-from narrowgauge.spec.storages import VISIBLE, Code, Storage
+from narrowgauge.spec.codes import VISIBLE, Code
+from narrowgauge.spec.storages import Storage
 
 SIGN = -(1 << 31)
 

@@ -25,7 +25,8 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from narrowgauge.spec.storages import VISIBLE, Storage, width_of
+from narrowgauge.spec.codes import VISIBLE, width_of
+from narrowgauge.spec.storages import Storage
 
 INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
@@ -42,7 +43,7 @@ class Plane:
 
 @lru_cache
 def planes(storage: Storage) -> tuple[Plane, ...]:
-    """The planes of a storage, as :func:`narrowgauge.spec.storages.packed` groups its fields.
+    """The planes of a storage, as :func:`narrowgauge.spec.codes.packed` groups its fields.
 
     Returns:
         Planes in the order in which the kernel takes them.

@@ -22,7 +22,8 @@ from narrowgauge.numerics.rounding import bits_of, dither, half, random_bits
 from narrowgauge.optim import encoding
 from narrowgauge.optim.rules.collage import expanded
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
-from narrowgauge.spec.storages import Code, Storage, low_parts
+from narrowgauge.spec.codes import Code, low_parts
+from narrowgauge.spec.storages import Storage
 
 
 @dataclass(frozen=True, slots=True)

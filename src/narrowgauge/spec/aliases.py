@@ -1,8 +1,7 @@
-"""What recipes are called elsewhere: names that people bring from other libraries, and the recipe that each one means.
+"""Names of recipes in other libraries, and the recipe that each one means.
 
-A name that means one recipe is taken for it. One that leaves a part open, or means what is not had here, is refused with the
-nearest recipe and with what it leaves open. Formats have short spellings too (``bf16``); a name is spelt in full, and without
-regard to capitals, before it is looked up.
+A name that means exactly one recipe is accepted. A name that is ambiguous, or has no equivalent here, is refused with the
+reason and the nearest recipe. Short spellings of formats (``bf16``) are expanded, ignoring case, before a name is looked up.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A name from elsewhere.
+    """A name of another library.
 
     Args:
-        name: as it is looked up: in lower case, with formats spelt in full.
-        recipe: the full name of the recipe that is meant, or of the nearest; or a compute's, which any storage may follow.
-        source: who calls it so, and how they write it.
-        differs: why the name is refused; nothing where it is taken.
+        name: as it is looked up: in lower case, with formats in full spelling.
+        recipe: the full name of its recipe, or of the nearest one; or a compute, which any storage may follow.
+        source: the libraries that use it, and their spelling.
+        differs: why the name is refused; empty if it is accepted.
     """
 
     name: str
@@ -28,7 +27,7 @@ class Alias:
 
     @property
     def is_taken(self) -> bool:
-        """Whether the name stands for its recipe."""
+        """Whether the name is accepted for its recipe."""
         return not self.differs
 
 
@@ -41,16 +40,16 @@ SPELLINGS: dict[str, str] = {
     "fp8": "float8",
     "fp4": "float4",
 }
-"""Formats at the beginning of a name, up to a dash."""
+"""Short spellings of formats at the beginning of a name, up to a dash."""
 
-_NONE_OF_64_BITS = "nothing here computes in 64 bits."
-_TE = "it is float8 with delayed scales, and leaves open how weights are kept (there in 16 bits, which lose updates)."
-_FROZEN = "it is a format of frozen weights, and every weight here is trained."
-_STATES = "it is a way to keep an optimizer's states, and leaves open what the model computes in."
+_NONE_OF_64_BITS = "there is no compute in 64 bits."
+_TE = "it is float8 with delayed scales and does not specify a storage (there, weights in 16 bits, which lose updates)."
+_FROZEN = "it is a format of frozen weights, and here all weights are trained."
+_STATES = "it is a format of optimizer states and does not specify a compute."
 
 _TORCHAO, _ENGINE = "torchao, torchtitan", "TransformerEngine"
 
-_ROWS = (
+_ALIASES = (
     Alias("fp8", "float8-row", "Accelerate: fp8"),
     Alias("int8", "int8-row", "torchao: int8_mixed_precision_training"),
     Alias("rowwise", "float8-row", f"{_TORCHAO}: rowwise"),
@@ -84,14 +83,14 @@ _ROWS = (
     Alias("mixed_bfloat16", "bfloat16/float32", "Keras: mixed_bfloat16"),
     Alias("float64", "float32/float32", "Lightning: 64", _NONE_OF_64_BITS),
     Alias("float64-true", "float32/float32", "Lightning: 64-true", _NONE_OF_64_BITS),
-    Alias("no", "float32/float32", "Accelerate: no", "it says what is not done."),
-    Alias("none", "float32/float32", "Accelerate: none", "it says what is not done."),
+    Alias("no", "float32/float32", "Accelerate: no", "it does not specify a recipe."),
+    Alias("none", "float32/float32", "Accelerate: none", "it does not specify a recipe."),
     Alias("transformer-engine", "float8-delayed-e5m2/word", "Lightning: transformer-engine", _TE),
     Alias("transformer-engine-float16", "float8-delayed-e5m2/word", "Lightning: transformer-engine-float16", _TE),
     Alias("transformerengine", "float8-delayed-e5m2/word", "TransformerEngine", _TE),
     Alias("te", "float8-delayed-e5m2/word", "TransformerEngine: te", _TE),
-    Alias("amp_fp8", "float8-delayed-e5m2/float32", "Composer: amp_fp8", "it leaves open how a float8 gets its scale."),
-    Alias("hybrid", "float8-tensor-e5m2/word", "Megatron: --fp8-format hybrid", "it leaves open how a float8 gets its scale."),
+    Alias("amp_fp8", "float8-delayed-e5m2/float32", "Composer: amp_fp8", "it does not specify how float8 is scaled."),
+    Alias("hybrid", "float8-tensor-e5m2/word", "Megatron: --fp8-format hybrid", "it does not specify how float8 is scaled."),
     Alias("adamw_8bit", "bfloat16/compact", "Transformers: adamw_8bit", _STATES),
     Alias("adamw_bnb_8bit", "bfloat16/compact", "Transformers: adamw_bnb_8bit", _STATES),
     Alias("8bit", "int8-outlier/word", "Transformers: load_in_8bit", _FROZEN),
@@ -103,6 +102,6 @@ _ROWS = (
     Alias("int8-training", "int8-outlier/word", "Lightning: int8-training", _FROZEN),
 )  # fmt: skip
 
-ALIASES: dict[str, Alias] = {row.name: row for row in _ROWS}
-COMPUTES_ELSEWHERE: dict[str, str] = {row.name: row.recipe for row in _ROWS if "/" not in row.recipe}
-"""The names that stand for a compute, and for which."""
+ALIASES: dict[str, Alias] = {alias.name: alias for alias in _ALIASES}
+COMPUTES_ELSEWHERE: dict[str, str] = {alias.name: alias.recipe for alias in _ALIASES if "/" not in alias.recipe}
+"""The names of computes in other libraries, and the compute that each means."""

@@ -1,10 +1,10 @@
-"""Chips: how much each holds, how fast it reads, how fast it multiplies in each format.
+"""Chips: memory, bandwidth, and matmul throughput by format.
 
-Three figures bound a training step: the bytes a chip holds, the bytes per second its memory delivers, and the
-multiply-adds per second its matrix units reach in a given format. Vendors print the last one for dense and for
-"structured sparse" products, for one chip or a board of two, in one direction of a link or in both; here every peak is
-dense, per chip, and every link rate is one direction. Peaks are what the vendor prints, ``measured_tflops`` what
-someone's best large matmul reached, usually 50 to 85 % of it. Each row names its source and how good that is.
+A training step is bounded by a chip's memory size, its memory bandwidth and its matmul throughput in the format of the
+operands. Vendors publish throughput for dense or "structured sparse" products, per chip or per board of two, and link rates in
+one direction or both. Here every peak is dense and per chip, and every link rate is in one direction. Peaks are the
+vendor's; ``measured_tflops`` is the best published large matmul, usually 50 to 85 % of the peak. Each chip has its source and
+the quality of that source.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ class Chip:
     """One accelerator.
 
     Attributes:
-        name, vendor, architecture, form_factor: what it is.
-        memory_gb: memory as the vendor names it; such gigabytes are powers of two (see ``memory_bytes``).
+        name, vendor, architecture, form_factor: its identification.
+        memory_gb: memory in the vendor's gigabytes, which are 2^30 bytes (see ``memory_bytes``).
         memory_type: HBM or GDDR generation.
         bandwidth_gb_per_second: of that memory, 10^9 bytes per second.
-        peak_tflops: dense multiply-adds, counted as two operations, in 10^12 per second, by format of the operands;
-            a format that is missing has no native product or no published figure.
-        link, link_gb_per_second: the link between chips and its rate, one direction, all peers together; None where
-            no figure is published, 0 where there is no link.
-        peer_gb_per_second: one direction, to a single peer.
+        peak_tflops: dense operations (two per multiply-add), in 10^12 per second, by operand format; formats without native
+            matmul or published value are missing.
+        link, link_gb_per_second: the link between chips and its rate in one direction, all peers together; ``None`` if
+            not published, 0 without a link.
+        peer_gb_per_second: in one direction, to a single peer.
         host_link: to the CPU.
         evidence: ``A``: vendor page as cited by a maintained table; ``B``: third-party page or arithmetic.
-        source: the pages the figures come from.
-        mxfp8_tflops: like ``peak_tflops`` for MXFP8, whose block scales the hardware itself applies; None without.
-        measured_tflops: best published large matmul, by format.
-        notes: what to beware of.
+        source: the pages of these values.
+        mxfp8_tflops: as ``peak_tflops``, for MXFP8 with block scales applied in hardware; ``None`` without.
+        measured_tflops: the best published large matmul, by format.
+        notes: caveats.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Chip:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory in bytes: memory chips come in powers of two, so the vendor's GB is 2^30 (drivers report 1–3 % less).
+        """Memory in bytes; the vendor's GB is 2^30 bytes (drivers report 1–3 % less).
 
         Example:
             >>> get_chip("RTX-4090").memory_bytes // 2**30
@@ -72,7 +72,7 @@ class Chip:
         return self.bandwidth_gb_per_second * 1e9
 
 
-_ROWS = (
+_CHIPS = (
     Chip(
         "V100-SXM2-32GB", "NVIDIA", "Volta sm70", "SXM2",
         memory_gb=32, memory_type="HBM2", bandwidth_gb_per_second=900,
@@ -338,14 +338,14 @@ _ROWS = (
     ),
 )  # fmt: skip
 
-CHIPS: dict[str, Chip] = {row.name: row for row in _ROWS}
+CHIPS: dict[str, Chip] = {chip.name: chip for chip in _CHIPS}
 
 
 def get_chip(name: str) -> Chip:
-    """The chip of that name, in any case; an unambiguous beginning is enough.
+    """The chip of that name, ignoring case; an unambiguous prefix is enough.
 
     Raises:
-        ChipError: no chip has that name, or several begin so.
+        ChipError: no chip has that name, or several match the prefix.
     Example:
         >>> get_chip("h200").memory_gb
         141
@@ -359,6 +359,8 @@ def get_chip(name: str) -> Chip:
         return found[0]
     if found:
         names = ", ".join(chip.name for chip in found)
-        raise ChipError(f"chip {name!r} was asked for, and {len(found)} names begin so: {names}.", "Name one of them.")
+        raise ChipError(
+            f"chip {name!r} was requested, and {len(found)} names begin with it: {names}.", "Name one of them."
+        )
     near = suggestion(key, by_key)
     raise ChipError(f"no chip is named {name!r}.", f"{near} (narrowgauge show chips lists all.)".strip())

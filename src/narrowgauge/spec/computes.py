@@ -1,13 +1,13 @@
-"""Computes: how the operands of a linear layer's three matmuls are cast, and what is added up how.
+"""Computes: how the operands of a linear layer's three matmuls are cast, and how products are accumulated.
 
 A linear layer multiplies three times: ``output`` = x · wᵀ, ``grad_input`` = dy · w, ``grad_weight`` = dyᵀ · x. Each is a
-:class:`Product` of two operands, and each operand enters through a :class:`Cast`: a format, a granularity (which values share a
-scale), a rounding, where the scale comes from. Six casts make a row; a row is a value that the kernels, tests, docs, the
-profiler and ``narrowgauge show`` all read, and adding one touches this table alone.
+:class:`Product` of two operands, and each operand has a :class:`Cast`: its format, granularity (which values share a scale),
+rounding and scaling. The kernels, the profiler, tests, documentation and ``narrowgauge show`` read the same table; a new
+compute is a new entry here and nothing else.
 
-Every operand is seen as a matrix ``[rows, contraction]``, so that ``row`` means one scale for a whole dot product, ``1x32``
-one for each 32 terms of it, and ``column`` one for each term: that scale cannot be taken out of the sum, so it is
-multiplied into the *other* operand before that one is cast.
+An operand is a matrix ``[rows, contraction]``. So ``row`` is one scale per dot product, ``1x32`` one per 32 terms of it, and
+``column`` one per term. A scale per term cannot be factored out of the sum: it is multiplied into the *other* operand before
+that one is cast.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ Scaling = Literal["current", "delayed", "static"]
 Accumulation = Literal["float32", "promoted", "fast", "int32"]
 
 BLOCKS: dict[str, tuple[int, int]] = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32), "1x16": (1, 16)}
-"""Rows and contraction places that share a scale, where that is not a whole row, column or tensor."""
+"""Shapes ``(rows, contraction)`` of the blocks that share a scale."""
 ROTATION_SIZE = 16
-"""Consecutive places of the contraction that one random Hadamard rotation mixes."""
+"""Consecutive elements of the contraction that one random Hadamard rotation mixes."""
 PLACES = ("output", "grad_input", "grad_weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """How one operand enters a matmul.
+    """The cast of one operand of a matmul.
 
     Args:
         format: of the codes.
-        granularity: which values share a scale; ``"none"``: values are rounded as they are.
-        scale: format of the scale. ``float32``: the largest magnitude over the format's largest value.
-            ``power-of-two``: the smallest at which nothing saturates. ``float8_e8m0fnu``: the OCP rule, exponent of the
-            largest magnitude less the format's own. ``float8_e4m3fn``: two levels, a float32 for the tensor and an e4m3
-            for each block.
-        rounding: ``nearest`` (ties to even) or ``stochastic``; stochastic casts round scales up, so that none saturates.
-        scaling: ``current``: from the operand itself; ``delayed``: from the largest magnitudes of ``history`` earlier
-            steps; ``static``: 1.
-        rotation: ``hadamard`` mixes blocks of 16 along the contraction by a random rotation, in both operands alike.
-        outliers: columns of the input with a magnitude from here on stay in 16 bits (0: none do).
-        margin: a delayed scale leaves room for ``2**margin`` times the largest magnitude seen.
-        history: how many steps a delayed scale looks back.
-        smooth: divide each channel of the input by a power of two of its own first (:mod:`narrowgauge.spec.variants`).
+        granularity: which values share a scale; ``"none"``: values are rounded without a scale.
+        scale: format of the scale. ``float32``: amax divided by the format's largest value. ``power-of-two``: the smallest one
+            at which nothing saturates. ``float8_e8m0fnu``: the OCP rule, the exponent of amax minus the format's largest
+            exponent. ``float8_e4m3fn``: two levels, a float32 per tensor and an e4m3 per block.
+        rounding: ``nearest`` (ties to even) or ``stochastic``; stochastic casts round scales up, so that nothing saturates.
+        scaling: ``current``: from the operand's amax; ``delayed``: from an amax ring buffer of ``history`` steps;
+            ``static``: 1.
+        rotation: ``hadamard`` mixes blocks of 16 along the contraction by a random rotation, the same in both operands.
+        outliers: input columns with an amax of at least this stay in 16 bits (0: none).
+        margin: a delayed scale leaves room for ``2**margin`` times the recorded amax.
+        history: steps in the amax ring buffer of a delayed scale.
+        smooth: divide each channel of the input by its own power of two first (:mod:`narrowgauge.spec.variants`).
     """
 
     format: str
@@ -63,29 +62,29 @@ class Cast:
 
     @property
     def element(self) -> Format:
-        """The row of the codes' format."""
+        """The format of the codes."""
         return get_format(self.format)
 
     @property
     def is_wide(self) -> bool:
-        """Whether the operand is only rounded to a 16- or 32-bit format, without a scale."""
+        """Whether the operand is rounded to a 16- or 32-bit format without a scale."""
         return self.granularity == "none"
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """Rows and contraction places of a block, where blocks share scales."""
+        """The shape ``(rows, contraction)`` of a block; ``None`` without block scales."""
         return BLOCKS.get(self.granularity)
 
     @property
     def bits(self) -> float:
-        """Bits per value, the shares of blocks in their scales included."""
+        """Bits per value, including its share of a block's scale."""
         if self.block is None:
             return self.element.bits
         scale_bits = 32 if self.scale in ("float32", "power-of-two") else 8
         return self.element.bits + scale_bits / (self.block[0] * self.block[1])
 
     def serves(self, other: Cast) -> bool:
-        """Whether the codes of this cast are also those of ``other``, which contracts the other dimension."""
+        """Whether ``other``, a cast of the transposed matrix, gives the same codes, so that these can be reused."""
         turned = {"tensor": "tensor", "128x128": "128x128", "row": "column", "none": "none"}.get(self.granularity)
         return (
             turned == other.granularity
@@ -115,8 +114,8 @@ class Product:
 
     Args:
         left, right: the casts of its operands: x and w, dy and wᵀ, dyᵀ and xᵀ.
-        accumulation: how products are added. ``float32``: each addition within 2^-23; ``promoted``: the tensor core's own
-            register, added to float32 every 128 terms; ``fast``: that register alone; ``int32``: exact.
+        accumulation: ``float32``: each addition within 2^-23; ``promoted``: in the tensor core's register, added to float32
+            every 128 terms; ``fast``: in that register only; ``int32``: exact.
     """
 
     left: Cast
@@ -129,7 +128,7 @@ class Product:
         return self.left.is_wide and self.right.is_wide
 
     def bound(self, num_terms: int) -> float:
-        """The most that the sum is off, as a share of the sum of magnitudes.
+        """An upper bound on the error of a sum, relative to the sum of magnitudes.
 
         Source: Hopper's register for fp8 products keeps about 14 bits: DeepSeek-V3, arXiv 2412.19437, section 3.5.2.
         """
@@ -144,18 +143,18 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The six casts of a linear layer, and the dtype of all else.
+    """The six casts of a linear layer, and the dtype of everything else.
 
     Args:
-        name: the row's name.
+        name: its name.
         output, grad_input, grad_weight: the three matmuls.
         purpose: when to use it.
-        source: where it comes from.
-        dtype: of everything outside the casts, where the weights are kept in float32 (else it is the weights' own).
-        native: where the matmuls run on the narrow operands themselves; elsewhere they are emulated, with the same values.
-        keep: patterns of linear layers that the row leaves in ``dtype``, by the name of the module: the language model's
-            head, and what chooses a mixture's experts (DeepSeek-V3 keeps both).
-        transform: the method that changes the whole model first (see :mod:`narrowgauge.transforms`), or nothing.
+        source: the publication or library.
+        dtype: of everything outside the casts if the model's weights are float32; otherwise that is the weights' dtype.
+        native: the hardware that multiplies the narrow operands; on other hardware they are emulated with the same values.
+        keep: patterns of linear layers that stay in ``dtype``, by module name: the language model's head and the routers of
+            experts (DeepSeek-V3 keeps both).
+        transform: the method that changes the whole model first (see :mod:`narrowgauge.transforms`), or empty.
     """
 
     name: str
@@ -176,49 +175,49 @@ class Compute:
 
     @property
     def casts(self) -> dict[str, Cast]:
-        """The six casts by ``place.side``."""
+        """The six casts by slot, such as ``"grad_input.left"``."""
         return {
             f"{p}.{side}": getattr(product, side) for p, product in self.products.items() for side in ("left", "right")
         }
 
     @property
     def is_wide(self) -> bool:
-        """Whether every operand is only rounded to a 16- or 32-bit format."""
+        """Whether no operand has a scale."""
         return all(product.is_wide for product in self.products.values())
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients need a loss scale to stay in range; where tensors carry scales of their own, they do not."""
+        """Whether gradients need a loss scale to stay in range; tensors with scales of their own do not."""
         return not self.transform and any(cast.format == "float16" for cast in self.casts.values())
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether any cast needs random bits."""
+        """Whether any cast needs random bits, for its rounding or its rotation."""
         return any(cast.rounding == "stochastic" or cast.rotation != "none" for cast in self.casts.values())
 
     @property
     def is_delayed(self) -> bool:
-        """Whether any scale comes from earlier steps."""
+        """Whether any cast has a delayed scale."""
         return any(cast.scaling == "delayed" for cast in self.casts.values())
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether the codes of the input serve ``grad_weight`` too, so that they alone are kept for backward."""
+        """Whether ``grad_weight`` reuses the input's codes, so that only these are saved for backward."""
         return not self.is_wide and self.output.left.serves(self.grad_weight.right)
 
     @property
     def reuses_weight(self) -> bool:
-        """Whether the codes of the weight serve ``grad_input`` too."""
+        """Whether ``grad_input`` reuses the weight's codes."""
         return not self.is_wide and self.output.right.serves(self.grad_input.right)
 
     @property
     def reuses_grad(self) -> bool:
-        """Whether one cast of the output's gradient serves both matmuls of the backward pass."""
+        """Whether both matmuls of the backward pass share one cast of the output's gradient."""
         return not self.is_wide and self.grad_input.left.serves(self.grad_weight.left)
 
     @property
     def kept_bytes(self) -> float:
-        """Bytes kept for backward of each element of the input."""
+        """Bytes saved for backward per element of the input."""
         if self.keeps_codes:
             return self.output.left.element.storage_bits / 8
         return get_format(self.output.left.format if self.is_wide else self.dtype).storage_bits / 8
@@ -231,7 +230,7 @@ def _wide(name: str) -> Product:
 def _uniform(
     format: str, granularity: Granularity, gradients: str = "", **options: object
 ) -> tuple[Product, Product, Product]:
-    """One granularity everywhere, along each matmul's own contraction."""
+    """One granularity for all casts, along each matmul's contraction."""
     forward = Cast(format, granularity, **options)  # type: ignore[arg-type]
     backward = replace(forward, format=gradients or format)
     return (
@@ -242,7 +241,7 @@ def _uniform(
 
 
 def _blocks(gradients: str = "float8_e4m3fn") -> tuple[Product, Product, Product]:
-    """1×128 along the contraction for activations and gradients, 128×128 for weights."""
+    """Blocks of 1×128 for activations and gradients, of 128×128 for weights."""
     activation = Cast("float8_e4m3fn", "1x128", "power-of-two")
     weight, gradient = replace(activation, granularity="128x128"), replace(activation, format=gradients)
     return (
@@ -271,10 +270,9 @@ def _four_bits(granularity: Granularity, scale: Scale) -> tuple[Product, Product
 
 
 def _int8() -> tuple[Product, Product, Product]:
-    """Codes of x and w, cut once per row, serve all three matmuls; gradients are cut twice, stochastically."""
-    row = Cast("int8", "row")
-    column, gradient = replace(row, granularity="column"), replace(row, rounding="stochastic")
-    return Product(row, row, "int32"), Product(gradient, column, "int32"), Product(gradient, column, "int32")
+    """x and w are quantized once, by row, for all three matmuls; gradients are quantized twice, stochastically."""
+    column, gradient = replace(_INT8, granularity="column"), replace(_INT8, rounding="stochastic")
+    return Product(_INT8, _INT8, "int32"), Product(gradient, column, "int32"), Product(gradient, column, "int32")
 
 
 _INT8 = Cast("int8", "row")
@@ -282,21 +280,19 @@ _SM89 = "float8 matmuls of Ada and Hopper or later"
 _TE = "NVIDIA TransformerEngine"
 _MX = "OCP Microscaling Formats v1.0; Rouhani et al. 2023 (2310.10537)"
 
-_ROWS = (
+_COMPUTES = (
     Compute(
         "float32", *(_wide("float32"),) * 3, dtype="float32", native="everywhere", keep=(),
-        purpose="the reference every other row is compared with",
-        source="IEEE 754",
+        purpose="the reference for all other computes", source="IEEE 754",
     ),
     Compute(
         "tfloat32", *(_wide("tfloat32"),) * 3, dtype="float32",
-        purpose="float32 models on tensor cores: operands of 11 significant bits, range and sums of float32",
+        purpose="float32 models on tensor cores: operands of 11 significant bits, range and accumulation of float32",
         source="NVIDIA A100 whitepaper, 2020",
     ),
     Compute(
         "bfloat16", *(_wide("bfloat16"),) * 3, native="everywhere", keep=(),
-        purpose="the field's default: 8 bits of precision, float32's range, sums inside a matmul in float32",
-        source="Kalamkar et al. 2019",
+        purpose="the usual default: 8 bits of precision, float32's range, accumulation in float32", source="Kalamkar et al. 2019",
     ),
     Compute(
         "float16", *(_wide("float16"),) * 3, dtype="float16", native="CUDA", keep=(),
@@ -310,84 +306,81 @@ _ROWS = (
     ),
     Compute(
         "float8", *(_wide("bfloat16"),) * 3, native="everywhere", keep=(),
-        purpose="weights that are float8 numbers of their row's scale, multiplied as bfloat16",
-        source="Yu et al. 2024, whose storages are its only ones",
+        purpose="weights stored as float8 with a scale per row, multiplied as bfloat16",
+        source="Yu et al. 2024; takes only their storages",
     ),
     Compute(
         "float8-tensor", *_uniform("float8_e4m3fn", "tensor"), native=_SM89,
-        purpose="the fastest float8: one scale per tensor, from its own largest magnitude; outliers cost everyone range",
+        purpose="the fastest float8: one scale per tensor, from its amax; an outlier costs all values range",
         source=f"Micikevicius et al. 2022 (2209.05433); {_TE}, current scaling; torchao, tensorwise",
     ),
     Compute(
         "float8-delayed", *_uniform("float8_e4m3fn", "tensor", scaling="delayed"), native=_SM89,
-        purpose="float8-tensor with scales known beforehand, from earlier steps; what a spike overflows is counted",
+        purpose="float8-tensor with scales from the amax of earlier steps; overflows after a spike are counted",
         source=f"{_TE}, delayed scaling (history 16 here, 1024 there; margin 0)",
     ),
     Compute(
         "float8-row", *_uniform("float8_e4m3fn", "row"), native=_SM89,
-        purpose="the safe float8: a scale per token and per output, so no row depends on another",
+        purpose="the safe float8: a scale per token and per output, so that rows are independent",
         source="torchao, rowwise",
     ),
     Compute(
         "float8-block", *_blocks(), native="",
-        purpose="long runs: e4m3 everywhere, blocks of 1×128 and, for weights, 128×128, powers of two as scales",
+        purpose="long runs: e4m3 everywhere, blocks of 1×128 and, for weights, 128×128, power-of-two scales",
         source=f"DeepSeek-V3 (2412.19437), section 3.3; power-of-two scales as in {_TE}",
     ),
     Compute(
         "float8-tensor-e5m2", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2"), native=_SM89,
-        purpose="float8-tensor with gradients that trade a bit of precision for range",
+        purpose="float8-tensor with gradients in e5m2: one bit of precision less, more range",
         source=f"Micikevicius et al. 2022 (2209.05433); {_TE}, HYBRID",
     ),
     Compute(
         "float8-delayed-e5m2", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="delayed"), native=_SM89,
-        purpose="float8-delayed with gradients in e5m2, whose range forgives a stale scale",
+        purpose="float8-delayed with gradients in e5m2, whose range tolerates a stale scale",
         source=f"{_TE}, delayed scaling, HYBRID",
     ),
     Compute(
         "float8-row-e5m2", *_uniform("float8_e4m3fn", "row", "float8_e5m2"), native=_SM89,
-        purpose="float8-row with gradients in e5m2, for gradients of very uneven rows",
+        purpose="float8-row with gradients in e5m2, for gradients with very uneven rows",
         source="torchao, rowwise, with the formats of Micikevicius et al. 2022",
     ),
     Compute(
         "float8-block-e5m2", *_blocks("float8_e5m2"), native="",
-        purpose="float8-block with gradients in e5m2",
-        source=f"{_TE}, Float8BlockScaling, HYBRID",
+        purpose="float8-block with gradients in e5m2", source=f"{_TE}, Float8BlockScaling, HYBRID",
     ),
     Compute(
         "int8-row", *_int8(), native="CPUs with VNNI, CUDA",
-        purpose="faster than bfloat16 on a CPU: int8 codes, cut once and kept, stochastic gradients, exact sums",
+        purpose="faster than bfloat16 on a CPU: int8 quantized once and saved, stochastic gradients, exact accumulation",
         source="Xi et al. 2024, Jetfire (2403.12422), for int8 in all three matmuls; torchao, int8 mixed precision",
     ),
     Compute(
         "int8-outlier",
         Product(replace(_INT8, outliers=6.0), _INT8, "int32"), _wide("bfloat16"), _wide("bfloat16"),
         native="CPUs with VNNI, CUDA",
-        purpose="fine-tuning and inference: input features with outliers multiply in 16 bits, all others in int8",
+        purpose="fine-tuning and inference: input features with outliers in 16 bits, all others in int8",
         source="Dettmers et al. 2022, LLM.int8() (2208.07339), threshold 6",
     ),
     Compute(
         "mxfp8", *_microscaled("float8_e4m3fn"),
-        purpose="float8 with a power of two for each 32 values: no outlier reaches beyond its block",
-        source=_MX,
+        purpose="float8 with a power-of-two scale per 32 values: an outlier affects its block only", source=_MX,
     ),
     Compute(
         "mxfp6", *_microscaled("float6_e2m3fn", "float6_e3m2fn"),
-        purpose="a study of six bits: e2m3 forward, e3m2 for gradients",
-        source=_MX,
+        purpose="for studies of six bits: e2m3 forward, e3m2 for gradients", source=_MX,
     ),
     Compute(
         "mxfp4", *_four_bits("1x32", "float8_e8m0fnu"),
-        purpose="four bits with powers of two as scales: stochastic, rotated gradients keep it unbiased",
+        purpose="four bits with power-of-two scales: stochastic rounding and rotation keep gradients unbiased",
         source=f"{_MX}; Tseng et al. 2025, Training LLMs with MXFP4 (2502.20586)",
     ),
     Compute(
         "nvfp4", *_four_bits("1x16", "float8_e4m3fn"),
-        purpose="four bits with an e4m3 scale for each 16 values and a float32 for the tensor",
+        purpose="four bits with an e4m3 scale per 16 values and a float32 scale per tensor",
         source="NVIDIA 2025, Pretraining LLMs with NVFP4 (2509.25149)",
     ),
     Compute(
         "scalify", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="scalify", native=_SM89,
-        purpose="float8 whose casts look at no tensor: each carries a power-of-two scale, measured at few (show scales)",
+        purpose="float8 without an amax per cast: tensors carry power-of-two scales, measured at few places (show scales)",
         source="Balança et al. 2024, Scalify (2407.17353)",
     ),
     Compute(
@@ -397,9 +390,9 @@ _ROWS = (
     ),
     Compute(
         "unit", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="unit", native=_SM89,
-        purpose="float8 without scales: the model is built so that all its tensors have unit variance, and widths share rates",
+        purpose="float8 without scales: the model is built so that tensors have unit variance; one learning rate for all widths",
         source="Blake et al. 2023, 2024: unit scaling (2303.11257), u-muP (2407.17465)",
     ),
 )  # fmt: skip
 
-COMPUTES: dict[str, Compute] = {row.name: row for row in _ROWS}
+COMPUTES: dict[str, Compute] = {compute.name: compute for compute in _COMPUTES}

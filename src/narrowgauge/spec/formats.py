@@ -1,10 +1,10 @@
-"""Number formats: what each can hold, worked out from five integers and one rule.
+"""Number formats: bit fields, range, precision, and the value of every code.
 
-A floating-point format is a sign, ``exponent_bits`` that choose a power of two and ``mantissa_bits`` that divide the
-way to the next one into equal steps. Its ``bias`` places the powers, and below the smallest of them the steps stop
-shrinking (subnormals). What is left is a convention: which codes mean infinity or NaN. Everything else here (the
-largest value, the smallest, epsilon, the value of a code, the code of a value) follows from those by exact integer
-arithmetic and is computed, never copied from a table. Integers are the same picture with equal steps everywhere.
+A floating-point format has a sign, ``exponent_bits`` that select a power of two and ``mantissa_bits`` that divide the interval
+up to the next one into equal steps. ``bias`` sets the range of the powers; below the smallest the steps no longer shrink
+(subnormals). A convention defines which codes are infinity or NaN. Everything else (largest and smallest value, epsilon, the
+value of a code, the code of a value) is computed from these by exact integer arithmetic. An integer format has equal steps
+everywhere.
 
     sign  exponent  mantissa     value = ± 2^(exponent − bias) × 1.mantissa     exponent > 0
      0      0111      100              ± 2^(1 − bias)          × 0.mantissa     exponent = 0
@@ -28,15 +28,14 @@ class Format:
 
     Attributes:
         name: PyTorch's full spelling.
-        bits: width of a code.
-        exponent_bits, mantissa_bits: widths of the two fields; an integer has only mantissa bits, without its sign.
-        bias: what is subtracted from the exponent field.
-        specials: which codes are not numbers. ``ieee``: the top exponent holds infinities and NaNs; ``all_ones``: only
-            the code of all ones (of each sign) is NaN; ``negative_zero``: only the code of −0 is NaN; ``none``: every
-            code is a number.
+        bits: of a code.
+        exponent_bits, mantissa_bits: bits of the two fields; an integer has mantissa bits only, without the sign.
+        bias: subtracted from the exponent field.
+        specials: codes that are not numbers. ``ieee``: the top exponent holds infinities and NaNs; ``all_ones``: the code of all
+            ones (of each sign) is NaN; ``negative_zero``: the code of −0 is NaN; ``none``: every code is a number.
         kind: ``float``, ``int`` or ``scale`` (powers of two only: no sign, no zero).
         signed: whether negative values exist.
-        purpose: what it is for, in one line.
+        purpose: its use, in one line.
         source: the document that defines it.
     """
 
@@ -53,27 +52,27 @@ class Format:
 
     @property
     def infinities(self) -> bool:
-        """Whether infinities have codes."""
+        """Whether it has infinities."""
         return self.specials == "ieee"
 
     @property
     def nans(self) -> bool:
-        """Whether NaN has a code."""
+        """Whether it has NaN."""
         return self.specials != "none"
 
     @property
     def zero(self) -> bool:
-        """Whether zero has a code."""
+        """Whether it has zero."""
         return self.kind != "scale"
 
     @property
     def negative_zero(self) -> bool:
-        """Whether −0 and +0 have two codes."""
+        """Whether −0 and +0 are two codes."""
         return self.kind == "float" and self.signed and self.specials != "negative_zero"
 
     @property
     def storage_bits(self) -> int:
-        """Bits one value takes in memory: the next power of two, which is how arrays are laid out."""
+        """Bits per value in memory: the next power of two, as in arrays."""
         return 1 << (self.bits - 1).bit_length()
 
     @property
@@ -90,14 +89,14 @@ class Format:
 
     @property
     def finest_exponent(self) -> int:
-        """Exponent of the smallest distance between two neighbours."""
+        """Exponent of the smallest spacing."""
         return 0 if self.kind == "int" else self.min_exponent - self.mantissa_bits
 
     @property
     def nearest_floor(self) -> int:
-        """Exponent of the smallest step that rounding to nearest counts in.
+        """Exponent of the smallest step of rounding to nearest.
 
-        It is ``finest_exponent``, but for a scale one more: what lies between its two smallest powers goes up, as in
+        It is ``finest_exponent``; for a scale it is one more, since values between the two smallest powers round up, as in
         PyTorch and ml_dtypes.
         """
         return self.finest_exponent + (0 if self.zero else 1)
@@ -109,28 +108,28 @@ class Format:
 
     @property
     def min(self) -> float:
-        """The least finite value: −max, the most negative integer, 0, or a scale's smallest power."""
+        """The smallest finite value: −max, the most negative integer, 0, or a scale's smallest power."""
         return self._magnitude_value(0) if not self.signed else -self._magnitude_value(self._limit(negative=True))
 
     @property
     def smallest_normal(self) -> float | None:
-        """The smallest positive value with a full mantissa; None for integers."""
+        """The smallest positive value with a full mantissa; ``None`` for integers."""
         return None if self.kind == "int" else math.ldexp(1.0, self.min_exponent)
 
     @property
     def smallest_subnormal(self) -> float | None:
-        """The smallest positive value; None for integers and for formats without subnormals."""
+        """The smallest positive value; ``None`` for integers and formats without subnormals."""
         return math.ldexp(1.0, self.finest_exponent) if self.kind == "float" else None
 
     @property
     def epsilon(self) -> float:
-        """The distance from 1 to the next value above."""
+        """The distance from 1 to the next larger value."""
         return 1.0 if self.kind == "int" else math.ldexp(1.0, -self.mantissa_bits)
 
     def spacing(self, value: float) -> float:
-        """The distance between neighbours in the power-of-two interval of ``value``.
+        """The distance between adjacent values in the power-of-two interval of ``value``.
 
-        Out of range, the spacing at the end of the range; of NaN, NaN.
+        Out of range it is the spacing at the end of the range; of NaN it is NaN.
 
         Example:
             >>> get_format("bfloat16").spacing(1000.0)
@@ -145,9 +144,9 @@ class Format:
         """The value of a code, exactly.
 
         Args:
-            code: the bits, read as an unsigned integer.
+            code: the bits as an unsigned integer.
         Returns:
-            The value; a float64 holds each of them.
+            The value; float64 represents all of them.
         Raises:
             FormatError: the code has more bits than the format.
         Example:
@@ -156,7 +155,7 @@ class Format:
         """
         if not 0 <= code < 1 << self.bits:
             raise FormatError(
-                f"code {code:#x} was asked of {self.name}, whose codes are 0 to {(1 << self.bits) - 1:#x}.",
+                f"code {code:#x} was requested of {self.name}, whose codes are 0 to {(1 << self.bits) - 1:#x}.",
                 "Give the bits as an unsigned integer.",
             )
         negative = self.signed and bool(code >> (self.bits - 1))
@@ -174,14 +173,13 @@ class Format:
     def encode(self, value: float, *, saturate: bool = False) -> int:
         """The code nearest to a value, ties to the even mantissa.
 
-        What does not fit becomes infinity, else NaN, else the end of the range, whichever the format has first;
-        ``saturate`` always takes the end of the range. NaN becomes NaN, or zero where no code is NaN. A scale has
-        nothing at or below zero: such values do not fit, but a positive value below the smallest power becomes it (and
-        what lies between the two smallest goes up).
+        Values out of range become infinity, or NaN without infinities, or the end of the range without either; with
+        ``saturate`` they become the end of the range. NaN becomes NaN, or zero in a format without NaN. For a scale, values at
+        or below zero are out of range; positive values below the smallest power become it.
 
         Args:
             value: any float.
-            saturate: hold values outside the range, infinities too, at its end.
+            saturate: clamp values outside the range, including infinities.
         Returns:
             The bits, as an unsigned integer.
         Example:
@@ -191,7 +189,7 @@ class Format:
         negative = math.copysign(1.0, value) < 0
         if math.isnan(value):
             return self._nan_code(negative)
-        # A scale has no zero, so zero lies outside it on the same side as the negative numbers.
+        # A scale has no zero: zero is out of range on the side of the negative numbers.
         limit = self._limit(negative or (value == 0 and not self.zero))
         magnitude = limit + 1 if math.isinf(value) else self._nearest_magnitude(abs(value))
         if magnitude > limit:
@@ -201,7 +199,7 @@ class Format:
         return self._join(negative, magnitude)
 
     def describe(self) -> dict[str, object]:
-        """Every figure by name, as ``narrowgauge show format`` prints them."""
+        """All properties by name, as ``narrowgauge show format`` prints them."""
         return {name: getattr(self, name) for name in _DESCRIBED}
 
     @property
@@ -209,7 +207,7 @@ class Format:
         return (1 << (self.bits - 1 if self.signed else self.bits)) - 1
 
     def _limit(self, negative: bool) -> int:
-        """The largest magnitude on one side, counted in codes; −1 where that side is empty."""
+        """The code of the largest magnitude on one side; −1 where that side is empty."""
         if negative and not self.signed:
             return 0 if self.zero else -1
         if self.kind == "int":
@@ -228,7 +226,7 @@ class Format:
         return math.ldexp(hidden + mantissa, self.finest_exponent + field - (1 if self.zero else 0))
 
     def _step_exponent(self, magnitude: float) -> int:
-        # frexp(0) is (0, 0): zero's neighbourhood has the finest step, like any value below the smallest normal.
+        # frexp(0) is (0, 0); zero has the finest step, like all values below the smallest normal.
         exponent = math.frexp(magnitude)[1] - 1 if magnitude else self.min_exponent
         return max(exponent - self.mantissa_bits, self.finest_exponent)
 
@@ -266,13 +264,13 @@ _MX = "OCP Microscaling Formats (MX) Specification v1.0"
 _INT = "Two's complement; ISO/IEC 9899:2024, section 6.2.6.2"
 _ML = "ml_dtypes documentation"
 
-_ROWS = (
-    Format("float64", 64, 11, 52, 1023, "ieee", "checking: oracles and long sums", _IEEE),
+_FORMATS = (
+    Format("float64", 64, 11, 52, 1023, "ieee", "for reference computations and long sums", _IEEE),
     Format("float32", 32, 8, 23, 127, "ieee", "the baseline; master weights and accumulation", _IEEE),
     Format("tfloat32", 19, 8, 10, 127, "ieee", "float32 matmuls on tensor cores", "NVIDIA A100 whitepaper, 2020"),
     Format("float16", 16, 5, 10, 15, "ieee", "fine steps, short range: needs loss scaling", _IEEE),
     Format(
-        "bfloat16", 16, 8, 7, 127, "ieee", "float32's range, 8 significant bits: weights and activations",
+        "bfloat16", 16, 8, 7, 127, "ieee", "range of float32, 8 significant bits: weights and activations",
         "Intel BFLOAT16 Hardware Numerics Definition, 2018; Kalamkar et al., arXiv 1905.12322",
     ),
     Format("float8_e4m3fn", 8, 4, 3, 7, "all_ones", "forward matmuls: weights and activations", _OCP8),
@@ -280,8 +278,8 @@ _ROWS = (
     Format("float8_e4m3fnuz", 8, 4, 3, 8, "negative_zero", "float8_e4m3 on AMD CDNA3", _FNUZ),
     Format("float8_e5m2fnuz", 8, 5, 2, 16, "negative_zero", "float8_e5m2 on AMD CDNA3", _FNUZ),
     Format("float8_e4m3b11fnuz", 8, 4, 3, 11, "negative_zero", "small values at unit scale", _ML),
-    Format("float8_e4m3", 8, 4, 3, 7, "ieee", "e4m3 with infinities, as IEEE 754 would have it", _ML),
-    Format("float8_e3m4", 8, 3, 4, 3, "ieee", "one more bit of precision, a short range", _ML),
+    Format("float8_e4m3", 8, 4, 3, 7, "ieee", "e4m3 with infinities, as in IEEE 754", _ML),
+    Format("float8_e3m4", 8, 3, 4, 3, "ieee", "one more bit of precision, a shorter range", _ML),
     Format("float8_e8m0fnu", 8, 8, 0, 127, "all_ones", "the scale of an MX block", _MX, kind="scale", signed=False),
     Format("float6_e3m2fn", 6, 3, 2, 3, "none", "MXFP6 elements with range", _MX),
     Format("float6_e2m3fn", 6, 2, 3, 1, "none", "MXFP6 elements with precision", _MX),
@@ -292,7 +290,7 @@ _ROWS = (
     Format("uint4", 4, 0, 4, 0, "none", "weights with a scale and an offset per group", _INT, kind="int", signed=False),
 )  # fmt: skip
 
-FORMATS: dict[str, Format] = {row.name: row for row in _ROWS}
+FORMATS: dict[str, Format] = {format.name: format for format in _FORMATS}
 
 ALIASES: dict[str, str] = {
     "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32", "single": "float32",
@@ -309,7 +307,7 @@ def get_format(name: str | Format) -> Format:
     """The format of that name, alias or PyTorch spelling (``torch.bfloat16``); a Format passes through.
 
     Raises:
-        FormatError: no format has that name.
+        FormatError: unknown format.
     Example:
         >>> get_format("fp8").max
         448.0
@@ -326,46 +324,49 @@ def get_format(name: str | Format) -> Format:
 
 
 def describe_value(x: float) -> list[dict[str, object]]:
-    """What a number becomes in every format.
+    """Round a number to every format.
 
     Args:
         x: any float.
     Returns:
-        A row per format: ``name``, ``hex`` (the code), ``value``, ``relative_error`` (a ratio; None where x is zero or
-        either is not finite), ``spacing`` (distance between neighbours there), ``note``.
+        A dict per format: ``name``, ``hex`` (the code), ``value``, ``relative_error`` (a ratio; ``None`` if x is zero or either
+        is not finite), ``spacing`` (the distance between adjacent values there), ``note``.
     Example:
         >>> rows = {row["name"]: row for row in describe_value(0.1)}
         >>> rows["bfloat16"]["hex"], rows["bfloat16"]["value"]
         ('0x3dcd', 0.10009765625)
     """
-    return [_describe_value_in(row, x) for row in FORMATS.values()]
+    return [_describe_value_in(format, x) for format in FORMATS.values()]
 
 
-def _describe_value_in(row: Format, x: float) -> dict[str, object]:
-    code = row.encode(x)
-    value = row.decode(code)
+def _describe_value_in(format: Format, x: float) -> dict[str, object]:
+    code = format.encode(x)
+    value = format.decode(code)
     comparable = x != 0 and math.isfinite(x) and math.isfinite(value)
     return {
-        "name": row.name,
-        "hex": f"{code:#0{(row.bits + 3) // 4 + 2}x}",
+        "name": format.name,
+        "hex": f"{code:#0{(format.bits + 3) // 4 + 2}x}",
         "value": value,
         "relative_error": abs(value - x) / abs(x) if comparable else None,
-        "spacing": row.spacing(x),
-        "note": _note(row, x, value),
+        "spacing": format.spacing(x),
+        "note": _note(format, x, value),
     }
 
 
-def _note(row: Format, x: float, value: float) -> str:
+def _note(format: Format, x: float, value: float) -> str:
     if math.isnan(x):
-        return "" if row.nans else "no NaN: becomes 0"
+        return "" if format.nans else "no NaN: becomes 0"
     if math.isnan(value):
-        return "out of range: becomes NaN, as the format has no infinity"
+        return "out of range: becomes NaN, since the format has no infinity"
     if math.isinf(value):
         return "" if math.isinf(x) else "out of range: becomes infinite"
-    if math.isinf(x) or not row.min - row.spacing(row.min) / 2 <= x <= row.max + row.spacing(row.max) / 2:
-        return "out of range: held at its end"
+    if (
+        math.isinf(x)
+        or not format.min - format.spacing(format.min) / 2 <= x <= format.max + format.spacing(format.max) / 2
+    ):
+        return "out of range: clamped"
     if x != 0 and value == 0:
         return "too small: becomes 0"
-    if row.kind == "float" and row.smallest_normal is not None and 0 < abs(value) < row.smallest_normal:
+    if format.kind == "float" and format.smallest_normal is not None and 0 < abs(value) < format.smallest_normal:
         return "subnormal: fewer significant bits"
     return ""

@@ -1,9 +1,8 @@
 """The preset models: names, shapes and parameter counts.
 
-A preset says only the shape of a decoder; the weights are made from it by the Hugging Face class of its family, so
-nothing is downloaded. The small Llamas are ours, cut so that the name tells the size and every matrix suits narrow
-formats (widths are multiples of 32, heads of 32 or 64); the large ones have the published shapes. The number of
-parameters is a closed formula over the shape, so a planner needs no model and no torch.
+A preset is the shape of a decoder. The Hugging Face class of its family draws the weights, so nothing is downloaded. The small
+Llamas are Narrowgauge's: they are named by size, and their matrices suit narrow formats (widths are multiples of 32, heads are
+of 32 or 64). The large ones have the published shapes. The number of parameters follows from the shape without PyTorch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Model:
         tie_embeddings: whether the input embedding is also the output projection.
         rope_theta: base of the rotary frequencies; None without rotary positions.
         source: where the shape is published.
-        norm_epsilon: what the norms add to the variance.
+        norm_epsilon: added to the variance in norms.
     """
 
     name: str
@@ -49,7 +48,7 @@ class Model:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """Size of an attention head."""
         return self.hidden_size // self.num_heads
 
     @property
@@ -87,7 +86,7 @@ _LLAMA3 = "Llama Team, The Llama 3 Herd of Models, arXiv 2407.21783"
 _LLAMA32 = "Meta, Llama 3.2 model card, 2024 (its rotary scaling beyond 8,192 positions is left out)"
 _GPT2 = "Radford et al., Language Models are Unsupervised Multitask Learners, 2019"
 
-_ROWS = (
+_MODELS = (
     #     name         family    vocab   hidden  mlp    layers heads kv  positions tied  theta
     Model("llama-1m", "llama", 2048, 128, 320, 4, 4, 4, 2048, True, 10_000.0, _OURS),
     Model("llama-8m", "llama", 4096, 256, 768, 8, 4, 4, 2048, True, 10_000.0, _OURS),
@@ -101,7 +100,7 @@ _ROWS = (
     Model("gpt2-124m", "gpt2", 50_257, 768, 3072, 12, 12, 12, 1024, True, None, _GPT2),
 )
 
-MODELS: dict[str, Model] = {row.name: row for row in _ROWS}
+MODELS: dict[str, Model] = {model.name: model for model in _MODELS}
 
 
 def get_model(name: str) -> Model:
@@ -121,10 +120,9 @@ def get_model(name: str) -> Model:
 
 
 def refuse_own_code(folder: Path) -> None:
-    """Refuse a model folder whose ``config.json`` names Python files of its own to be run (``auto_map``).
+    """Refuse a model folder whose ``config.json`` names Python files to execute (``auto_map``).
 
-    Law: nothing of such a folder is executed, and nobody is asked whether it shall be. What else may be wrong with the
-    file is left to its reader.
+    Invariant: no code of a model folder is executed, with or without a prompt. Other errors of the file are left to its reader.
 
     Args:
         folder: a Hugging Face model folder, or its ``config.json``.
@@ -141,7 +139,7 @@ def refuse_own_code(folder: Path) -> None:
     if named:
         classes = ", ".join(map(str, named.values())) if isinstance(named, dict) else str(named)
         raise DataError(
-            f"the model folder {folder} asks for code of its own to be run (auto_map in config.json: {classes}), and no code "
-            "of a model folder is run.",
-            "If transformers has a class for its model_type, take auto_map out of a copy of config.json to use that one.",
+            f"the model folder {folder} has code of its own (auto_map in config.json: {classes}), and code of a model folder "
+            "is never executed.",
+            "If transformers has a class for its model_type, remove auto_map from a copy of config.json to use that class.",
         )

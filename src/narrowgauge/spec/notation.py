@@ -1,7 +1,7 @@
-"""How recipes are written: as a name, ``compute/storage/reduction`` or one of its short forms, or as a TOML table.
+"""Reading recipes: from a name, ``compute/storage/reduction`` or a short form of it, or from a TOML table.
 
-A TOML file can say more than a name: which modules stay wide, which take another compute or storage, which compute holds
-in which part of a run, and which one evaluates.
+A table can also name modules that stay wide, other computes or storages for some modules, computes for phases of a run, and a
+compute for evaluation.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ DEFAULT_STORAGE: dict[str, str] = {
     "float16-throughout": "naive",
     "float8": "collage-plus",
 }
-"""The storage that a compute named alone is taken with."""
+"""The default storage of each compute."""
 
 
 def default_storage(compute: str) -> str:
-    """The storage that a compute or a variant of one, named alone, is taken with."""
+    """The default storage of a compute or of a variant."""
     return DEFAULT_STORAGE.get(compute.partition("+")[0], "")
 
 
 def full_names() -> list[str]:
-    """Every legal ``compute/storage`` name, in table order."""
+    """All valid ``compute/storage`` names, in the order of the tables."""
     names = []
     for compute in COMPUTES.values():
         for storage in STORAGES:
@@ -47,11 +47,11 @@ def full_names() -> list[str]:
 
 
 def representative_names() -> list[str]:
-    """Names in which every compute, every storage and every alias occurs: what tables list and tests try.
+    """Names that cover every compute, storage and alias, for tables and tests.
 
     Returns:
-        Each compute with its default storage; each storage under bfloat16, or under the compute that it belongs to; then
-        the recipes that aliases stand for, and ``word`` under all computes that take it.
+        Each compute with its default storage; each storage with bfloat16, or with the compute that it belongs to; then the
+        recipes of aliases, and ``word`` with all computes that support it.
     """
     names = [f"{compute}/{storage}" for compute, storage in DEFAULT_STORAGE.items()]
     names += [name if "/" in name else f"bfloat16/{name}" for name in STORAGES]
@@ -61,7 +61,7 @@ def representative_names() -> list[str]:
 
 
 def known_names() -> list[str]:
-    """Everything :func:`parse` takes for a whole recipe, but for spellings and files."""
+    """All names that :func:`parse` accepts, except for other spellings and files."""
     return [*(name for name, alias in ALIASES.items() if alias.is_taken), *full_names(), *variants.names()]
 
 
@@ -70,11 +70,11 @@ def parse(text: str | Path | Recipe) -> Recipe:
 
     Args:
         text: ``"bfloat16/word"``, an alias such as ``"bf16-mixed"`` (``narrowgauge show aliases``), a compute alone (its
-            default storage is added), the path of a ``.toml`` file, or a recipe, which is returned as it is.
+            default storage is added), the path of a ``.toml`` file, or a recipe, which is returned unchanged.
     Returns:
         The recipe.
     Raises:
-        RecipeError: for an unknown part, parts that contradict each other, or a file that cannot be read.
+        RecipeError: an unknown part, parts that contradict each other, or a file that cannot be read.
 
     Example:
         >>> parse("bf16-mixed").name, parse("bfloat16").name
@@ -92,12 +92,12 @@ def parse(text: str | Path | Recipe) -> Recipe:
         name = alias.recipe
     compute, *rest = name.split("/")
     if len(rest) > 2 or (not rest and variants.find(compute) is None):
-        # A storage alone is a likely slip, and too short to resemble any full name.
+        # A storage alone is a likely mistake, and not similar to any full name.
         near = f"Did you mean 'bfloat16/{name}'?" if name in STORAGES else suggestion(name, known_names())
         raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
-    row = _compute_row(compute)
-    storage = _storage(rest[0] if rest else default_storage(row.name), row.name)
-    return Recipe(row, storage, _row(REDUCTIONS, rest[1]) if len(rest) == 2 else REDUCTIONS["native"])
+    found = _find_compute(compute)
+    storage = _find_storage(rest[0] if rest else default_storage(found.name), found.name)
+    return Recipe(found, storage, _entry(REDUCTIONS, rest[1]) if len(rest) == 2 else REDUCTIONS["native"])
 
 
 def parse_names(names: str) -> list[Recipe]:
@@ -114,7 +114,7 @@ def parse_names(names: str) -> list[Recipe]:
         except RecipeError:
             if Path(name).is_dir():
                 raise RecipeError(
-                    f"the recipe {name} was asked for, and it is a folder.", "Name a .toml file."
+                    f"the recipe {name} was requested, and it is a folder.", "Name a .toml file."
                 ) from None
             raise
     return recipes
@@ -129,7 +129,7 @@ def parse_value(value: Any, where: str = "the record") -> Recipe:
     Returns:
         The recipe.
     Raises:
-        RecipeError: for a value of another type, or one that names something unknown.
+        RecipeError: a value of another type, or an unknown name.
 
     Example:
         >>> parse_value("bf16/word") == parse_value({"compute": "bfloat16", "storage": "word"})
@@ -148,9 +148,9 @@ def parse_file(path: Path) -> Recipe:
     Args:
         path: a UTF-8 TOML file.
     Returns:
-        The recipe, labelled by its ``name``, else by the file's.
+        The recipe, labelled by its ``name``, else by the file's stem.
     Raises:
-        RecipeError: when the file is missing, is not TOML, or names something unknown.
+        RecipeError: the file is missing, is not TOML, or has an unknown name.
     """
     try:
         table = load_toml(path.read_text(encoding="utf-8"))
@@ -166,14 +166,14 @@ def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Re
     """Read a recipe from a TOML table.
 
     Args:
-        table: ``compute``, ``storage``, ``reduction``, for which ``recipe = "bfloat16/word"`` may stand; ``name`` (what to
-            call it beside others); ``evaluation`` (a compute), ``keep`` (patterns), ``override`` (a list of tables with
-            ``pattern`` and ``storage``, ``compute`` or both) and ``phase`` (a list of tables with ``until`` and ``compute``).
-        where: what to call the table in an error.
+        table: ``compute``, ``storage`` and ``reduction``, or ``recipe = "bfloat16/word"`` instead; ``name`` (a label);
+            ``evaluation`` (a compute), ``keep`` (patterns), ``override`` (a list of tables with ``pattern`` and ``storage``,
+            ``compute`` or both) and ``phase`` (a list of tables with ``until`` and ``compute``).
+        where: where the table stands, for error messages.
     Returns:
         The recipe.
     Raises:
-        RecipeError: for an unknown key or row, or a value of the wrong kind.
+        RecipeError: an unknown key or name, or a value of the wrong type.
 
     Example:
         >>> recipe = parse_table({"recipe": "bfloat16/word", "phase": [{"until": 0.9, "compute": "float8-row"}]})
@@ -187,20 +187,20 @@ def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Re
             )
     parts = {key: _text(table, key, where) for key in ("recipe", "compute", "storage", "reduction") if key in table}
     if "recipe" in parts:
-        # A file that named itself would be read for ever.
+        # A file that names itself would be read endlessly.
         if parts["recipe"].endswith(".toml"):
-            raise RecipeError(f"{where} takes its recipe from another file, {parts['recipe']}.", "Write it out here.")
+            raise RecipeError(f"{where} names another recipe file, {parts['recipe']}.", "Write that recipe out here.")
         base = parse(parts["recipe"]).to_dict()
     elif "compute" in parts:
         named = compute_name(parts["compute"])
         base = {"compute": named, "storage": default_storage(named), "reduction": "native"}
     else:
         raise RecipeError(f"{where} names no compute.", 'Add compute = "bfloat16" or recipe = "bfloat16/word".')
-    compute = _compute_row(parts.get("compute", base["compute"]))
+    compute = _find_compute(parts.get("compute", base["compute"]))
     return Recipe(
         compute,
-        _storage(parts.get("storage", base["storage"]), compute.name),
-        _row(REDUCTIONS, parts.get("reduction", base["reduction"])),
+        _find_storage(parts.get("storage", base["storage"]), compute.name),
+        _entry(REDUCTIONS, parts.get("reduction", base["reduction"])),
         _patterns(table, where),
         _overrides(table, where, compute.name),
         _phases(table, where),
@@ -211,7 +211,7 @@ def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Re
 
 def _text(table: Mapping[str, Any], key: str, where: str) -> str:
     if not isinstance(table[key], str):
-        raise RecipeError(f"{where} has {key} = {table[key]!r}, which is no text.", "Write a name in quotes.")
+        raise RecipeError(f"{where} has {key} = {table[key]!r}, which is not text.", "Write a name in quotes.")
     return str(table[key])
 
 
@@ -219,7 +219,7 @@ def _patterns(table: Mapping[str, Any], where: str) -> tuple[str, ...]:
     keep = table.get("keep", [])
     if not isinstance(keep, list) or not all(isinstance(pattern, str) for pattern in keep):
         raise RecipeError(
-            f"{where} has keep = {keep!r}, which is no list of patterns.", 'For instance keep = ["lm_head"].'
+            f"{where} has keep = {keep!r}, which is not a list of patterns.", 'For instance keep = ["lm_head"].'
         )
     return tuple(keep)
 
@@ -234,7 +234,7 @@ def _overrides(table: Mapping[str, Any], where: str, compute: str) -> tuple[Over
             raise RecipeError(
                 f"{within} has the keys {_listed(entry)}.", "It takes pattern, and storage, compute or both."
             )
-        storage = _storage(_text(entry, "storage", within), compute) if "storage" in entry else None
+        storage = _find_storage(_text(entry, "storage", within), compute) if "storage" in entry else None
         other = _compute(entry, "compute", within) if "compute" in entry else None
         overrides.append(Override(_text(entry, "pattern", within), storage, other))
     return tuple(overrides)
@@ -248,13 +248,13 @@ def _phases(table: Mapping[str, Any], where: str) -> tuple[Phase, ...]:
             raise RecipeError(f"{within} has the keys {_listed(entry)}.", "It takes until and compute.")
         until = entry["until"]
         if isinstance(until, bool) or not isinstance(until, (int, float)):
-            raise RecipeError(f"{within} has until = {until!r}, which is no number.", "For instance until = 0.9.")
+            raise RecipeError(f"{within} has until = {until!r}, which is not a number.", "For instance until = 0.9.")
         phases.append(Phase(float(until), _compute(entry, "compute", within)))
     return tuple(phases)
 
 
 def _entries(table: Mapping[str, Any], key: str, where: str, advice: str) -> list[dict[str, Any]]:
-    """The tables under a key, none where there is no such key."""
+    """The list of tables under a key; empty without the key."""
     entries = table.get(key, [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise RecipeError(f"{where} has {key} = {entries!r}.", advice)
@@ -266,7 +266,7 @@ def _listed(entry: Mapping[str, Any]) -> str:
 
 
 def _compute(table: Mapping[str, Any], key: str, where: str) -> Compute:
-    return _compute_row(_text(table, key, where))
+    return _find_compute(_text(table, key, where))
 
 
 def load_toml(text: str) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def load_toml(text: str) -> dict[str, Any]:
 
 _KEYS = ("recipe", "name", "compute", "storage", "reduction", "evaluation", "keep", "override", "phase")
 _SEE = "(narrowgauge show recipes lists all.)"
-_SEE_ALIASES = "(narrowgauge show aliases lists what others call recipes.)"
+_SEE_ALIASES = "(narrowgauge show aliases lists the names of other libraries.)"
 
 
 def _spelled(part: str) -> str:
@@ -294,17 +294,17 @@ def _spelled(part: str) -> str:
 
 
 def compute_name(part: str) -> str:
-    """The full name of a compute, or of a whole recipe that stands where one may."""
+    """The full name of a compute, or of a recipe where a compute is allowed."""
     spelled = _spelled(part)
     return COMPUTES_ELSEWHERE.get(part.strip().lower()) or COMPUTES_ELSEWHERE.get(spelled, spelled)
 
 
-def _compute_row(name: str) -> Compute:
+def _find_compute(name: str) -> Compute:
     """The compute of that name."""
     full = compute_name(name)
     alias = ALIASES.get(full)
-    if (row := variants.find(full)) is not None:
-        return row
+    if (compute := variants.find(full)) is not None:
+        return compute
     if alias is not None and not alias.is_taken:
         nearest = alias.recipe.partition("/")[0]
         raise RecipeError(
@@ -318,20 +318,20 @@ def _compute_row(name: str) -> Compute:
     raise RecipeError(f"no recipe part is named '{full}'.", f"{suggestion(full, variants.names())} {_SEE}".strip())
 
 
-def _storage(name: str, compute: str) -> Storage:
-    """The storage of that name that belongs to the compute, else the one that belongs to none, else a composed one."""
+def _find_storage(name: str, compute: str) -> Storage:
+    """The storage of that name: one that belongs to the compute, else one that belongs to none, else a composed one."""
     spelled = name.strip().lower() if "+" in name else _spelled(name)
-    row = storages.find(f"{compute}/{spelled}") or storages.find(spelled)
-    if row is None:
+    storage = storages.find(f"{compute}/{spelled}") or storages.find(spelled)
+    if storage is None:
         names = [
             own_name(known) for known in STORAGES.values() if known.name.partition("/")[0] in (known.name, compute)
         ]
         raise RecipeError(f"no recipe part is named '{spelled}'.", f"{suggestion(spelled, names)} {_SEE}".strip())
-    return row
+    return storage
 
 
-def _row(table: Mapping[str, Any], name: str) -> Any:
-    """The row of one of the three tables, or an error that suggests the nearest."""
+def _entry(table: Mapping[str, Any], name: str) -> Any:
+    """The entry of a table, or an error that suggests the nearest name."""
     if name in table:
         return table[name]
     raise RecipeError(f"no recipe part is named '{name}'.", f"{suggestion(name, table)} {_SEE}".strip())

@@ -1,11 +1,11 @@
-"""Which number formats this processor multiplies: asked here and nowhere else.
+"""Which number formats this processor multiplies natively.
 
-A processor is known by its instruction sets, not by a clock: AVX512-BF16 or AMX (x86) and FEAT_BF16 (ARM) multiply bfloat16;
-VNNI, AMX and I8MM multiply int8; float32 they all do. PyTorch accepts the other formats too, through loops that are 8 to 180
-times slower than float32 (measured in ``docs/log.md``), so callers multiply those formats as float32 instead.
+It depends on the instruction sets: AVX512-BF16 or AMX (x86) and FEAT_BF16 (ARM) multiply bfloat16; VNNI, AMX and I8MM multiply
+int8; all processors multiply float32. PyTorch accepts other formats in loops that are 8 to 180 times slower than float32
+(``docs/log.md``), so callers multiply those formats as float32.
 
-PyTorch leaves such matmuls to oneDNN, and oneDNN obeys ``ONEDNN_MAX_CPU_ISA``: what that variable forbids is not there. So
-does this file. ``ATEN_CPU_CAPABILITY`` limits PyTorch's own vector code, none of which multiplies these formats.
+PyTorch calls oneDNN for these matmuls. oneDNN does not use instruction sets above ``ONEDNN_MAX_CPU_ISA``, and neither does this
+module. ``ATEN_CPU_CAPABILITY`` limits PyTorch's own vector code, which does not multiply these formats.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from functools import lru_cache
 from pathlib import Path
 
 OVERRIDE = "NARROWGAUGE_CPU"
-"""The environment variable that names instruction sets in place of the processor's own, as ``avx2,fma`` (for tests, and for
-systems that do not tell)."""
+"""Environment variable with instruction sets to assume instead of the processor's, such as ``avx2,fma``: for tests, and for
+systems that do not list them."""
 
-# By one of these sets a format is multiplied.
+# Instruction sets that multiply a format; any of them suffices.
 _MULTIPLYING = {
     "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
     "int8": frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"}),
 }
-# Values of ONEDNN_MAX_CPU_ISA, each with the multiplying sets that it is the first to allow; x86 only.
+# Values of ONEDNN_MAX_CPU_ISA in ascending order, each with the sets above that it adds; x86 only.
 _LEVELS: dict[str, frozenset[str]] = {
     "SSE41": frozenset(),
     "AVX": frozenset(),
@@ -42,20 +42,20 @@ _LEVELS: dict[str, frozenset[str]] = {
     "AVX10_1_512": frozenset(),
     "AVX512_CORE_AMX": frozenset({"amx_bf16", "amx_int8"}),
 }
-# oneDNN reads both names, the first before the second.
+# oneDNN reads both names; the first takes precedence.
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _WINDOWS_FEATURES = {39: "avx", 40: "avx2", 41: "avx512f"}
 
 
 def multiplies(format: str) -> bool:
-    """Whether this processor has instructions, of which PyTorch makes use, that multiply a format.
+    """Whether PyTorch multiplies a format with native instructions of this processor.
 
     Args:
         format: a name such as ``"bfloat16"``.
     Returns:
-        True for float32 and wider, and for bfloat16 and int8 where their instruction sets are; False for everything else.
+        True for float32 and float64, and for bfloat16 and int8 where their instruction sets are present; else False.
 
-    Cost: a look-up; what it depends on is read once, when this module is loaded.
+    Cost: a look-up; the processor is read once, on import.
     Example:
         >>> multiplies("float32"), multiplies("float8_e4m3fn")
         (True, False)
@@ -64,23 +64,23 @@ def multiplies(format: str) -> bool:
 
 
 def care_for(format: str) -> None:
-    """Note that a model's products of a format are taken care of where the processor does not multiply it."""
+    """Record that a model's matmuls in a format are emulated by float32 products where they are not native."""
     _cared_for.add(format)
 
 
 def is_left_slow(format: str) -> bool:
-    """Whether PyTorch's own products of a format are slow here, and nobody has taken care of a model's."""
+    """Whether matmuls in a format are slow here and no model's are emulated (see :func:`care_for`)."""
     return not multiplies(format) and format not in _cared_for
 
 
 @lru_cache(None)
 def instruction_sets() -> frozenset[str]:
-    """The names of all instruction sets of this processor, as the operating system gives them (``avx512_bf16``).
+    """The names of all instruction sets of this processor, as the operating system lists them (``avx512_bf16``).
 
-    Law: what the processor has, whatever a variable forbids: code that was compiled for this machine may use them all.
+    Environment variables do not change the result, since code compiled for this machine may use all of them.
 
     Returns:
-        Names as in ``/proc/cpuinfo``; fewer where the system tells less: Windows names AVX, AVX2 and AVX512 alone.
+        Names as in ``/proc/cpuinfo``; Windows lists AVX, AVX2 and AVX512 only.
     """
     if sys.platform == "linux":
         return _of_linux(Path("/proc/cpuinfo"))
@@ -96,7 +96,7 @@ def instruction_sets() -> frozenset[str]:
 
 @contextlib.contextmanager
 def pretending(*sets: str) -> Iterator[None]:
-    """Within it, the processor multiplies what one with these instruction sets does: for tests.
+    """Assume these instruction sets within the block, for tests.
 
     Example:
         >>> with pretending("avx2"):
@@ -117,24 +117,24 @@ def _multiplied_by(sets: frozenset[str]) -> frozenset[str]:
 
 
 def _usable_sets() -> frozenset[str]:
-    """The sets that PyTorch's matmuls may use."""
+    """The instruction sets that PyTorch's matmuls may use."""
     named = os.environ.get(OVERRIDE)
     if named is not None:
         return frozenset(name.strip().lower() for name in named.split(","))
     if sys.platform == "darwin":
-        return frozenset()  # PyTorch is built without oneDNN there: no kernel of its own multiplies these formats
+        return frozenset()  # PyTorch is built without oneDNN there, and its own kernels do not multiply these formats
     return instruction_sets() - _forbidden(next((os.environ[name] for name in _LIMITS if os.environ.get(name)), ""))
 
 
 def _forbidden(level: str) -> frozenset[str]:
-    """The multiplying sets above a value of ``ONEDNN_MAX_CPU_ISA``; none for a value that is no level."""
+    """The sets above a value of ``ONEDNN_MAX_CPU_ISA``; empty for an unknown value."""
     names = list(_LEVELS)
     above = names[names.index(level.upper()) + 1 :] if level.upper() in names else []
     return frozenset().union(*(_LEVELS[name] for name in above))
 
 
 def _of_linux(cpuinfo: Path) -> frozenset[str]:
-    """The flags of the first processor that the file describes."""
+    """The flags of the first processor in the file."""
     with contextlib.suppress(OSError), cpuinfo.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             key, _, value = line.partition(":")
@@ -146,13 +146,13 @@ def _of_linux(cpuinfo: Path) -> frozenset[str]:
 def _of_macos() -> frozenset[str]:
     names = "hw.optional" if platform.machine() == "arm64" else "machdep.cpu"
     try:
-        told = subprocess.run(["sysctl", names], capture_output=True, text=True, check=False, timeout=10).stdout
+        output = subprocess.run(["sysctl", names], capture_output=True, text=True, check=False, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
         return frozenset()
     if names == "machdep.cpu":
-        lines = [line.partition(":")[2] for line in told.splitlines() if "features:" in line]
+        lines = [line.partition(":")[2] for line in output.splitlines() if "features:" in line]
         return frozenset(" ".join(lines).lower().split())
-    present = [line.partition(":")[0] for line in told.splitlines() if line.endswith(": 1")]
+    present = [line.partition(":")[0] for line in output.splitlines() if line.endswith(": 1")]
     return frozenset(name.rpartition(".")[2].removeprefix("FEAT_").lower() for name in present)
 
 

@@ -1,14 +1,13 @@
-"""Rules of scale propagation: what scale each operation on scaled tensors hands on, and which of them look at a tensor.
+"""Rules of scale propagation: the scale of each operation's result, and which operations measure a tensor.
 
-A scaled tensor is ``data * scale`` (:mod:`narrowgauge.transforms.scaled_tensor`). Most rules guess how large a result is from
-the scales that go in; a few *measure* it, the root mean square of a tensor, rounded down to a power of two. The functions in
-``transforms/`` look up here whether they measure, so this table is what is done; the documentation and ``narrowgauge show
-scales`` print it.
+A scaled tensor is ``data * scale`` (:mod:`narrowgauge.transforms.scaled_tensor`). Most rules derive a result's scale from the
+scales of the operands. A few *measure* it: the root mean square of a tensor, rounded down to a power of two. The functions in
+``transforms/`` read from this table whether to measure, and ``narrowgauge show scales`` prints it.
 
-Source: Balança et al., Scalify, arXiv 2407.17353: scales rounded down; its dynamic rescale measures the gradient behind each
-normalization, the weights after an optimizer's step and the gradient that enters. One measurement is ours: of what an
-activation hands on, which the source leaves at its input's scale. Its model had no gated MLP; in a Llama's the product of gate
-and up then grows to a root mean square of 140 within 40 steps, and e4m3 ends at 448.
+Source: Balança et al., Scalify, arXiv 2407.17353: scales are rounded down; its dynamic rescale measures the gradient of each
+normalization, the weights after an optimizer step, and the gradient of the loss. Measuring the output of activations is an
+addition: the source gives it the scale of the input. Its model has no gated MLP; in a Llama the product of gate and up
+then reaches a root mean square of 140 within 40 steps, and the largest e4m3 is 448.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ Measured = Literal["weight", "output", "gradient"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one kind of operation hands a scale on.
+    """How one kind of operation propagates a scale.
 
     Args:
-        name: of the kind.
+        name: of the kind of operation.
         scale: of the result, in words.
-        gradient: of what goes back to the input, where the operation is no sum of others that have rules.
-        measures: which tensors are read for a scale: the ``weight`` (once while it stays what it is), the ``output`` (in each
-            forward pass), the ``gradient`` of the input (in each backward pass).
-        operations: of PyTorch's ``aten``, of those that are looked up below automatic differentiation.
+        gradient: the scale of the input's gradient, for operations that are not composed of others with rules.
+        measures: the tensors whose scale is measured: the ``weight`` (once per value), the ``output`` (in every forward pass),
+            the ``gradient`` of the input (in every backward pass).
+        operations: ``aten`` operations that are dispatched below autograd.
     """
 
     name: str
@@ -39,7 +38,7 @@ class Rule:
     operations: tuple[str, ...] = ()
 
 
-_ROWS = (
+_RULES = (
     Rule(
         "view", "the same",
         operations=(
@@ -55,18 +54,18 @@ _ROWS = (
             "slice_backward.default",
         ),
     ),
-    Rule("product", "the scales' product; a number's is its power of two", operations=("mul.Tensor", "mul.Scalar")),
-    Rule("quotient", "the scales' quotient", operations=("div.Tensor", "div.Scalar")),
-    Rule("sum of two", "the larger", operations=("add.Tensor", "sub.Tensor")),
-    Rule("concatenation", "the largest", operations=("cat.default",)),
+    Rule("product", "the product of the scales; of a number, its power of two", operations=("mul.Tensor", "mul.Scalar")),
+    Rule("quotient", "the quotient of the scales", operations=("div.Tensor", "div.Scalar")),
+    Rule("sum of two", "the larger one", operations=("add.Tensor", "sub.Tensor")),
+    Rule("concatenation", "the largest one", operations=("cat.default",)),
     Rule("sum of n terms", "√n times, rounded down", operations=("sum.dim_IntList", "sum.default")),
     Rule("linear layer", "x's · w's · √inputs, rounded down", "dy's · w's · √outputs, rounded down", ("weight",)),
     Rule("embedding", "the weight's", "a plain tensor", ("weight",)),
     Rule("norm", "1", "measured", ("gradient",)),
     Rule("activation", "measured", "the same", ("output",)),
     Rule("attention", "the values'", "the same"),
-    Rule("plain gradient that enters", "1, where a plain tensor left", "measured", ("gradient",)),
+    Rule("plain gradient that enters", "1 for a plain tensor that leaves", "measured", ("gradient",)),
 )  # fmt: skip
 
-RULES: dict[str, Rule] = {row.name: row for row in _ROWS}
+RULES: dict[str, Rule] = {rule.name: rule for rule in _RULES}
 """Every rule by name."""

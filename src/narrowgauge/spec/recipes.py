@@ -1,11 +1,8 @@
-"""Recipes: which numbers a model computes with, and which it keeps.
+"""Recipes: a compute, a storage and a reduction, with exceptions by module and by phase.
 
-A recipe has up to three parts, ``compute/storage/reduction``: how operands enter a matmul, how weights and moments are
-cut to be kept, and how gradients are summed across ranks. Three small tables, N + M + K rows, stand for N x M x K named
-classes; a row is a value that tests, docs, ``narrowgauge show``, the optimizer and the trainer all read. Computes and
-storages have files of their own, :mod:`narrowgauge.spec.computes` and :mod:`narrowgauge.spec.storages`.
-
-How recipes are written, as names or as TOML tables, is :mod:`narrowgauge.spec.notation`.
+A recipe has up to three parts, ``compute/storage/reduction``: how operands enter a matmul, how weights and moments are stored,
+and how gradients are summed across ranks. Each part is an entry of a small table, so N + M + K entries give N × M × K recipes.
+:mod:`narrowgauge.spec.notation` reads recipes from names and TOML tables.
 """
 
 from __future__ import annotations
@@ -32,16 +29,16 @@ class Reduction:
 
 
 REDUCTIONS: dict[str, Reduction] = {
-    row.name: row
-    for row in (Reduction("native", "the gradient's own", "one process: there is nothing to sum", "PyTorch"),)
+    reduction.name: reduction
+    for reduction in (Reduction("native", "the gradient's own", "one process: nothing to sum", "PyTorch"),)
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Another storage, compute or both for what has a name like ``pattern`` (shell wildcards; ``*`` crosses dots).
+    """Another storage, compute or both for names that match ``pattern`` (shell wildcards; ``*`` also matches dots).
 
-    A storage is for the parameters of such names, a compute for the linear layers.
+    The storage applies to parameters of such names, the compute to linear layers.
     """
 
     pattern: str
@@ -49,20 +46,20 @@ class Override:
     compute: Compute | None = None
 
     def matches(self, name: str) -> bool:
-        """Whether the parameter or module ``name`` is meant."""
+        """Whether the parameter or module ``name`` matches."""
         return fnmatch.fnmatchcase(name, self.pattern)
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The compute of all steps before the share ``until`` of a run is done, and after the phase before."""
+    """The compute from the end of the previous phase to the fraction ``until`` of all steps."""
 
     until: float
     compute: Compute
 
 
 OWN_STORAGES_ONLY = ("float16-throughout", "float8")
-"""Computes that say how weights are kept, and so take no storage but those that bear their name."""
+"""Computes that determine how weights are stored, so that they take the storages of their own name only."""
 
 
 _PARTS = ("compute", "storage", "reduction")
@@ -70,20 +67,20 @@ _PARTS = ("compute", "storage", "reduction")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A policy for a whole model: one row of each table, and the exceptions by module name and by progress.
+    """The formats of a whole model: a compute, a storage and a reduction, with exceptions.
 
     Args:
         compute: how operands enter matmuls, after the last of ``phases``.
-        storage: how weights and moments are kept.
+        storage: how weights and moments are stored.
         reduction: how gradients are summed across ranks.
-        keep: patterns of module names that stay in float32 altogether.
+        keep: patterns of modules that stay in float32 (weights, states and matmuls).
         overrides: other storages and computes by pattern of name; the last match wins.
-        phases: other computes for the earlier parts of a run, in order.
-        evaluation: the compute in which the model is evaluated, where that is another.
-        label: what its writer calls it, to tell it from others of one name; no part of what it is.
+        phases: other computes for earlier parts of a run, in order.
+        evaluation: the compute for evaluation, if it is another.
+        label: a user's name, to distinguish recipes of the same full name; ignored by comparisons.
 
     Raises:
-        RecipeError: when the parts contradict each other.
+        RecipeError: the parts contradict each other.
 
     Example:
         >>> from narrowgauge.spec.notation import parse
@@ -106,10 +103,10 @@ class Recipe:
         _check_pair(self.compute, self.storage)
         _check_ends([phase.until for phase in self.phases])
         for where, other in self._others():
-            _check_beside(self, where, other)
+            _check_other(self, where, other)
 
     def _others(self) -> Iterator[tuple[str, Compute]]:
-        """Every compute that is named beside the recipe's own, and where."""
+        """Every other compute of the recipe, and where it is named."""
         for phase in self.phases:
             yield f"the phase until {phase.until:g}", phase.compute
         for override in self.overrides:
@@ -120,18 +117,18 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """The full name, ``compute/storage`` and the reduction where it is not the native one."""
+        """The full name, ``compute/storage``, followed by the reduction if it is not native."""
         tail = "" if self.reduction.name == "native" else f"/{self.reduction.name}"
         return f"{self.compute.name}/{own_name(self.storage)}{tail}"
 
     @property
     def is_plain(self) -> bool:
-        """Whether the full name says all: no exceptions by module, phase or evaluation."""
+        """Whether the full name describes it completely: no exceptions by module, phase or evaluation."""
         return not (self.keep or self.overrides or self.phases or self.evaluation)
 
     @property
     def title(self) -> str:
-        """The name to display: the full name, and what else there is: the label, or which kinds of exceptions.
+        """The display name: the full name, and for a recipe with exceptions its label or their kinds.
 
         Example:
             >>> from narrowgauge.spec.notation import parse_table
@@ -142,7 +139,6 @@ class Recipe:
         """
         if self.is_plain:
             return self.name
-        # The full name comes first: people and programs look for the compute and the storage there.
         if self.label:
             return f"{self.name} ({self.label})"
         return f"{self.name} with {', '.join(key for key in self.to_dict() if key not in _PARTS)}"
@@ -154,12 +150,12 @@ class Recipe:
 
     @property
     def computes(self) -> tuple[Compute, ...]:
-        """Every compute that the recipe names, its own first, none twice."""
+        """All computes of the recipe without duplicates, the main one first."""
         return tuple(dict.fromkeys([self.compute, *(other for _, other in self._others())]))
 
     @property
     def dtype(self) -> str:
-        """What a plain linear layer, a norm and the rest of the model compute in, whatever format the weights lie in."""
+        """The dtype of plain linear layers, norms and everything else outside the casts, whatever the format of the weights."""
         return self.compute.dtype
 
     @property
@@ -171,7 +167,7 @@ class Recipe:
             >>> parse("int8-row/word").dtypes["kept for backward"]
             'int8 codes, 1 byte'
         """
-        # Autocast narrows the matmuls alone: what flows between them over float32 weights is float32.
+        # Autocast casts matmuls only: with float32 weights, the residual stream is float32.
         stream = "float32" if self.storage.visible == "float32" else self.dtype
         return {
             "weights seen": self.storage.visible,
@@ -185,31 +181,29 @@ class Recipe:
         }
 
     def storage_of(self, name: str, num_dims: int) -> Storage:
-        """The row for the parameter ``name`` with ``num_dims`` dimensions.
+        """The storage of the parameter ``name`` with ``num_dims`` dimensions.
 
         Args:
             name: dotted parameter name.
-            num_dims: its number of dimensions; at most one makes it a vector.
+            num_dims: its number of dimensions; a parameter of at most one is a vector.
         Returns:
-            A row of ``STORAGES``: float32 for kept modules, then the last matching override, then the recipe's own.
+            float32 for modules of ``keep``, else that of the last matching override, else ``storage``.
         """
         if self.keeps(name):
             return STORAGES["float32"]
         matches = (o.storage for o in reversed(self.overrides) if o.storage is not None and o.matches(name))
-        row = next(matches, self.storage)
-        return for_vectors(row) if num_dims < 2 else row
+        storage = next(matches, self.storage)
+        return for_vectors(storage) if num_dims < 2 else storage
 
     def compute_of(self, name: str, progress: float = 1.0) -> Compute:
-        """The row for the linear layer ``name``.
-
-        Law: float32 for what the recipe keeps; else the last override that names it; else, for what the row in force
-        keeps, the plain row of the recipe's ``dtype``; else the row in force, as that layer computes it.
+        """The compute of the linear layer ``name``.
 
         Args:
             name: dotted module name.
             progress: as for :meth:`compute_at`.
         Returns:
-            A row of ``COMPUTES``, or a variant of one.
+            float32 for modules of ``keep``; else that of the last matching override; else, for a layer that the current
+            compute keeps wide, the plain compute of ``dtype``; else the current compute.
         Example:
             >>> from narrowgauge.spec.notation import parse
             >>> recipe = parse("float8-row/word")
@@ -218,36 +212,32 @@ class Recipe:
         """
         if self.keeps(name):
             return COMPUTES["float32"]
-        asked = (o.compute for o in reversed(self.overrides) if o.compute is not None and o.matches(name))
-        if (row := next(asked, None)) is not None:
-            return at_layer(row, name)
-        row = self.compute_at(progress)
-        return COMPUTES[self.dtype] if _lies_under(name, row.keep) else at_layer(row, name)
+        matches = (o.compute for o in reversed(self.overrides) if o.compute is not None and o.matches(name))
+        if (override := next(matches, None)) is not None:
+            return at_layer(override, name)
+        current = self.compute_at(progress)
+        return COMPUTES[self.dtype] if _matches_within(name, current.keep) else at_layer(current, name)
 
     def compute_at(self, progress: float) -> Compute:
-        """The row in force at a step.
+        """The compute at a step.
 
         Args:
-            progress: the share of all steps that was done before it, 0 to 1; 1 stands for the end of the run.
+            progress: the fraction of all steps before it, from 0 to 1 (the end of the run).
         Returns:
-            The compute of the first phase that has not ended, the recipe's own after the last.
+            The compute of the first phase that has not ended, or the main one after the last phase.
         """
         return next((phase.compute for phase in self.phases if progress < phase.until), self.compute)
 
     def keeps(self, name: str) -> bool:
-        """Whether the module or parameter ``name`` lies under a ``keep`` pattern."""
-        return _lies_under(name, self.keep)
+        """Whether a ``keep`` pattern matches the module or parameter ``name`` or a module that contains it."""
+        return _matches_within(name, self.keep)
 
     def to_value(self) -> str | dict[str, Any]:
-        """The shortest TOML value that :func:`~narrowgauge.spec.notation.parse_value` reads back to an equal recipe.
-
-        Returns:
-            The full name where it says all, else the table.
-        """
+        """The full name if the recipe is plain, else the table; :func:`~narrowgauge.spec.notation.parse_value` reads both."""
         return self.name if self.is_plain else self.to_dict()
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as a TOML table that :func:`~narrowgauge.spec.notation.parse_table` reads back to an equal recipe."""
+        """A TOML table that :func:`~narrowgauge.spec.notation.parse_table` reads back as an equal recipe."""
         table: dict[str, Any] = {
             "compute": self.compute.name,
             "storage": own_name(self.storage),
@@ -266,8 +256,8 @@ class Recipe:
         return table
 
 
-def _lies_under(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern matches ``name`` or a module above it."""
+def _matches_within(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern matches ``name`` or a module that contains it."""
     parts = name.split(".")
     above = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     return any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns for module in above)
@@ -283,14 +273,14 @@ def _override_table(override: Override) -> dict[str, str]:
 
 
 def _kept_for_backward(compute: Compute) -> str:
-    """What a linear layer keeps of each element of its input."""
+    """What a linear layer saves for backward per element of its input."""
     form = compute.output.left.format
     what = f"{form} codes" if compute.keeps_codes else form if compute.is_wide else compute.dtype
     return f"{what}, {compute.kept_bytes:g} byte{'' if compute.kept_bytes == 1 else 's'}"
 
 
 def _check_pair(compute: Compute, storage: Storage) -> None:
-    """Refuse a storage that belongs to another compute, or that this compute does not take."""
+    """Refuse a storage that belongs to another compute, or that this compute does not support."""
     fitting = [n.partition("/")[2] for n in STORAGES if n.startswith(f"{compute.name}/")]
     owner, slash, name = storage.name.rpartition("/")
     if slash:
@@ -300,40 +290,40 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
     if fits:
         return
     if name in fitting:
-        advice = f"Take the row '{compute.name}/{name}'."
+        advice = f"Take '{compute.name}/{name}'."
     else:
-        # Who writes float8 mostly means its matmuls, which take any storage.
+        # "float8" usually means float8 matmuls, which take any storage.
         matmuls = f", or compute '{compute.name}-row'" if f"{compute.name}-row" in COMPUTES else ""
         advice = f"Take storage {', '.join(map(repr, fitting))}{matmuls}." if fitting else f"Take compute '{owner}'."
     raise RecipeError(
-        f"compute '{compute.name}' was asked for over storage '{storage.name}', which is not its own.", advice
+        f"compute '{compute.name}' was requested with storage '{storage.name}', which it does not support.", advice
     )
 
 
 def _check_ends(ends: list[float]) -> None:
-    """Refuse phases that do not follow each other within a run."""
+    """Refuse phases whose ends do not increase up to 1."""
     for before, end in zip([0.0, *ends], ends, strict=False):
         if not before < end <= 1:
             raise RecipeError(
-                f"a phase until {end:g} was asked for after {before:g} of the run.",
-                "Each until is a share of the run, above the one before and at most 1.",
+                f"a phase until {end:g} was requested after {before:g} of the run.",
+                "Each until is a fraction of the run, above the previous one and at most 1.",
             )
 
 
-def _check_beside(recipe: Recipe, where: str, other: Compute) -> None:
-    """Refuse a compute that a model prepared for the recipe's own could not take."""
+def _check_other(recipe: Recipe, where: str, other: Compute) -> None:
+    """Refuse a compute that a model prepared for the main one cannot switch to."""
     own = recipe.compute
-    asked = f"{where} asks for compute '{other.name}'"
+    requested = f"{where} has compute '{other.name}'"
     if other != own and other.name in OWN_STORAGES_ONLY:
-        raise RecipeError(f"{asked} in a recipe of '{own.name}'; it takes storages of its own only.", "Take another.")
+        raise RecipeError(f"{requested} in a recipe of '{own.name}'; it takes its own storages only.", "Take another.")
     if other.transform != own.transform:
         raise RecipeError(
-            f"{asked}{_transforming(other)}, in a recipe of '{own.name}'{_transforming(own)}.",
-            "A transform changes the whole model once: take computes that share it.",
+            f"{requested}{_transforming(other)}, in a recipe of '{own.name}'{_transforming(own)}.",
+            "A transform changes the whole model once: take computes with the same transform.",
         )
     if recipe.storage.visible == "float32" and other.dtype != own.dtype:
         raise RecipeError(
-            f"{asked} of {other.dtype} in a recipe of '{own.name}', which casts float32 weights to {own.dtype}.",
+            f"{requested} of {other.dtype} in a recipe of '{own.name}', which casts float32 weights to {own.dtype}.",
             "Take computes of one dtype, or a storage of narrow weights such as 'word'.",
         )
 
@@ -343,5 +333,5 @@ def _transforming(compute: Compute) -> str:
 
 
 def own_name(storage: Storage) -> str:
-    """A storage's name without that of the compute it belongs to."""
+    """A storage's name without the compute that it belongs to."""
     return storage.name.rpartition("/")[2]

@@ -1,7 +1,4 @@
-"""When a number is evidence: Student's t, and the EDQ below which updates count as lost.
-
-A comparison of a few seeds and the audit of a few steps ask the same question, so they share one quantile and one threshold.
-"""
+"""Student's t, and the EDQ below which updates count as lost: shared by the comparison of seeds and the audit of steps."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def student_t(degrees: int, confidence: float = 0.95) -> float:
 
 
 def _probability(angle: float, degrees: int) -> float:
-    """Of a sample within ± ``sqrt(degrees) * tan(angle)``."""
+    """The probability of a sample within ± ``sqrt(degrees) * tan(angle)``."""
     cosine, exponent = math.cos(angle), degrees % 2
     term, total = cosine**exponent, 0.0
     while exponent <= degrees - 2:

@@ -1,145 +1,65 @@
-"""Storages: how a weight and its moments are kept between steps.
+"""Storages: how a weight and its moments are stored between optimizer steps.
 
-A stored value is a float32 *cut* to fewer bits. A weight's upper bits, so rounded, are the bfloat16 (or float16) that the
-model sees; the *tail* is the signed rest, so word and tail together give the cut value back exactly. A moment's code keeps
-a few exponent and mantissa bits of the float32, of itself or relative to a power of two that its row shares. The
-published baselines keep instead a second *number*, the low part of an expansion. "Nearest" means ties away from zero
-everywhere in this file, but in the baselines whose sources round ties to even. A row of the table is a value that the
-optimizer, tests, docs and ``narrowgauge show`` all read.
+A storage names a code (:mod:`narrowgauge.spec.codes`) for the weight and for each moment. The optimizer, tests, documentation and
+``narrowgauge show`` read the same table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
-Rounding = Literal["nearest", "stochastic"]
+from narrowgauge.spec.codes import (
+    BFLOAT16,
+    BFLOAT16_DITHERED,
+    BFLOAT16_PAIR,
+    FLOAT8,
+    FLOAT8_TRIPLE,
+    FLOAT16,
+    FLOAT16_HELD,
+    FLOAT16_PAIR,
+    FLOAT16_PAIR_HELD,
+    FLOAT16_SCALED,
+    FLOAT16_SCALED_HELD,
+    FLOAT16_TAIL,
+    FLOAT32,
+    MOMENT8,
+    MOMENT12,
+    MOMENT_CODES,
+    SECOND8,
+    SECOND12,
+    SECOND24,
+    TAIL8,
+    TAIL16,
+    VISIBLE,
+    WEIGHT_CODES,
+    Code,
+    low_parts,
+    packed,
+    width_of,
+)  # fmt: skip
+
 Arithmetic = Literal["float32", "expansion"]
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
-    """How one float32 is cut: which exponent and mantissa bits are kept, and how the rest is rounded.
-
-    Codes with 8 exponent bits are the upper ``bits`` bits of the float32 itself. Fewer exponent bits select a window of
-    binades: a small float whose smallest normal value is ``2**lowest``, with subnormals below and saturation above.
-
-    Args:
-        name: what tables call it.
-        exponent_bits: exponent bits kept.
-        mantissa_bits: mantissa bits kept, the hidden one not counted.
-        signed: whether a sign bit is kept.
-        rounding: ``"nearest"`` (ties away from zero) or ``"stochastic"`` (unbiased).
-        lowest: exponent of the smallest normal value; -126 for codes that share float32's exponent.
-        hold: never cut a positive value to zero (a second moment of zero makes the next step unbounded); of an expansion, the
-            leading part.
-        scaled: the window is relative to a power of two that each row of a matrix has of its own.
-        parts: how many such words one value has, each the rest that the ones before leave: an expansion.
-    """
-
-    name: str
-    exponent_bits: int
-    mantissa_bits: int
-    signed: bool = True
-    rounding: Rounding = "nearest"
-    lowest: int = -126
-    hold: bool = False
-    scaled: bool = False
-    parts: int = 1
-
-    @property
-    def bits(self) -> int:
-        """Bits the code occupies, in each of its parts."""
-        return int(self.signed) + self.exponent_bits + self.mantissa_bits
-
-    def part(self, place: int) -> Code:
-        """The code of one part of an expansion, the leading one at ``place`` 0."""
-        return replace(self, hold=False) if place and self.hold else self
-
-    @property
-    def is_window(self) -> bool:
-        """Whether the code keeps a window of binades instead of float32's own exponent."""
-        return self.exponent_bits != 8
-
-    @property
-    def highest(self) -> int:
-        """Exponent of the largest binade that the code reaches."""
-        return self.lowest + 2**self.exponent_bits - 2 if self.is_window else 127
-
-
-FLOAT32 = Code("float32", 8, 23)
-BFLOAT16 = Code("bfloat16", 8, 7)
-BFLOAT16_DITHERED = Code("bfloat16", 8, 7, rounding="stochastic")
-BFLOAT16_PAIR = Code("bfloat16 + bfloat16", 8, 7, parts=2)
-TAIL16 = Code("bfloat16 + 16-bit tail", 8, 23)
-TAIL8 = Code("bfloat16 + 8-bit tail", 8, 15, rounding="stochastic")
-FLOAT16_TAIL = Code("float16 + 13-bit tail", 8, 23)
-FLOAT16 = Code("float16", 5, 10, lowest=-14)
-# Held: the square of a gradient under 2^-12 would be zero, and the next step would divide by epsilon alone.
-FLOAT16_HELD = Code("float16", 5, 10, signed=False, lowest=-14, hold=True)
-FLOAT16_PAIR = Code("float16 + float16", 5, 10, lowest=-14, parts=2)
-FLOAT16_PAIR_HELD = Code("float16 + float16", 5, 10, lowest=-14, hold=True, parts=2)
-# The windows of `word`: the second moment needs twice the binades of the first, and both are centred so that gradients
-# from 2^-54 to 2^9 survive; measured against other splits of the 32 bits in benchmarks/word_split.py.
-MOMENT12 = Code("e6m5", 6, 5, rounding="stochastic", lowest=-54)
-SECOND12 = Code("e7m5", 7, 5, signed=False, rounding="stochastic", lowest=-108, hold=True)
-SECOND24 = Code("e8m15", 8, 15, rounding="stochastic")
-# Windows that end at the power of two above their row's largest value; e5 spans 2^-30 of it in normal values.
-MOMENT8 = Code("e4m3", 4, 3, rounding="stochastic", lowest=-14, scaled=True)
-SECOND8 = Code("e5m3", 5, 3, signed=False, rounding="stochastic", lowest=-30, hold=True, scaled=True)
-FLOAT16_SCALED = Code("float16 of its row", 5, 10, lowest=-30, scaled=True)
-FLOAT16_SCALED_HELD = Code("float16 of its row", 5, 10, signed=False, lowest=-30, hold=True, scaled=True)
-FLOAT8 = Code("float8_e4m3fn", 4, 3, lowest=-14, scaled=True)
-FLOAT8_TRIPLE = Code("float8_e4m3fn × 3", 4, 3, lowest=-14, scaled=True, parts=3)
-
-WEIGHT_CODES: dict[str, Code] = {
-    "bfloat16": BFLOAT16,
-    "bfloat16-stochastic": BFLOAT16_DITHERED,
-    "bfloat16-pair": BFLOAT16_PAIR,
-    "tail8": TAIL8,
-    "tail16": TAIL16,
-}
-"""Codes of a weight that is seen as bfloat16, by the names that compose a storage."""
-MOMENT_CODES: dict[str, Code] = {
-    "float32": FLOAT32,
-    "bfloat16": BFLOAT16,
-    "bfloat16-stochastic": BFLOAT16_DITHERED,
-    "bfloat16-pair": BFLOAT16_PAIR,
-    "e8m15": SECOND24,
-    "e6m5": MOMENT12,
-    "e7m5": SECOND12,
-    "e4m3-row": MOMENT8,
-    "e5m3-row": SECOND8,
-    "float16-row": FLOAT16_SCALED,
-    "float16-row-held": FLOAT16_SCALED_HELD,
-}
-"""Codes of moments, likewise; ``e7m5``, ``e5m3-row`` and ``float16-row-held`` have no sign and suit second moments only."""
-
-# Of each visible format: its bits, the mantissa bits of a float32 that it lacks, and the exponent by which a float32 must
-# be scaled for its upper bits to be the format's own.
-VISIBLE: dict[str, tuple[int, int, int]] = {"float32": (32, 0, 0), "bfloat16": (16, 16, 0), "float16": (16, 13, -112)}
-
-
-@dataclass(frozen=True, slots=True)
 class Storage:
-    """How a weight and its moments are kept between steps.
+    """How a weight and its moments are stored between steps.
 
     Args:
-        name: the row's name; one with a ``/`` belongs to the compute before it.
+        name: its name; a storage with a ``/`` belongs to the compute before it.
         visible: format of the weight that the model computes with (and of its gradient).
         weight: code of the stored weight; its upper part is the visible one.
-        exp_avg: code of the first moment, and of whatever else a rule keeps of either sign.
-        exp_avg_sq: code of the second moment, and of whatever else a rule keeps that is never negative.
-        master: keep the stored weight as a second, full float32 copy instead of a tail.
-        vectors: the row that 1-D parameters (norm gains, biases) use instead, ``None`` for this one.
+        exp_avg: code of the first moment, and of every other state of either sign.
+        exp_avg_sq: code of the second moment, and of every other state that is never negative.
+        master: store a full float32 copy of the weight instead of a tail.
+        vectors: the storage of 1-D parameters (norm gains, biases); ``None`` for this one.
         loses: what is lost, in a few words.
-        cure: the row an alarm advises when this one loses updates.
-        source: where the scheme comes from.
-        arithmetic: ``"float32"``, or ``"expansion"``: every operation rounded to the visible format's precision.
-        states: which states are kept, each with the code it takes; a rule has its own.
+        cure: the storage that an alarm recommends when this one loses updates.
+        source: the publication or library.
+        arithmetic: ``"float32"``, or ``"expansion"``: every operation is rounded to the precision of the visible format.
+        states: the optimizer states, each with its code; every update rule has its own.
     """
 
     name: str
@@ -157,20 +77,20 @@ class Storage:
 
     @property
     def tail_bits(self) -> int:
-        """Bits of the stored weight that the model does not see and neither a full copy nor a low part holds."""
+        """Bits of the tail: those of the stored weight that no visible weight, master copy or low part holds."""
         own = self.master or self.visible == "float32" or self.weight.parts > 1
         return 0 if own else VISIBLE[self.visible][1] - (23 - self.weight.mantissa_bits)
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """The names of what is kept of the weight beside the visible one: ``master``, ``tail``, low parts or nothing."""
+        """The names of the weight's fields besides the visible weight: ``master``, ``tail``, low parts or none."""
         if self.master:
             return ("master",)
         return ("tail",) if self.tail_bits else low_parts("weight", self.weight)
 
     @property
     def fields(self) -> tuple[tuple[str, int], ...]:
-        """Everything kept beside the visible weight: ``(name, bits)``."""
+        """All fields besides the visible weight: ``(name, bits)``."""
         width = 32 if self.master else self.tail_bits or self.weight.bits
         result = [(name, width) for name in self.beside]
         for state, role in self.states:
@@ -180,12 +100,12 @@ class Storage:
 
     @property
     def packing(self) -> tuple[tuple[tuple[str, int], ...], ...]:
-        """The fields as they share words; see :func:`packed`."""
+        """The fields grouped into words; see :func:`~narrowgauge.spec.codes.packed`."""
         return packed(self.fields)
 
     @property
     def scaled(self) -> tuple[str, ...]:
-        """What is kept relative to a power of two per row: ``weight``, and names of states."""
+        """What is stored relative to a power of two per row: ``weight``, or names of states."""
         weight = ("weight",) if self.weight.scaled else ()
         return (*weight, *(state for state, role in self.states if self.code(role).scaled))
 
@@ -196,76 +116,27 @@ class Storage:
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes per row of a matrix beside those per parameter: the row's scales."""
+        """Bytes of scales per row of a matrix."""
         return 4 * len(self.scaled)
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether any code of the row rounds stochastically."""
+        """Whether any code rounds stochastically."""
         return any(self.code(role).rounding == "stochastic" for role in ("weight", *(role for _, role in self.states)))
 
     def code(self, role: str) -> Code:
-        """The code of ``weight``, ``exp_avg`` or ``exp_avg_sq``, or of one of the row's own states."""
+        """The code of ``weight``, ``exp_avg``, ``exp_avg_sq`` or one of ``states``."""
         result: Code = getattr(self, dict(self.states).get(role, role))
         return result
 
     def keeping(self, states: tuple[tuple[str, str], ...]) -> Storage:
-        """The same row for a rule that keeps other states."""
+        """The same storage for a rule with other states."""
         return self if states == self.states else replace(self, states=states)
 
 
-def low_parts(name: str, code: Code) -> tuple[str, ...]:
-    """The names of the lower parts of an expansion called ``name``: none for a code of one part."""
-    return tuple(f"{name}_low{'' if part == 1 else part}" for part in range(1, code.parts))
-
-
-def width_of(group: Sequence[tuple[str, int]]) -> int:
-    """Bits per element of the words in which a group of fields lies: 8, 16 or 32."""
-    bits = sum(bits for _, bits in group)
-    return next((width for width in (8, 16, 32) if bits <= width), bits)
-
-
-@lru_cache
-def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """How fields share words: 16- and 32-bit ones alone, others so that the fewest bits and then words are used.
-
-    Args:
-        fields: ``(name, bits)`` of each.
-    Returns:
-        Groups of fields; no group is wider than 32 bits.
-    Raises:
-        ValueError: a field is wider than that.
-    Example:
-        >>> packed((("tail", 8), ("exp_avg", 12), ("exp_avg_sq", 12)))
-        ((('tail', 8), ('exp_avg', 12), ('exp_avg_sq', 12)),)
-    """
-    if wide := [name for name, bits in fields if bits > 32]:
-        raise ValueError(f"'{wide[0]}' is wider than a 32-bit word")
-    alone = tuple((field,) for field in fields if field[1] in (16, 32))
-    narrow = tuple(field for field in fields if field[1] not in (16, 32))
-    ways = (way for way in _partitions(narrow) if all(sum(bits for _, bits in group) <= 32 for group in way))
-    # Of equals, the one that leaves the first field (the tail) alone: it is the one that others read.
-    best = min(ways, key=lambda way: (sum(map(width_of, way)), len(way), len(way[0]) if way else 0))
-    return (*alone, *best)
-
-
-def _partitions(
-    fields: tuple[tuple[str, int], ...],
-) -> Iterator[tuple[tuple[tuple[str, int], ...], ...]]:
-    """Every way to put the fields into groups."""
-    if not fields:
-        yield ()
-        return
-    first, rest = fields[0], fields[1:]
-    for way in _partitions(rest):
-        yield ((first,), *way)
-        for place, group in enumerate(way):
-            yield ((first, *group), *way[:place], *way[place + 1 :])
-
-
 STORAGES: dict[str, Storage] = {
-    row.name: row
-    for row in (
+    storage.name: storage
+    for storage in (
         Storage(
             "float32", "float32", FLOAT32, FLOAT32, FLOAT32, vectors=None,
             loses="nothing beyond float32 rounding; with compute bfloat16 it is autocast",
@@ -331,7 +202,7 @@ STORAGES: dict[str, Storage] = {
             "collage-plus", "bfloat16", BFLOAT16_PAIR, BFLOAT16, BFLOAT16_PAIR, vectors=None, cure="split",
             arithmetic="expansion",
             loses="updates below 2^-17 of the weight, 2^-9 of every operation",
-            source="Yu et al. 2024, Collage (2405.03637), with the product of expansions that it describes",
+            source="Yu et al. 2024, Collage (2405.03637), with the product of expansions described there",
         ),
         Storage(
             "naive", "bfloat16", BFLOAT16, BFLOAT16, BFLOAT16, vectors=None,
@@ -376,7 +247,7 @@ STORAGES: dict[str, Storage] = {
             loses="every update below half a spacing (2^-12 of the weight); second moments are held at 2^-24 or more",
             source="what the abstract of 1911.07384 claims: no float32 copy of anything",
         ),
-        # A weight's own scale would buy it no bit: float16's normal numbers begin at 2^-14, below what matters of a weight.
+        # A scale for the weight would not gain a bit: normal float16 numbers begin at 2^-14, below the weights that matter.
         Storage(
             "scalify-float16/scaled16", "float16", FLOAT16, FLOAT16_SCALED, FLOAT16_SCALED_HELD, vectors="float16/master",
             cure="float16/split",
@@ -387,30 +258,30 @@ STORAGES: dict[str, Storage] = {
             "float8/collage-light", "bfloat16", FLOAT8_TRIPLE, FLOAT8, FLOAT8, cure="compact",
             arithmetic="expansion",
             loses="2^-5 of every operation, updates below 2^-13 of the weight; second moments freeze from beta2 0.97 on",
-            source="Yu et al. 2024 say that Collage extends to 8 bits; this is that",
+            source="Collage in 8 bits, which Yu et al. 2024 (2405.03637) state is possible",
         ),
         Storage(
             "float8/collage-plus", "bfloat16", FLOAT8_TRIPLE, FLOAT8, FLOAT8_TRIPLE, cure="compact",
             arithmetic="expansion",
             loses="2^-5 of every operation, updates below 2^-13 of the weight",
-            source="Yu et al. 2024 say that Collage extends to 8 bits; this is that",
+            source="Collage in 8 bits, which Yu et al. 2024 (2405.03637) state is possible",
         ),
     )
 }  # fmt: skip
 
 
 def for_vectors(storage: Storage) -> Storage:
-    """The row that 1-D parameters use under ``storage``."""
+    """The storage of 1-D parameters under ``storage``."""
     return STORAGES[storage.vectors] if storage.vectors else storage
 
 
 def find(name: str) -> Storage | None:
-    """The row of that name, or the one that it composes: ``weight+first+second``, by the names of their codes.
+    """The storage of that name: one of the table, or one composed of codes as ``weight+first+second``.
 
     Args:
         name: such as ``"word"`` or ``"tail8+bfloat16+float32"``.
     Returns:
-        The row, ``None`` where the name is neither.
+        The storage, or ``None``.
     Example:
         >>> find("tail8+bfloat16+float32").bytes_per_param
         11.0
@@ -433,5 +304,5 @@ _PARTS = ("weight", "first moment", "second moment")
 
 
 def _cut(code: Code) -> int:
-    """Mantissa bits of a float32 that a code drops."""
+    """Mantissa bits that a code drops."""
     return max(0, 23 - code.parts * (code.mantissa_bits + 1) + 1)

@@ -1,7 +1,6 @@
-"""Tables: rows with named columns, printed as each reader wants them.
+"""Tables with named columns, printed for a terminal, a pipe, GitHub markdown or JSON.
 
-A terminal gets a rich table, or paragraphs where it is narrow, a pipe aligned text, the documentation GitHub markdown, a
-program JSON; all from the same rows. Nothing here knows what is in them.
+A wide terminal gets a rich table, a narrow one a paragraph per row, a pipe aligned text.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Row = dict[str, Any]
@@ -21,33 +20,33 @@ _LEAST_PROSE = 24
 
 @dataclass(frozen=True)
 class Column:
-    """One column as a person reads it: a head, the row's entry or a function of the row, and how it is set."""
+    """One printed column: its title, the key of a row's value or a function of the row, and its style."""
 
     title: str
     key: Key
-    code: bool = False  # a name: in code type where there is one
-    right: bool = False
+    code: bool = False  # a name, printed in code style where there is one
+    right: bool = False  # aligned right
 
     @property
     def is_whole(self) -> bool:
-        """Whether a cell cut in two would mislead; only prose may wrap."""
+        """Whether cells must not be wrapped: names and numbers."""
         return self.code or self.right
 
     def cell(self, row: Row) -> str:
         """The text of this column in one row."""
-        return said(self.key(row) if callable(self.key) else row[self.key])
+        return cell_text(self.key(row) if callable(self.key) else row[self.key])
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows and the columns to print of them."""
+    """Rows, and the columns of them to print."""
 
     columns: tuple[Column, ...]
     rows: list[Row]
     title: str = ""
 
     def markdown(self) -> str:
-        """A GitHub table, without a title."""
+        """GitHub markdown, without the title."""
         heads = [column.title for column in self.columns]
         rules = ["---:" if column.right else "---" for column in self.columns]
         lines = [
@@ -57,7 +56,7 @@ class Table:
         return "".join(f"| {' | '.join(line)} |\n" for line in [heads, rules, *lines])
 
     def plain(self) -> str:
-        """Aligned text for a pipe: heads, then a line per row; no line is wrapped or cut."""
+        """Aligned text for a pipe: titles, then one line per row, never wrapped."""
         heads = [column.title for column in self.columns]
         lines = [heads, *([cell for _, cell in self._cells(row)] for row in self.rows)]
         widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
@@ -71,12 +70,12 @@ class Table:
         return text
 
     def widths(self, width: int) -> list[int]:
-        """Characters of each column in a framed table: names and figures whole, prose wrapped between words where it must.
+        """Widths of the columns in a rich table: names and numbers in full, prose wrapped between words.
 
         Args:
-            width: of the terminal.
+            width: of the terminal, in characters.
         Returns:
-            One per column; none where even the longest words do not fit side by side.
+            A width per column; an empty list where the longest words do not fit side by side.
         """
         cells = [[column.title, *map(column.cell, self.rows)] for column in self.columns]
         widest = [max(map(len, column)) for column in cells]
@@ -84,7 +83,7 @@ class Table:
             most if column.is_whole else max(len(word) for cell in found for word in ("", *cell.split()))
             for column, found, most in zip(self.columns, cells, widest, strict=True)
         ]
-        # Prose of which only single words stand in a line is no prose any more.
+        # A column of single words is hard to read.
         least = [max(few, min(most, _LEAST_PROSE)) for few, most in zip(least, widest, strict=True)]
         left = width - 2 - sum(3 + few for few in least)
         if left < 0:
@@ -94,7 +93,7 @@ class Table:
         return [few + int(more * share) for few, more in zip(least, wanted, strict=True)]
 
     def rich(self, widths: Sequence[int]) -> Any:
-        """A rich table for a terminal, with columns of these widths."""
+        """A rich table with columns of these widths."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
@@ -109,21 +108,21 @@ class Table:
         return table
 
     def cards(self, width: int) -> str:
-        """A paragraph per row for a terminal too narrow for a frame: the first column, and below it what the others say.
+        """A paragraph per row for a narrow terminal: the first column, and the others below it.
 
         Args:
-            width: of the terminal. Lines end between words; a single word may be longer than a line.
+            width: of the terminal, in characters. Lines break between words; a single word may be longer than a line.
         Returns:
-            Text; columns without an entry are left out.
+            The text, without empty cells.
         """
         text = f"{self.title}\n" if self.title else ""
         for row in self.rows:
             (_, name), *others = self._cells(row)
-            # A point stays with what it ends.
-            said = "\N{NO-BREAK SPACE}· ".join(f"{column.title}: {cell}" for column, cell in others if cell)
+            # The separator stays on the line that it ends.
+            others_text = "\N{NO-BREAK SPACE}· ".join(f"{column.title}: {cell}" for column, cell in others if cell)
             wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
             wrap.initial_indent = wrap.subsequent_indent = "  "
-            text += "\n".join([name, *wrap.wrap(said)]).replace("\N{NO-BREAK SPACE}", " ") + "\n"
+            text += "\n".join([name, *wrap.wrap(others_text)]).replace("\N{NO-BREAK SPACE}", " ") + "\n"
         return text
 
     def _cells(self, row: Row) -> Iterable[tuple[Column, str]]:
@@ -131,7 +130,7 @@ class Table:
 
 
 def write(parts: Table | Sequence[Table]) -> None:
-    """Print tables: in a frame on a terminal that is wide enough, as paragraphs on one that is not, elsewhere as aligned text."""
+    """Print tables to standard output, as the module describes."""
     tables = [parts] if isinstance(parts, Table) else parts
     if sys.stdout.isatty():
         from rich.console import Console
@@ -146,26 +145,40 @@ def write(parts: Table | Sequence[Table]) -> None:
 
 
 def write_json(found: Row | Sequence[Row]) -> None:
-    """Print a JSON list of objects; infinities and NaN, which JSON lacks, are the texts ``inf``, ``-inf``, ``nan``."""
+    """Print a JSON list of objects; infinities and NaN, which JSON lacks, become the strings ``inf``, ``-inf`` and ``nan``."""
     listed = [found] if isinstance(found, dict) else list(found)
-    print(json.dumps(_plain(listed), indent=1, allow_nan=False, ensure_ascii=False), flush=True)
+    print(json.dumps(_json_value(listed), indent=1, allow_nan=False, ensure_ascii=False), flush=True)
 
 
-def said(value: Any) -> str:
-    """A figure or a word as a cell."""
+def text_columns(**keys: Key) -> tuple[Column, ...]:
+    """Columns by title, in which an underscore stands for a space."""
+    return tuple(Column(title.replace("_", " "), key) for title, key in keys.items())
+
+
+def number_columns(**keys: Key) -> tuple[Column, ...]:
+    """Columns of numbers by title, aligned right."""
+    return tuple(replace(column, right=True) for column in text_columns(**keys))
+
+
+def name_columns(**keys: Key) -> tuple[Column, ...]:
+    """Columns of names by title, in code style."""
+    return tuple(replace(column, code=True) for column in text_columns(**keys))
+
+
+def cell_text(value: Any) -> str:
+    """A value as the text of a cell."""
     if value is None or isinstance(value, bool):
         return {None: "", True: "yes", False: "no"}[value]
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, int):
-        # Four digits need no comma.
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
-    return ", ".join(map(said, value)) if isinstance(value, (list, tuple)) else str(value)
+    return ", ".join(map(cell_text, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_json_value(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,15 +1,12 @@
-"""Variants: rows of the computes changed by a word, ``float8-delayed+smooth``.
+"""Variants of computes, named by a suffix: ``float8-delayed+smooth``.
 
-A variant is no row of the table: it is what a row becomes in some layers, and its name says of which row. There are two:
+``smooth``: Smooth-SwiGLU. Each channel of a down projection's input is divided by its own power of two before the cast, and the
+weight's column is multiplied by it after *its* cast. So a channel with outliers neither saturates nor costs the other channels
+precision. It applies to computes whose input shares one scale; with scales per row or block it brings no measurable gain
+(docs/ideas/scaled-models.md).
 
-``smooth``: Smooth-SwiGLU. Each channel of what enters a down projection is divided by a power of two of its own before the
-cast, and the weight's column is multiplied by the same after *its* cast, so that one channel which runs away neither
-saturates nor takes the others' bits. It is for rows where the whole input shares one scale; those that scale each row or
-block are measurably no better with it (docs/ideas/scaled-models.md).
-
-``fresh``: in a row of delayed scales, weights are scaled by their own largest magnitude. A weight changes once a step and its
-cast can be kept for all micro-batches, so nothing is won by guessing; a channel that grows grows in the weights that make it
-too. ``smooth`` includes it.
+``fresh``: in a compute with delayed scales, weights are scaled by their current amax. A weight changes once per step and its
+cast is cached for all micro-batches, so a delayed scale saves nothing there. ``smooth`` includes it.
 """
 
 from __future__ import annotations
@@ -23,32 +20,30 @@ from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
 
 SMOOTHED = ("down_proj", "*.down_proj")
-"""Patterns of the layers whose input is a product of a gate and another projection."""
+"""Patterns of the layers whose input is the product of a gate and another projection."""
 _SMOOTH, _FRESH = "+smooth", "+fresh"
 
 
 @lru_cache(None)
 def find(name: str) -> Compute | None:
-    """The compute of that name, a row or a variant of one.
+    """The compute or variant of that name.
 
     Args:
-        name: such as ``"float8-row"`` or ``"float8-delayed+smooth"``, spelt in full.
+        name: such as ``"float8-row"`` or ``"float8-delayed+smooth"``, in full spelling.
     Returns:
-        The row, ``None`` where nothing has that name.
+        The compute, or ``None``.
     Example:
         >>> str(find("float8-delayed+smooth").output.left)
         'float8_e4m3fn, per tensor, channels smoothed'
     """
     base, plus, word = name.partition("+")
-    row = COMPUTES.get(base)
-    if row is None or not plus:
-        return row
-    if plus + word == _SMOOTH and _can_smooth(row):
-        return _smoothed(_fresh(row), name)
-    if plus + word == _FRESH and row.is_delayed:
-        return replace(
-            _fresh(row), name=name, purpose=f"{base} whose weights are scaled by themselves, none by earlier steps"
-        )
+    compute = COMPUTES.get(base)
+    if compute is None or not plus:
+        return compute
+    if plus + word == _SMOOTH and _can_smooth(compute):
+        return _smoothed(_fresh(compute), name)
+    if plus + word == _FRESH and compute.is_delayed:
+        return replace(_fresh(compute), name=name, purpose=f"{base} with current scales for weights")
     return None
 
 
@@ -66,53 +61,53 @@ def get_compute(compute: str | Compute) -> Compute:
 
 
 def named(name: str) -> Compute:
-    """:func:`find` for a name that is known to be one."""
-    row = find(name)
-    if row is None:
+    """:func:`find` for a known name."""
+    compute = find(name)
+    if compute is None:
         raise KeyError(name)
-    return row
+    return compute
 
 
 def names() -> list[str]:
-    """Every name that :func:`find` knows: rows, then their variants."""
-    return [*COMPUTES, *(name for row in COMPUTES for word in (_SMOOTH, _FRESH) if find(name := row + word))]
+    """All names that :func:`find` knows: computes, then variants."""
+    return [*COMPUTES, *(name for compute in COMPUTES for word in (_SMOOTH, _FRESH) if find(name := compute + word))]
 
 
-def at_layer(row: Compute, layer: str) -> Compute:
-    """A row as one layer computes it: a smooth one smooths where a gate's product enters, and nowhere else.
+def at_layer(compute: Compute, layer: str) -> Compute:
+    """The compute of one layer: a smooth compute smooths the layers of ``SMOOTHED`` only.
 
     Args:
-        row: a row or a variant.
+        compute: a compute or a variant.
         layer: the dotted name of a linear layer.
     Returns:
-        The row to compute the layer by.
+        The compute of the layer.
     Example:
-        >>> row = find("float8-tensor+smooth")
-        >>> [at_layer(row, name).name for name in ("layers.0.mlp.down_proj", "layers.0.mlp.up_proj")]
+        >>> compute = find("float8-tensor+smooth")
+        >>> [at_layer(compute, name).name for name in ("layers.0.mlp.down_proj", "layers.0.mlp.up_proj")]
         ['float8-tensor+smooth', 'float8-tensor']
     """
-    if not row.name.endswith(_SMOOTH) or _is_smoothed(layer):
-        return row
-    base = row.name.removesuffix(_SMOOTH)
+    if not compute.name.endswith(_SMOOTH) or _is_smoothed(layer):
+        return compute
+    base = compute.name.removesuffix(_SMOOTH)
     return find(base + _FRESH) or COMPUTES[base]
 
 
-def check_layers(row: Compute, layers: Iterable[str], model: str) -> None:
-    """Refuse a smooth row for a model that has nothing to smooth.
+def check_layers(compute: Compute, layers: Iterable[str], model: str) -> None:
+    """Refuse a smooth compute for a model without layers of ``SMOOTHED``.
 
     Args:
-        row: any.
+        compute: any.
         layers: the names of the model's linear layers.
-        model: what to call it.
+        model: its name in the error message.
     Raises:
-        RecipeError: none of them is a down projection.
+        RecipeError: no layer is a down projection.
     """
     names = list(layers)
-    if row.name.endswith(_SMOOTH) and not any(map(_is_smoothed, names)):
+    if compute.name.endswith(_SMOOTH) and not any(map(_is_smoothed, names)):
         raise RecipeError(
-            f"compute '{row.name}' smooths what enters a gated MLP's down projection, and {model} has no layer named "
+            f"compute '{compute.name}' smooths the input of a gated MLP's down projection, and {model} has no layer named "
             f"'down_proj'{f' among {names[0]}, …' if names else ''}.",
-            f"Take '{row.name.removesuffix(_SMOOTH)}'.",
+            f"Take '{compute.name.removesuffix(_SMOOTH)}'.",
         )
 
 
@@ -120,30 +115,34 @@ def _is_smoothed(layer: str) -> bool:
     return any(fnmatch.fnmatchcase(layer, pattern) for pattern in SMOOTHED)
 
 
-def _can_smooth(row: Compute) -> bool:
-    """Whether all of the input shares one scale, made from magnitudes."""
-    return not row.transform and row.output.left.granularity == "tensor" and row.output.left.scaling != "static"
-
-
-def _fresh(row: Compute) -> Compute:
-    """With current scales for weights."""
-    return replace(
-        row,
-        output=replace(row.output, right=_current(row.output.right)),
-        grad_input=replace(row.grad_input, right=_current(row.grad_input.right)),
+def _can_smooth(compute: Compute) -> bool:
+    """Whether the whole input shares one scale, derived from its amax."""
+    return (
+        not compute.transform
+        and compute.output.left.granularity == "tensor"
+        and compute.output.left.scaling != "static"
     )
 
 
-def _smoothed(row: Compute, name: str) -> Compute:
-    """With smoothed channels in both casts of the input, which have been read when their factors are known."""
-    left, kept = (replace(_current(cast), smooth=True) for cast in (row.output.left, row.grad_weight.right))
+def _fresh(compute: Compute) -> Compute:
+    """The compute with current scales for weights."""
     return replace(
-        row,
+        compute,
+        output=replace(compute.output, right=_current(compute.output.right)),
+        grad_input=replace(compute.grad_input, right=_current(compute.grad_input.right)),
+    )
+
+
+def _smoothed(compute: Compute, name: str) -> Compute:
+    """The compute with smoothed channels in both casts of the input. Their factors need the input, so scales are current."""
+    left, kept = (replace(_current(cast), smooth=True) for cast in (compute.output.left, compute.grad_weight.right))
+    return replace(
+        compute,
         name=name,
-        output=Product(left, row.output.right, "float32"),
-        grad_weight=replace(row.grad_weight, right=kept),
-        purpose=f"{row.name} whose down projections survive a channel that runs away (their output is multiplied in 16 bits)",
-        source=f"Smooth-SwiGLU, Fishman et al. 2024 (2409.12517), over {row.source}",
+        output=Product(left, compute.output.right, "float32"),
+        grad_weight=replace(compute.grad_weight, right=kept),
+        purpose=f"{compute.name} with down projections that tolerate outlier channels (their output matmul is in 16 bits)",
+        source=f"Smooth-SwiGLU, Fishman et al. 2024 (2409.12517), over {compute.source}",
     )
 
 
