@@ -1,17 +1,16 @@
-"""What has no rule of arithmetic: matmuls, norms, activations, attention, each a plain function between two doors.
+"""Rules for functions of scaled tensors: matmuls, norms, activations, attention. Strip scales, run the op, restore scales.
 
-A function of real values ``y = f(x)`` is computed on plain tensors: ``x / unit`` goes in by the first door, ``raw``
-comes out, and the second door makes of it the scaled tensor ``raw * scale``. Where that is the function meant, the
-chain rule says what the way back must be: if ``dy`` is the gradient of ``y``, then ``dx = (dy.scale * scale / unit) *
-vjp(dy.data)``, where ``vjp`` is what PyTorch's own differentiation of the plain function returns. So a gradient's
-data pass through the plain function's backward as they are, near one in size, and its scale travels around it, from
-door to door, as the gradient of a *token* that has no other use. Values are therefore right whatever units, scales and
-sizes a rule names; these only decide where data lie in their range. A *size* is how large ``raw`` or a ``vjp`` is: data
-are divided and the scale is multiplied by it.
+A function of real values ``y = f(x)`` runs on plain tensors. :func:`enter` divides each operand by its unit, the function
+returns ``raw``, and :func:`leave` returns the scaled tensor ``raw * scale``. The chain rule then fixes the backward pass: if
+``dy`` is the gradient of ``y``, then ``dx = (dy.scale * scale / unit) * vjp(dy.data)``, where ``vjp`` is PyTorch's own backward
+of the plain function. So a gradient's data pass unchanged through the plain backward, with a size near one, and its scale is
+passed around it from ``leave`` to ``enter``, as the gradient of a *token* that has no other use. Values are therefore right
+whatever units, scales and sizes a rule chooses; these only decide where data lie in the format's range. A *size* is the root
+mean square of ``raw`` or of a ``vjp``: data are divided by it and the scale is multiplied by it.
 
-Whether a size is guessed or measured, :mod:`narrowgauge.spec.propagation` says. Guesses take operands to be independent, and
-training makes them less so; e4m3 forgives a factor of some ten upwards and of some hundred downwards, e5m2, which gradients
-are cast to, of ten thousand either way.
+:mod:`narrowgauge.spec.propagation` lists which sizes are guessed and which are measured. Guesses assume independent operands, and
+training makes them less independent; e4m3 tolerates a factor of about ten upwards and a hundred downwards, and e5m2, the format
+of gradients, ten thousand either way.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from narrowgauge.transforms.scaled_tensor import FUNCTIONS, Scaled, measured, re
 
 
 class Held(NamedTuple):
-    """The unit of an operand that enters as it is, for a function that divides it itself."""
+    """The unit of an operand that enters unchanged, for a function that divides by it itself."""
 
     power: Tensor
 
 
-# In what unit an operand enters: its own scale, its real value, that in float32 where it is float16, or this number.
+# The unit of an operand: its own scale, 1 (the real value), 1 with float16 widened to float32, or this number.
 Unit = Tensor | Held | Literal["own", "real", "wide"]
-# The root mean square of what comes out, a guess; None: measure it.
+# A guess of the root mean square of the result; None: measure it.
 Size = float | None
 
 OWN: Final = "own"
@@ -46,11 +45,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _in_graph(function: _Function) -> _Function:
-    """A compiler takes the call as it is and looks inside only below automatic differentiation."""
+    """A compiler keeps the call in the graph and traces it only below autograd."""
     return cast(_Function, torch.compiler.allow_in_graph(function))
 
 
-# --- the doors --------------------------------------------------------------------------------------------------------
+# --- strip and restore scales -----------------------------------------------------------------------------------------
 
 
 class _Enter(torch.autograd.Function):
@@ -62,7 +61,7 @@ class _Enter(torch.autograd.Function):
         ctx.sizes = sizes
         ctx.scaled = [x.dtype if isinstance(x, Scaled) else None for x in operands]
         entered = [_in_unit(x, unit) for x, unit in zip(operands, units, strict=True)]
-        # What wants no gradient costs no matmul on the way back.
+        # An operand that needs no gradient costs no matmul in the backward pass.
         wanted = ctx.needs_input_grad[2:]
         ctx.mark_non_differentiable(*(x for x, wants in zip(entered, wanted, strict=True) if not wants))
         return _one(operands[0]), *entered
@@ -91,7 +90,7 @@ def _divisor(x: Tensor, unit: Unit) -> Tensor | None:
 
 
 def _in_unit(x: Tensor, unit: Unit) -> Tensor:
-    """The operand's value in its unit, no view of anything that is differentiated."""
+    """The operand's value in its unit, detached."""
     if isinstance(x, Scaled):
         if unit == OWN:
             return x._data.detach()
@@ -125,7 +124,7 @@ class _LeavePlain(torch.autograd.Function):
 
 
 def _through(gradient: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """What goes back through the plain function, and what goes around it."""
+    """The gradient for the plain function's backward, and the one of the token."""
     g = gradient if isinstance(gradient, Scaled) else rescaled(gradient)
     return g._data, g._scale * scale
 
@@ -144,17 +143,17 @@ class _Value(torch.autograd.Function):
 
 
 def _roomy(x: Tensor) -> Tensor:
-    """What leaves scaled arithmetic: float16 as float32, since the gradient that comes back is a plain tensor."""
+    """A value that leaves scaled arithmetic: float16 becomes float32, since its gradient will be a plain tensor."""
     return x.float() if x.dtype is torch.float16 else x
 
 
 @_in_graph
 def enter(units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor) -> tuple[Tensor, ...]:
-    """The token, and each operand as a plain tensor of the unit asked for.
+    """The token, and each operand as a plain tensor in its unit.
 
     Args:
         units: of each operand; a plain one has scale 1.
-        sizes: of what differentiation returns for each, of no account for a plain operand: its gradient is a value.
+        sizes: of each operand's ``vjp``; ignored for a plain operand, whose gradient is a plain value.
         operands: plain or scaled.
     """
     return cast(tuple[Tensor, ...], _Enter.apply(units, sizes, *operands))  # type: ignore[no-untyped-call]
@@ -168,19 +167,19 @@ def leave(raw: Tensor, token: Tensor, scale: Tensor, size: Size) -> Tensor:
 
 @_in_graph
 def leave_plain(raw: Tensor, token: Tensor, scale: Tensor) -> Tensor:
-    """``raw * scale`` as a plain tensor; the gradient that comes back is measured."""
+    """``raw * scale`` as a plain tensor; its gradient is measured."""
     return cast(Tensor, _LeavePlain.apply(raw, token, scale))  # type: ignore[no-untyped-call]
 
 
 @_in_graph
 def value_of(x: Tensor) -> Tensor:
-    """A scaled tensor's value as a plain one; the gradient that comes back is measured."""
+    """A scaled tensor's value as a plain one; its gradient is measured."""
     return cast(Tensor, _Value.apply(x))  # type: ignore[no-untyped-call]
 
 
 @_in_graph
 def scale_of(x: Tensor) -> Tensor:
-    """Its scale; 1 for a plain tensor."""
+    """The scale of a tensor; 1 for a plain one."""
     return x._scale if isinstance(x, Scaled) else _one(x)
 
 
@@ -203,19 +202,19 @@ def linear(
     plain: bool = False,
     unit_of: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """A linear layer by the rule for dot products, whose three matmuls see data near one.
+    """A linear layer by the rule for dot products: the operands of its three matmuls are near one.
 
-    The output is a sum over the inputs, ``grad_input`` one over the outputs: their sizes are the roots of those
-    numbers, rounded down. The weight's scale is measured, and its gradient leaves as a plain value, so the root of the
-    number of tokens would cancel. The bias joins at the scale of the product.
+    The output is a sum over the inputs, ``grad_input`` a sum over the outputs: their sizes are the roots of those numbers,
+    rounded down to powers of two. The weight's scale is measured, and its gradient is a plain value, so the root of the number
+    of tokens would cancel. The bias is added at the scale of the product.
 
     Args:
         x: plain or scaled, ``[..., inputs]``.
-        weight, bias: plain; the weight laid out as ``multiply`` wants it.
-        multiply: the matmul of plain tensors, narrow or not.
+        weight, bias: plain; the weight in the layout of ``multiply``.
+        multiply: the linear function of plain tensors, narrow or not.
         features: numbers of inputs and outputs.
         plain: return a plain tensor.
-        unit_of: measures the weight, where ``multiply`` divides it by that itself, given as a fourth argument.
+        unit_of: measures the weight, where ``multiply`` divides by the result itself; it gets it as a fourth argument.
 
     Source: ``dot_general`` of jax-scalify.
     """
@@ -235,11 +234,11 @@ def linear(
 
 
 def norm(x: Tensor, function: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
-    """A norm on the real value, with scale 1, which is the size of what it makes; its gradient is measured.
+    """A norm of the real value. Its result has scale 1, since its size is one; its gradient is measured.
 
     Args:
-        function: of the real value and of the vectors (gain, bias) as they are. Of float16 it computes in float32: what
-            goes back is as much larger than what came as the real value is smaller than one.
+        function: of the real value and of the plain vectors (gain, bias). It computes float16 in float32: the gradient of the
+            input is larger than that of the output by the factor by which the input is smaller than one.
 
     Source: the layer norm of the paper's FP8 training, with a dynamic rescale of its gradient.
     """
@@ -251,13 +250,13 @@ def norm(x: Tensor, function: Callable[..., Tensor], *vectors: Tensor) -> Tensor
 
 
 def activation(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """An activation on the real value, as the source does with the exponential; its gradient is about as large as its own."""
+    """An activation of the real value, as in the source's rule for ``exp``; its gradient has about the size of the output's."""
     token, real = enter((REAL,), (_size("activation", "gradient", 1.0),), x)
     return leave(function(real), token, torch.ones_like(token), _size("activation", "output", 1.0))
 
 
 def embedding(tokens: Tensor, weight: Tensor, padding: int | None, dtype: torch.dtype | None = None) -> Tensor:
-    """Rows of a weight, at the weight's measured scale, in its dtype or in ``dtype``; its gradient leaves as a plain value."""
+    """Rows of a weight, at the weight's measured scale, in its dtype or in ``dtype``; its gradient is a plain value."""
     size = measured(weight)
     token, table = enter((REAL,), (None,), weight)
     rows = F.embedding(tokens, table, padding) / size
@@ -274,10 +273,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Scaled dot product attention: scores on real queries and keys, the mean on the data of the values.
+    """Scaled dot product attention: scores from real queries and keys, the mean from the data of the values.
 
-    The source leaves batched matmuls out. A mean of values is at most as large as they are. Queries and keys enter as real
-    values near one; their gradients are small beside that of the output at first, and large later.
+    The source has no rule for batched matmuls. A mean of values is at most as large as they are. Queries and keys enter as real
+    values near one; their gradients are small relative to the output's at first, and large later.
     """
     token, q, k, v = enter((REAL, REAL, OWN), (_size("attention", "gradient", 1.0),) * 3, query, key, value)
     raw = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -1,15 +1,15 @@
-"""A tensor that carries a power-of-two scale, and the rules by which arithmetic hands the scale on.
+"""A tensor that carries a power-of-two scale, and the rules that give the result of an operation its scale.
 
-A :class:`Scaled` tensor stands for ``data * scale``: ``data`` is a plain tensor whose mean square is near one, and all
-of the magnitude is in ``scale``, one power of two. Each operation guesses the size of its result from the sizes of what
-goes in, as for independent random numbers: a product has the product of the scales, a sum of n numbers the root of n
-times their scale. Nothing is measured in this file; :mod:`narrowgauge.spec.propagation` says what is elsewhere. The guess decides
-only where ``data`` lies in its format's range, never the value: ``data * scale`` is what the operation would have given
-anyway, with the same rounding, since multiplying by a power of two rounds nothing until a number falls out of the range.
+A :class:`Scaled` tensor stands for ``data * scale``: ``data`` is a plain tensor with a mean square near one, and ``scale``, one
+power of two, holds its magnitude. Each operation guesses the size of its result from the scales of its operands, as for
+independent random numbers: a product gets the product of the scales, a sum of n numbers the root of n times their scale. This
+file measures nothing; :mod:`narrowgauge.spec.propagation` lists what is measured elsewhere. The guess only decides where
+``data`` lies in its format's range, never the value: ``data * scale`` is the operation's usual result, with the same rounding,
+since multiplying by a power of two rounds nothing until a number leaves the range.
 
-The rules stand below automatic differentiation. The operations of a backward pass are looked up in the same table, so
-gradients are scaled tensors too, and where two meet they are added by the rule for addition. What has no rule is an
-error: computing on without scales would be something else than what was asked for.
+The rules apply below autograd. The operations of a backward pass use the same table, so gradients are scaled tensors too, and
+are accumulated by the rule for addition. An operation without a rule is an error: to continue without scales would not be what
+was requested.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ aten = torch.ops.aten
 class Scaled(Tensor):
     """A tensor as ``data * scale``, with ``scale`` a power of two.
 
-    Law: an operation on scaled tensors has the value of the same operation on their values, rounded as in the format of
+    Invariant: an operation on scaled tensors has the value of the same operation on their values, rounded as in the format of
     ``data``; only magnitudes that leave that format's range can differ. Gradients are scaled tensors of their own.
 
     Args:
         data: a plain floating-point tensor; its shape, dtype and device are those of the whole.
-        scale: a power of two, as a number or as a 0-d float32 tensor on the device of ``data``. Not checked, since that
-            would wait for the device.
+        scale: a power of two, as a number or as a 0-d float32 tensor on the device of ``data``. It is not checked, since that
+            would synchronize with the device.
 
     Raises:
-        RecipeError: from an operation that no rule is known for.
+        RecipeError: from an operation that has no rule.
 
     Example:
         >>> x, y = Scaled(torch.tensor([1.0, -1.5]), 2**-10), Scaled(torch.tensor([1.0, 1.0]), 2**-8)
@@ -51,7 +51,7 @@ class Scaled(Tensor):
         tensor([0.0049, 0.0024])
 
     Source: Balança et al., Scalify, arXiv 2407.17353, and graphcore-research/jax-scalify, whose default of rounding
-    scales down is taken.
+    scales down is used.
     """
 
     _data: Tensor
@@ -76,7 +76,7 @@ class Scaled(Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The plain tensor near one in size."""
+        """The plain tensor, with a size near one."""
         return self._data
 
     @property
@@ -85,7 +85,7 @@ class Scaled(Tensor):
         return self._scale
 
     def value(self) -> Tensor:
-        """``data * scale`` as a plain tensor, outside of differentiation."""
+        """``data * scale`` as a plain tensor, without a gradient."""
         return times(self._data, self._scale)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -131,14 +131,14 @@ class Scaled(Tensor):
 Rule = Callable[..., Any]
 
 FUNCTIONS: dict[Any, Rule] = {}
-"""Rules for whole functions, looked up before PyTorch takes them apart; filled by ``scaled_functions``."""
+"""Rules for whole functions, looked up before PyTorch decomposes them; filled by ``scaled_functions``."""
 
 
 def unknown(what: str) -> RecipeError:
     """The error for an operation without a rule."""
     return RecipeError(
         f"scalify has no rule for {what}.",
-        "It knows the Llama and GPT-2 models of transformers with sdpa attention and without dropout.",
+        "It supports the Llama and GPT-2 models of transformers with sdpa attention and without dropout.",
     )
 
 
@@ -158,9 +158,9 @@ measured = power_of_rms
 
 
 def root_below(count: int) -> float:
-    """The largest power of two not above ``sqrt(count)``: by how much a sum of so many numbers outgrows them.
+    """The largest power of two not above ``sqrt(count)``: the size of a sum of so many numbers of size one.
 
-    By comparisons alone, so that a compiled graph of dynamic shape holds for all counts between two powers of four.
+    It uses comparisons only, so that a compiled graph of dynamic shape is valid for all counts between two powers of four.
 
     Example:
         >>> root_below(128), root_below(64), root_below(3)
@@ -173,7 +173,7 @@ def root_below(count: int) -> float:
 
 
 def times(x: Tensor, power: Tensor) -> Tensor:
-    """``x * power`` for a 0-d float32 power of two, rounded once: in float16 the power itself may be out of range.
+    """``x * power`` for a 0-d float32 power of two, rounded once; in float16 the power itself may be out of range.
 
     Example:
         >>> times(torch.tensor([64.0], dtype=torch.float16), torch.tensor(2.0**-28))
@@ -183,7 +183,7 @@ def times(x: Tensor, power: Tensor) -> Tensor:
 
 
 def rescaled(x: Tensor) -> Scaled:
-    """``x``, plain or scaled, with its scale set anew from its measured root mean square: the *dynamic rescale*.
+    """``x``, plain or scaled, with a new scale from its measured root mean square: the *dynamic rescale*.
 
     Example:
         >>> rescaled(Scaled(torch.tensor([0.25, -0.5]), 2.0))
@@ -198,7 +198,7 @@ def rescaled(x: Tensor) -> Scaled:
 
 
 def _as_one(func: Any, x: Scaled, *args: Any, **kwargs: Any) -> Any:
-    """What moves, copies, casts or negates elements: done to the data, under the same scale."""
+    """Operations that move, copy, cast or negate elements: applied to the data, with the same scale."""
     moved = func(x._data, *args, **kwargs)
     if isinstance(moved, Tensor):
         return Scaled(moved, x._scale.to(moved.device))
@@ -206,7 +206,7 @@ def _as_one(func: Any, x: Scaled, *args: Any, **kwargs: Any) -> Any:
 
 
 def _multiply(func: Any, a: Any, b: Any) -> Scaled:
-    """Scales multiply. A number is split into a power of two and a rest; a plain tensor has scale 1."""
+    """Scales multiply. A number is split into a mantissa and a power of two; a plain tensor has scale 1."""
     if not isinstance(a, Scaled):
         a, b = b, a
     if isinstance(b, Scaled):
@@ -218,7 +218,7 @@ def _multiply(func: Any, a: Any, b: Any) -> Scaled:
 
 
 def _divide(func: Any, a: Any, b: Any) -> Scaled:
-    """Scales divide; else as for products."""
+    """Scales divide; otherwise as for products."""
     if not isinstance(b, Scaled):
         if isinstance(b, Tensor):
             return Scaled(a._data / _constant(func, b), a._scale)
@@ -230,7 +230,7 @@ def _divide(func: Any, a: Any, b: Any) -> Scaled:
 
 
 def _split(number: float) -> tuple[float, float]:
-    """``number`` as a mantissa of magnitude 1 to 2 and a power of two; what is not finite or zero has power 1."""
+    """``number`` as a mantissa of magnitude 1 to 2 and a power of two; zero and non-finite numbers have power 1."""
     mantissa, exponent = math.frexp(number)
     if not math.isfinite(number) or number == 0:
         return number, 1.0
@@ -238,14 +238,14 @@ def _split(number: float) -> tuple[float, float]:
 
 
 def _constant(func: Any, x: Any) -> Any:
-    """A plain operand. One that wants a gradient would get a scaled one, where a plain one is expected."""
+    """A plain operand; refused where it requires a gradient, which would be a scaled tensor."""
     if isinstance(x, Tensor) and not isinstance(x, Scaled) and x.requires_grad and torch.is_grad_enabled():
-        raise unknown(f"{func} of a scaled tensor with a plain one that wants a gradient")
+        raise unknown(f"{func} of a scaled tensor with a plain one that requires a gradient")
     return x
 
 
 def _add(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
-    """The root of the sum of the squared scales, rounded down to a power of two: which is the larger scale."""
+    """The root of the sum of the squared scales, rounded down to a power of two, is the larger scale."""
     if alpha != 1:
         raise unknown(f"{func} of a scaled tensor with alpha = {alpha}")
     left, right, scale = _aligned(func, [a, b])
@@ -259,7 +259,7 @@ def _concatenate(func: Any, tensors: Sequence[Any], dim: int = 0) -> Scaled:
 
 
 def _aligned(func: Any, operands: Sequence[Any]) -> list[Tensor]:
-    """The data of all at the largest of their scales, which comes last. A plain tensor joins at its measured scale."""
+    """The data of all operands at their largest scale, and that scale. A plain tensor's scale is measured."""
     first = operands[0]
     if all(isinstance(x, Scaled) and x._scale is first._scale for x in operands):
         return [*(x._data for x in operands), first._scale]
@@ -271,7 +271,7 @@ def _aligned(func: Any, operands: Sequence[Any]) -> list[Tensor]:
 
 
 def _pair(x: Any, operands: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Data and scale. Zeros have no size: like a plain zero, they take the scale of the others."""
+    """Data and scale. Zeros have no size: they take the scale of the others."""
     if isinstance(x, Scaled):
         return x._data, x._scale
     other = next(operand for operand in operands if isinstance(operand, Scaled))
@@ -291,7 +291,7 @@ def _sum(func: Any, x: Scaled, dims: Sequence[int] | None = None, keepdim: bool 
     return Scaled(aten.sum.dim_IntList(x._data, dims, keepdim, **kwargs) / size, x._scale * size)
 
 
-# The functions of the rules that are looked up here; views must be aliases for PyTorch too.
+# The rules that are applied here; PyTorch must see views as aliases.
 _VIEW = "view"
 _FUNCTIONS: dict[str, Rule] = {
     _VIEW: _as_one,

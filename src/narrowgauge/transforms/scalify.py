@@ -1,15 +1,14 @@
-"""Scalify: every tensor of a model carries a power-of-two scale, so that the numbers in its matmuls lie near one.
+"""Scalify: every tensor of a model carries a power-of-two scale, so that the operands of its matmuls are near one.
 
-Narrow formats lose what is far from one: a gradient of 1e-6 is zero in ``float8_e4m3fn``. The usual cure measures each
-operand of each matmul before it is cast. Scalify propagates instead: a tensor is ``data * scale``, and each operation
-hands on a scale by a rule of its own, forward and backward (:mod:`narrowgauge.spec.propagation`). Matmuls and sums guess the size
-of what they make; it is measured where guesses would pile up: what an activation hands on, the gradient behind a norm, and
-weights. A float8 matmul then needs no scale and no maximum: it casts ``data`` as they are.
+Narrow formats lose numbers far from one: a gradient of 1e-6 is zero in ``float8_e4m3fn``. The usual remedy measures each operand
+of each matmul before the cast. Scalify propagates scales instead: a tensor is ``data * scale``, and a rule for each operation
+gives its result a scale, forward and backward (:mod:`narrowgauge.spec.propagation`). Matmuls and sums guess the size of their
+results. It is measured where errors of guesses would accumulate: results of activations, gradients behind a norm, and
+weights. A float8 matmul then needs no scale and no amax: it casts ``data`` directly.
 
-The model stays what it is: its parameters, their names and its class. Only the modules that own parameters, and the
-activations, compute by a rule; what lies between them (residual sums, splits, rotations, the attention) is the model's
-own code, run on scaled tensors. They begin at the embedding and end at the last norm and at the logits, which are plain
-tensors as before, and so are the parameters' gradients.
+The model keeps its parameters, their names and its class. Only the modules that own parameters, and the activations, compute by a
+rule; everything between them (residual sums, splits, rotations, the attention) is the model's own code, run on scaled tensors.
+Tensors are scaled from the embedding to the last norm; logits and the parameters' gradients are plain tensors.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ __all__ = ["Measurements", "Scaled", "measurements", "scalify"]
 def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Let a model compute with scaled tensors from its inputs to its outputs.
 
-    Law: logits and gradients have the values of the plain model (equal bits in most operations: scales are powers of
+    Invariant: logits and gradients have the values of the plain model (the same bits in most operations: scales are powers of
     two), while every operand of a linear layer's three matmuls, forward and backward, has a root mean square of the
     order of one. Parameters, ``state_dict`` and gradients are plain tensors under the same names. Copies and pickles of
     the model stay scalified; activation checkpointing and ``torch.compile`` work as before.
 
-    A linear layer hands its plain data to its own method ``multiply(x, weight, bias)`` where it has one, as narrow
-    layers do, with the weight laid out as its parameter is. A plain input, such as the head's, stands at scale 1.
+    A linear layer with a method ``multiply(x, weight, bias)``, as narrow layers have, multiplies its plain data by that, with the
+    weight in the layout of its parameter. A plain input, such as the head's, has scale 1.
 
     Args:
         model: changed in place: each module that owns parameters, and each activation, gets a class of its own. Narrow
-            layers must be in place before. Twice is as once.
-        dtype: of the scaled tensors, where the parameters are in another; ``None`` for the parameters' own.
+            layers must be swapped before. A second call changes nothing.
+        dtype: of the scaled tensors, if not the parameters' own.
 
     Raises:
-        RecipeError: a module is of a class that no rule is known for; or, when the model is used, an operation is.
+        RecipeError: a module's class has no rule; or, when the model runs, an operation has none.
 
-    Cost: one read more of what is measured (:func:`measurements`): in a Llama's layer one tensor forward and two backward, and
-        each weight, within ``cached_weights`` once a step. Compiled, the rest fuses into what is there anyway.
+    Cost: one additional read of each measured tensor (:func:`measurements`): in a Llama's layer one forward and two backward, and
+        each weight, within ``cached_weights`` once a step. Compiled, the rest is fused into existing kernels.
 
     Example:
         >>> import torch
@@ -74,7 +73,7 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
             cast(Any, module).computes_in = dtype
     if isinstance(head, _Ruled):
         head.leaves_plain = True
-    # The body of a Hugging Face model is also called by itself.
+    # The body of a Hugging Face model can also be called directly.
     for module in (model, cast(nn.Module, getattr(model, "base_model", model))):
         if _leave_values not in module._forward_hooks.values():
             module.register_forward_hook(_leave_values)
@@ -84,8 +83,8 @@ class Measurements(NamedTuple):
     """How many tensors are read for their scales.
 
     Attributes:
-        weights: once each while they stay what they are, within ``cached_weights``; those of embeddings and of layers that are
-            not narrow in each forward pass.
+        weights: once for each version within ``cached_weights``; those of embeddings and of layers that are not narrow in each
+            forward pass.
         forward: in each forward pass.
         backward: in each backward pass.
     """
@@ -96,12 +95,12 @@ class Measurements(NamedTuple):
 
 
 def measurements(model: nn.Module) -> Measurements:
-    """How many tensors a scalified model measures, by the rules it obeys.
+    """How many tensors a scalified model measures.
 
     Args:
-        model: scalified; one that uses each of its modules once in a forward pass.
+        model: scalified; it must use each of its modules once in a forward pass.
     Returns:
-        The counts, those of gradients that enter as plain tensors included.
+        The counts, including gradients that enter as plain tensors.
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.LayerNorm(8))
         >>> scalify(model)
@@ -116,7 +115,7 @@ def measurements(model: nn.Module) -> Measurements:
 
 
 def _is_plain_head(module: nn.Module, head: Any) -> bool:
-    """Whether a module is a head that nothing casts: plain in, plain out, it would only be measured."""
+    """Whether a module is a head that nothing casts: with plain inputs and outputs, a rule would only measure it."""
     return module is head and type(module) is nn.Linear
 
 
@@ -137,18 +136,18 @@ def _leave_values(_: nn.Module, __: Any, result: Any) -> Any:
 
 
 class _Ruled:
-    """What is mixed into the class of a module that computes by a rule.
+    """Mixed into the class of a module that computes by a rule.
 
-    The class is changed rather than the object's forward: such a module can be copied and pickled, and a compiler sees
-    that two layers are alike, so that one graph serves all.
+    The class changes, not the object's forward: such a module can be copied and pickled, and a compiler reuses one graph for
+    all layers of the class.
     """
 
     origin: ClassVar[type[nn.Module]]
     # In propagation.RULES.
     rule: ClassVar[str]
     leaves_plain = False
-    # The dtype of the scaled tensors, where that is not the parameters' own. A rule casts its parameters itself: behind a
-    # cast their gradients would have left scaled arithmetic in the narrower of the two ranges.
+    # The dtype of the scaled tensors, if not the parameters' own. A rule casts its parameters itself: after a separate
+    # cast their gradients would leave scaled arithmetic in the narrower of the two ranges.
     computes_in: torch.dtype | None = None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -171,7 +170,7 @@ class _Linear(_Ruled):
 
 
 def _unit_of(layer: Any) -> Callable[[Tensor], Tensor] | None:
-    """How a narrow layer measures its weight, which it then divides itself, in a cast that it may keep."""
+    """How a narrow layer measures its weight; it then divides by the result itself, in a cast that can be cached."""
     return None if not hasattr(layer, "unit_of") or layer.compute.is_wide else cast(Any, layer.unit_of)
 
 
@@ -223,7 +222,7 @@ class _RMSNorm(_Ruled):
 
 
 class _LlamaRMSNorm(_Ruled):
-    """As transformers writes it: in float32 whatever comes in."""
+    """As in transformers: computed in float32."""
 
     rule = "norm"
 
@@ -240,7 +239,7 @@ def _vectors(module: Any) -> list[Tensor]:
     return [vector for vector in (module.weight, getattr(module, "bias", None)) if vector is not None]
 
 
-# By full name, since transformers is not needed to scalify a model of another origin.
+# By full name: a model of another library must not need transformers.
 _BY_CLASS: dict[str, type[_Ruled]] = {
     "torch.nn.modules.linear.Linear": _Linear,
     "transformers.pytorch_utils.Conv1D": _Conv1D,
@@ -265,17 +264,17 @@ _BY_CLASS: dict[str, type[_Ruled]] = {
 
 @cache
 def _ruled_class(origin: Any) -> Any:
-    """The class with its rule's forward, or ``origin`` itself where there is no rule."""
+    """A subclass with the rule's forward, or ``origin`` itself where there is no rule."""
     for kind in origin.__mro__:
         rule = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
-        # A subclass may compute anything, unless it says that it differs in its product alone.
+        # A subclass may compute anything, unless its `multiply` shows that only its product differs.
         if rule is not None and (kind is origin or hasattr(origin, "multiply")):
             return type(f"Scaled{origin.__name__}", (rule, origin), {"origin": origin, "__module__": __name__})
     return origin
 
 
 def _class_for(name: str, module: nn.Module) -> Any:
-    """The class that a module is to have; None for one that only calls others, or has it already."""
+    """The new class of a module; None for one that only calls others, or has it already."""
     if isinstance(module, _Ruled):
         return None
     found = _ruled_class(cast(Any, type(module)))

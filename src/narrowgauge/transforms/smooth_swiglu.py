@@ -1,18 +1,17 @@
-"""Smooth-SwiGLU: a channel of a gated MLP that runs away neither saturates nor takes the others' bits.
+"""Smooth-SwiGLU: a diverging channel of a gated MLP neither saturates nor takes precision from the other channels.
 
-Late in long float8 runs the gate and the up row of a few channels align, so that ``silu(gate) * up`` becomes quadratic in
-the stream: a channel jumps to a thousand times the others, for some tokens, and a scale chosen from earlier steps, or shared
-with all other channels, no longer fits. So each channel of the down projection's input is divided by a factor of its own
-before it is cast, and each column of the weight is multiplied by the same factor *after* its cast: the sum over channels is
-the same sum, the weight's scale never hears of it, and nothing of it is left in the gradients but a multiple of the columns
-of the weight's.
+Late in long float8 runs the gate and the up row of a few channels align, so that ``silu(gate) * up`` becomes quadratic in its
+input: a channel jumps to a thousand times the others, for some tokens, and a scale chosen from earlier steps, or shared with all
+other channels, no longer fits. So each channel of the down projection's input is divided by a factor of its own before the
+cast, and each column of the weight is multiplied by the same factor *after* its cast: the sum over channels is the same, the
+weight's scale is not affected, and of the gradients only the weight's needs its columns multiplied.
 
 The factors are powers of two, from each call's own channels. They are part of the cast
-(:func:`narrowgauge.numerics.quantization.smoothing`), in the variants of rows whose whole input shares one scale
-(:mod:`narrowgauge.spec.variants`): a recipe says ``float8-delayed+smooth``. This file is for a model of which one has no recipe.
+(:func:`narrowgauge.numerics.quantization.smoothing`), in the variants of computes whose whole input shares one scale
+(:mod:`narrowgauge.spec.variants`): ``float8-delayed+smooth`` in a recipe. This file is for a model that is used without a recipe.
 
 Source: Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv 2409.12517. There the factor is the reciprocal of
-the largest magnitude itself; the released code takes it for each token instead of each channel.
+the largest magnitude itself; the released code computes it per token instead of per channel.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from narrowgauge.errors import RecipeError
 
 
 def smooth(model: nn.Module) -> None:
-    """Let every gated MLP of a Llama compute in the smooth variant of whatever row its layers get, in place.
+    """Let every gated MLP of a Llama use the smooth variant of the compute that its layers get, in place.
 
-    Law: names, parameters and ``state_dict`` stay. In rows that scale the whole input at once (``float8-tensor``,
-    ``float8-delayed`` and their kin) down projections go on as ``+smooth``, gate and up as ``+fresh``; in every other row, in
-    plain layers and once quantized for inference, nothing changes by a bit.
+    Names, parameters and ``state_dict`` stay. In computes with one scale for the whole input (``float8-tensor``,
+    ``float8-delayed`` and similar) down projections use ``+smooth``, gate and up projections ``+fresh``. In every other
+    compute, in plain layers and after quantization for inference, no bit changes.
 
     Args:
-        model: with Hugging Face's ``LlamaMLP`` modules, or one itself; narrow already or later. Twice is as once.
+        model: with Hugging Face's ``LlamaMLP`` modules, or one itself; swapped before or later. A second call changes nothing.
 
     Raises:
         RecipeError: it has none, or they are not plain ones (unit-scaled, for instance).
@@ -53,7 +52,7 @@ def smooth(model: nn.Module) -> None:
         what = "no LlamaMLP" if other is None else f"a {type(other).__name__}"
         raise RecipeError(
             f"Smooth-SwiGLU scales the plain gated MLPs of a Llama, and there is {what} in this {type(model).__name__}.",
-            "Take a Llama that no other transform has changed.",
+            "Use a Llama that no other transform has changed.",
         )
     for module in found:
         for layer, variant in ((module.gate_proj, "+fresh"), (module.up_proj, "+fresh"), (module.down_proj, "+smooth")):
@@ -62,5 +61,5 @@ def smooth(model: nn.Module) -> None:
 
 def _mark(layer: Any, variant: str) -> None:
     layer.variant = variant
-    if hasattr(layer, "set_compute"):  # narrow already
+    if hasattr(layer, "set_compute"):  # swapped already
         layer.set_compute(layer.compute)

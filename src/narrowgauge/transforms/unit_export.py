@@ -1,9 +1,9 @@
-"""A unit-scaled model as a plain one: its constants multiplied into the weights, for programs that know nothing of them.
+"""A unit-scaled model as a plain one: its constants are multiplied into the weights, for programs without unit scaling.
 
-All constants of the forward pass are linear. Those of a linear layer go into its weight and bias; what is left of
-attention's goes into the queries, and ``1 / width`` of the logits into the last norm, so that tied weights stay tied. The
-stream's own factors vanish because every norm divides by them: the plain stream is the unit one times a number that grows
-with depth, and each branch is multiplied by that number where it joins.
+All constants of the forward pass are linear. Those of a linear layer are multiplied into its weight and bias; the rest of
+attention's into the queries, and ``1 / width`` of the logits into the last norm, so that tied weights stay tied. The
+residual stream's own factors cancel because every norm divides by them: the plain stream is the unit one times a number that
+grows with depth, and each branch is multiplied by that number where it is added.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from narrowgauge.transforms.unit_scaling import batch_of, layers_of
 
 @torch.no_grad()
 def plain_state_dict(model: nn.Module, sequence_length: int | None = None) -> dict[str, Tensor]:
-    """Weights with which the plain class computes what the unit-scaled model computes.
+    """Weights with which the plain class computes the unit-scaled model's function.
 
-    Law: logits agree to the rounding of float32, and to what a norm's epsilon weighs beside mean squares of 1 to 3.
+    Invariant: logits agree up to float32 rounding, and up to a norm's epsilon relative to mean squares of 1 to 3.
 
     Args:
         model: from :func:`narrowgauge.transforms.unit_scaling.unit_scale`.
-        sequence_length: attention keeps the constant of this length, whatever length the plain model is given; ``None``
-            takes that of ``fix_batch``.
+        sequence_length: attention gets the constant of this length, for inputs of any length; ``None`` uses that of
+            ``fix_batch``.
 
     Returns:
         Float32 copies, by the names of ``model.state_dict()``; tied names share one tensor.
@@ -43,7 +43,7 @@ def plain_state_dict(model: nn.Module, sequence_length: int | None = None) -> di
     if length is None:
         raise RecipeError(
             "a plain model has one constant for attention, and this unit-scaled one takes it from each input's length.",
-            "Name the length it was trained at, with sequence_length.",
+            "Pass the length of its training as sequence_length.",
         )
     named = model.state_dict(keep_vars=True)
     plain = {value: value.detach().float().clone() for value in named.values()}
@@ -52,7 +52,7 @@ def plain_state_dict(model: nn.Module, sequence_length: int | None = None) -> di
     for layer in layers_of(model):
         attention = _parts(layer)[0]
         width = attention.config.num_attention_heads * attention.head_dim
-        # All of Llama's own matrix, the first third of GPT-2's joint one.
+        # The whole query matrix of a Llama, the first third of GPT-2's fused one.
         for parameter in (attention.c_attn if hasattr(attention, "c_attn") else attention.q_proj).parameters():
             part = plain[parameter][..., :width] if hasattr(attention, "c_attn") else plain[parameter]
             part *= attention.head_dim**-0.5
@@ -64,17 +64,17 @@ def _parts(layer: Any) -> tuple[Any, Any]:
 
 
 def _factors(model: Any, length: int) -> Iterator[tuple[nn.Parameter, float]]:
-    """Parameters with the number to multiply each by."""
+    """Parameters, each with the number that multiplies it."""
     gpt2 = isinstance(layers_of(model)[0], UnitGPT2Block)
     inner = rules.GELU if gpt2 else rules.SILU_GLU
-    # GPT-2's sum of two embeddings is divided by √2 here and not there.
+    # Unit scaling divides GPT-2's sum of two embeddings by √2, the plain model does not.
     stream = 2**0.5 if gpt2 else 1.0
     for layer in layers_of(model):
         attention, mlp = _parts(layer)
         weights: Any = layer.unit_residual
         skip, share, skip_mlp, share_mlp = weights.tolist()
         mixed = rules.attention_output(length, attention.head_dim)
-        # The last matrix of a branch: what its input is multiplied by, and what the branch is.
+        # The last matrix of a branch: the factor of its input, and of the branch.
         last = {
             attention.c_proj if gpt2 else attention.o_proj: (mixed, stream * share / skip),
             mlp.c_proj if gpt2 else mlp.down_proj: (inner, stream / skip * share_mlp / skip_mlp),

@@ -1,9 +1,9 @@
 """The modules of a Llama or GPT-2 with unit scaling's constants in their forward.
 
-Each class is Hugging Face's own with another ``forward``: a module becomes one by taking its class, so its parameters,
-names, hooks and place in the model stay. Linear layers inside a decoder layer are *called*, whatever class they have.
+Each class is Hugging Face's own with another ``forward``: setting a module's class keeps its parameters, names, hooks and
+position in the model. Linear layers inside a decoder layer are *called* and can be of any class.
 
-What differs between layers is in a tensor, not in a number: compiled layers then share one graph.
+Values that differ between layers are tensors, not Python numbers, so that compiled layers share one graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from narrowgauge.transforms.unit_rules import Batch, linear, scaled
 
 
 class UnitEmbedding(nn.Embedding):
-    """Rows of unit variance; each is met ``tokens / rows`` times."""
+    """Rows of unit variance; each is used ``tokens / rows`` times on average."""
 
     unit: Batch
     unit_output: float
@@ -48,7 +48,7 @@ class UnitEmbedding(nn.Embedding):
 
 
 class UnitPositions(UnitEmbedding):
-    """GPT-2's learned positions: looked up once for all sequences, so their gradient sums over those as well."""
+    """GPT-2's learned positions: looked up once for all sequences, so their gradient also sums over the sequences."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._rows(input, input.numel() * (self.unit.sequences if input.shape[0] == 1 else 1))
@@ -79,9 +79,9 @@ class UnitLayerNorm(nn.LayerNorm):
 class UnitReadout(nn.Linear):
     """The head: logits are divided by ``fan_in`` itself, so that they do not grow with the width.
 
-    The loss is outside the model, and its gradient comes in as ``(softmax - onehot) / tokens``. The head alone stays wide, so it
-    takes that as it is; what it hands on, to its weight and to the layers below, has unit variance. All constants stand on
-    its operands: the logits, the largest tensor of a step, are not touched.
+    The loss is outside the model, and its gradient is ``(softmax - onehot) / tokens``. Only the head stays wide, so it takes that
+    unchanged; the gradients of its weight and of the layers below have unit variance. All constants multiply its operands: the
+    logits, the largest tensor of a step, are not read again.
     """
 
     unit: Batch
@@ -95,7 +95,7 @@ class UnitReadout(nn.Linear):
 
 
 def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, eager: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """The model's own attention function, logits divided by the head's width, outputs at unit variance."""
+    """The model's own attention function with logits divided by the head's width and outputs of unit variance."""
     function = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
     mixed, weights = function(module, query, key, value, scaling=1 / module.head_dim, dropout=0.0, **kwargs)
     length = module.unit.sequence_length or key.shape[-2]
@@ -131,7 +131,7 @@ class UnitLlamaAttention(LlamaAttention):
 
 
 class UnitLlamaMLP(LlamaMLP):
-    """Gate and up divide gradients by the root of *their* outputs, down by the root of its own: together, exact."""
+    """Gate and up divide gradients by the root of *their* number of outputs, down by that of its own: the product is exact."""
 
     unit: Batch
 
@@ -142,7 +142,7 @@ class UnitLlamaMLP(LlamaMLP):
 
 
 class UnitLlamaLayer(LlamaDecoderLayer):
-    """Two branches, each with its share of the stream; gradients inside a branch do not carry that share."""
+    """Two branches, each with a weight in the residual stream; gradients inside a branch do not have that factor."""
 
     unit_residual: Tensor
 
@@ -156,7 +156,7 @@ class UnitLlamaLayer(LlamaDecoderLayer):
 
 
 class UnitGPT2Attention(GPT2Attention):
-    """Self-attention; q, k and v come out of one matrix."""
+    """Self-attention; q, k and v are one fused matmul."""
 
     unit: Batch
 
@@ -177,7 +177,7 @@ class UnitGPT2Attention(GPT2Attention):
 
 
 class UnitGPT2MLP(GPT2MLP):
-    """As in Llama's, the two matrices make up for each other's gradients."""
+    """As in Llama's, the constants of the two matrices compensate each other in the gradients."""
 
     unit: Batch
 

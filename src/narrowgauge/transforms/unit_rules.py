@@ -1,14 +1,14 @@
 """The rules of unit scaling: the constant that keeps each operation's output, and each of its gradients, at unit variance.
 
 A product of matrices with independent entries of variance one has entries of variance ``fan_in``; divided by the root of
-that they fit the range of any narrow format. Backward the same product sums over ``fan_out`` and, for the weight, over
-tokens, so forward and backward want *different* constants. A constant may differ from the true derivative's where the
-gradient ends (a weight: an optimizer such as Adam does not see its scale) or where another constant later makes up for it;
-everywhere else the two are one, so that each parameter's gradient stays a multiple of the true one. :func:`scaled` is the
-operation that tells forward from backward.
+that, they fit the range of any narrow format. Its backward sums over ``fan_out`` and, for the weight, over tokens, so forward and
+backward need *different* constants. A constant may differ from the true derivative's where the gradient ends (a weight: an
+optimizer such as Adam is independent of its scale) or where another constant compensates it later; everywhere else they are
+equal, so that each parameter's gradient is a multiple of the true one. :func:`scaled` applies different constants forward and
+backward.
 
 Source: Blake et al., Unit Scaling, arXiv 2303.11257; Blake et al., u-muP, arXiv 2407.17465 (residual weights: appendix G).
-All multipliers that u-muP leaves to be swept are 1 here.
+All multipliers that u-muP leaves to tuning are 1 here.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Factor = float | Tensor
 
 @dataclass
 class Batch:
-    """What the rules must know of the batch; one object, shared by all modules of a model.
+    """The batch sizes that the rules depend on; one object, shared by all modules of a model.
 
     Args:
-        sequence_length: tokens that attention mixes; ``None``: those of each call.
-        tokens: tokens of a whole optimizer step, by whose number the loss is divided; ``None``: those of each call.
+        sequence_length: tokens that attention averages over; ``None``: those of each call.
+        tokens: number of tokens of an optimizer step, which divides the loss; ``None``: those of each call.
         sequences: rows of the last call's input.
     """
 
@@ -72,7 +72,7 @@ def scaled(x: Tensor, *, forward: Factor | None = None, backward: Factor | None 
 
 
 def fans(module: Any) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer; transformers' ``Conv1D`` does not name them and keeps its weight transposed."""
+    """Inputs and outputs of a linear layer; transformers' ``Conv1D`` has no such attributes and a transposed weight."""
     if hasattr(module, "in_features"):
         return module.in_features, module.out_features
     fan_in, fan_out = module.weight.shape
@@ -80,13 +80,13 @@ def fans(module: Any) -> tuple[int, int]:
 
 
 def linear(module: nn.Module, x: Tensor, batch: Batch, grad_input: float | None = None) -> Tensor:
-    """A linear layer of whatever class, called between its scales: it sees unit variance on all sides.
+    """A linear layer of any class with its constants around it: its inputs, outputs and gradients have unit variance.
 
     Args:
         module: computes ``x @ weight + bias``, in any format.
         x: ``[..., fan_in]``.
         batch: for the gradients of weight and bias.
-        grad_input: factor of the input's gradient; ``None`` where the caller has put it on ``x``.
+        grad_input: factor of the input's gradient; ``None`` where the caller has applied it to ``x``.
     """
     tokens, fan_in = batch.tokens_of(x), fans(module)[0]
     if grad_input is not None:
@@ -96,22 +96,22 @@ def linear(module: nn.Module, x: Tensor, batch: Batch, grad_input: float | None 
 
 
 def log_interpolate(weight: float, lower: float, upper: float) -> float:
-    """Between two positive numbers by their logarithms: ``lower`` at 0, ``upper`` at 1."""
+    """Geometric interpolation between two positive numbers: ``lower`` at 0, ``upper`` at 1."""
     return float(lower ** (1 - weight) * upper**weight)
 
 
-# Fits to measured spreads between a linear limit and that of a step, at multiplier 1.
+# Fits to measured standard deviations between the limits of a linear and a step function, at multiplier 1.
 SILU_GLU = log_interpolate(1 / (1 + 1), 2.0, math.sqrt(2.0))
-"""What ``up * silu(gate)`` is multiplied by."""
+"""The factor of ``up * silu(gate)``."""
 GELU = log_interpolate(1 / (1 + 1 / 4), 2.0, math.sqrt(2 / (1 - 1 / math.pi)))
-"""What ``gelu`` is multiplied by."""
+"""The factor of ``gelu``."""
 
 
 def attention_output(sequence_length: int, head_dim: int) -> float:
-    """What causal attention's output is multiplied by, where logits are divided by ``head_dim``.
+    """The factor of causal attention's output, where logits are divided by ``head_dim``.
 
-    Token ``t`` averages about ``t`` values, so the mean square over a sequence is ``log(s) / s``. The rule's own form has a
-    pole at a length of 1, where nothing is mixed; from 3 on this one is the same.
+    Token ``t`` averages about ``t`` values, so the mean square over a sequence is ``log(s) / s``. The published form has a
+    pole at length 1, where nothing is averaged; from 3 on this one is the same.
     """
     length = sequence_length
     mixed = torch.sym_max(1.0, math.log2(length) * math.log(2.0)) / length
@@ -119,10 +119,10 @@ def attention_output(sequence_length: int, head_dim: int) -> float:
 
 
 def residual_weights(branch: int, num_layers: int) -> tuple[float, float]:
-    """Factors of the skip and of a branch, so that embedding, attentions and MLPs contribute alike to the end.
+    """Factors of the skip and of a branch, so that embedding, attentions and MLPs contribute equally to the output.
 
     Args:
-        branch: place among all branches, from 0; attention and MLP count one each.
+        branch: index among all branches; attention and MLP are one each.
         num_layers: decoder layers.
 
     Example:

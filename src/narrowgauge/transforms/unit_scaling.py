@@ -1,20 +1,19 @@
-"""Unit scaling with u-muP: a model whose weights, activations and gradients all begin at variance one.
+"""Unit scaling with u-muP: a model whose weights, activations and gradients all have variance one at initialization.
 
-Narrow formats need scales because tensors lie anywhere: activations near 1, weights near 0.02, gradients near 1e-6. Unit
-scaling moves them instead. Weights are drawn with variance one, and each operation is multiplied by a constant, known from
-its shape alone, that brings its output, its input's gradient and its weight's gradient back to variance one. After that a
-cast to float8 needs no scale at all. With u-muP's rules for the learning rate, which comes with this form, the best rate
-of a narrow model is also that of a wide one.
+Narrow formats need scales because the sizes of tensors differ: activations near 1, weights near 0.02, gradients near 1e-6. Unit
+scaling changes the sizes instead. Weights are initialized with variance one, and each operation is multiplied by a constant,
+known from its shape, that gives its output, its input's gradient and its weight's gradient variance one. A cast to float8
+then needs no scale. With u-muP's rules for the learning rate, which belong to this form, the best rate of a narrow model is
+also that of a wide one.
 
-Two constants depend on the batch. Attention's output is multiplied by what suits the sequence length, and gradients by
-powers of the number of tokens, by which the loss is divided. :func:`fix_batch` makes both part of the model; without it
-they follow each call's input, as in the source.
+Two constants depend on the batch: that of attention's output on the sequence length, and those of gradients on the number of
+tokens, which divides the loss. :func:`fix_batch` makes both part of the model; without it they follow each call's input, as in
+the source.
 
-The loss stays outside: ``F.cross_entropy`` of the logits, summed and divided by the number of tokens. The head undoes that
-division in the gradient that it hands on and multiplies it by ``V / sqrt(V - 1)``, so that all matmuls below it see unit
-variance. *A tied embedding stays tied*: its multiplier is 1 as an embedding and ``1 / width`` as a head. With
-these rules both uses have the same factor between their part of the gradient and the true one, so the sum is a multiple
-of the true gradient.
+The loss is outside the model: ``F.cross_entropy`` of the logits, summed and divided by the number of tokens. The head undoes that
+division in the gradient of its input and multiplies it by ``V / sqrt(V - 1)``, so that all matmuls below it have operands of unit
+variance. *A tied embedding stays tied*: its multiplier is 1 as an embedding and ``1 / width`` as a head. With these rules the
+factor between computed and true gradient is the same for both uses, so their sum is a multiple of the true gradient.
 
 Source: Blake et al., Unit Scaling, arXiv 2303.11257; Blake et al., u-muP, arXiv 2407.17465.
 """
@@ -57,12 +56,12 @@ _ACTIVATIONS: dict[type[nn.Module], set[str]] = {
 
 
 def unit_scale(model: nn.Module, seed: int = 0) -> None:
-    """Turn a Llama or GPT-2 into its unit-scaled u-muP form, in place, with weights drawn anew.
+    """Turn a Llama or GPT-2 into its unit-scaled u-muP form, in place, with newly initialized weights.
 
-    Law: names, shapes and number of parameters stay; tied weights stay tied. Weights and embeddings are normal with
+    Invariant: names, shapes and number of parameters stay; tied weights stay tied. Weights and embeddings are normal with
     variance one, a function of ``seed`` and the shapes alone; biases are zero, gains one. The gradient of every parameter
     is a fixed multiple of the true gradient of the model's new function. Linear layers inside decoder layers may be of
-    any class with ``weight [out, in]``, or transformers' ``Conv1D``, and may be exchanged later; the head must be a plain
+    any class with ``weight [out, in]``, or transformers' ``Conv1D``, and may be swapped later; the head must be a plain
     ``nn.Linear``, and stay one.
 
     Args:
@@ -73,7 +72,7 @@ def unit_scale(model: nn.Module, seed: int = 0) -> None:
         RecipeError: another architecture, one with parts that have no rule (dropout, other activations, a head of another
             class), or a model that is unit-scaled already.
 
-    Cost: two roundings more for each operation where nothing fuses them; compiled, they join their neighbours.
+    Cost: in eager mode a multiplication, and its rounding, forward and backward for each operation; compiled, they are fused.
 
     Example:
         >>> from transformers import LlamaConfig
@@ -96,7 +95,7 @@ def unit_scale(model: nn.Module, seed: int = 0) -> None:
     head.__class__, head.unit = unit.UnitReadout, batch
     tables: list[Any] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     for table in tables:
-        # GPT-2 adds two of unit variance.
+        # GPT-2 adds two embeddings of unit variance.
         table.unit_output = len(tables) ** -0.5
     if len(tables) == 2:
         tables[1].__class__ = unit.UnitPositions
@@ -111,13 +110,13 @@ def unit_scale(model: nn.Module, seed: int = 0) -> None:
 def fix_batch(model: nn.Module, *, sequence_length: int | None = None, tokens: int | None = None) -> None:
     """Make the length of a sequence and the tokens of a step part of a unit-scaled model.
 
-    Law: with ``tokens`` given, gradients of micro-batches add up to the gradient of the whole, however it is split; with
-    ``sequence_length`` given, what the model says of a token does not depend on how many tokens follow.
+    Invariant: with ``tokens``, gradients of micro-batches add up to the gradient of the batch, however it is split; with
+    ``sequence_length``, the logits of a token do not depend on the number of tokens after it.
 
     Args:
         model: from :func:`unit_scale`.
         sequence_length: in training.
-        tokens: by whose number the loss is divided before its backward pass: of a whole step, all micro-batches.
+        tokens: number of tokens of a step, over all micro-batches, which divides the loss before its backward pass.
 
     Raises:
         RecipeError: the model is not unit-scaled.
@@ -127,26 +126,26 @@ def fix_batch(model: nn.Module, *, sequence_length: int | None = None, tokens: i
 
 
 def learning_rate_factors(model: nn.Module) -> dict[str, float]:
-    """By what to multiply Adam's learning rate for each parameter of a unit-scaled model.
+    """The factor of Adam's learning rate for each parameter of a unit-scaled model.
 
-    A matrix has ``fan_in ** -0.5``, an embedding ``width ** -0.5``, gains, biases and the head 1; what lies in decoder layers
-    has ``num_layers ** -0.5`` besides. A tied embedding stands under two rules and has what lies between them,
+    A matrix has ``fan_in ** -0.5``, an embedding ``width ** -0.5``, gains, biases and the head 1; parameters of decoder
+    layers have ``num_layers ** -0.5`` in addition. A tied embedding has two rules and gets the geometric mean of both,
     ``width ** -0.25`` (measured at widths 64 to 256, the mean loss of five short runs: 2.24; by the embedding's rule 2.29, by
     the head's 2.23).
 
-    Rates are near 1 in this form: those short runs were best at 0.5, before the factors. Decay is meant to be independent of
+    Rates are near 1 in this form: those short runs were best at 0.5, before the factors. Decay should be independent of
     the rate: give each group ``decay_of_a_step / (lr * factor)`` if the optimizer multiplies the two.
 
     Args:
         model: from :func:`unit_scale`.
 
     Returns:
-        Names as in ``named_parameters()``, a tied parameter under its first.
+        By name as in ``named_parameters()``, a tied parameter by its first name.
 
     Raises:
         RecipeError: the model is not unit-scaled.
 
-    Source: Blake et al., u-muP, arXiv 2407.17465; the tied embedding's is ours.
+    Source: Blake et al., u-muP, arXiv 2407.17465; the tied embedding's rule is ours.
     """
     batch_of(model)
     layers = layers_of(model)
@@ -156,7 +155,7 @@ def learning_rate_factors(model: nn.Module) -> dict[str, float]:
 
 
 def _own_factors(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
-    """Of matrices but for an untied head, by their kind alone."""
+    """Factors of matrices, except an untied head, without that of the layers."""
     head = next(module.weight for module in model.modules() if isinstance(module, unit.UnitReadout))
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -183,13 +182,13 @@ def _kind_of(model: nn.Module) -> type[nn.Module]:
         if isinstance(model, kind):
             return kind
     raise RecipeError(
-        f"unit scaling knows Llama and GPT-2 with a language model's head, and was given a {type(model).__name__}.",
-        "Take a model of these classes, or another compute row.",
+        f"unit scaling supports Llama and GPT-2 with a language model's head, and was given a {type(model).__name__}.",
+        "Use a model of these classes, or another compute.",
     )
 
 
 def _check(model: Any, kind: type[nn.Module]) -> None:
-    """Refuse what no rule covers."""
+    """Refuse everything that has no rule."""
     config, head = model.config, model.get_output_embeddings()
     name = type(model).__name__
     if any(isinstance(module, unit.UnitReadout) for module in model.modules()):
@@ -203,7 +202,7 @@ def _check(model: Any, kind: type[nn.Module]) -> None:
     if activation not in _ACTIVATIONS[kind]:
         raise RecipeError(
             f"unit scaling has no rule for the activation '{activation}' of this {name}.",
-            f"It knows {' and '.join(sorted(_ACTIVATIONS[kind]))} there.",
+            f"It supports {' and '.join(sorted(_ACTIVATIONS[kind]))} there.",
         )
     dropouts = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
     for option in (*dropouts, "add_cross_attention", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
