@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from click.testing import CliRunner
@@ -119,6 +120,7 @@ def test_the_command_prints_a_paste_and_json() -> None:
     as_json = CliRunner().invoke(main, ["show", "environment", "--torch", "--json"])
     [found] = json.loads(as_json.stdout)
     assert found["packages"]["torch"] == torch.__version__
+    assert found["packages"]["numpy"] == numpy.__version__
     assert found["torch"]["num_threads"] == torch.get_num_threads()
     assert found["torch"]["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
     assert f"{torch.get_num_threads()} threads" in lines_of(environment.describe(found))["torch reports"]

@@ -348,7 +348,8 @@ def test_a_table_or_summary_that_is_nested_too_deep_is_damaged(folder: Path) -> 
     with pytest.raises(RecordError, match=r"summary\.json is damaged: maximum recursion depth exceeded"):
         read_run(folder)
     (folder / "run.toml").write_text("a = " + "[" * 100_000 + "]" * 100_000)
-    with pytest.raises(RecordError, match=r"run\.toml is damaged: maximum recursion depth exceeded"):
+    # tomli, before Python 3.11, limits the depth itself.
+    with pytest.raises(RecordError, match=r"run\.toml is damaged: (maximum recursion depth|TOML inline arrays/tables)"):
         read_run(folder)
 
 

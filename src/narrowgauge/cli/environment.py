@@ -14,6 +14,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def collect(root: Path = Path("/")) -> Environment:
     return {
         "narrowgauge": narrowgauge.__version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in PACKAGES} | {"torch": _torch_version()},
         "system": platform.platform(),
         "processor": _processor_name(root),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -131,6 +132,17 @@ def describe(found: Environment) -> str:
 def _version(package: str) -> str | None:
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
+    return None
+
+
+def _torch_version() -> str | None:
+    """The version with its build, as in 2.13.0+cu130, which the package's metadata may lack."""
+    with suppress(ImportError, ValueError):
+        found = find_spec("torch")  # which imports nothing
+        if found is not None and found.origin:
+            return _first_match(Path(found.origin).with_name("version.py"), r"^__version__ = '(.+)'$") or _version(
+                "torch"
+            )
     return None
 
 
