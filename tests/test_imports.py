@@ -47,7 +47,7 @@ PARTS = {"matmul", "transforms", "optim", "distributed"}
 SEEN_BY_PARTS = {"spec", "_torch", "numerics"}
 RECORDS = {"spec", "runs", "monitor", "comparison", "report"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
-SEEN_BY_TRAINER = SEEN_BY_GAUGES | {"gauges", "assembly", "conversion", "comparison"}
+SEEN_BY_TRAINER = SEEN_BY_GAUGES | {"gauges", "assembly", "conversion"}
 SEEN_BY_EXPERIMENT = SEEN_BY_TRAINER | RECORDS | {"trainer"}
 # What each layer may import besides itself.
 SEES = {

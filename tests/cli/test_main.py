@@ -196,7 +196,7 @@ WRONG = [
     (("train", "--model", "lama-1m"), "RecipeError: ", "Did you mean 'llama-1m'"),
     (("train", "--data", "nowhere"), "DataError: ", "No data in nowhere"),
     (("train", "--config", "nowhere.toml"), "DataError: ", "nowhere.toml does not exist"),
-    (("train", "--batch-size", "8", "--gradient-accumulation-steps", "3"), "NarrowgaugeError: ", "cannot be cut"),
+    (("train", "--batch-size", "8", "--gradient-accumulation-steps", "3"), "NarrowgaugeError: ", "cannot be split"),
     (("train", "--sequence-length", "4096"), "RecipeError: ", "2048 positions"),
     (("resume",), "UsageError: ", "DIR"),
     (("export", "a", "b", "--dtype", "int8"), "UsageError: ", "'int8'"),

@@ -284,11 +284,11 @@ def test_tensorboard_takes_back_what_a_killed_run_did_after_its_checkpoint(
     [
         (
             {"on_spike": "panic"},
-            "on_spike = 'panic' was asked for, and it must be one of report, skip, rollback, stop.",
+            "on_spike = 'panic' was requested; it must be one of report, skip, rollback, stop.",
         ),
         (
             {"on_spike": "rollback", "checkpoint_every": 0},
-            "a rollback to the last checkpoint was asked for, and no check",
+            "rollback to the last checkpoint was requested, and no check",
         ),
     ],
 )

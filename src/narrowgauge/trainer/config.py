@@ -1,9 +1,8 @@
-"""What a training run is asked for: one frozen value, from which flags, TOML keys and ``run.toml`` are all read.
+"""The configuration of a training run: one frozen dataclass that defines the flags, the TOML keys and ``run.toml``.
 
-A setting is declared once, with its default, one line of help and the law its value must obey; the command line makes
-a flag of each, a ``--config`` file has a key of each, and a run's own record holds all of them. So a flag and a key
-cannot differ, and what was asked for can be asked for again. Settings left at None follow from the others by a rule
-stated in their help; ``validated`` fills them in, so that the record of a run never depends on rules that may change.
+A setting is declared once, with its default, one line of help and a constraint on its value. The command line has a flag for
+each, a ``--config`` file a key, and the record of a run holds all of them. Settings left at None are derived from others by a
+rule stated in their help; ``validated`` fills them in, so that the record of a run does not depend on rules that may change.
 """
 
 from __future__ import annotations
@@ -25,35 +24,35 @@ from narrowgauge.spec.recipes import Recipe
 SCHEDULES = ("cosine", "linear", "constant")
 SPIKE_ACTIONS = ("report", "skip", "rollback", "stop")
 
-# Peak learning rate by number of parameters, up to and without the bound. Between 1 and 100 million it is what small
-# Llamas on source text bear in every storage; from there on the published rates (GPT-3, arXiv 2005.14165, table 2.1).
+# Peak learning rate by number of parameters, below each bound. Up to 100 million: rates at which small Llamas on source
+# text are stable with every storage; above: the published rates (GPT-3, arXiv 2005.14165, table 2.1).
 LEARNING_RATES = ((4e6, 3e-3), (6e7, 1e-3), (6e8, 6e-4), (math.inf, 3e-4))
 
-# Of unit-scaled models, whatever their width: the best of those tried at 1 million parameters.
+# For unit-scaled models of any width: the best rate of those tried at 1 million parameters.
 UNIT_LEARNING_RATE = 0.5
 
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
 NUM_EVALS = 10
-"""Validations per run of a comparison, where nothing says: enough to read a loss off at any second."""
+"""Default number of validations per run of a comparison: enough to interpolate the loss at any time."""
 KEPT_CHECKPOINTS = 1
-"""Checkpoints kept per run of a comparison, where nothing says: one is enough to go on from."""
+"""Default number of checkpoints per run of a comparison: one is enough to resume."""
 COMPARED = {"eval_every": f"steps / {NUM_EVALS}", "keep_checkpoints": str(KEPT_CHECKPOINTS)}
-"""Settings whose default is another in a comparison, and what it is there, in words."""
+"""Settings with another default in a comparison, and that default as text."""
 
-# From here on a compiled model wins back its compilation within a short run.
+# Above these sizes compilation pays off within a short run.
 COMPILE_PARAMETERS = 5_000_000
 COMPILE_STEPS = 1000
 
 _KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "Recipe": Recipe}
 _KIND_NAMES: dict[type, str] = {
-    str: "text", int: "a whole number", float: "a number", bool: "true or false", Recipe: "a recipe",
+    str: "text", int: "an integer", float: "a number", bool: "true or false", Recipe: "a recipe",
 }  # fmt: skip
 
 
-def _about(help: str, law: str = "", holds: Callable[[Any], bool] = lambda _: True) -> dict[str, Any]:
-    """What is known of a setting: its help, and its law in words and as a test."""
-    return {"help": help, "law": law, "holds": holds}
+def _about(help: str, constraint: str = "", holds: Callable[[Any], bool] = lambda _: True) -> dict[str, Any]:
+    """Metadata of a setting: its help, and its constraint as text and as a predicate."""
+    return {"help": help, "constraint": constraint, "holds": holds}
 
 
 def _setting(default: Any, *about: Any) -> Any:
@@ -66,14 +65,14 @@ def _count(default: int | None, help: str, least: int = 1) -> Any:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything a training run is asked for.
+    """The settings of a training run.
 
-    Law: ``TrainConfig.from_dict(config.to_dict()) == config``, and a TOML file in between changes nothing.
+    Invariant: ``TrainConfig.from_dict(config.to_dict()) == config``, also through a TOML file.
 
     Attributes:
         model: a preset's name, or a folder with a Hugging Face ``config.json``.
-        recipe: a value; command lines and files give names, which are parsed where they are read.
-        steps, batch_size, …: ``narrowgauge train --help`` says of each what it is, and so does its metadata.
+        recipe: the recipe; command lines and files hold its name, which is parsed there.
+        steps, batch_size, …: see ``narrowgauge train --help``, or the metadata of each field.
 
     Example:
         >>> TrainConfig(model="llama-1m", steps=400).validated().lr
@@ -88,12 +87,12 @@ class TrainConfig:
     )
     recipe: Recipe = dataclasses.field(
         default=parse("bfloat16/word"),
-        metadata=_about("A recipe (narrowgauge show recipes) or a .toml file that says one."),
+        metadata=_about("A recipe (narrowgauge show recipes) or a .toml file with one."),
     )
     steps: int = _count(400, "Optimizer steps.")
     batch_size: int = _count(8, "Sequences per optimizer step.")
     sequence_length: int = _count(256, "Tokens per sequence.")
-    gradient_accumulation_steps: int = _count(1, "Parts a batch is computed in; must divide the batch size.")
+    gradient_accumulation_steps: int = _count(1, "Micro-batches per optimizer step; must divide the batch size.")
     lr: float | None = _setting(
         None,
         "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
@@ -103,15 +102,15 @@ class TrainConfig:
     )
     schedule: str = _setting(
         "cosine",
-        "How the rate falls after the warm-up: cosine, linear or constant.",
+        "Decay of the learning rate after the warm-up: cosine, linear or constant.",
         f"one of {', '.join(SCHEDULES)}",
         lambda value: value in SCHEDULES,
     )
     warmup_steps: int | None = _count(
-        None, "Steps over which the rate rises.  [default: a tenth of the steps, at most 100]", 0
+        None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", 0
     )
     min_lr_ratio: float = _setting(
-        0.1, "Last learning rate, as a share of the peak.", "from 0 to 1", lambda value: 0 <= value <= 1
+        0.1, "Final learning rate as a fraction of the peak.", "from 0 to 1", lambda value: 0 <= value <= 1
     )
     beta1: float = _setting(0.9, "Decay of the first moment.", "from 0 to below 1", lambda value: 0 <= value < 1)
     beta2: float = _setting(0.95, "Decay of the second moment.", "from 0 to below 1", lambda value: 0 <= value < 1)
@@ -120,9 +119,9 @@ class TrainConfig:
         0.1, "Decoupled weight decay of matrices.", "at least 0 and finite", lambda value: 0 <= value < math.inf
     )
     max_grad_norm: float = _setting(
-        1.0, "Norm to which gradients are clipped; inf clips nothing.", "above 0", lambda value: value > 0
+        1.0, "Maximum gradient norm for clipping; inf disables it.", "above 0", lambda value: value > 0
     )
-    seed: int = _count(0, "Of the initial weights, the order of the data and stochastic rounding.", 0)
+    seed: int = _count(0, "Seed of the initial weights, the order of the data and stochastic rounding.", 0)
     out: str | None = _setting(
         None, "Run folder; new or empty.  [default: runs/MODEL-RECIPE-N, the first free N]", "a path", bool
     )
@@ -130,15 +129,15 @@ class TrainConfig:
         None, "A tokenizer.json or a folder with one.  [default: a BPE trained on the data]", "a path", bool
     )
     held_out: float = _setting(
-        0.05, "Share of the documents kept for validation.", "above 0 and below 1", lambda value: 0 < value < 1
+        0.05, "Fraction of the documents held out for validation.", "above 0 and below 1", lambda value: 0 < value < 1
     )
     eval_every: int = _count(100, "Steps between validations; 0: only at the end.", 0)
     eval_batches: int = _count(8, "Batches per validation.")
     checkpoint_every: int = _count(100, "Steps between checkpoints; 0: only at the end.", 0)
-    keep_checkpoints: int = _count(2, "Checkpoints kept, the latest ones.")
+    keep_checkpoints: int = _count(2, "Number of latest checkpoints to keep.")
     accumulation_dtype: str = _setting(
         "float32",
-        f"In which format micro-batch gradients are summed: {', '.join(ACCUMULATIONS)}.",
+        f"Format in which micro-batch gradients are accumulated: {', '.join(ACCUMULATIONS)}.",
         f"one of {', '.join(ACCUMULATIONS)}",
         lambda value: value in ACCUMULATIONS,
     )
@@ -146,13 +145,13 @@ class TrainConfig:
     gauges_every: int = _count(20, "Steps between samples of the gauges; 0: none.", 0)
     on_spike: str = _setting(
         "report",
-        "What to do about a spike of loss or gradient norm: report it, skip the batch, rollback to the last checkpoint and go "
-        "round the data, or stop.",
+        "Reaction to a spike of the loss or gradient norm: report it, skip the batch, rollback to the last checkpoint and skip "
+        "the data since, or stop.",
         f"one of {', '.join(SPIKE_ACTIONS)}",
         lambda value: value in SPIKE_ACTIONS,
     )
     max_rollbacks: int = _count(3, "Rollbacks after which a spike stops the run.", 0)
-    tensorboard: bool = _setting(False, "Also write TensorBoard's event files, to the run folder's tensorboard/.")
+    tensorboard: bool = _setting(False, "Also write TensorBoard event files to tensorboard/ in the run folder.")
     log_every: int = _count(10, "Steps between printed lines; every step is recorded.")
     stop_after: int | None = _count(
         None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]"
@@ -162,23 +161,23 @@ class TrainConfig:
 
     @property
     def betas(self) -> tuple[float, float]:
-        """Both decays, as ``ng.AdamW`` takes them."""
+        """``(beta1, beta2)``."""
         return self.beta1, self.beta2
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences in each part of a batch."""
+        """Sequences per micro-batch."""
         return self.batch_size // self.gradient_accumulation_steps
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in each optimizer step."""
+        """Tokens per optimizer step."""
         return self.batch_size * self.sequence_length
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of one optimizer step: a pure function of the settings.
 
-        Law: it rises in equal parts to ``lr`` at ``warmup_steps`` and falls to ``lr * min_lr_ratio`` at ``steps``.
+        Invariant: it rises linearly to ``lr`` at ``warmup_steps`` and falls to ``lr * min_lr_ratio`` at ``steps``.
 
         Args:
             step: from 1 to ``steps``.
@@ -193,7 +192,7 @@ class TrainConfig:
         assert filled.warmup_steps is not None
         if filled.lr is None:
             raise NarrowgaugeError(
-                f"model {self.model!r} is no preset, and its learning rate is not set.", "Give --lr."
+                f"model {self.model!r} is not a preset, and its learning rate is not set.", "Set --lr."
             )
         if step <= filled.warmup_steps:
             return filled.lr * step / filled.warmup_steps
@@ -204,13 +203,13 @@ class TrainConfig:
         return filled.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)
 
     def filled(self, num_parameters: int | None = None) -> TrainConfig:
-        """The same settings with the rules for ``lr``, ``warmup_steps`` and ``compile`` worked out.
+        """The same settings with ``lr``, ``warmup_steps`` and ``compile`` filled in by their rules.
 
         Args:
-            num_parameters: of the model; None takes a preset's own. Without either, ``lr`` and ``compile`` may stay
-                None.
+            num_parameters: size of the model; None uses that of a preset. Without either, ``lr`` and ``compile`` may
+                stay None.
         Returns:
-            The filled settings; what was given is untouched.
+            The filled settings; explicit values are unchanged.
         Example:
             >>> TrainConfig(model="llama-125m").filled().lr
             0.0006
@@ -230,9 +229,9 @@ class TrainConfig:
         return filled
 
     def validated(self) -> TrainConfig:
-        """Check every setting, alone and against the others, and fill in what follows by rule.
+        """Check every setting, alone and against the others, and fill in derived settings.
 
-        Law: idempotent, and nothing is written. Only what needs the model or the text itself is left to the loop.
+        Invariant: idempotent, and nothing is written. Checks that need the model or the text happen in the loop.
 
         Returns:
             The settings with the model's full name, ``out`` chosen, and all rules worked out.
@@ -240,7 +239,7 @@ class TrainConfig:
             RecipeError: a recipe that its name or table does not say in full, or an unknown preset.
             DataError: the data, the tokenizer or the model folder does not exist.
             RecordError: ``out`` is a file, or a folder that is not empty.
-            NarrowgaugeError: any other value that cannot be.
+            NarrowgaugeError: any other invalid value.
         """
         for field in fields(self):
             _require(field, getattr(self, field.name))
@@ -257,9 +256,9 @@ class TrainConfig:
         )
 
     def located(self) -> TrainConfig:
-        """The same settings with full paths, so that a run or a comparison can go on from any folder.
+        """The same settings with full paths, so that a run or a comparison can be resumed from any folder.
 
-        Law: idempotent; what is no path here (a preset, ``stdlib``, a name on the hub) stays as it is.
+        Invariant: idempotent; what is not a path here (a preset, ``stdlib``, a name on the hub) stays as it is.
 
         Returns:
             The settings.
@@ -283,15 +282,15 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], where: str = "the settings") -> TrainConfig:
-        """Read a table such as ``to_dict`` gives; keys that are missing have their defaults.
+        """Read a table from ``to_dict``; missing keys have their defaults.
 
         Args:
             table: settings by name; ``recipe`` is a name or a table of its own.
-            where: what to call the table in an error.
+            where: name of the table in error messages.
         Returns:
             The settings, not validated against each other.
         Raises:
-            NarrowgaugeError: an unknown key, or a value of the wrong kind or out of range.
+            NarrowgaugeError: an unknown key, or a value of the wrong type or out of range.
         """
         known = {field.name: field for field in fields(cls)}
         given: dict[str, Any] = {}
@@ -303,7 +302,7 @@ class TrainConfig:
                 raise NarrowgaugeError(f"{where} has an unknown key '{name}'.", near)
             if name == "recipe":
                 value = parse_value(value, where)
-            # TOML and people write a whole number as an integer.
+            # In TOML a float may be written as an integer.
             elif kind_of(known[name]) is float and type(value) is int:
                 value = float(value)
             _require(known[name], value, f" in {where}")
@@ -319,50 +318,50 @@ class TrainConfig:
         Returns:
             The settings, not validated against each other.
         Raises:
-            DataError: the file is missing or is no TOML.
-            NarrowgaugeError: a key or value that cannot be.
+            DataError: the file is missing or not TOML.
+            NarrowgaugeError: an unknown key or an invalid value.
         """
         try:
             table = load_toml(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise DataError(f"the settings file {path} does not exist.", "Name a TOML file with --config.") from None
         except (ValueError, OSError) as error:
-            said = " ".join(str(error).split())
-            raise DataError(f"the settings file {path} cannot be read: {said}.", "It must be UTF-8 TOML.") from None
+            reason = " ".join(str(error).split())
+            raise DataError(f"the settings file {path} cannot be read: {reason}.", "It must be UTF-8 TOML.") from None
         return cls.from_dict(table, str(path))
 
     def _require_agreement(self) -> None:
-        """Settings that are each possible but contradict one another."""
+        """Refuse settings that contradict each other."""
         if self.batch_size % self.gradient_accumulation_steps:
             raise NarrowgaugeError(
-                f"a batch of {self.batch_size} sequences cannot be cut into {self.gradient_accumulation_steps} equal "
-                "parts.",
-                "Let --gradient-accumulation-steps divide --batch-size.",
+                f"a batch of {self.batch_size} sequences cannot be split into {self.gradient_accumulation_steps} equal "
+                "micro-batches.",
+                "Choose a --gradient-accumulation-steps that divides --batch-size.",
             )
         if self.warmup_steps is not None and self.warmup_steps > self.steps:
             raise NarrowgaugeError(
-                f"a warm-up of {self.warmup_steps} steps was asked for in a run of {self.steps}.",
+                f"a warm-up of {self.warmup_steps} steps was requested in a run of {self.steps}.",
                 "Lower --warmup-steps.",
             )
         if self.on_spike == "rollback" and not self.checkpoint_every:
             raise NarrowgaugeError(
-                "a rollback to the last checkpoint was asked for, and no checkpoints.", "Give --checkpoint-every."
+                "rollback to the last checkpoint was requested, and no checkpoints.", "Set --checkpoint-every."
             )
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise NarrowgaugeError(
-                "files for TensorBoard were asked for, and it is not installed.", "pip install tensorboard."
+                "TensorBoard files were requested, and TensorBoard is not installed.", "pip install tensorboard."
             )
         model = MODELS.get(self.model)
         if model is not None and self.sequence_length > model.max_positions:
             raise RecipeError(
-                f"sequences of {self.sequence_length} tokens were asked of {model.name}, which has "
+                f"sequences of {self.sequence_length} tokens were requested for {model.name}, which has "
                 f"{model.max_positions} positions.",
-                f"Take --sequence-length {model.max_positions} or less, or another --model.",
+                f"Use --sequence-length {model.max_positions} or less, or another --model.",
             )
 
     def _require_sources(self) -> None:
-        """The text and the tokenizer are there; both are read later."""
-        # Late, because the command line makes flags of this file's settings and needs nothing of this.
+        """Require that text and tokenizer exist; both are read later."""
+        # Imported here: the command line makes flags of these settings and does not need it.
         from narrowgauge.trainer.corpus import open_texts
 
         if not self.data.startswith("datasets:"):
@@ -379,8 +378,8 @@ class TrainConfig:
 
 
 def left_by_a_kill(folder: Path) -> tuple[str, ...]:
-    """Names that may lie in a new run's folder: what a killed command left before there was a run, whole data and rubbish."""
-    # Late, as above.
+    """Names allowed in the folder of a new run: leftovers of a command killed before the run existed, and complete data."""
+    # Imported here, as above.
     from narrowgauge.runs.writer import leftovers
 
     return (*leftovers(folder), *(("data",) if (folder / "data" / "data.json").is_file() else ()))
@@ -388,31 +387,31 @@ def left_by_a_kill(folder: Path) -> tuple[str, ...]:
 
 def kind_of(field: dataclasses.Field[Any]) -> type:
     """The type of a setting that is not None: ``str``, ``int``, ``float``, ``bool`` or ``Recipe``."""
-    # The annotations of this file are text, and each names the plain type first.
+    # The annotations of this file are strings that name the plain type first.
     return _KINDS[str(field.type).split(" ")[0]]
 
 
 def _require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
-    """The law of one setting."""
+    """Check the type and constraint of one setting."""
     if value is None and field.default is None:
         return
     kind = kind_of(field)
     flag = f"--{field.name.replace('_', '-')}"
-    # Exact types: True is an int to Python, and nobody means it. An int may stand for a float.
+    # Exact types: True is an int in Python. An int may stand for a float.
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise NarrowgaugeError(
-            f"{field.name} = {value!r} was asked for{where}, and it must be {_KIND_NAMES[kind]}.",
-            f"For instance {field.name} = {field.default!r}." if field.default is not None else "",
+            f"{field.name} = {value!r} was requested{where}; it must be {_KIND_NAMES[kind]}.",
+            f"For example {field.name} = {field.default!r}." if field.default is not None else "",
         )
     if not field.metadata["holds"](value):
         raise NarrowgaugeError(
-            f"{field.name} = {value!r} was asked for{where}, and it must be {field.metadata['law']}.",
-            f"Change {flag}, or leave it out.",
+            f"{field.name} = {value!r} was requested{where}; it must be {field.metadata['constraint']}.",
+            f"Change {flag}, or omit it.",
         )
 
 
 def _known_model(name: str) -> str:
-    """The full name of a preset, or the path of a folder that describes a model."""
+    """The full name of a preset, or the path of a model folder."""
     path = Path(name).expanduser()
     if name.strip().lower() in MODELS or not (path.exists() or "/" in name or "\\" in name):
         return get_model(name).name
@@ -421,13 +420,13 @@ def _known_model(name: str) -> str:
             f"the model folder {name} does not exist.", "Name a preset (narrowgauge show models) or a folder."
         )
     if path.is_dir() and not (path / "config.json").is_file():
-        raise DataError(f"the model folder {name} holds no config.json.", "Name a folder that Hugging Face wrote.")
+        raise DataError(f"the model folder {name} holds no config.json.", "Name a Hugging Face model folder.")
     refuse_own_code(path)
     return str(path)
 
 
 def _free_folder(model: str, recipe: str) -> str:
-    """``runs/MODEL-RECIPE-N`` with the first N after every one that is taken."""
+    """``runs/MODEL-RECIPE-N`` with the first free N."""
     stem = Path(model).name.removesuffix(".json") if model not in MODELS else model
     stem = f"{stem}-{recipe.replace('/', '-')}"
     number = 1

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from narrowgauge.comparison.labels import counted
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.nan_origin.replay import replay
 from narrowgauge.monitor.spikes import Spike, StepJudgement
@@ -111,7 +110,7 @@ class Recovery:
     def _roll_back(self, row: Row) -> bool:
         session, done = self.session, len(self.session.detours)
         if done >= session.config.max_rollbacks:
-            self.stuck = f", and {counted(done, 'rollback')} {'is' if done == 1 else 'are'} used up"
+            self.stuck = f", and {done} {'rollback is' if done == 1 else 'rollbacks are'} used up"
             return False
         # First: a run that is killed before the event is written comes to the same decision.
         to, spike = go_back(session.folder, session.config.checkpoint_every), row.get("spike") or {}
