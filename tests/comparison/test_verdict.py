@@ -153,6 +153,11 @@ def test_a_better_recipe_is_not_called_noise() -> None:
     assert not sentence(both, "Also within the noise")
 
 
+def test_certain_differences_too_small_to_matter_are_listed_with_the_noise() -> None:
+    beside = compare_runs([*MASTER, *seeds("mine", (3.9995, 4.0995, 4.1995)), *seeds("bfloat16/compact", EQUAL)])
+    assert sentence(beside, "Also within the noise of bfloat16/master, or within a thousandth of its loss: mine (")
+
+
 def test_what_the_first_sentence_names_as_undecided_is_not_named_again() -> None:
     runs = [*seeds("bfloat16/master", (1.216, 1.344)), *seeds("float8-row/word", (1.2918, 1.4414))]
     assert not sentence(compare_runs(runs), "Not statistically distinguishable")
