@@ -6,7 +6,7 @@ import pytest
 
 from narrowgauge.spec import variants
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
-from narrowgauge.spec.slots import SLOTS, TENSORS, casts_made, first_of_input, slot_of_cast
+from narrowgauge.spec.slots import SLOTS, TENSORS, casts_made, first_of_input, slot_of_cast, weight_slots
 
 SHAPES = {"input": ("tokens", "in"), "weight": ("out", "in"), "gradient": ("tokens", "out")}
 RESULTS = {"output": ("tokens", "out"), "grad_input": ("tokens", "in"), "grad_weight": ("out", "in")}
@@ -51,6 +51,15 @@ def test_a_cast_is_made_where_no_other_serves_it(compute: Compute) -> None:
         assert made in (name, slot.reuses)
         assert made == name or compute.casts[made].serves(compute.casts[name])
         assert (name in casts_made(compute)) == (made == name and not compute.casts[name].is_wide)
+
+
+@pytest.mark.parametrize("compute", [row for row in COMPUTES.values() if not row.is_wide], ids=lambda row: row.name)
+def test_the_slots_share_what_the_compute_reports(compute: Compute) -> None:
+    shared = [
+        slot_of_cast(compute, name) != name for name in ("grad_weight.right", "grad_input.right", "grad_weight.left")
+    ]
+    assert shared == [compute.keeps_codes, compute.reuses_weight, compute.reuses_grad]
+    assert weight_slots(compute) == ["output.right", "grad_input.right"][: 1 if compute.reuses_weight else 2]
 
 
 def test_layers_that_get_one_input_share_the_cast_of_the_first() -> None:

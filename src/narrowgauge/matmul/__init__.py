@@ -1,1 +1,1 @@
-"""Narrow matmuls: one Linear, three products, six casts; every format is a row of :mod:`narrowgauge.spec.computes`."""
+"""Narrow matmuls: one Linear, three matmuls, six casts; each compute is a value of :mod:`narrowgauge.spec.computes`."""

@@ -29,7 +29,7 @@ Key = tuple[Any, ...]
 
 @dataclass
 class _Kept:
-    """Every cast of one weight, and the state of the weight that they were made from."""
+    """The casts of one weight, and the version of the weight that they were made from."""
 
     storage: StorageWeakRef
     version: int
@@ -37,19 +37,19 @@ class _Kept:
 
 
 class _Cache:
-    """The casts in use, by storage; empty outside :func:`cached_weights`."""
+    """The cached casts, by storage; empty outside :func:`cached_weights`."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.weights: dict[tuple[Any, ...], _Kept] = {}
 
     def forget_dead(self) -> None:
-        """Drop the casts of tensors that are gone: a layer may make its weight anew at each call."""
+        """Drop the casts of freed tensors: a layer may compute its weight in each call."""
         for place in [place for place, kept in self.weights.items() if kept.storage.expired()]:
             del self.weights[place]
 
     def clear(self, *_: Any) -> None:
-        """Forget all casts: a step may have changed any weight."""
+        """Drop all casts: a step may have changed any weight."""
         self.weights.clear()
 
 
@@ -59,16 +59,16 @@ _FOLLOWING: list[Any] = []
 
 @contextmanager
 def cached_weights() -> Iterator[None]:
-    """Within it, each weight is cast once and used again until it changes: for the micro-batches of a step.
+    """Within it, each weight is cast once, and the cast is reused until the weight changes: for the micro-batches of a step.
 
-    Law: the same bits as without. A change through ``parameter.data`` is one that PyTorch does not count: leave the scope
-    first, or step with an optimizer of ``torch.optim``'s kind.
+    Invariant: the same bits as without. PyTorch does not count a change through ``parameter.data``: leave the scope
+    first, or step with a subclass of ``torch.optim.Optimizer``.
 
     Returns:
         A context manager.
 
-    Cost: the casts stay in memory: 1 byte a parameter for int8 and native float8, 2 where emulated, once for each of
-    ``output`` and ``grad_input`` that casts anew.
+    Cost: the casts stay in memory: 1 byte per parameter for int8 and native float8, 2 where emulated, separately for ``output``
+    and ``grad_input`` unless they share a cast.
     Example:
         >>> with cached_weights():
         ...     pass  # forward and backward of every micro-batch
@@ -85,17 +85,17 @@ def cached_weights() -> Iterator[None]:
 
 
 def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operand:
-    """A cast of a weight, from the cache where there is one.
+    """A cast of a weight, from the cache if it holds one.
 
     Args:
-        weight: the parameter, as the matmul got it.
-        key: what identifies the cast.
-        make: makes it.
+        weight: the parameter, or a view of it.
+        key: identifies the cast.
+        make: makes the cast.
     """
     if not _CACHE.depth or weight.is_inference():
         return make()
     storage = weight.untyped_storage()
-    # A tied weight may be seen as its own transpose.
+    # A tied weight may also be used as its transpose.
     place = (storage._cdata, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
     kept = _CACHE.weights.get(place)
     if kept is None or kept.version != weight._version or kept.storage.expired():
@@ -120,9 +120,9 @@ class LastCast:
         """The cast of ``x``, made or remembered.
 
         Args:
-            of: a tensor of the layer that asks, which tells it from others.
-            x: what is cast; PyTorch counts no changes of inference tensors, so theirs are always made.
-            arguments: the operator's others.
+            of: a tensor of the calling layer, which identifies it.
+            x: the input; PyTorch counts no changes of inference tensors, so those are always cast.
+            arguments: the operator's other arguments.
         """
         if torch.compiler.is_compiling() or x.is_inference():
             return self.operator(x, *arguments)

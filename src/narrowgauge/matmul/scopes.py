@@ -1,9 +1,9 @@
-"""Scopes: in which dtype a model computes, where that is not the one its weights lie in.
+"""Scopes: the dtype in which a model computes, where that is not the dtype of its weights.
 
-Over float32 weights a narrower compute is autocast. A compute that differs from *narrow* weights (``float32/word``,
-``float16/kahan``) has no such help in PyTorch: each module sees its own parameters cast to the compute's dtype while its
-forward runs, linear layers cast theirs in their product, and what flows between modules is in that dtype too. Modules that
-a recipe keeps stand outside of it all, in float32, with casts around them.
+Over float32 weights a narrower compute is autocast. PyTorch has no such context for a compute whose dtype differs from that of
+*narrow* weights (``float32/word``, ``float16/kahan``): each module's own parameters are cast to the compute's dtype while its
+forward runs, linear layers cast theirs in their matmul, and tensors between modules are in that dtype too. Modules that a recipe
+keeps compute in float32, with casts around them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from narrowgauge.spec.recipes import Recipe
 
 
 def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
-    """The scope in which a model computes as the recipe says: autocast over float32 weights, or nothing to do.
+    """The context in which a model computes in the recipe's dtype: autocast over float32 weights, else a null context.
 
-    ``prepare`` puts it around the model's own forward; a loop that calls parts of the model enters it itself.
+    ``prepare`` puts it around the model's own forward; code that calls parts of the model enters it itself.
     """
     if recipe.storage.visible != "float32" or recipe.dtype == "float32":
         return nullcontext()
@@ -32,9 +32,9 @@ def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManage
 
 
 def compute_in_scope(model: nn.Module, recipe: Recipe) -> None:
-    """Let a model of cut weights and swapped linear layers compute in the recipe's dtype, whoever calls it."""
+    """Let a model with rounded weights and swapped linear layers compute in the recipe's dtype in every call."""
     for module in model.modules():
-        if isinstance(before := module.__dict__.get("forward"), _Forward):  # of an earlier prepare
+        if isinstance(before := module.__dict__.get("forward"), _Forward):  # from an earlier prepare
             del module.forward
             if before.own is not None:
                 module.forward = before.own
@@ -46,7 +46,7 @@ def compute_in_scope(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _cast_parameters(model: nn.Module, recipe: Recipe) -> None:
-    """Let every module that has narrow parameters compute with them in the recipe's dtype."""
+    """Let every module with narrow parameters cast them to the recipe's dtype."""
     dtype, visible = (getattr(torch, name) for name in (recipe.dtype, recipe.storage.visible))
     for module in model.modules():
         own = [] if _casts_itself(module) else list(module._parameters.values())
@@ -55,12 +55,12 @@ def _cast_parameters(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _casts_itself(module: nn.Module) -> bool:
-    """Whether a module's parameters are the operands of functions that cast them."""
+    """Whether a module casts its own parameters."""
     return isinstance(module, Layer) or NARROW in module._modules or hasattr(module, "computes_in")
 
 
 def _widen_kept(model: nn.Module, recipe: Recipe) -> None:
-    """Casts around the outermost kept modules: float32 in and inside, the dtype of the model's stream out."""
+    """Casts around the outermost kept modules: float32 inputs, and outputs in the model's dtype."""
     if not recipe.keep or recipe.dtype == "float32":
         return
     done: list[str] = []
@@ -86,12 +86,12 @@ def _to_float16(_: nn.Module, __: Any, result: Any) -> Any:
     return _cast(result, torch.float16)
 
 
-# Functions of the module, so that a prepared model can be pickled.
+# Module-level functions, so that a prepared model can be pickled.
 _CAST_OUTPUTS = {"bfloat16": _to_bfloat16, "float16": _to_float16}
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """The same with every floating tensor in it in ``dtype``."""
+    """The same structure with every floating-point tensor in ``dtype``."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, (list, tuple)):
@@ -104,14 +104,14 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 class _Forward:
-    """A module's own forward with something around it.
+    """A wrapper of a module's own forward.
 
-    An object, not a closure: copies and pickles of the module then have one that computes with their own weights.
+    An object, not a closure: copies and pickles of the module then get one that uses their own weights.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        # A forward that somebody put on the object itself.
+        # A forward that was set on the object itself.
         self.own: Callable[..., Any] | None = module.__dict__.get("forward")
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,12 +121,12 @@ class _Forward:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        # Callers such as transformers ask a forward for the names of its arguments.
+        # Callers such as transformers inspect the names of the arguments.
         return inspect.signature(self.own or type(self.module).forward.__get__(self.module))
 
 
 class _Scoped(_Forward):
-    """A module's own forward in the scope of a recipe, or outside every scope for ``None``."""
+    """A module's own forward in the scope of a recipe; for ``None`` with autocast disabled."""
 
     def __init__(self, module: nn.Module, recipe: Recipe | None) -> None:
         super().__init__(module)
@@ -140,7 +140,7 @@ class _Scoped(_Forward):
 
 
 class _Cast(_Forward):
-    """A module's own forward with its inputs and its own parameters in another dtype; gradients come back in theirs."""
+    """A module's own forward with its inputs and its own parameters cast to another dtype; gradients keep theirs."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__(module)

@@ -53,7 +53,7 @@ def float32_tiles(a: Tensor, b: Tensor) -> Iterator[tuple[Tile, Tensor]]:
         a: ``[rows, contraction]`` in any layout.
         b: ``[contraction, columns]`` in any layout.
     Yields:
-        Tiles that together are the result; the values lie in memory that the next tile writes over.
+        Tiles that together are the result; the memory of the values is overwritten by the next tile.
     """
     side = max(_TILE_ELEMENTS // max(a.shape[1], 1), _LEAST_SIDE)
     for top in range(0, a.shape[0], side):
@@ -66,11 +66,11 @@ def float32_tiles(a: Tensor, b: Tensor) -> Iterator[tuple[Tile, Tensor]]:
 
 
 def sum_integers(a: Tensor, b: Tensor) -> Tensor:
-    """The exact product of int8 matrices as float32 rounds it, in memory that the next call writes over."""
+    """The exact product of int8 matrices, rounded to float32, in memory that the next call overwrites."""
     values = SCRATCH.take("values", torch.float32, a.shape[0], b.shape[1])
     if a.shape[1] <= EXACT_TERMS:
         return torch.mm(_widened("left", a), _widened("right", b), out=values)
-    # PyTorch adds tensors of two dtypes value by value, 30 times slower: the sums are converted first.
+    # PyTorch adds tensors of two dtypes one value at a time, 30 times slower: convert the sums first.
     wide = torch.int32 if a.shape[1] <= INT32_TERMS else torch.float64
     total = SCRATCH.take("total", wide, *values.shape).zero_()
     part = SCRATCH.take("part", wide, *values.shape)
@@ -80,7 +80,7 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _widened(name: str, x: Tensor) -> Tensor:
-    """The matrix in float32, lying as it lay."""
+    """The matrix in float32, with the same memory order."""
     if x.dtype == torch.float32:
         return x
     if x.stride(0) == 1 and x.stride(1) != 1:
@@ -89,16 +89,16 @@ def _widened(name: str, x: Tensor) -> Tensor:
 
 
 class _Scratch(threading.local):
-    """Memory that products go through, kept: fresh pages would cost as much as what is done to them."""
+    """Reused memory of intermediate results: page faults of fresh memory would cost as much as the arithmetic."""
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-        """``[rows, columns]`` of it."""
+        """A view ``[rows, columns]`` of a buffer."""
         buffer = self.buffers.get((name, dtype))
         if buffer is None or buffer.numel() < rows * columns:
-            # What is made in inference mode cannot be written outside of it.
+            # A tensor that is made in inference mode cannot be written outside of it.
             with torch.inference_mode(False):
                 buffer = self.buffers[name, dtype] = torch.empty(rows * columns, dtype=dtype)
         return buffer[: rows * columns].view(rows, columns)

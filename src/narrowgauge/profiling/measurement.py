@@ -26,7 +26,7 @@ from narrowgauge.profiling.layer_plan import ELSEWHERE, Kind, Setting, compared_
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.models import Model
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.slots import SLOTS, slot_of_cast
+from narrowgauge.spec.slots import weight_slots
 from narrowgauge.spec.variants import named
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.memory import Sizes, batch_bytes, free_bytes
@@ -129,8 +129,7 @@ def weight_bytes(setting: Setting, device: torch.device) -> float:
     compute = named(setting.compute)
     if setting.is_plain:
         return 0.0
-    made = [name for name, slot in SLOTS.items() if slot.tensor == "weight" and slot_of_cast(compute, name) == name]
-    return sum(slot_dtype(compute, name, device).itemsize for name in made)
+    return sum(slot_dtype(compute, name, device).itemsize for name in weight_slots(compute))
 
 
 def require_memory(model: Model, recipes: Iterable[Recipe], config: TrainConfig) -> None:

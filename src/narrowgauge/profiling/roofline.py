@@ -28,7 +28,7 @@ from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.models import Model
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.slots import SLOTS, TENSORS, casts_made, slot_of_cast
+from narrowgauge.spec.slots import SLOTS, TENSORS, casts_made, weight_slots
 from narrowgauge.spec.variants import named
 
 BANDWIDTH_SHARE = 0.8
@@ -231,8 +231,7 @@ def weight_bytes(setting: Setting, chip: Chip) -> float:
     compute = named(setting.compute)
     if setting.is_plain:
         return 0.0
-    made = [n for n, slot in SLOTS.items() if slot.tensor == "weight" and slot_of_cast(compute, n) == n]
-    products = [compute.products[SLOTS[name].matmul] for name in made]
+    products = [compute.products[SLOTS[name].matmul] for name in weight_slots(compute)]
     return sum(_written_bytes(product.right, is_native(product, compute, chip)) for product in products)
 
 

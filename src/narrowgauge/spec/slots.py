@@ -71,6 +71,17 @@ def slot_of_cast(compute: Compute, slot: str) -> str:
     return first if first and compute.casts[first].serves(compute.casts[slot]) else slot
 
 
+def weight_slots(compute: Compute) -> list[str]:
+    """The slots whose casts of the weight a compute makes, wide ones included.
+
+    Example:
+        >>> from narrowgauge.spec.computes import COMPUTES
+        >>> weight_slots(COMPUTES["int8-row"]), weight_slots(COMPUTES["mxfp8"])
+        (['output.right'], ['output.right', 'grad_input.right'])
+    """
+    return [name for name, slot in SLOTS.items() if slot.tensor == "weight" and slot_of_cast(compute, name) == name]
+
+
 def casts_made(compute: Compute) -> tuple[str, ...]:
     """The slots whose casts a compute makes: not those that reuse codes, nor those that only round to 16 or 32 bits.
 
