@@ -258,7 +258,7 @@ def test_compiled_sums_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> No
     def both(gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
         return [*add_stochastic(gradient, planes[:1], seed), *add_kahan(gradient, planes[1:], seed)]
 
-    monkeypatch.setitem(accumulation.LANES, "both", both)
+    monkeypatch.setitem(accumulation.ADDITIONS, "both", both)
     monkeypatch.setitem(ACCUMULATIONS, "both", replace(ACCUMULATIONS["kahan"], name="both", planes=("bfloat16",) * 3))
     parts = gradients((3001, 2), 5)
     bad = torch.tensor([math.inf, -math.inf, math.nan, 3.38e38, -3.38e38, 1e-40, -0.0, 0.0]).bfloat16()
@@ -305,10 +305,10 @@ def test_every_nan_stays_one(row: str, dtype: torch.dtype) -> None:
     filled = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
     assert accumulation.nearest([filled], dtype).isnan().all()
     seed = torch.tensor(1, dtype=torch.int32)
-    if row in accumulation.LANES:
+    if row in accumulation.ADDITIONS:
         planes = [torch.ones(2) for _ in ACCUMULATIONS[row].planes]
         for gradient, before in ((filled, planes), (torch.ones(2), [filled, *planes[1:]])):
-            assert accumulation.LANES[row](gradient, before, seed)[0].view(torch.float32).isnan().all()
+            assert accumulation.ADDITIONS[row](gradient, before, seed)[0].view(torch.float32).isnan().all()
 
 
 def test_the_random_bits_belong_to_seed_step_and_micro_batch() -> None:

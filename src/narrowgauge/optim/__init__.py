@@ -1,1 +1,1 @@
-"""Optimizers: a rule (what step to take) joined with a storage (how what it leaves behind is kept)."""
+"""Optimizers: a rule (which step to take) combined with a storage (in which formats weights and states are stored)."""

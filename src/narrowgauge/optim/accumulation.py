@@ -49,7 +49,7 @@ class AccumulationWarning(UserWarning):
     """So many micro-batches are summed in a narrow format that the sum loses more than the storage does."""
 
 
-# ── one addition, in float32 lanes: the definitions that are compiled ───────────────────────────────────────────────────
+# ── one addition, of float32 values: the definitions that are compiled ────────────────────────────────────────────────
 
 
 def cut_numbers(x: Tensor, dropped: int, addend: Tensor | int) -> Tensor:
@@ -67,7 +67,7 @@ def add_stochastic(gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> 
         A list of the new sum's int32 bits, as a float32 whose lower half is zero.
     """
     total = planes[0] + gradient
-    # Mantissas only, so that scaling by a power of two changes nothing; side by side, so that neither hides the other.
+    # Mantissas only, so that scaling by a power of two changes nothing; shifted apart, so that neither masks the other.
     key = (bits_of(total) & MANTISSA) ^ (bits_of(gradient) << 9)
     return [cut_numbers(total, 16, dither(random_bits(key, seed), 0, 16, 16))]
 
@@ -81,11 +81,11 @@ def add_kahan(gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> list[
     return [high, torch.where((high & rounding.MAGNITUDE) < INFINITY, rest, 0)]
 
 
-Lane = Callable[[Tensor, Sequence[Tensor], Tensor], list[Tensor]]
-LANES: dict[str, Lane] = {"bfloat16-stochastic": add_stochastic, "kahan": add_kahan}
+Addition = Callable[[Tensor, Sequence[Tensor], Tensor], list[Tensor]]
+ADDITIONS: dict[str, Addition] = {"bfloat16-stochastic": add_stochastic, "kahan": add_kahan}
 
 
-def in_words(lane: Lane) -> Callable[..., Tensor]:
+def in_words(addition: Addition) -> Callable[..., Tensor]:
     """An addition over int32 words of two bfloat16 each: bitcasts are free there and slow beside bfloat16 loads.
 
     It takes ``(gradient, *planes, seed, *outputs)`` and writes the new planes to ``outputs``: the planes again.
@@ -95,8 +95,8 @@ def in_words(lane: Lane) -> Callable[..., Tensor]:
         count = len(rest) // 2
         words, seed, outputs = (gradient, *rest[:count]), rest[count], rest[count + 1 :]
         even, odd = [float_of(word << 16) for word in words], [float_of(word & UPPER) for word in words]
-        lanes = [lane(values[0], values[1:], seed) for values in (even, odd)]
-        joined = [((low >> 16) & 0xFFFF) | high for low, high in zip(*lanes, strict=True)]
+        sums = [addition(values[0], values[1:], seed) for values in (even, odd)]
+        joined = [((low >> 16) & 0xFFFF) | high for low, high in zip(*sums, strict=True)]
         for output, value in zip(outputs, joined, strict=True):
             output.copy_(value)
         return gradient.new_zeros(0)
@@ -104,14 +104,14 @@ def in_words(lane: Lane) -> Callable[..., Tensor]:
     return add
 
 
-def _definition(lane: Lane, count: int, seed: Tensor) -> Definition:
+def _definition(addition: Addition, count: int, seed: Tensor) -> Definition:
     lengths: list[tuple[int, ...]] = [*[(0,)] * count, (), *[(0,)] * (count - 1)]
     # No tensor twice: the compiler would take it for one argument.
     example = [
         normal_words(torch.bfloat16, (1 << 10,), seed.device, k) if own else torch.full_like(seed, 0x2545F491)
         for k, own in enumerate(lengths)
     ]
-    return Definition(in_words(lane), example, lengths)
+    return Definition(in_words(addition), example, lengths)
 
 
 def nearest(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -205,8 +205,8 @@ class GradientAccumulator:
         seeds = {d: torch.tensor(number, dtype=torch.int32, device=d) for d in {g.device for _, g in pairs}}
         for parameter, gradient in pairs:
             planes = self._planes_of(parameter, gradient)
-            if self.row.name in LANES:
-                self._add(LANES[self.row.name], gradient, planes, seeds[gradient.device])
+            if self.row.name in ADDITIONS:
+                self._add(ADDITIONS[self.row.name], gradient, planes, seeds[gradient.device])
             else:
                 for plane, chunk in _chunks(*planes, gradient):
                     plane += chunk
@@ -214,7 +214,7 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Put each sum, rounded once, into ``p.grad``, and begin anew; without any gradient ``p.grad`` stays ``None``.
+        """Put each sum, rounded once, into ``p.grad``, and reset; without any gradient ``p.grad`` stays ``None``.
 
         A gradient that has not been accumulated yet is taken in first.
         """
@@ -254,17 +254,17 @@ class GradientAccumulator:
                 plane.fill_(-0.0)
         return self._planes[parameter]
 
-    def _add(self, lane: Lane, gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> None:
+    def _add(self, addition: Addition, gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> None:
         """Add a gradient to its planes: over whole words where they can be compiled, else a chunk at a time."""
         words = [word for tensor in (gradient, *planes) if (word := as_words(tensor)) is not None]
         if self._compile and len(words) == 1 + len(planes) and words[0].numel() > 1:
             name = f"accumulate {self.row.name}"
-            run = compiled(name, seed.device, lambda: _definition(lane, len(words), seed))
+            run = compiled(name, seed.device, lambda: _definition(addition, len(words), seed))
             if run is not None:
                 run([*words, seed, *words[1:]])
                 return
         for chunk, *parts in _chunks(gradient, *planes):
-            for part, bits in zip(parts, lane(chunk.float(), [p.float() for p in parts], seed), strict=True):
+            for part, bits in zip(parts, addition(chunk.float(), [p.float() for p in parts], seed), strict=True):
                 part.copy_(float_of(bits))
 
     def _warn(self, num_micro_batches: int) -> None:

@@ -103,7 +103,7 @@ class Alarm:
 
 
 def figures_of(sums: Tensor) -> dict[str, float | None]:
-    """The audit's readings of a vector of sums, as a run's record has them: ``None`` where nothing was intended."""
+    """The audit's metrics of a vector of sums, as a run records them: ``None`` where no change was intended."""
     readings = {
         "edq": update_metrics.edq(sums),
         "noise": update_metrics.noise(sums),
@@ -184,8 +184,7 @@ class Auditor:
         """Tensors that began to stall since the last call."""
         result = []
         for parameter, products in self._products.items():
-            # An EDQ at or above the threshold cannot stall, and a healthy run has no others: this is all that an audited
-            # step costs.
+            # A tensor whose EDQ is not below the threshold cannot stall; in a healthy run this test is the only cost.
             suspicious = sum(de for _, de in products) < MIN_EDQ * sum(dd for dd, _ in products)
             reading = read(self.windows[parameter]) if suspicious else None
             stalls = reading is not None and reading.stalls

@@ -1,4 +1,4 @@
-"""Named optimizers with elementwise rules: a rule, its options, and their defaults."""
+"""Named optimizers with element-wise rules: a rule, its options, and their defaults."""
 
 from __future__ import annotations
 

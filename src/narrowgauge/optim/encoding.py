@@ -46,7 +46,7 @@ def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tenso
 
 
 def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) -> Tensor:
-    """The float32 values of codes lying at ``shift`` in int32 words, whatever else lies in them.
+    """The float32 values of codes at ``shift`` in int32 words; all other bits of the words are ignored.
 
     ``scale`` is, of a scaled code, the second result of :func:`multipliers`.
     """
@@ -92,7 +92,7 @@ def _last_step(code: Code) -> int:
 
 
 def _scale(code: Code) -> int:
-    """How far the window's exponents lie above float32's."""
+    """The difference between the window's exponents and float32's."""
     return code.lowest + 126
 
 
@@ -136,7 +136,7 @@ def visible_value(visible: str, bits: Tensor) -> Tensor:
 
 
 def gradient_value(visible: str, bits: Tensor) -> Tensor:
-    """:func:`visible_value` for a gradient: what is not finite stays so."""
+    """:func:`visible_value` for a gradient: infinities and NaNs stay what they are."""
     value = visible_value(visible, bits)
     if VISIBLE[visible][2]:
         value = torch.where(value.abs() >= 65536.0, value * float("inf"), value)
@@ -223,7 +223,7 @@ def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
 
 
 def take_tail(storage: Storage, word: Tensor, shift: int) -> Tensor:
-    """The signed tail that lies at ``shift`` in a word: the inverse of :func:`place_tail`."""
+    """The signed tail at ``shift`` in a word: the inverse of :func:`place_tail`."""
     # Up to the sign, then down: the tail is signed, and its lowest bit belongs where the cut ended. What lies below it in
     # the word is cleared; below bit 0 there is nothing.
     dropped = dropped_bits(storage.weight)

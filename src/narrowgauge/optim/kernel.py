@@ -297,7 +297,7 @@ def compile_audit(rule: str, storage: str, device: str) -> None:
 
 
 class MatrixKernel:
-    """The write of one (matrix rule, storage): the rule runs on whole matrices, and this stores what it decided.
+    """The write of one (matrix rule, storage): it stores the change and the states that the rule computed on a whole matrix.
 
     It runs eagerly: a matrix rule's own products take longer.
 
@@ -316,7 +316,7 @@ class MatrixKernel:
         self._audited = make_step(storage, advance, num_decided=count, summarize=total_sums)
 
     def scalars(self, options: Mapping[str, Any], step: int) -> Sequence[float]:
-        """None: what the rule decides needs no more."""
+        """None: the rule reads its options itself."""
         return ()
 
     def run(self, work: Work, values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor:

@@ -41,7 +41,7 @@ def packages_folder() -> Path:
 
 
 def find_package(key: str) -> Path | None:
-    """The package of a key, whole and our own; what is neither is removed.
+    """The package of a key; a damaged one, or one that others could write, is removed.
 
     Args:
         key: names the kernel.
@@ -109,11 +109,11 @@ def marked(path: Path) -> Iterator[None]:
     """Hold the mark of a package during the block; it remains only if the process dies in it."""
     mark = path.with_suffix(f".loading-{os.getpid()}")
     unseen, descriptor = mark.with_name(f".{mark.name}"), -1
-    # A folder that may only be read, a full disk: then nothing is marked.
+    # On a read-only folder or a full disk there is no mark.
     with contextlib.suppress(OSError):
         descriptor = os.open(unseen, os.O_RDWR | os.O_CREAT, 0o600)
         _lock(descriptor, exclusive=True, wait=True)
-        os.replace(unseen, mark)  # nobody ever sees it unlocked
+        os.replace(unseen, mark)  # visible only once it is locked
     try:
         yield
     finally:
@@ -128,12 +128,12 @@ def _marks(path: Path) -> list[Path]:
 
 
 def _killed_a_process(path: Path) -> bool:
-    """Whether a mark lies there that no living process holds."""
+    """Whether there is a mark that no living process holds."""
     for mark in _marks(path):
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(mark, os.O_RDONLY)
             try:
-                # Shared: whoever else looks at the same moment must find it free too.
+                # Shared, so that two processes that test at the same moment both find it free.
                 if _lock(descriptor, exclusive=False, wait=False):
                     return True
             finally:

@@ -1,4 +1,4 @@
-"""Named optimizers whose rules look at whole matrices; AdamW steps what is no matrix.
+"""Named optimizers with matrix rules; AdamW steps parameters that are no matrices.
 
 A parameter of two dims or more is stepped by the rule, one of fewer (gains, biases) by AdamW, with the same learning rate and
 the group's ``betas`` and ``eps``. Embeddings and output heads are matrices by shape only: their rows are words, of which a
@@ -119,7 +119,7 @@ class Muon(Optimizer):
 
 
 class Adafactor(Optimizer):
-    """Adafactor: second moments kept as one value per row and one per column.
+    """Adafactor: second moments stored as one value per row and one per column.
 
     Invariant: the second moment of an element is its row's mean square times its column's, over the mean of all. Its decay rate
     at step ``t`` is ``1 - t^beta2_decay``, so it needs no bias correction. A step whose root mean square is above

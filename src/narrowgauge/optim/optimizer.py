@@ -31,8 +31,8 @@ from narrowgauge.optim.state_view import States
 from narrowgauge.optim.step import Stepper
 from narrowgauge.optim.stores import NO_GRADIENT, Store
 from narrowgauge.optim.validation import (
+    Range,
     check_options,
-    check_range,
     check_real,
     check_rule,
     check_step,
@@ -135,9 +135,9 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         flags = {"fused": fused, "foreach": foreach, "capturable": capturable, "differentiable": differentiable}
         check_options({**defaults, **flags, "amsgrad": amsgrad}, rule)
-        check_range("audit_every", audit_every, 0)
-        if max_grad_norm not in (None, math.inf):  # infinity clips nothing, but skips what is not finite
-            check_range("max_grad_norm", max_grad_norm, 0, above=True)
+        Range().check("audit_every", audit_every)
+        if max_grad_norm not in (None, math.inf):  # infinity never clips, but skips steps whose norm is not finite
+            Range(above=True).check("max_grad_norm", max_grad_norm)
         row = known_row(storage, {})
         self._start(
             rule=rule,
@@ -481,7 +481,7 @@ class Optimizer(torch.optim.Optimizer):
         return save_states(self._registry)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; nothing is cast, and a state that is refused changes nothing.
+        """Restore a state from :meth:`state_dict`; nothing is cast, and a state that is refused changes nothing.
 
         Raises:
             RecipeError: the state was saved from another storage or shape.
@@ -496,7 +496,7 @@ class Optimizer(torch.optim.Optimizer):
     def load_states(
         self, entries: Mapping[Tensor, Mapping[str, Any]], groups: list[dict[str, Any]] | None = None
     ) -> None:
-        """Restore what :meth:`states` gave, in place of all states; one that is refused changes nothing.
+        """Replace all states by those from :meth:`states`; a state that is refused changes nothing.
 
         Args:
             entries: the state of each parameter.

@@ -72,7 +72,7 @@ def _is_signed_state(storage: Storage, name: str) -> bool:
 
 
 def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
-    """A lone field is a tensor that others can read where a dtype of PyTorch has its bits."""
+    """A lone field has the dtype of PyTorch with the same bits, where there is one."""
     if width == 32:
         return torch.float32
     state = name.split("_low")[0]
@@ -83,7 +83,7 @@ def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a field lies: its plane, and the bit of an element's share of the word where it begins."""
+    """Where a field is stored: its plane, and the lowest of its bits in an element of the plane."""
 
     plane: Plane
     shift: int
@@ -115,7 +115,7 @@ def num_parts(storage: Storage) -> int:
 
 
 def by_rows(storage: Storage) -> bool:
-    """Whether the storage lies in a matrix of rows."""
+    """Whether the layout of the storage is a matrix of rows."""
     return bool(storage.scaled) or num_parts(storage) > 1
 
 
@@ -156,7 +156,7 @@ def to_parameter_order(storage: Storage, plane: Plane, words: Tensor, shape: Seq
     lanes, group = num_lanes(storage), words.shape[1:]
     neighbours, parts = per_word(storage), num_parts(storage)
     # [tensors, *extent] of words → a lane for each tensor and each place in its words → parts and neighbours.
-    # (Flat before it is viewed anew: a dim of one element may have any stride.)
+    # (Flattened before the view: a dim of one element may have any stride.)
     small = words.reshape(-1).view(INTEGER[plane.bits]).view(len(words), *group, 32 // plane.bits)
     elements = small.movedim(-1, 1).reshape(lanes, *group)
     apart = elements.reshape(parts, neighbours, *group).movedim(1, -1)

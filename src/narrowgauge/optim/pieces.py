@@ -1,4 +1,4 @@
-"""Pieces: copies of a store whose parameter or gradient cannot be read as words where it lies.
+"""Pieces: copies of a parameter and gradient that cannot be read as words in place.
 
 An oddly strided or placed tensor is copied a piece at a time into words, stepped there, and the weights are copied back.
 """

@@ -165,7 +165,7 @@ class Registry:
         return self.kernels[key]
 
     def add_states(self, group: Group, parameters: Iterable[Tensor]) -> None:
-        """Add the states that options which were set since have come to need; all others stay bit for bit.
+        """Add the states that changed options need; all others stay bit for bit.
 
         Raises:
             RecipeError: the options need states of other shapes, or another rule.
@@ -190,7 +190,7 @@ class Registry:
             new.snapshot = snapshot_of(store, bound=store.snapshot is None or store.snapshot.version is not None)
 
     def remove(self, parameters: Iterable[Tensor]) -> set[Store]:
-        """Remove the stores of parameters: they begin anew, each weight as it is visible.
+        """Remove the stores of parameters: they start again from their visible weights.
 
         Returns:
             The stores that were removed.
@@ -215,11 +215,13 @@ class Registry:
         Args:
             stores: those about to be used.
             audit_every: also find writes that raise no version counter, in stores whose next step is audited.
-            loaded: whether to look at stores whose state was just loaded too, which settles which weight is theirs.
+            loaded: whether to include stores whose state was just loaded, which binds the present weight to the state.
         Raises:
             RecipeError: a parameter is not what its states were made for.
         """
-        looked_at = [s for s in stores if loaded or (s.snapshot is not None and s.snapshot.version is not None)]
+        looked_at = list(stores)
+        if not loaded:
+            looked_at = [s for s in looked_at if s.snapshot is not None and s.snapshot.version is not None]
         modified = dict.fromkeys(store for store in looked_at if not is_unmodified(store))
         others = [store for store in looked_at if store not in modified] if audit_every else []
         if found := [*modified, *(modified_silently(others, audit_every) if others else [])]:

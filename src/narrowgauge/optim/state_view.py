@@ -50,7 +50,7 @@ class States(MutableMapping[Any, Any]):
         return self._registry.begin(parameter, name)
 
     def discard(self, parameters: Iterable[Tensor]) -> None:
-        """Remove the states of parameters: they begin anew, each weight as it is visible."""
+        """Remove the states of parameters: they start again from their visible weights."""
         self._settle()
         self.take_writes()
         for store in self._registry.remove(list(parameters)):
@@ -94,14 +94,14 @@ class States(MutableMapping[Any, Any]):
         return self[key]
 
     def clear(self) -> None:
-        """Remove all states: each parameter begins anew, its weight as it is visible."""
+        """Remove all states: parameters start again from their visible weights."""
         self.free.clear()
         self.discard(self._registry.stores)
 
     def __repr__(self) -> str:
         return repr({key: dict(value) if isinstance(value, Entry) else value for key, value in self.items()})
 
-    # ── what was handed out ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── tensors that were read ─────────────────────────────────────────────────────────────────────────────────────────
 
     def read(self, parameter: Tensor, store: Store, name: str) -> Tensor:
         """A state as a tensor, the same one until a step; :meth:`take_writes` packs what is done to it in place."""
@@ -185,7 +185,7 @@ class Entry(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
     def clear(self) -> None:
-        """Remove the state: the parameter begins anew."""
+        """Remove the state: the parameter starts again from its visible weight."""
         self._states.discard([self._parameter])
 
     def __repr__(self) -> str:

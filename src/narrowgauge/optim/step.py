@@ -200,7 +200,7 @@ def _rescale(batch: Sequence[Store], old: Mapping[str, Tensor], new: Mapping[str
 
 
 def _chunks(store: Store) -> Iterator[tuple[Work, list[tuple[Tensor, Tensor]]]]:
-    """A store's words in cache-sized pieces, where they lie or in copies, in their order."""
+    """A store's words in cache-sized pieces, in place or copied, in order."""
     if (work := store.direct()) is None:
         yield from pieces(store)
     else:

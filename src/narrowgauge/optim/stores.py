@@ -114,7 +114,7 @@ class Store:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the parameter as a matrix, for storages that lie in rows."""
+        """Rows of the parameter as a matrix, for storages laid out in rows."""
         return packing.matrix_of(self.storage, self.parameter.shape)[0]
 
     @cached_property
@@ -163,7 +163,7 @@ class Store:
             )
         value = values[name].to(self.parameter.device)
         if dtype is torch.int16 and value.dtype is torch.int32:
-            value = value.to(dtype)  # as shards are handed out
+            value = value.to(dtype)  # the dtype in which DTensors are saved
         if tuple(value.shape) != shape or value.dtype != dtype:
             raise RecipeError(
                 f"'{name}' of storage '{self.storage.name}' is {dtype} of shape {shape}, and {value.dtype} of shape "
@@ -235,7 +235,7 @@ class Store:
         visible = encoding.visible_value(self.storage.visible, bits).reshape(self.parameter.shape)
         visible = visible.to(getattr(torch, self.storage.visible))
         if self.parameter.dtype is visible.dtype:
-            self.parameter.data.copy_(visible)  # in place: others may hold views of this memory
+            self.parameter.data.copy_(visible)  # in place: there may be views of this memory
         else:
             self.parameter.data = visible
         self._fill(fields)
@@ -314,7 +314,7 @@ class Store:
         return torch.cat([piece.abs().amax(1, keepdim=True) for piece in pieces]).float()
 
     def _parts(self, tensor: Tensor) -> list[Tensor] | None:
-        """A tensor of the parameter's shape as the words that a kernel takes, where it lies, or ``None``."""
+        """A tensor of the parameter's shape as words in place, as a kernel takes them, or ``None``."""
         if not packing.fits(self.storage, tensor.shape) or (flat := as_words(tensor)) is None:
             return None
         if not packing.by_rows(self.storage):
@@ -323,7 +323,7 @@ class Store:
         return list(flat.view(parts, *shape).unbind(0))
 
     def direct(self) -> Work | None:
-        """Parameter, gradient and states as words where they lie, or ``None`` where they cannot be read so."""
+        """Parameter, gradient and states as words in place, or ``None`` where that is not possible."""
         weight = self.weight_words()
         slopes = None if weight is None else self._parts(self.gradient)
         if weight is None or slopes is None:
@@ -331,7 +331,7 @@ class Store:
         return Work([*weight, *slopes, *self.plane_words], self.scales)
 
     def weight_words(self) -> list[Tensor] | None:
-        """The parameter as words where it lies, or ``None``."""
+        """The parameter as words in place, or ``None``."""
         place = self.parameter.data_ptr()
         if place != self._weight_at:  # it has moved, or this is the first time
             self._weight_words, self._weight_at = self._parts(self.parameter.detach()), place

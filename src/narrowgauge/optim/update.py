@@ -1,4 +1,4 @@
-"""One element-wise update: read what a storage holds, apply the rule, write what the storage keeps of the result.
+"""One element-wise update: read the stored values, apply the rule, write the result in the storage's formats.
 
 A *lane* is one tensor of elements as a kernel steps them: the bits of the visible weight, those of the gradient, and the
 words in which the states are packed. :func:`read` turns a lane into float32 values, :func:`write` turns a change and new
@@ -123,7 +123,7 @@ def read(storage: Storage, lane: Lane, states: Sequence[str]) -> Values:
 def write(
     storage: Storage, lane: Lane, old: Values, change: Tensor, states: Mapping[str, Tensor], seed: Tensor
 ) -> Written:
-    """Cut the result of a step to what the storage keeps.
+    """Cut the result of a step to the storage's formats.
 
     Args:
         storage: the storage.
@@ -250,7 +250,7 @@ def _placed(storage: Storage, lane: Lane, field: Tensor) -> dict[str, Tensor]:
 
 
 def _inverse(into: Tensor | None) -> Tensor | None:
-    """Out of the window that ``into`` leads into: as what is written now will be read."""
+    """The multiplier out of the window into which ``into`` scales."""
     return None if into is None else 1.0 / into
 
 

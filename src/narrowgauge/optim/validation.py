@@ -248,13 +248,6 @@ def check_unchanged(rule: str, shapes: Mapping[str, Any], new_rule: str, wanted:
             )
 
 
-def check_range(name: str, value: float, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """Refuse an option outside ``[low, high)``, or outside ``(low, high)`` where ``above``; NaN is outside of all."""
-    if not (low < value if above else low <= value) or not value < high:
-        law = f"{'above' if above else 'at least'} {low:g}{'' if high == math.inf else f' and below {high:g}'}"
-        raise RecipeError(f"{name} = {value} was requested; it must be {law} and finite.")
-
-
 def gradient_of(parameter: Tensor) -> Tensor:
     """A parameter's gradient, refused where the kernels could not take it."""
     gradient = parameter.grad

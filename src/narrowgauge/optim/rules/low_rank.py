@@ -79,7 +79,7 @@ def leading_basis(matrix: Tensor, rank: int) -> Tensor:
 
 
 def refreshed(basis: Tensor, gradient: Tensor, step: int, gap: int) -> Tensor:
-    """The basis for this step: found anew at steps 1, gap + 1, 2 gap + 1 …, and as long as there is none.
+    """The basis for this step: recomputed at steps 1, gap + 1, 2 gap + 1 …, and while there is none.
 
     Invariant: a gradient of zeros has no directions and leaves the basis as it is. Before the first other gradient the basis is
     zero, and so are all steps: an expert that no token has reached yet, or a layer behind a zero-initialised head, is not

@@ -75,14 +75,14 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def shapes_of_states(rule: Rule | MatrixRule, shape: Sequence[int], options: Options) -> dict[str, tuple[int, ...]]:
-    """The shapes of the states that a rule keeps for a parameter of ``shape`` under some options, by name."""
+    """The shapes of a rule's states for a parameter of ``shape`` under some options, by name."""
     if isinstance(rule, MatrixRule):
         return {name: kept.shape for name, kept in rule.states(tuple(shape), options).items()}
     return dict.fromkeys(rule.states, tuple(shape))
 
 
 def state_bytes(rule: MatrixRule, shape: tuple[int, ...], options: Options, storage: Storage | None = None) -> int:
-    """Bytes of all the states that a rule keeps for one parameter.
+    """Bytes of a rule's states for one parameter.
 
     Args:
         rule: the rule.
@@ -313,7 +313,7 @@ def _scale_minus_one(w: Tensor, turn: Tensor, norms: Tensor, longer: Tensor) -> 
     grown = ((2 * w + turn) * turn).sum(0, dtype=torch.float64)  # ‖w + turn‖² - ‖w‖²
     turned = _length(w + turn, dim=0)
     scale = (longer - grown / (turned + norms)) / turned
-    # A column of zeros has no direction to keep: it takes its step as it is, and has one from then on.
+    # A column of zeros has no direction: it takes the step unchanged.
     return torch.where(norms == 0, 0.0, torch.where(turned == 0, -1.0, scale))
 
 
