@@ -11,7 +11,7 @@ import ast
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -142,6 +142,30 @@ def upward_imports(module: str, path: Path, tree: ast.AST) -> list[str]:
 def test_every_file_stands_in_a_layer() -> None:
     homeless = [str(path) for module, (path, _) in modules().items() if module and layer_of(module) is None]
     assert not homeless, f"no layer holds {homeless}: give each a place in LAYERS, or move it"
+
+
+TWINS = {
+    "__init__": "the package of each room",
+    "preflight": "what conversion/ and trainer/ check before PyTorch is loaded",
+    "step": "one step, of the optimizer in optim/ and of a run in trainer/",
+}
+"""Stems that several files may share, and why."""
+
+
+def shared_stems(paths: Iterable[Path]) -> dict[str, list[str]]:
+    """Stems of more than one file, each with its files."""
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        found.setdefault(path.stem, []).append(str(path))
+    return {stem: sorted(files) for stem, files in found.items() if len(files) > 1}
+
+
+def test_no_two_files_share_a_stem_unless_they_are_twins() -> None:
+    shared = shared_stems(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))
+    strangers = [f"{', '.join(files)}: name them apart" for stem, files in shared.items() if stem not in TWINS]
+    assert not strangers, "\n".join(strangers)
+    assert set(shared) == set(TWINS), "a stem of TWINS is not shared any more: remove it there."
+    assert shared_stems([Path("a/x.py"), Path("b/x.py"), Path("c/y.py")]) == {"x": ["a/x.py", "b/x.py"]}
 
 
 def test_imports_point_down() -> None:

@@ -100,6 +100,10 @@ def test_no_public_name_is_also_a_module() -> None:
     """A function named like its file would be replaced by the file as soon as somebody imports that."""
     files = {path.stem for path in SOURCE.glob("*.py")} | {path.name for path in SOURCE.iterdir() if path.is_dir()}
     assert not files & set(HOMES)
+    # Below a room nothing is replaced, but a reader would not know which is meant: only the home of the name itself may have it.
+    below = {path.relative_to(SOURCE).with_suffix("") for path in SOURCE.glob("*/**/*.py") if path.stem in HOMES}
+    astray = [str(path) for path in below if HOMES[path.name] != ".".join(path.parts)]
+    assert not astray, f"named like a public name, and not its home: {', '.join(astray)}"
 
 
 def test_type_checkers_are_told_the_same_paths() -> None:

@@ -1,9 +1,9 @@
-"""Flags of the command line: one per setting of a training run, and the names that a shell completes for them.
+"""Flags of the command line: one per setting of a training run, and their shell completion.
 
-Names are completed from the tables: recipes part by part (``fp8-row/`` is followed by its storages), several with commas
-between, models, chips and formats. What is no name of ours may be a file, and is left to the shell.
+Recipes are completed part by part (``fp8-row/`` is followed by its storages), also in comma-separated lists; models, chips and
+formats by name. Everything else may be a file, which the shell completes.
 
-Source: click's ``shell_complete``; ``docs/start.md`` says how a shell is told.
+Source: click's ``shell_complete``; ``docs/start.md`` shows how to enable it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from narrowgauge.spec.recipes import Recipe
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
-    """A value that ``read`` makes of the text, whose own errors, with their advice, reach the user.
+    """A parameter parsed by ``read``, whose RecipeErrors reach the user with their advice.
 
-    click would turn the ValueErrors of a plain function into its own.
+    click would replace the ValueErrors of a plain function by its own error.
     """
 
     name = "text"
@@ -36,7 +36,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
         self.read = read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The value; what is no text was converted before."""
+        """Parse text; a value of another type was parsed before."""
         return self.read(value) if isinstance(value, str) else value
 
 
@@ -46,11 +46,11 @@ Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
 def recipes(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A recipe: a compute or an alias, and behind a slash the storages that go with the compute."""
+    """Complete a recipe: a compute or an alias, and after a slash the storages that the compute supports."""
     head, slash, rest = incomplete.partition("/")
     if not slash:
-        computes = {name: row.purpose for name, row in COMPUTES.items()}
-        aliases = {name: f"as {row.recipe}" for name, row in ALIASES.items() if row.is_taken}
+        computes = {name: compute.purpose for name, compute in COMPUTES.items()}
+        aliases = {name: f"as {alias.recipe}" for name, alias in ALIASES.items() if alias.is_taken}
         spellings = {short: f"as {full}" for short, full in SPELLINGS.items() if full in COMPUTES}
         return _items({**spellings, **aliases, **computes}, incomplete, "file")
     own = notation.compute_name(head)
@@ -61,42 +61,42 @@ def recipes(context: click.Context, parameter: click.Parameter, incomplete: str)
 
 
 def many_recipes(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Recipes with commas between: the last one is completed."""
+    """Complete the last recipe of a comma-separated list."""
     before, comma, last = incomplete.rpartition(",")
     found = recipes(context, parameter, last)
     return [CompletionItem(f"{before}{comma}{item.value}", item.type, item.help) for item in found]
 
 
 def of(table: Iterable[str] | Mapping[str, str], otherwise: str = "plain") -> Complete:
-    """A name of a table; where none begins so, a ``file`` or ``dir`` may be meant."""
-    rows = table if isinstance(table, Mapping) else dict.fromkeys(table, "")
+    """Complete a name of a table; without a match, a ``file`` or ``dir``."""
+    names = table if isinstance(table, Mapping) else dict.fromkeys(table, "")
 
     def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return _items(rows, incomplete, otherwise)
+        return _items(names, incomplete, otherwise)
 
     return complete
 
 
-def _items(rows: Mapping[str, str], incomplete: str, otherwise: str) -> list[CompletionItem]:
+def _items(names: Mapping[str, str], incomplete: str, otherwise: str) -> list[CompletionItem]:
     found = [
-        CompletionItem(name, help=says or None)
-        for name, says in rows.items()
+        CompletionItem(name, help=help or None)
+        for name, help in names.items()
         if name.lower().startswith(incomplete.lower())
     ]
     return found or ([] if otherwise == "plain" else [CompletionItem(incomplete, type=otherwise)])
 
 
-models = of({name: f"{row.num_parameters:,} parameters" for name, row in MODELS.items()}, "dir")
-chips = of({name: f"{row.memory_gb:g} GB" for name, row in CHIPS.items()})
+models = of({name: f"{model.num_parameters:,} parameters" for name, model in MODELS.items()}, "dir")
+chips = of({name: f"{chip.memory_gb:g} GB" for name, chip in CHIPS.items()})
 number_formats = of([*formats.FORMATS, *formats.ALIASES])
 
 
 def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | None = None) -> list[click.Parameter]:
-    """A flag per setting of a training run, some left out; None until it is given, so that a file may say otherwise.
+    """A flag per setting of a training run, except ``without``; ``None`` if not given, so that a file can set it.
 
-    What a setting is where nobody gives it is told as ``defaults`` has it, and else as the run's own default.
+    The help shows the default from ``defaults``, else the run's own.
     """
-    # Not at the top: this module is of a layer that mostly needs torch, though the settings do not.
+    # Imported here: at the top, the command line imports only rooms that never need torch.
     from narrowgauge.trainer.config import SCHEDULES, SPIKE_ACTIONS, TrainConfig, kind_of
 
     completed = {
@@ -110,7 +110,7 @@ def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | Non
         name = field.name.replace("_", "-")
         default = (defaults or {}).get(field.name, field.default)
         default = default.to_value() if isinstance(default, Recipe) else default
-        told = "" if default is None else f"  [default: {str(default).lower()}]"
+        shown = "" if default is None else f"  [default: {str(default).lower()}]"
         kind = kind_of(field)
         switch = kind is bool
         flags.append(
@@ -118,7 +118,7 @@ def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | Non
                 [f"--{name}/--no-{name}" if switch else f"--{name}", field.name],
                 type=RECIPE if kind is Recipe else kind,
                 default=None,
-                help=field.metadata["help"] + told,
+                help=field.metadata["help"] + shown,
                 metavar=None if switch else {str: "TEXT", Recipe: "TEXT", int: "N", float: "X"}[kind],
                 shell_complete=completed.get(field.name),
             )
@@ -127,7 +127,7 @@ def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | Non
 
 
 def of_comparisons() -> list[click.Parameter]:
-    """The flags that the runs of a comparison share."""
+    """The flags of settings that all runs of a comparison share."""
     from narrowgauge.trainer.config import COMPARED, OF_A_RUN
 
     return of_settings(without=OF_A_RUN, defaults=COMPARED)

@@ -1,0 +1,84 @@
+"""Errors on the command line: one line on standard error and an exit status, without a traceback."""
+
+from __future__ import annotations
+
+import errno
+import io
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from narrowgauge.errors import NarrowgaugeError, Terminated, shortened, suggestion
+
+
+class CommandGroup(click.Group):
+    """Exits with status 2 for invalid input, 130 after Ctrl-C, 143 after SIGTERM."""
+
+    def main(
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: object, **extra: Any
+    ) -> NoReturn:
+        """Run one command and exit."""
+        extra["standalone_mode"] = False
+        try:
+            status = super().main(args, prog_name, **extra)
+        except NarrowgaugeError as error:
+            status = _print_error(type(error).__name__, str(error), 2)
+        except click.Abort as abort:
+            is_terminated = isinstance(abort.__cause__, Terminated)
+            status = _print_error(
+                "Interrupted", str(abort) or "the command was stopped.", 143 if is_terminated else 130
+            )
+        except click.ClickException as error:
+            status = _print_error("UsageError", _with_advice(error), 2)
+        except OSError as error:
+            status = _handle_os_error(error)
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            status = _handle_os_error(error)
+        sys.exit(status if isinstance(status, int) else 0)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the named command."""
+        try:
+            return super().invoke(ctx)
+        # click would print an empty line before it raises Abort.
+        except KeyboardInterrupt as interruption:
+            raise click.Abort(str(interruption)) from interruption
+
+
+def _print_error(kind: str, message: str, status: int) -> int:
+    click.echo(f"{kind}: {shortened(' '.join(message.split()))}", err=True)
+    return status
+
+
+def _handle_os_error(error: OSError) -> int:
+    """Report an unwritable standard output or an invalid path; any other OSError is a bug and is raised."""
+    if error.errno in _NO_PATHS:
+        return _print_error("OSError", f"Cannot open '{error.filename}': {error.strerror}. Name another path.", 2)
+    if error.filename is not None or error.errno not in _UNWRITABLE:
+        raise error
+    # Python flushes the buffer again on exit, which would print a traceback.
+    sys.stdout = io.StringIO()
+    # A closed pipe, such as to head, is not an error.
+    if error.errno == errno.EPIPE:
+        return 1
+    return _print_error("OSError", f"Cannot write to standard output: {error.strerror}. Redirect it.", 2)
+
+
+_NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP)
+_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
+def _with_advice(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return error.format_message()
+    message = error.format_message()
+    # click suggests too many names.
+    if isinstance(error, click.NoSuchOption):
+        flags = [flag for option in context.command.params for flag in (*option.opts, *option.secondary_opts)]
+        message = f"No such option '{error.option_name}'. {suggestion(error.option_name, flags)}"
+    return f"{message} (See {context.command_path} --help.)"
