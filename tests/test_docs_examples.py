@@ -55,7 +55,7 @@ def plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_the_loop_of_ones_own_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_your_own_training_loop_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(examples("compare.md")) == 1
     run_example("compare.md", 0)
     assert capsys.readouterr().out.startswith(
@@ -87,7 +87,7 @@ def test_whoever_asks_is_told_of_events(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.optim.audit.UpdateLossWarning")
-def test_rows_of_ones_own_loop_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_your_own_training_loop_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_example("ideas/alarms.md", 2)
     run = read_run(tmp_path / "runs" / "watched")
     assert ("lost_updates", 30) in [(event["kind"], event["step"]) for event in run.events]

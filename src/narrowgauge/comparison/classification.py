@@ -1,6 +1,6 @@
 """The classification of each recipe of a comparison: decided once here, read by the verdict, the tables and the page.
 
-A recipe has a *rank*, which says how its losses compare with the baseline's, at the end and at equal time. It has *faults*, each
+A recipe has a *rank*: how its losses compare with the baseline's, at the end and at equal time. It has *faults*, each
 a reason not to use it whatever its rank: it diverged, loses its updates, skipped steps, or ends worse by more than 1 %. And it
 is *best* in the metrics in which it beats every other usable recipe beyond chance. The thresholds stand here; that of lost
 updates is the audit's (:data:`~narrowgauge.spec.significance.MIN_EDQ`).
@@ -24,7 +24,7 @@ NEGLIGIBLE = 1e-3
 ACCEPTABLE = 0.01
 """A certain loss up to this share of the baseline's is reported as a price, a larger one as a fault."""
 WIDE = 0.01
-"""An interval whose half width exceeds this share of the baseline's loss says little."""
+"""An interval whose half width exceeds this share of the baseline's loss is too wide to be useful."""
 DWARFS = 5.0
 """At equal time, an interval whose half width exceeds every difference this many times is inconclusive."""
 MAX_NOISE = 1.0

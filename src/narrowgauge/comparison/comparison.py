@@ -6,7 +6,7 @@ one baseline, chosen by what it costs and never by how it ended: the best of sev
 relative to it the others look worse than they are.
 
 Runs that diverged or did not finish are named and enter no average. ``classification.py`` classifies each recipe, and
-``verdict.py`` says what the classifications mean.
+``verdict.py`` puts the classifications into sentences.
 """
 
 from __future__ import annotations
