@@ -1,4 +1,4 @@
-"""What the tests of the matmuls share: layers of every row, and the operands that a row promises, cast one by one."""
+"""Shared by the tests of the matmuls: layers of every compute, and the operands that a compute specifies, cast one by one."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
 
 
 def off(exactly: Product, row: Compute, place: str, num_terms: int, dtype: torch.dtype) -> Tensor:
-    """How far a matmul of a row may be off here: what the row states, or what an emulation keeps to where that is less."""
+    """The error bound of a compute's matmul here: the compute's own, or that of an emulation where it is smaller."""
     matmul = row.products[place]
     emulated = num_terms * 2.0**-23
     native = is_native(matmul, CPU) and not matmul.is_wide

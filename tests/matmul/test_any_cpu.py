@@ -38,7 +38,7 @@ TOKENS = torch.arange(18).reshape(2, 9) % 32
 
 @pytest.fixture
 def laptop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """AVX2 alone, in a process that has told nobody yet."""
+    """AVX2 alone, in a process that has not warned yet."""
     monkeypatch.setattr(gemm, "_WARNED", set())
     monkeypatch.setattr(processor, "_cared_for", set())
     with pretending("avx2"):
@@ -179,7 +179,7 @@ def test_an_optimizer_alone_says_once_where_the_time_goes(laptop: None) -> None:
     assert step() == []
 
 
-def test_what_is_told() -> None:
+def test_emulation_by_float32_is_described() -> None:
     with pretending("avx2"):
         assert describe_matmuls(COMPUTES["int8-row"], CPU).endswith(
             "emulated here by float32 products (same values, float32's speed)."

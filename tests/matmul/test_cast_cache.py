@@ -137,7 +137,7 @@ def test_a_weight_where_another_one_lay_is_not_taken_for_it(counter: Counter) ->
     assert len(met) < 50, "no address was used twice, so nothing was tested"
 
 
-def test_views_of_one_storage_are_told_apart(counter: Counter) -> None:
+def test_views_of_one_storage_are_distinguished(counter: Counter) -> None:
     """By place, shape, strides and dtype: a square weight and its transpose differ in nothing but strides."""
     storage = gaussian(8, 4)
     views = [storage[:4], storage[4:], storage[:4].t(), storage.view(4, 8), storage[:4].view(torch.float16)]

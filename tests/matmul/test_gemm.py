@@ -226,7 +226,7 @@ def test_codes_multiply_as_they_are_and_as_bfloat16_alike(
     assert ((native.double() - emulated.double()).abs() <= bound + 2.0**-7 * (value.abs() + exactly.value.abs())).all()
 
 
-def test_the_user_is_told_what_is_emulated() -> None:
+def test_emulation_is_described() -> None:
     assert describe_matmuls(COMPUTES["int8-row"], CPU) == "int8-row multiplies on this CPU natively."
     said = describe_matmuls(COMPUTES["float8-row-e5m2"], CPU)
     assert said.startswith("float8-row-e5m2 multiplies float8_e4m3fn and float8_e5m2, which this CPU cannot")

@@ -92,7 +92,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert cost_of(RECIPE, KINDS, rounds, 5, WEIGHT_BYTES).step_ratio == pytest.approx(100 / 104)
 
 
-def test_casts_and_matmuls_of_each_direction_are_told_apart() -> None:
+def test_casts_and_matmuls_of_each_direction_are_separate() -> None:
     [fc] = [k for k in cost_of(RECIPE, KINDS, [Round({BASE: 100.0}, TABLE)], 5, WEIGHT_BYTES).kinds if k.kind == UP]
     told = [fc.seconds_of(casts=c, forward=f) for c in (True, False) for f in (True, False)]
     assert told == [1.0, 2.0, 6.0, 4.0]

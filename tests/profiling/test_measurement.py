@@ -69,7 +69,7 @@ def test_emulation_is_described() -> None:
     assert "does not multiply float8_e4m3fn" in measurement.describe_support(COMPUTES["mxfp8"], CPU)
 
 
-def test_a_busy_machine_is_told() -> None:
+def test_noisy_timings_are_noted() -> None:
     base = parse("bfloat16/word")
     assert measurement.noise_notes([Round({base: 1.0}, {}), Round({base: 1.1}, {})]) == []
     [note] = measurement.noise_notes([Round({base: 1.0}, {}), Round({base: 1.9}, {})])

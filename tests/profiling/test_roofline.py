@@ -115,7 +115,7 @@ def test_published_steps_are_met_within_a_tenth() -> None:
     assert expected[0] > expected[1]
 
 
-def test_what_does_not_fit_a_chip_is_told() -> None:
+def test_what_does_not_fit_a_chip_is_refused() -> None:
     model = get_model("llama-70b")
     with pytest.raises(ChipError, match="llama-70b in float8-row/word takes 5"):
         predict(kinds_of_preset(model), [parse("float8-row/word")], Step(model, 1, 128), H200)
