@@ -1,8 +1,7 @@
-"""Write the tables and the reference into the pages from the rows the program itself reads.
+"""Generate the tables and the API reference of the documentation from the package.
 
-A page says ``<!-- table: formats -->`` where a table belongs and ``<!-- reference -->`` where the public names do. Both
-are filled in at each build, so that no figure in the documentation is typed twice. Most tables are those of ``narrowgauge
-show``; what a run is watched for (``OWN``) only the documentation shows.
+Each build replaces ``<!-- table: formats -->`` in a page by that table, and ``<!-- reference -->`` by the public names. Most
+tables are those of ``narrowgauge show``; ``OWN`` has the tables of the record and of detectors.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ REFERENCE = "<!-- reference -->"
 
 
 def on_page_markdown(markdown: str, **_context: object) -> str:
-    """Fill in what one page asks for; MkDocs calls this for every page."""
+    """Fill in the tables of one page; MkDocs calls this for every page."""
     markdown = TABLE.sub(lambda found: table(found.group(1)), markdown)
     return markdown.replace(REFERENCE, reference())
 
@@ -40,7 +39,7 @@ def table(name: str) -> str:
 
 
 def reference() -> str:
-    """One entry per public name, under the module it lives in, in the order of ``narrowgauge.__all__``."""
+    """One entry per public name, by module, in the order of ``narrowgauge.__all__``."""
     parts = []
     for home, entries in groupby(narrowgauge._HOMES.items(), key=lambda entry: entry[1]):
         parts.append(f"## {home.replace('.', ' · ')}\n")
@@ -78,7 +77,7 @@ def record(kind: str) -> str:
 
 
 def detectors() -> str:
-    """Every detector: what it reads, when it trips, and where that comes from; serious ones first."""
+    """All detectors: metric, threshold and source; serious ones first."""
     rows = [
         {"name": row.name, "kind": row.kind, "trips": f"{row.metric} {trips(row)}", "source": row.source}
         for row in _by_kind()
@@ -88,10 +87,10 @@ def detectors() -> str:
 
 
 def advice() -> str:
-    """What each kind of event advises, none twice."""
+    """The advice of each kind of event, without duplicates."""
     words = {"cure": "STORAGE", "safer": "COMPUTE", "module": "MODULE"}
-    told = dict.fromkeys((row.kind, row.advice.format(**words)) for row in _by_kind())
-    rows = [{"kind": kind, "advice": advised} for kind, advised in told]
+    found = dict.fromkeys((detector.kind, detector.advice.format(**words)) for detector in _by_kind())
+    rows = [{"kind": kind, "advice": text} for kind, text in found]
     return _markdown(rows, Column("event", "kind", code=True), **{"what to do": "advice"})
 
 
@@ -100,12 +99,12 @@ def _by_kind() -> list[Detector]:
 
 
 def conditions() -> str:
-    """What else must be so, in words."""
+    """The conditions of detectors, in words."""
     return _pairs(("condition", "holds where"), {name: words for name, (words, _) in CONDITIONS.items()})
 
 
 def serious() -> str:
-    """The kinds of alarm to wake a person for."""
+    """The kinds of event that need attention at once."""
     return _pairs(("kind", "why it is serious"), SERIOUS)
 
 

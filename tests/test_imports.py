@@ -144,6 +144,23 @@ def test_every_file_stands_in_a_layer() -> None:
     assert not homeless, f"no layer holds {homeless}: give each a place in LAYERS, or move it"
 
 
+READERS_OF_RECIPES = {
+    "", "assembly", "cli.flags", "conversion.folders", "conversion.preflight", "comparison.labels", "experiment.definition",
+    "monitor.alarms", "trainer.config",
+}  # fmt: skip
+"""Modules at an edge: public functions that accept names, flags, and readers of files. All others get a ``Recipe``."""
+
+
+def test_recipes_are_parsed_at_the_edges_alone() -> None:
+    found = {
+        module
+        for module, (path, tree) in modules().items()
+        for _, name in imports_of(module, path, tree)
+        if name.startswith("narrowgauge.spec.notation") and not module.startswith("spec")
+    }
+    assert found == READERS_OF_RECIPES
+
+
 TWINS = {
     "__init__": "the package of each room",
     "preflight": "what conversion/ and trainer/ check before PyTorch is loaded",

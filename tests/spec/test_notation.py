@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.spec.aliases import ALIASES, COMPUTES_ELSEWHERE, SPELLINGS
+from narrowgauge.spec.aliases import ALIASES, FOREIGN_COMPUTES, SPELLINGS
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import (
     DEFAULT_STORAGE,
@@ -138,7 +138,7 @@ def test_names_that_leave_something_open_are_refused_with_the_recipe_that_is_nea
 def test_names_from_elsewhere_are_none_of_ours() -> None:
     """Nothing here takes the place of a row, and what is looked up is in the spelling in which it is looked up."""
     assert not set(ALIASES) & {*COMPUTES, *full_names()}
-    assert set(COMPUTES_ELSEWHERE.values()) <= set(COMPUTES)
+    assert set(FOREIGN_COMPUTES.values()) <= set(COMPUTES)
     for name in set(ALIASES) - {"fp8"}:  # which alone is a compute, and float8 another
         head, dash, rest = name.partition("-")
         assert name == name.lower() and SPELLINGS.get(head, head) + dash + rest == name

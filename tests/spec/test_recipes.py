@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import FORMATS
-from narrowgauge.spec.notation import (
-    parse,
-    parse_table,
-)
+from narrowgauge.spec.notation import parse, parse_table, parse_value
 from narrowgauge.spec.recipes import Override, Phase, Recipe
 from narrowgauge.spec.storages import STORAGES
 
@@ -265,3 +263,43 @@ def test_phases_follow_each_other_within_the_run(ends: tuple[float, ...]) -> Non
 
 def test_recipes_are_values() -> None:
     assert hash(parse("bfloat16/word")) == hash(Recipe(COMPUTES["bfloat16"], STORAGES["word"]))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"recipe": "bf16/word"},
+        {"recipe": "float8-row/split", "name": "no part of what it is"},
+        {"recipe": "bfloat16/tail8+e6m5+float32"},
+        {"recipe": "float8-delayed+smooth/word"},
+    ],
+)
+def test_a_plain_recipe_is_written_as_its_name(table: dict[str, str]) -> None:
+    recipe = parse_table(table)
+    assert recipe.is_plain and recipe.to_value() == recipe.title == recipe.name
+    assert parse_value(recipe.to_value()) == recipe == parse_value(recipe.to_dict()) == parse_value(recipe)
+
+
+@pytest.mark.parametrize(
+    ("more", "kinds"),
+    [
+        ({"keep": ["lm_head"]}, "keep"),
+        ({"evaluation": "float32"}, "evaluation"),
+        ({"override": [{"pattern": "*.up_proj", "compute": "int8-row"}]}, "override"),
+        ({"phase": [{"until": 0.5, "compute": "int8-row"}], "keep": ["lm_head"]}, "keep, phase"),
+    ],
+)
+def test_a_recipe_with_exceptions_is_written_as_its_table(more: dict[str, Any], kinds: str) -> None:
+    recipe = parse_table({"recipe": "bfloat16/word", **more})
+    assert (
+        not recipe.is_plain and recipe.to_value() == recipe.to_dict() and recipe.title == f"bfloat16/word with {kinds}"
+    )
+    assert parse_value(recipe.to_value()) == recipe != WORD
+    named = parse_table({"recipe": "bfloat16/word", "name": "mine", **more})
+    assert parse_value(named.to_value()).title == named.title == "bfloat16/word (mine)" and named == recipe
+
+
+@pytest.mark.parametrize("value", [3, None, ["bfloat16/word"], True])
+def test_a_value_of_another_type_is_no_recipe(value: Any) -> None:
+    with pytest.raises(RecipeError, match=r"a\.toml has recipe = .*A recipe is a name in quotes, or a table"):
+        parse_value(value, "a.toml")

@@ -103,5 +103,5 @@ _ALIASES = (
 )  # fmt: skip
 
 ALIASES: dict[str, Alias] = {alias.name: alias for alias in _ALIASES}
-COMPUTES_ELSEWHERE: dict[str, str] = {alias.name: alias.recipe for alias in _ALIASES if "/" not in alias.recipe}
+FOREIGN_COMPUTES: dict[str, str] = {alias.name: alias.recipe for alias in _ALIASES if "/" not in alias.recipe}
 """The names of computes in other libraries, and the compute that each means."""

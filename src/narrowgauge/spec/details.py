@@ -155,7 +155,7 @@ def _facts(row: Row) -> dict[str, str]:
 
 def _pairs(heads: tuple[str, str], entries: dict[str, Any]) -> Table:
     columns = (Column(heads[0], "what"), Column(heads[1], "is"))
-    return Table(columns, [{"what": what, "is": said} for what, said in entries.items()])
+    return Table(columns, [{"what": what, "is": value} for what, value in entries.items()])
 
 
 def _number(text: str) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec import storages, variants
-from narrowgauge.spec.aliases import ALIASES, COMPUTES_ELSEWHERE, SPELLINGS
+from narrowgauge.spec.aliases import ALIASES, FOREIGN_COMPUTES, SPELLINGS
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.recipes import REDUCTIONS, Override, Phase, Recipe, own_name
 from narrowgauge.spec.storages import STORAGES, Storage
@@ -296,7 +296,7 @@ def _spelled(part: str) -> str:
 def compute_name(part: str) -> str:
     """The full name of a compute, or of a recipe where a compute is allowed."""
     spelled = _spelled(part)
-    return COMPUTES_ELSEWHERE.get(part.strip().lower()) or COMPUTES_ELSEWHERE.get(spelled, spelled)
+    return FOREIGN_COMPUTES.get(part.strip().lower()) or FOREIGN_COMPUTES.get(spelled, spelled)
 
 
 def _find_compute(name: str) -> Compute:

@@ -165,7 +165,7 @@ STORAGES: dict[str, Storage] = {
         Storage(
             "word", "bfloat16", TAIL8, MOMENT12, SECOND12, cure="split",
             loses="8 bits of the weight, 18 of each moment, all stochastic: noise of 2^-16 per step, no bias",
-            source="Narrowgauge: one 32-bit word of state beside each bfloat16 weight",
+            source="Narrowgauge: one 32-bit word of state per bfloat16 weight",
         ),
         Storage(
             "compact", "bfloat16", TAIL8, MOMENT8, SECOND8, cure="split",
@@ -180,7 +180,7 @@ STORAGES: dict[str, Storage] = {
         Storage(
             "no-master", "bfloat16", BFLOAT16, FLOAT32, FLOAT32, vectors=None,
             loses="every update below half a spacing (2^-9 of the weight); moments are float32",
-            source="what is often meant by bfloat16 training: moments in float32, no master weights",
+            source="a common meaning of bfloat16 training: moments in float32, no master weights",
         ),
         Storage(
             "stochastic", "bfloat16", BFLOAT16_DITHERED, BFLOAT16, BFLOAT16, vectors=None,

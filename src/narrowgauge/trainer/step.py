@@ -119,7 +119,7 @@ def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
     rates = sorted(row["tokens_per_second"] for row in read_run(session.folder).steps)
     summed = 0.0 if session.accumulator is None else session.accumulator.bytes_per_param()
     return {
-        "recipe": session.config.to_dict()["recipe"],
+        "recipe": session.config.recipe.to_value(),
         "model": session.config.model,
         "val_loss": val_loss,
         "steps": session.step,
