@@ -32,6 +32,7 @@ from narrowgauge.spec.codes import BFLOAT16, MOMENT12, SECOND12
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.checkpoint import load_checkpoint
+from tensors import assert_same_bits
 from trainer.tiny_runs import SHAPE, lasting, settings
 
 STATES = ("exp_avg", "exp_avg_sq")
@@ -101,13 +102,6 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return load_checkpoint(checkpoint)[0]
 
 
-def assert_same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert value.dtype == other[name].dtype and value.shape == other[name].shape
-        assert torch.equal(value.flatten().view(torch.uint8), other[name].flatten().view(torch.uint8)), name
-
-
 def values_of(folder: Path, recipe: str) -> dict[str, dict[str, Tensor]]:
     """What a converted folder holds, as float32."""
     model, optimizer = prepared(recipe, seed=9)
@@ -144,10 +138,10 @@ def test_there_and_back_is_the_same_in_every_bit(recipe: str, through: str, tmp_
     for report in (at_first, there, back):
         assert [kept.exact_share for kept in report.kept] == [1.0, 1.0, 1.0], report
     before, after = tensors_of(tmp_path / "a"), tensors_of(tmp_path / "c")
-    assert_same_tensors(before, after)
+    assert_same_bits(before, after)
     names = optimizer.parameter_names()
     kept = {f"optimizer.{names[p]}.{k}": v for p, entry in optimizer.states().items() for k, v in entry.items()}
-    assert_same_tensors({k: v for k, v in before.items() if k.startswith("optimizer.")}, kept)
+    assert_same_bits({k: v for k, v in before.items() if k.startswith("optimizer.")}, kept)
     assert there.step == 3 and (there.origin, there.recipe) == (recipe, through)
 
 
@@ -159,7 +153,7 @@ def test_scales_may_change_but_no_value_does(recipe: str, tmp_path: Path) -> Non
     assert [kept.exact_share for kept in (*there.kept, *back.kept)] == [1.0] * 6
     before, after = values_of(tmp_path / "a", recipe), values_of(tmp_path / "c", recipe)
     for name, values in before.items():
-        assert_same_tensors(values, after[name])
+        assert_same_bits(values, after[name])
 
 
 def recipe_of(storage: str) -> str:
@@ -182,7 +176,7 @@ def test_the_same_storage_keeps_its_very_words(recipe: str, tmp_path: Path) -> N
     names, others = optimizer.parameter_names(), {n: p for p, n in other.parameter_names().items()}
     for parameter, entry in optimizer.states().items():
         twin = others[names[parameter]]
-        assert_same_tensors({**entry, "seen": parameter.detach()}, {**other.states()[twin], "seen": twin.detach()})
+        assert_same_bits({**entry, "seen": parameter.detach()}, {**other.states()[twin], "seen": twin.detach()})
 
 
 def test_what_a_storage_cannot_hold_is_cut_without_bias_and_counted(tmp_path: Path) -> None:
@@ -228,7 +222,7 @@ def test_overrides_and_kept_modules_have_their_own_storage(tmp_path: Path) -> No
     # The folder says its recipe in full, so it can be a source itself.
     again = ng.convert(tmp_path / "a", recipe, tmp_path / "b")
     assert again.recipe == report.recipe and all(kept.exact_share == 1.0 for kept in again.kept)
-    assert_same_tensors(tensors_of(tmp_path / "b"), tensors)
+    assert_same_bits(tensors_of(tmp_path / "b"), tensors)
 
 
 # ── runs ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -344,7 +338,7 @@ def test_weights_and_state_may_lie_apart(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
     ng.convert(tmp_path / "weights.pt", "bfloat16/word", tmp_path / "b", tmp_path / "state.pt")
-    assert_same_tensors(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b"))
+    assert_same_bits(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b"))
 
 
 def test_a_state_keyed_by_names_is_read_as_one_of_numbers(tmp_path: Path) -> None:
@@ -362,7 +356,7 @@ def test_a_state_keyed_by_names_is_read_as_one_of_numbers(tmp_path: Path) -> Non
         tmp_path / "b.pt",
     )
     ng.convert(tmp_path / "b.pt", "bfloat16/word", tmp_path / "b")
-    assert_same_tensors(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b"))
+    assert_same_bits(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b"))
 
 
 def test_a_parameter_that_has_not_stepped_has_no_moments_yet(tmp_path: Path) -> None:
@@ -534,7 +528,7 @@ def test_restoring_refuses_another_model_and_changes_nothing(tmp_path: Path) -> 
     ):
         with pytest.raises(error, match=says):
             ng.restore(tmp_path / "a", other, steps)
-    assert_same_tensors(dict(model.state_dict()), before)
+    assert_same_bits(dict(model.state_dict()), before)
     with pytest.raises(RecordError, match="holds no checkpoint"):
         ng.restore(tmp_path, model, optimizer)
 
@@ -862,4 +856,4 @@ def test_a_safetensors_file_is_weights(tmp_path: Path) -> None:
     report = ng.convert(tmp_path / "w.safetensors", "float32/float32", tmp_path / "a")
     assert report.kept[0].exact_share == 1.0
     file = tmp_path / "a" / "checkpoints" / "step-00000000" / "tensors.safetensors"
-    assert_same_tensors({k.removeprefix("model."): v for k, v in load_file(file).items() if k[:5] == "model"}, weights)
+    assert_same_bits({k.removeprefix("model."): v for k, v in load_file(file).items() if k[:5] == "model"}, weights)

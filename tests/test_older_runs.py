@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,10 @@ import torch
 
 import narrowgauge as ng
 from golden_files import TOLERANCE, deviation, digest, machine_key
+from tensors import same_bits
 from trainer.tiny_runs import call
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 OLDER = Path(__file__).parent / "golden" / "older"
 VERSIONS = sorted(path.name for path in OLDER.iterdir() if path.is_dir())
@@ -31,14 +33,6 @@ STATES = ("AdamW-word", "AdamW-compact", "AdamW-collage-plus", "Muon-split")
 @pytest.fixture(scope="module", params=VERSIONS)
 def version(request: pytest.FixtureRequest) -> Path:
     return OLDER / str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def unpack(version: Path, name: str, folder: Path) -> Path:
@@ -61,10 +55,6 @@ def unpack(version: Path, name: str, folder: Path) -> Path:
 def expected(version: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((version / "expected.json").read_text(encoding="utf-8"))
     return found
-
-
-def bits(x: torch.Tensor) -> bytes:
-    return x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def losses_of(run: ng.Run) -> list[float]:
@@ -156,8 +146,8 @@ def test_an_optimizer_state_is_loaded(version: Path, name: str, tmp_path: Path) 
     for index, entry in saved["state"]["state"].items():
         assert set(again["state"][index]) == set(entry)
         for key, value in entry.items():
-            assert bits(again["state"][index][key]) == bits(value), (index, key)
-    assert [bits(optimizer.stored(p)) for p in parameters] == [bits(weight) for weight in saved["stored"]]
+            assert same_bits(again["state"][index][key], value), (index, key)
+    assert all(map(same_bits, map(optimizer.stored, parameters), saved["stored"]))
     for parameter, gradient in zip(parameters, saved["gradients"], strict=True):
         parameter.grad = gradient
     optimizer.step()
@@ -165,5 +155,5 @@ def test_an_optimizer_state_is_loaded(version: Path, name: str, tmp_path: Path) 
         if (
             kind != "Muon" or expected(version)["key"] == machine_key()
         ):  # the order of its matmuls' sums depends on the processor
-            assert bits(optimizer.stored(parameter)) == bits(weight)
+            assert same_bits(optimizer.stored(parameter), weight)
         torch.testing.assert_close(optimizer.stored(parameter), weight, rtol=1e-2, atol=1e-3)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+import tensors
 from narrowgauge.matmul import rng
 from narrowgauge.matmul.gemm import EmulationNotice, is_native
 from narrowgauge.matmul.layer_matmuls import without_outliers
@@ -21,6 +23,7 @@ from narrowgauge.numerics.rounding import random_bits
 from narrowgauge.spec import variants
 from narrowgauge.spec.computes import COMPUTES, PLACES, Cast, Compute
 from oracles.linear import ROUNDING, Product, product
+from tensors import bits_with_one_nan
 
 ROWS = list(COMPUTES.values())
 SMOOTH = [variants.named(name) for name in ("float8-tensor+smooth", "float8-delayed-e5m2+smooth")]
@@ -32,10 +35,7 @@ KEY = torch.tensor(1234567, dtype=torch.int32)
 # The dimension that each matmul contracts of what a layer has: x and w, dy and w, dy and x.
 DIMS = {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)}
 names = {"ids": lambda row: row.name}
-
-
-def gaussian(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+gaussian = partial(tensors.gaussian, dtype=torch.bfloat16)
 
 
 def make_layer(
@@ -81,13 +81,10 @@ def passed(layer: nn.Module, x: Tensor, grad: Tensor, call: Callable[[Tensor], T
 
 def same(one: Result, other: Result) -> bool:
     """Whether two results agree bit for bit, NaN for NaN."""
-    return all(a.dtype == b.dtype and torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True))
-
-
-def bits(x: Tensor) -> Tensor:
-    """The bits of each value as integers; every NaN alike."""
-    x = torch.where(x.isnan(), torch.nan, x) if x.dtype.itemsize > 1 else x
-    return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
+    return all(
+        a.dtype == b.dtype and torch.equal(bits_with_one_nan(a), bits_with_one_nan(b))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def exact(cast: Quantized) -> Tensor:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,18 +24,13 @@ from narrowgauge.matmul.grouped import GroupedLinear
 from narrowgauge.matmul.swapping import swap_experts, swap_linears
 from narrowgauge.spec.computes import COMPUTES
 
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16,
 }  # fmt: skip
 EXPERTS = "model.layers.0.mlp.experts"
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def mixtral(dtype: torch.dtype = torch.bfloat16) -> MixtralForCausalLM:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -18,15 +17,10 @@ from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.spec.computes import COMPUTES, Compute
 
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 ENDS = (10, 10, 30, 37)  # the second of four experts got no tokens
 TOKENS, IN, OUT = 40, 48, 40  # and three tokens have no expert
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def operands(experts: int = 4, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor]:

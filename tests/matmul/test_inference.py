@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,16 +28,12 @@ from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.numerics.quantization import padded, quantize
 from narrowgauge.spec.computes import COMPUTES
 from oracles.linear import ROUNDING, product
+from tensors import same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 SERVED = ("int8-outlier", "int8-row", "float8-row", "float8-tensor", "float8-block", "mxfp8")
 IN, OUT = 168, 40  # whole blocks of neither 32 nor 128
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def holder(dtype: torch.dtype = torch.bfloat16, bias: bool = True) -> nn.ModuleDict:
@@ -186,7 +180,7 @@ def test_a_change_of_dtype_leaves_codes_and_scales_alone(row: str) -> None:
     model.half().float()
     after = (model.weight_codes, model.weight_scales)
     for one, other in zip(before, after, strict=True):
-        assert one.dtype == other.dtype and torch.equal(one.view(torch.int8), other.view(torch.int8))
+        assert same_bits(one, other)
     assert model.bias.dtype == torch.float32 and torch.equal(model.bias, bias.float())
 
 

@@ -44,6 +44,7 @@ from narrowgauge.spec.computes import COMPUTES, ROTATION_SIZE, Cast
 from narrowgauge.spec.formats import FORMATS, Format
 from oracles import casting as oracle
 from oracles.codes import hashed
+from tensors import gaussian
 
 CASTS = list(dict.fromkeys(cast for row in COMPUTES.values() for cast in row.casts.values()))
 NARROW = [cast for cast in CASTS if not cast.is_wide]
@@ -68,10 +69,6 @@ each_cast = pytest.mark.parametrize("cast", CASTS, ids=str)
 each_narrow = pytest.mark.parametrize("cast", NARROW, ids=str)
 each_nearest = pytest.mark.parametrize("cast", NEAREST, ids=str)
 each_dim = pytest.mark.parametrize("dim", [0, 1])
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def random_exponents(shape: tuple[int, ...], reach: int, seed: int = 0) -> Tensor:

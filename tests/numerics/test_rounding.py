@@ -21,6 +21,7 @@ from narrowgauge.numerics.rounding import (
     sqrt,
 )
 from oracles import codes as oracle
+from tensors import unsigned
 
 DROPPED = (0, 1, 7, 8, 15, 16, 18, 20, 22, 23)
 SPECIAL = [
@@ -28,10 +29,6 @@ SPECIAL = [
     0x3F800000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x7F7F0000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000,
 ]  # fmt: skip
 NANS = [0x7F800001, 0x7F80FFFF, 0x7FBFFFFF, 0x7FC00000, 0x7FC00001, 0x7FFF0000, 0x7FFF7FFF, 0x7FFFFFFF]
-
-
-def unsigned(x: Tensor) -> oracle.Integers:
-    return x.numpy().astype(np.int64) % 2**32
 
 
 def from_unsigned(bits: oracle.Integers) -> Tensor:

@@ -30,6 +30,7 @@ from narrowgauge.numerics.summation import (
 )
 from oracles.exact_sums import exact_sum as oracle_sum
 from oracles.exact_sums import exact_sum_of_squares, nearest_float, splitmix_fingerprint, squares_bound
+from tensors import scalar_bits
 
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -49,10 +50,6 @@ def wild(count: int, seed: int, dtype: torch.dtype = torch.float32, binades: flo
     g = generator(seed)
     exponents = torch.randn(count, generator=g, dtype=torch.float64) * binades
     return (torch.randn(count, generator=g, dtype=torch.float64) * exponents.exp2()).to(dtype)
-
-
-def bits(value: Tensor) -> int:
-    return int(value.view(torch.int64))
 
 
 def cut(x: Tensor, seed: int) -> list[Tensor]:
@@ -93,14 +90,14 @@ def test_exact_sum_is_the_correctly_rounded_sum(dtype: torch.dtype) -> None:
 
 def test_exact_sum_has_the_same_bits_in_every_order_and_chunking(small_chunks: Callable[[int], None]) -> None:
     x = wild(5000, 0, torch.float64, binades=20.0)
-    expected = bits(exact_sum(x))
+    expected = scalar_bits(exact_sum(x))
     plain, seen = set(), set()
     for seed in range(24):
         g = generator(seed)
         y = x[torch.randperm(x.numel(), generator=g)]
-        plain.add(bits(torch.cumsum(y, 0)[-1]))
+        plain.add(scalar_bits(torch.cumsum(y, 0)[-1]))
         small_chunks(int(torch.randint(1, 700, (1,), generator=g)) + 40)
-        seen.add(bits(exact_sum(y)))
+        seen.add(scalar_bits(exact_sum(y)))
     assert len(plain) > 1, "the data are too tame to show a dependence on order"
     assert seen == {expected}
 
@@ -139,7 +136,7 @@ def test_exact_sum_of_nothing_and_of_zeros_is_plus_zero() -> None:
     for x in (torch.empty(0), torch.zeros(3, 0), torch.zeros(5), -torch.zeros(5)):
         total = exact_sum(x)
         assert total.dtype == torch.float64 and total.shape == ()
-        assert bits(total) == 0
+        assert scalar_bits(total) == 0
 
 
 def test_exact_sum_refuses_integers() -> None:
@@ -152,12 +149,12 @@ def test_sum_of_squares_has_the_same_bits_in_every_order_cut_and_chunking(
     dtype: torch.dtype, small_chunks: Callable[[int], None]
 ) -> None:
     x = wild(3000, 1, dtype, binades=2.0 if dtype == torch.float16 else 12.0)
-    expected, norm = bits(sum_of_squares([x])), global_norm([x])
+    expected, norm = scalar_bits(sum_of_squares([x])), global_norm([x])
     assert norm.dtype == torch.float32 and norm.shape == ()
     for seed in range(24):
         small_chunks(seed % 5 * 300 + 17)
         parts = cut(x, seed)
-        assert bits(sum_of_squares(parts)) == expected
+        assert scalar_bits(sum_of_squares(parts)) == expected
         assert torch.equal(global_norm(parts), norm)
 
 
@@ -269,7 +266,7 @@ def test_steps_of_parts_add_up_to_those_of_the_whole() -> None:
     scales = grid_scales(largest, x.numel())
     parts = torch.stack([grid_sum_of_squares(part, scales) for part in cut(x, 4)])
     assert torch.equal(parts.sum(0), grid_sum_of_squares(x, scales))
-    assert bits(from_grid(parts.sum(0), scales, largest)) == bits(sum_of_squares([x]))
+    assert scalar_bits(from_grid(parts.sum(0), scales, largest)) == scalar_bits(sum_of_squares([x]))
 
 
 @pytest.mark.parametrize("value", [0.0, 2.0, 1e-45, 3e300, math.inf])

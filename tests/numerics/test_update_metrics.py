@@ -26,12 +26,9 @@ from narrowgauge.numerics.update_metrics import (
     visible_noise,
 )
 from oracles.exact_sums import update_sums as oracle_sums
+from tensors import gaussian
 
 READINGS = (edq, noise, lost_fraction, unseen_fraction, visible_edq, visible_noise)
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def read(sums: Tensor) -> dict[str, float]:

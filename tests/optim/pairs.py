@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.spec.storages import STORAGES
+from tensors import parameters_of
 
 Shape = tuple[int, ...]
 SHAPES: list[Shape] = [(12, 10), (7, 9), (5,)]
@@ -124,40 +125,9 @@ def parameters(storage: str, shapes: Sequence[Shape] = SHAPES, scale: float = 0.
     return [nn.Parameter(value.to(getattr(torch, STORAGES[storage].visible))) for value in values]
 
 
-def members(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def gradients(params: Sequence[Tensor], step: int) -> list[Tensor]:
-    """Gaussian gradients of one step, in the parameters' format."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    return [torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype) for p in params]
-
-
-def take_steps(optimizer: ng.Optimizer, steps: range) -> None:
-    params = members(optimizer)
-    for step in steps:
-        for p, gradient in zip(params, gradients(params, step), strict=True):
-            p.grad = gradient
-        optimizer.step()
-
-
 def everything(optimizer: ng.Optimizer) -> dict[str, Tensor]:
     """Visible weights and all that is kept, copied, in the parameters' order."""
-    result = {f"{k} visible": p.detach().clone() for k, p in enumerate(members(optimizer))}
+    result = {f"{k} visible": p.detach().clone() for k, p in enumerate(parameters_of(optimizer))}
     for k, entry in optimizer.state_dict()["state"].items():
         result |= {f"{k} {name}": value.clone() for name, value in entry.items()}
     return result
-
-
-def bits(value: Tensor) -> Tensor:
-    # A single element may be called contiguous with any stride, and is then no row of bytes.
-    return torch.cat([value.reshape(-1)]).view(torch.uint8)
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """Equal names, shapes, dtypes and bits."""
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
-        assert torch.equal(bits(value), bits(other[name])), name

@@ -52,7 +52,7 @@ def visible_dtype(storage: str | Storage) -> torch.dtype:
     return getattr(torch, row_of(storage).visible)
 
 
-def relative_error(storage: str | Storage, role: str, dims: int = 2) -> float:
+def storage_error(storage: str | Storage, role: str, dims: int = 2) -> float:
     """How far from a normal value its code may put it, relative to it; ``dims`` is the parameter's number of dimensions."""
     row = row_of(storage) if dims > 1 else for_vectors(row_of(storage))
     code = row.code(role)
@@ -79,23 +79,6 @@ def parameters(
     return [torch.nn.Parameter(v.to(torch.bfloat16).to(visible_dtype(storage))) for v in values]
 
 
-def gradients(
-    shapes: list[tuple[int, ...]], step: int, scale: float = 1e-2, dtype: torch.dtype = torch.bfloat16
-) -> list[Tensor]:
-    """Gaussian gradients of one step, rounded to bfloat16 whatever the dtype."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    return [(torch.randn(shape, generator=generator) * scale).to(torch.bfloat16).to(dtype) for shape in shapes]
-
-
-def train(optimizer: ng.Optimizer, shapes: list[tuple[int, ...]], steps: range, scale: float = 1e-2) -> None:
-    """Take steps with :func:`gradients`."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for step in steps:
-        for p, g in zip(params, gradients(shapes, step, scale, params[0].dtype), strict=True):
-            p.grad = g
-        optimizer.step()
-
-
 def kept(optimizer: ng.Optimizer) -> dict[str, Tensor]:
     """Everything an optimizer keeps, the visible weights included, by name."""
     names = optimizer.parameter_names()
@@ -105,16 +88,6 @@ def kept(optimizer: ng.Optimizer) -> dict[str, Tensor]:
         for what in ("weight", *states):
             result[f"{name}.{what}"] = optimizer.stored(p, what)
     return result
-
-
-def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """Equal names, shapes, dtypes and bits."""
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert value.dtype is other[name].dtype and value.shape == other[name].shape, name
-        integer = packing.INTEGER[8 * value.element_size()]
-        differing = int((value.contiguous().view(integer) != other[name].contiguous().view(integer)).sum())
-        assert differing == 0, f"{differing} of {value.numel()} values of {name} differ"
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from narrowgauge.optim.accumulation import (
     naive_limit,
 )
 from oracles import accumulation as oracle
+from tensors import bits
 
 ROWS = tuple(ACCUMULATIONS)
 OURS = tuple(name for name, row in ACCUMULATIONS.items() if row.planes)
@@ -58,10 +59,6 @@ def summed(row: str, parts: Sequence[Tensor], **options: object) -> Tensor:
 
 def singles(parts: Sequence[Tensor]) -> list[oracle.Singles]:
     return [part.float().reshape(-1).numpy() for part in parts]
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int16)
 
 
 # ── what each row sums to ───────────────────────────────────────────────────────────────────────────────────────────

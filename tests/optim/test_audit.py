@@ -13,7 +13,8 @@ from narrowgauge.numerics.update_metrics import UPDATE_SUMS, update_sums
 from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, read
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
-from optim.scenarios import REPRESENTATIVES, gradients, parameters
+from optim.scenarios import REPRESENTATIVES, parameters
+from tensors import step_gradients
 
 
 def row(**sums: float) -> Tensor:
@@ -202,7 +203,7 @@ def test_the_sums_are_those_of_what_is_kept(storage: str, shapes: list[tuple[int
     optimizer.adopt({p: p.detach().float() for p in params})
     for step in range(3):
         before = [(optimizer.stored(p).double(), p.detach().double()) for p in params]
-        for p, gradient in zip(params, gradients(shapes, step, dtype=params[0].dtype), strict=True):
+        for p, gradient in zip(params, step_gradients(params, step, 1e-2), strict=True):
             p.grad = gradient
         optimizer.step()
         stored = [optimizer.stored(p).double() - old for p, (old, _) in zip(params, before, strict=True)]
@@ -228,7 +229,7 @@ def test_the_imprecision_share_is_the_sources() -> None:
     optimizer = ng.AdamW([weight], lr=1e-5, weight_decay=0.0, storage="naive", audit_every=1, compile=False)
     unchanged = []
     for step in range(3):
-        weight.grad = gradients([(300, 64)], step)[0]
+        weight.grad = step_gradients([weight], step, 1e-2)[0]
         weight.grad[:100] = 0.0  # rows of an embedding that no batch has met
         before = weight.detach().clone()
         optimizer.step()
@@ -244,7 +245,7 @@ def test_the_imprecision_share_of_a_part_is_of_that_part() -> None:
     params = parameters("collage-plus", [(520, 256), (7, 3), (5,)])
     optimizer = ng.AdamW(params, lr=1e-4, storage="collage-plus", audit_every=1, compile=False)
     before = [p.detach().clone() for p in params]
-    for p, gradient in zip(params, gradients([tuple(p.shape) for p in params], 0), strict=True):
+    for p, gradient in zip(params, step_gradients(params, 0, 1e-2), strict=True):
         p.grad = gradient
     optimizer.step()
     readings = ng.audit(optimizer)
@@ -264,7 +265,7 @@ def test_a_second_moment_that_is_wrong_is_nothing_the_audit_sees() -> None:
     weight, exact = parameters("collage-light", [(32, 32)])[0], torch.zeros(32, 32, dtype=torch.float64)
     optimizer = ng.AdamW([weight], lr=1e-4, betas=(0.9, 0.999), storage="collage-light", audit_every=1, compile=False)
     for step in range(400):
-        weight.grad = gradients([(32, 32)], step)[0]
+        weight.grad = step_gradients([weight], step, 1e-2)[0]
         exact = 0.999 * exact + 0.001 * weight.grad.double() ** 2
         optimizer.step()
     assert (optimizer.stored(weight, "exp_avg_sq").double() / exact).median() > 1.1

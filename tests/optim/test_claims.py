@@ -10,8 +10,9 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.spec.storages import STORAGES
-from optim.scenarios import REPRESENTATIVES, assert_same_bits, kept, parameters, stall, train, visible_dtype
+from optim.scenarios import REPRESENTATIVES, kept, parameters, stall, visible_dtype
 from oracles.adamw import AdamW64
+from tensors import assert_same_bits, take_steps
 
 # Of the stored displacement, relative; what no storage of weights without a tail can hold is below.
 LIMITS = {
@@ -125,7 +126,7 @@ def test_exact_is_master_to_the_bit(shape: tuple[int, int], lr: float) -> None:
     results = []
     for storage in ("exact", "master"):
         optimizer = ng.AdamW(parameters(storage, [shape]), lr=lr, storage=storage, compile=False, max_grad_norm=1.0)
-        train(optimizer, [shape], range(1000))
+        take_steps(optimizer, range(1000), scale=0.01)
         results.append(kept(optimizer))
     assert_same_bits(*results)
 
@@ -322,7 +323,7 @@ def test_alarm_names_stalls_and_only_stalls() -> None:
             seed=seed,
         )
         optimizer.on_alarm = lambda new: found.extend(alarm.tensor for alarm in new)
-        train(optimizer, shapes, range(100 * seed, 100 * seed + 60))  # no two runs share a gradient
+        take_steps(optimizer, range(100 * seed, 100 * seed + 60), scale=0.01)  # no two runs share a gradient
         return set(found)
 
     healthy = [alarms("word", seed) for seed in range(20)]
@@ -337,6 +338,6 @@ def test_an_audited_step_is_the_same_step(storage: str) -> None:
     results = []
     for audit_every in (0, 1):
         optimizer = ng.AdamW(parameters(storage, shapes), storage=storage, compile=False, audit_every=audit_every)
-        train(optimizer, shapes, range(4))
+        take_steps(optimizer, range(4), scale=0.01)
         results.append(kept(optimizer))
     assert_same_bits(*results)

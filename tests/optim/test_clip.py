@@ -13,6 +13,7 @@ import narrowgauge as ng
 from narrowgauge.numerics import summation
 from narrowgauge.optim.clip import GradientNorm, control_scalars
 from narrowgauge.optim.stores import SMALL
+from tensors import scalar_bits
 
 CPU = torch.device("cpu")
 SHAPES = [(3,), (0,), (), (64, 64), (SMALL + 2,), (SMALL + 1,), (71, 73), (190, 180)]
@@ -22,11 +23,6 @@ def gradients(dtypes: tuple[torch.dtype, ...], seed: int = 0, scale: float = 1e-
     generator = torch.Generator().manual_seed(seed)
     cycle = itertools.cycle(dtypes)
     return [(torch.randn(shape, generator=generator) * scale).to(next(cycle)) for shape in SHAPES]
-
-
-def bits(norm: Tensor) -> int:
-    assert norm.dtype is torch.float32 and norm.shape == ()
-    return int(norm.view(torch.int32))
 
 
 @pytest.mark.parametrize(
@@ -43,11 +39,12 @@ def bits(norm: Tensor) -> int:
 @pytest.mark.parametrize("scale", [1e-30, 1e-2, 1e3])
 def test_the_norm_is_the_exact_one(dtypes: tuple[torch.dtype, ...], scale: float) -> None:
     given = gradients(dtypes, scale=scale)
-    expected = bits(summation.global_norm(given))
+    expected = scalar_bits(summation.global_norm(given))
     norm = GradientNorm(compile=False)
-    assert bits(norm(given)) == expected
-    assert bits(norm(given[::-1])) == expected
-    assert bits(norm([torch.cat([g.reshape(-1).float() for g in given])])) == expected
+    assert norm(given).dtype is torch.float32
+    assert scalar_bits(norm(given)) == expected
+    assert scalar_bits(norm(given[::-1])) == expected
+    assert scalar_bits(norm([torch.cat([g.reshape(-1).float() for g in given])])) == expected
 
 
 def test_the_norm_is_right() -> None:
@@ -63,10 +60,10 @@ def test_places_and_layouts_do_not_enter() -> None:
         base = torch.zeros(plain.numel() + 1, dtype=dtype)
         base[1:] = plain.reshape(-1)
         forms = [plain, plain.t(), base[1:].view(190, 180), torch.stack([plain, plain], -1)[..., 0], plain.flatten()]
-        forms_norms = {bits(GradientNorm(compile=False)([form])) for form in forms}
-        assert forms_norms == {bits(summation.global_norm([plain]))}
+        forms_norms = {scalar_bits(GradientNorm(compile=False)([form])) for form in forms}
+        assert forms_norms == {scalar_bits(summation.global_norm([plain]))}
         pieces = list(plain.split([1, 7, 82, 100]))
-        assert bits(GradientNorm(compile=False)(pieces)) in forms_norms
+        assert scalar_bits(GradientNorm(compile=False)(pieces)) in forms_norms
 
 
 def test_large_gradients_in_odd_places_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,9 +73,9 @@ def test_large_gradients_in_odd_places_are_read_in_chunks(monkeypatch: pytest.Mo
         real = getattr(summation, name)
         monkeypatch.setattr(summation, name, lambda x, *rest, real=real: longest.append(x.numel()) or real(x, *rest))
     plain = torch.randn(301, 130, generator=torch.Generator().manual_seed(0))
-    expected = bits(summation.global_norm([plain]))
+    expected = scalar_bits(summation.global_norm([plain]))
     longest.clear()
-    assert bits(GradientNorm(compile=False)([plain.t(), *torch.zeros(40, 1000).unbind(0)])) == expected
+    assert scalar_bits(GradientNorm(compile=False)([plain.t(), *torch.zeros(40, 1000).unbind(0)])) == expected
     assert longest and max(longest) <= summation.CHUNK
 
 

@@ -1,7 +1,7 @@
 """What every pair of a rule and a storage does, whatever the two are.
 
 A rule's text and a storage's codes meet in one place, ``decode -> rule -> encode``, so most contracts could fail for any
-pair and are asked of all: learning, going on from a copy, odd shapes and gradients, bytes. What a contract asks is in few
+pair and are asked of all: learning, going on from a copy, odd shapes and step_gradients, bytes. What a contract asks is in few
 tests, each of which checks several things on one optimizer: building and warming up two hundred pairs is what costs.
 """
 
@@ -27,24 +27,8 @@ import narrowgauge as ng
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.optim.validation import check_rule
 from narrowgauge.spec.storages import STORAGES
-from optim.pairs import (
-    ELEMENTWISE,
-    EVERY,
-    MOST,
-    RULES,
-    SOME,
-    Shape,
-    assert_same,
-    bits,
-    build,
-    everything,
-    gradients,
-    is_legal,
-    members,
-    own,
-    parameters,
-    take_steps,
-)
+from optim.pairs import ELEMENTWISE, EVERY, MOST, RULES, SOME, Shape, build, everything, is_legal, own, parameters
+from tensors import assert_same_bits, bits, parameters_of, step_gradients, take_steps
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -72,14 +56,18 @@ def test_in_float32_it_is_torchs_own_to_the_last_bits(rule: str) -> None:
     """Against float64; a first step, a later one and one after a change of rate differ in their formulas."""
     make, options = TORCHS[rule]
     ours = build(rule, parameters("float32"), "float32", **options)
-    theirs = make([p.detach().double().requires_grad_() for p in members(ours)], **{**RULES[rule].options, **options})
+    theirs = make(
+        [p.detach().double().requires_grad_() for p in parameters_of(ours)], **{**RULES[rule].options, **options}
+    )
     for step in range(6):
-        for p, q, gradient in zip(members(ours), members(theirs), gradients(members(ours), step), strict=True):
+        for p, q, gradient in zip(
+            parameters_of(ours), parameters_of(theirs), step_gradients(parameters_of(ours), step), strict=True
+        ):
             p.grad, q.grad = gradient, gradient.double()
         for optimizer in (ours, theirs):
             optimizer.param_groups[0]["lr"] *= 0.5 if step == 3 else 1.0
             optimizer.step()
-        for p, q in zip(members(ours), members(theirs), strict=True):
+        for p, q in zip(parameters_of(ours), parameters_of(theirs), strict=True):
             torch.testing.assert_close(p.detach().double(), q.detach(), rtol=1e-6, atol=1e-6)
 
 
@@ -129,9 +117,9 @@ def through_safetensors(optimizer: ng.Optimizer, twin: ng.Optimizer, _: Path) ->
 
 def through_distributed_checkpoint(optimizer: ng.Optimizer, twin: ng.Optimizer, place: Path) -> None:
     """As a distributed trainer does: the twin takes a step of no length to have states, and they are filled in place."""
-    saved = get_optimizer_state_dict(nn.ParameterList(members(optimizer)), optimizer)
+    saved = get_optimizer_state_dict(nn.ParameterList(parameters_of(optimizer)), optimizer)
     dcp.save(saved, checkpoint_id=place, no_dist=True)
-    model = nn.ParameterList(members(twin))
+    model = nn.ParameterList(parameters_of(twin))
     state = get_optimizer_state_dict(model, twin)
     dcp.load(state, checkpoint_id=place, no_dist=True)
     set_optimizer_state_dict(model, twin, state)
@@ -148,16 +136,16 @@ def test_a_run_goes_on_from_every_copy_bit_for_bit(rule: str, storage: str, tmp_
     take_steps(first, range(3))
     twins = {"deepcopy": copy.deepcopy(first), "pickle": pickle.loads(pickle.dumps(first))}
     for way in WAYS:
-        copies = [nn.Parameter(p.detach().clone()) for p in members(first)]
+        copies = [nn.Parameter(p.detach().clone()) for p in parameters_of(first)]
         twin = twins[way.__name__] = build(rule, copies, storage, **{**options, "seed": 0, "lr": 1.0})
         way(first, twin, tmp_path)
     before = everything(first)
     for twin in twins.values():
         take_steps(twin, range(3, 5))
-    assert_same(before, everything(first))  # a copy goes its own way
+    assert_same_bits(before, everything(first))  # a copy goes its own way
     take_steps(first, range(3, 5))
     for twin in twins.values():
-        assert_same(everything(first), everything(twin))
+        assert_same_bits(everything(first), everything(twin))
         assert twin.param_groups[0]["seed"] == 3 and twin.num_skipped == 0
 
 
@@ -165,11 +153,13 @@ def test_a_run_goes_on_from_every_copy_bit_for_bit(rule: str, storage: str, tmp_
 def test_a_matrix_cut_by_rows_has_the_same_bits(rule: str, storage: str) -> None:
     whole = build(rule, parameters(storage), storage, max_grad_norm=2.0)
     cuts = {0: (1, 4, 7), 1: (2, 5), 2: (5,)}
-    pieces = [nn.Parameter(part.clone()) for k, p in enumerate(members(whole)) for part in p.detach().split(cuts[k])]
+    pieces = [
+        nn.Parameter(part.clone()) for k, p in enumerate(parameters_of(whole)) for part in p.detach().split(cuts[k])
+    ]
     parts = build(rule, pieces, storage, max_grad_norm=2.0)
     for step in range(4):
-        slopes = gradients(members(whole), step)
-        for p, slope in zip(members(whole), slopes, strict=True):
+        slopes = step_gradients(parameters_of(whole), step)
+        for p, slope in zip(parameters_of(whole), slopes, strict=True):
             p.grad = slope
         for p, slope in zip(pieces, [s for k, g in enumerate(slopes) for s in g.split(cuts[k])], strict=True):
             p.grad = slope.clone()
@@ -189,9 +179,9 @@ def test_a_matrix_cut_by_rows_has_the_same_bits(rule: str, storage: str) -> None
 def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -> None:
     decay = {"weight_decay": 0.0} if rule != "own" else {}
     optimizer, twin = (build(rule, parameters(storage), storage, max_grad_norm=2.0, **decay) for _ in range(2))
-    params, start = members(optimizer), [p.detach().float() for p in members(optimizer)]
+    params, start = parameters_of(optimizer), [p.detach().float() for p in parameters_of(optimizer)]
     for each in (optimizer, twin):
-        for p in members(each):
+        for p in parameters_of(each):
             p.grad = torch.zeros_like(p)
         each.step()
     for p, before in zip(params, start, strict=True):
@@ -202,23 +192,23 @@ def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -
         take_steps(each, range(1))
     kept = everything(optimizer)
     for bad, place in ((math.inf, 0), (-math.inf, 1), (math.nan, 2)):
-        for p, gradient in zip(params, gradients(params, 9), strict=True):
+        for p, gradient in zip(params, step_gradients(params, 9), strict=True):
             p.grad = gradient
         params[place].grad.view(-1)[3] = bad  # type: ignore[union-attr]
         optimizer.step()
         assert optimizer.last_overflow == [f"param {place}"]
-        assert_same(kept, everything(optimizer))
+        assert_same_bits(kept, everything(optimizer))
     assert optimizer.num_skipped == 3
     for each in (optimizer, twin):
         take_steps(each, range(1, 2))
-    assert_same(everything(optimizer), everything(twin))
+    assert_same_bits(everything(optimizer), everything(twin))
     before = everything(optimizer)
     params[0].grad = None
     for p in params[1:]:
         p.grad = torch.zeros_like(p)
     optimizer.step()
     after = everything(optimizer)
-    assert_same(*({n: v for n, v in found.items() if n.startswith("0 ")} for found in (before, after)))
+    assert_same_bits(*({n: v for n, v in found.items() if n.startswith("0 ")} for found in (before, after)))
     assert [float(after[f"{k} step"]) for k in range(3)] == [3.0, 4.0, 4.0]
     assert all(optimizer.stored(p).isfinite().all() for p in params)
 
@@ -239,18 +229,20 @@ def strided(values: Tensor) -> Tensor:
 @MOST
 def test_odd_shapes_and_strides_have_the_same_bits(rule: str, storage: str) -> None:
     plain = build(rule, parameters(storage, ODD), storage, max_grad_norm=2.0)
-    odd = build(rule, [nn.Parameter(strided(p.detach())) for p in members(plain)], storage, max_grad_norm=2.0)
-    places = [(p.data_ptr(), p.stride()) for p in members(odd)]
-    before = [plain.stored(p) for p in members(plain)]
+    odd = build(rule, [nn.Parameter(strided(p.detach())) for p in parameters_of(plain)], storage, max_grad_norm=2.0)
+    places = [(p.data_ptr(), p.stride()) for p in parameters_of(odd)]
+    before = [plain.stored(p) for p in parameters_of(plain)]
     for step in range(3):
-        for p, q, gradient in zip(members(plain), members(odd), gradients(members(plain), step), strict=True):
+        for p, q, gradient in zip(
+            parameters_of(plain), parameters_of(odd), step_gradients(parameters_of(plain), step), strict=True
+        ):
             # The strides of a gradient are its own: of one parameter it lies as in memory, of the other it does not.
             p.grad, q.grad = (gradient, strided(gradient)) if step != 1 else (strided(gradient), gradient.clone())
         plain.step()
         odd.step()
-    assert_same(everything(plain), everything(odd))
-    assert places == [(p.data_ptr(), p.stride()) for p in members(odd)]
-    for p, value in zip(members(plain), before, strict=True):
+    assert_same_bits(everything(plain), everything(odd))
+    assert places == [(p.data_ptr(), p.stride()) for p in parameters_of(odd)]
+    for p, value in zip(parameters_of(plain), before, strict=True):
         assert p.numel() < 2 or not torch.equal(plain.stored(p), value)
 
 
@@ -258,11 +250,13 @@ def test_odd_shapes_and_strides_have_the_same_bits(rule: str, storage: str) -> N
 def test_to_maximise_is_to_descend_along_the_negative(rule: str, storage: str) -> None:
     up, down = build(rule, parameters(storage), storage, maximize=True), build(rule, parameters(storage), storage)
     for step in range(3):
-        for p, q, gradient in zip(members(up), members(down), gradients(members(up), step), strict=True):
+        for p, q, gradient in zip(
+            parameters_of(up), parameters_of(down), step_gradients(parameters_of(up), step), strict=True
+        ):
             p.grad, q.grad = gradient, -gradient
         up.step()
         down.step()
-    assert_same(everything(up), everything(down))
+    assert_same_bits(everything(up), everything(down))
 
 
 # ── memory, and the page that says it ───────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,8 @@ from torch import Tensor
 import narrowgauge as ng
 from narrowgauge._torch import compiler_missing
 from narrowgauge.optim import compilation
-from optim.pairs import SOME, Shape, assert_same, build, gradients, members, parameters
+from optim.pairs import SOME, Shape, build, parameters
+from tensors import assert_same_bits, parameters_of, step_gradients
 
 SOURCE = Path(ng.__file__).parent
 # What makes a tensor of the default dtype, or of one that its arguments' Python types decide.
@@ -72,31 +73,31 @@ def stepped(optimizer: ng.Optimizer, slopes: list[list[Tensor]], dtype: torch.dt
     """Everything kept after steps that are taken under a default dtype."""
     with default_dtype(dtype):
         for step in slopes:
-            for p, slope in zip(members(optimizer), step, strict=True):
+            for p, slope in zip(parameters_of(optimizer), step, strict=True):
                 p.grad = slope
             optimizer.step()
         states = {f"{k} {n}": v for k, s in optimizer.state_dict()["state"].items() for n, v in s.items()}
-        weights = {f"{k} weight": optimizer.stored(p) for k, p in enumerate(members(optimizer))}
+        weights = {f"{k} weight": optimizer.stored(p) for k, p in enumerate(parameters_of(optimizer))}
     audit = {"audit": optimizer.last_audit} if optimizer.last_audit is not None else {}
-    return states | weights | audit | {f"{k} seen": p.detach().clone() for k, p in enumerate(members(optimizer))}
+    return states | weights | audit | {f"{k} seen": p.detach().clone() for k, p in enumerate(parameters_of(optimizer))}
 
 
 @pytest.mark.parametrize("dtype", OTHERS)
 @SOME
 def test_steps_have_the_same_bits_under_any_default_dtype(rule: str, storage: str, dtype: torch.dtype) -> None:
-    slopes = [gradients(parameters(storage), step) for step in range(3)]
+    slopes = [step_gradients(parameters(storage), step) for step in range(3)]
     options = {"max_grad_norm": 0.5, "audit_every": 2}
     found = [
         stepped(build(rule, parameters(storage), storage, **options), slopes, each) for each in (torch.float32, dtype)
     ]
-    assert_same(*found)
+    assert_same_bits(*found)
 
 
 @needs_compiler
 def test_kernels_are_the_same_under_any_default_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is compiled under bfloat16 serves float32, and from the cache float64. (The smallest kernel there is.)"""
     shapes: list[Shape] = [(130, 66), (65, 68)]
-    slopes = [gradients(parameters("naive", shapes), step) for step in range(2)]
+    slopes = [step_gradients(parameters("naive", shapes), step) for step in range(2)]
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
     monkeypatch.setattr(compilation, "_KERNELS", {})
 
@@ -106,7 +107,7 @@ def test_kernels_are_the_same_under_any_default_dtype(tmp_path: Path, monkeypatc
 
     wanted, packages = trained(torch.float32, compile=False), []
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        assert_same(wanted, trained(dtype, compile=True))
+        assert_same_bits(wanted, trained(dtype, compile=True))
         packages.append({path.name for path in tmp_path.rglob("*.pt2")})
         compilation._KERNELS.clear()
     assert len(packages[0]) == 1 and packages[0] == packages[1] == packages[2]
@@ -158,7 +159,7 @@ def test_a_kernel_that_does_something_else_is_not_used(tmp_path: Path, monkeypat
     monkeypatch.setattr(compilation, "compile_ahead", forged)
     monkeypatch.setattr(compilation, "load_ahead", lambda path: lambda args: [torch.zeros(0, dtype=torch.float32)])
     shapes: list[Shape] = [(80, 80)]
-    slopes = [gradients(parameters("word", shapes), step) for step in range(2)]
+    slopes = [step_gradients(parameters("word", shapes), step) for step in range(2)]
     found = []
     for compile in (True, False):
         optimizer = ng.AdamW(parameters("word", shapes), storage="word", compile=compile, audit_every=0)
@@ -167,5 +168,5 @@ def test_a_kernel_that_does_something_else_is_not_used(tmp_path: Path, monkeypat
                 found.append(stepped(optimizer, slopes, torch.float32))
         else:
             found.append(stepped(optimizer, slopes, torch.float32))
-    assert_same(*found)
+    assert_same_bits(*found)
     assert len(asked) == 1 and not list(tmp_path.rglob("*.pt2"))

@@ -16,6 +16,7 @@ from narrowgauge.optim import encoding, packing
 from narrowgauge.spec.codes import MOMENT_CODES, WEIGHT_CODES, Code
 from narrowgauge.spec.storages import STORAGES, Storage, find
 from oracles import codes as oracle
+from tensors import unsigned
 
 COMPOSED = tuple(row for weight in WEIGHT_CODES if (row := find(f"{weight}+bfloat16+float32")))
 # The parts of an expansion are coded one by one: here each stands for itself.
@@ -65,10 +66,6 @@ def as_int32(words: np.ndarray) -> Tensor:
     return torch.from_numpy((words % 2**32).astype(np.uint32).view(np.int32))
 
 
-def as_unsigned(words: Tensor) -> oracle.Integers:
-    return words.numpy().astype(np.int64) % 2**32
-
-
 def every_code(code: Code) -> oracle.Integers:
     """Every finite code, the negative ones after the positive ones, -0 first among them."""
     steps = np.arange(num_magnitudes(code), dtype=np.int64)
@@ -93,7 +90,7 @@ def test_what_was_decoded_is_encoded_to_the_same_code_in_its_place(code: Code) -
     for shift in shifts(code):
         # Values that lie in the code leave no remainder, so that no addend of any rounding can move them.
         for addend in (0, half(encoding.dropped_bits(code)), 2 ** encoding.dropped_bits(code) - 1):
-            assert np.array_equal(as_unsigned(encoding.encode(code, x, addend, shift)), steps * 2**shift)
+            assert np.array_equal(unsigned(encoding.encode(code, x, addend, shift)), steps * 2**shift)
 
 
 @pytest.mark.parametrize("code", SHORT, **ids)
@@ -108,9 +105,9 @@ def test_encode_takes_the_nearest_listed_value_and_ties_away(code: Code) -> None
     held = np.maximum(steps, (x > 0).astype(np.int64)) if code.hold else steps
     addend = half(encoding.dropped_bits(code))
     positive = torch.from_numpy(x.astype(np.float32))
-    assert np.array_equal(as_unsigned(encoding.encode(code, positive, addend, 0)), held)
+    assert np.array_equal(unsigned(encoding.encode(code, positive, addend, 0)), held)
     if code.signed:
-        assert np.array_equal(as_unsigned(encoding.encode(code, -positive, addend, 0)), steps + 2 ** (code.bits - 1))
+        assert np.array_equal(unsigned(encoding.encode(code, -positive, addend, 0)), steps + 2 ** (code.bits - 1))
 
 
 @pytest.mark.parametrize("code", SHORT, **ids)
@@ -118,12 +115,12 @@ def test_encode_is_monotone_and_leaves_zeros_outside_its_place(code: Code) -> No
     bits = np.arange(0, oracle.INFINITY + 1, 8191, dtype=np.int64)
     positive = float_of(as_int32(np.append(bits, oracle.INFINITY)))
     for addend in (0, half(encoding.dropped_bits(code)), 2 ** encoding.dropped_bits(code) - 1):
-        steps = as_unsigned(encoding.encode(code, positive, addend, 0))
+        steps = unsigned(encoding.encode(code, positive, addend, 0))
         assert (np.diff(steps) >= 0).all()
         some = positive[::7]
         for shift in shifts(code):
             for x in (some, -some):
-                assert not (as_unsigned(encoding.encode(code, x, addend, shift)) & ~place_mask(code, shift)).any()
+                assert not (unsigned(encoding.encode(code, x, addend, shift)) & ~place_mask(code, shift)).any()
 
 
 @pytest.mark.parametrize("code", ALL, **ids)
@@ -131,7 +128,7 @@ def test_nan_and_signed_zero_stay_in_their_place(code: Code) -> None:
     x = float_of(as_int32(np.array([0, 2**31, 0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000])))
     for shift in shifts(code):
         words = encoding.encode(code, x, half(encoding.dropped_bits(code)), shift)
-        assert not (as_unsigned(words) & ~place_mask(code, shift)).any()
+        assert not (unsigned(words) & ~place_mask(code, shift)).any()
         result = encoding.decode(code, words, shift)
         assert result[:2].tolist() == [0.0, 0.0]
         assert bool(result[1].signbit()) == code.signed
@@ -240,7 +237,7 @@ def test_every_code_of_a_row_comes_back(code: Code, bound: float) -> None:
         x = encoding.decode(code, as_int32(steps * 2**shift | garbage), shift, back)
         assert np.array_equal(x.double().numpy(), np.concatenate([values, -values])[: len(steps)])
         for addend in (0, half(encoding.dropped_bits(code)), 2 ** encoding.dropped_bits(code) - 1):
-            assert np.array_equal(as_unsigned(encoding.encode(code, x, addend, shift, into)), steps * 2**shift)
+            assert np.array_equal(unsigned(encoding.encode(code, x, addend, shift, into)), steps * 2**shift)
 
 
 @pytest.mark.parametrize("code", SCALED, **ids)
@@ -329,7 +326,7 @@ def through_a_word(storage: Storage, field: Tensor | None, shift: int) -> Tensor
         return field
     word = encoding.place_tail(storage, field, shift)
     mask = (2**storage.tail_bits - 1) * 2**shift
-    assert not (as_unsigned(word) & ~mask).any()
+    assert not (unsigned(word) & ~mask).any()
     garbage = np.random.default_rng(shift).integers(0, 2**32, len(word)) & ~mask
     return encoding.take_tail(storage, word | as_int32(garbage), shift)
 
@@ -356,11 +353,11 @@ def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> Non
             field = through_a_word(storage, field, shift)
             assert torch.equal(bits_of(encoding.decode_weight(storage, seen, field)), bits_of(kept))
             assert np.array_equal(x.isnan(), kept.isnan()) and np.array_equal(x.isnan(), float_of(seen).isnan())
-            exact = as_unsigned(bits_of(x))[finite]
+            exact = unsigned(bits_of(x))[finite]
             stored = oracle.cut(exact, dropped, addend) if dropped else exact
-            assert np.array_equal(as_unsigned(bits_of(kept))[finite], stored)
+            assert np.array_equal(unsigned(bits_of(kept))[finite], stored)
             visible = oracle.cut(stored, 16) if storage.visible == "bfloat16" else stored
-            assert np.array_equal(as_unsigned(seen)[finite], visible)
+            assert np.array_equal(unsigned(seen)[finite], visible)
 
 
 @pytest.mark.parametrize("name", ["exact", "split", "master"])

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
 from narrowgauge.optim import packing
-from optim.pairs import Shape, assert_same, build, everything, members, parameters, take_steps
+from optim.pairs import Shape, build, everything, parameters
 from optim.scenarios import REPRESENTATIVES, row_of, visible_dtype
+from tensors import assert_same_bits, parameters_of, take_steps
 
 # A large matrix, a small one and a vector.
 SHAPES: list[Shape] = [(80, 64), (12, 10), (6,)]
@@ -40,7 +41,7 @@ def visible(storage: str, seed: int = 5) -> list[Tensor]:
 
 def loaded(optimizer: ng.Optimizer, values: list[Tensor]) -> None:
     with torch.no_grad():
-        for p, value in zip(members(optimizer), values, strict=True):
+        for p, value in zip(parameters_of(optimizer), values, strict=True):
             p.copy_(value)
 
 
@@ -52,10 +53,10 @@ def test_a_weight_that_was_set_is_the_stored_one(storage: str) -> None:
     """Before the next step and after it: a step from the new value, and not from the old one."""
     optimizer, values = trained(storage), visible(storage)
     loaded(optimizer, values)
-    for p, value in zip(members(optimizer), values, strict=True):
+    for p, value in zip(parameters_of(optimizer), values, strict=True):
         assert torch.equal(optimizer.stored(p), value.float())
     take_steps(optimizer, range(3, 4))
-    for p, value in zip(members(optimizer), values, strict=True):
+    for p, value in zip(parameters_of(optimizer), values, strict=True):
         assert float((p.detach().float() - value.float()).abs().max()) < 0.05
 
 
@@ -64,13 +65,13 @@ def test_a_weight_that_was_set_leaves_no_trace_of_the_old_one(storage: str) -> N
     """Two runs that differ in their weights alone are one, once both are given the same."""
     one, other = trained(storage), trained(storage)
     with torch.no_grad():
-        for p in members(other):
+        for p in parameters_of(other):
             p.mul_(0.5)
     found = []
     for optimizer in (one, other):
         loaded(optimizer, visible(storage))
         take_steps(optimizer, range(3, 5))
-        found.append([optimizer.stored(p) for p in members(optimizer)])
+        found.append([optimizer.stored(p) for p in parameters_of(optimizer)])
     assert all(map(torch.equal, *found))
 
 
@@ -79,7 +80,7 @@ def test_a_weight_that_was_set_leaves_no_trace_of_the_old_one(storage: str) -> N
 def test_only_what_was_changed_is_adopted(storage: str, through: str) -> None:
     """A mask on small parameters, whose bucket knows what it left: the others keep every stored bit."""
     optimizer = trained(storage, audit_every=4)  # the next step is audited: then writes through .data are seen too
-    small = members(optimizer)[1:]
+    small = parameters_of(optimizer)[1:]
     before = [optimizer.stored(p) for p in small]
     masks = [torch.rand(p.shape, generator=torch.Generator().manual_seed(1)) > 0.3 for p in small]
     for p, mask in zip(small, masks, strict=True):
@@ -89,11 +90,11 @@ def test_only_what_was_changed_is_adopted(storage: str, through: str) -> None:
             with torch.no_grad():
                 p.mul_(mask)
     twin = trained(storage, audit_every=4)
-    twin.adopt({p: b * mask for p, b, mask in zip(members(twin)[1:], before, masks, strict=True)})
+    twin.adopt({p: b * mask for p, b, mask in zip(parameters_of(twin)[1:], before, masks, strict=True)})
     for each in (optimizer, twin):
         take_steps(each, range(3, 4))
     if row_of(storage).weight.parts == 1:  # parts that are given as one sum need not be the same parts
-        assert_same(everything(twin), everything(optimizer))
+        assert_same_bits(everything(twin), everything(optimizer))
     for p, b, mask in zip(small, before, masks, strict=True):
         moved = (optimizer.stored(p) - b * mask).abs()
         assert float(moved.max()) < 0.02
@@ -103,7 +104,7 @@ def test_only_what_was_changed_is_adopted(storage: str, through: str) -> None:
 def test_a_large_weight_that_is_masked_at_every_step_keeps_its_tails(storage: str) -> None:
     """From the third time on, when there is a copy of what was left."""
     optimizer = trained(storage)
-    (p, *_), mask = members(optimizer), torch.ones(SHAPES[0], dtype=torch.bool)
+    (p, *_), mask = parameters_of(optimizer), torch.ones(SHAPES[0], dtype=torch.bool)
     mask[::3] = False
     for step in range(3, 6):
         with torch.no_grad():
@@ -121,14 +122,14 @@ def test_a_large_weight_that_is_masked_at_every_step_keeps_its_tails(storage: st
 def test_what_is_put_back_was_never_changed(storage: str) -> None:
     """An average of small weights swapped in for an evaluation, and out again."""
     optimizer, twin = trained(storage), trained(storage)
-    kept = [p.detach().clone() for p in members(optimizer)]
+    kept = [p.detach().clone() for p in parameters_of(optimizer)]
     with torch.no_grad():
-        for p, value in zip(members(optimizer)[1:], kept[1:], strict=True):
+        for p, value in zip(parameters_of(optimizer)[1:], kept[1:], strict=True):
             p.copy_(value * 0.5)
             p.copy_(value)
     for each in (optimizer, twin):
         take_steps(each, range(3, 5))
-    assert_same(everything(twin), everything(optimizer))
+    assert_same_bits(everything(twin), everything(optimizer))
 
 
 @STORED
@@ -138,19 +139,19 @@ def test_before_the_first_step_the_same_value_is_no_change(storage: str) -> None
     found = []
     for again in (False, True):
         optimizer = build("adamw", parameters(storage, SHAPES), storage)
-        optimizer.adopt(dict(zip(members(optimizer), wide, strict=True)))
+        optimizer.adopt(dict(zip(parameters_of(optimizer), wide, strict=True)))
         if again:
-            loaded(optimizer, [p.detach().clone() for p in members(optimizer)])
+            loaded(optimizer, [p.detach().clone() for p in parameters_of(optimizer)])
         take_steps(optimizer, range(2))
         found.append(everything(optimizer))
-    assert_same(*found)
+    assert_same_bits(*found)
 
 
 @STORED
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 def test_a_checkpoint_is_restored_in_either_order(storage: str, first: str) -> None:
     saved = trained(storage)
-    weights, state = [p.detach().clone() for p in members(saved)], saved.state_dict()
+    weights, state = [p.detach().clone() for p in parameters_of(saved)], saved.state_dict()
     optimizer = trained(storage, 1)
     loaded(optimizer, visible(storage))
     if first == "model":
@@ -162,7 +163,7 @@ def test_a_checkpoint_is_restored_in_either_order(storage: str, first: str) -> N
         warnings.simplefilter("error")
         for each in (saved, optimizer):
             take_steps(each, range(3, 5))
-    assert_same(everything(saved), everything(optimizer))
+    assert_same_bits(everything(saved), everything(optimizer))
 
 
 def test_it_is_said_once() -> None:
@@ -178,29 +179,29 @@ def test_it_is_said_once() -> None:
 @STORED
 def test_a_write_through_data_is_seen_at_the_next_audit(storage: str) -> None:
     optimizer, values = trained(storage, audit_every=4), visible(storage)
-    for p, value in zip(members(optimizer), values, strict=True):
+    for p, value in zip(parameters_of(optimizer), values, strict=True):
         p.data.copy_(value)
     twin = trained(storage, audit_every=4)
     loaded(twin, values)
     for each in (optimizer, twin):
         take_steps(each, range(3, 4))
-    assert_same(everything(twin), everything(optimizer))
+    assert_same_bits(everything(twin), everything(optimizer))
 
 
 @STORED
 def test_refresh_adopts_what_cannot_be_noticed(storage: str) -> None:
     optimizer, values = trained(storage), visible(storage)
-    for p, value in zip(members(optimizer), values, strict=True):
+    for p, value in zip(parameters_of(optimizer), values, strict=True):
         p.data.copy_(value)
     optimizer.refresh()
-    for p, value in zip(members(optimizer), values, strict=True):
+    for p, value in zip(parameters_of(optimizer), values, strict=True):
         assert torch.equal(optimizer.stored(p), value.float())
 
 
 def test_a_master_gives_way_in_the_kernel() -> None:
     """Element by element, whatever wrote to the weight, and even where nobody looks."""
     optimizer = trained("master", lr=0.0, weight_decay=0.0)
-    (p, *_), before = members(optimizer), optimizer.stored(members(optimizer)[0])
+    (p, *_), before = parameters_of(optimizer), optimizer.stored(parameters_of(optimizer)[0])
     p.data[0] = 3.0
     p.data[1] = p.data[1].clone()
     take_steps(optimizer, range(3, 4))
@@ -240,7 +241,7 @@ CHANGES: dict[str, Callable[[nn.Parameter], Tensor]] = {
 @pytest.mark.parametrize("which", [0, 1])
 def test_another_shape_or_dtype_is_refused(storage: str, change: str, which: int) -> None:
     optimizer = trained(storage)
-    p = members(optimizer)[which]
+    p = parameters_of(optimizer)[which]
     p.grad = None
     p.data = CHANGES[change](p)
     p.grad = torch.ones_like(p)
@@ -251,7 +252,7 @@ def test_another_shape_or_dtype_is_refused(storage: str, change: str, which: int
 
 def test_a_gradient_of_another_shape_is_refused() -> None:
     optimizer = build("adamw", parameters("word", SHAPES), "word")
-    p = members(optimizer)[0]
+    p = parameters_of(optimizer)[0]
     p.grad = torch.ones_like(p)
     p.data = torch.cat([p.data] * 2)
     with pytest.raises(RecipeError, match="gradient has the shape"):
@@ -270,11 +271,11 @@ def test_a_dtype_that_changes_before_the_first_step_is_refused() -> None:
 @FLAT
 def test_the_same_values_elsewhere_in_memory_are_the_same_weights(storage: str) -> None:
     optimizer, twin = trained(storage), trained(storage)
-    for p in members(optimizer)[1:]:
+    for p in parameters_of(optimizer)[1:]:
         p.data = p.data.clone()
     for each in (optimizer, twin):
         take_steps(each, range(3, 5))
-    assert_same(everything(twin), everything(optimizer))
+    assert_same_bits(everything(twin), everything(optimizer))
 
 
 @STORED
@@ -284,15 +285,15 @@ def test_other_strides_are_other_places_of_the_same_elements(storage: str) -> No
     optimizers = [build("adamw", parameters(storage, shapes), storage, lr=1e-3, audit_every=0) for _ in range(2)]
     for optimizer in optimizers:
         take_steps(optimizer, range(2))
-    crossed = members(optimizers[0])[0]
+    crossed = parameters_of(optimizers[0])[0]
     values = crossed.detach().clone()
     crossed.data = crossed.data.t()
     loaded_from = crossed.detach().clone(memory_format=torch.contiguous_format)
     with torch.no_grad():
-        members(optimizers[1])[0].copy_(loaded_from)
+        parameters_of(optimizers[1])[0].copy_(loaded_from)
     for optimizer in optimizers:
         take_steps(optimizer, range(2, 4))
-    assert torch.equal(crossed.detach(), members(optimizers[1])[0].detach())
+    assert torch.equal(crossed.detach(), parameters_of(optimizers[1])[0].detach())
     assert values.shape == crossed.shape and not crossed.is_contiguous()
 
 
@@ -334,7 +335,7 @@ def test_a_row_that_was_set_is_cut_as_if_it_were_adopted() -> None:
     storage = "float8/collage-plus"
     optimizer, twin, values = trained(storage), trained(storage), visible(storage)
     loaded(optimizer, values)
-    twin.adopt({p: value.float() for p, value in zip(members(twin), values, strict=True)})
+    twin.adopt({p: value.float() for p, value in zip(parameters_of(twin), values, strict=True)})
     for each in (optimizer, twin):
         take_steps(each, range(3, 5))
-    assert_same(everything(twin), everything(optimizer))
+    assert_same_bits(everything(twin), everything(optimizer))

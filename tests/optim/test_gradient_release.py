@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.spec.storages import STORAGES
-from optim.scenarios import assert_same_bits
+from tensors import assert_same_bits
 
 KEPT = pytest.mark.parametrize("storage", ["word", "compact", "exact", "collage-plus"])
 

@@ -13,18 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from optim.pairs import (
-    FEW,
-    RULES,
-    Shape,
-    assert_same,
-    build,
-    everything,
-    gradients,
-    members,
-    parameters,
-    take_steps,
-)
+from optim.pairs import FEW, RULES, Shape, build, everything, parameters
+from tensors import assert_same_bits, parameters_of, step_gradients, take_steps
 
 # ── weights: tied, frozen, late, in groups ──────────────────────────────────────────────────────────────────────────
 
@@ -54,23 +44,23 @@ def test_tied_weights_are_one(rule: str, storage: str) -> None:
         optimizer.zero_grad()
         model(torch.arange(4) + step).backward()
         for each in (twin, doubled):
-            members(each)[0].grad = members(optimizer)[0].grad
+            parameters_of(each)[0].grad = parameters_of(optimizer)[0].grad
         for each in (optimizer, twin, doubled):
             each.step()
     assert model.embedding.weight is model.output.weight
     for each in (optimizer, doubled):
-        assert_same(everything(twin), everything(each))
+        assert_same_bits(everything(twin), everything(each))
         assert list(each.parameter_names().values()) == ["embedding.weight"]
 
 
 @FEW
 def test_frozen_weights_stay_and_may_thaw(rule: str, storage: str) -> None:
     optimizer = build(rule, parameters(storage), storage)
-    first, *rest = members(optimizer)
+    first, *rest = parameters_of(optimizer)
     first.requires_grad_(False)
     before = first.detach().clone()
     for step in range(2):
-        for p, gradient in zip(rest, gradients(rest, step), strict=True):
+        for p, gradient in zip(rest, step_gradients(rest, step), strict=True):
             p.grad = gradient
         optimizer.step()
     assert torch.equal(first, before) and 0 not in optimizer.state_dict()["state"]
@@ -87,13 +77,13 @@ def test_parameters_added_later_are_as_if_there_from_the_start(rule: str, storag
     whole.add_param_group({"params": parameters(storage)[2:], **late})
     take_steps(grown, range(2))
     for step in range(2):
-        for p, gradient in zip(members(whole), gradients(members(grown), step), strict=False):
+        for p, gradient in zip(parameters_of(whole), step_gradients(parameters_of(grown), step), strict=False):
             p.grad = gradient
         whole.step()
     grown.add_param_group({"params": parameters(storage)[2:], **late})
     for optimizer in (grown, whole):
         take_steps(optimizer, range(2, 4))
-    assert_same(everything(grown), everything(whole))
+    assert_same_bits(everything(grown), everything(whole))
 
 
 @FEW
@@ -104,17 +94,17 @@ def test_groups_are_optimizers_of_their_own(rule: str, storage: str) -> None:
     )
     apart = [build(rule, [p], storage, **mine) for p, mine in zip(parameters(storage), options, strict=True)]
     for step in range(3):
-        slopes = gradients(members(together), step)
-        for p, gradient in zip(members(together), slopes, strict=True):
+        slopes = step_gradients(parameters_of(together), step)
+        for p, gradient in zip(parameters_of(together), slopes, strict=True):
             p.grad = gradient
         together.step()
         for optimizer, gradient in zip(apart, slopes, strict=True):
-            members(optimizer)[0].grad = gradient
+            parameters_of(optimizer)[0].grad = gradient
             optimizer.step()
     whole = everything(together)
     for k, optimizer in enumerate(apart):
         mine = {name.replace("0 ", f"{k} ", 1): value for name, value in everything(optimizer).items()}
-        assert_same(mine, {name: value for name, value in whole.items() if name.startswith(f"{k} ")})
+        assert_same_bits(mine, {name: value for name, value in whole.items() if name.startswith(f"{k} ")})
 
 
 # ── torch's own optimizer ───────────────────────────────────────────────────────────────────────────────────────────
@@ -132,7 +122,7 @@ def test_a_tensor_rate_and_a_schedule(rule: str, storage: str) -> None:
             schedule.step()
     rates = [optimizer.param_groups[0]["lr"] for optimizer in (plain, moved)]
     assert rates == [2.0**-5, 2.0**-5] and isinstance(rates[1], Tensor)
-    assert_same(everything(plain), everything(moved))
+    assert_same_bits(everything(plain), everything(moved))
 
 
 @FEW
@@ -142,9 +132,9 @@ def test_before_the_first_step_there_is_no_state(rule: str, storage: str) -> Non
     assert optimizer.param_groups[0].items() >= optimizer.defaults.items()
     assert not optimizer.state and optimizer.state_dict()["state"] == {}
     assert ng.audit(optimizer) == {} and optimizer.num_skipped == 0
-    assert all(torch.equal(optimizer.stored(p), p.detach().float()) for p in members(optimizer))
+    assert all(torch.equal(optimizer.stored(p), p.detach().float()) for p in parameters_of(optimizer))
     optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.step()  # no gradients at all
+    optimizer.step()  # no step_gradients at all
     optimizer.zero_grad()
     assert not optimizer.state
 
@@ -153,7 +143,7 @@ def test_states_are_numbered_in_the_order_of_the_parameters() -> None:
     """However steps join them: large and small ones, odd ones and vectors take turns here."""
     shapes: list[Shape] = [(3,), (80, 64), (3, 3), (), (64, 80), (5,)]
     optimizer = build("adamw", parameters("word", shapes), "word")
-    for p in members(optimizer)[::-1]:  # states come to be in another order
+    for p in parameters_of(optimizer)[::-1]:  # states come to be in another order
         p.grad = torch.ones_like(p)
         optimizer.step()
     state = optimizer.state_dict()["state"]
@@ -185,7 +175,7 @@ def test_hooks_around_a_state_see_and_change_all_of_it(rule: str, storage: str) 
     def undone(mine: Any, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, "state": {int(k): entry for k, entry in state["state"].items()}}
 
-    twin = build(rule, [nn.Parameter(p.detach().clone()) for p in members(optimizer)], storage)
+    twin = build(rule, [nn.Parameter(p.detach().clone()) for p in parameters_of(optimizer)], storage)
     optimizer.register_state_dict_pre_hook(lambda mine: seen.append("before"))
     optimizer.register_state_dict_post_hook(renamed)
     twin.register_load_state_dict_pre_hook(undone)
@@ -193,7 +183,7 @@ def test_hooks_around_a_state_see_and_change_all_of_it(rule: str, storage: str) 
     saved = optimizer.state_dict()
     assert list(saved["state"]) == ["0", "1", "2"]
     for k, entry in plain["state"].items():
-        assert_same(entry, saved["state"][str(k)])
+        assert_same_bits(entry, saved["state"][str(k)])
     twin.load_state_dict(saved)
     assert seen == ["before", plain["state"].keys()]
 
@@ -216,11 +206,11 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
     plain = build(rule, parameters(storage), storage, max_grad_norm=math.inf)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (scaled, plain)]
     for step in range(4):
-        slopes = gradients(members(plain), step)
+        slopes = step_gradients(parameters_of(plain), step)
         if step == 1:
             slopes[2] *= math.inf
         scaled.zero_grad()
-        for p, q, slope in zip(members(scaled), members(plain), slopes, strict=True):
+        for p, q, slope in zip(parameters_of(scaled), parameters_of(plain), slopes, strict=True):
             q.grad = slope
             loss = (p * slope).float().sum()
             (ours or theirs).scale(loss).backward()
@@ -234,10 +224,10 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
         plain.step()
         for schedule in schedules:
             schedule.step()
-    # Where GradScaler unscales gradients itself, it does not even ask for a step that overflowed.
+    # Where GradScaler unscales step_gradients itself, it does not even ask for a step that overflowed.
     asked = ours is not None or storage != "float32"
     assert (scaled.last_overflow, scaled.num_skipped) == ((["param 2"], 1) if asked else ([], 0))
     assert [schedule.last_epoch for schedule in schedules] == [4, 4]
     assert float(scaled.state_dict()["state"][0]["step"]) == 3.0
     assert (ours.scale_tensor.item() if ours is not None else theirs.get_scale()) == 2.0**5
-    assert_same(everything(scaled), everything(plain))
+    assert_same_bits(everything(scaled), everything(plain))

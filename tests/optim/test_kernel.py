@@ -11,16 +11,8 @@ from narrowgauge.optim import compilation, kernel
 from narrowgauge.optim.kernel import StepKernel, Work, num_scales, row_peaks
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.spec.storages import STORAGES, Storage
-from optim.scenarios import (
-    REPRESENTATIVES,
-    assert_same_bits,
-    gradients,
-    kept,
-    parameters,
-    relative_error,
-    row_of,
-    train,
-)
+from optim.scenarios import REPRESENTATIVES, kept, parameters, row_of, storage_error
+from tensors import assert_same_bits, step_gradients, take_steps
 
 needs_compiler = pytest.mark.skipif(bool(compiler_missing()), reason=f"{compiler_missing()}: nothing to compare with")
 
@@ -47,7 +39,7 @@ def test_eager_and_compiled_have_the_same_bits(storage: str) -> None:
         params = parameters(storage, shapes)
         options = {"lr": 1e-3, "weight_decay": 0.1, "compile": compile, **COVERING[storage]}
         optimizer = ng.AdamW(params, **options, storage=storage)
-        train(optimizer, shapes, range(40))
+        take_steps(optimizer, range(40), scale=0.01)
         results.append(kept(optimizer))
         if optimizer.grad_norm is not None:
             results[-1]["norm"] = optimizer.grad_norm.reshape(1)
@@ -90,8 +82,7 @@ def test_two_hundred_shapes_and_many_steps_compile_once(monkeypatch: pytest.Monk
         max_grad_norm=1.0,
         audit_every=2,
     )
-    ordered = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
-    train(optimizer, ordered, range(4))
+    take_steps(optimizer, range(4), scale=0.01)
     # word and (for vectors) master, each plain and audited, and the two passes of the norm.
     assert len(asked) == len(set(asked)) <= 6
 
@@ -109,7 +100,7 @@ def test_odd_places_and_layouts_have_the_same_bits(storage: str, shape: tuple[in
     others = [ng.AdamW([p], storage=storage, compile=False) for p in (odd, crossed)]
     (reference,) = plain.param_groups[0]["params"]
     for step in range(6):
-        (gradient,) = gradients([shape], step, dtype=reference.dtype)
+        (gradient,) = step_gradients([reference], step, 1e-2)
         reference.grad, odd.grad, crossed.grad = gradient, gradient.clone(), gradient.t().contiguous().t()
         for optimizer in (plain, *others):
             optimizer.step()
@@ -128,7 +119,7 @@ def test_more_dims_strides_and_pieces_have_the_same_bits(monkeypatch: pytest.Mon
     flat = torch.nn.Parameter(reference.detach().clone().view(21, 9))
     others = [ng.AdamW([p], storage=storage, compile=False) for p in (crossed, spread, flat)]
     for step in range(6):
-        (gradient,) = gradients([shape], step, dtype=reference.dtype)
+        (gradient,) = step_gradients([reference], step, 1e-2)
         reference.grad, crossed.grad = gradient, gradient.clone()
         spread.grad, flat.grad = gradient.transpose(0, 1).contiguous().transpose(0, 1), gradient.view(21, 9)
         monkeypatch.setattr("narrowgauge.optim.pieces.PIECE_WORDS", 1 << 16)
@@ -150,7 +141,7 @@ def test_a_chunk_boundary_changes_nothing(monkeypatch: pytest.MonkeyPatch, stora
     for chunk in (1 << 15, 1000, 30):
         monkeypatch.setattr("narrowgauge.optim.kernel.CHUNK", chunk)
         optimizer = ng.AdamW(parameters(storage, [(30, 31), (20, 22)]), storage=storage, compile=False)
-        train(optimizer, [(30, 31), (20, 22)], range(12))
+        take_steps(optimizer, range(12), scale=0.01)
         results.append(kept(optimizer))
     assert_same_bits(results[0], results[1])
     assert_same_bits(results[0], results[2])
@@ -190,9 +181,9 @@ def test_composed_rows_are_stepped_as_their_codes_say(storage: Storage) -> None:
         ng.AdamW(parameters(row, shapes), lr=1e-2, storage=row, compile=False) for row in (STORAGES["float32"], storage)
     ]
     for optimizer in optimizers:
-        train(optimizer, shapes, range(60))
+        take_steps(optimizer, range(60), scale=0.01)
     exact, found = map(kept, optimizers)
-    limit = 2 * max(relative_error(storage, role) for role in ("weight", "exp_avg", "exp_avg_sq"))
+    limit = 2 * max(storage_error(storage, role) for role in ("weight", "exp_avg", "exp_avg_sq"))
     for name, value in found.items():
         assert value.shape == exact[name].shape
         if not name.endswith("visible"):
@@ -208,9 +199,9 @@ def test_without_a_compiler_the_definition_runs_and_says_so(monkeypatch: pytest.
     compilation._warn_once.cache_clear()
     optimizer = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=True)
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
-        train(optimizer, [(80, 80)], range(2))
+        take_steps(optimizer, range(2), scale=0.01)
     eager = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=False)
-    train(eager, [(80, 80)], range(2))
+    take_steps(eager, range(2), scale=0.01)
     assert_same_bits(kept(optimizer), kept(eager))
 
 
@@ -222,7 +213,7 @@ def test_the_write_of_a_matrix_rule_is_defined_once(monkeypatch: pytest.MonkeyPa
     for chunk in (1 << 15, 40):
         monkeypatch.setattr(kernel, "CHUNK", chunk)
         optimizer = ng.Muon(parameters(storage, [(30, 62), (20, 22)]), storage=storage, audit_every=2)
-        train(optimizer, [(30, 62), (20, 22)], range(4))
+        take_steps(optimizer, range(4), scale=0.01)
         results.append(kept(optimizer))
     assert_same_bits(*results)
     assert len(defined) == 4  # plain and audited, in each optimizer

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.spec.storages import STORAGES
-from optim.scenarios import REPRESENTATIVES, relative_error
+from optim.scenarios import REPRESENTATIVES, storage_error
+from tensors import bits, parameters_of, take_steps
 
 SHAPES: list[tuple[int, ...]] = [(4, 6), (5,), (3, 3, 3), (1, 1), (7, 1)]
 SAME = pytest.mark.parametrize("storage", REPRESENTATIVES)
@@ -36,27 +37,10 @@ def adamw(params: Any, storage: str, **options: Any) -> ng.AdamW:
     return ng.AdamW(params, storage=storage, **{"lr": 1e-2, "audit_every": 2, **options})
 
 
-def members(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def take_steps(optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(100 + step)
-        for p in members(optimizer):
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
-
-
-def bits(value: Tensor) -> Tensor:
-    # A single element may be called contiguous with any stride, and is then no row of bytes.
-    return torch.cat([value.detach().reshape(-1)]).view(torch.uint8)
-
-
 def everything(optimizer: ng.AdamW) -> list[Tensor]:
     """Visible weights, then all that is kept, as bytes."""
-    kept = [p.detach() for p in members(optimizer)]
-    kept += [optimizer.stored(p, n) for p in members(optimizer) for n in ("weight", "exp_avg", "exp_avg_sq")]
+    kept = [p.detach() for p in parameters_of(optimizer)]
+    kept += [optimizer.stored(p, n) for p in parameters_of(optimizer) for n in ("weight", "exp_avg", "exp_avg_sq")]
     return [bits(value).clone() for value in kept]
 
 
@@ -90,7 +74,7 @@ def through_safetensors(state: dict[str, Any]) -> dict[str, Any]:
 def test_a_saved_state_continues_bit_for_bit(storage: str, through: Callable[[Any], Any]) -> None:
     first = adamw(parameters(storage), storage)
     take_steps(first, range(5))
-    second = adamw([nn.Parameter(p.detach().clone()) for p in members(first)], storage)
+    second = adamw([nn.Parameter(p.detach().clone()) for p in parameters_of(first)], storage)
     second.load_state_dict(through(first.state_dict()))
     assert_same(first, second)
     for optimizer in (first, second):
@@ -121,7 +105,7 @@ def test_plain_states_have_torchs_names(storage: str) -> None:
     entry = optimizer.state_dict()["state"][0]
     assert entry.keys() - {"master", "tail"} == {"step", "exp_avg", "exp_avg_sq"}
     assert entry["exp_avg"].dtype is entry["exp_avg_sq"].dtype is torch.float32
-    assert torch.equal(entry["exp_avg"], optimizer.stored(members(optimizer)[0], "exp_avg"))
+    assert torch.equal(entry["exp_avg"], optimizer.stored(parameters_of(optimizer)[0], "exp_avg"))
 
 
 def test_a_state_is_a_copy_of_nothing_that_moves_on() -> None:
@@ -165,7 +149,7 @@ def test_a_copied_optimizer_goes_its_own_way(storage: str, copied: Callable[[Any
 def test_a_model_and_its_optimizer_are_copied_together() -> None:
     model, optimizer = ng.prepare(nn.Linear(4, 3), "bfloat16/word")
     model2, optimizer2 = copy.deepcopy((model, optimizer))
-    assert members(optimizer2)[0] is model2.weight
+    assert parameters_of(optimizer2)[0] is model2.weight
     take_steps(optimizer, range(2))
     take_steps(optimizer2, range(2))
     assert_same(optimizer, optimizer2)
@@ -180,7 +164,7 @@ def test_what_is_kept_can_be_looked_at_by_name(storage: str) -> None:
     optimizer = adamw(parameters(storage), storage)
     take_steps(optimizer, range(1))
     saved = optimizer.state_dict()["state"]
-    for number, p in enumerate(members(optimizer)):
+    for number, p in enumerate(parameters_of(optimizer)):
         shown, packed = optimizer.state[p], saved[number].keys() - {"step", "master", "exp_avg", "exp_avg_sq"}
         if any(name.endswith("_bound") for name in packed):
             packed = set()  # which its scales belong to
@@ -289,7 +273,7 @@ def test_weights_in_another_format_are_refused_with_advice() -> None:
 def test_what_is_stored_is_given_as_a_copy(storage: str, name: str) -> None:
     optimizer = adamw(parameters(storage, [(4, 6), (3, 50, 50)]), storage)
     take_steps(optimizer, range(1))
-    for p in members(optimizer):
+    for p in parameters_of(optimizer):
         given = optimizer.stored(p, name)
         kept = given.clone()
         given.fill_(7.0)
@@ -301,7 +285,7 @@ def test_stored_of_a_strange_tensor_or_name_is_refused() -> None:
     with pytest.raises(KeyError):
         optimizer.stored(torch.zeros(4, 6))
     with pytest.raises(KeyError, match="exp_avg"):
-        optimizer.stored(members(optimizer)[0], "momentum")
+        optimizer.stored(parameters_of(optimizer)[0], "momentum")
 
 
 # ── odd parameters and gradients ────────────────────────────────────────────────────────────────────────────────
@@ -311,7 +295,7 @@ def test_stored_of_a_strange_tensor_or_name_is_refused() -> None:
 def test_parameters_without_a_gradient_stay_and_catch_up_later(storage: str) -> None:
     optimizer = adamw(parameters(storage), storage, weight_decay=0.5)
     take_steps(optimizer, range(2))
-    first, *rest = members(optimizer)
+    first, *rest = parameters_of(optimizer)
     before = [bits(v).clone() for v in (first.detach(), optimizer.stored(first), optimizer.stored(first, "exp_avg"))]
     for p in rest:
         p.grad = torch.ones_like(p)
@@ -335,12 +319,12 @@ def test_no_gradient_at_all_is_no_step() -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (0, 4), (3, 0), (4, 0, 2), (1,), (1, 1), (3, 1), (1, 7)], ids=str)
 def test_sizes_of_nothing_and_one(storage: str, shape: tuple[int, ...]) -> None:
     optimizer = adamw(parameters(storage, [shape, (2, 2)]), storage, max_grad_norm=1.0)
-    start = [optimizer.stored(p) for p in members(optimizer)]
+    start = [optimizer.stored(p) for p in parameters_of(optimizer)]
     take_steps(optimizer, range(4))
-    assert optimizer.stored(members(optimizer)[0]).shape == shape
-    for p, before in zip(members(optimizer), start, strict=True):
+    assert optimizer.stored(parameters_of(optimizer)[0]).shape == shape
+    for p, before in zip(parameters_of(optimizer), start, strict=True):
         assert not p.numel() or not torch.equal(optimizer.stored(p), before)
-    twin = adamw([nn.Parameter(p.detach().clone()) for p in members(optimizer)], storage, max_grad_norm=1.0)
+    twin = adamw([nn.Parameter(p.detach().clone()) for p in parameters_of(optimizer)], storage, max_grad_norm=1.0)
     twin.load_state_dict(through_torch(optimizer.state_dict()))
     assert_same(optimizer, twin)
 
@@ -353,9 +337,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(storage: str, bad: float)
     for each in (optimizer, twin):
         take_steps(each, range(2))
     before = everything(optimizer)
-    for p in members(optimizer):
+    for p in parameters_of(optimizer):
         p.grad = torch.ones_like(p)
-    gradient = members(optimizer)[2].grad
+    gradient = parameters_of(optimizer)[2].grad
     assert gradient is not None
     gradient.view(-1)[4] = bad
     optimizer.step()
@@ -364,21 +348,21 @@ def test_a_gradient_that_is_not_finite_changes_nothing(storage: str, bad: float)
     for each in (optimizer, twin):
         take_steps(each, range(2, 5))
     assert_same(optimizer, twin)
-    assert all(torch.isfinite(optimizer.stored(p)).all() for p in members(optimizer))
+    assert all(torch.isfinite(optimizer.stored(p)).all() for p in parameters_of(optimizer))
 
 
 @SAME
 def test_clipping_is_torchs(storage: str) -> None:
     optimizer = adamw(parameters(storage), storage, max_grad_norm=0.25)
     take_steps(optimizer, range(1))
-    norm = torch.cat([p.grad.double().view(-1) for p in members(optimizer) if p.grad is not None]).norm()
+    norm = torch.cat([p.grad.double().view(-1) for p in parameters_of(optimizer) if p.grad is not None]).norm()
     assert optimizer.grad_norm is not None
     assert abs(float(optimizer.grad_norm) / float(norm) - 1) < 1e-6
-    for p in members(optimizer):
+    for p in parameters_of(optimizer):
         assert p.grad is not None
         wanted = 0.1 * p.grad.double() * (0.25 / (norm + 1e-6))
         # A step of the smallest binade of an 8-bit window, where there is one, is 2^-17 of the largest in the row.
-        near, floor = relative_error(storage, "exp_avg", p.ndim), 2.0**-17 * wanted.abs().max()
+        near, floor = storage_error(storage, "exp_avg", p.ndim), 2.0**-17 * wanted.abs().max()
         error = (optimizer.stored(p, "exp_avg").double() - wanted).abs()
         assert (error <= (near + 1e-6) * wanted.abs() + (floor if near > 2.0**-5 else 1e-9)).all()
 

@@ -36,8 +36,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import narrowgauge as ng
 from narrowgauge.optim.clip import GradientNorm
 from narrowgauge.spec.storages import STORAGES
-from optim.scenarios import assert_same_bits
 from ranks import run_ranks
+from tensors import assert_same_bits
 
 # Over two ranks: 5 and 5 rows, 4 and 3, 1 and none; vectors and more dims likewise.
 SHAPES = {"even": (10, 6), "uneven": (7, 6), "lone": (1, 8), "gain": (10,), "bias": (5,), "deep": (3, 4, 2)}

@@ -15,14 +15,15 @@ import narrowgauge as ng
 from narrowgauge.optim import compilation
 from narrowgauge.spec.codes import TAIL16
 from narrowgauge.spec.storages import STORAGES
-from optim.scenarios import assert_same_bits, kept, parameters, train
+from optim.scenarios import kept, parameters
+from tensors import assert_same_bits, take_steps
 
 SHAPES = [(20, 30), (7,)]
 
 
 def trained(storage: str, seed: int = 0) -> ng.AdamW:
     optimizer = ng.AdamW(parameters(storage, SHAPES), storage=storage, compile=False, seed=seed)
-    train(optimizer, SHAPES, range(5))
+    take_steps(optimizer, range(5), scale=0.01)
     return optimizer
 
 
@@ -55,9 +56,9 @@ def test_a_damaged_state_is_refused_and_nothing_is_lost(storage: str, place: int
     with pytest.raises(ng.RecipeError, match="shape" if how == "shape" else f"needs '{damaged}'"):
         optimizer.load_state_dict(state)
     assert_same_bits(before, kept(optimizer))
-    train(optimizer, SHAPES, range(5, 7))
+    take_steps(optimizer, range(5, 7), scale=0.01)
     straight = trained(storage)
-    train(straight, SHAPES, range(5, 7))
+    take_steps(straight, range(5, 7), scale=0.01)
     assert_same_bits(kept(straight), kept(optimizer))
 
 
@@ -68,14 +69,14 @@ def test_the_seed_travels_with_the_state() -> None:
             mine.copy_(theirs)
     second.load_state_dict(first.state_dict())
     for optimizer in (first, second):
-        train(optimizer, SHAPES, range(5, 10))
+        take_steps(optimizer, range(5, 10), scale=0.01)
     assert_same_bits(kept(first), kept(second))
 
 
 def test_a_row_of_ones_own_is_obeyed_and_an_impostor_refused() -> None:
     longer = replace(STORAGES["word"], name="word16", weight=TAIL16, exp_avg=STORAGES["split"].exp_avg)
     optimizer = ng.AdamW(parameters("word", SHAPES), storage=longer, compile=False)
-    train(optimizer, SHAPES, range(3))
+    take_steps(optimizer, range(3), scale=0.01)
     assert set(optimizer.state_dict()["state"][0]) == {"step", "tail", "exp_avg", "exp_avg_sq"}
     assert "word16" not in STORAGES
     with pytest.raises(ng.RecipeError, match="name of its own"):
@@ -105,7 +106,7 @@ def test_grad_scaler_unscales_and_skips(storage: str) -> None:
     plain, scaled = (ng.AdamW(parameters(storage, SHAPES), storage=storage, compile=False) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10**6)
     for step in range(4):
-        train(plain, SHAPES, range(step, step + 1))
+        take_steps(plain, range(step, step + 1), scale=0.01)
         params = [p for group in scaled.param_groups for p in group["params"]]
         for p, q in zip(params, [p for g in plain.param_groups for p in g["params"]], strict=True):
             assert q.grad is not None
@@ -120,9 +121,9 @@ def test_grad_scaler_unscales_and_skips(storage: str) -> None:
     scaler.step(scaled)
     assert scaled.num_skipped == (storage == "float16/split")  # others are not even asked for a step
     assert_same_bits(before, kept(scaled))
-    train(plain, SHAPES, range(4, 6))
+    take_steps(plain, range(4, 6), scale=0.01)
     scaler._per_optimizer_states.clear()
-    train(scaled, SHAPES, range(4, 6))  # bounds of rows were not touched either
+    take_steps(scaled, range(4, 6), scale=0.01)  # bounds of rows were not touched either
     assert_same_bits(kept(plain), kept(scaled))
 
 
@@ -144,7 +145,7 @@ def test_an_unusable_cache_leaves_the_definition_running(monkeypatch: pytest.Mon
     compilation._warn_once.cache_clear()
     optimizer = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=True)
     with pytest.warns(UserWarning, match="/dev/null/nowhere.* failed"):
-        train(optimizer, [(80, 80)], range(2))
+        take_steps(optimizer, range(2), scale=0.01)
 
 
 LAYOUTS = {

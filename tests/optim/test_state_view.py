@@ -13,19 +13,9 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
-from optim.pairs import (
-    RULES,
-    SOME,
-    Shape,
-    assert_same,
-    build,
-    everything,
-    gradients,
-    members,
-    parameters,
-    take_steps,
-)
+from optim.pairs import RULES, SOME, Shape, build, everything, parameters
 from optim.scenarios import REPRESENTATIVES, row_of
+from tensors import assert_same_bits, parameters_of, step_gradients, take_steps
 
 STORED = pytest.mark.parametrize("storage", [s for s in REPRESENTATIVES if row_of(s).arithmetic == "float32"])
 
@@ -39,7 +29,7 @@ def trained(storage: str, steps: int = 2, rule: str = "adamw") -> ng.Optimizer:
 @SOME
 def test_entries_have_torchs_names_and_the_parameters_shape(rule: str, storage: str) -> None:
     optimizer = trained(storage, rule=rule)
-    assert len(optimizer.state) == 3 and list(optimizer.state) == members(optimizer)
+    assert len(optimizer.state) == 3 and list(optimizer.state) == parameters_of(optimizer)
     for p, entry in optimizer.state.items():
         assert float(entry["step"]) == 2.0 and entry["step"].shape == ()
         for name, value in entry.items():
@@ -54,14 +44,14 @@ def test_entries_have_torchs_names_and_the_parameters_shape(rule: str, storage: 
 def test_what_is_written_is_what_a_state_made_so_holds(storage: str) -> None:
     """By assignment and in place; against the same given to ``adopt``; obeyed by the next step and saved."""
     assigned, in_place, twin = (trained(storage) for _ in range(3))
-    halves = {p: assigned.state[p]["exp_avg"] * 0.5 for p in members(assigned)}
-    for p in members(assigned):
+    halves = {p: assigned.state[p]["exp_avg"] * 0.5 for p in parameters_of(assigned)}
+    for p in parameters_of(assigned):
         assigned.state[p]["exp_avg"] = halves[p]
         assigned.state[p]["step"] = torch.tensor(7.0)
-    for p in members(in_place):
+    for p in parameters_of(in_place):
         in_place.state[p]["exp_avg"].mul_(0.5)
         in_place.state[p]["step"] += 5
-    for p, q in zip(members(twin), members(assigned), strict=True):
+    for p, q in zip(parameters_of(twin), parameters_of(assigned), strict=True):
         twin._registry.stores[p].put("exp_avg", halves[q])
         twin._registry.stores[p].step = 7
     found = []
@@ -69,12 +59,12 @@ def test_what_is_written_is_what_a_state_made_so_holds(storage: str) -> None:
         saved = copy.deepcopy(optimizer.state_dict())
         assert float(saved["state"][0]["step"]) == 7.0
         take_steps(optimizer, range(2, 4))
-        other = build("adamw", [nn.Parameter(p.detach().clone()) for p in members(trained(storage))], storage)
+        other = build("adamw", [nn.Parameter(p.detach().clone()) for p in parameters_of(trained(storage))], storage)
         other.load_state_dict(saved)
         take_steps(other, range(2, 4))
         found += [everything(optimizer), everything(other)]
     for each in found[1:]:
-        assert_same(found[0], each)
+        assert_same_bits(found[0], each)
 
 
 @STORED
@@ -86,7 +76,7 @@ def test_what_is_read_may_be_written_back(storage: str) -> None:
     for entry in list(optimizer.state.values()):
         for name, value in entry.items():
             entry[name] = value.cpu()
-    for p, q in zip(members(optimizer), members(twin), strict=True):
+    for p, q in zip(parameters_of(optimizer), parameters_of(twin), strict=True):
         for name in ("weight", "exp_avg", "exp_avg_sq"):
             assert torch.equal(optimizer.stored(p, name), twin.stored(q, name))
 
@@ -95,13 +85,13 @@ def test_what_is_read_may_be_written_back(storage: str) -> None:
 @pytest.mark.parametrize("how", ["clear", "assign", "del", "pop", "entry", "empty"])
 def test_clearing_begins_anew(storage: str, how: str) -> None:
     optimizer = trained(storage)
-    fresh = build("adamw", [nn.Parameter(p.detach().clone()) for p in members(optimizer)], storage)
+    fresh = build("adamw", [nn.Parameter(p.detach().clone()) for p in parameters_of(optimizer)], storage)
     state = optimizer.state
     if how == "clear":
         state.clear()
     elif how == "assign":
         optimizer.state = defaultdict(dict)
-    for p in members(optimizer):
+    for p in parameters_of(optimizer):
         if how == "del":
             del state[p]
         elif how == "pop":
@@ -113,7 +103,7 @@ def test_clearing_begins_anew(storage: str, how: str) -> None:
     assert len(optimizer.state) == 0 and optimizer.state_dict()["state"] == {} and not optimizer.state[p]
     for each in (optimizer, fresh):
         take_steps(each, range(2, 4))
-    assert_same(everything(fresh), everything(optimizer))
+    assert_same_bits(everything(fresh), everything(optimizer))
 
 
 def test_one_of_a_bucket_may_leave() -> None:
@@ -121,18 +111,18 @@ def test_one_of_a_bucket_may_leave() -> None:
     optimizer, twin = (build("adamw", parameters("word", shapes), "word") for _ in range(2))
     for each in (optimizer, twin):
         take_steps(each, range(2))
-    del optimizer.state[members(optimizer)[1]]
+    del optimizer.state[parameters_of(optimizer)[1]]
     for each in (optimizer, twin):
         take_steps(each, range(2, 4))
     one, other = everything(optimizer), everything(twin)
-    assert_same(*({name: v for name, v in x.items() if name[0] != "1"} for x in (one, other)))
+    assert_same_bits(*({name: v for name, v in x.items() if name[0] != "1"} for x in (one, other)))
     assert float(one["1 step"]) == 2.0
     assert [len(bucket.members) for bucket in optimizer._registry.buckets] == [2, 1]
 
 
 def test_states_may_be_given_before_the_first_step() -> None:
     optimizer = build("adamw", parameters("word"), "word")
-    p = members(optimizer)[0]
+    p = parameters_of(optimizer)[0]
     assert p not in optimizer.state and dict(optimizer.state[p]) == {} and optimizer.state.get(p) is None
     optimizer.state[p]["exp_avg"] = torch.full(p.shape, 0.25)
     assert p in optimizer.state and torch.equal(optimizer.stored(p, "exp_avg"), torch.full(p.shape, 0.25))
@@ -140,16 +130,16 @@ def test_states_may_be_given_before_the_first_step() -> None:
 
 def test_notes_and_other_keys_are_saved_and_loaded() -> None:
     optimizer, other = trained("word"), trained("word")
-    p = members(optimizer)[0]
+    p = parameters_of(optimizer)[0]
     optimizer.state[p]["seen"] = torch.arange(3)
     optimizer.state["epoch"] = 4
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     other.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(other.state[members(other)[0]]["seen"], torch.arange(3)) and other.state["epoch"] == 4
+    assert torch.equal(other.state[parameters_of(other)[0]]["seen"], torch.arange(3)) and other.state["epoch"] == 4
     copied = copy.deepcopy(optimizer)
-    assert copied.state["epoch"] == 4 and torch.equal(copied.state[members(copied)[0]]["seen"], torch.arange(3))
+    assert copied.state["epoch"] == 4 and torch.equal(copied.state[parameters_of(copied)[0]]["seen"], torch.arange(3))
     del optimizer.state[p]["seen"], optimizer.state["epoch"]
     assert "seen" not in optimizer.state[p] and "epoch" not in optimizer.state_dict()["state"]
 
@@ -174,7 +164,7 @@ def test_hooks_write_to_the_state_as_in_torch() -> None:
 def test_what_has_another_shape_is_refused() -> None:
     optimizer = trained("word")
     with pytest.raises(RecipeError, match="written to the state of a parameter"):
-        optimizer.state[members(optimizer)[0]]["exp_avg"] = torch.zeros(3)
+        optimizer.state[parameters_of(optimizer)[0]]["exp_avg"] = torch.zeros(3)
 
 
 @pytest.mark.parametrize("storage", ["word", "compact"])
@@ -195,9 +185,9 @@ def test_a_groups_storage_is_set_before_its_first_step_or_refused() -> None:
     optimizer = build("adamw", parameters("word"), "word")
     optimizer.param_groups[0]["storage"] = "exact"
     take_steps(optimizer, range(1))
-    assert optimizer._registry.stores[members(optimizer)[0]].storage.name == "exact"
+    assert optimizer._registry.stores[parameters_of(optimizer)[0]].storage.name == "exact"
     optimizer.param_groups[0]["storage"] = "word"
-    for p, gradient in zip(members(optimizer), gradients(members(optimizer), 1), strict=True):
+    for p, gradient in zip(parameters_of(optimizer), step_gradients(parameters_of(optimizer), 1), strict=True):
         p.grad = gradient
     with pytest.raises(RecipeError, match="changed to 'word', and its states are stored in 'exact'"):
         optimizer.step()

@@ -21,6 +21,7 @@ from narrowgauge.optim.stores import SMALL, SMALLEST_BOUND, Store, as_words, wei
 from narrowgauge.spec.storages import STORAGES, Storage
 from optim.scenarios import REPRESENTATIVES, finest, row_of
 from oracles import codes as oracle
+from tensors import gaussian
 
 # Two that no row of the table is like: four lanes without scales, and scales for one of the moments only.
 ROWS = [STORAGES[name] for name in REPRESENTATIVES]
@@ -41,10 +42,6 @@ def kernel(storage: Storage) -> StepKernel:
 
 def visible(storage: Storage) -> torch.dtype:
     return getattr(torch, storage.visible)
-
-
-def gaussian(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def alone(parameter: Tensor, storage: Storage) -> Store:
@@ -75,7 +72,7 @@ def fill(store: Store, seed: int = 0) -> None:
 def test_small_parameters_share_a_bucket_and_large_ones_stand_alone(storage: Storage) -> None:
     dtype = visible(storage)
     shapes = [*SHAPES, (SMALL + 2,), (SMALL + 1,), (130, 66)]
-    stores, buckets = make_stores([gaussian(s, dtype) for s in shapes], storage, kernel(storage))
+    stores, buckets = make_stores([gaussian(*s, dtype=dtype) for s in shapes], storage, kernel(storage))
     assert [tuple(s.parameter.shape) for s in stores] == shapes
     assert len(buckets) == 1
     inside = {id(m) for m in buckets[0].members}
@@ -91,7 +88,7 @@ def test_small_parameters_share_a_bucket_and_large_ones_stand_alone(storage: Sto
 
 @every_in_rows
 def test_what_lies_in_rows_stands_alone_and_so_does_what_is_not_to_be_joined(storage: Storage) -> None:
-    stores, buckets = make_stores([gaussian(s, visible(storage)) for s in SHAPES], storage, kernel(storage))
+    stores, buckets = make_stores([gaussian(*s, dtype=visible(storage)) for s in SHAPES], storage, kernel(storage))
     assert buckets == []
     for store, shape in zip(stores, SHAPES, strict=True):
         for plane in packing.planes(storage):
@@ -105,7 +102,7 @@ def test_what_lies_in_rows_stands_alone_and_so_does_what_is_not_to_be_joined(sto
 
 @every_flat
 def test_segments_are_aligned_disjoint_and_seen_through_the_members(storage: Storage) -> None:
-    stores, (bucket,) = make_stores([gaussian(s, visible(storage)) for s in SHAPES], storage, kernel(storage))
+    stores, (bucket,) = make_stores([gaussian(*s, dtype=visible(storage)) for s in SHAPES], storage, kernel(storage))
     end = 0
     for member, segment in zip(bucket.members, bucket.segments(), strict=True):
         assert segment.start % ALIGNMENT == 0 and segment.start >= end
@@ -135,10 +132,10 @@ def test_buckets_are_closed_when_full(storage: Storage) -> None:
 @every_flat
 def test_gather_and_scatter_copy_every_member_and_nothing_else(storage: Storage) -> None:
     dtype = visible(storage)
-    parameters = [gaussian(s, dtype, n) for n, s in enumerate(SHAPES)]
+    parameters = [gaussian(*s, dtype=dtype, seed=n) for n, s in enumerate(SHAPES)]
     parameters[3] = parameters[3].t().contiguous().t()
     parameters[4] = odd_offset(parameters[4])
-    gradients = [gaussian(s, dtype, 100 + n) for n, s in enumerate(SHAPES)]
+    gradients = [gaussian(*s, dtype=dtype, seed=100 + n) for n, s in enumerate(SHAPES)]
     gradients[5] = gradients[5].t().contiguous().t()
     before = [p.clone() for p in parameters]
     _, (bucket,) = make_stores(parameters, storage, kernel(storage))
@@ -160,13 +157,13 @@ def test_gather_and_scatter_copy_every_member_and_nothing_else(storage: Storage)
 
 
 def test_as_words_only_where_length_address_and_order_allow() -> None:
-    even = gaussian((4, 6), torch.bfloat16)
+    even = gaussian(4, 6, dtype=torch.bfloat16)
     words = as_words(even)
     assert words is not None and words.data_ptr() == even.data_ptr() and words.shape == (12,)
     assert as_words(even.t()) is None
     assert as_words(odd_offset(even)) is None
-    assert as_words(gaussian((3, 5), torch.bfloat16)) is None
-    single = as_words(odd_offset(gaussian((3, 5), torch.float32)))
+    assert as_words(gaussian(3, 5, dtype=torch.bfloat16)) is None
+    single = as_words(odd_offset(gaussian(3, 5)))
     assert single is not None and single.numel() == 15
     assert as_words(torch.zeros(0)) is not None
 
@@ -188,7 +185,7 @@ def test_pieces_cover_the_parameter_once_in_order(
 ) -> None:
     monkeypatch.setattr("narrowgauge.optim.pieces.PIECE_WORDS", 512)
     storage, lanes = STORAGES[name], packing.num_lanes(STORAGES[name])
-    weight, gradient = (gaussian(shape, visible(storage), n) for n in range(2))
+    weight, gradient = (gaussian(*shape, dtype=visible(storage), seed=n) for n in range(2))
     placed, slopes = (place(x) for place, x in zip(LAYOUTS[how], (weight.clone(), gradient), strict=True))
     store = alone(placed, storage)
     store.gradient = slopes
@@ -221,7 +218,7 @@ def test_row_pieces_cover_every_row_once_with_its_scales(
     monkeypatch: pytest.MonkeyPatch, storage: Storage, how: str, shape: tuple[int, int]
 ) -> None:
     monkeypatch.setattr("narrowgauge.optim.pieces.PIECE_WORDS", 64)
-    weight, gradient = (gaussian(shape, visible(storage), n) for n in range(2))
+    weight, gradient = (gaussian(*shape, dtype=visible(storage), seed=n) for n in range(2))
     placed, slopes = (place(x) for place, x in zip(LAYOUTS[how], (weight.clone(), gradient), strict=True))
     store, (rows, columns), parts = alone(placed, storage), shape, packing.num_parts(storage)
     store.gradient = slopes
@@ -261,7 +258,7 @@ def test_row_pieces_cover_every_row_once_with_its_scales(
 
 @every_in_rows
 def test_odd_strides_of_more_dims_are_written_back_whole(storage: Storage) -> None:
-    weight = gaussian((4, 6, 5), visible(storage))
+    weight = gaussian(4, 6, 5, dtype=visible(storage))
     placed = weight.clone().transpose(0, 1).contiguous().transpose(0, 1)
     store = alone(placed, storage)
     store.gradient = torch.ones_like(weight)
@@ -276,7 +273,7 @@ def test_odd_strides_of_more_dims_are_written_back_whole(storage: Storage) -> No
 @every_storage
 @pytest.mark.parametrize("shape", [(64, 64), (2, 6, 8)])
 def test_what_fits_is_stepped_where_it_lies(storage: Storage, shape: tuple[int, ...]) -> None:
-    parameter, gradient = gaussian(shape, visible(storage)), gaussian(shape, visible(storage), 1)
+    parameter, gradient = gaussian(*shape, dtype=visible(storage)), gaussian(*shape, dtype=visible(storage), seed=1)
     store = alone(parameter, storage)
     store.gradient = gradient
     work, parts = store.direct(), packing.num_parts(storage)
@@ -289,7 +286,7 @@ def test_what_fits_is_stepped_where_it_lies(storage: Storage, shape: tuple[int, 
     assert {w.shape for w in work.words} == {packing.extent(storage, shape)}
     store.gradient = odd_offset(gradient)
     assert (store.direct() is None) == (storage.visible != "float32")  # any float32 begins at a word
-    parameter.data = gaussian(shape, visible(storage), 2)
+    parameter.data = gaussian(*shape, dtype=visible(storage), seed=2)
     store.gradient = gradient
     moved = store.direct()
     assert moved is not None and moved.words[0].data_ptr() == parameter.data_ptr()
@@ -298,8 +295,8 @@ def test_what_fits_is_stepped_where_it_lies(storage: Storage, shape: tuple[int, 
 @every_in_rows
 @pytest.mark.parametrize("shape", [(3, 8), (4, 7), (5,), ()])
 def test_what_does_not_fit_is_copied(storage: Storage, shape: tuple[int, ...]) -> None:
-    store = alone(gaussian(shape, visible(storage)), storage)
-    store.gradient = gaussian(shape, visible(storage), 1)
+    store = alone(gaussian(*shape, dtype=visible(storage)), storage)
+    store.gradient = gaussian(*shape, dtype=visible(storage), seed=1)
     assert (store.direct() is None) == (not packing.fits(storage, shape))
     assert not (packing.fits(storage, shape) and packing.num_parts(storage) > 1)
 
@@ -331,7 +328,7 @@ def expected_weight(storage: Storage, values: Tensor) -> Tensor:
 def test_adopt_keeps_the_nearest_and_shows_what_the_model_sees(
     storage: Storage, shape: tuple[int, ...], joined: bool
 ) -> None:
-    values = gaussian(shape, torch.float32)
+    values = gaussian(*shape)
     parameter = torch.nn.Parameter(values.to(visible(storage)))
     (store,), _ = make_stores([parameter], storage, kernel(storage), joined=joined)
     store.adopt(values)
@@ -364,9 +361,9 @@ def test_adopt_keeps_the_nearest_and_shows_what_the_model_sees(
 @every_storage
 @pytest.mark.parametrize("shape", [(7, 13), (8, 12)])
 def test_what_is_put_is_kept_beside_all_else(storage: Storage, shape: tuple[int, ...]) -> None:
-    store = alone(gaussian(shape, visible(storage)), storage)
-    values = {"weight": gaussian(shape, torch.float32), "exp_avg": gaussian(shape, torch.float32, 1)}
-    values["exp_avg_sq"] = gaussian(shape, torch.float32, 2).square()
+    store = alone(gaussian(*shape, dtype=visible(storage)), storage)
+    values = {"weight": gaussian(*shape), "exp_avg": gaussian(*shape, seed=1)}
+    values["exp_avg_sq"] = gaussian(*shape, seed=2).square()
     store.adopt(values["weight"])
     for name in STATES:
         store.put(name, values[name])
@@ -417,7 +414,7 @@ def test_adopt_narrows_a_wide_parameter_and_quiets_nans() -> None:
 @every_storage
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (7, 13), (130, 65), (3, 5, 2)], ids=str)
 def test_what_is_taken_out_goes_in_again(storage: Storage, shape: tuple[int, ...]) -> None:
-    parameter = gaussian(shape, visible(storage))
+    parameter = gaussian(*shape, dtype=visible(storage))
     (one, other), _ = make_stores([parameter, parameter.clone()], storage, kernel(storage))
     fill(one)
     saved = one.in_parameter_order()
@@ -436,7 +433,7 @@ def test_what_is_taken_out_goes_in_again(storage: Storage, shape: tuple[int, ...
 
 @every_storage
 def test_a_store_counts_all_its_tensors(storage: Storage) -> None:
-    store = alone(gaussian((16, 32), visible(storage)), storage)
+    store = alone(gaussian(16, 32, dtype=visible(storage)), storage)
     total = sum(t.numel() * t.element_size() for t in store.tensors())
     gradient_and_weight = 2 * store.parameter.element_size()
     assert total == 512 * (storage.bytes_per_param - gradient_and_weight) + 16 * storage.bytes_per_row
@@ -444,7 +441,7 @@ def test_a_store_counts_all_its_tensors(storage: Storage) -> None:
 
 def test_stored_is_a_copy_and_knows_its_names() -> None:
     for storage in ROWS:
-        parameter = gaussian((6,), visible(storage))
+        parameter = gaussian(6, dtype=visible(storage))
         (store,), _ = make_stores([parameter], storage, kernel(storage))
         store.adopt(parameter.float())
         for name in ("weight", *STATES):
@@ -456,14 +453,14 @@ def test_stored_is_a_copy_and_knows_its_names() -> None:
 
 
 def test_take_refuses_what_does_not_fit() -> None:
-    (store,), _ = make_stores([gaussian((4,), torch.bfloat16)], STORAGES["word"], kernel(STORAGES["word"]))
+    (store,), _ = make_stores([gaussian(4, dtype=torch.bfloat16)], STORAGES["word"], kernel(STORAGES["word"]))
     with pytest.raises(RecipeError, match="needs 'packed'"):
         store.take({"exp_avg": torch.zeros(4)})
     with pytest.raises(RecipeError, match=r"shape \(5,\) was given"):
         store.take({"packed": torch.zeros(5, dtype=torch.int32)})
     with pytest.raises(RecipeError, match=r"torch\.float32 of shape"):
         store.take({"packed": torch.zeros(4)})
-    store = alone(gaussian((4, 6), torch.bfloat16), STORAGES["compact"])
+    store = alone(gaussian(4, 6, dtype=torch.bfloat16), STORAGES["compact"])
     saved = store.in_parameter_order()
     with pytest.raises(RecipeError, match="needs 'exp_avg_bound'"):
         store.take({name: value for name, value in saved.items() if name != "exp_avg_bound"})
@@ -480,7 +477,7 @@ def test_take_refuses_what_does_not_fit() -> None:
 def test_peaks_are_the_largest_magnitudes_of_the_rows(
     storage: Storage, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    store, values = alone(gaussian(shape, visible(storage)), storage), gaussian(shape, dtype, 4)
+    store, values = alone(gaussian(*shape, dtype=visible(storage)), storage), gaussian(*shape, dtype=dtype, seed=4)
     rows = values.reshape(math.prod(shape[:-1]), -1) if values.numel() else values.new_zeros(math.prod(shape[:-1]), 1)
     wanted = [max([abs(v) for v in row], default=0.0) for row in rows.tolist()]
     for form in (values, values.transpose(0, -1).contiguous().transpose(0, -1) if len(shape) > 1 else values):
@@ -491,15 +488,15 @@ def test_peaks_are_the_largest_magnitudes_of_the_rows(
 @every_in_rows
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_peaks_of_what_is_not_finite_are_not_finite(storage: Storage, bad: float) -> None:
-    store = alone(gaussian((8, 16), visible(storage)), storage)
-    values = gaussian((8, 16), torch.bfloat16)
+    store = alone(gaussian(8, 16, dtype=visible(storage)), storage)
+    values = gaussian(8, 16, dtype=torch.bfloat16)
     values[3, 5] = bad
     peaks = store.peaks_of(values).flatten()
     assert peaks.isfinite().tolist() == [k != 3 for k in range(8)] and bool(peaks[3].isnan()) == math.isnan(bad)
 
 
 def test_scales_are_handed_out_by_code_and_part() -> None:
-    store = alone(gaussian((5, 8), torch.bfloat16), STORAGES["compact"])
+    store = alone(gaussian(5, 8, dtype=torch.bfloat16), STORAGES["compact"])
     rows = torch.arange(1.0, 6.0).unsqueeze(1)
     store.set_scales({n: rows * (10 if n == "exp_avg" else 1000) for n in STATES}, dict.fromkeys(STATES, -rows))
     # For each code and each half of the rows, into the window and back; the sixth row is filled up with ones.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import narrowgauge as ng
-from optim.pairs import assert_same, everything
+from optim.pairs import everything
 
 if "expecttest" not in sys.modules:
     # torch's helpers import it for tests that rewrite themselves; the inputs need none of it.
@@ -33,6 +33,8 @@ if "expecttest" not in sys.modules:
         sys.modules["expecttest"] = stand_in
 
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, OptimizerInput, optim_db
+
+from tensors import assert_same_bits
 
 NAMES = ("AdamW", "Adam", "SGD", "Muon", "Adafactor")
 INFOS = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls.__name__ in NAMES}
@@ -190,7 +192,7 @@ def test_groups_have_rates_and_decays_of_their_own(name: str, option: str) -> No
 @DEFAULT
 def test_a_tensor_rate_is_a_rate(name: str) -> None:
     one, other = stepped(name, {"lr": 0.0625}), stepped(name, {"lr": torch.tensor(0.0625)})
-    assert_same(everything(one), everything(other))
+    assert_same_bits(everything(one), everything(other))
 
 
 # ── states ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -217,8 +219,8 @@ def test_a_state_is_the_same_after_saving_copying_and_pickling(
     for each in (optimizer, twin, copied):
         params = [p for group in each.param_groups for p in group["params"]]
         each.step(closure_of(each, params))
-    assert_same(everything(optimizer), everything(twin))
-    assert_same(everything(optimizer), everything(copied))
+    assert_same_bits(everything(optimizer), everything(twin))
+    assert_same_bits(everything(optimizer), everything(copied))
 
 
 @DEFAULT

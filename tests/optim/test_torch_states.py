@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 import narrowgauge as ng
 from narrowgauge.spec.storages import STORAGES
-from optim.pairs import assert_same, build, everything, gradients, is_legal, members, parameters, take_steps
-from optim.scenarios import relative_error
+from optim.pairs import build, everything, is_legal, parameters
+from optim.scenarios import storage_error
+from tensors import assert_same_bits, parameters_of, step_gradients, take_steps
 
 THEIRS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
@@ -27,7 +28,7 @@ def trained(rule: str, storage: str, steps: int = 3, **options: Any) -> torch.op
     params = [nn.Parameter(p.detach().float()) for p in parameters(storage)]
     optimizer = THEIRS[rule](params, lr=0.01, **({"momentum": 0.9} if rule == "sgd" else {}), **options)
     for step in range(steps):
-        for p, gradient in zip(params, gradients(params, step), strict=True):
+        for p, gradient in zip(params, step_gradients(params, step), strict=True):
             p.grad = gradient
         optimizer.step()
     return optimizer
@@ -40,13 +41,13 @@ CASES = [(rule, storage) for rule in ("adamw", "sgd") for storage in STORAGES if
 def test_moments_are_cut_and_that_is_told(rule: str, storage: str) -> None:
     theirs = trained(rule, storage)
     ours = build(rule, parameters(storage), storage, lr=0.01)
-    ours.adopt({p: q.detach() for p, q in zip(members(ours), members(theirs), strict=True)})
-    weights = [ours.stored(p) for p in members(ours)]
+    ours.adopt({p: q.detach() for p, q in zip(parameters_of(ours), parameters_of(theirs), strict=True)})
+    weights = [ours.stored(p) for p in parameters_of(ours)]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         ours.load_state_dict(theirs.state_dict())
     lossy = False
-    for p, q, weight in zip(members(ours), members(theirs), weights, strict=True):
+    for p, q, weight in zip(parameters_of(ours), parameters_of(theirs), weights, strict=True):
         assert torch.equal(ours.stored(p), weight)
         assert ours.num_steps(p) == (3 if rule == "adamw" else 1)  # which torch's SGD does not count
         for name, value in theirs.state[q].items():
@@ -54,7 +55,7 @@ def test_moments_are_cut_and_that_is_told(rule: str, storage: str) -> None:
                 role = "exp_avg_sq" if name == "exp_avg_sq" else "exp_avg"
                 floor = 2.0**-14 * float(value.abs().max())
                 torch.testing.assert_close(
-                    ours.stored(p, name), value, rtol=2 * relative_error(storage, role, p.ndim), atol=floor
+                    ours.stored(p, name), value, rtol=2 * storage_error(storage, role, p.ndim), atol=floor
                 )
                 lossy |= not torch.equal(ours.stored(p, name), value)
     told = [str(w.message) for w in said if "was cut" in str(w.message)]
@@ -67,15 +68,17 @@ def test_moments_are_cut_and_that_is_told(rule: str, storage: str) -> None:
 def test_in_float32_a_run_goes_on_as_torchs(rule: str) -> None:
     theirs, ours = trained(rule, "float32"), build(rule, parameters("float32"), "float32", lr=0.01)
     with torch.no_grad():
-        for p, q in zip(members(ours), members(theirs), strict=True):
+        for p, q in zip(parameters_of(ours), parameters_of(theirs), strict=True):
             p.copy_(q)
     ours.load_state_dict(theirs.state_dict())
     for step in range(3, 6):
-        for p, q, gradient in zip(members(ours), members(theirs), gradients(members(ours), step), strict=True):
+        for p, q, gradient in zip(
+            parameters_of(ours), parameters_of(theirs), step_gradients(parameters_of(ours), step), strict=True
+        ):
             p.grad, q.grad = gradient, gradient.clone()
         ours.step()
         theirs.step()
-    for p, q in zip(members(ours), members(theirs), strict=True):
+    for p, q in zip(parameters_of(ours), parameters_of(theirs), strict=True):
         torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
 
 
@@ -84,26 +87,26 @@ def test_a_weight_that_was_set_beforehand_stands() -> None:
     ours = build("adamw", parameters("master"), "master")
     take_steps(ours, range(2))
     with torch.no_grad():
-        members(ours)[0].fill_(0.125)
+        parameters_of(ours)[0].fill_(0.125)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         ours.load_state_dict(trained("adamw", "master").state_dict())
     (adopted,) = [str(w.message) for w in said]  # and float32 moments are not cut
     assert "modified outside this optimizer" in adopted
-    assert (ours.stored(members(ours)[0]) == 0.125).all()
+    assert (ours.stored(parameters_of(ours)[0]) == 0.125).all()
 
 
 def test_a_state_made_by_bfloat16_weights_fits_where_it_lies() -> None:
     params = parameters("naive")
     theirs = torch.optim.AdamW(params)
-    for p, gradient in zip(params, gradients(params, 0), strict=True):
+    for p, gradient in zip(params, step_gradients(params, 0), strict=True):
         p.grad = gradient
     theirs.step()
     ours = build("adamw", parameters("no-master"), "no-master")  # whose moments are bfloat16 and float32
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours.load_state_dict(theirs.state_dict())
-    assert torch.equal(ours.stored(members(ours)[0], "exp_avg"), theirs.state[params[0]]["exp_avg"].float())
+    assert torch.equal(ours.stored(parameters_of(ours)[0], "exp_avg"), theirs.state[params[0]]["exp_avg"].float())
 
 
 def as_if(rule: str, state: dict[str, Any], storage: str = "word") -> tuple[ng.Optimizer, dict[str, Any]]:
@@ -120,7 +123,7 @@ def test_no_momentum_is_no_state(rule: str, state: dict[str, Any]) -> None:
     fresh = build(rule, parameters("word"), "word", lr=0.1)
     for each in (optimizer, fresh):
         take_steps(each, range(2))
-    assert_same(everything(optimizer), everything(fresh))
+    assert_same_bits(everything(optimizer), everything(fresh))
 
 
 @pytest.mark.filterwarnings("ignore:The state that was loaded")
@@ -132,7 +135,7 @@ def test_rules_that_count_no_steps_need_none(rule: str, name: str) -> None:
     value = torch.linspace(-1, 1, 120).reshape(12, 10)
     optimizer, saved = as_if(rule, {name: value})
     optimizer.load_state_dict(saved)
-    torch.testing.assert_close(optimizer.stored(members(optimizer)[0], name), value, rtol=0.05, atol=1e-3)
+    torch.testing.assert_close(optimizer.stored(parameters_of(optimizer)[0], name), value, rtol=0.05, atol=1e-3)
     take_steps(optimizer, range(1))
 
 
@@ -163,7 +166,7 @@ def test_what_is_no_state_of_the_rule_is_refused_and_nothing_is_lost(
     before = everything(optimizer)
     with pytest.raises(ng.RecipeError, match=answer):
         optimizer.load_state_dict(saved)
-    assert_same(before, everything(optimizer))
+    assert_same_bits(before, everything(optimizer))
 
 
 def test_an_amsgrad_is_refused_by_its_flag_too() -> None:
@@ -181,7 +184,7 @@ def test_a_state_of_ours_without_its_count_is_refused(rule: str) -> None:
         entry = {name: value for name, value in saved["state"][0].items() if name != "step"}
         with pytest.raises(ng.RecipeError, match=f"rule '{rule}' needs 'step'. ng.convert"):
             optimizer.load_state_dict({**saved, "state": {**saved["state"], 0: {**entry, **nothing}}})
-    assert_same(before, everything(optimizer))
+    assert_same_bits(before, everything(optimizer))
 
 
 @pytest.mark.parametrize(("rule", "storage"), CASES, ids=["-".join(case) for case in CASES])
@@ -201,7 +204,7 @@ def test_a_flattened_state_is_the_state(rule: str, storage: str) -> None:
 
     def stepped(model: nn.Module, optimizer: ng.Optimizer, first: int) -> None:
         for step in range(first, first + 2):
-            for p, gradient in zip(model.parameters(), gradients(list(model.parameters()), step), strict=True):
+            for p, gradient in zip(model.parameters(), step_gradients(list(model.parameters()), step), strict=True):
                 p.grad = gradient
             optimizer.step()
         optimizer.zero_grad()
@@ -219,4 +222,4 @@ def test_a_flattened_state_is_the_state(rule: str, storage: str) -> None:
     set_optimizer_state_dict(other, ours, saved, options=flat)
     stepped(model, optimizer, 2)
     stepped(other, ours, 2)
-    assert_same(everything(optimizer), everything(ours))
+    assert_same_bits(everything(optimizer), everything(ours))

@@ -27,20 +27,13 @@ from narrowgauge.optim.update import (
 )
 from narrowgauge.spec.codes import low_parts
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage
-from optim.scenarios import finest, relative_error, row_of
+from optim.scenarios import finest, row_of, storage_error
 from oracles import codes as oracle
+from tensors import gaussian, unsigned
 
 ROWS = [*STORAGES.values(), *map(row_of, ("bfloat16-pair+bfloat16-pair+e5m3-row", "tail8+e4m3-row+bfloat16-pair"))]
 every_row = pytest.mark.parametrize("storage", ROWS, ids=lambda row: row.name)
 SEED = torch.tensor(-123456789, dtype=torch.int32)
-
-
-def as_unsigned(words: Tensor) -> oracle.Integers:
-    return words.numpy().astype(np.int64) % 2**32
-
-
-def gaussian(count: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def empty_lane(
@@ -120,31 +113,31 @@ def test_a_weight_is_what_is_seen_and_what_lies_beside(storage: Storage) -> None
     assert fields.keys() == set(storage.beside)
     full = filled(lane, seen, seen, fields)
     kept, shown = read_weight(storage, full), encoding.visible_value(storage.visible, seen)
-    near = relative_error(storage, "weight") if storage.arithmetic == "float32" else 2.0 ** -(4 * storage.weight.parts)
+    near = storage_error(storage, "weight") if storage.arithmetic == "float32" else 2.0 ** -(4 * storage.weight.parts)
     scale = value.abs().max() if storage.weight.scaled else value.abs()
     floor = finest(storage, "weight") or 2.0**-38
     assert bool(((kept - value).abs() <= near * scale + floor).all())
     if storage.weight.parts == 1:
         # The model sees the nearest to what is kept, ties away from zero.
         if storage.visible == "bfloat16":
-            assert np.array_equal(as_unsigned(seen), oracle.cut(as_unsigned(bits_of(kept)), 16))
+            assert np.array_equal(unsigned(seen), oracle.cut(unsigned(bits_of(kept)), 16))
         return
     parts = read_parts(storage, full, "weight")
     assert torch.equal(parts[0], shown) and torch.equal(kept, sum(parts[1:], parts[0]))
     if storage.weight.is_window:
         return
-    high = oracle.cut(as_unsigned(bits_of(value)), 16)
-    assert np.array_equal(as_unsigned(seen), high)
+    high = oracle.cut(unsigned(bits_of(value)), 16)
+    assert np.array_equal(unsigned(seen), high)
     rest = value.double() - shown.double()
-    assert np.array_equal(as_unsigned(bits_of(parts[1])), oracle.cut(as_unsigned(bits_of(rest.float())), 16))
+    assert np.array_equal(unsigned(bits_of(parts[1])), oracle.cut(unsigned(bits_of(rest.float())), 16))
     assert bool(((kept.double() - value.double()).abs() <= 2.0**-17 * value.abs()).all())
 
 
 @every_row
 def test_other_bits_of_a_word_do_not_enter(storage: Storage) -> None:
     """Every field is read out of words that hold all the others, in any lane."""
-    weight, states = gaussian(500), {"exp_avg": gaussian(500, 1), "exp_avg_sq": gaussian(500, 2).square()}
-    lane = started(storage, weight, gaussian(500, 3), states)
+    weight, states = gaussian(500), {"exp_avg": gaussian(500, seed=1), "exp_avg_sq": gaussian(500, seed=2).square()}
+    lane = started(storage, weight, gaussian(500, seed=3), states)
     for plane in packing.planes(storage):
         for up in range(0, 32, plane.bits):
             words = torch.zeros(500, dtype=torch.int32)
@@ -184,9 +177,9 @@ def adamw(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray) -> Sequenc
 
 def one_step(storage: Storage, count: int = 3000) -> tuple[Lane, Lane, Written]:
     """The lane before and after a step, and what the step returned; moments are kept with bounds that hold after it too."""
-    gradient = gaussian(count, 3, 1e-2).to(getattr(torch, storage.visible)).float()
+    gradient = gaussian(count, seed=3, scale=0.01).to(getattr(torch, storage.visible)).float()
     lane = started(storage, gaussian(count), gradient, {
-        "exp_avg": gaussian(count, 1, 1e-2), "exp_avg_sq": gaussian(count, 2, 1e-2).square()
+        "exp_avg": gaussian(count, seed=1, scale=0.01), "exp_avg_sq": gaussian(count, seed=2, scale=0.01).square()
     })  # fmt: skip
     done = ARITHMETICS[storage.arithmetic](ADAMW, storage, lane, scalars(), SEED)
     return lane, filled(lane, done.visible, lane.gradient, done.fields), done
@@ -214,7 +207,7 @@ def test_a_step_tells_the_audit_what_it_did(storage: Storage) -> None:
     for name, word in done.fields.items():
         bits = dict(storage.fields)[name]
         mask = ((1 << bits) - 1) << packing.places(storage)[name].shift
-        assert not (as_unsigned(word) & ~mask).any(), name
+        assert not (unsigned(word) & ~mask).any(), name
     _, taken, shown = done.changes
     exact = [
         sum(p.double() for p in read_parts(storage, lane, "weight"))
@@ -280,7 +273,7 @@ def test_what_a_step_in_expansions_keeps_are_numbers_of_the_format_that_do_not_o
     for name in ("weight", *STATE_NAMES):
         parts = read_parts(storage, after, name)
         for part, below in zip(parts, (*parts[1:], None), strict=True):
-            assert not (as_unsigned(bits_of(part)) % 2**dropped).any()
+            assert not (unsigned(bits_of(part)) % 2**dropped).any()
             if below is not None:
                 scale = 2.0 ** (part.abs().clamp(min=1e-30).log2().floor() - digits)
                 code = storage.code(name)
@@ -289,7 +282,7 @@ def test_what_a_step_in_expansions_keeps_are_numbers_of_the_format_that_do_not_o
                 ):  # a step of the smallest numbers is as much as one may be rounded to
                     scale = scale.clamp(min=2.0 ** (code.lowest - code.mantissa_bits))
                 assert bool((below.abs() <= scale).all()), name
-    assert not (as_unsigned(bits_of(done.changes[0])) % 2**dropped).any()
+    assert not (unsigned(bits_of(done.changes[0])) % 2**dropped).any()
     assert torch.equal(encoding.visible_value(storage.visible, done.visible), read_parts(storage, after, "weight")[0])
 
 
@@ -427,10 +420,10 @@ def test_every_stochastic_row_is_listed() -> None:
 
 @pytest.mark.parametrize("name", DEALT)
 def test_addends_are_dealt_from_the_hash_of_weight_and_mantissa(name: str) -> None:
-    weight, gradient = gaussian(300), bits_of(gaussian(300, 1)) & -65536
+    weight, gradient = gaussian(300), bits_of(gaussian(300, seed=1)) & -65536
     seed = torch.tensor(-987654321, dtype=torch.int32)
     result = addends(STORAGES[name], weight, gradient, seed)
-    keys = [w ^ (g // 2**16 % 2**7) for w, g in zip(as_unsigned(bits_of(weight)), as_unsigned(gradient), strict=True)]
+    keys = [w ^ (g // 2**16 % 2**7) for w, g in zip(unsigned(bits_of(weight)), unsigned(gradient), strict=True)]
     words = [oracle.hashed(int(key), -987654321) for key in keys]
     expected = {
         what: [oracle.field(word + 2**32 * word, start, count) for word in words]
@@ -445,9 +438,9 @@ def test_float16_gradients_give_their_own_mantissas() -> None:
     row = row_of("float16/split")
     stochastic = Storage("mine", "float16", STORAGES["word"].weight, row.exp_avg, row.exp_avg_sq, loses="", source="")
     weight, seed = gaussian(50), torch.tensor(3, dtype=torch.int32)
-    gradient = encoding.visible_bits("float16", gaussian(50, 1).half().float())
+    gradient = encoding.visible_bits("float16", gaussian(50, seed=1).half().float())
     result = torch.as_tensor(addends(stochastic, weight, gradient, seed)["weight"]).tolist()
-    keys = zip(as_unsigned(bits_of(weight)), as_unsigned(gradient), strict=True)
+    keys = zip(unsigned(bits_of(weight)), unsigned(gradient), strict=True)
     assert result == [oracle.field(oracle.hashed(int(w ^ (g % 2**23)), 3), 0, 8) for w, g in keys]
     scaled = addends(stochastic, weight, gradient - (4 << 23), seed)["weight"]
     assert torch.as_tensor(scaled).tolist() == result
@@ -463,7 +456,7 @@ def test_rows_that_round_to_the_nearest_add_half() -> None:
 
 def test_a_rule_of_many_states_is_dealt_fewer_bits_each_and_none_is_without() -> None:
     states = tuple((f"state{k}", "exp_avg") for k in range(6))
-    result = addends(STORAGES["word"].keeping(states), gaussian(4000), bits_of(gaussian(4000, 1)) & -65536, SEED)
+    result = addends(STORAGES["word"].keeping(states), gaussian(4000), bits_of(gaussian(4000, seed=1)) & -65536, SEED)
     assert result.keys() == {"weight", *dict(states)}
     for name, addend in result.items():
         dropped = encoding.dropped_bits(STORAGES["word"].code("weight" if name == "weight" else "exp_avg"))

@@ -11,16 +11,8 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.spec.storages import STORAGES
-from optim.pairs import (
-    RULES,
-    assert_same,
-    build,
-    everything,
-    gradients,
-    members,
-    parameters,
-    take_steps,
-)
+from optim.pairs import RULES, build, everything, parameters
+from tensors import assert_same_bits, parameters_of, step_gradients, take_steps
 
 # ── read at every step ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -51,16 +43,16 @@ def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(rule
     moved, kept = (build(rule, parameters("word"), "word", **beside) for _ in range(2))
     for optimizer in (moved, kept):
         take_steps(optimizer, range(2))
-    fresh = build(rule, [nn.Parameter(p.detach().clone()) for p in members(moved)], "word", **beside)
+    fresh = build(rule, [nn.Parameter(p.detach().clone()) for p in parameters_of(moved)], "word", **beside)
     fresh.load_state_dict(moved.state_dict())
     for optimizer in (moved, fresh):
         for group in optimizer.param_groups:
             group[option] = LATER[rule][option]
     for optimizer in (moved, kept, fresh):
         take_steps(optimizer, range(2, 4))
-    assert_same(everything(moved), everything(fresh))
+    assert_same_bits(everything(moved), everything(fresh))
     with pytest.raises(AssertionError):
-        assert_same(everything(moved), everything(kept))
+        assert_same_bits(everything(moved), everything(kept))
 
 
 MOMENTA = (0.0, 0.0, 0.9, 0.8, 0.0, 0.0, 0.7, 0.6)
@@ -70,10 +62,10 @@ def slide(optimizer: torch.optim.Optimizer, dtype: torch.dtype = torch.float32) 
     """Steps whose momentum comes, goes and comes back."""
     for step, momentum in enumerate(MOMENTA):
         optimizer.param_groups[0]["momentum"] = momentum
-        for p, gradient in zip(members(optimizer), gradients(members(optimizer), step), strict=True):
+        for p, gradient in zip(parameters_of(optimizer), step_gradients(parameters_of(optimizer), step), strict=True):
             p.grad = gradient.to(dtype)
         optimizer.step()
-    return [p.detach().double() for p in members(optimizer)]
+    return [p.detach().double() for p in parameters_of(optimizer)]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -94,12 +86,12 @@ def test_a_buffer_that_comes_late_changes_no_bit_of_the_weight(storage: str) -> 
     optimizer, never = (ng.SGD(parameters(storage), lr=0.1, storage=storage, compile=False) for _ in range(2))
     for each in (optimizer, never):
         take_steps(each, range(3))
-    before = [optimizer.stored(p) for p in members(optimizer)]
+    before = [optimizer.stored(p) for p in parameters_of(optimizer)]
     optimizer.param_groups[0].update(momentum=0.9, lr=0.0)
     never.param_groups[0]["lr"] = 0.0
     for each in (optimizer, never):
         take_steps(each, range(3, 4))
-    for p, q, weight in zip(members(optimizer), members(never), before, strict=True):
+    for p, q, weight in zip(parameters_of(optimizer), parameters_of(never), before, strict=True):
         if not STORAGES[storage].is_stochastic:
             assert torch.equal(optimizer.stored(p), weight)
         assert torch.equal(optimizer.stored(p), never.stored(q))
@@ -113,10 +105,10 @@ def test_a_buffer_that_comes_late_changes_no_bit_of_the_weight(storage: str) -> 
 def test_a_buffer_waits_bit_for_bit_while_there_is_no_momentum(storage: str) -> None:
     optimizer = ng.SGD(parameters(storage), lr=0.1, momentum=0.9, storage=storage, compile=False)
     take_steps(optimizer, range(3))
-    before = [optimizer.stored(p, "momentum_buffer") for p in members(optimizer)]
+    before = [optimizer.stored(p, "momentum_buffer") for p in parameters_of(optimizer)]
     optimizer.param_groups[0]["momentum"] = 0.0
     take_steps(optimizer, range(3, 6))
-    for p, buffer in zip(members(optimizer), before, strict=True):
+    for p, buffer in zip(parameters_of(optimizer), before, strict=True):
         assert torch.equal(optimizer.stored(p, "momentum_buffer"), buffer) and buffer.any()
 
 
@@ -157,7 +149,7 @@ def test_no_value_of_an_option_needs_a_kernel_of_its_own() -> None:
 def test_a_first_moment_asked_for_late_begins_then_and_may_go_again() -> None:
     """Adafactor's: made as zeros, and left as it is when it is no longer asked for."""
     optimizer = build("adafactor", parameters("word"), "word", beta1=None)
-    matrix = members(optimizer)[0]
+    matrix = parameters_of(optimizer)[0]
     take_steps(optimizer, range(2))
     optimizer.param_groups[0]["beta1"] = 0.75
     factors = optimizer.stored(matrix, "exp_avg_sq_row")
@@ -178,7 +170,7 @@ def test_another_rank_is_refused_once_there_are_states(rule: str) -> None:
     optimizer.param_groups[0]["rank"] = 2
     with pytest.raises(ng.RecipeError, match=r"has the shape .* made with .* Set it before the first step"):
         take_steps(optimizer, range(1, 2))
-    assert_same(before, everything(optimizer))
+    assert_same_bits(before, everything(optimizer))
 
 
 # ── what a group may not say ────────────────────────────────────────────────────────────────────────────────────────
@@ -227,7 +219,7 @@ def test_what_a_group_may_not_say_is_refused_in_a_sentence(rule: str, said: dict
         optimizer.param_groups[0].update(said)
         with pytest.raises(ng.RecipeError, match=answer):
             take_steps(optimizer, range(1, 2))
-    assert_same(before, everything(optimizer))
+    assert_same_bits(before, everything(optimizer))
 
 
 def test_a_rate_below_zero_or_none_at_all_at_a_step() -> None:

@@ -17,6 +17,7 @@ from narrowgauge.spec.computes import COMPUTES, Cast
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.slots import casts_made
 from narrowgauge.trainer.config import TrainConfig
+from tensors import gaussian
 
 SHAPE = {
     "model_type": "llama", "vocab_size": 280, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -27,10 +28,6 @@ WORDS = ["def", "return", "the", "quick", "brown", "fox", "jumps", "over", "impo
 
 def reading(x: torch.Tensor, cast: Cast, dim: int = 1, **options: torch.Tensor) -> Loss:
     return loss_of(cast_sums(x, cast, dim, **options).sum(0), "layer", "output.left")
-
-
-def gaussian(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
 
 
 def test_what_a_format_holds_loses_nothing() -> None:

@@ -18,6 +18,7 @@ import torch
 import narrowgauge.trainer.checkpoint as checkpoint_module
 from narrowgauge.errors import RecordError
 from narrowgauge.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from tensors import assert_same_bits
 
 STATE = {"step": 3, "seed": 2**63, "loss": 0.1, "worst": math.inf, "names": ["a", None, True], "text": "ü"}
 
@@ -42,14 +43,6 @@ def must_not_be_called(path: Path, why: str) -> None:
     raise AssertionError(f"{path}: {why}")
 
 
-def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    return tensor.dtype, tensor.shape, tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert {name: bits(tensor) for name, tensor in found.items()} == {n: bits(t) for n, t in expected.items()}
-
-
 def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in (folder / "checkpoints").iterdir() if entry.name != ".lock")
 
@@ -59,7 +52,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert path == tmp_path / "checkpoints" / "step-00000040"
     assert sorted(os.listdir(path)) == ["manifest.json", "state.json", "tensors.safetensors"]
     found, state = load_checkpoint(path)
-    assert_same(found, tensors())
+    assert_same_bits(found, tensors())
     assert state == STATE
 
 
@@ -67,7 +60,7 @@ def test_loaded_tensors_outlive_their_file(tmp_path: Path) -> None:
     found, _ = load_checkpoint(save_checkpoint(tmp_path, 1, tensors(1), {}))
     save_checkpoint(tmp_path, 2, tensors(2), {}, keep=1)
     found["weight"].add_(1)
-    assert_same(found, {**tensors(1), "weight": tensors(1)["weight"] + 1})
+    assert_same_bits(found, {**tensors(1), "weight": tensors(1)["weight"] + 1})
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -77,7 +70,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     latest = latest_checkpoint(tmp_path, must_not_be_called)
     assert latest is not None
     assert latest.step == 123_456_789
-    assert_same(latest.load()[0], tensors(123_456_789))
+    assert_same_bits(latest.load()[0], tensors(123_456_789))
 
 
 def test_a_removal_cut_short_leaves_no_name_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +83,7 @@ def test_a_removal_cut_short_leaves_no_name_behind(tmp_path: Path, monkeypatch: 
 def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 5, tensors(1), {"n": 1})
     found, state = load_checkpoint(save_checkpoint(tmp_path, 5, tensors(2), {"n": 2}))
-    assert_same(found, tensors(2))
+    assert_same_bits(found, tensors(2))
     assert state == {"n": 2}
     assert names(tmp_path) == ["step-00000005"]
 
@@ -179,9 +172,9 @@ def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path: Path, damage
     assert [path for path, _ in reported] == [newest]
     assert latest is not None
     assert latest.step == 1
-    assert_same(latest.load()[0], tensors(1))
+    assert_same_bits(latest.load()[0], tensors(1))
     damage_all = save_checkpoint(tmp_path, 2, tensors(3), {"n": 3})
-    assert_same(load_checkpoint(damage_all)[0], tensors(3))
+    assert_same_bits(load_checkpoint(damage_all)[0], tensors(3))
 
 
 def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
@@ -320,7 +313,7 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path) -> 
         assert latest is not None
         found, state = latest.load()
         step = state["step"]
-        assert_same(found, {"w": torch.full((1000,), float(step)), "m": torch.arange(5) + step})
+        assert_same_bits(found, {"w": torch.full((1000,), float(step)), "m": torch.arange(5) + step})
         # Nothing half-written or half-removed bears a checkpoint's name, and nothing else is left.
         for entry in names(tmp_path / name):
             load_checkpoint(tmp_path / name / "checkpoints" / entry)

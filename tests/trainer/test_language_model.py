@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import narrowgauge.trainer.language_model as language_model
@@ -29,6 +28,7 @@ from narrowgauge.trainer.language_model import (
     loss_sum,
     num_parameters,
 )
+from tensors import gradients, largest_relative_error, random_tokens
 
 SMALL = {
     "vocab_size": 96,
@@ -40,6 +40,7 @@ SMALL = {
     "max_position_embeddings": 64,
     "attention_dropout": 0.5,
 }
+TOKENS = random_tokens(3, 17, 96)
 
 
 def small(seed: int = 0, **changes: object) -> PreTrainedModel:
@@ -48,28 +49,11 @@ def small(seed: int = 0, **changes: object) -> PreTrainedModel:
         return LlamaForCausalLM(LlamaConfig(**{**SMALL, "attention_dropout": 0.0, **changes})).train()
 
 
-def some_tokens(vocab_size: int = 96, batch: int = 3, length: int = 17, seed: int = 0) -> Tensor:
-    return torch.randint(0, vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
 def narrowed(model: PreTrainedModel) -> PreTrainedModel:
     """What ``prepare`` does to a parameter: other data under the same ``Parameter``."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     return model
-
-
-def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: parameter.grad.float().clone() for name, parameter in model.named_parameters()}
-
-
-def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The worst relative error of any gradient."""
-    assert found.keys() == wanted.keys()
-    assert all(value.norm() > 0 for value in wanted.values())
-    return max(((found[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in wanted)
 
 
 def write_config(folder: Path, **changes: object) -> Path:
@@ -215,7 +199,7 @@ def test_damaged_weights_say_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_loss_is_the_sum_of_the_models_own_mean(tied: bool) -> None:
-    model, tokens = small(tie_word_embeddings=tied), some_tokens()
+    model, tokens = small(tie_word_embeddings=tied), TOKENS
     own = model(input_ids=tokens, labels=tokens).loss * 3 * 16
     assert loss_sum(model, tokens, chunked=False).item() == pytest.approx(own.item(), rel=1e-6)
 
@@ -228,7 +212,7 @@ def test_chunked_equals_whole(tied: bool, kind: str, native: bool, monkeypatch: 
     monkeypatch.setattr(language_model, "_MIN_CHUNK_TOKENS", 11)
     if not native:
         monkeypatch.setattr(language_model, "_NATIVE", None)
-    model, tokens = small(tie_word_embeddings=tied), some_tokens()
+    model, tokens = small(tie_word_embeddings=tied), TOKENS
     if kind == "bfloat16":
         narrowed(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
@@ -237,7 +221,7 @@ def test_chunked_equals_whole(tied: bool, kind: str, native: bool, monkeypatch: 
     assert whole.dtype == chunked.dtype == torch.float32
     assert chunked.item() == pytest.approx(whole.item(), rel=1e-6)
     tolerance = 1e-5 if kind == "float32" else 2e-2
-    assert distance(gradients(model, chunked), gradients(model, whole)) < tolerance
+    assert largest_relative_error(gradients(model, chunked), gradients(model, whole)) < tolerance
 
 
 def test_narrow_chunks_add_up_in_float32() -> None:
@@ -277,7 +261,7 @@ def test_dtypes_are_those_the_recipes_claim() -> None:
     model, seen = narrowed(small()), {}
     for name in ("model.layers.0", "model.layers.0.input_layernorm", "model.norm", "lm_head", "model.rotary_emb"):
         model.get_submodule(name).register_forward_hook(lambda _m, _i, out, name=name: seen.update({name: out}))
-    loss = loss_sum(model, some_tokens(), chunked=False)
+    loss = loss_sum(model, TOKENS, chunked=False)
     assert seen["model.layers.0"].dtype == seen["model.norm"].dtype == seen["lm_head"].dtype == torch.bfloat16
     assert seen["model.layers.0.input_layernorm"].dtype == torch.bfloat16
     assert loss.dtype == torch.float32
@@ -298,13 +282,13 @@ def test_a_tied_embedding_stays_tied_when_narrowed() -> None:
     model = narrowed(build("llama-1m", vocab_size=300, seed=0))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert num_parameters(model) == sum(p.numel() for name, p in model.named_parameters() if "lm_head" not in name)
-    loss_sum(model, some_tokens(), chunked=True).backward()
+    loss_sum(model, TOKENS, chunked=True).backward()
     assert model.lm_head.weight.grad is model.model.embed_tokens.weight.grad
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_activation_checkpointing_changes_no_bit(kind: str) -> None:
-    plain, light, tokens = small(), small(), some_tokens()
+    plain, light, tokens = small(), small(), TOKENS
     if kind == "bfloat16":
         narrowed(plain), narrowed(light)
     enable_activation_checkpointing(light)
@@ -319,7 +303,7 @@ def test_activation_checkpointing_changes_no_bit(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "chunked", "light"), [("float32", False, False), ("bfloat16", True, True)])
 def test_compiled_equals_eager(kind: str, chunked: bool, light: bool) -> None:
     torch._dynamo.reset()
-    model, tokens = small(num_hidden_layers=1), some_tokens()
+    model, tokens = small(num_hidden_layers=1), TOKENS
     if kind == "bfloat16":
         narrowed(model)
     wanted_loss = loss_sum(model, tokens, chunked=chunked)
@@ -334,13 +318,13 @@ def test_compiled_equals_eager(kind: str, chunked: bool, light: bool) -> None:
     tolerance = 1e-5 if kind == "float32" else 3e-2
     assert found_loss.dtype == torch.float32
     assert found_loss.item() == pytest.approx(wanted_loss.item(), rel=1e-5 if kind == "float32" else 1e-3)
-    assert distance(found, wanted) < tolerance
+    assert largest_relative_error(found, wanted) < tolerance
 
 
 def test_all_layers_share_one_graph() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, tokens = small(num_hidden_layers=3), some_tokens()
+    model, tokens = small(num_hidden_layers=3), TOKENS
     loss = compiled_loss(model, chunked=False)
     for _ in range(2):
         loss(tokens).backward()
@@ -350,8 +334,10 @@ def test_all_layers_share_one_graph() -> None:
 @pytest.mark.parametrize("chunked", [False, True])
 def test_the_loss_is_one_graph_without_breaks(chunked: bool) -> None:
     torch._dynamo.reset()
-    model, tokens = small(num_hidden_layers=1), some_tokens()
+    model, tokens = small(num_hidden_layers=1), TOKENS
     compiled = torch.compile(lambda t: loss_sum(model, t, chunked=chunked), fullgraph=True, backend="aot_eager")
     found = compiled(tokens)
     assert found.item() == pytest.approx(loss_sum(model, tokens, chunked=chunked).item(), rel=1e-5)
-    assert math.isfinite(distance(gradients(model, found), gradients(model, loss_sum(model, tokens, chunked=chunked))))
+    assert math.isfinite(
+        largest_relative_error(gradients(model, found), gradients(model, loss_sum(model, tokens, chunked=chunked)))
+    )

@@ -33,6 +33,7 @@ from narrowgauge.transforms.scaled_functions import attention, value_of
 from narrowgauge.transforms.scaled_tensor import Scaled, measured, rescaled, root_below
 from narrowgauge.transforms.scalify import measurements, scalify
 from oracles import scalify as oracle
+from tensors import gradients, random_tokens, relative_error, rms
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -62,6 +63,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 FAMILIES = list(CONFIGS)
 # About what a mean over a large batch makes of gradients: their elements are near 1e-6.
 SMALL = 2.0**-20
+TOKENS = random_tokens(3, 17, 96, seed=1)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -79,35 +81,25 @@ def tiny(family: str, folder: Path, dtype: torch.dtype = torch.float64) -> PreTr
     return made.to(dtype)
 
 
-def some_tokens(batch: int = 3, length: int = 17) -> Tensor:
-    return torch.randint(0, 96, (batch, length), generator=torch.Generator().manual_seed(1))
-
-
 def scalified(model: nn.Module) -> Any:
     other = copy.deepcopy(model)
     scalify(other)
     return other
 
 
-def gradients(model: PreTrainedModel, factor: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-    model.zero_grad()
-    loss = loss_sum(model, some_tokens(), chunked=False)
-    (loss * factor).backward()
-    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+def loss_and_gradients(model: PreTrainedModel, factor: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = loss_sum(model, TOKENS, chunked=False)
+    return loss.detach(), gradients(model, loss * factor)
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
     assert type(found) is Tensor
     assert found.dtype == wanted.dtype
-    return ((found - wanted).norm() / wanted.norm()).item()
+    return relative_error(found, wanted)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def rms(x: Tensor) -> float:
-    return x.detach().double().square().mean().sqrt().item()
 
 
 # --- arithmetic, exactly ----------------------------------------------------------------------------------------------
@@ -343,11 +335,11 @@ def test_attention_guesses_within_what_the_formats_forgive(options: dict[str, An
 def test_a_model_computes_what_it_computed(model: PreTrainedModel) -> None:
     other = scalified(model)
     assert list(other.state_dict()) == list(model.state_dict())
-    (loss, wanted), (found_loss, found) = gradients(model, SMALL), gradients(other, SMALL)
+    (loss, wanted), (found_loss, found) = loss_and_gradients(model, SMALL), loss_and_gradients(other, SMALL)
     assert distance(found_loss, loss) < 1e-12
     assert max(distance(found[name], wanted[name]) for name in wanted) < 1e-12
     with torch.no_grad():
-        logits, other_logits = (m(input_ids=some_tokens(), use_cache=False).logits for m in (model, other))
+        logits, other_logits = (m(input_ids=TOKENS, use_cache=False).logits for m in (model, other))
     assert distance(other_logits, logits) < 1e-12
 
 
@@ -356,7 +348,7 @@ def test_in_bfloat16_too_and_under_autocast(model: PreTrainedModel) -> None:
         plain = copy.deepcopy(model).to(dtype)
         other = scalified(plain)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            (loss, wanted), (found_loss, found) = gradients(plain), gradients(other)
+            (loss, wanted), (found_loss, found) = loss_and_gradients(plain), loss_and_gradients(other)
         # Powers of two round nothing: only the order in which a few gradients are added differs.
         assert torch.equal(found_loss, loss)
         assert max(distance(found[name].float(), wanted[name].float()) for name in wanted) < 0.01
@@ -364,18 +356,18 @@ def test_in_bfloat16_too_and_under_autocast(model: PreTrainedModel) -> None:
 
 def test_checkpoints_copies_and_pickles_compute_the_same(model: PreTrainedModel) -> None:
     other = scalified(model)
-    _, wanted = gradients(other)
+    _, wanted = loss_and_gradients(other)
     scalify(other)  # a second time
     checkpointed = copy.deepcopy(other)
     enable_activation_checkpointing(checkpointed)
     for again in (other, checkpointed, pickle.loads(pickle.dumps(other))):
         assert any("Scaled" in type(module).__name__ for module in again.modules())
-        _, found = gradients(again)
+        _, found = loss_and_gradients(again)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    assert all(torch.equal(gradients(checkpointed)[1][name], wanted[name]) for name in wanted)
+    assert all(torch.equal(loss_and_gradients(checkpointed)[1][name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
@@ -402,7 +394,7 @@ def test_no_more_is_measured_than_is_told(family: str, tmp_path: Path, monkeypat
     with cached_weights():
         for _ in range(2):
             counts["passes"] = 0
-            loss = loss_sum(model, some_tokens(), chunked=False)
+            loss = loss_sum(model, TOKENS, chunked=False)
             assert counts["passes"] == told.forward + embeddings
             loss.backward()
             assert counts["passes"] == told.forward + embeddings + told.backward
@@ -426,7 +418,7 @@ def test_weights_are_cast_once_for_all_micro_batches(tmp_path: Path, monkeypatch
         made.clear()
         with scope():
             for _ in range(3):
-                loss_sum(model, some_tokens(), chunked=False).backward()
+                loss_sum(model, TOKENS, chunked=False).backward()
         results.append((sum(made), [parameter.grad for parameter in model.parameters()]))
     (few, cached), (many, plain) = results
     assert few == 14 and many == 14 * 2 * 3
@@ -438,7 +430,7 @@ def test_the_head_is_chunked_and_compiled_as_any_other(tmp_path: Path) -> None:
     model, _ = prepare(tiny("llama", tmp_path, torch.float32), "scalify/word")
     assert can_chunk(model)
     torch._dynamo.reset()
-    whole, chunked = (loss_sum(model, some_tokens(), chunked=each) for each in (False, True))
+    whole, chunked = (loss_sum(model, TOKENS, chunked=each) for each in (False, True))
     assert chunked.item() == pytest.approx(whole.item(), rel=1e-3)
     head = torch.compile(model.get_output_embeddings(), fullgraph=True, backend="aot_eager")
     hidden = random(5, 32).bfloat16()
@@ -447,27 +439,27 @@ def test_the_head_is_chunked_and_compiled_as_any_other(tmp_path: Path) -> None:
 
 def test_every_way_out_of_a_model_is_plain(model: PreTrainedModel) -> None:
     other = scalified(model)
-    body = other.base_model(input_ids=some_tokens(), use_cache=False, output_hidden_states=True)
+    body = other.base_model(input_ids=TOKENS, use_cache=False, output_hidden_states=True)
     assert all(type(hidden) is Tensor for hidden in (body.last_hidden_state, *body.hidden_states))
     assert type(other.get_output_embeddings()(body.last_hidden_state)) is Tensor
-    chunked = loss_sum(other, some_tokens(), chunked=True)
-    assert distance(chunked.detach(), loss_sum(model, some_tokens(), chunked=True).detach()) < 1e-12
+    chunked = loss_sum(other, TOKENS, chunked=True)
+    assert distance(chunked.detach(), loss_sum(model, TOKENS, chunked=True).detach()) < 1e-12
     chunked.backward()
-    whole = gradients(other)[1]
+    whole = loss_and_gradients(other)[1]
     other.zero_grad()
-    loss_sum(other, some_tokens(), chunked=True).backward()
+    loss_sum(other, TOKENS, chunked=True).backward()
     assert all(distance(parameter.grad, whole[name]) < 1e-6 for name, parameter in other.named_parameters())
 
 
 def test_all_layers_share_one_compiled_graph(model: PreTrainedModel) -> None:
     other = scalified(model.float())
-    _, wanted = gradients(model)
+    _, wanted = loss_and_gradients(model)
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     for module in other.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(fullgraph=True, backend=counter)
-    _, found = gradients(other)
+    _, found = loss_and_gradients(other)
     assert counter.frame_count == 1
     assert max(distance(found[name], wanted[name]) for name in wanted) < 1e-5
 
@@ -476,7 +468,7 @@ def test_frozen_parameters_cost_no_gradient(model: PreTrainedModel) -> None:
     other = scalified(recorded(model))
     for name, parameter in other.named_parameters():
         parameter.requires_grad_("mlp" in name)
-    loss_sum(other, some_tokens(), chunked=False).backward()
+    loss_sum(other, TOKENS, chunked=False).backward()
     assert all((parameter.grad is not None) == ("mlp" in name) for name, parameter in other.named_parameters())
     layers = {name: module for name, module in other.named_modules() if isinstance(module, RecordedLinear)}
     assert all(layer.wants_gradient == ("mlp" in name) for name, layer in layers.items())
@@ -547,10 +539,10 @@ def test_operands_of_all_matmuls_lie_near_one_whatever_the_gradient(model: PreTr
     and for those 2^30 times smaller."""
     plain = recorded(model.float())
     other = scalified(plain)
-    gradients(other, SMALL * 2.0**-30)
+    loss_and_gradients(other, SMALL * 2.0**-30)
     far = {key: x.clone() for key, x in operands(other).items()}
-    gradients(plain, SMALL)
-    gradients(other, SMALL)
+    loss_and_gradients(plain, SMALL)
+    loss_and_gradients(other, SMALL)
     near, raw = operands(other), operands(plain)
     assert len(near) == 3 * (15 if "Llama" in type(model).__name__ else 9)
     assert all(1 / 2 <= rms(x) <= 8 for (_, kind), x in near.items() if kind != "gradient")
@@ -563,7 +555,7 @@ def test_a_static_float8_cast_of_data_loses_little_where_one_of_values_loses_all
     plain = recorded(model.float())
     other = scalified(plain)
     for m in (plain, other):
-        gradients(m, SMALL)
+        loss_and_gradients(m, SMALL)
     data, raw = operands(other), operands(plain)
     for key in data:
         kept = sqnr_db(data[key], to_float8(data[key])).item()
@@ -577,7 +569,7 @@ def test_a_static_float8_cast_of_data_loses_little_where_one_of_values_loses_all
 
 def float16_case(model: nn.Module, factor: float, wanted: dict[str, Tensor]) -> tuple[float, float]:
     """The largest relative error of a parameter's gradient, and the share of all gradients that became zero."""
-    found = gradients(model, factor)[1]
+    found = loss_and_gradients(model, factor)[1]
     assert all(found[name].isfinite().all() for name in wanted)
     errors = [distance(found[name].double(), wanted[name] * factor) for name in wanted]
     lost = sum(int(((found[name] == 0) & (wanted[name] * factor != 0)).sum()) for name in wanted)
@@ -589,7 +581,7 @@ def float16_case(model: nn.Module, factor: float, wanted: dict[str, Tensor]) -> 
 @pytest.mark.parametrize("storage", ["word", "float32"])
 def test_gradients_that_float16_loses_without_a_loss_scale_are_kept(family: str, storage: str, tmp_path: Path) -> None:
     base = tiny(family, tmp_path, torch.float32)
-    _, wanted = gradients(copy.deepcopy(base).double())
+    _, wanted = loss_and_gradients(copy.deepcopy(base).double())
     plain, near = copy.deepcopy(base).half(), {}
     model, optimizer = prepare(copy.deepcopy(base), f"scalify-float16/{storage}", audit_every=0)
     assert optimizer.loss_scaler is None
@@ -611,8 +603,8 @@ def test_float16_weights_lose_their_gradients_at_rest_alone(tmp_path: Path) -> N
     base = tiny("llama", tmp_path, torch.float32)
     model, _ = prepare(base, "scalify-float16/scaled16", audit_every=0)
     assert all(parameter.dtype is torch.float16 for parameter in model.parameters())
-    _, large = gradients(model, 1.0)
-    _, small = gradients(model, 2.0**-16)
+    _, large = loss_and_gradients(model, 1.0)
+    _, small = loss_and_gradients(model, 2.0**-16)
     for name, gradient in small.items():
         # Half a spacing of float16's smallest numbers, twice where the embedding's and the head's meet in a tied weight.
         assert ((gradient.float() - large[name].float() * 2.0**-16).abs() <= 2.0**-24 * 1.01).all(), name
@@ -625,7 +617,7 @@ def test_a_float16_model_learns_without_a_loss_scale(storage: str, tmp_path: Pat
     model, optimizer = prepare(tiny("llama", tmp_path, torch.float32), f"scalify-float16/{storage}", lr=3e-3)
     losses = []
     for _ in range(20):
-        loss = loss_sum(model, some_tokens(), chunked=False) / 48
+        loss = loss_sum(model, TOKENS, chunked=False) / 48
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -637,13 +629,13 @@ def test_a_float16_model_learns_without_a_loss_scale(storage: str, tmp_path: Pat
 @pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 def test_float16_layers_share_one_compiled_graph_and_its_gradients(tmp_path: Path) -> None:
     model, _ = prepare(tiny("llama", tmp_path, torch.float32), "scalify-float16/word", audit_every=0)
-    _, wanted = gradients(model, SMALL)
+    _, wanted = loss_and_gradients(model, SMALL)
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(fullgraph=True, backend=counter)
-    _, found = gradients(model, SMALL)
+    _, found = loss_and_gradients(model, SMALL)
     assert counter.frame_count == 1
     assert max(distance(found[name].float(), wanted[name].float()) for name in wanted) < 0.01
 
@@ -705,4 +697,4 @@ def test_dropout_and_other_attention_are_refused_when_used(tmp_path: Path) -> No
     other = scalified(tiny("llama", tmp_path))
     other.set_attn_implementation("eager")
     with pytest.raises(RecipeError, match=r"aten\.(bmm|matmul)"):
-        loss_sum(other, some_tokens(), chunked=False)
+        loss_sum(other, TOKENS, chunked=False)

@@ -20,6 +20,7 @@ from narrowgauge.transforms.unit_export import plain_state_dict
 from narrowgauge.transforms.unit_rules import attention_output, residual_weights
 from narrowgauge.transforms.unit_scaling import fix_batch, learning_rate_factors, unit_scale
 from oracles.unit_scaling import Oracle
+from tensors import gradients, largest_relative_error, random_tokens, rms
 
 KINDS = ["llama", "llama-tied", "gpt2"]
 
@@ -58,26 +59,10 @@ def scaled_model(kind: str, seed: int = 0, **options: Any) -> Any:
     return model
 
 
-def some_tokens(rows: int = 3, length: int = 10, vocabulary: int = 48, seed: int = 0) -> Tensor:
-    return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def gradients(model: Any, ids: Tensor, divisor: int | None = None, loss: Any = None) -> dict[str, Tensor]:
-    """As the trainer goes about it: the sum of the losses over the number of tokens."""
-    model.zero_grad()
+def mean_gradients(model: Any, ids: Tensor, divisor: int | None = None, loss: Any = None) -> dict[str, Tensor]:
+    """Gradients of the sum of the losses over the number of tokens, which is the trainer's loss."""
     summed = loss_sum(model, ids, chunked=False) if loss is None else loss(ids)
-    (summed / (divisor or ids[:, 1:].numel())).backward()
-    return {name: p.grad.float().clone() for name, p in model.named_parameters()}
-
-
-def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    assert found.keys() == wanted.keys()
-    assert all(value.norm() > 0 for value in wanted.values())
-    return max(((found[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in wanted)
-
-
-def rms(x: Tensor) -> float:
-    return x.detach().double().square().mean().sqrt().item()
+    return gradients(model, summed / (divisor or ids[:, 1:].numel()))
 
 
 def oracle(model: Any, **options: Any) -> Oracle:
@@ -108,23 +93,26 @@ def disturbed(model: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fixed", [False, True])
 def test_forward_and_backward_are_the_formulas(kind: str, fixed: bool) -> None:
-    model, ids = disturbed(scaled_model(kind)), some_tokens()
+    model, ids = disturbed(scaled_model(kind)), random_tokens()
     options: dict[str, int] = {}
     if fixed:
         fix_batch(model, sequence_length=64, tokens=500)
         options = {"length": 64, "tokens": 500}
     by_hand = oracle(model, **options)
     logits, loss = by_hand.run(ids.numpy())
-    found = gradients(model, ids, 500 if fixed else None)
+    found = mean_gradients(model, ids, 500 if fixed else None)
     assert loss_sum(model, ids, chunked=False).item() == pytest.approx(loss, rel=1e-6)
     assert np.abs(model(ids[:, :-1]).logits.detach().numpy() - logits).max() < 1e-5 * np.abs(logits).max()
-    assert distance(found, {name: torch.from_numpy(by_hand.gradients[name]).float() for name in found}) < 3e-6
+    assert (
+        largest_relative_error(found, {name: torch.from_numpy(by_hand.gradients[name]).float() for name in found})
+        < 3e-6
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_gradient_is_a_multiple_of_the_true_one(kind: str) -> None:
     """The rules change no direction, not even a tied embedding's, which gets gradients from both ends of the model."""
-    model, ids = disturbed(scaled_model(kind)), some_tokens().numpy()
+    model, ids = disturbed(scaled_model(kind)), random_tokens().numpy()
     by_rules, by_calculus = oracle(model), oracle(model, rules=False)
     by_rules.run(ids), by_calculus.run(ids)
     for name, true in by_calculus.gradients.items():
@@ -136,7 +124,7 @@ def test_every_gradient_is_a_multiple_of_the_true_one(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_oracles_calculus_is_that_of_differences(kind: str) -> None:
-    model, ids = disturbed(scaled_model(kind)), some_tokens()
+    model, ids = disturbed(scaled_model(kind)), random_tokens()
     exact = oracle(model, rules=False)
     exact.run(ids.numpy())
     generator = np.random.default_rng(0)
@@ -153,7 +141,7 @@ def test_the_oracles_calculus_is_that_of_differences(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plain_model_can_take_the_weights(kind: str) -> None:
-    model, ids = disturbed(scaled_model(kind, layers=3)), some_tokens()
+    model, ids = disturbed(scaled_model(kind, layers=3)), random_tokens()
     before = copy.deepcopy(model.state_dict())
     other = plain(kind, layers=3)
     other.load_state_dict(plain_state_dict(model, sequence_length=10))
@@ -178,7 +166,7 @@ def operands(model: Any, ids: Tensor) -> dict[str, list[float]]:
 
     names = {m: name for name, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D")}
     handles = [module.register_forward_hook(note) for module in names]
-    gradients(model, ids)
+    mean_gradients(model, ids)
     for handle in handles:
         handle.remove()
     return found
@@ -188,7 +176,7 @@ def operands(model: Any, ids: Tensor) -> dict[str, list[float]]:
 def test_what_is_multiplied_has_unit_variance(kind: str) -> None:
     """All within a factor of 3 of 1, but the gradients of queries and keys, which softmax makes small: 0.05 to 0.5."""
     model = scaled_model(kind, width=96, layers=3, vocabulary=384, heads=6)
-    found = operands(model, some_tokens(8, 65, 384))
+    found = operands(model, random_tokens(8, 65, 384))
     assert len(found) == (3 * 4 if kind == "gpt2" else 3 * 7)
     for name, (x, weight, gradient) in found.items():
         assert 0.95 < weight < 1.05, name
@@ -205,7 +193,7 @@ def test_stream_and_weight_gradients_have_unit_variance(kind: str) -> None:
     stream: list[float] = []
     layers = model.transformer.h if kind == "gpt2" else model.model.layers
     handles = [layer.register_forward_hook(lambda _m, _a, out: stream.append(rms(out))) for layer in layers]
-    found = gradients(model, some_tokens(8, 65, 384))
+    found = mean_gradients(model, random_tokens(8, 65, 384))
     for handle in handles:
         handle.remove()
     assert len(stream) == 3
@@ -250,7 +238,7 @@ def narrowed(model: Any) -> Any:
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_float8_needs_no_scale(when: str) -> None:
     """Linear layers of another class, there before or put in afterwards, get operands that fit float8 as they are."""
-    wide, ids = scaled_model("llama", width=96, layers=3, vocabulary=384, heads=6), some_tokens(8, 65, 384)
+    wide, ids = scaled_model("llama", width=96, layers=3, vocabulary=384, heads=6), random_tokens(8, 65, 384)
     model = plain("llama", width=96, layers=3, vocabulary=384, heads=6)
     if when == "before":
         unit_scale(narrowed(model), 0)
@@ -258,21 +246,21 @@ def test_float8_needs_no_scale(when: str) -> None:
         unit_scale(model, 0)
         narrowed(model)
     assert sum(type(module) is NarrowLinear for module in model.modules()) == 3 * 7
-    found, wanted = gradients(model, ids), gradients(wide, ids)
+    found, wanted = mean_gradients(model, ids), mean_gradients(wide, ids)
     # e4m3 keeps 4 bits and e5m2 3: single roundings are off by 2.6 and 5 percent; six matmuls deep, by 15.
-    assert 0.01 < distance(found, wanted) < 0.25
+    assert 0.01 < largest_relative_error(found, wanted) < 0.25
 
 
 def test_float8_without_scales_breaks_a_plain_model() -> None:
     """The same casts where nothing is scaled, in a step of 65,536 tokens: gradients fall below e5m2's smallest, 2^-16."""
-    ids, divisor = some_tokens(8, 65, 384), 65_536
+    ids, divisor = random_tokens(8, 65, 384), 65_536
     for unit, least, most in ((True, 0.01, 0.25), (False, 0.9, 1.1)):
         model = plain("llama", width=96, layers=3, vocabulary=384, heads=6)
         if unit:
             unit_scale(model)
             fix_batch(model, tokens=divisor)
-        wanted = gradients(model, ids, divisor)
-        found = gradients(narrowed(model), ids, divisor)
+        wanted = mean_gradients(model, ids, divisor)
+        found = mean_gradients(narrowed(model), ids, divisor)
         name = "model.layers.0.mlp.up_proj.weight"
         assert least < (found[name] - wanted[name]).norm() / wanted[name].norm() < most
 
@@ -307,37 +295,37 @@ def test_weights_are_a_function_of_the_seed() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_and_pickles_compute_the_same(kind: str) -> None:
-    model, ids = scaled_model(kind), some_tokens()
+    model, ids = scaled_model(kind), random_tokens()
     fix_batch(model, sequence_length=20)
-    wanted = gradients(model, ids)
+    wanted = mean_gradients(model, ids)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert distance(gradients(other, ids), wanted) == 0
+        assert largest_relative_error(mean_gradients(other, ids), wanted) == 0
     copied = copy.deepcopy(model)
     fix_batch(copied, sequence_length=50)
-    assert distance(gradients(model, ids), wanted) == 0
-    assert distance(gradients(copied, ids), wanted) > 0.01
+    assert largest_relative_error(mean_gradients(model, ids), wanted) == 0
+    assert largest_relative_error(mean_gradients(copied, ids), wanted) > 0.01
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_checkpointing_narrow_weights_and_autocast(kind: str) -> None:
-    model, ids = scaled_model(kind), some_tokens()
-    wanted = gradients(model, ids)
+    model, ids = scaled_model(kind), random_tokens()
+    wanted = mean_gradients(model, ids)
     light = copy.deepcopy(model)
     enable_activation_checkpointing(light)
-    assert distance(gradients(light, ids), wanted) == 0
+    assert largest_relative_error(mean_gradients(light, ids), wanted) == 0
     with torch.autocast("cpu", torch.bfloat16):
-        assert 0 < distance(gradients(model, ids), wanted) < 0.06
+        assert 0 < largest_relative_error(mean_gradients(model, ids), wanted) < 0.06
     for p in light.parameters():
         p.data = p.data.bfloat16()
-    assert 0 < distance(gradients(light, ids), wanted) < 0.06
+    assert 0 < largest_relative_error(mean_gradients(light, ids), wanted) < 0.06
     assert {p.grad.dtype for p in light.parameters()} == {torch.bfloat16}
 
 
 def test_compiled_is_eager() -> None:
     torch._dynamo.reset()
-    model, ids = scaled_model("llama-tied"), some_tokens()
-    wanted = gradients(model, ids)
-    assert distance(gradients(model, ids, loss=compiled_loss(model, chunked=False)), wanted) < 1e-5
+    model, ids = scaled_model("llama-tied"), random_tokens()
+    wanted = mean_gradients(model, ids)
+    assert largest_relative_error(mean_gradients(model, ids, loss=compiled_loss(model, chunked=False)), wanted) < 1e-5
 
 
 def test_all_layers_share_one_graph_for_each_length() -> None:
@@ -345,20 +333,20 @@ def test_all_layers_share_one_graph_for_each_length() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = scaled_model("llama", layers=9)
-    pieces = (some_tokens(3, 10), some_tokens(2, 14))
-    wanted = [gradients(model, ids) for ids in pieces]
+    pieces = (random_tokens(3, 10), random_tokens(2, 14))
+    wanted = [mean_gradients(model, ids) for ids in pieces]
     for layer in model.model.layers:
         layer.compile(fullgraph=True, backend="aot_eager")
     for ids, expected in zip(pieces, wanted, strict=True):
-        assert distance(gradients(model, ids), expected) < 1e-5
+        assert largest_relative_error(mean_gradients(model, ids), expected) < 1e-5
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 def test_the_whole_model_is_one_graph() -> None:
     torch._dynamo.reset()
-    model, ids = scaled_model("gpt2", layers=1), some_tokens()
+    model, ids = scaled_model("gpt2", layers=1), random_tokens()
     loss = torch.compile(lambda t: loss_sum(model, t, chunked=False), fullgraph=True, backend="aot_eager")
-    assert distance(gradients(model, ids, loss=loss), gradients(model, ids)) < 1e-5
+    assert largest_relative_error(mean_gradients(model, ids, loss=loss), mean_gradients(model, ids)) < 1e-5
 
 
 # -- the batch
@@ -367,17 +355,17 @@ def test_the_whole_model_is_one_graph() -> None:
 def test_micro_batches_add_up() -> None:
     """With the step's tokens fixed, uneven pieces give the gradient of the whole; otherwise each has its own constants."""
     for kind in KINDS:
-        model, ids = scaled_model(kind), some_tokens(6)
+        model, ids = scaled_model(kind), random_tokens(6)
         for fixed in (True, False):
             fix_batch(model, tokens=ids[:, 1:].numel() if fixed else None)
-            whole = gradients(model, ids, ids[:, 1:].numel())
-            parts = [gradients(model, part, ids[:, 1:].numel()) for part in (ids[:1], ids[1:])]
+            whole = mean_gradients(model, ids, ids[:, 1:].numel())
+            parts = [mean_gradients(model, part, ids[:, 1:].numel()) for part in (ids[:1], ids[1:])]
             summed = {name: parts[0][name] + parts[1][name] for name in whole}
-            assert (distance(summed, whole) < 1e-5) == fixed
+            assert (largest_relative_error(summed, whole) < 1e-5) == fixed
 
 
 def test_a_fixed_length_makes_the_model_causal() -> None:
-    model, ids = scaled_model("llama"), some_tokens()
+    model, ids = scaled_model("llama"), random_tokens()
     assert (model(ids).logits[:, :5] - model(ids[:, :5]).logits).abs().max() > 1e-3
     fix_batch(model, sequence_length=10)
     assert (model(ids).logits[:, :5] - model(ids[:, :5]).logits).abs().max() < 1e-6
@@ -385,7 +373,7 @@ def test_a_fixed_length_makes_the_model_causal() -> None:
 
 def test_a_cache_gives_the_same_logits() -> None:
     for kind in ("llama", "gpt2"):
-        model, ids = scaled_model(kind).eval(), some_tokens()
+        model, ids = scaled_model(kind).eval(), random_tokens()
         fix_batch(model, sequence_length=10)
         first = model(ids[:, :6], use_cache=True)
         rest = model(ids[:, 6:], past_key_values=first.past_key_values, use_cache=True)
@@ -441,7 +429,7 @@ def trained(kind: str, steps: int = 30) -> list[float]:
     )
     losses = []
     for step in range(steps):
-        ids = [some_tokens(16, 1, seed=step)]
+        ids = [random_tokens(16, 1, seed=step)]
         for _ in range(16):
             ids.append(order[ids[-1]])
         loss = loss_sum(model, torch.cat(ids, 1), chunked=False) / 256

@@ -18,6 +18,7 @@ from narrowgauge.gauges.nan_origin.replay import first_bad_value, replay
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.trainer import language_model
+from tensors import bits
 
 INF, NAN = math.inf, math.nan
 
@@ -54,10 +55,6 @@ def linears(width: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0) -
     torch.manual_seed(seed)
     layers = {name: nn.Linear(width, width) for name in ("first", "second", "third")}
     return chain(**layers).to(dtype)
-
-
-def bits(x: Tensor) -> list[int]:
-    return x.detach().contiguous().view(torch.uint8).flatten().tolist()
 
 
 # ── in front of all operations ────────────────────────────────────────────────────────────────────────────────────────
@@ -376,7 +373,7 @@ def test_a_compiled_model_is_watched_eagerly_and_compiles_nothing_anew() -> None
     head = torch.compile(lambda x: (x.float() * 2).sum(), backend=compiler, fullgraph=True)
     step = step_of(model, torch.ones(2, 8).half(), lambda x: head(model(x)))
     healthy, compiled = step(), compiler.frame_count
-    grads = [bits(p.grad) for p in model.parameters() if p.grad is not None]
+    grads = [bits(p.grad).tolist() for p in model.parameters() if p.grad is not None]
     assert compiled > 0
     assert first_bad_value(model, step) is None
     kept = model.second.weight.detach().clone()
@@ -389,7 +386,7 @@ def test_a_compiled_model_is_watched_eagerly_and_compiles_nothing_anew() -> None
         model.second.weight.copy_(kept)
     model.zero_grad()
     assert step() == healthy
-    assert [bits(p.grad) for p in model.parameters() if p.grad is not None] == grads
+    assert [bits(p.grad).tolist() for p in model.parameters() if p.grad is not None] == grads
     assert compiler.frame_count == compiled
 
 
@@ -471,9 +468,9 @@ def test_everything_is_put_back() -> None:
         model.last.bias.grad[0] = NAN  # of the step that failed
     model.first.bias.grad = None
     grads = {name: p.grad for name, p in model.named_parameters()}
-    before = {name: bits(g) for name, g in grads.items() if g is not None}
-    buffers = {name: (b, bits(b.reshape(-1))) for name, b in model.named_buffers()}
-    weights = [bits(p) for p in model.parameters()]
+    before = {name: bits(g).tolist() for name, g in grads.items() if g is not None}
+    buffers = {name: (b, bits(b.reshape(-1)).tolist()) for name, b in model.named_buffers()}
+    weights = [bits(p).tolist() for p in model.parameters()]
     seen = torch.get_rng_state()
     values = []
 
@@ -488,11 +485,11 @@ def test_everything_is_put_back() -> None:
     assert len(values) == 3 and len(set(values)) == 1  # the same dropout each time
     assert torch.equal(torch.get_rng_state(), seen)
     assert all(p.grad is grads[name] for name, p in model.named_parameters())
-    assert {name: bits(g) for name, g in grads.items() if g is not None} == before
-    assert {name: (id(b), bits(b.reshape(-1))) for name, b in model.named_buffers()} == {
+    assert {name: bits(g).tolist() for name, g in grads.items() if g is not None} == before
+    assert {name: (id(b), bits(b.reshape(-1)).tolist()) for name, b in model.named_buffers()} == {
         name: (id(b), kept) for name, (b, kept) in buffers.items()
     }
-    assert [bits(p) for p in model.parameters()] == weights
+    assert [bits(p).tolist() for p in model.parameters()] == weights
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert not nn.modules.module._global_forward_hooks and not nn.modules.module._global_forward_pre_hooks
 

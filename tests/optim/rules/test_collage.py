@@ -13,6 +13,7 @@ from narrowgauge.numerics.expansions import Expansion, Rounding, expansion_of, n
 from narrowgauge.numerics.rounding import bits_of
 from narrowgauge.optim.rules.collage import expanded, published_adamw
 from oracles import released_collage as narrow
+from tensors import relative_error
 
 BFLOAT16 = nearest_even("bfloat16")
 
@@ -220,10 +221,6 @@ def test_a_rule_on_single_parts_is_the_rule_on_bfloat16_tensors(rule: Any, num_s
     assert torch.equal(change, intended.float())
     for found, one in zip(new, (w + intended, *expected), strict=True):
         assert torch.equal(found.value, one.float())
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
 
 
 def test_a_rule_on_pairs_is_nearly_the_rule_on_numbers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,9 @@ from narrowgauge.optim.rules.matrix import (
 )
 from narrowgauge.spec.storages import STORAGES
 from oracles import matrix_rules as oracle
+from tensors import gaussian
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EVERY = pytest.mark.parametrize("rule", MATRIX_RULES.values(), ids=MATRIX_RULES)
 SHAPES = [(6, 10), (10, 6), (8, 8), (1, 7), (7, 1), (1, 1), (4, 3, 5)]
@@ -38,19 +41,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "galore": {"rank": 4, "update_proj_gap": 5, "scale": 1.0},
     "gradnorm_lorp": {"rank": 4, "update_proj_gap": 5},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices as small as these wait for a second thread longer than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def gaussian(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def options_of(rule: MatrixRule, **options: Any) -> dict[str, Any]:
@@ -76,7 +66,7 @@ def train(
 
 
 def noise(shape: tuple[int, ...]) -> Callable[[Tensor, int], Tensor]:
-    return lambda weight, step: gaussian(shape, 100 + step, 1e-2)
+    return lambda weight, step: gaussian(*shape, seed=100 + step, scale=0.01)
 
 
 def relative(value: Tensor, wanted: Any) -> float:
@@ -91,8 +81,8 @@ def relative(value: Tensor, wanted: Any) -> float:
 @pytest.mark.parametrize("start", ["gaussian", "zeros"])
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6)], ids=["wide", "tall"])
 def test_learns_a_parabola(rule: MatrixRule, start: str, shape: tuple[int, int]) -> None:
-    target, curvature = gaussian(shape, 1), 0.5 + gaussian(shape, 2).abs()
-    weight = gaussian(shape, 3) if start == "gaussian" else torch.zeros(shape)
+    target, curvature = gaussian(*shape, seed=1), 0.5 + gaussian(*shape, seed=2).abs()
+    weight = gaussian(*shape, seed=3) if start == "gaussian" else torch.zeros(shape)
     learned, _ = train(
         rule, weight, lambda w, _: curvature * (w - target), 400, lr=0.1, weight_decay=0.0, decaying=True
     )
@@ -101,19 +91,19 @@ def test_learns_a_parabola(rule: MatrixRule, start: str, shape: tuple[int, int])
 
 @EVERY
 def test_learns_a_regression_from_batches(rule: MatrixRule) -> None:
-    truth, inputs = gaussian((5, 8), 1), gaussian((256, 8), 2)
+    truth, inputs = gaussian(5, 8, seed=1), gaussian(256, 8, seed=2)
 
     def gradient(w: Tensor, step: int) -> Tensor:
         x = inputs[torch.arange(32 * step, 32 * step + 32) % 256]
         return (x @ (w - truth).mT).mT @ x / 32
 
-    learned, _ = train(rule, gaussian((5, 8), 3), gradient, 400, lr=0.1, weight_decay=0.0, decaying=True)
+    learned, _ = train(rule, gaussian(5, 8, seed=3), gradient, 400, lr=0.1, weight_decay=0.0, decaying=True)
     assert float((learned - truth).norm() / truth.norm()) < 0.01
 
 
 def test_the_released_gradnorm_lorp_changes_nothing_and_ours_trains() -> None:
     shape = (6, 10)
-    target, start = gaussian(shape, 1), gaussian(shape, 2)
+    target, start = gaussian(*shape, seed=1), gaussian(*shape, seed=2)
     errors = {}
     for reconstruct in (False, True):
         subspace = oracle.Subspace(oracle.Adam(0.05, (0.9, 0.999), 1e-8), rank=4, gap=5, scale=1.0)
@@ -150,11 +140,11 @@ def oracles(name: str, lr: float, decay: float) -> Any:
 @pytest.mark.parametrize("name", ["muon", "galore", "gradnorm_lorp"])
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (8, 8)], ids=["wide", "tall", "square"])
 def test_twelve_steps_agree_with_float64(name: str, shape: tuple[int, int]) -> None:
-    start, rule = gaussian(shape), MATRIX_RULES[name]
+    start, rule = gaussian(*shape), MATRIX_RULES[name]
     learned, _ = train(rule, start, noise(shape), 12, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.99))
     expert, w = oracles(name, 1e-2, 0.1), start.double().numpy()
     for step in range(1, 13):
-        w = expert.step(w, gaussian(shape, 100 + step, 1e-2).double().numpy())
+        w = expert.step(w, gaussian(*shape, seed=100 + step, scale=0.01).double().numpy())
     assert relative(learned - start, w - start.double().numpy()) < 1e-4
 
 
@@ -163,7 +153,7 @@ def test_twelve_steps_agree_with_float64(name: str, shape: tuple[int, int]) -> N
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)], ids=["wide", "tall"])
 def test_muon_is_torchs_but_for_the_rounding_of_bfloat16(shape: tuple[int, int], scale: str, nesterov: bool) -> None:
     same = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "adjust_lr_fn": scale}
-    start = gaussian(shape)
+    start = gaussian(*shape)
     theirs = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.Muon([theirs], **same)
     for step in range(1, 11):
@@ -188,14 +178,14 @@ def restated(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(16, 64), (64, 16), (1, 9)], ids=["wide", "tall", "row"])
 def test_orthogonalise_is_the_published_iteration_exactly_in_float32(shape: tuple[int, int]) -> None:
-    x = gaussian(shape).sign()  # its norm is a whole number, however it is summed
+    x = gaussian(*shape).sign()  # its norm is a whole number, however it is summed
     assert torch.equal(orthogonalise(x, dtype=torch.float32), restated(x))
     assert relative(orthogonalise(x, dtype=torch.float32), oracle.newton_schulz(x.double().numpy())) < 1e-5
 
 
 def test_adafactor_is_that_of_torch() -> None:
     """Its own reading: the rate is a bound on a relative step, and eps1 is far below these gradients."""
-    shape, start = (12, 20), gaussian((12, 20))
+    shape, start = (12, 20), gaussian(12, 20)
     theirs = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.Adafactor([theirs], lr=0.3, eps=(1e-12, 1e-3), weight_decay=0.01)
     for step in range(1, 21):  # 1/sqrt(step) is above and below the rate
@@ -212,7 +202,7 @@ def test_adafactor_is_that_of_torch() -> None:
 @pytest.mark.parametrize("beta1", [None, 0.9])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_adafactor_is_that_of_transformers(beta1: float | None, scaled: bool) -> None:
-    shape, start = (12, 20), gaussian((12, 20), 0, 1e-4 if scaled else 1.0)  # 1e-4 is below the second of eps
+    shape, start = (12, 20), gaussian(12, 20, scale=0.0001 if scaled else 1.0)  # 1e-4 is below the second of eps
     theirs = torch.nn.Parameter(start.clone())
     optimizer = transformers.Adafactor(
         [theirs], lr=1e-2, beta1=beta1, clip_threshold=0.5, scale_parameter=scaled, relative_step=False
@@ -236,7 +226,7 @@ def test_adafactor_is_that_of_transformers(beta1: float | None, scaled: bool) ->
 def test_states_are_the_ones_that_were_announced(rule: MatrixRule, shape: tuple[int, ...]) -> None:
     options = options_of(rule, rank=100)
     announced = rule.states(shape, options)
-    _, states = train(rule, gaussian(shape), noise(shape), 2, rank=100)
+    _, states = train(rule, gaussian(*shape), noise(shape), 2, rank=100)
     assert {n: tuple(s.shape) for n, s in states.items()} == {n: k.shape for n, k in announced.items()}
     assert all(s.dtype is torch.float32 and s.isfinite().all() for s in states.values())
     assert all(k.shape == shape for k in announced.values() if k.role is not None)
@@ -270,8 +260,8 @@ def test_defaults_also_serve_adamw(rule: MatrixRule) -> None:
 @EVERY
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_nothing_given_is_written_to(rule: MatrixRule, shape: tuple[int, ...]) -> None:
-    _, states = train(rule, gaussian(shape), noise(shape), 3)
-    given = {"w": gaussian(shape, 1), "g": gaussian(shape, 2), **states}
+    _, states = train(rule, gaussian(*shape), noise(shape), 3)
+    given = {"w": gaussian(*shape, seed=1), "g": gaussian(*shape, seed=2), **states}
     before = {name: value.clone() for name, value in given.items()}
     change, _ = rule.update(given["w"], given["g"], states, options_of(rule, update_proj_gap=3), 4)
     assert change.shape == shape and change.isfinite().all() and change.abs().max() > 0
@@ -283,7 +273,7 @@ def test_nothing_given_is_written_to(rule: MatrixRule, shape: tuple[int, ...]) -
 @pytest.mark.parametrize("eps", [1e-8, 0.0])
 def test_a_gradient_of_zeros_only_decays(rule: MatrixRule, shape: tuple[int, ...], eps: float) -> None:
     more = {"eps": (eps and 1e-30, 1e-3) if rule is ADAFACTOR else eps}
-    weight = gaussian(shape)
+    weight = gaussian(*shape)
     for scaled in (weight, torch.zeros(shape)):
         after, _ = train(rule, scaled, lambda w, _: torch.zeros_like(w), 3, lr=0.1, weight_decay=0.1, **more)
         assert torch.allclose(after, scaled * 0.99**3, rtol=1e-6, atol=0)
@@ -291,7 +281,7 @@ def test_a_gradient_of_zeros_only_decays(rule: MatrixRule, shape: tuple[int, ...
 
 @EVERY
 def test_without_a_rate_there_is_no_change(rule: MatrixRule) -> None:
-    start = gaussian((6, 10))
+    start = gaussian(6, 10)
     after, states = train(rule, start, noise((6, 10)), 3, lr=0.0)
     assert torch.equal(after, start)
     assert all(state.any() for state in states.values())  # but what was seen is noted
@@ -299,15 +289,15 @@ def test_without_a_rate_there_is_no_change(rule: MatrixRule) -> None:
 
 @EVERY
 def test_the_rate_may_be_a_tensor(rule: MatrixRule) -> None:
-    one, _ = train(rule, gaussian((6, 10)), noise((6, 10)), 3, lr=0.25)
-    other, _ = train(rule, gaussian((6, 10)), noise((6, 10)), 3, lr=torch.tensor(0.25))
+    one, _ = train(rule, gaussian(6, 10), noise((6, 10)), 3, lr=0.25)
+    other, _ = train(rule, gaussian(6, 10), noise((6, 10)), 3, lr=torch.tensor(0.25))
     assert torch.equal(one, other)
 
 
 @EVERY
 def test_more_dims_are_columns(rule: MatrixRule) -> None:
-    flat, states = train(rule, gaussian((4, 15)), noise((4, 15)), 3)
-    deep, deep_states = train(rule, gaussian((4, 15)).reshape(4, 3, 5), noise((4, 3, 5)), 3)
+    flat, states = train(rule, gaussian(4, 15), noise((4, 15)), 3)
+    deep, deep_states = train(rule, gaussian(4, 15).reshape(4, 3, 5), noise((4, 3, 5)), 3)
     assert torch.equal(deep.reshape(4, 15), flat)
     assert all(torch.equal(s.reshape(states[name].shape), states[name]) for name, s in deep_states.items())
 
@@ -324,11 +314,11 @@ def test_an_empty_parameter_has_an_empty_step(rule: MatrixRule, shape: tuple[int
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_is_no_error(rule: MatrixRule, bad: float) -> None:
     """The optimizer skips such a step; but on a device it learns that only after the rule has run."""
-    gradient = gaussian((6, 10))
+    gradient = gaussian(6, 10)
     gradient[2, 3] = bad
     for step in (1, 2):
         options = options_of(rule)
-        change, _ = rule.update(gaussian((6, 10), 1), gradient, fresh(rule, (6, 10), options), options, step)
+        change, _ = rule.update(gaussian(6, 10, seed=1), gradient, fresh(rule, (6, 10), options), options, step)
         assert change.shape == (6, 10)
 
 
@@ -348,8 +338,8 @@ def test_vectors_written_as_matrices_learn(rule: MatrixRule, shape: tuple[int, i
 @EVERY
 def test_the_same_bits_twice_and_from_elsewhere_in_memory(rule: MatrixRule) -> None:
     shape = (32, 48)
-    one, states = train(rule, gaussian(shape), noise(shape), 7, rank=8)
-    odd = torch.empty(32 * 48 + 3)[3:].view(shape).copy_(gaussian(shape))
+    one, states = train(rule, gaussian(*shape), noise(shape), 7, rank=8)
+    odd = torch.empty(32 * 48 + 3)[3:].view(shape).copy_(gaussian(*shape))
     other, others = train(rule, odd, lambda w, step: noise(shape)(w, step).T.contiguous().T, 7, rank=8)
     assert torch.equal(one, other)
     assert all(torch.equal(states[name], others[name]) for name in states)
@@ -358,8 +348,8 @@ def test_the_same_bits_twice_and_from_elsewhere_in_memory(rule: MatrixRule) -> N
 @EVERY
 def test_a_run_cut_in_two_is_the_same_run(rule: MatrixRule) -> None:
     shape, options = (8, 12), options_of(rule)
-    whole, _ = train(rule, gaussian(shape), noise(shape), 13)
-    weight, states = train(rule, gaussian(shape), noise(shape), 6)
+    whole, _ = train(rule, gaussian(*shape), noise(shape), 13)
+    weight, states = train(rule, gaussian(*shape), noise(shape), 6)
     states = {name: state.clone() for name, state in states.items()}
     for step in range(7, 14):
         change, states = rule.update(weight, noise(shape)(weight, step), states, options, step)
@@ -371,8 +361,8 @@ def test_a_run_cut_in_two_is_the_same_run(rule: MatrixRule) -> None:
 def test_powers_of_two_on_the_gradients_change_no_bit(rule: MatrixRule) -> None:
     shape = (12, 20)
     silent = {"eps": (0.0, 0.0) if rule is ADAFACTOR else 0.0}
-    one, _ = train(rule, gaussian(shape), noise(shape), 7, **silent)
-    other, _ = train(rule, gaussian(shape), lambda w, step: noise(shape)(w, step) * 2.0**-20, 7, **silent)
+    one, _ = train(rule, gaussian(*shape), noise(shape), 7, **silent)
+    other, _ = train(rule, gaussian(*shape), lambda w, step: noise(shape)(w, step) * 2.0**-20, 7, **silent)
     assert torch.equal(one, other)
 
 
@@ -400,7 +390,7 @@ def test_muons_step_is_nearly_orthogonal_and_as_large_as_adamws(shape: tuple[int
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 24), (3, 9000)], ids=str)
 def test_the_basis_is_the_decompositions_with_its_signs_fixed(shape: tuple[int, int]) -> None:
-    x = gaussian(shape)
+    x = gaussian(*shape)
     rank = min(3, *shape)
     basis = low_rank.leading_basis(x, rank)
     u, _, vt = np.linalg.svd(x.double().numpy(), full_matrices=False)
@@ -417,7 +407,7 @@ def test_the_basis_is_found_at_the_first_step_and_every_gap_after_it() -> None:
     options = options_of(GALORE, update_proj_gap=3)
     states = fresh(GALORE, shape, options)
     for step in range(1, 9):
-        _, new = GALORE.update(gaussian(shape), noise(shape)(gaussian(shape), step), states, options, step)
+        _, new = GALORE.update(gaussian(*shape), noise(shape)(gaussian(*shape), step), states, options, step)
         if not torch.equal(new["projector"], states["projector"]):
             found.append(step)
         states = new
@@ -428,11 +418,11 @@ def test_the_basis_is_found_at_the_first_step_and_every_gap_after_it() -> None:
 def test_silent_first_steps_do_not_cost_a_gap(rule: MatrixRule) -> None:
     """What lies behind a zero-initialised head has no gradient at first; its subspace must wait for one."""
     shape, options = (6, 10), options_of(rule, update_proj_gap=200)
-    states, weight = fresh(rule, shape, options), gaussian(shape)
+    states, weight = fresh(rule, shape, options), gaussian(*shape)
     for step in (1, 2):
         change, states = rule.update(weight, torch.zeros(shape), states, {**options, "weight_decay": 0.0}, step)
         assert not change.any() and not states["projector"].any()
-    _, states = rule.update(weight, gaussian(shape, 5), states, options, 3)
+    _, states = rule.update(weight, gaussian(*shape, seed=5), states, options, 3)
     assert float((states["projector"].mT @ states["projector"] - torch.eye(4)).abs().max()) < 1e-6
     # At the next gap's end a silent gradient leaves the basis that there is.
     _, later = rule.update(weight, torch.zeros(shape), states, options, 201)
@@ -449,7 +439,7 @@ def test_galore_steps_within_its_rank(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6)], ids=["wide", "tall"])
 def test_galore_of_full_rank_along_the_axes_is_adamw(shape: tuple[int, int]) -> None:
     """A gradient whose singular vectors are axes is projected onto a permutation, and nothing is left to differ."""
-    start, diagonal = gaussian(shape), torch.arange(6.0, 0.0, -1.0)
+    start, diagonal = gaussian(*shape), torch.arange(6.0, 0.0, -1.0)
 
     def gradient(w: Tensor, step: int) -> Tensor:
         if step > 1:
@@ -472,9 +462,9 @@ def test_galore_of_full_rank_along_the_axes_is_adamw(shape: tuple[int, int]) -> 
 
 def test_lengths_and_directions_are_trained_apart() -> None:
     """A gradient along the columns changes only lengths; one across them only directions; decay only lengths."""
-    w = gaussian((12, 5), 1)
+    w = gaussian(12, 5, seed=1)
     unit = w / w.norm(dim=0)
-    across = gaussian((12, 5), 2)
+    across = gaussian(12, 5, seed=2)
     across = across - unit * (across * unit).sum(0)
     silent = {"lr": 0.1, "weight_decay": 0.0, "eps": 0.1}  # so that rounding noise is not taken for a slope
     longer, _ = train(GRADNORM_LORP, w, lambda *_: 10 * unit, 1, **silent)
@@ -489,9 +479,9 @@ def test_lengths_and_directions_are_trained_apart() -> None:
 
 def test_a_small_change_keeps_its_digits() -> None:
     """New weight less old weight, in float32, would be a multiple of 2^-24 of the weight: wrong by tenths here."""
-    shape, start = (64, 48), gaussian((64, 48))
+    shape, start = (64, 48), gaussian(64, 48)
     options = options_of(GRADNORM_LORP, lr=1e-7, weight_decay=0.1)
-    gradient = gaussian(shape, 5)
+    gradient = gaussian(*shape, seed=5)
     change, _ = GRADNORM_LORP.update(start, gradient, fresh(GRADNORM_LORP, shape, options), options, 1)
     expert = oracle.WeightNormalised(
         oracle.Subspace(oracle.Adam(1e-7, (0.9, 0.999), 1e-8), rank=4, gap=5, scale=1.0),
@@ -505,7 +495,7 @@ def test_a_small_change_keeps_its_digits() -> None:
 
 def test_columns_of_zeros_begin_to_train_and_others_do_not_notice() -> None:
     shape = (12, 5)
-    w, g = gaussian(shape, 1), gaussian(shape, 2)
+    w, g = gaussian(*shape, seed=1), gaussian(*shape, seed=2)
     w[:, 2] = 0
     once, _ = train(GRADNORM_LORP, w, lambda *_: g, 1, lr=0.01, weight_decay=0.1)
     assert once.isfinite().all()
@@ -529,8 +519,8 @@ def test_a_column_that_steps_onto_zero_becomes_one_of_zeros() -> None:
     options = options_of(GRADNORM_LORP, update_proj_gap=200, weight_decay=0.0)
     states = fresh(GRADNORM_LORP, (4, 2), options)
     states["projector"] += torch.eye(2)
-    states["projected_exp_avg"] += gaussian((4, 2))
-    states["projected_exp_avg_sq"] += gaussian((4, 2), 1).square()
+    states["projected_exp_avg"] += gaussian(4, 2)
+    states["projected_exp_avg_sq"] += gaussian(4, 2, seed=1).square()
     step, _ = GRADNORM_LORP.update(torch.zeros(4, 2), torch.zeros(4, 2), states, options, 2)
     assert step.abs().min() > 0
     change, _ = GRADNORM_LORP.update(-step, torch.zeros(4, 2), states, options, 2)

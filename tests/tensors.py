@@ -1,0 +1,114 @@
+"""Tensors that tests draw, and comparisons of tensors: one definition of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# ── drawn ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gaussian(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal values from a generator of their own, scaled in float32 and rounded to ``dtype``."""
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def random_tokens(batch: int = 3, length: int = 10, vocabulary: int = 48, seed: int = 0) -> Tensor:
+    """Uniform token indices ``[batch, length]``."""
+    return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+# ── bits ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of each value as an integer of the same width: -0 differs from 0, and NaNs from each other."""
+    return x.detach().view(_INTEGERS[x.element_size()])
+
+
+def scalar_bits(x: Tensor) -> int:
+    """The bits of a tensor without dimensions."""
+    assert x.shape == ()
+    return int(bits(x))
+
+
+def bits_with_one_nan(x: Tensor) -> Tensor:
+    """Like :func:`bits`, with the same bits for every NaN; formats of one byte are left alone."""
+    return bits(torch.where(x.isnan(), torch.nan, x) if x.element_size() > 1 else x)
+
+
+def unsigned(x: Tensor) -> NDArray[np.int64]:
+    """32-bit words as numbers from 0 to 2^32 - 1."""
+    return x.numpy().astype(np.int64) % 2**32
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal dtypes, shapes and bits."""
+    return one.dtype is other.dtype and torch.equal(bits(one), bits(other))
+
+
+def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Equal names, dtypes, shapes and bits."""
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert (value.dtype, value.shape) == (expected[name].dtype, expected[name].shape), name
+        differing = int((bits(value) != bits(expected[name])).sum())
+        assert differing == 0, f"{differing} of {value.numel()} values of {name} differ"
+
+
+# ── distances ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rms(x: Tensor) -> float:
+    """Root mean square, summed in float64."""
+    return x.detach().double().square().mean().sqrt().item()
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """``‖found - expected‖ / ‖expected‖``, in float64."""
+    found, expected = found.double(), expected.double()
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def largest_relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest relative error of any tensor of the same names, none of which is zero."""
+    assert found.keys() == expected.keys()
+    assert all(value.norm() > 0 for value in expected.values())
+    return max(relative_error(found[name], expected[name]) for name in expected)
+
+
+# ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """The gradient of a loss with respect to each parameter, by name; earlier gradients do not count."""
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """All parameters of an optimizer, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def step_gradients(params: Sequence[Tensor], step: int, scale: float = 1.0) -> list[Tensor]:
+    """Gaussian gradients of one step: bfloat16 values, in each parameter's dtype."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return [(torch.randn(p.shape, generator=generator) * scale).bfloat16().to(p.dtype) for p in params]
+
+
+def take_steps(optimizer: torch.optim.Optimizer, steps: range, scale: float = 1.0) -> None:
+    """Step an optimizer with :func:`step_gradients`."""
+    params = parameters_of(optimizer)
+    for step in steps:
+        for p, gradient in zip(params, step_gradients(params, step, scale), strict=True):
+            p.grad = gradient
+        optimizer.step()
