@@ -1,8 +1,8 @@
-"""The one joint: a model and a recipe become a model and an optimizer that train.
+"""``prepare`` applies a recipe to a model: it swaps layers, rounds the weights and builds the optimizer.
 
-There is one legal order. Unit scaling redraws the weights first. Tails must be taken from the float32 weights *before* they
-are cut; the optimizer must see the parameters *after*; linear layers become narrow, and follow the optimizer's steps;
-propagated scales, autocast and the casts of :mod:`narrowgauge.matmul.scopes` go on last. ``prepare`` is that order.
+The order of the steps matters. Unit scaling redraws the weights, so it comes first. The optimizer takes its tails from the
+float32 weights *before* they are rounded, and its parameter groups from the parameters *after*. Narrow linear layers then
+follow the optimizer's step count. Propagated scales, autocast and the casts of :mod:`narrowgauge.matmul.scopes` come last.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ def prepare(
     compile: bool | None = None,
     loss_scaler: LossScaler | None = None,
 ) -> tuple[nn.Module, AdamW]:
-    """Make a float32 model and a recipe ready to train.
+    """Prepare a float32 model for training with a recipe.
 
-    Law: the model computes with each weight's visible format, the optimizer keeps the rest: before the first step the
-    stored weights are the given float32 ones, cut once to the storage's code.
+    Invariant: the model computes with each weight in its visible format, and the optimizer holds the remaining bits. Before
+    the first step, the stored weights are the given float32 weights, rounded once to the storage's code.
 
     Args:
-        model: a float32 model on one device; it is changed in place. One already in bfloat16 is taken too, with tails
-            of zero: what was cut before cannot be recovered.
+        model: a float32 model on one device, changed in place. A bfloat16 model is accepted too; its tails start at zero,
+            since bits that were rounded away earlier cannot be recovered.
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
         lr, betas, eps: as in AdamW.
-        weight_decay: decoupled decay of matrices; parameters of one dimension are not decayed.
-        max_grad_norm: clip to this norm, and skip steps whose gradients are not finite; ``None`` does neither.
+        weight_decay: decoupled weight decay of matrices; 1-D parameters are not decayed.
+        max_grad_norm: clip the gradient norm to this value and skip steps with non-finite gradients; ``None`` does neither.
         seed: seed of the stochastic rounding.
-        audit_every: audit every so many steps; 0 never.
-        compile: compile the optimizer's kernels; ``None`` decides by size.
-        loss_scaler: what scales the loss; ``None`` makes one where the compute is float16. It is the optimizer's
-            ``loss_scaler``, by whose ``scale`` the loss goes before ``backward()``.
+        audit_every: steps between audits; 0 disables them.
+        compile: compile the optimizer's kernels; ``None`` decides by model size.
+        loss_scaler: the loss scaler; ``None`` makes one where the compute is float16. It becomes ``optimizer.loss_scaler``:
+            pass the loss through its ``scale`` before ``backward()``.
     Returns:
-        ``(model, optimizer)``: the same model, and a ``torch.optim.Optimizer`` for it.
+        ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``.
     Raises:
-        RecipeError: an unknown recipe, a ``keep`` pattern or override that matches nothing or one of two tied names,
-            a model in another format, or one that is all frozen, or a batch norm that cannot compute so.
+        RecipeError: an unknown recipe; a ``keep`` pattern or override that matches nothing, or only one name of a tied
+            parameter; a model of another dtype or without trainable parameters; a batch norm that would mix dtypes.
 
-    Cost: a float32 copy of the weights while it runs.
+    Cost: a temporary float32 copy of the weights.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -102,37 +102,34 @@ def prepare(
 
 
 def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> Linears | None:
-    """Let the linear layers compute as the recipe says, where that is not what they do anyway.
-
-    A layer that is plain at first and narrow in a later phase, or in evaluation, is swapped too.
-    """
+    """Swap the linear layers whose compute differs from PyTorch's own, in any phase or in evaluation."""
     device = next(model.parameters()).device
     moments = [0.0, *(phase.until for phase in recipe.phases)]
     computes = [recipe, replace(recipe, compute=recipe.evaluation, phases=())] if recipe.evaluation else [recipe]
     wanted: dict[str, Compute] = {}
     for name in linear_names(model):
-        rows = {each.compute_of(name, at).name for each in computes for at in moments}
-        if rows != {_row_of_torch(recipe, name, device)}:
+        needed = {each.compute_of(name, at).name for each in computes for at in moments}
+        if needed != {_compute_of_torch(recipe, name, device)}:
             wanted[name] = recipe.compute_of(name, 0.0)
     return swap_linears(model, wanted.get, seed=seed) if wanted else None
 
 
-def _row_of_torch(recipe: Recipe, name: str, device: torch.device) -> str:
-    """The row that PyTorch's own layer of that name computes in; nothing where it computes in none as well as ours does."""
+def _compute_of_torch(recipe: Recipe, name: str, device: torch.device) -> str:
+    """The compute that PyTorch's own layer implements, or ``""`` where ours is needed for speed or for the loss scale."""
     if recipe.keeps(name):
         return "float32"
     is_slow = device.type != "cuda" and not multiplies(recipe.dtype)
-    # A head of PyTorch's own would take the plain gradients of its logits, which float16 loses.
+    # PyTorch's own head would receive unscaled gradients of its logits, which underflow in float16.
     is_scaled = bool(recipe.compute.transform) and recipe.dtype == "float16"
     is_plain = recipe.storage.visible in ("float32", recipe.dtype) and not is_slow and not is_scaled
     return recipe.dtype if is_plain else ""
 
 
 def _rebuild(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, float]:
-    """Redraw the model as the compute asks; each parameter's share of the learning rate comes back."""
+    """Redraw the weights for unit scaling; returns the learning-rate factor of each parameter."""
     if recipe.compute.transform != "unit":
         return {}
-    # Only here: it knows transformers' models, which take seconds to load.
+    # Imported here since it imports transformers, which takes seconds.
     from narrowgauge.transforms import unit_scaling
 
     unit_scaling.unit_scale(model, seed)
@@ -140,7 +137,7 @@ def _rebuild(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, float]:
 
 
 def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
-    """Let tensors carry scales, as the compute asks; the linear layers are what they will be by now."""
+    """Apply scale propagation where the compute has it; the linear layers have been swapped by now."""
     if recipe.compute.transform == "scalify":
         from narrowgauge.transforms import scalify
 
@@ -148,7 +145,7 @@ def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _check(model: nn.Module, recipe: Recipe) -> None:
-    """Refuse what could not be trained as asked, naming the first offender."""
+    """Raise for a model that the recipe cannot train, naming the first offending parameter or module."""
     names = [name for name, _ in model.named_parameters()]
     if not names:
         raise RecipeError(f"recipe '{recipe.name}' was given a {type(model).__name__} without parameters.")
@@ -196,7 +193,7 @@ def _check(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _check_statistics(model: nn.Module, recipe: Recipe) -> None:
-    """Batch norms take weights and running statistics of one format only; buffers are never cut."""
+    """Batch norm needs weights and running statistics of one dtype, and buffers are never rounded."""
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm) or not module.affine or module.running_mean is None:
             continue
@@ -208,33 +205,33 @@ def _check_statistics(model: nn.Module, recipe: Recipe) -> None:
         if visible == "float32":
             advice = "Call model.float() first."
         else:
-            advice = f'Keep it in float32 with keep = ["{name}"].' if name else "Take recipe 'float32'."
+            advice = f'Keep it in float32 with keep = ["{name}"].' if name else "Use recipe 'float32'."
         raise RecipeError(
             f"recipe '{recipe.name}' gives {visible} weights to '{name}', a {type(module).__name__} whose running "
-            f"statistics are {found}; PyTorch computes no such mixture.",
+            f"statistics are {found}; PyTorch does not compute with mixed dtypes here.",
             advice,
         )
 
 
 def _check_tied(model: nn.Module, recipe: Recipe) -> None:
-    """A tensor under two names lies in one format."""
+    """Both names of a tied parameter must be kept, or neither."""
     first: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(parameter, name)
         if recipe.keeps(other) != recipe.keeps(name):
             raise RecipeError(
-                f"keep = {list(recipe.keep)} names only one of '{other}' and '{name}' of {type(model).__name__}, which "
-                "are one tensor.",
+                f"keep = {list(recipe.keep)} matches only one of '{other}' and '{name}' of {type(model).__name__}, "
+                "which share one tensor.",
                 "Keep both modules or neither.",
             )
 
 
 def _first(names: list[str]) -> str:
-    return f"Its names are like '{names[0]}' and '{names[-1]}'." if names else ""
+    return f"Its names look like '{names[0]}' and '{names[-1]}'." if names else ""
 
 
 def _cut_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
-    """Cut every parameter to its visible format; the float32 values of those that will be trained come back."""
+    """Round every parameter to its visible format; returns the float32 values of the trainable ones."""
     values: dict[Tensor, Tensor] = {}
     for name, parameter in model.named_parameters():
         storage = recipe.storage_of(name, parameter.ndim)
@@ -247,7 +244,7 @@ def _cut_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
     return values
 
 
-# The rate at which a unit-scaled model's weight decay means what it means elsewhere.
+# The learning rate at which weight decay has the same strength in a unit-scaled model as in any other.
 _DECAYED_AT = 1e-3
 _ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
 
@@ -255,11 +252,11 @@ _ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
 def _groups(
     model: nn.Module, recipe: Recipe, weight_decay: float, lr: float | Tensor, factors: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """Param groups by (storage, decayed or not, share of the learning rate), with names, for ``torch.optim``."""
+    """Named parameter groups by storage, weight decay and learning-rate factor."""
     groups: dict[tuple[str, bool, float], list[tuple[str, Tensor]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            # Vectors change row inside the optimizer, by the row of their group.
+            # The optimizer derives the storage of vectors from the storage of their group.
             storage = recipe.storage_of(name, max(2, parameter.ndim))
             groups.setdefault((storage.name, parameter.ndim >= 2, factors.get(name, 1.0)), []).append((name, parameter))
     made = []
@@ -267,7 +264,7 @@ def _groups(
         decay = weight_decay if decayed else 0.0
         group: dict[str, Any] = {"params": members, "storage": storage_name, "weight_decay": decay}
         if factors:
-            # Independent decay: what a rate of 1e-3 would make of it, whatever the rate is here.
+            # Weight decay independent of the learning rate: as strong as at 1e-3.
             group |= {"lr": lr * factor, "lr_factor": factor}
             group["weight_decay"] = float(decay * _DECAYED_AT / (lr * factor))
         made.append(group)

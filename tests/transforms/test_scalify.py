@@ -684,7 +684,10 @@ def test_a_module_without_a_rule_is_named_and_nothing_is_changed(unknown: nn.Mod
         (lambda x: x @ x.t(), "aten.mm"),
         (lambda x: F.softmax(x, -1), "aten._softmax"),
         (lambda x: F.dropout(x, 0.5), "aten.native_dropout|aten.bernoulli|aten.empty_like"),
-        (lambda x: x * torch.ones(3, requires_grad=True), "aten.mul.Tensor .* with a plain one that wants a gradient"),
+        (
+            lambda x: x * torch.ones(3, requires_grad=True),
+            "aten.mul.Tensor .* with a plain one that requires a gradient",
+        ),
         (lambda x: torch.cat([x, torch.ones(1, 3, requires_grad=True)]), "aten.cat.default .* with a plain one"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Conversion: a training state taken from one storage, or from another library, into any storage.
+"""Conversion of a training state from one storage, or from another library, to any storage.
 
-Float32 holds whatever a storage keeps (of expansions, all but bits below its own last one), so a state is read as float32
-and cut once more: exactly where the new code can hold the value, else weights to the nearest and moments as their code
-says, and every loss is counted. What keeps its row keeps its very words. ``source`` is a state as it was found, ``foreign``
-and ``folders`` read it, ``states`` takes it over, ``report`` says what that cost.
+Every stored value can be read as float32 (an expansion loses only bits below float32's last). A conversion reads float32
+values and rounds them once: exactly where the new code holds the value, else weights to nearest and moments as their code
+rounds. Every loss is counted. A parameter whose storage does not change keeps its bits. ``source`` is the state as read by
+``foreign`` and ``folders``, ``states`` converts it, and ``conversion_report`` describes the losses.
 """

@@ -1,4 +1,4 @@
-"""What a conversion cost, counted value by value: nothing is lost that is not said."""
+"""The losses of a conversion, counted value by value."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from narrowgauge.spec.tables import Column, Table
 
 @dataclass(frozen=True)
 class Kept:
-    """What one kind of value lost.
+    """The losses of one kind of value.
 
     Args:
         kind: ``weight``, ``exp_avg`` or ``exp_avg_sq``.
-        num_values: how many there are.
-        num_exact: those that the target holds bit for bit.
-        max_relative_error, rms_relative_error: of finite values other than zero that are not saturated; 1 is all of it.
-        num_zeroed: how many became zero.
-        num_saturated: how many lie beyond what the target, or the format that the model sees, reaches.
+        num_values: number of values.
+        num_exact: values that the target stores bit for bit.
+        max_relative_error, rms_relative_error: over finite, nonzero values that are not saturated; 1 means all of
+            the value is lost.
+        num_zeroed: values that became zero.
+        num_saturated: values out of range of the target code, or of the format that the model computes with.
     """
 
     kind: str
@@ -37,21 +38,21 @@ class Kept:
 
     @property
     def exact_share(self) -> float:
-        """Share of the values that are exact, 0 to 1."""
+        """Fraction of exact values, 0 to 1."""
         return self.num_exact / self.num_values if self.num_values else 1.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did.
+    """The result of a conversion.
 
     Args:
-        source, out: what was read, and the folder that was written.
-        origin: the recipe that the source was in, or the library it comes from.
-        recipe: the recipe that the result is in.
-        step: optimizer steps done.
-        kept: what each kind of value lost.
-        left_out: what there was in the source beside weights and states, and is not in the result.
+        source, out: path that was read, folder that was written.
+        origin: recipe of the source, or the library that wrote it.
+        recipe: recipe of the result.
+        step: optimizer steps taken.
+        kept: losses of each kind of value.
+        left_out: content of the source that is not in the result.
     """
 
     source: str
@@ -63,7 +64,7 @@ class Report:
     left_out: tuple[str, ...] = ()
 
     def row(self) -> dict[str, Any]:
-        """The report as JSON can say it."""
+        """The report as a JSON object."""
         return {
             **asdict(self),
             "left_out": list(self.left_out),
@@ -71,7 +72,7 @@ class Report:
         }
 
     def table(self) -> Table:
-        """The report as people read it."""
+        """The report as a table."""
         columns = (
             Column("kind", "kind", code=True),
             Column("values", "num_values", right=True),
@@ -91,11 +92,11 @@ Pair = tuple[Tensor, Tensor, Code, "Tensor | None"]
 
 
 def compare(kind: str, pairs: Iterable[Pair]) -> Kept:
-    """Count what one kind of value lost.
+    """Count the losses of one kind of value.
 
     Args:
-        kind: what to call it.
-        pairs: for each tensor the float32 values, those kept, the code that keeps them, and for weights what the model sees.
+        kind: its name in the report.
+        pairs: for each tensor its float32 values, the stored values, their code, and for weights the visible values.
     Returns:
         The counts over all tensors.
     Example:
@@ -122,7 +123,7 @@ def compare(kind: str, pairs: Iterable[Pair]) -> Kept:
 
 
 def largest_of(code: Code) -> float:
-    """The largest magnitude that a code reaches by itself; one with a scale per row reaches any, and is said to."""
+    """The largest magnitude that a code represents; infinite where it has a scale per row."""
     if code.scaled or not code.is_window:
         return math.inf
     return (2.0 - 2.0**-code.mantissa_bits) * 2.0**code.highest

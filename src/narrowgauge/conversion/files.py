@@ -1,16 +1,16 @@
-"""Files of other libraries: which of their entries are weights and an optimizer's state, and which are left out.
+"""Checkpoint files of other libraries: which entries are weights or optimizer state, and which are left out.
 
 ==========================  ==================================================================================
-``torch.save``              a ``state_dict`` alone, or a mapping with a model and an optimizer under usual names
+``torch.save``              a ``state_dict``, or a mapping with a model and an optimizer under common keys
 Lightning's ``.ckpt``       ``state_dict`` and ``optimizer_states``, a list of one
 Accelerate's ``save_state`` a folder: ``model.safetensors`` or ``pytorch_model.bin``, and ``optimizer.bin``
-Hugging Face                a folder of weights; the Trainer's ``optimizer.pt`` is named beside it
+Hugging Face                a folder of weights; the Trainer's ``optimizer.pt`` is passed separately
 safetensors                 weights
 ==========================  ==================================================================================
 
-Pickles are read with ``weights_only``, so nothing in them runs.
+Pickles are loaded with ``weights_only``, so no code in them runs.
 
-Source: Lightning 2.6 ``dump_checkpoint``, Accelerate 1.15 ``save_accelerator_state``, read from what they write.
+Source: Lightning 2.6 ``dump_checkpoint``, Accelerate 1.15 ``save_accelerator_state``, checked against files that they wrote.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bi
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states")
 _ACCELERATE = "optimizer.bin"
-# Beginnings of names of files that describe a model or its text, and hold nothing of a training.
+# Prefixes of files that describe a model or its tokenizer and hold no training state.
 _DESCRIPTIONS = (
     "config", "generation_config", "tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "README",
 )  # fmt: skip
@@ -43,14 +43,14 @@ _DESCRIPTIONS = (
 
 @dataclass(frozen=True)
 class Found:
-    """What a file or folder holds.
+    """The contents of a file or folder.
 
     Args:
         weights: by name.
-        state: what ``optimizer.state_dict()`` gave, ``None`` where there is none.
+        state: the result of ``optimizer.state_dict()``, or ``None``.
         where: the file of the state.
-        order: what tells the names in the order in which the model lists them; none where nothing does.
-        left_out: what else there is, which a conversion does not take.
+        order: returns the parameter names in the model's order, or an empty list where that is unknown.
+        left_out: other contents, which are not converted.
     """
 
     weights: dict[str, Tensor]
@@ -61,21 +61,21 @@ class Found:
 
 
 def find(path: Path, optimizer: Path | None) -> Found:
-    """Read weights, and the state of an optimizer in the same file or folder or in another.
+    """Read weights, and optimizer state from the same or another file or folder.
 
     Args:
         path: a folder or a file.
-        optimizer: where the state lies, if apart.
+        optimizer: the file with the optimizer state, if separate.
     Returns:
-        What there is.
+        The contents.
     Raises:
-        DataError: what cannot be read.
+        DataError: a file cannot be read.
     """
     found = _folder(path, optimizer) if path.is_dir() else _file(path)
     if optimizer is None:
         return found
     if found.state is not None:
-        raise DataError(f"{path} holds the state of an optimizer, and {optimizer} was given too.", "Give one of them.")
+        raise DataError(f"{path} contains optimizer state, and {optimizer} was given too.", "Give one of them.")
     content = load(optimizer)
     key = next((key for key in _OPTIMIZER_KEYS if key in content), None)
     if key is None:
@@ -88,14 +88,15 @@ def _folder(path: Path, optimizer: Path | None) -> Found:
     name = next((name for name in _FILES if (path / name).is_file()), None)
     if name is None:
         shards = (path / ".metadata").is_file()
-        how = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} FILE makes one file of its shards."
+        how = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} FILE merges its shards into one file."
         raise DataError(
-            f"{path} holds neither a run nor weights.", how if shards else f"Weights lie in {' or '.join(_FILES)}."
+            f"{path} contains neither a run nor weights.",
+            how if shards else f"Weights are read from {' or '.join(_FILES)}.",
         )
     if optimizer is None and (path / "optimizer.pt").is_file():
         raise DataError(
-            f"{path} holds an optimizer.pt beside its weights.",
-            f"Give --optimizer {path / 'optimizer.pt'}, or name the file of the weights to leave its state out.",
+            f"{path} contains an optimizer.pt next to its weights.",
+            f"Give --optimizer {path / 'optimizer.pt'}, or pass the file of weights to leave its state out.",
         )
     content, parts = _indexed(path / name)
     weights = tensors(content, path)
@@ -103,7 +104,9 @@ def _folder(path: Path, optimizer: Path | None) -> Found:
     state = None
     if optimizer is None and (path / _ACCELERATE).is_file():
         if (path / "optimizer_1.bin").is_file():
-            raise DataError(f"{path} holds the states of several optimizers.", "Name one of them with --optimizer.")
+            raise DataError(
+                f"{path} contains the states of several optimizers.", "Choose one of them with --optimizer."
+            )
         state, read = load(path / _ACCELERATE), read | {_ACCELERATE}
     read |= {optimizer.name} if optimizer is not None else set()
     others = sorted(entry.name for entry in path.iterdir() if entry.name not in read)
@@ -127,19 +130,19 @@ def _file(path: Path) -> Found:
 
 
 def _single(state: Any, where: Path) -> Any:
-    """The state of the one optimizer; Lightning writes a list of them."""
+    """The state of the only optimizer; Lightning stores a list."""
     if not isinstance(state, list):
         return state
     if len(state) > 1:
         raise DataError(
-            f"{where} holds the states of {len(state)} optimizers, and one can be converted.",
-            "Save its model's state_dict and the state of one of them in a file.",
+            f"{where} contains the states of {len(state)} optimizers, and only one can be converted.",
+            "Save the model's state_dict and the state of one optimizer in a file.",
         )
     return state[0] if state else None
 
 
 def order_of_model(folder: Path) -> list[str]:
-    """Parameter names of the model that a ``config.json`` describes; none where it describes none that can be built."""
+    """Parameter names of the model that ``config.json`` describes; empty where it cannot be built."""
     if not (folder / "config.json").is_file():
         return []
     import transformers
@@ -156,7 +159,7 @@ def order_of_model(folder: Path) -> list[str]:
 
 
 def _indexed(file: Path) -> tuple[dict[str, Any], list[str]]:
-    """The content of a file of weights, or of all those that an index names; and their names."""
+    """The contents of a weights file, or of all shards of an index, and the names of the shards."""
     if file.suffix != ".json":
         return load(file), []
     try:
@@ -167,10 +170,10 @@ def _indexed(file: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def load(file: Path) -> dict[str, Any]:
-    """A safetensors file, or one of ``torch.save``, of which nothing is run.
+    """Load a safetensors file, or a ``torch.save`` file without running its code.
 
     Raises:
-        DataError: it cannot be read, or holds neither a mapping nor tensors alone.
+        DataError: it cannot be read, or does not contain a mapping.
     """
     try:
         if file.suffix == ".safetensors":
@@ -180,19 +183,20 @@ def load(file: Path) -> dict[str, Any]:
         raise unreadable(file, error) from error
     if not isinstance(content, Mapping):
         raise DataError(
-            f"{file} holds a {type(content).__name__}.", 'It must hold {"model": …, "optimizer": …}, or one.'
+            f"{file} contains a {type(content).__name__}.",
+            'It must contain {"model": …, "optimizer": …}, or one of them.',
         )
     return dict(content)
 
 
 def unreadable(file: Path, error: Exception) -> DataError:
-    """What is wrong with a file, in our own words where torch's advise to let it run code."""
+    """The error for an unreadable file, with our own text where torch's advises running its code."""
     if isinstance(error, pickle.UnpicklingError):
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f" ({named.group(1)})" if named else ""
         return DataError(
-            f"{file} cannot be read: it is a pickle of more than tensors and plain values{what}, and none of its code is run.",
-            "Where it was written, save weights and state alone: a state_dict, and optimizer.state_dict().",
+            f"{file} cannot be read: it is a pickle of more than tensors and plain values{what}, whose code is not run.",
+            "Save only model.state_dict() and optimizer.state_dict() where it was written.",
         )
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return DataError(
@@ -201,15 +205,15 @@ def unreadable(file: Path, error: Exception) -> DataError:
 
 
 def tensors(content: Mapping[str, Any], where: Path) -> dict[str, Tensor]:
-    """The same, where all of it is tensors.
+    """Check that all values are tensors.
 
     Raises:
-        DataError: it holds anything else.
+        DataError: another value.
     """
     for name, value in content.items():
         if not isinstance(value, Tensor):
             raise DataError(
-                f"{where} holds under '{name}' no tensor, but a {type(value).__name__}.",
-                f"Weights are a state_dict, alone or under {' or '.join(map(repr, _MODEL_KEYS))}.",
+                f"'{name}' in {where} is a {type(value).__name__}, not a tensor.",
+                f"Weights must be a state_dict, alone or under {' or '.join(map(repr, _MODEL_KEYS))}.",
             )
     return dict(content)

@@ -1,12 +1,12 @@
-"""Folders of ours: a checkpoint is read from a run, and written as part of a new one.
+"""Run folders: reads a checkpoint of a run, and writes one as part of a new run.
 
 ::
 
     checkpoints/step-00000040/   tensors.safetensors, state.json and manifest.json, as trainer/checkpoint.py lays them out
-    conversion.json              what was converted, and what it cost
-    run.toml, data/, …           where the source was a run: ``narrowgauge resume`` goes on with it
+    conversion.json              the report of the conversion
+    run.toml, data/, …           where the source was a run: ``narrowgauge resume`` continues it
 
-Every byte read is checked against the manifest. What is written lies under a temporary name until it is whole.
+Every byte read is checked against the manifest. A new folder has a temporary name until it is complete.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ def is_ours(path: Path) -> bool:
 
 
 def locate(path: Path) -> tuple[Path, Path]:
-    """The run folder and the checkpoint that ``path`` means: itself, or the newest in it.
+    """The run folder and the checkpoint of ``path``: itself, or the newest one in it.
 
     Raises:
-        RecordError: there is none.
+        RecordError: there is no checkpoint.
     """
     if (path / _MANIFEST).is_file():
         return path.absolute().parent.parent, path
     found = sorted((path / _PLACE).glob("step-*"))
     if not found:
-        raise RecordError(f"{path} holds no checkpoint.", "Name a run folder, or one of its checkpoints.")
+        raise RecordError(f"{path} contains no checkpoint.", "Give a run folder, or one of its checkpoints.")
     return path, found[-1]
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the state of a checkpoint, every byte of it checked.
+    """The tensors and the state of a checkpoint, verified against its checksums.
 
     Raises:
-        RecordError: it is damaged, or from a newer version.
+        RecordError: it is damaged or from a newer version.
     """
     try:
         with disk_errors(path):
@@ -87,12 +87,12 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             return load_file(path / _TENSORS), load_json((path / _STATE).read_bytes())
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise RecordError(
-            f"Cannot read the checkpoint {path}: {error}.", "Name an older one of the same run."
+            f"Cannot read the checkpoint {path}: {error}.", "Give an older one of the same run."
         ) from error
 
 
 def parted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Of a checkpoint's tensors the weights, and what the optimizer keeps of each."""
+    """Split a checkpoint's tensors into weights and optimizer states by parameter name."""
     weights: dict[str, Tensor] = {}
     states: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
@@ -109,7 +109,7 @@ def read_own(path: Path) -> Source:
     """The state of a run, of one of its checkpoints, or of an earlier conversion.
 
     Raises:
-        RecordError: no checkpoint, a damaged one, or one of which nothing says the storage.
+        RecordError: no checkpoint, a damaged one, or one whose recipe is unknown.
     """
     folder, checkpoint = locate(path)
     tensors, record = read_checkpoint(checkpoint)
@@ -119,20 +119,20 @@ def read_own(path: Path) -> Source:
     numbers, others = numbers_of(weights)
     numbers = matched(numbers, states, checkpoint)
     others |= {key: value for key, value in tensors.items() if key.startswith("audit.")}
-    rows = {name: policy.storage_of(name, value.ndim) for name, value in numbers.items()}
-    return Source(policy.name, numbers, states, rows, others, record, run)
+    storages = {name: policy.storage_of(name, value.ndim) for name, value in numbers.items()}
+    return Source(policy.name, numbers, states, storages, others, record, run)
 
 
 def _policy(folder: Path, run: Run | None) -> Recipe:
-    """The recipe in which a folder's checkpoints are."""
+    """The recipe of a folder's checkpoints."""
     try:
-        said = run.config["recipe"] if run else load_json((folder / _REPORT).read_bytes())["policy"]
+        value = run.config["recipe"] if run else load_json((folder / _REPORT).read_bytes())["policy"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(
-            f"nothing in {folder} says in which storage its checkpoints are ({error}).",
-            "Leave a checkpoint in the folder it was written to.",
+            f"cannot find the recipe of the checkpoints in {folder} ({error}).",
+            "Keep a checkpoint in the folder it was written to.",
         ) from error
-    return parse_value(said, str(folder))
+    return parse_value(value, str(folder))
 
 
 # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -140,7 +140,7 @@ def _policy(folder: Path, run: Run | None) -> Recipe:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder that gets the name ``out`` once it is whole; when the block fails nothing of it is left."""
+    """A temporary folder, renamed to ``out`` when the block succeeds and removed when it fails."""
     temporary = temporary_name(out)
     absent = [place for place in out.parents if not place.exists()]
     with disk_errors(out, AGAIN):
@@ -159,7 +159,7 @@ def new_folder(out: Path) -> Iterator[Path]:
             with suppress(OSError):
                 for place in absent:
                     place.rmdir()
-            if isinstance(error, SafetensorError):  # it hides the system's error, such as a full disk, in its text
+            if isinstance(error, SafetensorError):  # its text hides the system's error, such as a full disk
                 raise disk_error(out, hidden_error(error), AGAIN) from error
             raise
 
@@ -193,7 +193,7 @@ def write_report(folder: Path, report: Report, policy: Recipe) -> None:
 
 
 def write_run(folder: Path, run: Run, report: Report, policy: Recipe) -> None:
-    """Write what makes a new folder a run: its history up to the checkpoint, under the new recipe."""
+    """Write the run's history up to the checkpoint, with the new recipe, so that the folder is a run."""
     config = {**run.config, "recipe": policy.to_value(), "out": report.out}
     if (run.path / "data").is_dir():
         shutil.copytree(run.path / "data", folder / "data", copy_function=_link)
@@ -202,17 +202,17 @@ def write_run(folder: Path, run: Run, report: Report, policy: Recipe) -> None:
             if row["step"] <= report.step:
                 writer.step(row)
         for row in run.evals:
-            # Of the last step it is the result of the run, which the resumed one finds anew.
+            # The evaluation of the last step is the run's result, which the resumed run computes again.
             if row["step"] <= report.step and row["step"] < run.config.get("steps", math.inf):
                 writer.eval(row)
         for row in run.events:
             writer.event(row)
-        said = f"converted from {report.origin} to {report.recipe}; what came before is of {report.source}"
-        writer.event(Event("note", report.step, said))
+        message = f"converted from {report.origin} to {report.recipe}; earlier steps are those of {report.source}"
+        writer.event(Event("note", report.step, message))
 
 
 def _link(source: str, target: str) -> None:
-    """The tokens of a run never change: two runs may share them, where the disk allows."""
+    """Hard-link a file of tokens, which never changes, or copy it where the file system has no links."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a conversion cannot begin with, told before PyTorch is loaded."""
+"""Checks of a conversion's arguments that need no PyTorch, so that errors come at once."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from narrowgauge.spec.recipes import Recipe
 def require_convertible(
     source: Path, recipe: str | Path | Recipe, out: Path | None = None, optimizer: Path | None = None
 ) -> Recipe:
-    """The recipe of a conversion whose paths are there.
+    """Check the paths of a conversion and parse its recipe.
 
     Args:
-        source: what to convert.
+        source: path to convert.
         recipe: as in :func:`narrowgauge.prepare`.
-        out: the folder to make, where one was named.
-        optimizer: the file of the optimizer's state, where one was named.
+        out: folder to create, if given.
+        optimizer: file of the optimizer state, if given.
     Returns:
         The recipe.
     Raises:
-        RecipeError: no such recipe.
-        RecordError: ``out`` is not free.
-        DataError: a path leads nowhere.
+        RecipeError: an unknown recipe.
+        RecordError: ``out`` exists and is not empty.
+        DataError: a path does not exist.
     """
     policy = parse(recipe)
     if out is not None:
         require_free(out)
     if not source.exists():
-        raise DataError(f"there is nothing to convert: {source} does not exist.", "Name a run, a checkpoint or a file.")
+        raise DataError(f"there is nothing to convert: {source} does not exist.", "Give a run, a checkpoint or a file.")
     if optimizer is not None and not optimizer.is_file():
-        raise DataError(f"there is no file {optimizer} of an optimizer's state.", "Name one that torch.save wrote.")
+        raise DataError(f"the optimizer state {optimizer} is not a file.", "Give a file that torch.save wrote.")
     return policy

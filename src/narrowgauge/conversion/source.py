@@ -1,7 +1,7 @@
-"""A training state as it was found: weights by name, what is kept beside each, and whose it is.
+"""A training state as read: weights and optimizer states by parameter name, and where they come from.
 
-Names are the one thing that weights and states share. Each state must find its weight and each weight its state; a tied
-weight, which some files hold under two names, counts under the one that its optimizer knew.
+Weights and states are matched by name, one to one. A tied weight, which some files store under two names, is converted
+under the name that the optimizer used.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class Source:
     """A training state.
 
     Args:
-        origin: the recipe it is in, or the library it comes from.
-        weights: by parameter name, in the format found.
-        states: by parameter name: packed where ``rows`` says how, else float32 moments; and under ``step`` the number of
+        origin: its recipe, or the library that wrote it.
+        weights: by parameter name, in their original dtype.
+        states: by parameter name: packed where ``storages`` has the parameter, else float32 moments; ``step`` is the number of
             steps taken.
-        rows: the storage of each parameter, where it is ours.
-        others: what is carried as it is, as a checkpoint names it: integer buffers, readings of the audit.
-        record: what the checkpoint's ``state.json`` said.
+        storages: the storage of each parameter, in a state of our own optimizers.
+        others: copied unchanged, under their checkpoint keys: integer buffers and audit sums.
+        record: contents of the checkpoint's ``state.json``.
         run: the run it belongs to.
-        left_out: what there was beside all this, and is not taken.
+        left_out: other contents, which are not converted.
     """
 
     origin: str
     weights: dict[str, Tensor]
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rows: dict[str, Storage] = field(default_factory=dict)
+    storages: dict[str, Storage] = field(default_factory=dict)
     others: dict[str, Tensor] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
     run: Run | None = None
@@ -45,13 +45,13 @@ class Source:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done, those that were skipped included where the source counts them."""
+        """Optimizer steps taken, including skipped ones where the source counts them."""
         own = max((int(entry["step"]) for entry in self.states.values()), default=0)
         return int(self.record.get("step", own))
 
 
 def numbers_of(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Floating weights under their first names, and integer buffers as a checkpoint names them."""
+    """Floating-point weights under their first names, and integer buffers under their checkpoint keys."""
     numbers: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
     for name, value in weights.items():
@@ -64,27 +64,27 @@ def numbers_of(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
 
 
 def matched(weights: dict[str, Tensor], owned: Collection[str], where: object) -> dict[str, Tensor]:
-    """The weights whose states ``owned`` names: all of them, but for second names of tied ones.
+    """The weights named in ``owned``: all but the second names of tied weights.
 
     Raises:
         DataError: a state without a weight, or a weight without a state.
     """
     if strange := [name for name in owned if name not in weights]:
         raise DataError(
-            f"{where} holds a state of '{strange[0]}', which is not among the {len(weights)} weights.",
+            f"{where} contains a state of '{strange[0]}', which is not among the {len(weights)} weights.",
             "Give weights and state of one model.",
         )
     names = set(owned)
     for name, value in weights.items():
         if name not in names and not any(_is_copy(value, weights[other]) for other in names):
             raise DataError(
-                f"{where} holds no state of '{name}', which is among the weights.",
+                f"{where} contains no state of '{name}', which is among the weights.",
                 "Give weights and state of one model, or convert the weights alone.",
             )
     return {name: value for name, value in weights.items() if name in names}
 
 
 def _is_copy(value: Tensor, other: Tensor) -> bool:
-    """Whether two weights are equal and no mere constant: a tied weight that was saved twice."""
+    """Whether two weights are equal and not constant, as a tied weight that was saved twice."""
     equal = value.shape == other.shape and value.dtype == other.dtype and torch.equal(value, other)
     return equal and bool((value != value.flatten()[:1]).any())

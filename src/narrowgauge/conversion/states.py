@@ -1,4 +1,4 @@
-"""States: a training state taken from one storage into another, and put back into a model."""
+"""``convert`` a training state to another storage, and ``restore`` it into a model."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ def convert(
 ) -> Report:
     """Convert a training state to the storage of a recipe.
 
-    Law: exact where the target holds the value, else weights are cut to the nearest and moments as their code says; the same
-    source and recipe give the same bits; ``out`` is there whole or not at all.
+    Invariant: a value that the target represents stays exact; else weights round to nearest and moments as their code rounds.
+    The same source and recipe give the same bits. ``out`` is complete or does not exist.
 
     Args:
         source: a run folder or one of its checkpoints; a ``torch.save`` file of ``{"model": …, "optimizer": …}`` with the
-            state of a ``torch.optim`` Adam or AdamW, of a bitsandbytes 8-bit one, or of ours; a checkpoint of Lightning or
-            of Accelerate's ``save_state``; or weights alone: a Hugging Face folder, a safetensors file, a ``torch.save``
-            file of a ``state_dict``.
+            state of a ``torch.optim`` Adam or AdamW, of a bitsandbytes 8-bit Adam, or of one of our optimizers; a checkpoint
+            of Lightning or of Accelerate's ``save_state``; or only weights: a Hugging Face folder, a safetensors file, a
+            ``torch.save`` file of a ``state_dict``.
         recipe: as in :func:`narrowgauge.prepare`.
-        out: the folder to make, for :func:`narrowgauge.restore`, and of a run for ``narrowgauge resume`` too; ``None`` takes
-            one beside the source, named after the recipe.
-        optimizer: a ``torch.save`` file with the optimizer's state, where it lies apart from the weights.
-        names: ``[name for name, _ in model.named_parameters()]``, where the optimizer was not given names and the files do
-            not tell the model's order.
+        out: the folder to create, for :func:`narrowgauge.restore`, and for ``narrowgauge resume`` if the source is a run;
+            default: next to the source, named after the recipe.
+        optimizer: a ``torch.save`` file with the optimizer state, if separate from the weights.
+        names: ``[name for name, _ in model.named_parameters()]``, needed where the optimizer has no parameter names and
+            the files do not contain the model's order.
     Returns:
-        What was converted, what it cost, and what was left out; ``out/conversion.json`` says it too.
+        A report of what was converted, lost and left out; also written to ``out/conversion.json``.
     Raises:
-        RecipeError: a recipe that does not suit these parameters, or states that are not of its storage.
-        DataError: files that cannot be read, states of another rule than Adam's, names or shapes that do not match.
-        RecordError: a damaged checkpoint, ``out`` exists and is not empty, or the disk refuses.
+        RecipeError: a recipe that does not fit these parameters, or states that do not match their storage.
+        DataError: unreadable files, states of an optimizer other than Adam, names or shapes that do not match.
+        RecordError: a damaged checkpoint, ``out`` exists and is not empty, or a disk error.
 
-    Cost: memory of 20 to 55 bytes a parameter, one read and one write.
+    Cost: 20 to 55 bytes of memory per parameter, one read and one write.
 
     Example:
         >>> import tempfile, torch, narrowgauge as ng
@@ -80,12 +80,12 @@ def convert(
     """
     path, state = Path(source), None if optimizer is None else Path(optimizer)
     policy = require_convertible(path, recipe, None if out is None else Path(out), state)
-    place = Path(out) if out is not None else _beside(path, policy)
+    place = Path(out) if out is not None else _default_folder(path, policy)
     require_free(place)
     found = _read(path, state, names)
     taken, kept = take(found, policy)
     tensors, record = _checkpoint(found, taken, policy)
-    dropped = ("readings of the audit",) if set(found.others) - set(tensors) else ()
+    dropped = ("audit sums",) if set(found.others) - set(tensors) else ()
     left_out = (*found.left_out, *dropped)
     report = Report(str(path), str(place), found.origin, policy.name, found.step, kept, left_out)
     with new_folder(place) as folder:
@@ -97,17 +97,17 @@ def convert(
 
 
 def restore(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> int:
-    """Put a converted state into a model that :func:`narrowgauge.prepare` made ready, and into its optimizer.
+    """Load a converted state into a model and optimizer from :func:`narrowgauge.prepare`.
 
     Args:
-        folder: what :func:`narrowgauge.convert` wrote, or a run folder; its newest checkpoint is taken.
-        model, optimizer: of the recipe that the state is in; the model itself where the state is of a module around it,
-            such as a LightningModule, or DistributedDataParallel.
+        folder: output of :func:`narrowgauge.convert`, or a run folder; its newest checkpoint is loaded.
+        model, optimizer: prepared with the recipe of the state. If the state was saved from a wrapper, such as a
+            LightningModule or DistributedDataParallel, pass the wrapped model.
     Returns:
-        Optimizer steps done.
+        Optimizer steps taken.
     Raises:
-        RecordError: no checkpoint, a damaged one, or one whose names, shapes or formats are not the model's.
-        RecipeError: the state is in another storage than the optimizer's.
+        RecordError: no checkpoint, a damaged one, or one whose names, shapes or dtypes differ from the model's.
+        RecipeError: the storage of the state differs from the optimizer's.
 
     Example:
         >>> import tempfile, torch, narrowgauge as ng
@@ -126,13 +126,13 @@ def restore(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> int:
     weights, states = _unwrapped(weights, states, needed)
     for name in sorted((needed - set(weights)) | (set(weights) - set(places))):
         has, lacks = (checkpoint, type(model).__name__) if name in weights else (type(model).__name__, checkpoint)
-        raise RecordError(f"'{name}' is in {has}, and not in {lacks}.", "Give the model whose state was converted.")
+        raise RecordError(f"'{name}' is in {has} but not in {lacks}.", "Give the model whose state was converted.")
     for name, value in weights.items():
         if (value.shape, value.dtype) != (places[name].shape, places[name].dtype):
             raise RecordError(
                 f"'{name}' is {value.dtype} of shape {tuple(value.shape)} in {checkpoint}, and {places[name].dtype} of shape "
                 f"{tuple(places[name].shape)} in the model.",
-                "Prepare that model with the recipe of the checkpoint.",
+                "Prepare the model with the recipe of the checkpoint.",
             )
     names = optimizer.parameter_names()
     optimizer.load_states({parameter: states[name] for parameter, name in names.items() if name in states})
@@ -145,7 +145,7 @@ def restore(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> int:
 def _unwrapped(
     weights: dict[str, Tensor], states: dict[str, dict[str, Tensor]], needed: set[str]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Both under the model's own names, where all of theirs begin with the name of one module around it."""
+    """Weights and states without the prefix of a wrapper module, if all names have it."""
     first = {name.partition(".")[0] for name in weights}
     prefix = f"{min(first)}." if len(first) == 1 else ""
     if not prefix or needed <= set(weights) or not needed <= {name.removeprefix(prefix) for name in weights}:
@@ -159,12 +159,14 @@ def _read(path: Path, optimizer: Path | None, names: Sequence[str]) -> Source:
     if not is_ours(path):
         return read_foreign(path, optimizer, names)
     if optimizer is not None:
-        raise DataError(f"{path} holds its own state, and {optimizer} was given too.", "Leave --optimizer out.")
+        raise DataError(
+            f"{path} contains its own optimizer state, and {optimizer} was given too.", "Leave --optimizer out."
+        )
     return read_own(path)
 
 
-def _beside(path: Path, recipe: Recipe) -> Path:
-    """``NAME-RECIPE`` beside the source, or beside the run whose checkpoint it is."""
+def _default_folder(path: Path, recipe: Recipe) -> Path:
+    """``NAME-RECIPE`` next to the source, or next to the run of a checkpoint."""
     whole = locate(path)[0] if is_ours(path) else path
     whole = whole if whole.name.strip(".") else whole.resolve()
     name = whole.name if whole.is_dir() else whole.stem
@@ -175,7 +177,7 @@ def _beside(path: Path, recipe: Recipe) -> Path:
 
 
 class Checkpoint(nn.Module):
-    """Parameters under their names, without what computes with them."""
+    """A module tree that holds named parameters and has no ``forward``."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -190,19 +192,21 @@ class Checkpoint(nn.Module):
 
 
 def take(source: Source, recipe: Recipe) -> tuple[Optimizer, tuple[Kept, ...]]:
-    """Take a state into the storages of a recipe.
+    """Convert a state to the storages of a recipe.
 
     Args:
         source: the state.
-        recipe: what to keep it in.
+        recipe: its new recipe.
     Returns:
-        An optimizer that holds it, whose parameters have the source's names, and what each kind of value lost.
+        An optimizer with the state, whose parameters have the source's names, and the losses of each kind of value.
     """
     values, moments = _float32(source)
     model, optimizer = prepare(Checkpoint(values), recipe, max_grad_norm=None, audit_every=0, compile=False)
     named = dict(model.named_parameters())
     same = {
-        name for name in named if _row(recipe, named[name], name) == source.rows.get(name) and name in source.states
+        name
+        for name in named
+        if _storage(recipe, named[name], name) == source.storages.get(name) and name in source.states
     }
     with torch.no_grad():
         for name in same:
@@ -218,34 +222,35 @@ def take(source: Source, recipe: Recipe) -> tuple[Optimizer, tuple[Kept, ...]]:
         given = values if kind == "weight" else {name: entry[kind] for name, entry in moments.items()}
         for name, value in given.items():
             seen = named[name].detach() if kind == "weight" else None
-            code = _row(recipe, named[name], name).code(kind)
+            code = _storage(recipe, named[name], name).code(kind)
             yield value, optimizer.stored(named[name], kind), code, seen
 
     kinds = ("weight", *STATE_NAMES) if moments else ("weight",)
     return optimizer, tuple(compare(kind, pairs(kind)) for kind in kinds)
 
 
-def _row(recipe: Recipe, parameter: Tensor, name: str) -> Storage:
+def _storage(recipe: Recipe, parameter: Tensor, name: str) -> Storage:
     return recipe.storage_of(name, parameter.ndim)
 
 
 def _float32(source: Source) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """Weights and moments as float32."""
-    if not source.rows:
+    if not source.storages:
         return {name: value.float().contiguous() for name, value in source.weights.items()}, source.states
     named = {name: nn.Parameter(value) for name, value in source.weights.items()}
     groups: dict[Storage, list[tuple[str, Tensor]]] = {}
     for name, parameter in named.items():
-        groups.setdefault(source.rows[name], []).append((name, parameter))
+        groups.setdefault(source.storages[name], []).append((name, parameter))
     optimizer = AdamW(
-        [{"params": members, "storage": row} for row, members in groups.items()], audit_every=0, compile=False
+        [{"params": members, "storage": storage} for storage, members in groups.items()], audit_every=0, compile=False
     )
     optimizer.load_states({named[name]: entry for name, entry in source.states.items()})
     known = optimizer.states()
     for name, entry in source.states.items():
         if odd := set(entry) - set(known[named[name]]):
             raise RecipeError(
-                f"the state of '{name}' holds '{min(odd)}', which AdamW in storage '{source.rows[name].name}' does not keep.",
+                f"the state of '{name}' contains '{min(odd)}', which AdamW in storage '{source.storages[name].name}' does not "
+                "have.",
                 "Only states of Adam and AdamW can be converted.",
             )
     moments = {
@@ -263,11 +268,11 @@ def _checkpoint(source: Source, optimizer: Optimizer, recipe: Recipe) -> tuple[d
         tensors |= {f"optimizer.{names[parameter]}.{key}": value for key, value in entry.items()}
     for key, value in source.others.items():
         name = key.removeprefix("audit.")
-        # What was read of another storage says nothing of this one.
-        if name == key or source.rows[name] == recipe.storage_of(name, source.weights[name].ndim):
+        # Audit sums are valid only for the storage that they were measured with.
+        if name == key or source.storages[name] == recipe.storage_of(name, source.weights[name].ndim):
             tensors[key] = value
     nothing = {"tokens": 0, "seconds": 0.0, "audit_total": [0.0] * len(UPDATE_SUMS), "num_skipped": 0}
     stored = {name: optimizer.stored(parameter) for parameter, name in names.items()}
-    # The run that is written has a recipe and rows of its own.
+    # The new run has its own recipe and storages.
     record = {key: value for key, value in source.record.items() if key not in ("settings", "rows")}
     return tensors, {**nothing, **record, "step": source.step, "fingerprint": fingerprint_all(stored)}
