@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console as RichConsole
 
 from narrowgauge.experiment.estimate import RunEstimate
+from narrowgauge.experiment.planned_runs import plan_runs
 from narrowgauge.experiment.progress import Progress, RunProgress
-from narrowgauge.experiment.runner import plan_runs
 from narrowgauge.runs.record import Run
 
 RECIPES = ("bfloat16/word", "bfloat16/naive")

@@ -75,4 +75,4 @@ def test_a_pattern_finds_them_and_detaching_frees_them() -> None:
         f"{kind}:{EXPERTS}.down_proj" for kind in ("input", "output_grad", "weight", "grad")
     }
     gauges.detach()
-    assert all(not hasattr(module, "gauge_slots") for module in copy.deepcopy(model).modules())
+    assert all(not hasattr(module, "gauge_entries") for module in copy.deepcopy(model).modules())

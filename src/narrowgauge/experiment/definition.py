@@ -15,7 +15,7 @@ import tomli_w
 
 from narrowgauge.comparison.labels import run_name
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.experiment.runner import PlannedRun, plan_runs, require_distinct, seed_numbers
+from narrowgauge.experiment.planned_runs import PlannedRun, plan_runs, require_distinct, seed_numbers
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
 from narrowgauge.spec.notation import load_toml, parse_value
 from narrowgauge.spec.recipes import Recipe

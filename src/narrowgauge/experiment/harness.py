@@ -22,15 +22,8 @@ from torch import Tensor, nn
 from narrowgauge.comparison.comparison import Comparison, compare_runs
 from narrowgauge.comparison.labels import counted, parsed_recipe, recipe_name
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.experiment.runner import (
-    PlannedRun,
-    compare_and_publish,
-    hold,
-    make_runs,
-    plan_runs,
-    require_distinct,
-    seed_numbers,
-)
+from narrowgauge.experiment.planned_runs import PlannedRun, plan_runs, require_distinct, seed_numbers
+from narrowgauge.experiment.runner import compare_and_publish, hold, make_runs
 from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.optim.audit import figures_of
 from narrowgauge.optim.optimizer import Optimizer

@@ -22,7 +22,7 @@ from rich.text import Text
 from narrowgauge.comparison.labels import counted
 from narrowgauge.comparison.run_stats import divergence
 from narrowgauge.experiment.estimate import RunEstimate, TimeLeft, duration
-from narrowgauge.experiment.runner import PlannedRun
+from narrowgauge.experiment.planned_runs import PlannedRun
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.console import MIN_WIDTH, write_past_buffers

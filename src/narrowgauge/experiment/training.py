@@ -36,8 +36,9 @@ from narrowgauge.experiment.definition import (
     is_comparison,
 )
 from narrowgauge.experiment.estimate import RunEstimate
+from narrowgauge.experiment.planned_runs import plan_runs
 from narrowgauge.experiment.progress import Progress, RunProgress
-from narrowgauge.experiment.runner import compare_and_publish, hold, make_runs, plan_runs
+from narrowgauge.experiment.runner import compare_and_publish, hold, make_runs
 from narrowgauge.report.write import runs_inside
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, disk_errors
 from narrowgauge.runs.record import Run, is_run, read_run

@@ -48,15 +48,15 @@ class Shards:
 
     def join_amax(self, recorder: Recorder) -> None:
         """Replace the recorded amax of weights and gradients by the amax over all shards."""
-        slots = sharded_slots(recorder)
+        entries = sharded_entries(recorder)
         # Below all magnitudes, and NaN above: the integer order of their bits.
         nothing = torch.full((), -1.0, dtype=torch.float32, device=recorder.stats_device)
         own = torch.stack(
-            [recorder.stats_of[k][0].to(nothing.device) if k in recorder.stats_of else nothing for k in slots]
+            [recorder.stats_of[k][0].to(nothing.device) if k in recorder.stats_of else nothing for k in entries]
         )
         bits = torch.where(own.isnan(), torch.nan, own).view(torch.int32)
         self.largest = self._over_ranks(bits, "max").view(torch.float32)
-        for index, largest in zip(slots, self.largest.unbind(), strict=True):
+        for index, largest in zip(entries, self.largest.unbind(), strict=True):
             if index in recorder.stats_of:
                 recorder.stats_of[index] = (largest, *recorder.stats_of[index][1:])
 
@@ -78,6 +78,6 @@ def _share(parameter: Any, coordinate: Sequence[int]) -> float:
     return float(local_of(parameter).numel() / max(1, parameter.numel()))
 
 
-def sharded_slots(recorder: Recorder) -> list[int]:
-    """The slots of tensors that may be sharded."""
+def sharded_entries(recorder: Recorder) -> list[int]:
+    """The entries of tensors that may be sharded."""
     return [index for index, watched in enumerate(recorder.watched) if watched.kind in SHARED]

@@ -155,7 +155,7 @@ class Gauges:
             handle.remove()
         self._handles.clear()
         for module in self._placed:
-            module.__dict__.pop("gauge_slots", None)
+            module.__dict__.pop("gauge_entries", None)
         self._placed.clear()
 
     # ── what is watched ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -174,19 +174,19 @@ class Gauges:
     def _attach(self, outputs: Sequence[str]) -> None:
         _torch.heed_hooks()
         modules = hooks.named_modules(self.model)
-        slots: dict[str, dict[str, Tensor]] = {}
+        entries: dict[str, dict[str, Tensor]] = {}
         for index, watched in enumerate(self._watched):
             if watched.kind not in ("weight", "grad"):
-                slots.setdefault(watched.name, {})[watched.kind] = self.recorder.slot(index)
-        taken = next((name for name in slots if hooks.has_gauges(modules[name])), None)
+                entries.setdefault(watched.name, {})[watched.kind] = self.recorder.entry(index)
+        taken = next((name for name in entries if hooks.has_gauges(modules[name])), None)
         if taken is not None:
             raise NarrowgaugeError(
                 f"gauges were requested for '{taken}', which already has gauges.", "Call detach() of those first."
             )
-        for name, own in slots.items():
+        for name, own in entries.items():
             module: Any = modules[name]
             # An attribute instead of a closure: layers that differ in nothing else share compiled code.
-            module.gauge_slots = (own.get("input"), own.get("output_grad"), own.get("attention"), own.get("output"))
+            module.gauge_entries = (own.get("input"), own.get("output_grad"), own.get("attention"), own.get("output"))
             self._placed.append(module)
             if "output_grad" in own:
                 self._handles.append(module.register_forward_hook(hooks.record_linear))
@@ -203,9 +203,9 @@ class Gauges:
         is_causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
         if head is None or not is_causal or not isinstance(body, nn.Module) or body is self.model:
             return
-        slot, *others = head.gauge_slots
-        head.gauge_slots = (None, *others)
-        body.gauge_slots = (slot, None, None, None)  # type: ignore[assignment]
+        entry, *others = head.gauge_entries
+        head.gauge_entries = (None, *others)
+        body.gauge_entries = (entry, None, None, None)  # type: ignore[assignment]
         self._placed.append(body)
         self._handles.append(body.register_forward_hook(hooks.record_hidden_states))
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias
 
 from narrowgauge import _torch
-from narrowgauge.gauges.hooks import as_multiplied, slot_of
+from narrowgauge.gauges.hooks import as_multiplied, entry_of
 from narrowgauge.gauges.recorder import SAMPLING, is_sampled, record_attention, recorder_of
 from narrowgauge.numerics.plain import linear
 from narrowgauge.transforms.scaled_tensor import Scaled
@@ -162,44 +162,44 @@ def _recorded(
     kernel: Callable[..., Any], name: str, module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **options: Any
 ) -> Any:
     """What transformers calls instead of a kernel: record, then call the kernel."""
-    slot = slot_of(module, 2)
-    if slot is not None and is_sampled(module) and not (name == "eager" and torch.compiler.is_compiling()):
+    entry = entry_of(module, 2)
+    if entry is not None and is_sampled(module) and not (name == "eager" and torch.compiler.is_compiling()):
         is_causal, scale = options.get("is_causal"), options.get("scaling")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if _is_kernel(query, scale, options.get("dropout", 0.0)):
-            _record(record_attention, query, key, scale, slot, bool(is_causal))
+            _record(record_attention, query, key, scale, entry, bool(is_causal))
     return kernel(module, query, key, *rest, **options)
 
 
 # ── called ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _running: list[Tensor] = []
-"""The slots of the modules whose forward is running, innermost last."""
+"""The entries of the modules whose forward is running, innermost last."""
 
 
 @torch.library.custom_op("narrowgauge::enter_attention", mutates_args=())
-def enter(slot: Tensor) -> None:
+def enter(entry: Tensor) -> None:
     """The forward of a module starts."""
-    _running.append(slot)
+    _running.append(entry)
 
 
 @torch.library.custom_op("narrowgauge::leave_attention", mutates_args=())
-def leave(slot: Tensor) -> None:
+def leave(entry: Tensor) -> None:
     """The forward of a module ends, and that of every module inside it."""
-    own = [k for k, other in enumerate(_running) if other.data_ptr() == slot.data_ptr()]
+    own = [k for k, other in enumerate(_running) if other.data_ptr() == entry.data_ptr()]
     del _running[own[0] if own else len(_running) :]
 
 
 @torch.library.custom_op("narrowgauge::record_running_attention", mutates_args=())
 def record_running(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> None:
-    """Record attention logits in the slot of the innermost running module."""
+    """Record attention logits in the entry of the innermost running module."""
     if _running:
         record_attention(query, key, scale, _running[-1], is_causal)
 
 
 @enter.register_fake
 @leave.register_fake
-def _(slot: Tensor) -> None:
+def _(entry: Tensor) -> None:
     return None
 
 
@@ -213,15 +213,15 @@ for _operator in (enter, leave, record_running):
 
 
 def _enter(module: nn.Module, args: Any) -> None:
-    slot = slot_of(module, 2)
-    if slot is not None and is_sampled(module):
-        enter(slot)
+    entry = entry_of(module, 2)
+    if entry is not None and is_sampled(module):
+        enter(entry)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    slot = slot_of(module, 2)
-    if slot is not None and is_sampled(module):
-        leave(slot)
+    entry = entry_of(module, 2)
+    if entry is not None and is_sampled(module):
+        leave(entry)
 
 
 def _hook_called(module: nn.Module) -> Undo:
@@ -276,10 +276,10 @@ def record_projected(
     num_heads: int,
     batch_first: bool,
     is_causal: bool,
-    slot: Tensor,
+    entry: Tensor,
 ) -> None:
-    """Record the attention of ``nn.MultiheadAttention`` in a slot, from its inputs and projection weights."""
-    recorder, index = recorder_of(slot)
+    """Record the attention of ``nn.MultiheadAttention`` in an entry, from its inputs and projection weights."""
+    recorder, index = recorder_of(entry)
     if recorder is None or not recorder.is_recording:
         return
     width = weight.shape[1] if key_weight is None else weight.shape[0]
@@ -295,7 +295,7 @@ def record_projected(
 @record_projected.register_fake
 def _(
     query: Tensor, key: Tensor, weight: Tensor, key_weight: Tensor | None, bias: Tensor | None, num_heads: int,
-    batch_first: bool, is_causal: bool, slot: Tensor,
+    batch_first: bool, is_causal: bool, entry: Tensor,
 ) -> None:  # fmt: skip
     return None
 
@@ -328,11 +328,11 @@ def _record_projected(
     if weight is None:
         weight, key_weight = module.q_proj_weight, module.k_proj_weight.detach()
     weight, bias = weight.detach(), None if module.in_proj_bias is None else module.in_proj_bias.detach()
-    slot = slot_of(module, 2)
-    if type(weight) is not Tensor or slot is None:
+    entry = entry_of(module, 2)
+    if type(weight) is not Tensor or entry is None:
         return
     record_projected(
         as_multiplied(query).detach(), as_multiplied(key).detach(), weight, key_weight, bias, module.num_heads,
         module.batch_first,
-        is_causal or attn_mask is not None, slot,
+        is_causal or attn_mask is not None, entry,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from narrowgauge.gauges.aggregate import SHARED, Shards, sharded_slots
+from narrowgauge.gauges.aggregate import SHARED, Shards, sharded_entries
 from narrowgauge.gauges.casts import block_exponents, cast_stats, lost_shares
 from narrowgauge.gauges.recorder import Recorder, WatchedTensor
 from narrowgauge.numerics import tensor_stats
@@ -108,21 +108,21 @@ def measure(recorder: Recorder, cast_of: CastOf, packed: Packed) -> dict[str, li
         cast_of: see :data:`CastOf`.
         packed: the metrics are added to it.
     Returns:
-        The slots of each group of tensors, by the group's name in ``packed``.
+        The entries of each group of tensors, by the group's name in ``packed``.
     """
     groups: dict[str, list[int]] = {}
     groups_by_shape: dict[tuple[torch.Size, Cast | None], list[int]] = defaultdict(list)
     for index, sample in recorder.samples.items():
         groups_by_shape[sample.shape, cast_of(recorder.watched[index])[0]].append(index)
     packed.add("figures", recorder.stats())
-    for number, ((_, cast), slots) in enumerate(groups_by_shape.items()):
+    for number, ((_, cast), entries) in enumerate(groups_by_shape.items()):
         name = f"group {number}"
-        groups[name] = slots
-        samples = torch.stack([recorder.samples[index] for index in slots])
+        groups[name] = entries
+        samples = torch.stack([recorder.samples[index] for index in entries])
         finite = torch.nan_to_num(samples, nan=0.0, posinf=0.0, neginf=0.0)
         packed.add(f"{name} shape", _shape_stats(finite))
         if cast is not None:
-            scales = [_amax(recorder, index, cast_of) for index in slots]
+            scales = [_amax(recorder, index, cast_of) for index in entries]
             packed.add(f"{name} cast", cast_stats(finite, cast, torch.stack(scales)))
             if cast.block is not None:
                 packed.add(f"{name} blocks", torch.stack([block_exponents(one, cast) for one in finite]))
@@ -138,9 +138,9 @@ def measure(recorder: Recorder, cast_of: CastOf, packed: Packed) -> dict[str, li
 
 
 def _measure_shards(recorder: Recorder, groups: Mapping[str, Sequence[int]], packed: Packed, shards: Shards) -> None:
-    """Add the metrics of weights and gradients over all ranks, in the order of their slots: the groups differ between ranks."""
-    slots = sharded_slots(recorder)
-    names = [recorder.watched[index].name for index in slots]
+    """Add the metrics of weights and gradients over all ranks, in the order of their entries: the groups differ between ranks."""
+    entries = sharded_entries(recorder)
+    names = [recorder.watched[index].name for index in entries]
     stats = packed.parts["figures"]
     sums = stats.new_zeros(len(recorder.watched), 6)
     shapes = torch.full_like(sums[:, :4], torch.nan)
@@ -149,12 +149,12 @@ def _measure_shards(recorder: Recorder, groups: Mapping[str, Sequence[int]], pac
         if f"{name} cast" in packed.parts:
             sums[members] = packed.parts[f"{name} cast"]
     shares = stats.new_tensor([shards.share[name] for name in names])
-    recorded = stats.new_tensor([index in recorder.stats_of for index in slots])
-    rows = torch.stack([recorded, shares * stats[slots, 1].square(), stats[slots, 2]], 1)
+    recorded = stats.new_tensor([index in recorder.stats_of for index in entries])
+    rows = torch.stack([recorded, shares * stats[entries, 1].square(), stats[entries, 2]], 1)
     nothing = torch.full_like(shares, torch.nan)
     packed.add("whole largest", nothing if shards.largest is None else shards.largest)
-    packed.add_sum("whole sums", torch.cat([torch.where(recorded[:, None] > 0, rows, 0.0), sums[slots]], 1))
-    packed.add_mean("whole shape", shapes[slots], names)
+    packed.add_sum("whole sums", torch.cat([torch.where(recorded[:, None] > 0, rows, 0.0), sums[entries]], 1))
+    packed.add_mean("whole shape", shapes[entries], names)
 
 
 def exponents(values: Tensor) -> Tensor:
@@ -188,11 +188,11 @@ def row_of(recorder: Recorder, groups: Mapping[str, Sequence[int]], fetched: Map
     stats = fetched["figures"].tolist()
     tensors: Row = {}
     blocks: Row = {}
-    for name, slots in groups.items():
+    for name, entries in groups.items():
         shapes = fetched[f"{name} shape"].tolist()
         casts = fetched.get(f"{name} cast")
         exponent_rows = fetched.get(f"{name} blocks")
-        for k, index in enumerate(slots):
+        for k, index in enumerate(entries):
             watched = recorder.watched[index]
             tensors[watched.key] = _values(stats[index], None if casts is None else casts[k], shapes[k])
             if exponent_rows is not None:
@@ -222,7 +222,7 @@ def _whole(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
         return {}
     columns = (fetched[f"whole {part}"].tolist() for part in ("largest", "sums", "shape"))
     rows: Row = {}
-    for k, (index, amax, sums, shape) in enumerate(zip(sharded_slots(recorder), *columns, strict=True)):
+    for k, (index, amax, sums, shape) in enumerate(zip(sharded_entries(recorder), *columns, strict=True)):
         recorded, square, bad, *cast = sums
         if recorded:  # by some rank
             lost = fetched["whole sums"][k, 3:] if cast[-1] else None

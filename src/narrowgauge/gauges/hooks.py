@@ -1,6 +1,6 @@
 """The forward hooks of gauges: one function per kind of tensor, so that layers share compiled code.
 
-What differs between layers is an attribute of the module, ``gauge_slots``: the slots of its input, the gradient of its
+What differs between layers is an attribute of the module, ``gauge_entries``: the entries of its input, the gradient of its
 output, its attention and its output; ``None`` for those that are not watched.
 """
 
@@ -25,29 +25,29 @@ def record_linear(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """The forward hook of every watched linear layer."""
     if not is_sampled(module):
         return None
-    slot = slot_of(module, 0)
-    if slot is not None:
-        record_tensor(as_multiplied(args[0]), slot)
-    return record_gradient(output, slot_of(module, 1))
+    entry = entry_of(module, 0)
+    if entry is not None:
+        record_tensor(as_multiplied(args[0]), entry)
+    return record_gradient(output, entry_of(module, 1))
 
 
 def record_hidden_states(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """The forward hook of a language model's body: its output is the input of the head, which a chunked loss does not call."""
     if is_sampled(model):
-        record_tensor(as_multiplied(output[0]), slot_of(model, 0))
+        record_tensor(as_multiplied(output[0]), entry_of(model, 0))
 
 
-def slot_of(module: nn.Module, kind: int) -> Tensor | None:
-    """A slot of a module by its index in ``gauge_slots``; ``None`` for modules that are not watched."""
-    slots: Any = getattr(module, "gauge_slots", None)
-    found: Tensor | None = None if slots is None else slots[kind]
+def entry_of(module: nn.Module, kind: int) -> Tensor | None:
+    """A entry of a module by its index in ``gauge_entries``; ``None`` for modules that are not watched."""
+    entries: Any = getattr(module, "gauge_entries", None)
+    found: Tensor | None = None if entries is None else entries[kind]
     return found
 
 
 def has_gauges(module: nn.Module) -> bool:
-    """Whether existing gauges watch a module; the slots of a copied module belong to no gauges."""
-    slots = getattr(module, "gauge_slots", None) or ()
-    return any(recorder_of(slot)[0] is not None for slot in slots if slot is not None)
+    """Whether existing gauges watch a module; the entries of a copied module belong to no gauges."""
+    entries = getattr(module, "gauge_entries", None) or ()
+    return any(recorder_of(entry)[0] is not None for entry in entries if entry is not None)
 
 
 def as_multiplied(x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def record_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None
     if is_sampled(module):
         first = output[0] if isinstance(output, (tuple, list)) and output else output
         if isinstance(first, Tensor) and first.is_floating_point():
-            record_tensor(first, slot_of(module, 3))
+            record_tensor(first, entry_of(module, 3))
 
 
 def multiplies(module: nn.Module) -> bool:

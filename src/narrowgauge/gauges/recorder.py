@@ -1,7 +1,7 @@
 """The recorder: statistics and sampled rows of the watched tensors of one training step.
 
 During a sampled step each watched tensor costs two reductions (amax, sum of squares) and a copy of some of its rows, stored in
-a slot of its own. Everything else (histograms, outliers, the error of casts) is computed at the end of the step from the
+an entry of its own. Everything else (histograms, outliers, the error of casts) is computed at the end of the step from the
 copied rows, batched over all tensors, and moved to the host in one transfer.
 
 Compiled code records tensors through a custom operator with a side effect that the compiler must keep. The operator only reads
@@ -47,7 +47,7 @@ def is_sampled(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class WatchedTensor:
-    """A tensor that has a slot in the recorder.
+    """A tensor that has an entry in the recorder.
 
     Args:
         kind: a key of ``runs.schema.TENSOR_KINDS``, or ``attention``.
@@ -68,7 +68,7 @@ class Recorder:
     """Statistics and samples of the watched tensors of one model.
 
     Args:
-        watched: the tensors; the index is the number of the slot.
+        watched: the tensors; the index is the number of the entry.
         device: the device of the statistics.
         is_recording: whether calls record anything; compiled code may run its sampled version for another recorder.
     """
@@ -78,17 +78,17 @@ class Recorder:
     is_recording: bool = False
     stats_of: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     samples: dict[int, Tensor] = field(default_factory=dict)
-    slots: dict[int, Tensor] = field(default_factory=dict)
+    entries: dict[int, Tensor] = field(default_factory=dict)
     number: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.number = len(_RECORDERS)
         _RECORDERS.append(weakref.ref(self))
 
-    def slot(self, index: int) -> Tensor:
-        """The handle of a slot in a graph: a tensor, so that layers share a graph; on the CPU, to avoid a sync."""
-        slot = self.slots[index] = torch.tensor([self.number, index], dtype=torch.int64)
-        return slot
+    def entry(self, index: int) -> Tensor:
+        """The handle of an entry in a graph: a tensor, so that layers share a graph; on the CPU, to avoid a sync."""
+        entry = self.entries[index] = torch.tensor([self.number, index], dtype=torch.int64)
+        return entry
 
     def clear(self) -> None:
         """Drop the statistics and samples of the last sampled step."""
@@ -101,7 +101,7 @@ class Recorder:
         return next((stats[0].device for stats in self.stats_of.values()), self.device)
 
     def stats(self) -> Tensor:
-        """Amax, rms and number of non-finite values of every slot, float32 ``[slots, 3]``; NaN for empty slots.
+        """Amax, rms and number of non-finite values of every entry, float32 ``[entries, 3]``; NaN for empty entries.
 
         For attention: the largest logit and the entropy.
         """
@@ -111,7 +111,7 @@ class Recorder:
         return torch.stack([row.to(device) for row in rows])
 
     def record(self, index: int, x: Tensor) -> None:
-        """Record a tensor; a later call for the same slot replaces the earlier one."""
+        """Record a tensor; a later call for the same entry replaces the earlier one."""
         if not self.is_recording or not x.numel():
             return
         if x.layout is not torch.strided:
@@ -170,40 +170,40 @@ def _of_all_keys(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tens
 _RECORDERS: list[weakref.ref[Recorder]] = []
 
 
-def recorder_of(slot: Tensor) -> tuple[Recorder | None, int]:
-    """The recorder of a slot, if it still exists, and the number of the slot.
+def recorder_of(entry: Tensor) -> tuple[Recorder | None, int]:
+    """The recorder of an entry, if it still exists, and the number of the entry.
 
-    The slot tensor of a copied model is a copy and belongs to no recorder.
+    The entry tensor of a copied model is a copy and belongs to no recorder.
     """
-    number, index = slot.tolist()
+    number, index = entry.tolist()
     recorder = _RECORDERS[number]() if number < len(_RECORDERS) else None
-    own = recorder.slots.get(index) if recorder is not None else None
-    return (recorder, index) if own is not None and own.data_ptr() == slot.data_ptr() else (None, index)
+    own = recorder.entries.get(index) if recorder is not None else None
+    return (recorder, index) if own is not None and own.data_ptr() == entry.data_ptr() else (None, index)
 
 
 @torch.library.custom_op("narrowgauge::record", mutates_args=())
-def record(x: Tensor, slot: Tensor) -> None:
-    """Record a tensor in a slot."""
-    recorder, index = recorder_of(slot)
+def record(x: Tensor, entry: Tensor) -> None:
+    """Record a tensor in an entry."""
+    recorder, index = recorder_of(entry)
     if recorder is not None:
         recorder.record(index, x)
 
 
 @torch.library.custom_op("narrowgauge::record_attention", mutates_args=())
-def record_attention(query: Tensor, key: Tensor, scale: float, slot: Tensor, is_causal: bool) -> None:
-    """Record attention logits in a slot."""
-    recorder, index = recorder_of(slot)
+def record_attention(query: Tensor, key: Tensor, scale: float, entry: Tensor, is_causal: bool) -> None:
+    """Record attention logits in an entry."""
+    recorder, index = recorder_of(entry)
     if recorder is not None:
         recorder.record_attention(index, query, key, scale, is_causal)
 
 
 @record.register_fake
-def _(x: Tensor, slot: Tensor) -> None:
+def _(x: Tensor, entry: Tensor) -> None:
     return None
 
 
 @record_attention.register_fake
-def _(query: Tensor, key: Tensor, scale: float, slot: Tensor, is_causal: bool) -> None:
+def _(query: Tensor, key: Tensor, scale: float, entry: Tensor, is_causal: bool) -> None:
     return None
 
 
@@ -215,37 +215,37 @@ class _RecordGradient(torch.autograd.Function):
     """The identity; its backward records the gradient. Compiled code uses it in place of a tensor hook."""
 
     @staticmethod
-    def forward(ctx: object, y: Tensor, slot: Tensor) -> Tensor:
-        ctx.slot = slot  # type: ignore[attr-defined]
+    def forward(ctx: object, y: Tensor, entry: Tensor) -> Tensor:
+        ctx.entry = entry  # type: ignore[attr-defined]
         # Not a view, which compiled code could not modify in place; the compiler removes the copy where it is not needed.
         return y.clone()
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
         """Record the gradient and return it unchanged."""
-        record(grads[0], ctx.slot)  # type: ignore[attr-defined]
+        record(grads[0], ctx.entry)  # type: ignore[attr-defined]
         return grads[0], None
 
 
-def record_tensor(x: Tensor, slot: Tensor | None) -> None:
+def record_tensor(x: Tensor, entry: Tensor | None) -> None:
     """Record a tensor; of a scaled tensor its data, which is what a cast without an amax reads."""
-    if slot is None:
+    if entry is None:
         return
     data = x._data if isinstance(x, Scaled) else x
     if type(data) in (Tensor, torch.nn.Parameter):
-        record(data.detach(), slot)
+        record(data.detach(), entry)
 
 
-def record_gradient(y: Tensor, slot: Tensor | None) -> Tensor:
+def record_gradient(y: Tensor, entry: Tensor | None) -> Tensor:
     """Return ``y`` with its gradient recorded in backward."""
-    if slot is None:
+    if entry is None:
         return y
     if torch.compiler.is_compiling():
         if isinstance(y, Scaled):  # scaled tensors are not traced into a graph
             return y
-        recorded: Tensor = _RecordGradient.apply(y, slot)  # type: ignore[no-untyped-call]
+        recorded: Tensor = _RecordGradient.apply(y, entry)  # type: ignore[no-untyped-call]
         return recorded
     # A hook leaves the tensor as it is, so that it may still be modified in place.
     if y.requires_grad:
-        y.register_hook(lambda grad: record_tensor(grad, slot))
+        y.register_hook(lambda grad: record_tensor(grad, entry))
     return y
