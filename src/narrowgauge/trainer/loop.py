@@ -283,8 +283,9 @@ def _finish(session: Session, reporter: Reporter, wall_seconds: float) -> None:
     done = [row["val_loss"] for row in read_run(session.folder).evals if row["step"] == session.step]
     val_loss = done[-1] if done else _evaluate(session, reporter)
     summary = summarize(session, val_loss, wall_seconds)
-    reporter.writer.summary(summary)
+    # The summary comes last: it makes the run finished, and a finished run is not resumed to add what is missing.
     reporter.event(Event("finish", session.step, f"validation loss {val_loss:.4f}"))
+    reporter.writer.summary(summary)
     reporter.console.summary([summary])
 
 
