@@ -8,7 +8,7 @@ Option names of ``torch._inductor.config``
     Keep every reduction in one loop; round as eager mode does on CUDA; part the cache on disk by the length of vectors. The
     way out: eager kernels, and a ``TORCHINDUCTOR_CACHE_DIR`` for each value of ``ATEN_CPU_CAPABILITY``.
 ``types.CodeType.replace`` under ``torch.compile``
-    Dynamo counts how often it compiled a *code object* anew and gives up after eight; one definition compiled for many casts
+    Dynamo counts how often it recompiled a *code object* and gives up after eight; one definition compiled for many casts
     needs a code object for each. The way out: raising ``torch._dynamo.config.recompile_limit``.
 ``torch._higher_order_ops.effects._register_effectful_op``
     Gauges mark tensors from inside compiled code; the operator returns nothing and must not be taken for dead. The way out:
@@ -216,11 +216,11 @@ def keep_effect(operator: Any) -> None:
 
 
 MANY_VERSIONS = 64
-"""How often one piece of code may be compiled anew, where several rows or several models share it."""
+"""How often one piece of code may be recompiled, where several rows or several models share it."""
 
 
 def heed_hooks() -> None:
-    """Let code that is compiled from now on be compiled anew where a module's hooks have changed.
+    """Let code that is compiled from now on be recompiled where a module's hooks have changed.
 
     A watched model has two versions of each, and a process may train several models of one class.
     """
@@ -291,7 +291,7 @@ def _few_instructions() -> Iterator[None]:
     """Let Inductor write casts of bits and shifts by constants of int32 vectors as single instructions.
 
     By itself it casts bits through an array on the stack, and shifts by vectors of counts, each of which the compiler makes
-    anew in every turn of a loop that has more constants than there are registers.
+    again in every iteration of a loop that has more constants than there are registers.
     """
     from torch._inductor.codegen.cpp import CppVecOverrides
 

@@ -34,7 +34,7 @@ class Casts:
         self._delayed: dict[WatchedTensor, Tensor] = {}
 
     def note(self, recorder: Recorder) -> None:
-        """Note the delayed scales of the step that has just run, before the layers are told of the next one."""
+        """Save the delayed scales of the step that has just run, before the layers advance to the next one."""
         self._delayed.clear()
         for index, watched in enumerate(recorder.watched):
             used = self._used(watched)

@@ -92,7 +92,7 @@ def round_to(
         format: a format that float32 can hold, or its name.
         rounding: how.
         seed: for ``stochastic``: an int (taken modulo 2^32) or a 0-d int32 or int64 tensor; compiled code is compiled
-            anew for a new int, and not for a new tensor.
+            again for a new int, and not for a new tensor.
         saturate: hold what does not fit at the end of the range.
         offset: for ``stochastic``: the logical index of the first element of ``x``, when it is a chunk of a tensor.
     Returns:
@@ -132,7 +132,7 @@ def round_to(
 def _check(x: Tensor, row: Format, rounding: str, seed: int | Tensor | None) -> None:
     known = ", ".join(get_args(Rounding))
     if rounding not in get_args(Rounding):
-        raise FormatError(f"rounding {rounding!r} was asked of round_to.", f"Use one of {known}.")
+        raise FormatError(f"rounding {rounding!r} was requested of round_to.", f"Use one of {known}.")
     if not x.is_floating_point():
         raise FormatError(
             f"round_to was given a tensor of {x.dtype}, which is not floating-point.", "Convert it first."
@@ -144,7 +144,7 @@ def _check(x: Tensor, row: Format, rounding: str, seed: int | Tensor | None) -> 
         )
     if rounding == "stochastic" and seed is None:
         raise FormatError(
-            "round_to was asked to round stochastically, without a seed.", "Give seed=, new in each step."
+            "stochastic rounding was requested of round_to without a seed.", "Give seed=, new in each step."
         )
 
 

@@ -94,7 +94,7 @@ def nearest_even(format_name: str, *, quiet: bool = False) -> NearestEven:
         row.kind != "float" or row.specials not in ("ieee", "all_ones") or row.mantissa_bits > 10
     ):
         raise FormatError(
-            f"the parts of an expansion were asked to be {row.name}.",
+            f"the parts of an expansion were requested as {row.name}.",
             "Use bfloat16, float16, float8_e4m3fn, float8_e5m2 or float32.",
         )
     dropped = single.mantissa_bits - row.mantissa_bits

@@ -152,7 +152,7 @@ class LossScaler:
         Returns:
             The same, scaled.
         """
-        self.request = object()  # written and never read here: a compiled loss is not compiled anew for it
+        self.request = object()  # written and never read here: a compiled loss is not recompiled for it
         if isinstance(loss, Tensor):
             return loss * self._on(loss.device)["scale"].to(loss.device, non_blocking=True)
         return type(loss)(self.scale(each) for each in loss)

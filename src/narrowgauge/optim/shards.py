@@ -41,7 +41,7 @@ def placed_like(owner: Any, part: Tensor) -> Tensor:
         owner: the parameter.
         part: parameter-shaped, or with a last dimension of 1 in place of the parameter's.
     Returns:
-        A tensor that a distributed checkpoint saves and cuts anew; integers of 16 bits become int32.
+        A tensor that a distributed checkpoint saves and shards again; integers of 16 bits become int32.
     """
     if not is_sharded(owner) or part.ndim != owner.ndim:
         return part

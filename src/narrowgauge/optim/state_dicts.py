@@ -28,7 +28,7 @@ from narrowgauge.optim.stores import Store
 from narrowgauge.optim.validation import agree
 
 Entry = Mapping[str, Tensor]
-_ADVICE = "ng.convert takes states of Adam and AdamW from other libraries and storages; any other begins anew."
+_ADVICE = "ng.convert takes states of Adam and AdamW from other libraries and storages; any other restarts."
 # What these do does not depend on how many steps they have taken, and torch does not count them.
 _COUNTLESS = {SGD.name, PLAIN_SGD.name, LION.name, MUON.name}
 _MOMENTA = {name for rule in (SGD, LION) for name in rule.states}

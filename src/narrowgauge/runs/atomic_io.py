@@ -32,7 +32,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 RESUME = "go on with narrowgauge resume"
 AGAIN = "give the same command again"
-"""Advice after a full disk: for files of a run, and for files that are created anew."""
+"""Advice after a full disk: for files of a run, and for files that are created again."""
 
 
 def disk_error(path: Path, error: OSError, then: str = RESUME) -> RecordError:

@@ -148,10 +148,10 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
     data.require_same(began_with)
     screen.stage("building the model")
     session = build(config, folder, data)
-    told: list[Event] = []
+    noted: list[Event] = []
 
     def damaged(path: Path, reason: str) -> None:
-        told.append(Event("checkpoint_damaged", 0, f"{path.name} is damaged ({reason}) and was not loaded"))
+        noted.append(Event("checkpoint_damaged", 0, f"{path.name} is damaged ({reason}) and was not loaded"))
 
     session.restore(damaged)
     if stop_after is not None and stop_after <= session.step:
@@ -162,8 +162,8 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
     accepted = accept(run, session.config, session.step, session.standing, accept_changes)
     with RunWriter.open(folder) as writer:
         writer.rewind(session.step, accept_lost=accept_changes)
-        told += [Event("note", session.step, said) for said in (*accepted, *differences(run.run, describe(session)))]
-        for event in told:
+        noted += [Event("note", session.step, said) for said in (*accepted, *differences(run.run, describe(session)))]
+        for event in noted:
             writer.event(event)
             print(f"note: {event.message}.", file=sys.stderr)
         session.has_saturated = any(event.get("kind") == "warning" for event in run.events)

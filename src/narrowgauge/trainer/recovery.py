@@ -32,7 +32,7 @@ FAILURES = 25
 REPLAYS = 3
 """Failed steps per process that are replayed: each replay takes as long as some steps, and the first shows most."""
 
-_BACK = "Lower --lr or look at the data of that step; narrowgauge resume goes on from the last checkpoint."
+_BACK = "Lower --lr or look at the data of that step; narrowgauge resume continues from the last checkpoint."
 
 
 class DivergenceError(NarrowgaugeError):

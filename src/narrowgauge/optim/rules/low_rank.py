@@ -6,7 +6,7 @@ A gradient of ``rows × cols`` often has most of its length in a few directions 
     ``P^T G``  [rank, cols]   where rows < cols,        ``G P``  [rows, rank]   where rows ≥ cols,
 
 and moments kept of these cost ``2 · rank · longer side`` values instead of ``2 · rows · cols``. What is found in the
-coordinates is *lifted* back by the same basis. The basis is found anew every so many steps, since gradients turn.
+coordinates is *lifted* back by the same basis. The basis is recomputed every so many steps, since gradients turn.
 
 The basis is that of a singular value decomposition, taken as the eigenvectors of the small Gram matrix in float64. On
 one CPU thread that is one to three times as fast as ``torch.linalg.svd`` in float32, and its subspace is right to
