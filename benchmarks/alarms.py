@@ -1,13 +1,13 @@
-"""What a run notices by itself: faults that it must tell of, and healthy runs that it must leave in peace.
+"""What a run notices by itself: faults that must raise an event, and healthy runs that must raise none.
 
-Claim: every fault of ``faults.py`` is told of within the stated steps or samples of the gauges, by an event of the expected
+Claim: every fault of ``faults.py`` is reported within the stated steps or samples of the gauges, by an event of the expected
 kind that names the right tensor; and of at least 20 healthy runs across recipes none raises a serious alarm
 (``narrowgauge.monitor.detectors.SERIOUS``). Other alarms of healthy runs are counted beside.
 
-Yardstick: the table of faults, made before the runs. Each fault strikes a run of its own, at a step at which gauges have been
+Baseline: the table of faults, made before the runs. Each fault strikes a run of its own, at a step at which gauges have been
 read a few times; it is in time when the event comes no later than the column *by*. The last column has every other
 alarm of that run since: a fault has consequences, so they are not false. Gauges are sampled more often than by default, so
-that a short run has as many readings as a longer one; what is due in samples then comes as much later in steps.
+that a short run has as many samples as a longer one; what is due in samples then comes as much later in steps.
 Healthy runs have the trainer's own rates and schedule; ``naive``, which loses updates at those, has a larger constant one.
 
 Run: ``./dev bench alarms [--faults …] [--recipes …] [--quick]``. No times are taken, so ``--rounds`` has no effect.
@@ -70,8 +70,8 @@ def counted(events: Sequence[Mapping[str, Any]]) -> str:
     alarms = [event for event in events if event["kind"] in ALARMS]
     first = {event["kind"]: event["step"] for event in reversed(alarms)}
     numbers = Counter(event["kind"] for event in alarms)
-    told = [f"{kind}{f' ×{n}' if n > 1 else ''} @{first[kind]}" for kind, n in numbers.items()]
-    return ", ".join(told) or "none"
+    raised = [f"{kind}{f' ×{n}' if n > 1 else ''} @{first[kind]}" for kind, n in numbers.items()]
+    return ", ".join(raised) or "none"
 
 
 def fault_row(fault: Fault, folder: Path, options: argparse.Namespace) -> Row:
@@ -80,17 +80,17 @@ def fault_row(fault: Fault, folder: Path, options: argparse.Namespace) -> Row:
     by = fault.deadline(at, every)
     settings = {"gauges_every": every, "schedule": "constant", "steps": by + 1, **fault.settings}
     run = run_of(folder, options, struck(fault, at), **settings)
-    told = fault.told(run.events, at) or {}
-    others = [event for event in run.events if event["step"] >= at and not fault.is_told_by(event)]
+    raised = fault.first_event(run.events, at) or {}
+    others = [event for event in run.events if event["step"] >= at and not fault.matches(event)]
     return {
         "": fault.name,
         "recipe": run.config["recipe"],
         "struck at": str(at),
         "expected": " or ".join(fault.kinds),
         "by": str(by),
-        "told at": str(told.get("step", "never")),
-        "names": told.get("tensor", "the run" if told else ""),
-        "in time": "yes" if told and told["step"] <= by else "NO",
+        "raised at": str(raised.get("step", "never")),
+        "names": raised.get("tensor", "the run" if raised else ""),
+        "in time": "yes" if raised and raised["step"] <= by else "NO",
         "before it": counted([event for event in run.events if event["step"] < at]),
         "other alarms": counted(others),
     }
@@ -128,18 +128,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         vars(options).update({"batch_size": 2, "sequence_length": 32, "steps": 20})
         options.faults, options.recipes = options.faults[:2], options.recipes[:2]
-    tell(report, options)
+    emit(report, options)
     return report.end()
 
 
-def tell(report: Report, options: argparse.Namespace) -> None:
+def emit(report: Report, options: argparse.Namespace) -> None:
     """Run everything and print both tables; a line as each is done, since it takes minutes."""
     rows: list[Row] = []
     healthy: list[Row] = []
     with tempfile.TemporaryDirectory() as place:
         for number, name in enumerate(options.faults):
             rows.append(fault_row(FAULTS[name], Path(place) / f"fault{number}", options))
-            print(f"{name}: told at {rows[-1]['told at']}, in time {rows[-1]['in time']}", flush=True)
+            print(f"{name}: raised at {rows[-1]['raised at']}, in time {rows[-1]['in time']}", flush=True)
         for number, name in enumerate(options.recipes):
             healthy.append(healthy_row(name, Path(place) / f"healthy{number}", options))
             print(f"{name}: {healthy[-1]['serious alarms']}; {healthy[-1]['others']}", flush=True)
@@ -149,7 +149,7 @@ def tell(report: Report, options: argparse.Namespace) -> None:
     noticed = sum(row["in time"] == "yes" for row in rows)
     cried = sum(row["serious alarms"] != "none" for row in healthy)
     other = sum(row["others"] != "none" for row in healthy)
-    report.note(f"{noticed} of {len(rows)} faults told in time")
+    report.note(f"{noticed} of {len(rows)} faults raised in time")
     report.note(f"{cried} of {len(healthy)} healthy runs raised a serious alarm, {other} one of another kind")
 
 

@@ -5,7 +5,7 @@ those of a plain Hugging Face loop in bfloat16; ``int8-row/word`` and ``float8-r
 A llama-8m on batches of 8 × 256 tokens of the standard library's text, all in one process, each on its own model from the
 same start.
 
-Yardstick: our trainer's step in ``float32/float32``, compiled. The plain loop is ``model.bfloat16()``, eager, with torch's
+Baseline: our trainer's step in ``float32/float32``, compiled. The plain loop is ``model.bfloat16()``, eager, with torch's
 AdamW; it computes as PyTorch does by itself, and is measured before a model of ours exists in the process.
 
 Run on a processor without AVX512-BF16, or let one stand for it:
@@ -32,7 +32,7 @@ from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset, prepare_data
 from narrowgauge.trainer.session import build, keep_pages
 
-YARDSTICK = "float32/float32"
+BASELINE = "float32/float32"
 TARGETS = {"bfloat16/word": 0.9, "int8-row/word": 0.75, "float8-row/word": 0.75}
 PLAIN = "plain bfloat16 loop"
 TIMES_PLAIN = 10.0
@@ -70,14 +70,14 @@ def main() -> int:
     if multiplies("bfloat16"):
         report.note("this processor multiplies bfloat16: the claim is about one that does not.")
     with tempfile.TemporaryDirectory() as place:
-        first = settings(YARDSTICK, options.quick)
+        first = settings(BASELINE, options.quick)
         data = prepare_data(first.data, Path(place), vocab_size=get_model(first.model).vocab_size, seed=first.seed)
         plain = plain_seconds(first, data, 2)
         steps = {
-            name: stripped(build(settings(name, options.quick), Path(place), data)) for name in (YARDSTICK, *TARGETS)
+            name: stripped(build(settings(name, options.quick), Path(place), data)) for name in (BASELINE, *TARGETS)
         }
         contenders = [Contender(name, step) for name, step in steps.items()]
-        timings = measure(contenders, yardstick=YARDSTICK, rounds=2 if options.quick else options.rounds)
+        timings = measure(contenders, baseline=BASELINE, rounds=2 if options.quick else options.rounds)
     tokens = first.batch_size * first.sequence_length
     rows: list[Row] = [
         {

@@ -4,7 +4,7 @@ Claim: the audit's sums are computed by the kernel that steps, over an eighth of
 of ten steps costs at most 2 % more with it than without. Cases: one tensor of 32 M elements, and the tensors of a
 llama-125m; storages ``word`` and ``split``. ``training_speed.py`` gives the same as a share of a training step.
 
-Yardstick: the same optimizer with ``audit_every=0``; a round is a cycle of ten steps of each, times are per step.
+Baseline: the same optimizer with ``audit_every=0``; a round is a cycle of ten steps of each, times are per step.
 
 Run: ``./dev bench audit_cost [--quick]``.
 """
@@ -40,7 +40,7 @@ def rows_of(case: Case, storage: str, rounds: int) -> list[Row]:
             f"{storage}, every {CYCLE}th", cycle(ours(case.shapes, storage, audit_every=CYCLE).step), per_call=CYCLE
         ),
     ]
-    timings = measure(contenders, yardstick=without, rounds=rounds, warmup=1)
+    timings = measure(contenders, baseline=without, rounds=rounds, warmup=1)
     plain = timings[0].median
     return [{**t.row(), "extra ms per step": 1e3 * plain * (t.ratio - 1)} for t in timings]
 

@@ -1,4 +1,4 @@
-"""Faults that a training run should notice: each put into a running session, and the event that must tell of it.
+"""Faults that a training run should notice: each put into a running session, and the event that must report it.
 
 A row says how the fault gets in, what is expected (kinds of event, any of which will do, and the tensor they must name) and how
 soon. Spikes and values that are not finite are judged on every step; all else is seen in samples of the gauges only, so
@@ -10,7 +10,7 @@ flipped bit in each kind of file, two commands at once (see ``tries.py``).
 
 Claim: after each try there is the run that nobody disturbed, or one line that says what is wrong. Of the rows above none of
 its own: ``alarms.py`` measures every row at full size; the tests hold the same rows on a tiny model.
-Yardstick: the undisturbed run. Run: ``./dev bench faults [--tries N] [--first N] [--quick]`` prints the rows and makes the tries,
+Baseline: the undisturbed run. Run: ``./dev bench faults [--tries N] [--first N] [--quick]`` prints the rows and makes the tries,
 of which a thousand take an hour or two. No times are taken, so ``--rounds`` has no effect.
 """
 
@@ -54,12 +54,12 @@ class Fault:
     Args:
         name: of the row.
         strike: puts it in.
-        kinds: of events, any of which tells of it.
+        kinds: of events, any of which reports it.
         names: shell pattern of the tensor that such an event must name; empty where the fault is of no tensor.
         steps: from the struck step on, within which it must come.
         samples: of the gauges, the same.
         settings: the trainer's, where the fault needs other ones than usual.
-        earliest: the first step at which it can be told: some detectors leave out a run's beginning.
+        earliest: the first step at which it can be detected: some detectors leave out a run's beginning.
         from_start: whether the settings are the fault, so that it is there from the first step on.
     """
 
@@ -81,11 +81,11 @@ class Fault:
         """The last step at which the event is in time, with gauges sampled every so many steps."""
         return at + max(self.steps, self.samples * every - 1)
 
-    def told(self, events: Events, at: int) -> Mapping[str, Any] | None:
-        """The first event that tells of the fault, whether in time or not."""
-        return next((event for event in events if event["step"] >= at and self.is_told_by(event)), None)
+    def first_event(self, events: Events, at: int) -> Mapping[str, Any] | None:
+        """The first event that reports the fault, whether in time or not."""
+        return next((event for event in events if event["step"] >= at and self.matches(event)), None)
 
-    def is_told_by(self, event: Mapping[str, Any]) -> bool:
+    def matches(self, event: Mapping[str, Any]) -> bool:
         """Whether an event is of an expected kind and names the right tensor."""
         names_it = not self.names or fnmatch.fnmatchcase(event.get("tensor") or "", self.names)
         return event["kind"] in self.kinds and names_it
@@ -340,7 +340,7 @@ FAULTS: dict[str, Fault] = {row.name: row for row in _ROWS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the rows, and make the tries that were asked for."""
+    """Print the rows, and make the tries that were requested."""
     # Only here: whoever wants the rows alone needs neither.
     import tries
     from timing import Report, parser
@@ -367,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             elif (this - options.first + 1) % 25 == 0:
                 print(f"{this - options.first + 1} of {number}", flush=True)
     rows = [
-        {"": kind, "tries": sum(found.values()), "broken": found["BROKEN"], "outcomes": _told(found)}
+        {"": kind, "tries": sum(found.values()), "broken": found["BROKEN"], "outcomes": _counts(found)}
         for kind, found in outcomes.items()
     ]
     report.add("tries with processes and disks, each against the undisturbed run", rows)
@@ -375,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(found["BROKEN"] for found in outcomes.values()))
 
 
-def _told(found: Counter[str]) -> str:
+def _counts(found: Counter[str]) -> str:
     return ", ".join(f"{outcome} {count}" for outcome, count in found.most_common())
 
 

@@ -4,7 +4,7 @@ Claim: everything that an optimizer needs (the step, the audited step, the two p
 in at most 15 s, once per machine, and comes from the disk in every later process. Each process builds ``word`` over the
 tensors of a llama-125m with clipping, takes steps until all kernels have run, and takes one more.
 
-Yardstick: that last step, which compiles nothing. Two ways: as ``ng.AdamW`` decides itself (the few vectors of this
+Baseline: that last step, which compiles nothing. Two ways: as ``ng.AdamW`` decides itself (the few vectors of this
 model run eagerly), and with ``compile=True`` (their kernels too). Our cache and PyTorch's are folders made for the run,
 empty for the first process and kept for the second.
 

@@ -7,7 +7,7 @@ Claim: at no more bytes, ``compact`` is better on each. Cases, at beta2 0.999, e
 - unequal: gradients ~N(0, s²), s = 1e-3 e^(2 z) by element, z ~N(0,1): second moments far below their
   group's largest become zero in a linear code, and the next step there is far too long;
 - load: a checkpoint is taken, loaded, and both go on: do the same bits lie there, and do they stay the same? FlashOptim's
-  default checkpoint holds moments as bfloat16; one that keeps its codes can be asked for;
+  default checkpoint holds moments as bfloat16; one that keeps its codes can be requested;
 - usual: gradients of root mean square 1e-2 and equal neighbours, where none of this shows. No claim is made of it:
   FlashOptim's 8 bits, all of them mantissa, are finer there than ours, which spend 4 and 5 on range.
 
@@ -15,7 +15,7 @@ Columns: error of the stored weights' movement, ‖moved − wanted‖ / ‖want
 root mean square, in units of the exact one's; zeros among second moments; shares of kept values that a load changes and
 of weights that differ 20 steps later; bytes per parameter, bfloat16 gradient included, counted from live tensors.
 
-Yardstick: the same AdamW in float64. FlashOptim refuses machines without CUDA, so its published formulas stand for it
+Baseline: the same AdamW in float64. FlashOptim refuses machines without CUDA, so its published formulas stand for it
 (``tests/oracles/flashoptim.py``). Run: ``./dev bench flashoptim [--quick]``. No times are taken, so ``--rounds`` has no
 effect.
 """

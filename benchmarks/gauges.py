@@ -3,7 +3,7 @@
 Claim: the default set, sampled every 20 steps, costs at most 1 % of the step time; attached and not sampled at most 0.1 %.
 Sampled on every step, and with the outputs of every decoder layer beside, it is only reported.
 
-Yardstick: the same session without gauges. Contenders: one with gauges on a step that is not sampled; the same on a step that
+Baseline: the same session without gauges. Contenders: one with gauges on a step that is not sampled; the same on a step that
 is; one with outputs of the decoder layers watched too, sampled. *Every 20* is a twentieth of what a sampled step takes more.
 What an unsampled step pays is far below what a ratio of step times can show, so it is also timed by itself: all that runs
 then is the shadow of some second moments and a comparison, after the optimizer's step (*hooks*); a compiled graph checks one
@@ -79,11 +79,11 @@ def row_of(timing: Timing, gauges: Gauges | None) -> Row:
     if "sampled" in timing.name and "un" not in timing.name:
         row[f"% every {EVERY}"] = 100 * (timing.ratio - 1) / EVERY
     if gauges is not None:
-        row["tensors"] = len(gauges.board.watched)
+        row["tensors"] = len(gauges._watched)
     return row
 
 
-def tell(report: Report, options: argparse.Namespace) -> None:
+def emit(report: Report, options: argparse.Namespace) -> None:
     """Measure and print."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -99,7 +99,7 @@ def tell(report: Report, options: argparse.Namespace) -> None:
             contenders.append(Contender("sampled, with outputs", everything.run, everything.sample))
         timings = measure(
             contenders,
-            yardstick="no gauges",
+            baseline="no gauges",
             rounds=options.rounds,
             warmup=2,
             wait=torch.cuda.synchronize if torch.cuda.is_available() else nothing,
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore", GaugeNotice)
     if options.quick:
         vars(options).update({"model": "llama-1m", "batch_size": 2, "sequence_length": 64, "rounds": 2})
-    tell(report, options)
+    emit(report, options)
     return report.end()
 
 

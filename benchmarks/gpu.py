@@ -6,9 +6,9 @@ weight read and written, the gradient read, every state read and written (``word
 llama-1b's tensors, and 300 small ones. Every cast of the table of computes gives the CPU's bits too, along both dimensions;
 every product, native or emulated, is within its stated bound of the float64 product of its operands; every row trains; and a
 training that gauges watch has the bits of one that they do not.
-How fast the narrow layers and whole steps must be is said in ``narrow_linear.py`` and ``narrow_training.py``.
+How fast the narrow layers and whole steps must be is stated in ``narrow_linear.py`` and ``narrow_training.py``.
 
-Yardstick: ``torch.optim.AdamW(fused=True)`` in float32 for the ratio, and a device-to-device copy of 1 GiB (read and
+Baseline: ``torch.optim.AdamW(fused=True)`` in float32 for the ratio, and a device-to-device copy of 1 GiB (read and
 written) for the share of the bandwidth; bfloat16, compiled, for layers and whole steps.
 
 Run: ``./dev gpu [--sections …] [--quick]``. A failed check ends with status 1 and nothing is timed; without a GPU, status 2.
@@ -69,7 +69,7 @@ STALL_BOUNDS = {
 }
 """Between which errors of the stall case a storage must lie: those that lose updates must be seen to lose them."""
 COPY_BYTES = 1 << 30
-YARDSTICK = "torch fused float32"
+BASELINE = "torch fused float32"
 
 
 def require_device() -> None:
@@ -372,7 +372,7 @@ def checks(section: str, quick: bool, device: torch.device) -> dict[str, list[Ro
 
 
 def check(report: Report, sections: Sequence[str], quick: bool, device: torch.device) -> bool:
-    """All checks of correctness that were asked for; whether they pass."""
+    """All checks of correctness that were requested; whether they pass."""
     passed = True
     for section in sections:
         for title, rows in checks(section, quick, device).items():
@@ -385,19 +385,19 @@ def copy_bandwidth(rounds: int) -> float:
     """Bytes per second of a device-to-device copy, each byte counted as read and as written."""
     source, target = (torch.zeros(COPY_BYTES // 4, device="cuda") for _ in range(2))
     copy = Contender("copy", lambda: target.copy_(source))
-    (timing,) = measure([copy], yardstick="copy", rounds=rounds, wait=torch.cuda.synchronize)
+    (timing,) = measure([copy], baseline="copy", rounds=rounds, wait=torch.cuda.synchronize)
     return 2 * float(COPY_BYTES) / timing.median
 
 
 def speed_rows(case: Case, bandwidth: float, rounds: int) -> list[Row]:
-    """Each storage timed in the same rounds as the yardstick, one at a time: a GPU may hold no more."""
+    """Each storage timed in the same rounds as the baseline, one at a time: a GPU may hold no more."""
     rows: list[Row] = []
     for storage in STORAGES:
         pair = [
-            Contender(YARDSTICK, fused(case.shapes, "cuda").step),
+            Contender(BASELINE, fused(case.shapes, "cuda").step),
             Contender(f"ours {storage}", ours(case.shapes, storage, device="cuda").step),
         ]
-        timings = measure(pair, yardstick=YARDSTICK, rounds=rounds, warmup=3, wait=torch.cuda.synchronize)
+        timings = measure(pair, baseline=BASELINE, rounds=rounds, warmup=3, wait=torch.cuda.synchronize)
         sizes = (bytes_moved(STORAGES["float32"]), bytes_moved(STORAGES[storage]))
         made = [
             {**t.row(), "bytes moved": size, "share of copy": size * case.num_elements / t.median / bandwidth}
@@ -418,14 +418,14 @@ def time_steps(report: Report, quick: bool, rounds: int) -> None:
         Case("small tensors", small_shapes(300)),
     ]
     for case in chosen:
-        report.add(f"{case.title}; ratio to {YARDSTICK}", speed_rows(case, bandwidth, rounds))
+        report.add(f"{case.title}; ratio to {BASELINE}", speed_rows(case, bandwidth, rounds))
 
 
 def time_layers(report: Report, quick: bool, rounds: int) -> None:
     """Linear layers of a model of 5 billion parameters, in every row and torchao's."""
     names = [*narrow_linear.ROWS, *narrow_linear.peer_names(report)]
     chosen, device = narrow_linear.SETS["quick" if quick else "5b"], torch.device("cuda")
-    narrow_linear.tell(report, chosen, names, rounds, device)
+    narrow_linear.emit(report, chosen, names, rounds, device)
     for line in narrow_linear.notes(names, device):
         report.note(line)
 
@@ -441,7 +441,7 @@ def time_models(report: Report, quick: bool, rounds: int, threads: int | None) -
     options = narrow_training.flags().parse_args(given + (["--quick"] if quick else []))
     options.threads = threads
     peers = MODEL_PEERS if narrow_linear.peer_names(report) else ()
-    narrow_training.tell(report, [*MODEL_RECIPES, *peers], options)
+    narrow_training.emit(report, [*MODEL_RECIPES, *peers], options)
 
 
 CHECKED, TIMED = ("storages", "casts", "products", "training", "gauges"), ("steps", "layers", "models")

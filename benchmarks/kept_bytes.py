@@ -11,7 +11,7 @@ output, which is the input of the layer after it; so both are given: the first i
 what they cost beyond everyone else. *All kept* is the whole model: attention, norms, the residual stream, head and loss
 too.
 
-Yardstick: bfloat16. Two other ways of counting must agree with this one. Every storage that autograd is handed to keep,
+Baseline: bfloat16. Two other ways of counting must agree with this one. Every storage that autograd is handed to keep,
 counted once (``saved_tensors_hooks``): it gives *all kept*, and the kept tensors of the graph must be found among its own,
 once for each layer (*found*). And the bytes that glibc has given out, after the forward pass less before it (*malloc*): all
 kept and what else is alive then.
@@ -123,7 +123,7 @@ def watched(model: nn.Module) -> Iterator[LayerGraph]:
 
 
 def malloc_bytes() -> int | None:
-    """Bytes that glibc's malloc has given out, where there is one that tells."""
+    """Bytes that glibc's malloc has given out, where it reports them."""
     if platform.libc_ver()[0] != "glibc" or not hasattr(libc := ctypes.CDLL(None), "mallinfo2"):
         return None
     fields = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")

@@ -4,9 +4,9 @@ Claim: the bytes per parameter that ``narrowgauge show recipes`` says are those 
 at most 64 MiB beyond them, whatever the model. One tensor of 33.5 M elements, gradients clipped, in a process of its own
 per storage; the step is compiled, and the same again eager.
 
-Yardstick: the row's own figure, scales per row included. The process's resident memory is read from the system, its peak
+Baseline: the row's own figure, scales per row included. The process's resident memory is read from the system, its peak
 is reset, one step taken, and the peak read: once for a plain step, once for an audited one. PyTorch's buffers are in it,
-which ``tracemalloc`` would not see. glibc is told to map every buffer of 64 KiB on its own and to unmap it when it is
+which ``tracemalloc`` would not see. glibc is set to map every buffer of 64 KiB on its own and to unmap it when it is
 freed; otherwise memory that it keeps from earlier would hide what a step needs, or, given back, look as if it did.
 
 Run: ``./dev bench memory [--quick]``; it needs Linux. No times are taken, so ``--rounds`` has no effect.
@@ -75,8 +75,8 @@ def process(storage: str, shape: Sequence[int], compile: bool, num_threads: int 
     command = [sys.executable, __file__, "--child", *map(json.dumps, given)]
     done = subprocess.run(command, env={**os.environ, **ALLOCATOR}, capture_output=True, text=True)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
-        return {"failed": said[-1][:90]}
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
+        return {"failed": lines[-1][:90]}
     result: Row = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -84,15 +84,15 @@ def process(storage: str, shape: Sequence[int], compile: bool, num_threads: int 
 def row_of(storage: str, shape: Sequence[int], num_threads: int | None) -> Row:
     """Everything about one storage."""
     row = STORAGES[storage]
-    said = row.bytes_per_param + row.bytes_per_row / shape[-1]
-    made: Row = {"": storage, "B/param": f"{said:.4f}"}
+    stated = row.bytes_per_param + row.bytes_per_row / shape[-1]
+    made: Row = {"": storage, "B/param": f"{stated:.4f}"}
     peaks: list[float] = []
     for way, compile in (("compiled", True), ("eager", False)):
         found: dict[str, Any] = process(storage, shape, compile, num_threads)
         if "failed" in found:
             return {**made, "agrees": f"{way} failed: {found['failed']}"}
         made["counted"] = f"{found['bytes_per_param']:.4f}"
-        made["agrees"] = "yes" if abs(found["bytes_per_param"] - said) < 5e-4 else "NO"
+        made["agrees"] = "yes" if abs(found["bytes_per_param"] - stated) < 5e-4 else "NO"
         for kind in ("plain", "audited"):
             made[f"{way}, {kind}: MiB"] = f"{found[kind]:.1f}"
             peaks.append(found[kind])

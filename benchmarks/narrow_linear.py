@@ -4,7 +4,7 @@ Claim: on Hopper, over the linear layers of a Transformer of 5 billion parameter
 take at most 1/1.6, of ``float8-row`` 1/1.45 and of ``float8-block`` 1/1.4 of what bfloat16 takes. On a CPU only
 ``int8-row`` can gain: every other row is emulated there, with the values that a chip would give.
 
-Yardstick: ``nn.Linear`` of the same shape in bfloat16, compiled, forward and backward, in the same rounds as each row.
+Baseline: ``nn.Linear`` of the same shape in bfloat16, compiled, forward and backward, in the same rounds as each row.
 *Layer* is the row's own layer, compiled, the same way; *casts* and *matmuls* are the functions that it runs, each on
 operands made before, so what a layer takes beyond both is autograd, memory and the calls. A layer here casts its input
 for itself; in a model q, k and v share one cast, and so do gate and up. *The set* adds the layers of one block up, round by
@@ -38,7 +38,7 @@ from narrowgauge.profiling.layer_benchmark import operands, operations_of
 from narrowgauge.profiling.layer_plan import Setting, Shape
 from narrowgauge.spec.computes import COMPUTES
 
-YARDSTICK = "bfloat16, compiled"
+BASELINE = "bfloat16, compiled"
 ROWS = tuple(row.name for row in COMPUTES.values() if not row.is_wide and not row.transform)
 MATMULS = ("output", "grad_input", "grad_weight")
 
@@ -198,7 +198,7 @@ def layer_of(weight: Tensor, swap: Callable[[nn.Module], object] = nothing) -> n
 
 
 def contenders(name: str, shape: Shape, num_tokens: int, device: torch.device) -> tuple[list[Contender], str]:
-    """The yardstick, the layer of a row or a peer, and of a row its casts and its matmuls; the layer's errors."""
+    """The baseline, the layer of a row or a peer, and of a row its casts and its matmuls; the layer's errors."""
     x, weight, grad = operands(shape, Setting(name if name in COMPUTES else "bfloat16"), num_tokens, device)
     repeats = 10 if device.type == "cuda" else 1
 
@@ -212,7 +212,7 @@ def contenders(name: str, shape: Shape, num_tokens: int, device: torch.device) -
 
     swap = PEERS[name].swap if name in PEERS else partial(swap_linears, compute=name)
     step = step_of(layer_of(weight, swap), x, grad)
-    made = [contender(YARDSTICK, step_of(layer_of(weight), x, grad)), contender("layer", step)]
+    made = [contender(BASELINE, step_of(layer_of(weight), x, grad)), contender("layer", step)]
     if name in COMPUTES:
         parts = operations_of(shape, Setting(name), num_tokens, device)
         made.append(contender("casts", *(work for part, work in parts.items() if part not in MATMULS)))
@@ -230,7 +230,7 @@ def times(name: str, layers: LayerSet, rounds: int, device: torch.device) -> dic
     total: Seconds = {}
     for shape, count in layers.layers:
         made, off = contenders(name, shape, layers.num_tokens, device)
-        timings = measure(made, yardstick=YARDSTICK, rounds=rounds, wait=wait)
+        timings = measure(made, baseline=BASELINE, rounds=rounds, wait=wait)
         found[f"{count} of {shape}"] = {timing.name: list(timing.seconds) for timing in timings}, off
         for timing in timings:
             before = total.get(timing.name, [0.0] * rounds)
@@ -241,10 +241,10 @@ def times(name: str, layers: LayerSet, rounds: int, device: torch.device) -> dic
 
 
 def row_of(name: str, seconds: Seconds, off: str, asked: float | None) -> Row:
-    """A line of a table: milliseconds, and how many times faster than the yardstick in the same rounds."""
+    """A line of a table: milliseconds, and how many times faster than the baseline in the same rounds."""
 
     def gain(part: str) -> list[float]:
-        return [base / own for base, own in zip(seconds[YARDSTICK], seconds[part], strict=True)]
+        return [base / own for base, own in zip(seconds[BASELINE], seconds[part], strict=True)]
 
     def median(part: str) -> object:
         return 1e3 * statistics.median(seconds[part]) if part in seconds else ""
@@ -253,7 +253,7 @@ def row_of(name: str, seconds: Seconds, off: str, asked: float | None) -> Row:
     low, _, high = statistics.quantiles(gains, n=4, method="inclusive") if len(gains) > 1 else gains * 3
     return {
         "": name,
-        "bfloat16 ms": median(YARDSTICK),
+        "bfloat16 ms": median(BASELINE),
         "layer ms": median("layer"),
         "times as fast": statistics.median(gains),
         "quartiles": f"{low:.3f}–{high:.3f}",
@@ -265,7 +265,7 @@ def row_of(name: str, seconds: Seconds, off: str, asked: float | None) -> Row:
     }
 
 
-def tell(report: Report, layers: LayerSet, names: Sequence[str], rounds: int, device: torch.device) -> None:
+def emit(report: Report, layers: LayerSet, names: Sequence[str], rounds: int, device: torch.device) -> None:
     """Tables of one set: each shape, and all of them together."""
     tables: dict[str, list[Row]] = {}
     asked = dict(layers.asked) if multiplies_float8() else {}
@@ -317,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         options.sets, names = ["quick"], options.rows or ["int8-row", "mxfp8", *list(PEERS)[:1]]
     for name in options.sets:
-        tell(report, SETS[name], names, 2 if options.quick else options.rounds, device)
+        emit(report, SETS[name], names, 2 if options.quick else options.rounds, device)
     for line in notes(names, device):
         report.note(line)
     return report.end()

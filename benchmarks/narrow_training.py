@@ -5,10 +5,10 @@ Claim: on a CPU, compiled, ``int8-row/word`` trains a llama-125m at least 1.2 an
 row, mxfp8, nvfp4) or 0.6 (blocks of 128, stochastic and rotated rows). The first step, compiling included, takes at
 most 60 s for a llama-125m. On Hopper a llama-1b trains at least 1.25 times as fast in float8.
 
-Yardstick: ``bfloat16/word`` in our trainer. Each contender has a process of its own with the yardstick beside it, so that
+Baseline: ``bfloat16/word`` in our trainer. Each contender has a process of its own with the baseline beside it, so that
 two models are in memory at a time; both take the same batches, a few steps a round, by turns. *First step* is the
 process's first, with every compiler cache empty: forward, backward and the optimizer, whose kernels are then compiled too
-and are given apart. *Loss* is the contender's last one minus the yardstick's, after as many steps.
+and are given apart. *Loss* is the contender's last one minus the baseline's, after as many steps.
 
 Peers: torchao's linear layers put into the same model, under the same optimizer, the same loop, each layer compiled the
 same way; so only the linear layers differ. What else is different in them is in their notes; one that cannot run says why.
@@ -48,7 +48,7 @@ from narrowgauge.trainer.data import Dataset, open_data, prepare_data
 from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.step import train_step
 
-YARDSTICK = "bfloat16/word"
+BASELINE = "bfloat16/word"
 RECIPES = tuple(
     f"{row}/word"
     for row in ("int8-row", "float8-row", "mxfp8", "nvfp4", "float8-block", "float8-tensor", "mxfp4")
@@ -90,7 +90,7 @@ def random_data(vocab_size: int) -> Dataset:
 
 
 def session_of(name: str, options: argparse.Namespace) -> Session:
-    """A recipe in our trainer, or the yardstick's with a peer's linear layers."""
+    """A recipe in our trainer, or the baseline's with a peer's linear layers."""
     size = get_model(options.model).vocab_size
     data = open_data(options.folder) if size <= LARGEST_VOCABULARY else random_data(size)
     if name not in PEERS:
@@ -101,7 +101,7 @@ def session_of(name: str, options: argparse.Namespace) -> Session:
             raise RuntimeError(f"the model of {name} has no layer that computes so")
         return session
     # Compiled only after its layers have been swapped.
-    plain = build(dataclasses.replace(settings(options, YARDSTICK), compile=False), options.folder, data)
+    plain = build(dataclasses.replace(settings(options, BASELINE), compile=False), options.folder, data)
     PEERS[name].swap(plain.model)
     chunked = size >= language_model.LARGE_VOCABULARY and language_model.can_chunk(plain.model)  # type: ignore[arg-type]
     plain.loss = language_model.compiled_loss(plain.model, chunked=chunked)  # type: ignore[arg-type]
@@ -140,18 +140,18 @@ class Trainee:
 
 
 def child(options: argparse.Namespace) -> Row:
-    """What one process measures: a contender's first step, then it and the yardstick by turns."""
+    """What one process measures: a contender's first step, then it and the baseline by turns."""
     if options.threads:
         torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore", EmulationNotice)
     trainees = {options.name: Trainee(session_of(options.name, options))}
     first = first_step(trainees[options.name].session)
-    if options.name != YARDSTICK:
-        trainees[YARDSTICK] = Trainee(session_of(YARDSTICK, options))
-        first_step(trainees[YARDSTICK].session)
+    if options.name != BASELINE:
+        trainees[BASELINE] = Trainee(session_of(BASELINE, options))
+        first_step(trainees[BASELINE].session)
     timings = measure(
         [trainee.contender(name, options.steps_per_round) for name, trainee in trainees.items()],
-        yardstick=YARDSTICK,
+        baseline=BASELINE,
         rounds=options.rounds,
         warmup=1,
         wait=torch.cuda.synchronize if torch.cuda.is_available() else nothing,
@@ -176,8 +176,8 @@ def process(name: str, options: argparse.Namespace, folder: Path) -> Row:
         environment = {**os.environ, **({} if options.quick else {key: str(Path(caches) / key) for key in kept})}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
-        raise RuntimeError(_cause(said))
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
+        raise RuntimeError(_cause(lines))
     result: Row = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -210,7 +210,7 @@ def row_of(name: str, result: Row, options: argparse.Namespace) -> Row:
     }
 
 
-def tell(report: Report, names: Sequence[str], options: argparse.Namespace) -> None:
+def emit(report: Report, names: Sequence[str], options: argparse.Namespace) -> None:
     """Measure everything and print the table; a line as each is done, since all of them take long."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -248,8 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         small: dict[str, Any] = {"model": "llama-1m", "batch_size": 2, "sequence_length": 64, "rounds": 2}
         vars(options).update(small)
         options.recipes, peers = options.recipes[:1], peers[:1]
-    names = [YARDSTICK, *(recipe for recipe in options.recipes if recipe != YARDSTICK), *peers]
-    tell(report, names, options)
+    names = [BASELINE, *(recipe for recipe in options.recipes if recipe != BASELINE), *peers]
+    emit(report, names, options)
     for line in notes(list(dict.fromkeys(name.partition("/")[0] for name in names)), _device()):
         report.note(line)
     return report.end()

@@ -4,7 +4,7 @@ Claim: a step costs what it moves. A float32 AdamW moves 28 bytes per element, `
 not only smaller but faster; and many small tensors cost no more than a few large ones. Cases: one tensor of 32 M
 elements, 200 tensors of 4 to 64 K elements (some of odd length), and the tensors of a llama-125m.
 
-Yardstick: ``torch.optim.AdamW(fused=True)`` over float32 parameters and gradients, in the same rounds. Beside it
+Baseline: ``torch.optim.AdamW(fused=True)`` over float32 parameters and gradients, in the same rounds. Beside it
 ``add_`` over as many float32 elements (12 bytes each: what the memory can do), the quick optimizers of ``peers.py``, and
 with ``--peers`` the slow ones (one round each).
 
@@ -30,9 +30,9 @@ from narrowgauge.spec.models import get_model
 from narrowgauge.spec.storages import STORAGES
 
 Shapes = tuple[tuple[int, ...], ...]
-YARDSTICK = "torch fused float32"
+BASELINE = "torch fused float32"
 MEMORY_BYTES = 6 << 30
-"""Contenders are timed in groups, each with the yardstick, so that what they hold together fits."""
+"""Contenders are timed in groups, each with the baseline, so that what they hold together fits."""
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -120,7 +120,7 @@ def ours(shapes: Shapes, storage: str, *, audit_every: int = 0, device: str = "c
 
 
 def fused(shapes: Shapes, device: str = "cpu") -> torch.optim.Optimizer:
-    """The yardstick."""
+    """The baseline."""
     return torch.optim.AdamW(make_parameters(shapes, torch.float32, device), **OPTIONS, fused=True)
 
 
@@ -182,7 +182,7 @@ def obstacle(entry: Entry) -> str | None:
 
 
 def grouped(waiting: Sequence[Entry], num_elements: int) -> Iterator[list[Entry]]:
-    """Entries in groups that fit the memory, the yardstick's 16 bytes per element included."""
+    """Entries in groups that fit the memory, the baseline's 16 bytes per element included."""
     group: list[Entry] = []
     total = 16.0
     for entry in waiting:
@@ -195,17 +195,17 @@ def grouped(waiting: Sequence[Entry], num_elements: int) -> Iterator[list[Entry]
 
 
 def time_case(case: Case, waiting: Sequence[Entry], rounds: int) -> list[Timing]:
-    """Time all entries of one case; of the yardstick, the times of every group together."""
+    """Time all entries of one case; of the baseline, the times of every group together."""
     timings: list[Timing] = []
-    yardstick: list[float] = []
+    baseline: list[float] = []
     for group in grouped(waiting, case.num_elements):
-        contenders = [Contender(YARDSTICK, fused(case.shapes).step)]
+        contenders = [Contender(BASELINE, fused(case.shapes).step)]
         contenders += [entry.make(case.shapes, entry.name) for entry in group]
-        first, *others = measure(contenders, yardstick=YARDSTICK, rounds=rounds)
+        first, *others = measure(contenders, baseline=BASELINE, rounds=rounds)
         del contenders
-        yardstick += first.seconds
+        baseline += first.seconds
         timings += others
-    return [Timing(YARDSTICK, tuple(yardstick), 1.0, (1.0, 1.0), 1.0), *timings]
+    return [Timing(BASELINE, tuple(baseline), 1.0, (1.0, 1.0), 1.0), *timings]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.case is None or letter in options.case:
             rows = [timing.row() for timing in time_case(case, waiting, rounds)]
             rows += [{"": name, "quartiles": why} for name, why in obstacles.items() if why]
-            report.add(f"({letter}) {case.title}; ratio to {YARDSTICK}", rows)
+            report.add(f"({letter}) {case.title}; ratio to {BASELINE}", rows)
     return report.end()
 
 

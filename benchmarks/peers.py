@@ -1,8 +1,8 @@
 """The optimizers in use that stand beside ours, in one table for every benchmark that compares with them.
 
 Claim: none of its own. A row says how a peer is made over bfloat16 parameters, what it keeps, and where the rest of a
-weight lies, if it keeps any. Each is asked for its own defaults; what rounds the weight stochastically is a row of its
-own. Yardstick: named by each benchmark. FlashOptim refuses machines without CUDA, so its arithmetic stands beside ours
+weight lies, if it keeps any. Each uses its own defaults; what rounds the weight stochastically is a row of its
+own. Baseline: named by each benchmark. FlashOptim refuses machines without CUDA, so its arithmetic stands beside ours
 in ``flashoptim.py``, from its published formulas.
 
 Run: ``python benchmarks/peers.py`` prints the table, with what each really holds.
@@ -138,7 +138,7 @@ def _parts(state: dict[str, Any]) -> list[Tensor]:
 
 
 def rows() -> list[Row]:
-    """The table, with bytes as said and as counted."""
+    """The table, with bytes as stated and as counted."""
     made: list[Row] = []
     for peer in PEERS:
         row: Row = {"": peer.name, "package": f"{peer.package} {peer_version(peer.package)}"}

@@ -4,7 +4,7 @@ Claim: the ratio of a bfloat16 step to one in a narrow row is expected within 10
 four pairs of a row and a model. The profile times casts, matmuls, one decoder block in each row and a whole step in bfloat16;
 the trainer trains whole steps in every row. Both are compiled, both take batches of 8 × 256 random tokens.
 
-Yardstick: the trainer's step in ``bfloat16/word``, in the same rounds. ``expected`` and ``trained`` are how many times faster
+Baseline: the trainer's step in ``bfloat16/word``, in the same rounds. ``expected`` and ``trained`` are how many times faster
 a row's step is than that; ``error`` is expected over trained, less 1. ``by parts`` is what would be expected without the
 block: from casts and matmuls alone.
 
@@ -49,14 +49,14 @@ def costs(kinds: Sequence[Kind], recipes: Sequence[Recipe], rounds: Sequence[Rou
 
 
 def trained(config: TrainConfig, recipes: Sequence[Recipe], rounds: int) -> list[Timing]:
-    """Whole steps of the trainer in each recipe, timed beside each other; the first is the yardstick."""
+    """Whole steps of the trainer in each recipe, timed beside each other; the first is the baseline."""
     steps: dict[str, Callable[[], object]] = {
         recipe.name: partial(train_step, training_session(replace(config, recipe=recipe))) for recipe in recipes
     }
     contenders = [Contender(name, step) for name, step in steps.items()]
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     with many_versions():
-        return measure(contenders, yardstick=recipes[0].name, rounds=rounds, wait=wait)
+        return measure(contenders, baseline=recipes[0].name, rounds=rounds, wait=wait)
 
 
 def case_rows(model: str, names: Sequence[str], config: TrainConfig, rounds: int) -> list[Row]:
@@ -69,8 +69,8 @@ def case_rows(model: str, names: Sequence[str], config: TrainConfig, rounds: int
     expected = costs(kinds, recipes, found, config.tokens_per_step)
     by_parts = costs(kinds, recipes, [replace(r, blocks={}) for r in found], config.tokens_per_step)
     gc.collect()
-    yardstick = baseline_of(recipes[0])
-    first, *others = trained(config, [yardstick, *recipes], rounds)
+    baseline = baseline_of(recipes[0])
+    first, *others = trained(config, [baseline, *recipes], rounds)
     return [
         {
             "model": model,

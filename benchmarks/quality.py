@@ -5,13 +5,13 @@ rate (a usual one, and one so small that naive bfloat16 stalls), seed and storag
 weights, the order of the batches and what is held out, so runs of one seed differ in their storage alone, and their
 *paired* difference of final validation losses hides little behind the luck of a seed.
 
-Yardstick: ``master`` with the same beta2, rate and seed. The table gives, for each cell (beta2, rate), the mean difference
+Baseline: ``master`` with the same beta2, rate and seed. The table gives, for each cell (beta2, rate), the mean difference
 over seeds and the half width of its 95 % interval by Student's t with (seeds - 1) degrees of freedom. Over all cells it
 gives the mean of the cells' means; cells are what was chosen and only seeds are drawn, so its variance is the sum of the
 cells' own, Σ s²/n, divided by the squared number of cells, with Satterthwaite's degrees of freedom rounded down. "within
 0.01" asks whether that last interval lies inside ± 0.01 nats.
 
-With ``--computes`` the rows of computes are compared, over ``word``, with ``bfloat16/word`` as yardstick. Claim: float8-*,
+With ``--computes`` the rows of computes are compared, over ``word``, with ``bfloat16/word`` as baseline. Claim: float8-*,
 mxfp8 and int8-row end within 1 % of its loss. (Where others train at a peak rate of 1e-3, unit-scaled models take the
 trainer's own for them: their rates count in other units.) A second table compares *at equal time*: both validated every so many
 steps, the loss between two validations read off a straight line, and the difference given at shares of the time that the
@@ -67,13 +67,13 @@ _VARIED = ("recipe", "beta2", "lr", "seed", "out", "stop_after")
 
 
 @dataclass(frozen=True)
-class Yardstick:
+class Baseline:
     """What a table compares with, and when it calls a row its equal.
 
     Args:
         name: of the storage, as :class:`Job` has it.
         bound: within which the interval of a difference must lie.
-        is_relative: the bound is a share of the yardstick's loss, not nats.
+        is_relative: the bound is a share of the baseline's loss, not nats.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Yardstick:
         return f"within {self.bound:.0%}" if self.is_relative else f"within {self.bound:g}"
 
 
-STORED, COMPUTED = Yardstick("master"), Yardstick("word", is_relative=True)
+STORED, COMPUTED = Baseline("master"), Baseline("word", is_relative=True)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Job:
         return f"{self.storage.replace('/', '-')}-beta{self.beta2:g}-lr{self.lr:g}-seed{self.seed}"
 
     def settings(self, options: argparse.Namespace) -> TrainConfig:
-        """Everything the trainer is asked for."""
+        """Everything the trainer is given."""
         return TrainConfig(
             model=options.model,
             recipe=parse(self.recipe),
@@ -141,8 +141,8 @@ def nominal_lr(folder: Path) -> float:
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
-    """All runs asked for, so ordered that what is done at any moment is comparable: the baseline first, seed by seed."""
-    names = sorted(options.storages, key=lambda name: name != options.yardstick.name)
+    """All requested runs, so ordered that what is done at any moment is comparable: the baseline first, seed by seed."""
+    names = sorted(options.storages, key=lambda name: name != options.baseline.name)
     crossed = itertools.product(options.seeds, options.betas, options.lrs, names)
     return [Job(name, beta2, lr, seed) for seed, beta2, lr, name in crossed]
 
@@ -156,7 +156,7 @@ def over_word(compute: str) -> str:
 
 
 def identity(pid: int) -> str:
-    """A living process, told from a later one of the same number by when it began; empty where there is none."""
+    """A living process, identified by its number and start time; empty where there is none."""
     if Path("/proc/self/stat").exists():
         file = Path(f"/proc/{pid}/stat")
         state, *others = file.read_text().rpartition(")")[2].split() if file.exists() else "Z"
@@ -231,13 +231,13 @@ def perform(config: TrainConfig, folder: Path, out: Path) -> None:
 
 
 def require_same(config: TrainConfig, folder: Path) -> None:
-    """Refuse a folder whose run was asked for otherwise."""
+    """Refuse a folder whose run was started with other settings."""
     if not (folder / "run.toml").is_file():
         return
     there, wanted = common(read_run(folder).config), common(config.filled().to_dict())
     for key in sorted(key for key in wanted if there.get(key) != wanted[key]):
         raise RecordError(
-            f"{folder} holds a run with {key} = {there.get(key)!r}, and {wanted[key]!r} was asked for.",
+            f"{folder} holds a run with {key} = {there.get(key)!r}, and {wanted[key]!r} was requested.",
             "Choose another --out, or remove the folder.",
         )
 
@@ -301,14 +301,14 @@ def results_in(out: Path) -> tuple[list[Result], int]:
 
 
 def paired(
-    results: Sequence[Result], yardstick: Yardstick, *, as_shares: bool = False
+    results: Sequence[Result], baseline: Baseline, *, as_shares: bool = False
 ) -> dict[str, dict[Cell, list[float]]]:
-    """Differences from the yardstick's validation loss, by storage and cell, a number per seed that both have."""
+    """Differences from the baseline's validation loss, by storage and cell, a number per seed that both have."""
     losses = {(r.storage, r.cell, r.seed): float(r.summary["val_loss"]) for r in results}
     found: dict[str, dict[Cell, list[float]]] = {}
     for (storage, cell, seed), loss in sorted(losses.items()):
-        base = losses.get((yardstick.name, cell, seed))
-        if base is not None and storage != yardstick.name:
+        base = losses.get((baseline.name, cell, seed))
+        if base is not None and storage != baseline.name:
             found.setdefault(storage, {}).setdefault(cell, []).append((loss - base) / (base if as_shares else 1.0))
     return found
 
@@ -335,18 +335,18 @@ def _storages(results: Sequence[Result]) -> list[str]:
     return sorted({r.storage for r in results}, key=place)
 
 
-def difference_rows(results: Sequence[Result], yardstick: Yardstick) -> list[Row]:
-    """A row per storage: bytes, the difference from the yardstick in each cell and over all of them."""
+def difference_rows(results: Sequence[Result], baseline: Baseline) -> list[Row]:
+    """A row per storage: bytes, the difference from the baseline in each cell and over all of them."""
     cells = sorted({r.cell for r in results})
-    differences, answered = paired(results, yardstick), paired(results, yardstick, as_shares=yardstick.is_relative)
+    differences, answered = paired(results, baseline), paired(results, baseline, as_shares=baseline.is_relative)
     rows: list[Row] = []
     for storage in _storages(results):
         mine = [r for r in results if r.storage == storage]
         row: Row = {"": storage, "B/param": f"{mine[0].summary['bytes_per_param']:.2f}"}
-        row |= {_cell_name(cell): "–" for cell in cells} | {"all cells": "–", yardstick.column: ""}
+        row |= {_cell_name(cell): "–" for cell in cells} | {"all cells": "–", baseline.column: ""}
         found = differences.get(storage, {})
         row |= {_cell_name(cell): _shown(*interval([found[cell]])) for cell in found}
-        if storage == yardstick.name:
+        if storage == baseline.name:
             for cell in {r.cell for r in mine}:
                 row[_cell_name(cell)] = (
                     f"({statistics.fmean(r.summary['val_loss'] for r in mine if r.cell == cell):.4f})"
@@ -354,8 +354,8 @@ def difference_rows(results: Sequence[Result], yardstick: Yardstick) -> list[Row
             row["all cells"] = "(its own loss)"
         elif len(found) == len(cells):
             mean, half = interval(list(answered[storage].values()))
-            row["all cells"] = _percent(mean, half) if yardstick.is_relative else _shown(mean, half)
-            row[yardstick.column] = "yes" if abs(mean) + half <= yardstick.bound else "no"
+            row["all cells"] = _percent(mean, half) if baseline.is_relative else _shown(mean, half)
+            row[baseline.column] = "yes" if abs(mean) + half <= baseline.bound else "no"
         rows.append(row)
     return rows
 
@@ -363,17 +363,17 @@ def difference_rows(results: Sequence[Result], yardstick: Yardstick) -> list[Row
 SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
-def time_rows(results: Sequence[Result], yardstick: Yardstick) -> list[Row]:
+def time_rows(results: Sequence[Result], baseline: Baseline) -> list[Row]:
     """A row per storage and cell: its speed, and the differences of losses after the same seconds."""
     curves = {(r.storage, r.cell, r.seed): LossCurve.of(r.run) for r in results if len(r.run.evals) > 1}
     rows: list[Row] = []
     for storage, cell in itertools.product(_storages(results), sorted({r.cell for r in results})):
         pairs = [
-            (curve, curves[yardstick.name, cell, seed])
+            (curve, curves[baseline.name, cell, seed])
             for (name, own, seed), curve in curves.items()
-            if (name, own) == (storage, cell) and (yardstick.name, cell, seed) in curves
+            if (name, own) == (storage, cell) and (baseline.name, cell, seed) in curves
         ]
-        if not pairs or storage == yardstick.name:
+        if not pairs or storage == baseline.name:
             continue
         row: Row = {"": storage, "cell": _cell_name(cell)}
         row["times as fast"] = statistics.median(_seconds(base) / _seconds(own) for own, base in pairs)
@@ -420,20 +420,22 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def tell(report: Report, options: argparse.Namespace) -> None:
+def emit(report: Report, options: argparse.Namespace) -> None:
     """Tables of everything finished under the folder, those of other settings apart."""
     results, unfinished = results_in(options.out)
     for settings in sorted({r.common for r in results}, key=repr):
         alike = [r for r in results if r.common == settings]
-        said, table = dict(settings), difference_rows(alike, options.yardstick)
-        title = f"{said['model']}, {said['steps']} steps of {said['batch_size']} × {said['sequence_length']} tokens"
-        seeds, name = len({r.seed for r in alike}), options.yardstick.name
+        stated, table = dict(settings), difference_rows(alike, options.baseline)
+        title = (
+            f"{stated['model']}, {stated['steps']} steps of {stated['batch_size']} × {stated['sequence_length']} tokens"
+        )
+        seeds, name = len({r.seed for r in alike}), options.baseline.name
         report.add(f"validation loss minus {name}'s, in nats; {title}; {seeds} seeds", table)
-        if timed := time_rows(alike, options.yardstick):
-            report.add(f"the same at equal time; {title}, {said['schedule']} schedule; {seeds} seeds", timed)
+        if timed := time_rows(alike, options.baseline):
+            report.add(f"the same at equal time; {title}, {stated['schedule']} schedule; {seeds} seeds", timed)
         if options.markdown:
             print(f"\n{markdown(table)}")
-        report.page_tables[f"runs; {title}"] = run_rows(alike)  # for --json alone: too long to read
+        report.tables[f"runs; {title}"] = run_rows(alike)  # for --json alone: too long to read
     if unfinished:
         report.note(f"{unfinished} runs under {options.out} have not ended.")
 
@@ -467,7 +469,7 @@ def flags() -> argparse.ArgumentParser:
 def fill(options: argparse.Namespace) -> None:
     """Work out what follows from whether storages or computes are compared."""
     computes = bool(options.computes)
-    options.yardstick = COMPUTED if computes else STORED
+    options.baseline = COMPUTED if computes else STORED
     options.betas = options.betas or (BETAS[:1] if computes else BETAS)
     options.lrs = options.lrs or (LRS[:1] if computes else LRS)
     if options.eval_every is None:
@@ -497,7 +499,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.out = Path(folder)
         if not options.report_only:
             failures = train_all(jobs(options), options)
-        tell(report, options)
+        emit(report, options)
     return report.end() or int(failures > 0)
 
 

@@ -12,7 +12,7 @@ Columns: mean, median and 1st to 99th percentile of v/exact; zeros among v; and 
 and 99th percentile, in units of the root mean square of the exact one. That ratio is taken as the next step takes it,
 with its gradient taken in: where a second moment is kept as zero, the new gradient's share is all that the step divides by.
 
-Yardstick: the same recursions in float64. Beside ours: FlashOptim's codes (``tests/oracles/flashoptim.py``), and a plain
+Baseline: the same recursions in float64. Beside ours: FlashOptim's codes (``tests/oracles/flashoptim.py``), and a plain
 linear code of m and of √v to the nearest, 8 bits each with a float32 scale per 32 elements.
 
 Our recursions run in our optimizer, at a learning rate of 0. Both moments begin near their limits, so that runs may be

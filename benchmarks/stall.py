@@ -5,7 +5,7 @@ stochastically rounded, keep them moving. Weights ~N(0,1), gradients 0.05 + 0.1 
 beta2 0.999, 400 steps; the figure is the error of the stored weights' displacement, ‖moved − wanted‖ / ‖wanted‖: 0 is
 perfect, 1 a weight that never moved; what is asked of ours stands beside it.
 
-Yardstick: the same AdamW in float64. Beside ours: every optimizer of ``peers.py``, over bfloat16 weights. A float16
+Baseline: the same AdamW in float64. Beside ours: every optimizer of ``peers.py``, over bfloat16 weights. A float16
 storage is fed the same numbers in float16, which holds all but the smallest of them.
 
 Run: ``./dev bench stall [--quick]``. No times are taken, so ``--rounds`` has no effect.

@@ -1,11 +1,11 @@
-"""How every benchmark here measures: in rounds, beside a named yardstick, in one process.
+"""How every benchmark here measures: in rounds, beside a named baseline, in one process.
 
 A machine's speed drifts by tens of percent within minutes, so a time alone says little. In each *round* every contender
 runs once, in an order that moves on by one place from round to round; a contender's *ratio* is the median, over the
-rounds, of its time divided by the yardstick's in that same round. The ratio of the two shortest times stands beside it:
+rounds, of its time divided by the baseline's in that same round. The ratio of the two shortest times stands beside it:
 noise only ever adds time, so the two agree on a quiet machine, and where they do not, the machine was not quiet.
 
-Claim: none of its own; it holds no result. Yardstick: named by each benchmark.
+Claim: none of its own; it holds no result. Baseline: named by each benchmark.
 Run: ``python benchmarks/timing.py`` prints the machine as the benchmarks report it.
 """
 
@@ -54,14 +54,14 @@ class Contender:
 
 @dataclass(frozen=True)
 class Timing:
-    """One contender's times in seconds per step, and its ratios to the yardstick.
+    """One contender's times in seconds per step, and its ratios to the baseline.
 
     Args:
         name: the contender's.
         seconds: one time per round.
-        ratio: median over rounds of its time divided by the yardstick's of the same round.
+        ratio: median over rounds of its time divided by the baseline's of the same round.
         quartiles: of those ratios.
-        ratio_of_best: its shortest time divided by the yardstick's shortest.
+        ratio_of_best: its shortest time divided by the baseline's shortest.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Timing:
 def measure(
     contenders: Sequence[Contender],
     *,
-    yardstick: str,
+    baseline: str,
     rounds: int,
     warmup: int = 2,
     wait: Callable[[], object] = nothing,
@@ -99,8 +99,8 @@ def measure(
     """Time contenders in rounds.
 
     Args:
-        contenders: the yardstick among them.
-        yardstick: the name of the one that the others are divided by.
+        contenders: the baseline among them.
+        baseline: the name of the one that the others are divided by.
         rounds: how many rounds are timed.
         warmup: calls of each before the first round; one for those with few rounds.
         wait: waits for a device's work to end.
@@ -122,13 +122,13 @@ def measure(
                 contender.run()
                 wait()
                 seconds[contender.name].append((time.perf_counter() - began) / contender.per_call)
-    return [_timing(c.name, seconds[c.name], seconds[yardstick]) for c in contenders]
+    return [_timing(c.name, seconds[c.name], seconds[baseline]) for c in contenders]
 
 
-def _timing(name: str, own: list[float], yardstick: list[float]) -> Timing:
-    ratios = [a / b for a, b in zip(own, yardstick, strict=False)]  # one with few rounds was in the first ones
+def _timing(name: str, own: list[float], baseline: list[float]) -> Timing:
+    ratios = [a / b for a, b in zip(own, baseline, strict=False)]  # one with few rounds was in the first ones
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
-    return Timing(name, tuple(own), middle, (low, high), min(own) / min(yardstick))
+    return Timing(name, tuple(own), middle, (low, high), min(own) / min(baseline))
 
 
 def machine() -> Row:

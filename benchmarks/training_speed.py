@@ -6,7 +6,7 @@ a compiled bfloat16-autocast loop with torch's fused AdamW, and logging and audi
 clipping to a norm of 1, and all in this one process; ours under the allocator settings that our trainer asks of glibc,
 the others under glibc's own upper limits.
 
-Yardstick: our trainer with a row written and a line printed, as ``narrowgauge train`` does. ``tokens/s`` and how many
+Baseline: our trainer with a row written and a line printed, as ``narrowgauge train`` does. ``tokens/s`` and how many
 times faster it is than each other loop come from the same rounds, of ten steps each. Loops: plain float32 eager; the
 whole model compiled under autocast; each layer compiled under autocast (the better of the two is the one to beat); ours
 without logging and audit.
@@ -238,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for name, step in loops.items()
             ]
             with ours.session.watched():
-                first, *others = measure(contenders, yardstick=OURS, rounds=rounds, warmup=1)
+                first, *others = measure(contenders, baseline=OURS, rounds=rounds, warmup=1)
     rows = [row_of(timing, config.tokens_per_step) for timing in (first, *others)]
     tokens = f"{config.batch_size} × {config.sequence_length} tokens a step"
     report.add(f"{config.model}, {tokens}, {rounds} rounds of {per_round} steps", rows)

@@ -10,7 +10,7 @@ cannot have all three. Per candidate:
 - ratio rms: error of m/√v, as a share of the root mean square of the exact ratio;
 - gradients kept: powers of two between which neither moment leaves its window of normal values.
 
-Yardstick: both moments in float64. Run: ``./dev bench word_split [--quick]``; about three minutes on two cores. No
+Baseline: both moments in float64. Run: ``./dev bench word_split [--quick]``; about three minutes on two cores. No
 times are taken, so ``--rounds`` has no effect.
 """
 

@@ -59,7 +59,7 @@ def test_a_fault_is_told_in_time_and_by_name(place: Path, tmp_path: Path, name: 
     run = run_with(
         place, tmp_path / "run", faults.struck(fault, at), **{"steps": by, "gauges_every": every, **fault.settings}
     )
-    told = fault.told(run.events, at)
+    told = fault.first_event(run.events, at)
     seen = [(event["kind"], event["step"], event.get("tensor")) for event in run.events]
     assert told is not None and told["step"] <= by, seen
     assert not [event for event in run.events if event["kind"] in fault.kinds and event["step"] < at], seen
@@ -74,13 +74,13 @@ def test_the_same_runs_unstruck_raise_nothing_serious(place: Path, tmp_path: Pat
 def test_only_the_right_kind_and_name_tell_of_a_fault() -> None:
     fault = faults.FAULTS["a layer × 2^12"]
     right = {"kind": "outliers", "step": 30, "tensor": f"weight:{faults.WEIGHT}"}
-    assert fault.told([{**right, "step": 24}, right], 25) is right
+    assert fault.first_event([{**right, "step": 24}, right], 25) is right
     wrong = [
         {**right, "kind": "overflow"},
         {**right, "tensor": "weight:lm_head.weight"},
         {"kind": "outliers", "step": 30},
     ]
-    assert fault.told(wrong, 25) is None
+    assert fault.first_event(wrong, 25) is None
     assert {kind for row in faults.FAULTS.values() for kind in row.kinds} <= set(KINDS)
     assert {*NEEDS_WIDTH, *SEEN_LATER} <= set(faults.FAULTS)
     asked = {row.settings.get("recipe", "bfloat16/word") for row in faults.FAULTS.values() if not row.from_start}
