@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import warnings
 from pathlib import Path
@@ -17,7 +18,7 @@ import narrowgauge as ng
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.spec.notation import parse, parse_table, representative_names
-from narrowgauge.spec.recipes import Override, Recipe
+from narrowgauge.spec.recipes import Override, Recipe, Reduction
 from narrowgauge.spec.storages import STORAGES
 
 RECIPES = representative_names()
@@ -495,3 +496,12 @@ def test_prepare_narrows_a_mixture_s_experts_too() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.5 and linears.step == 8
+
+
+def test_a_reduction_that_nothing_applies_is_refused() -> None:
+    mine = Reduction("mine", "float8_e4m3fn", "a test", "a test")
+    recipe = dataclasses.replace(parse("bfloat16/word"), reduction=mine)
+    model = nn.Linear(4, 4)
+    with pytest.raises(ng.RecipeError, match="by 'mine', which is not implemented"):
+        ng.prepare(model, recipe, lr=1e-3)
+    assert model.weight.dtype is torch.float32

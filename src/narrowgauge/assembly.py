@@ -146,6 +146,11 @@ def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
 
 def _check(model: nn.Module, recipe: Recipe) -> None:
     """Raise for a model that the recipe cannot train, naming the first offending parameter or module."""
+    if recipe.reduction.name != "native":
+        raise RecipeError(
+            f"recipe '{recipe.name}' sums gradients across ranks by '{recipe.reduction.name}', which is not implemented.",
+            "Omit the third part of the recipe.",
+        )
     names = [name for name, _ in model.named_parameters()]
     if not names:
         raise RecipeError(f"recipe '{recipe.name}' was given a {type(model).__name__} without parameters.")

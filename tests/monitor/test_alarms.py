@@ -410,6 +410,7 @@ def test_the_tables_name_only_what_exists() -> None:
 def test_every_narrow_compute_has_a_safer_one_that_ends_in_bfloat16(name: str) -> None:
     chain = [name]
     while chain[-1] != "bfloat16":
+        assert chain[-1] in SAFER, f"SAFER in monitor/detectors.py names no safer compute than {chain[-1]}"
         chain.append(SAFER[chain[-1]])
         assert chain[-1] in COMPUTES and len(chain) < 6, chain
 

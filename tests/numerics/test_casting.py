@@ -33,7 +33,9 @@ def reference(x: np.ndarray, name: str) -> np.ndarray:
             rounded = np.ldexp(np.rint(np.ldexp(x.astype(np.float64), -step)), step)
             finite = np.where(np.abs(rounded) > FORMATS[name].max, np.copysign(np.inf, rounded), rounded)
             return np.where(np.isfinite(fraction), finite, x).astype(np.float32)
-        rounded = x.astype(getattr(ml_dtypes, name, getattr(np, name, None))).astype(np.float32)
+        dtype = getattr(ml_dtypes, name, getattr(np, name, None))
+        assert dtype is not None, f"neither ml_dtypes nor NumPy has {name}: round to it here in another way"
+        rounded = x.astype(dtype).astype(np.float32)
         # ml_dtypes gives NaN some zero where the format has no NaN; ours is the positive one.
         return rounded if FORMATS[name].nans else np.where(np.isnan(x), np.float32(0), rounded)
 

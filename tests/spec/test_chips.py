@@ -13,7 +13,7 @@ from narrowgauge.spec.formats import FORMATS
 
 
 def test_the_table_is_whole() -> None:
-    assert len(CHIPS) == 17
+    assert len(CHIPS) >= 17
     for name, chip in CHIPS.items():
         assert chip.name == name and chip.source and chip.evidence in "AB"
         assert chip.peak_tflops and chip.peak_tflops.keys() <= FORMATS.keys()
