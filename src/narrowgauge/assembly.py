@@ -1,8 +1,9 @@
 """``prepare`` applies a recipe to a model: it swaps layers, rounds the weights and builds the optimizer.
 
 The order of the steps matters. Unit scaling redraws the weights, so it comes first. The optimizer takes its tails from the
-float32 weights *before* they are rounded, and its parameter groups from the parameters *after*. Narrow linear layers then
-follow the optimizer's step count. Propagated scales, autocast and the casts of :mod:`narrowgauge.matmul.scopes` come last.
+float32 weights *before* they are rounded, and its parameter groups from the parameters *after*. On many ranks the rounded
+model is sharded in between, since FSDP2 gathers a group of parameters in one format. Propagated scales, autocast and the casts
+of :mod:`narrowgauge.matmul.scopes` come last.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
+from narrowgauge.distributed import sharding
+from narrowgauge.distributed.sharding import average_whole, groups_of, is_sharded, make_equal, require_mesh
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.scopes import compute_in_scope
@@ -22,6 +26,8 @@ from narrowgauge.matmul.swapping import linear_names, swap_linears
 from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.elementwise_optimizers import AdamW
+from narrowgauge.optim.shards import is_sharded as is_dtensor
+from narrowgauge.optim.shards import local_of, own_part, placed_like
 from narrowgauge.spec import variants
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import parse
@@ -42,8 +48,11 @@ def prepare(
     audit_every: int = 10,
     compile: bool | None = None,
     loss_scaler: LossScaler | None = None,
+    mesh: Any = None,
+    shard: str = "full",
+    offload: bool = False,
 ) -> tuple[nn.Module, AdamW]:
-    """Prepare a float32 model for training with a recipe.
+    """Prepare a float32 model for training with a recipe, on one process or on the ranks of a mesh.
 
     Invariant: the model computes with each weight in its visible format, and the optimizer holds the remaining bits. Before
     the first step, the stored weights are the given float32 weights, rounded once to the storage's code.
@@ -60,13 +69,19 @@ def prepare(
         compile: compile the optimizer's kernels; ``None`` decides by model size.
         loss_scaler: the loss scaler; ``None`` makes one where the compute is float16. It becomes ``optimizer.loss_scaler``:
             pass the loss through its ``scale`` before ``backward()``.
+        mesh: a ``DeviceMesh`` over which the model is sharded, or replicated with ``shard="none"``; of two axes for replicas
+            of a sharded model. Every rank starts from the values of the first. ``None`` leaves a model as it is: whole, or
+            sharded by the caller.
+        shard: ``"full"`` or ``"none"``, with a mesh.
+        offload: keep parameters, gradients and states in the host's memory, with a mesh.
     Returns:
         ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``.
     Raises:
         RecipeError: an unknown recipe; a ``keep`` pattern or override that matches nothing, or only one name of a tied
-            parameter; a model of another dtype or without trainable parameters; a batch norm that would mix dtypes.
+            parameter; a model of another dtype or without trainable parameters; a batch norm that would mix dtypes; a
+            mesh for a model that is sharded already, or a sharded model whose groups would mix dtypes.
 
-    Cost: a temporary float32 copy of the weights.
+    Cost: a temporary float32 copy of the weights, on every rank.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -78,8 +93,15 @@ def prepare(
     """
     policy = parse(recipe)
     _check(model, policy)
+    _check_wrapping(model, policy)
+    if mesh is not None:
+        require_mesh(model, mesh, shard)
+        make_equal(model, mesh)
     factors = _rebuild(model, policy, seed)
     values = _cut_parameters(model, policy)
+    narrow = narrow_linears(model, policy, seed)
+    if mesh is not None:
+        values = _shard(model, values, mesh, shard, offload)
     optimizer = AdamW(
         _groups(model, policy, weight_decay, lr, factors),
         lr=lr,
@@ -94,7 +116,10 @@ def prepare(
         loss_scaler=(loss_scaler or LossScaler()) if any(c.scales_loss for c in policy.computes) else loss_scaler,
     )
     optimizer.adopt(values)
-    if narrow := narrow_linears(model, policy, seed):
+    if mesh is not None and mesh.size() > 1:
+        members = list(model.parameters())
+        optimizer.register_step_pre_hook(lambda *_: average_whole(members, mesh))
+    if narrow:
         narrow.follow(optimizer)
     _propagate_scales(model, policy)
     compute_in_scope(model, policy)
@@ -197,6 +222,16 @@ def _check(model: nn.Module, recipe: Recipe) -> None:
     _check_statistics(model, recipe)
 
 
+def _check_wrapping(model: nn.Module, recipe: Recipe) -> None:
+    """DistributedDataParallel has made its buckets: it cannot follow parameters into another format."""
+    if isinstance(model, DistributedDataParallel):
+        raise RecipeError(
+            f"recipe '{recipe.name}' was given a model inside DistributedDataParallel, whose buckets were made for the "
+            "parameters as they were.",
+            'Prepare the model first and wrap it then, or replace the wrapper by mesh=…, shard="none".',
+        )
+
+
 def _check_statistics(model: nn.Module, recipe: Recipe) -> None:
     """Batch norm needs weights and running statistics of one dtype, and buffers are never rounded."""
     for name, module in model.named_modules():
@@ -237,16 +272,68 @@ def _first(names: list[str]) -> str:
 
 def _cut_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
     """Round every parameter to its visible format; returns the float32 values of the trainable ones."""
+    if is_sharded(model):
+        return _cut_shards(model, recipe)
     values: dict[Tensor, Tensor] = {}
     for name, parameter in model.named_parameters():
         storage = recipe.storage_of(name, parameter.ndim)
         if parameter.requires_grad:
             values[parameter] = parameter.data.float()
-        if storage.visible == "float32":
-            parameter.data = parameter.data.float()
-        elif parameter.dtype is torch.float32:
-            parameter.data = _ROUND[storage.visible](parameter.data)
+        parameter.data = _visible(parameter.data, storage.visible)
     return values
+
+
+def _visible(weight: Tensor, dtype: str) -> Tensor:
+    """A weight in its visible format."""
+    if dtype == "float32":
+        return weight.float()
+    return _ROUND[dtype](weight) if weight.dtype is torch.float32 else weight
+
+
+def _cut_shards(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
+    """:func:`_cut_parameters` of a model that the caller has sharded: each of its groups must stay in one format."""
+    visible = {n: recipe.storage_of(n, p.ndim).visible for n, p in model.named_parameters(remove_duplicate=False)}
+    for unit, members in groups_of(model).items():
+        prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is unit)
+        formats = {visible[prefix + name] for name, parameter in members if is_dtensor(parameter)}
+        if len(formats) > 1:
+            raise RecipeError(
+                f"recipe '{recipe.name}' stores {' and '.join(sorted(formats))} weights in '{prefix[:-1] or 'the model'}', "
+                "whose parameters fully_shard gathers together, in one format.",
+                "Pass the model as it is before fully_shard, with mesh=...: it is then sharded by format.",
+            )
+    values: dict[Tensor, Tensor] = {}
+    replaced: dict[Tensor, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in replaced:
+                replaced[parameter] = _cut_shard(parameter, visible[f"{prefix}.{name}" if prefix else name])
+                if parameter.requires_grad:
+                    values[replaced[parameter]] = parameter.data.float()
+            setattr(module, name, replaced[parameter])
+    return values
+
+
+def _cut_shard(parameter: nn.Parameter, dtype: str) -> nn.Parameter:
+    """A parameter in its visible format: itself, or a new one where a DTensor changes its format."""
+    if str(parameter.dtype).removeprefix("torch.") == dtype:
+        return parameter
+    if not is_dtensor(parameter):
+        parameter.data = _visible(parameter.data, dtype)
+        return parameter
+    cut = placed_like(parameter, _visible(local_of(parameter.detach()), dtype))
+    return nn.Parameter(cut, requires_grad=parameter.requires_grad)
+
+
+def _shard(model: nn.Module, values: dict[Tensor, Tensor], mesh: Any, how: str, offload: bool) -> dict[Tensor, Tensor]:
+    """Shard a rounded model; returns the float32 values of what this rank holds of its trainable parameters."""
+    if how == "none":
+        return values
+    of_name = {name: values[parameter] for name, parameter in model.named_parameters() if parameter in values}
+    sharding.shard(model, mesh, offload=offload)
+    return {p: own_part(p, of_name[name]) for name, p in model.named_parameters() if name in of_name}
 
 
 # The learning rate at which weight decay has the same strength in a unit-scaled model as in any other.

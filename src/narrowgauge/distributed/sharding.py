@@ -1,0 +1,281 @@
+"""Sharding: a model's parameters shared out over the ranks of a mesh by PyTorch's FSDP2, one group for each decoder layer.
+
+FSDP2 gathers a group's parameters before they are used and shares its gradients out after backward; nothing of it is rewritten
+here. What is decided here is which parameters form a group. A group's gradients have one dtype, so a module that a recipe's
+``keep`` leaves in float32 beside bfloat16 gets a group of its own, and single float32 vectors in a module of bfloat16 matrices
+stay whole on every rank: a message for each would cost more than its memory. What stays whole, the gradient reduction sums.
+
+A two-dimensional mesh is *hybrid*: replicas along its first axis, shards along its second.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.summation import fingerprint, fingerprint_all
+
+SHARDINGS = ("full", "none")
+"""``full`` shares parameters, gradients and states out over the ranks; ``none`` keeps all of them on every rank."""
+
+
+def make_mesh(num_ranks: int, device_type: str, *, sharding: str = "full", replicas: int = 1) -> Any:
+    """The mesh of a job: one axis, or with several replicas two.
+
+    Args:
+        num_ranks: processes in the default process group, which must exist.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        sharding: one of ``SHARDINGS``.
+        replicas: how many times the model is held by all ranks together; must divide their number. Only for ``"full"``.
+    Returns:
+        A ``DeviceMesh`` whose axes are named ``replicate`` and ``shard``.
+    Raises:
+        RecipeError: the replicas do not divide the ranks.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if num_ranks % replicas or (replicas > 1 and sharding == "none"):
+        what = f"{replicas} replicas of a sharded model were requested on {num_ranks} ranks"
+        if sharding == "none":
+            raise RecipeError(f"{replicas} replicas were requested with shard 'none'.", "Omit one of the two.")
+        raise RecipeError(f"{what}, which it does not divide.", "Choose a divisor of the number of ranks.")
+    if replicas > 1:
+        return init_device_mesh(device_type, (replicas, num_ranks // replicas), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("replicate" if sharding == "none" else "shard",))
+
+
+def shard(
+    model: nn.Module, mesh: Any, *, offload: bool = False, is_layer: Callable[[nn.Module], bool] | None = None
+) -> nn.Module:
+    """Share a model's parameters out over a mesh with FSDP2: a group for each decoder layer, and one for the rest.
+
+    Args:
+        model: whole on every rank, with equal values; changed in place: its parameters become DTensors.
+        mesh: a ``DeviceMesh`` of one axis, or of two: replicas, then shards.
+        offload: keep parameters, gradients and states in the host's memory; a layer is copied to the device when it is used.
+        is_layer: which modules get a group of their own; ``None`` for those of :func:`layers_of`.
+    Returns:
+        The same model.
+    Raises:
+        RecipeError: the model is sharded already, or the mesh has more than two axes.
+
+    Cost: per micro-batch two gathers of every layer and one reduction of its gradients; a rank holds its share of the model
+        and two whole layers.
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), init_device_mesh("cpu", (1,)))
+        >>> type(model[0].weight).__name__
+        'DTensor'
+        >>> dist.destroy_process_group()
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    require_mesh(model, mesh)
+    policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    layers = layers_of(model) if is_layer is None else [m for m in model.modules() if is_layer(m)]
+    layers = [layer for layer in layers if layer is not model and _owns_its_parameters(layer, model)]
+    alone, whole = _exceptions(model, layers)
+    for module in [*alone, *reversed(layers), model]:
+        fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=whole)
+    for module in fsdp_modules(model):
+        # NCCL's average multiplies by 1 / ranks in the gradient's format, which is biased unless the ranks are a power of two.
+        module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that are gathered one at a time: a transformers model's decoder layers, else the members of module lists.
+
+    Example:
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        >>> len(layers_of(Net()))
+        3
+    """
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    found = [module for module in model.modules() if type(module).__name__ in named]
+    if not found:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        inner = {id(m) for outer in lists for m in outer.modules() if m is not outer}
+        found = [layer for each in lists if id(each) not in inner for layer in each]
+    return [layer for layer in found if any(True for _ in layer.parameters())]
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """The modules that FSDP2 gathers, each with a group of parameters."""
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def groups_of(model: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
+    """The parameters of each FSDP2 module that no FSDP2 module inside it holds, by name."""
+    units = {id(module) for module in fsdp_modules(model)}
+    return {unit: list(_left_to(unit, units)) for unit in model.modules() if id(unit) in units}
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any parameter is a DTensor."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+def make_equal(model: nn.Module, mesh: Any) -> None:
+    """Give every rank of a mesh the parameters and buffers of its first one, so that replicas begin alike.
+
+    Cost: the model's bytes, once.
+    """
+    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.device.type != "meta"}
+    for axis in reversed(range(mesh.ndim)):
+        group = mesh.get_group(axis)
+        if group.size() == 1:
+            continue
+        for tensor in tensors.values():
+            data = tensor.detach()
+            whole = data.contiguous().to(mesh.device_type)
+            torch.distributed.broadcast(whole.view(-1).view(torch.uint8), group=group, group_src=0)
+            if whole.data_ptr() != data.data_ptr():
+                data.copy_(whole)
+
+
+def average_whole(parameters: Iterable[Tensor], mesh: Any) -> None:
+    """Average the gradients of parameters that every rank of a mesh holds whole: one sum in their format, one division.
+
+    Cost: one message for each format of gradients.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None and not hasattr(p, "device_mesh")]
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        members = [gradient for gradient in gradients if gradient.dtype is dtype]
+        flat = torch.cat([gradient.reshape(-1) for gradient in members])
+        for axis in range(mesh.ndim):
+            torch.distributed.all_reduce(flat, group=mesh.get_group(axis))
+        flat /= mesh.size()
+        for gradient, part in zip(members, flat.split([g.numel() for g in members]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
+    """:func:`~narrowgauge.numerics.summation.fingerprint_all` of tensors some of which are DTensors: that of the whole tensors.
+
+    Every rank of their meshes calls it, with the same names, and gets the same 16 digits as one process that holds all of it.
+
+    Cost: one read of what this rank holds, and one sum over the ranks of 8 bytes for each tensor.
+    """
+    numbers: dict[str, int] = {}
+    waiting: dict[Any, list[str]] = {}
+    for name, tensor in named.items():
+        numbers[name], group = _own_fingerprint(tensor)
+        if group is not None:
+            waiting.setdefault(group, []).append(name)
+    for group, names in waiting.items():
+        # As signed numbers, whose sums wrap modulo 2^64 like the fingerprints'.
+        signed = torch.tensor([numbers[name] - (numbers[name] >> 63 << 64) for name in names], dtype=torch.int64)
+        total = signed.to(named[names[0]].device)
+        torch.distributed.all_reduce(total, group=group)
+        numbers.update({name: number % (1 << 64) for name, number in zip(names, total.tolist(), strict=True)})
+    return fingerprint_all({name: numbers[name] for name in named})
+
+
+def _own_fingerprint(tensor: Any) -> tuple[int, Any]:
+    """The fingerprint of what this rank holds of a tensor, and the group over which it must be added up."""
+    if not hasattr(tensor, "device_mesh"):
+        return fingerprint(tensor), None
+    cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if not cut:
+        return fingerprint(tensor.to_local()), None
+    if len(cut) > 1 or not tensor.placements[cut[0]].is_shard(0):
+        return fingerprint(tensor.full_tensor()), None
+    mesh, axis = tensor.device_mesh, cut[0]
+    rows = -(-tensor.shape[0] // mesh.size(axis))
+    first = min(mesh.get_local_rank(axis) * rows, tensor.shape[0])
+    return fingerprint(tensor.to_local(), offset=first * (tensor.numel() // max(1, tensor.shape[0]))), mesh.get_group(
+        axis
+    )
+
+
+def require_mesh(model: nn.Module, mesh: Any, sharding: str = "full") -> None:
+    """Refuse a mesh that a model cannot be placed on.
+
+    Raises:
+        RecipeError: the model is sharded already, or the mesh has more than two axes or no names for two, or no sharding is
+            named so.
+    """
+    if sharding not in SHARDINGS:
+        raise RecipeError(f"shard = {sharding!r} was requested, and it is one of {', '.join(SHARDINGS)}.")
+    if is_sharded(model):
+        raise RecipeError(
+            f"a mesh was given for a {type(model).__name__} whose parameters are sharded already.", "Omit the mesh."
+        )
+    if mesh.ndim > 2:
+        raise RecipeError(
+            f"a mesh of {mesh.ndim} axes was given, and a model is sharded over one, or over replicas and shards.",
+            'Pass a part of it, such as mesh["replicate", "shard"].',
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise RecipeError(
+            "a mesh of two axes without names was given.",
+            'Name them: init_device_mesh(…, mesh_dim_names=("replicate", "shard")).',
+        )
+
+
+def _owns_its_parameters(layer: nn.Module, model: nn.Module) -> bool:
+    """Whether no module outside a layer uses its parameters: FSDP2 wants those that are tied in one group."""
+    own = set(layer.parameters())
+    inside = set(layer.modules())
+    return not any(
+        p in own for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None
+    )
+
+
+def _left_to(unit: nn.Module, units: Iterable[int], prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """A unit's parameters without those of units inside it."""
+    for name, parameter in unit._parameters.items():
+        if parameter is not None:
+            yield f"{prefix}{name}", parameter
+    for name, child in unit.named_children():
+        if id(child) not in units:
+            yield from _left_to(child, units, f"{prefix}{name}.")
+
+
+def _exceptions(model: nn.Module, layers: list[nn.Module]) -> tuple[list[nn.Module], set[nn.Parameter]]:
+    """Modules that get a group of their own, and parameters that stay whole: those of another dtype than their group's."""
+    units = {id(module) for module in layers}
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append(module)
+    alone: dict[nn.Module, None] = {}
+    whole: set[nn.Parameter] = set()
+    for unit in [*layers, model]:
+        members = [parameter for _, parameter in _left_to(unit, units)]
+        usual = _usual_dtype(members)
+        for parameter in members:
+            if parameter.ndim == 0:
+                whole.add(parameter)
+            elif parameter.dtype is not usual:
+                (owner, *others) = owners[parameter]
+                kinds = {p.dtype for p in owner.parameters()}
+                if parameter.ndim > 1 and not others and len(kinds) == 1 and not any(True for _ in owner.children()):
+                    alone[owner] = None
+                else:
+                    whole.add(parameter)
+    return list(alone), whole - {p for module in alone for p in module.parameters()}
+
+
+def _usual_dtype(parameters: Iterable[Tensor]) -> torch.dtype | None:
+    """The dtype of most elements."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        counts[parameter.dtype] += parameter.numel()
+    return counts.most_common(1)[0][0] if counts else None

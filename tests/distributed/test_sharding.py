@@ -1,0 +1,267 @@
+"""A model shared out over ranks is the model of one process: its weights, its groups, and what is refused.
+
+Every rank has the same data where bits are compared with one process, so that an average over ranks is exact; ranks with
+data of their own must end with equal weights.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from filelock import FileLock
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import narrowgauge as ng
+from narrowgauge.distributed import sharding
+from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.summation import fingerprint_all
+from narrowgauge.spec.notation import parse_table
+from ranks import run_ranks
+
+RECIPES: dict[str, Any] = {
+    "word": "bfloat16/word",
+    "float32": "float32/float32",
+    "autocast": "bfloat16/float32",
+    "int8": "int8-row/compact",
+    "kept head": {"recipe": "bfloat16/word", "keep": ["lm_head"]},
+    "kept norms": {"recipe": "bfloat16/word", "keep": ["*norm"]},
+}
+TINY = {
+    "vocab_size": 40, "max_position_embeddings": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def llama(tied: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=tied))
+
+
+def recipe_of(case: str) -> Any:
+    found = RECIPES[case]
+    return parse_table(found) if isinstance(found, dict) else found
+
+
+def prepared(case: str, **options: Any) -> tuple[nn.Module, ng.AdamW]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ng.prepare(llama(tied=case != "kept head"), recipe_of(case), lr=1e-2, compile=False, **options)
+
+
+def tokens(seed: int) -> Tensor:
+    return torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def learn(model: nn.Module, optimizer: ng.AdamW, own_data: int = 0) -> list[Any]:
+    """The weights' fingerprint before, and after each step its loss, norm and the weights' fingerprint."""
+    seen: list[Any] = [print_of(model, optimizer)]
+    for step in range(3):
+        inputs = tokens(10 * step + own_data)
+        loss = model(input_ids=inputs, labels=inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((float(loss.detach()), float(optimizer.grad_norm), print_of(model, optimizer)))  # type: ignore[arg-type]
+    return seen
+
+
+def print_of(model: nn.Module, optimizer: ng.AdamW) -> str:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return sharding.fingerprint_whole({name: optimizer.stored(p) for name, p in trained.items()})
+
+
+# ── what ranks do ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def shard_and_learn(rank: int) -> dict[str, Any]:
+    size = dist.get_world_size()
+    line = init_device_mesh("cpu", (size,))
+    hybrid = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    found: dict[str, Any] = {case: learn(*prepared(case, mesh=line)) for case in RECIPES}
+    found["none"] = learn(*prepared("word", mesh=line, shard="none"))
+    found["hybrid"] = learn(*prepared("word", mesh=hybrid))
+    found["offload"] = learn(*prepared("word", mesh=line, offload=True))
+    found["own data"] = {
+        how: whole_values(*prepared("kept norms", mesh=line, shard=how), rank) for how in sharding.SHARDINGS
+    }
+    found["groups"] = {case: shapes(prepared(case, mesh=line)[0]) for case in RECIPES}
+    found["unequal"] = learn(*unequal(rank, line))
+    found["frozen"] = learn(*frozen(line))
+    found["by the caller"] = {case: learn(*sharded_by_the_caller(case, line)) for case in ("word", "float32")}
+    found["refusals"] = refusals(line)
+    found["fingerprints"] = fingerprints(line, hybrid)
+    return found
+
+
+def whole_values(model: nn.Module, optimizer: ng.AdamW, rank: int) -> dict[str, Tensor]:
+    learn(model, optimizer, own_data=rank)
+    values = {name: optimizer.stored(p) for name, p in model.named_parameters()}
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
+
+
+def shapes(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The names of modules with a group of their own, and of parameters that are whole."""
+    units = {id(unit) for unit in sharding.fsdp_modules(model)}
+    whole = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    return [name for name, module in model.named_modules() if id(module) in units], whole
+
+
+def unequal(rank: int, mesh: Any) -> tuple[nn.Module, ng.AdamW]:
+    """Models that differ from rank to rank until they are prepared."""
+    model = llama()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + rank)
+    return ng.prepare(model, "float32/float32", lr=1e-2, compile=False, mesh=mesh)
+
+
+def frozen(mesh: Any = None) -> tuple[nn.Module, ng.AdamW]:
+    model = llama()
+    model.model.embed_tokens.requires_grad_(False)  # type: ignore[union-attr]
+    model.model.layers[0].self_attn.requires_grad_(False)  # type: ignore[union-attr, index]
+    return ng.prepare(model, "float32/float32", lr=1e-2, compile=False, mesh=mesh)
+
+
+def sharded_by_the_caller(case: str, mesh: Any) -> tuple[nn.Module, ng.AdamW]:
+    model = llama()
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ng.prepare(model, recipe_of(case), lr=1e-2, compile=False)
+
+
+def refusals(mesh: Any) -> dict[str, str]:
+    sharded, unnamed = llama(), init_device_mesh("cpu", (1, dist.get_world_size()))
+    fully_shard(sharded, mesh=mesh)
+    parallel = DistributedDataParallel(llama())
+    tries: dict[str, Any] = {
+        "twice": lambda: ng.prepare(sharded, "float32/float32", mesh=mesh),
+        "mixed": lambda: ng.prepare(sharded, recipe_of("kept norms")),
+        "unnamed": lambda: ng.prepare(llama(), "float32/float32", mesh=unnamed),
+        "word": lambda: ng.prepare(llama(), "float32/float32", mesh=mesh, shard="half"),
+        "wrapped": lambda: ng.prepare(parallel, "bfloat16/word"),
+        "replicas": lambda: sharding.make_mesh(dist.get_world_size(), "cpu", replicas=3),
+    }
+    said = {}
+    for name, attempt in tries.items():
+        with pytest.raises(RecipeError) as error:
+            attempt()
+        said[name] = str(error.value)
+    return said
+
+
+def fingerprints(line: Any, hybrid: Any) -> list[str]:
+    """Of tensors cut evenly, unevenly and into nothing, over both meshes, and of a model that is whole."""
+    found = []
+    for mesh in (line, hybrid):
+        net = nn.Module()
+        for name, value in cut_tensors().items():
+            net.register_parameter(name, nn.Parameter(value))
+        fully_shard(net, mesh=mesh)
+        found.append(sharding.fingerprint_whole(dict(net.named_parameters())))
+    return found
+
+
+def cut_tensors() -> dict[str, Tensor]:
+    shapes = {"even": (8, 3), "uneven": (7, 2, 2), "lone": (1, 5), "vector": (9,)}
+    return {name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in shapes.items()}
+
+
+# ── what is found ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found; whichever worker of a session comes first starts them for all."""
+    root = tmp_path_factory.getbasetemp()
+    place = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "sharding"
+    place.mkdir(exist_ok=True)
+    with FileLock(place / "lock"):
+        if not (place / "found").exists():
+            (place / "found").write_bytes(pickle.dumps(run_ranks(shard_and_learn, 2, place / "ranks")))
+    result: list[dict[str, Any]] = pickle.loads((place / "found").read_bytes())
+    return result
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_a_sharded_model_has_the_bits_of_one_process(case: str, found: list[Any], one_thread: None) -> None:
+    expected = learn(*prepared(case))
+    assert all(result[case] == expected for result in found)
+
+
+@pytest.mark.parametrize("how", ["none", "hybrid", "offload"])
+def test_replicas_and_offloaded_states_have_the_bits_of_one_process(
+    how: str, found: list[Any], one_thread: None
+) -> None:
+    expected = learn(*prepared("word"))
+    assert all(result[how] == expected for result in found)
+
+
+@pytest.mark.parametrize("how", sharding.SHARDINGS)
+def test_ranks_with_data_of_their_own_have_equal_weights(how: str, found: list[Any]) -> None:
+    one, other = (result["own data"][how] for result in found)
+    assert one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_what_is_in_another_format_has_a_group_of_its_own_or_stays_whole(found: list[Any]) -> None:
+    layers = ["model.layers.0", "model.layers.1"]
+    groups = found[0]["groups"]
+    assert groups["word"] == groups["float32"] == (["", *layers], [])
+    assert groups["kept head"] == (["", *layers, "lm_head"], [])
+    units, whole = groups["kept norms"]
+    assert units == ["", *layers] and len(whole) == 5 and all("norm" in name for name in whole)
+
+
+def test_ranks_begin_with_the_weights_of_the_first(found: list[Any], one_thread: None) -> None:
+    assert all(result["unequal"] == learn(*prepared("float32")) for result in found)
+
+
+def test_frozen_parameters_are_sharded_and_stay(found: list[Any], one_thread: None) -> None:
+    assert all(result["frozen"] == learn(*frozen()) for result in found)
+
+
+@pytest.mark.parametrize("case", ["word", "float32"])
+def test_a_model_that_the_caller_sharded_is_honoured(case: str, found: list[Any], one_thread: None) -> None:
+    expected = learn(*prepared(case))
+    assert all(result["by the caller"][case] == expected for result in found)
+
+
+def test_what_cannot_be_is_refused_with_advice(found: list[Any]) -> None:
+    said = found[0]["refusals"]
+    assert "sharded already" in said["twice"] and "with mesh=" in said["mixed"]
+    assert "mesh_dim_names" in said["unnamed"] and "full, none" in said["word"]
+    assert "DistributedDataParallel" in said["wrapped"] and "divisor" in said["replicas"]
+
+
+def test_fingerprints_of_shards_are_those_of_the_whole(found: list[Any]) -> None:
+    expected = fingerprint_all(cut_tensors())
+    assert all(result["fingerprints"] == [expected, expected] for result in found)
+
+
+def test_layers_that_share_parameters_with_others_are_left_to_the_root() -> None:
+    model = llama()
+    first, second = model.model.layers  # type: ignore[union-attr, misc]
+    assert sharding.layers_of(model) == [first, second]
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    assert not sharding._owns_its_parameters(first, model)
+
+
+def test_layers_of_any_model_are_members_of_its_lists() -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=16, n_embd=8, n_layer=2, n_head=2))
+    assert sharding.layers_of(gpt2) == list(gpt2.transformer.h)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3)
+    assert sharding.layers_of(encoder) == list(encoder.layers)
+    assert sharding.layers_of(nn.Sequential(nn.Linear(2, 2))) == []
