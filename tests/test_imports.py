@@ -1,8 +1,8 @@
 """Imports point down, and the tables and records need no PyTorch: held over the syntax trees, and once in fact.
 
 errors ← spec ← runs ← monitor, comparison ← report need no PyTorch. _torch, spec ← numerics ← matmul, transforms, optim,
-distributed (which never import each other) ← gauges ← assembly ← conversion ← trainer ← experiment, profiling,
-integrations ← cli. Everything from the gauges upward may write through `runs`.
+distributed (which never import each other) ← gauges ← assembly; runs ← checkpoints; both ← conversion ← trainer
+← experiment, profiling, integrations ← cli. Everything from the gauges upward may write through `runs`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ LAYERS = {
     "transforms": {"transforms"},
     "optim": {"optim"},
     "distributed": {"distributed"},
+    "checkpoints": {"checkpoints"},
     "gauges": {"gauges"},
     "assembly": {"assembly"},
     "conversion": {"conversion"},
@@ -46,8 +47,9 @@ LAYERS = {
 PARTS = {"matmul", "transforms", "optim", "distributed"}
 SEEN_BY_PARTS = {"spec", "_torch", "numerics"}
 RECORDS = {"spec", "runs", "monitor", "comparison", "report"}
+SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
-SEEN_BY_TRAINER = SEEN_BY_GAUGES | {"gauges", "assembly", "conversion"}
+SEEN_BY_TRAINER = SEEN_BY_GAUGES | {"gauges", "assembly", "checkpoints", "conversion"}
 SEEN_BY_EXPERIMENT = SEEN_BY_TRAINER | RECORDS | {"trainer"}
 # What each layer may import besides itself.
 SEES = {
@@ -61,9 +63,10 @@ SEES = {
     "_torch": {"spec"},
     "numerics": {"spec", "_torch"},
     **dict.fromkeys(PARTS, SEEN_BY_PARTS),
+    "checkpoints": SEEN_BY_CHECKPOINTS,
     "gauges": SEEN_BY_GAUGES,
     "assembly": SEEN_BY_GAUGES | {"gauges"},
-    "conversion": SEEN_BY_GAUGES | {"gauges", "assembly"},
+    "conversion": SEEN_BY_GAUGES | {"gauges", "assembly", "checkpoints"},
     "trainer": SEEN_BY_TRAINER,
     **dict.fromkeys(("experiment", "profiling", "integrations"), SEEN_BY_EXPERIMENT),
     "cli": SEEN_BY_EXPERIMENT | {"planner", "diagnosis", "experiment", "profiling", "integrations"},

@@ -2,7 +2,7 @@
 
 ::
 
-    checkpoints/step-00000040/   tensors.safetensors, state.json and manifest.json, as trainer/checkpoint.py lays them out
+    checkpoints/step-00000040/   read from one process or many ranks, written as by one; see checkpoints/manifest.py
     conversion.json              the report of the conversion
     run.toml, data/, …           where the source was a run: ``narrowgauge resume`` continues it
 
@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from narrowgauge.checkpoints.manifest import INDEX, MANIFEST, STATE, TENSORS, damage, record_of, write_manifest
+from narrowgauge.checkpoints.reading import load_whole
 from narrowgauge.conversion.conversion_report import Report
 from narrowgauge.conversion.source import Source, matched, numbers_of
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import (
     AGAIN,
-    digest,
     disk_error,
     disk_errors,
     hidden_error,
@@ -44,14 +45,13 @@ from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
 
-CHECKPOINT_SCHEMA = 1
-_TENSORS, _STATE, _MANIFEST, _REPORT = "tensors.safetensors", "state.json", "manifest.json", "conversion.json"
+_REPORT = "conversion.json"
 _PLACE = "checkpoints"
 
 
 def is_ours(path: Path) -> bool:
     """Whether a folder is a run, one of its checkpoints, or the result of a conversion."""
-    return any((path / name).is_file() for name in ("run.toml", _REPORT, _TENSORS))
+    return any((path / name).is_file() for name in ("run.toml", _REPORT, TENSORS, INDEX))
 
 
 def locate(path: Path) -> tuple[Path, Path]:
@@ -60,7 +60,7 @@ def locate(path: Path) -> tuple[Path, Path]:
     Raises:
         RecordError: there is no checkpoint.
     """
-    if (path / _MANIFEST).is_file():
+    if (path / MANIFEST).is_file():
         return path.absolute().parent.parent, path
     found = sorted((path / _PLACE).glob("step-*"))
     if not found:
@@ -76,15 +76,9 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     try:
         with disk_errors(path):
-            manifest = load_json((path / _MANIFEST).read_bytes())
-            if manifest["schema_version"] > CHECKPOINT_SCHEMA:
-                raise ValueError(
-                    f"it has schema {manifest['schema_version']}, and up to {CHECKPOINT_SCHEMA} can be read"
-                )
-            for name, expected in manifest["files"].items():
-                if (path / name).stat().st_size != expected["bytes"] or digest(path / name) != expected["blake2b"]:
-                    raise ValueError(f"{name} does not match its checksum")
-            return load_file(path / _TENSORS), load_json((path / _STATE).read_bytes())
+            if reason := damage(path, is_renamed=True):
+                raise ValueError(reason)
+            return load_whole(path), load_json((path / STATE).read_bytes())
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise RecordError(
             f"Cannot read the checkpoint {path}: {error}.", "Give an older one of the same run."
@@ -177,13 +171,9 @@ def write_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], rec
     """Write a checkpoint into a new folder."""
     place = folder / _PLACE / f"step-{step:08d}"
     place.mkdir(parents=True)
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, place / _TENSORS)
-    (place / _STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
-    files = {
-        name: {"bytes": (place / name).stat().st_size, "blake2b": digest(place / name)} for name in (_TENSORS, _STATE)
-    }
-    manifest = {"schema_version": CHECKPOINT_SCHEMA, "step": step, "files": files}
-    (place / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, place / TENSORS)
+    (place / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    write_manifest(place, step, {name: record_of(place / name) for name in (TENSORS, STATE)})
 
 
 def write_report(folder: Path, report: Report, policy: Recipe) -> None:

@@ -21,7 +21,7 @@ from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.optim.external_writes import snapshot_of
 from narrowgauge.optim.registry import Group, Registry
 from narrowgauge.optim.rules.elementwise import LION, PLAIN_SGD, SGD
-from narrowgauge.optim.rules.matrix import MUON
+from narrowgauge.optim.rules.matrix import MUON, MatrixRule
 from narrowgauge.optim.shards import local_of, placed_like
 from narrowgauge.optim.state_view import notes_of
 from narrowgauge.optim.stores import Store
@@ -137,6 +137,17 @@ def save_states(registry: Registry) -> dict[Tensor, dict[str, Any]]:
         }
         result[parameter] = {"step": torch.tensor(float(store.step), dtype=torch.float32), **values, **store.notes}
     return result
+
+
+def replicated_states(optimizer: Any, parameter: Tensor) -> set[str]:
+    """The states of a parameter that every rank has whole, however the parameter is sharded: a matrix rule's own."""
+    registry: Registry = optimizer._registry
+    group = registry.group_of(parameter)
+    assert group is not None
+    rule = registry.rule_of(group, parameter)
+    if not isinstance(rule, MatrixRule):
+        return set()
+    return {name for name, kept in rule.states(tuple(parameter.shape), group).items() if kept.role is None}
 
 
 def load_states(

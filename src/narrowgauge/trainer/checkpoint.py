@@ -1,15 +1,9 @@
 """Checkpoints: one folder per step, written atomically and verified by checksums.
 
-::
-
-    checkpoints/step-00000040/
-        tensors.safetensors    weights and optimizer state, in their packed form
-        state.json             everything else: step, seeds, schedule, counters
-        manifest.json          size and BLAKE2b-256 of the other two
-
 A checkpoint is written to a temporary folder, flushed to the disk and then renamed; older ones are removed only after that. A
 killed process, a full disk or a power failure leaves the last good checkpoint intact. A checkpoint whose bytes do not match its
-manifest is reported and skipped, never loaded. Nothing is pickled, so reading a checkpoint executes no code.
+manifest is reported and skipped, never loaded. Nothing is pickled, so reading a checkpoint executes no code. The files in the
+folder are those of :mod:`narrowgauge.checkpoints.manifest`, of one process or of many ranks; either reads both.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +22,22 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from narrowgauge.checkpoints.manifest import (
+    INDEX,
+    MANIFEST,
+    STATE,
+    TENSORS,
+    damage,
+    file_damage,
+    read_manifest,
+    record_of,
+    write_manifest,
+)
+from narrowgauge.checkpoints.ranks import Ranks
+from narrowgauge.checkpoints.reading import load_whole
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import (
     TEMPORARY,
-    digest,
     disk_errors,
     hidden_error,
     load_json,
@@ -41,13 +47,10 @@ from narrowgauge.runs.atomic_io import (
     temporary_name,
 )
 
-SCHEMA_VERSION = 1
-
 _FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{8,})")
 _REPLACED = ".old-"
-_TENSORS, _STATE, _MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
-_PARTS = (_TENSORS, _STATE)
+ALONE = Ranks()
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,12 @@ class Checkpoint:
     step: int
 
     def load(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Its tensors (on the CPU) and state, without verifying the checksums again."""
+        """Its tensors, whole and on the CPU, and its state, without verifying the checksums again."""
         return _read(self.path)
+
+    def state(self) -> dict[str, Any]:
+        """Its state alone."""
+        return _read_state(self.path)
 
 
 def save_checkpoint(
@@ -101,55 +108,88 @@ def save_checkpoint(
     """
     if keep < 1 or step < 0:
         raise ValueError(f"keep is {keep} and must be at least 1; step is {step} and must not be negative")
-    place = Path(folder) / _FOLDER
-    final = place / f"step-{step:08d}"
-    text = json.dumps(state, indent=1)
-    with disk_errors(final):
-        place.mkdir(parents=True, exist_ok=True)
-        with _writing(place, wait=True):
-            _remove_leftovers(place)
-            temporary = temporary_name(final)
-            try:
-                temporary.mkdir()
-                _write(temporary, step, tensors, text)
-                _publish(temporary, final)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
-            for old in _listed(place)[keep:]:
-                _remove(old.path)
+    final, text = path_of(folder, step), json.dumps(state, indent=1)
+    with disk_errors(final), new_checkpoint(final, keep) as temporary:
+        _write(temporary, step, tensors, text)
     return final
 
 
-def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None]) -> Checkpoint | None:
-    """The newest checkpoint that matches its manifest.
+def path_of(folder: Path, step: int) -> Path:
+    """The folder of a step's checkpoint in a run folder."""
+    return Path(folder) / _FOLDER / f"step-{step:08d}"
+
+
+@contextlib.contextmanager
+def new_checkpoint(final: Path, keep: int) -> Iterator[Path]:
+    """A temporary folder, which becomes the checkpoint ``final`` when the block succeeds and is removed when it fails.
+
+    Args:
+        final: of :func:`path_of`.
+        keep: number of newest checkpoints to keep.
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    place = final.parent
+    place.mkdir(parents=True, exist_ok=True)
+    with _writing(place, wait=True):
+        _remove_leftovers(place)
+        temporary = temporary_name(final)
+        try:
+            temporary.mkdir()
+            yield temporary
+            _publish(temporary, final)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        for old in _listed(place)[keep:]:
+            _remove(old.path)
+
+
+def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None], ranks: Ranks = ALONE) -> Checkpoint | None:
+    """The newest checkpoint that matches its manifest; many ranks share the reading and find the same one.
 
     Args:
         folder: the run folder.
         on_damaged: called with each newer checkpoint that does not match, and the reason.
+        ranks: those that load it together; all call this.
 
     Returns:
         The checkpoint, or ``None`` if there is no good one.
 
-    Cost: one read of each checkpoint that is checked.
+    Cost: one read of each checkpoint that is checked, by all ranks together.
     """
     place = Path(folder) / _FOLDER
-    if not place.is_dir():
-        return None
     with disk_errors(place):
-        # A reader of a live run must not delete what its writer is writing.
-        # Leftovers that cannot be removed, on a full or read-only disk, do no harm to a reader.
-        with contextlib.suppress(OSError), _writing(place, wait=False) as held:
-            if held:
-                _remove_leftovers(place)
-        for checkpoint in _listed(place):
-            damage = _damage(checkpoint.path)
-            if not damage:
+        for checkpoint in ranks.of_first(lambda: _found(place)):
+            found = _shared_damage(checkpoint.path, ranks)
+            if not found:
                 return checkpoint
-            on_damaged(checkpoint.path, damage)
+            on_damaged(checkpoint.path, found)
     return None
 
 
-def go_back(folder: Path, every: int) -> int | None:
+def _found(place: Path) -> list[Checkpoint]:
+    """The checkpoints by name, newest first, once what a killed process left is removed."""
+    if not place.is_dir():
+        return []
+    # A reader of a live run must not delete what its writer is writing.
+    # Leftovers that cannot be removed, on a full or read-only disk, do no harm to a reader.
+    with contextlib.suppress(OSError), _writing(place, wait=False) as held:
+        if held:
+            _remove_leftovers(place)
+    return _listed(place)
+
+
+def _shared_damage(path: Path, ranks: Ranks) -> str:
+    """Why a checkpoint is damaged, or an empty string, the same on all ranks; each of them reads some of the files."""
+    reason, files = ranks.of_first(lambda: read_manifest(path))
+    if reason:
+        return reason
+    mine = list(files)[ranks.rank :: ranks.size]
+    found = ranks.together(lambda: next(filter(None, (file_damage(path / name, files[name]) for name in mine)), ""))
+    return next(filter(None, ranks.gather(found)), "")
+
+
+def go_back(folder: Path, every: int, ranks: Ranks = ALONE) -> int | None:
     """Remove the checkpoints of interruptions since the last regular one, and return its step.
 
     An interrupted run and an uninterrupted one then roll back to the same step.
@@ -157,17 +197,22 @@ def go_back(folder: Path, every: int) -> int | None:
     Args:
         folder: the run folder.
         every: number of steps between regular checkpoints.
+        ranks: those that go back together; the first of them does it.
 
     Returns:
         The step of the checkpoint to roll back to, or ``None`` without a good one. If the regular one no longer exists,
         the newest one.
     """
+    return ranks.of_first(lambda: _go_back(Path(folder), every))
+
+
+def _go_back(folder: Path, every: int) -> int | None:
     newest = latest_checkpoint(folder, lambda path, reason: None)
     if newest is None:
         return None
-    place = Path(folder) / _FOLDER
+    place = folder / _FOLDER
     with disk_errors(place), _writing(place, wait=True):
-        good = [found for found in _listed(place) if not _damage(found.path)]
+        good = [found for found in _listed(place) if not damage(found.path)]
         regular = next((found for found in good if found.step % every == 0), newest)
         for later in good:
             if later.step > regular.step:
@@ -189,20 +234,18 @@ def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     """
     path = Path(path)
     with disk_errors(path):
-        damage = _damage(path)
-    if damage:
-        raise RecordError(f"Cannot load the checkpoint {path}: {damage}.", "Use an older one from the same folder.")
+        reason = damage(path)
+    if reason:
+        raise RecordError(f"Cannot load the checkpoint {path}: {reason}.", "Use an older one from the same folder.")
     return _read(path)
 
 
-def _write(folder: Path, step: int, tensors: dict[str, torch.Tensor], state: str) -> None:
+def _write(folder: Path, step: int, tensors: Mapping[str, torch.Tensor], state: str) -> None:
     with _safetensors_errors():
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / _TENSORS)
-    (folder / _STATE).write_text(state, encoding="utf-8")
-    files = {name: {"bytes": (folder / name).stat().st_size, "blake2b": digest(folder / name)} for name in _PARTS}
-    manifest = {"schema_version": SCHEMA_VERSION, "step": step, "files": files}
-    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for name in (*files, _MANIFEST):
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
+    (folder / STATE).write_text(state, encoding="utf-8")
+    write_manifest(folder, step, {name: record_of(folder / name) for name in (TENSORS, STATE)})
+    for name in (TENSORS, STATE, MANIFEST):
         sync_file(folder / name)
     sync_folder(folder)
 
@@ -251,39 +294,16 @@ def _listed(place: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: -checkpoint.step)
 
 
-def _damage(path: Path) -> str:
-    """Why a checkpoint is damaged, or an empty string."""
-    if not path.is_dir():
-        return "there is no such folder"
-    if not (path / _MANIFEST).is_file():
-        return "it has no manifest.json"
-    try:
-        manifest = load_json((path / _MANIFEST).read_bytes())
-        if manifest["schema_version"] > SCHEMA_VERSION:
-            return f"it has schema {manifest['schema_version']}; this version reads up to {SCHEMA_VERSION}"
-        if path.name != f"step-{manifest['step']:08d}":
-            return f"its manifest is of step {manifest['step']}"
-        expected = {name: (manifest["files"][name]["bytes"], manifest["files"][name]["blake2b"]) for name in _PARTS}
-        if not all(type(size) is int and type(checksum) is str for size, checksum in expected.values()):
-            raise ValueError("sizes must be integers and checksums text")
-    except (ValueError, KeyError, TypeError) as error:
-        return f"its manifest.json is damaged ({error})"
-    for name, (size, checksum) in expected.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size:,} bytes of {size:,}"
-        if digest(file) != checksum:
-            return f"{name} does not match its checksum"
-    return ""
-
-
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     with disk_errors(path), _safetensors_errors():
-        tensors = load_file(path / _TENSORS)
-        state: dict[str, Any] = load_json((path / _STATE).read_bytes())
-    return tensors, state
+        tensors = load_whole(path) if (path / INDEX).is_file() else load_file(path / TENSORS)
+    return tensors, _read_state(path)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    with disk_errors(path):
+        state: dict[str, Any] = load_json((path / STATE).read_bytes())
+    return state
 
 
 @contextlib.contextmanager

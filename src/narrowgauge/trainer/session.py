@@ -25,6 +25,8 @@ from transformers import PreTrainedModel
 
 import narrowgauge
 from narrowgauge.assembly import prepare
+from narrowgauge.checkpoints.ranks import all_ranks
+from narrowgauge.checkpoints.reading import saved_tensors
 from narrowgauge.errors import RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
@@ -35,12 +37,15 @@ from narrowgauge.numerics.summation import fingerprint_all
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.elementwise_optimizers import AdamW
+from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import language_model
-from narrowgauge.trainer.checkpoint import latest_checkpoint, save_checkpoint
+from narrowgauge.trainer.checkpoint import latest_checkpoint
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset, open_data
 from narrowgauge.trainer.detours import Detour, batch_index
+from narrowgauge.trainer.saving import Saver
+from narrowgauge.trainer.state_tensors import give_back, load_tensors, require_same_model, state_tensors
 from narrowgauge.transforms.unit_scaling import fix_batch
 
 
@@ -65,6 +70,7 @@ class Session:
         loss_scale: loss scale of the last step.
         has_saturated: whether saturation of delayed scales was reported.
         standing: ``settings`` and numbers of ``rows`` stored in the checkpoint it was loaded from, if any.
+        saver: writes its checkpoints.
     """
 
     config: TrainConfig
@@ -84,6 +90,10 @@ class Session:
     loss_scale: float = 1.0
     has_saturated: bool = False
     standing: dict[str, Any] = field(default_factory=dict)
+    saver: Saver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.saver = Saver(self.folder, all_ranks())
 
     @property
     def device(self) -> torch.device:
@@ -141,17 +151,12 @@ class Session:
         return fingerprint_all({name: self.optimizer.stored(p) for name, p in self.named_parameters()})
 
     def save(self, num_rows: Mapping[str, int] | None = None) -> Path:
-        """Write a checkpoint; the previous one is kept until it is complete.
+        """Write a checkpoint; the previous one is kept until it is complete. On ranks, all call it at the same step.
 
         Args:
             num_rows: number of records in each file of the run, which a resume verifies.
         """
-        tensors = {f"model.{name}": p.detach().contiguous() for name, p in self.named_parameters()}
-        names = self.optimizer.parameter_names()
-        for parameter, entry in self.optimizer.states().items():
-            tensors.update({f"optimizer.{names[parameter]}.{key}": value for key, value in entry.items()})
-        for parameter, window in self.optimizer.auditor.windows.items():
-            tensors[f"audit.{names[parameter]}"] = torch.stack(list(window))
+        tensors = state_tensors(self.named_parameters(), self.optimizer)
         if self.linears is not None:
             tensors |= {f"matmul.{name}": history for name, history in self.linears.histories().items()}
         state = {
@@ -168,7 +173,7 @@ class Session:
             state["loss_scaler"] = self.optimizer.loss_scaler.state_dict()
         # The checkpoint of an interruption must not replace the one for a rollback.
         extra = self.config.on_spike == "rollback" and self.step % max(1, self.config.checkpoint_every) != 0
-        return save_checkpoint(self.folder, self.step, tensors, state, self.config.keep_checkpoints + extra)
+        return self.saver.save(self.step, tensors, state, self.config.keep_checkpoints + extra)
 
     def restore(self, on_damaged: Callable[[Path, str], None]) -> None:
         """Load the latest good checkpoint, or stay at step 0 if there is none.
@@ -176,33 +181,20 @@ class Session:
         Raises:
             RecordError: the checkpoint belongs to another model.
         """
-        checkpoint = latest_checkpoint(self.folder, on_damaged)
+        self.saver.wait()
+        checkpoint = latest_checkpoint(self.folder, on_damaged, self.saver.ranks)
         if checkpoint is None:
             return
-        tensors, state = checkpoint.load()
-        parameters = dict(self.named_parameters())
-        for name, parameter in parameters.items():
-            found = tensors.get(f"model.{name}")
-            if found is None or found.shape != parameter.shape:
-                of = "" if found is None else f" of shape {tuple(parameter.shape)} (it is {tuple(found.shape)} there)"
-                raise RecordError(
-                    f"checkpoint {checkpoint.path.name} of {self.folder} holds no '{name}'{of}.",
-                    f"The model has changed: restore {self.config.model} as it was when the run started.",
-                )
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(tensors[f"model.{name}"])
-        names = self.optimizer.parameter_names()
-        entries: dict[Tensor, dict[str, Tensor]] = {}
-        for trained, name in names.items():
-            prefix = f"optimizer.{name}."
-            entry = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            if entry:
-                entries[trained] = entry
-        self.optimizer.load_states(entries)
-        for trained, name in names.items():
-            if (window := tensors.get(f"audit.{name}")) is not None:
-                self.optimizer.auditor.restore(trained, window)
+        state, where = checkpoint.state(), f"checkpoint {checkpoint.path.name} of {self.folder}"
+
+        def load_checked() -> dict[str, Tensor]:
+            with disk_errors(checkpoint.path):
+                saved = saved_tensors(checkpoint.path)
+                require_same_model(saved, self.named_parameters(), where, self.config.model)
+                return load_tensors(checkpoint.path, saved, self.named_parameters(), self.optimizer)
+
+        tensors = self.saver.ranks.together(load_checked)
+        give_back(tensors, self.named_parameters(), self.optimizer)
         self.optimizer.num_skipped = state["num_skipped"]
         if self.optimizer.loss_scaler is not None and "loss_scaler" in state:
             self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
@@ -216,8 +208,7 @@ class Session:
         self.audit_total = torch.tensor(state["audit_total"], dtype=torch.float64)
         if state["fingerprint"] != self.fingerprint():
             raise RecordError(
-                f"checkpoint {checkpoint.path.name} of {self.folder} gives weights {self.fingerprint()}, and "
-                f"{state['fingerprint']} was saved.",
+                f"{where} gives weights {self.fingerprint()}, and {state['fingerprint']} was saved.",
                 "The checkpoint is intact, so the code of the storage has changed: resume with the version that wrote it.",
             )
         self.standing = {name: state[name] for name in ("settings", "rows") if name in state}

@@ -1,0 +1,276 @@
+"""Checkpoints of many ranks, by PyTorch's distributed checkpoints (DCP) in files of our own.
+
+DCP plans who writes what: every rank its own shard, what all ranks hold (replicas, small vectors) one of them; it carries an
+error on one rank to all; and it plans which parts of which files a rank needs when there are more ranks, or fewer. Only where the
+bytes go is ours: DCP's own writer keeps its index as a pickle, has no checksums, and writes in place. Here each rank writes one
+safetensors file into a folder that has a temporary name, syncs it and takes its checksum; the first rank then writes index and
+manifest, and renames the folder. A checkpoint of many ranks is whole, or it is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from narrowgauge.checkpoints.manifest import INDEX, MANIFEST, STATE, FileRecord, part_name, record_of, write_manifest
+from narrowgauge.checkpoints.reading import SavedTensor, saved_tensors
+from narrowgauge.checkpoints.tensor_files import DTYPES, TensorFile, write_tensors
+from narrowgauge.runs.atomic_io import sync_file, sync_folder
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Where a rank put a part of a tensor, and what it wrote there in all."""
+
+    file: str
+    record: FileRecord
+
+
+class ShardWriter(StorageWriter):
+    """Writes one checkpoint; a context manager around one ``save``, which removes what a failure leaves.
+
+    Args:
+        new_folder: on the first rank: a context that makes a temporary folder, and gives it its name at the end.
+        step: number of optimizer steps.
+        state: content of ``state.json``.
+    """
+
+    def __init__(self, new_folder: Callable[[], AbstractContextManager[Path]], step: int, state: str) -> None:
+        self._new_folder, self._step, self._state = new_folder, step, state
+        self._open = ExitStack()
+        self._folder = Path()
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        """Nothing: a writer is for one checkpoint."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *arguments: Any, **options: Any) -> None:
+        """Nothing: the folder is made once all ranks have come."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the first rank: make the folder, and tell every rank its file."""
+        self._folder = self._open.enter_context(self._new_folder())
+        number = len(plans)
+        places = [(str(self._folder), part_name(index, number)) for index in range(number)]
+        return [replace(plan, storage_data=place) for plan, place in zip(plans, places, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """On every rank: write and sync its file."""
+        folder, name = plan.storage_data
+        tensors, offsets = {}, {}
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            assert isinstance(data, Tensor)
+            tensors[item.index.fqn] = data
+            offsets[item.index.fqn] = tuple(item.index.offset or ())
+        written: Future[list[WriteResult]] = Future()
+        if not tensors:
+            written.set_result([])
+            return written
+        place = _Written(name, write_tensors(Path(folder, name), tensors, offsets))
+        written.set_result([WriteResult(item.index, 0, place) for item in plan.items])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank, once all have written: index, state and manifest, then the rename.
+
+        Raises:
+            OSError: a rank's file is not to be seen here, or the disk refused.
+        """
+        files = {result.storage_data.file: result.storage_data.record for rank in results for result in rank}
+        for name, record in files.items():
+            if (size := (self._folder / name).stat().st_size) != record.size:
+                raise OSError(f"{name} has {size:,} bytes here, and its rank wrote {record.size:,}")
+        (self._folder / INDEX).write_text(json.dumps(_index(metadata, results)), encoding="utf-8")
+        (self._folder / STATE).write_text(self._state, encoding="utf-8")
+        own = {name: record_of(self._folder / name) for name in (STATE, INDEX)}
+        write_manifest(self._folder, self._step, {**files, **own})
+        for name in (*own, MANIFEST):
+            sync_file(self._folder / name)
+        sync_folder(self._folder)
+        self._open.close()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Never: a writer is made for one checkpoint."""
+        return False
+
+
+def _index(metadata: Metadata, results: Iterable[list[WriteResult]]) -> dict[str, Any]:
+    """Every tensor's dtype, shape and parts: the file of each, where it begins, and its shape."""
+    places = {(r.index.fqn, tuple(r.index.offset or ())): r.storage_data.file for rank in results for r in rank}
+    index = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)
+        index[name] = {
+            "dtype": DTYPES[tensor.properties.dtype],
+            "shape": list(tensor.size),
+            "parts": [[places[name, tuple(c.offsets)], list(c.offsets), list(c.sizes)] for c in tensor.chunks],
+        }
+    return index
+
+
+class ShardReader(StorageReader):
+    """Reads a checkpoint of one process or many; only what is requested of each file.
+
+    Args:
+        path: the folder of one checkpoint, whose checksums were verified.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: dict[tuple[str, tuple[int, ...]], str] = {}
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        """Nothing: a reader is for one checkpoint."""
+
+    def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
+        """What there is, as DCP describes it."""
+        saved = saved_tensors(self._path)
+        self._files = {(name, part.offsets): part.file for name, tensor in saved.items() for part in tensor.parts}
+        return Metadata({name: _described(tensor) for name, tensor in saved.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *arguments: Any, **options: Any) -> None:
+        """Nothing: the index has been read."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the parts that this rank needs, file by file."""
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._file(item.storage_index), []).append(item)
+        for name, items in by_file.items():
+            with TensorFile(self._path / name) as file:
+                for item in items:
+                    part = tuple(
+                        slice(start, start + length)
+                        for start, length in zip(item.storage_offsets, item.lengths, strict=True)
+                    )
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(file.read(item.storage_index.fqn, part))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _file(self, index: MetadataIndex) -> str:
+        return self._files[index.fqn, tuple(index.offset or ())]
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Never: a reader is made for one checkpoint."""
+        return False
+
+
+def _described(tensor: SavedTensor) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)) for part in tensor.parts]
+    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
+
+
+def load_into(path: Path, targets: Mapping[str, Tensor]) -> None:
+    """Fill tensors from a checkpoint: each rank its own shards, whatever the ranks were that wrote it.
+
+    No rank speaks to another, so they may load different tensors.
+
+    Args:
+        path: the folder of one checkpoint, whose checksums were verified.
+        targets: by name; plain tensors are filled whole, DTensors this rank's part of them.
+    Raises:
+        OSError: a file cannot be read.
+
+    Cost: one read of what is needed, and an index in memory.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads by itself, on purpose
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        load(dict(targets), storage_reader=ShardReader(path), planner=planner, no_dist=True)
+
+
+class TakenCopy(DefaultSavePlanner):
+    """What this rank holds of some tensors at this moment, copied to the CPU, and the plan to save it.
+
+    Args:
+        tensors: by name: DTensors, and plain tensors that are the same on every rank.
+
+    Cost: a copy of what this rank holds, until it is written.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # Now: the DTensors themselves need not outlive this call, and their memory may be a device's.
+        self._own_plan = create_default_local_save_plan(dict(tensors), is_coordinator=False)
+        self._copies = {name: _copied(tensor) for name, tensor in tensors.items()}
+
+    def set_up_planner(self, *arguments: Any, storage_meta: Any = None, **options: Any) -> None:
+        """Nothing: the copy was taken."""
+
+    def create_local_plan(self) -> SavePlan:
+        """The plan made when the copy was taken."""
+        self.plan = self._own_plan
+        return self._own_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The copy of a tensor or a shard."""
+        return self._copies[write_item.index.fqn]
+
+
+def _copied(tensor: Any) -> Tensor:
+    own = tensor.detach()
+    own = own.to_local() if isinstance(own, DTensor) else own
+    return torch.empty(own.shape, dtype=own.dtype).copy_(own)
+
+
+def save_shards(copy: TakenCopy, writer: ShardWriter, group: Any) -> None:
+    """Write a checkpoint together with all other ranks of a group.
+
+    Args:
+        copy: of this rank.
+        writer: of this rank.
+        group: the process group, one whose objects may be on the CPU; nobody else uses it meanwhile.
+    Raises:
+        torch.distributed.checkpoint.CheckpointException: a rank failed, on all ranks; nothing of the checkpoint remains.
+    """
+    with writer:
+        save({}, storage_writer=writer, planner=copy, process_group=group)
