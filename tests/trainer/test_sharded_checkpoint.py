@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import narrowgauge as ng
-from narrowgauge.checkpoints.ranks import Ranks
-from narrowgauge.checkpoints.reading import saved_tensors
+import narrowgauge.trainer.checkpoint as checkpoint_module
+from narrowgauge.checkpoints import storage
+from narrowgauge.checkpoints.ranks import Ranks, all_ranks
+from narrowgauge.checkpoints.reading import load_whole, saved_tensors
+from narrowgauge.errors import RecordError
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.trainer.checkpoint import latest_checkpoint
+from narrowgauge.trainer.checkpoint import ALONE, latest_checkpoint, load_checkpoint
 from narrowgauge.trainer.saving import Saver
 from narrowgauge.trainer.state_tensors import give_back, load_tensors, state_tensors
 from ranks import run_ranks
 from tensors import assert_same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 # Rows over two ranks and over three: even, uneven, and fewer rows than ranks.
 SHAPES = {"even": (12, 6), "uneven": (7, 6), "lone": (1, 8), "gain": (10,), "deep": (3, 4, 2)}
@@ -57,7 +69,7 @@ def take_steps(model: nn.Module, optimizer: ng.Optimizer, steps: range) -> None:
         optimizer.step()
 
 
-def restored(case: str, folder: Path, mesh: Any = None, ranks: Ranks = Ranks()) -> tuple[nn.Module, ng.Optimizer]:  # noqa: B008
+def restored(case: str, folder: Path, mesh: Any = None, ranks: Ranks = ALONE) -> tuple[nn.Module, ng.Optimizer]:
     """A fresh model with the newest checkpoint of a folder."""
     model, optimizer = start(case, mesh)
     checkpoint = latest_checkpoint(folder, must_not_be_called, ranks)
@@ -80,36 +92,145 @@ def everything(model: nn.Module, optimizer: ng.Optimizer) -> dict[str, torch.Ten
 # ── what ranks do ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def go_on(rank: int, source: Path, out: Path, first: range, steps: range) -> None:
-    """Load every case from ``source`` where there is one, take steps, and save under ``out`` while more steps are taken."""
-    size = dist.get_world_size()
-    mesh, ranks = init_device_mesh("cpu", (size,)), Ranks(rank, size, dist.new_group(backend="gloo"))
+def meet() -> tuple[Any, Ranks]:
+    """The mesh of all ranks, and the ranks with a group of their own."""
+    return init_device_mesh("cpu", (dist.get_world_size(),)), all_ranks()
+
+
+def go_on(rank: int, source: Path, out: Path, steps: range) -> None:
+    """Load every case from ``source`` unless the steps are the first, take them, and save under ``out``.
+
+    More steps are taken before a byte is written: what is saved has the bits of its step.
+    """
+    mesh, ranks = meet()
+    may_write, write = threading.Event(), storage.write_tensors
+
+    def write_later(*arguments: Any) -> Any:
+        assert may_write.wait(60)
+        return write(*arguments)
+
+    storage.write_tensors = write_later
     for case in CASES:
-        model, optimizer = restored(case, source / case, mesh, ranks) if source != out else start(case, mesh)
+        model, optimizer = start(case, mesh) if steps == FIRST else restored(case, source / case, mesh, ranks)
         take_steps(model, optimizer, steps)
         saver = Saver(out / case, ranks)
+        may_write.clear()
         saver.save(steps.stop, state_tensors(model.named_parameters(), optimizer), {"step": steps.stop})
-        # Beside the writing: what is saved has the bits of its step.
         take_steps(model, optimizer, range(90, 92))
+        may_write.set()
         saver.wait()
+
+
+def save_with_a_full_disk(rank: int, folder: Path, full: str) -> tuple[str, int, float]:
+    """Save step 1; a disk is full at step 2: the second rank's, or the first's when it writes the index."""
+    mesh, ranks = meet()
+    saver, name = Saver(folder, ranks), "write_tensors" if full == "second" else "write_manifest"
+    values = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)], src_data_rank=None)
+    saver.save(1, {"w": values, "plain": torch.ones(2)}, {"n": 1}, keep=1)
+    saver.wait()
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if rank == ("first", "second").index(full):
+        setattr(storage, name, refuse)
+    saver.save(2, {"w": values + 1, "plain": torch.ones(2)}, {"n": 2}, keep=1)
+    with pytest.raises(RecordError) as caught:
+        saver.wait()
+    checkpoint = latest_checkpoint(folder, must_not_be_called, ranks)
+    assert checkpoint is not None
+    return caught.value.message, checkpoint.step, float(load_whole(checkpoint.path)["w"].sum())
+
+
+def find_the_newest(rank: int, folder: Path) -> tuple[int, list[str]]:
+    """The step of the checkpoint that this rank would load, and what it was told of newer ones."""
+    told: list[str] = []
+    checkpoint = latest_checkpoint(folder, lambda path, why: told.append(f"{path.name}: {why}"), meet()[1])
+    assert checkpoint is not None
+    return checkpoint.step, told
+
+
+def see_one_file_less(rank: int, folder: Path) -> str:
+    """The second rank cannot read what it should check; all are told."""
+    if rank == 1:
+        checkpoint_module.file_damage = deny  # type: ignore[assignment]
+    with pytest.raises(RecordError) as caught:
+        latest_checkpoint(folder, must_not_be_called, meet()[1])
+    return str(caught.value)
+
+
+def deny(*_: Any) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+# ── what is found ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks take the first steps, three go on from them, and in the end one process is ahead of both."""
+    """Two ranks take the first steps, three go on from them; and two go on from what one process saved."""
     place = tmp_path_factory.mktemp("sharded")
-    run_ranks(go_on, 2, place / "two", place / "2", place / "2", FIRST, FIRST)
-    run_ranks(go_on, 3, place / "three", place / "2", place / "3", FIRST, SECOND)
+    run_ranks(go_on, 2, place / "two", place, place / "2", FIRST)
+    run_ranks(go_on, 3, place / "three", place / "2", place / "3", SECOND)
+    for case in CASES:
+        model, optimizer = start(case)
+        take_steps(model, optimizer, FIRST)
+        Saver(place / "1" / case).save(FIRST.stop, state_tensors(model.named_parameters(), optimizer), {})
+    run_ranks(go_on, 2, place / "again", place / "1", place / "1 to 2", SECOND)
     return place
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_then_three_then_one_have_the_bits_of_one(case: str, place: Path) -> None:
     expected = start(case)
-    for folder, steps in (("2", FIRST), ("3", SECOND)):
+    for folder, steps in (("2", FIRST), ("3", SECOND), ("1 to 2", range(0))):
         take_steps(*expected, steps)
         assert_same_bits(everything(*restored(case, place / folder / case)), everything(*expected))
     model, optimizer = restored(case, place / "3" / case)
     take_steps(model, optimizer, LAST)
     take_steps(*expected, LAST)
     assert_same_bits(everything(model, optimizer), everything(*expected))
+
+
+def test_every_rank_writes_its_own_rows_and_nothing_is_pickled(place: Path) -> None:
+    folder = place / "3" / CASES[0] / "checkpoints" / "step-00000005"
+    parts = [f"tensors-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert sorted(os.listdir(folder)) == ["index.json", "manifest.json", "state.json", *parts]
+    rows = [load_file(folder / part)["model.uneven"].shape[0] for part in parts]
+    assert rows == [3, 3, 1]
+    whole = torch.zeros(12, 6, dtype=torch.bfloat16)
+    dcp.load({"model.even": whole}, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    assert_same_bits({"": whole}, {"": load_whole(folder, ["model.even"])["model.even"]})
+
+
+@pytest.mark.parametrize(("full", "rank"), [("second", 1), ("first", 0)])
+def test_a_full_disk_on_one_rank_is_told_on_all_and_keeps_the_older_checkpoint(
+    full: str, rank: int, tmp_path: Path
+) -> None:
+    results = run_ranks(save_with_a_full_disk, 2, tmp_path / "ranks", tmp_path / "run", full)
+    for message, step, total in results:
+        assert re.search(rf"step-00000002: the disk is full \([\d,]+ bytes free\) \(rank {rank}\)\.$", message)
+        assert (step, total) == (1, 45.0)
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == [".lock", "step-00000001"]
+
+
+def test_all_ranks_go_back_to_the_same_checkpoint(place: Path, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shutil.copytree(place / "2" / CASES[0] / "checkpoints", checkpoints)
+    shutil.copytree(place / "3" / CASES[0] / "checkpoints" / "step-00000005", checkpoints / "step-00000005")
+    file = checkpoints / "step-00000005" / "tensors-00002-of-00003.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    told = f"step-00000005: {file.name} does not match its checksum"
+    assert run_ranks(find_the_newest, 2, tmp_path / "ranks", tmp_path / "run") == [(3, [told])] * 2
+    lines = run_ranks(see_one_file_less, 2, tmp_path / "ranks", tmp_path / "run")
+    assert all("Permission denied" in line for line in lines)
+
+
+def test_a_part_that_is_missing_is_noticed_by_one_process(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "3" / CASES[0] / "checkpoints", tmp_path / "checkpoints")
+    folder = tmp_path / "checkpoints" / "step-00000005"
+    (folder / "tensors-00003-of-00003.safetensors").unlink()
+    with pytest.raises(RecordError, match=r"tensors-00003-of-00003\.safetensors is missing"):
+        load_checkpoint(folder)
