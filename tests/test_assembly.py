@@ -18,7 +18,8 @@ import narrowgauge as ng
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.spec.notation import parse, parse_table, representative_names
-from narrowgauge.spec.recipes import Override, Recipe, Reduction
+from narrowgauge.spec.recipes import Override, Recipe
+from narrowgauge.spec.reductions import REDUCTIONS
 from narrowgauge.spec.storages import STORAGES
 
 RECIPES = representative_names()
@@ -499,7 +500,7 @@ def test_prepare_narrows_a_mixture_s_experts_too() -> None:
 
 
 def test_a_reduction_that_nothing_applies_is_refused() -> None:
-    mine = Reduction("mine", "float8_e4m3fn", "a test", "a test")
+    mine = dataclasses.replace(REDUCTIONS["native"], name="mine")
     recipe = dataclasses.replace(parse("bfloat16/word"), reduction=mine)
     model = nn.Linear(4, 4)
     with pytest.raises(ng.RecipeError, match="by 'mine', which is not implemented"):

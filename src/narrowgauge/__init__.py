@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from narrowgauge.comparison.comparison import compare_runs as compare_runs
     from narrowgauge.conversion.states import convert as convert
     from narrowgauge.conversion.states import restore as restore
+    from narrowgauge.distributed.reduction import reduce_gradients_with as reduce_gradients_with
     from narrowgauge.errors import ChipError as ChipError
     from narrowgauge.errors import DataError as DataError
     from narrowgauge.errors import FormatError as FormatError
@@ -102,6 +103,7 @@ _HOMES = {
     "AccumulationWarning": "optim.accumulation",
     "ACCUMULATIONS": "spec.accumulations",
     "release_gradients": "optim.gradient_release",
+    "reduce_gradients_with": "distributed.reduction",
     "Optimizer": "optim.optimizer",
     "audit": "optim.audit",
     "attach_gauges": "gauges.attach",

@@ -29,6 +29,11 @@ Option names of ``torch._inductor.config``
 ``torch._inductor.codegen.cpp.CppVecOverrides``, ``torch._inductor.virtualized.V`` (``kernel``, ``interpreter``)
     What Inductor writes for an operation on vectors, and the graph it writes from: shifts and casts become single
     instructions. The way out: what it writes by itself, a third slower with AVX2.
+``FSDPModule._get_fsdp_state``, ``FSDPParamGroup`` (``fsdp_params``, ``mesh_info``, ``_reduce_scatter_comm``)
+    Which parameters travel together, between which ranks, and what summed them before; an all-reduce over replicas that has
+    nothing left to sum is sent to a group of one rank. The way out: the mesh as an argument, and zeros on all replicas but one.
+``torch.autograd.Variable._execution_engine.queue_callback``
+    Replicated parameters are summed when a backward pass ends. The way out: a call after it.
 
 Names of modules under ``torch.compile`` and checkpoints, ``_orig_mod`` and ``_checkpoint_wrapped_module``
     Parameters are named without these prefixes. The way out: longer names.
@@ -196,6 +201,11 @@ def autograd_node() -> Any:
 def runs_backward() -> bool:
     """Whether this thread is inside a backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def current_backward() -> int:
+    """A number for the backward pass that this thread is inside of; -1 outside."""
+    return torch._C._current_graph_task_id()
 
 
 def next_sequence_number() -> int:
@@ -431,3 +441,70 @@ def _part_caches() -> None:
 
 
 _part_caches()
+
+
+def fsdp_groups(model: Any) -> list[tuple[Any, Any]]:
+    """The parameter groups of FSDP2 in a model, each with a module that it was made for."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[int, tuple[Any, Any]] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # PyTorch before 2.12
+                groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+            found.update((id(group), (module, group)) for group in groups)
+    return list(found.values())
+
+
+def fsdp_parameters(group: Any) -> list[Tensor]:
+    """The sharded parameters of a parameter group of FSDP2."""
+    return [parameter.sharded_param for parameter in group.fsdp_params]
+
+
+@dataclass(frozen=True)
+class FsdpMesh:
+    """Between which ranks a parameter group of FSDP2 travels: a mesh, and its dims for shards and for replicas."""
+
+    mesh: Any
+    shard_dim: int | None
+    replicate_dim: int | None
+
+
+def fsdp_mesh(group: Any) -> FsdpMesh:
+    """The mesh of a parameter group of FSDP2."""
+    info = group.mesh_info
+    return FsdpMesh(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim)
+
+
+def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[], None]:
+    """Let ``comm`` do all that a parameter group of FSDP2 did to sum gradients: reduce-scatter, all-reduce and division.
+
+    Args:
+        module, group: from :func:`fsdp_groups`.
+        comm: an object with the methods of FSDP2's ``ReduceScatter``.
+        alone: a process group of this rank alone, for the all-reduce over replicas that is left to do.
+    Returns:
+        What undoes it.
+    """
+    info = group.mesh_info
+    before = group._reduce_scatter_comm, group.gradient_divide_factor, group.force_sum_reduction_for_comms
+    replicas = getattr(info, "replicate_process_group", None)
+    module.set_custom_reduce_scatter(comm)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    if replicas is not None:
+        info.replicate_process_group = alone
+
+    def undo() -> None:
+        group._reduce_scatter_comm, group.gradient_divide_factor, group.force_sum_reduction_for_comms = before
+        if replicas is not None:
+            info.replicate_process_group = replicas
+
+    return undo
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the backward pass that is under way has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

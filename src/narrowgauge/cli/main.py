@@ -34,7 +34,7 @@ def main(context: click.Context) -> None:
 @main.group("show", invoke_without_command=True)
 @click.pass_context
 def show_group(context: click.Context) -> None:
-    """Print a table (formats, recipes, aliases, computes, scales, storages, chips, models), one entry, or the environment."""
+    """Print a table (formats, recipes, computes, storages, reductions, aliases, scales, chips, models), an entry, the machine."""
     _help_without_command(context)
 
 
@@ -59,6 +59,7 @@ _add_table("aliases", "Names in other libraries, and the recipe that each means.
 _add_table("computes", "How the operands of a linear layer's three matmuls are cast.")
 _add_table("scales", "How scalify propagates scales, and where it measures a tensor.")
 _add_table("storages", "How weights and moments are stored between steps.")
+_add_table("reductions", "How gradients are summed across ranks, and in which format they travel.")
 _add_table("chips", "Accelerators: memory, bandwidth, peak rates, links.")
 _add_table("models", "Preset models: shapes and parameter counts.")
 

@@ -16,7 +16,8 @@ from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec import storages, variants
 from narrowgauge.spec.aliases import ALIASES, FOREIGN_COMPUTES, SPELLINGS
 from narrowgauge.spec.computes import COMPUTES, Compute
-from narrowgauge.spec.recipes import REDUCTIONS, Override, Phase, Recipe, own_name
+from narrowgauge.spec.recipes import Override, Phase, Recipe, own_name
+from narrowgauge.spec.reductions import REDUCTIONS
 from narrowgauge.spec.storages import STORAGES, Storage
 
 DEFAULT_STORAGE: dict[str, str] = {

@@ -14,24 +14,9 @@ from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.reductions import REDUCTIONS, Reduction
 from narrowgauge.spec.storages import STORAGES, Storage, for_vectors
 from narrowgauge.spec.variants import at_layer
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """How gradients are summed across ranks, and the format in which they travel."""
-
-    name: str
-    wire: str
-    purpose: str
-    source: str
-
-
-REDUCTIONS: dict[str, Reduction] = {
-    reduction.name: reduction
-    for reduction in (Reduction("native", "the gradient's own", "one process: nothing to sum", "PyTorch"),)
-}
 
 
 @dataclass(frozen=True, slots=True)

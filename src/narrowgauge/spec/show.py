@@ -1,4 +1,4 @@
-"""The tables of formats, recipes, aliases, computes, scales, storages, chips and models, to print.
+"""The tables of formats, recipes, aliases, computes, scales, storages, reductions, chips and models, to print.
 
 Each table is a list of dicts, derived from the same values that the rest of the package computes with. ``--json`` prints all of
 a dict; a terminal and the documentation print selected columns.
@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError, suggestion
-from narrowgauge.spec import formats, notation, propagation, recipes, storages, variants
+from narrowgauge.spec import formats, notation, propagation, recipes, reductions, storages, variants
 from narrowgauge.spec.aliases import ALIASES, Alias
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.codes import Code
@@ -27,7 +27,7 @@ def rows(name: str) -> list[Row]:
     """One table, as plain values that JSON can hold.
 
     Args:
-        name: formats, recipes, aliases, computes, scales, storages, chips or models.
+        name: formats, recipes, aliases, computes, scales, storages, reductions, chips or models.
     Returns:
         A dict per row, each with ``name``. ``recipes`` lists each compute with its default storage, and each storage with
         its default compute (:func:`narrowgauge.spec.notation.representative_names`).
@@ -135,6 +135,11 @@ def _storage_row(storage: Storage) -> Row:
     }
 
 
+def _reduction_row(reduction: reductions.Reduction) -> Row:
+    wire = {gradient: reduction.bytes_per_element(gradient) for gradient in ("float32", "bfloat16")}
+    return {**_fields(reduction), "wire_bytes": wire}
+
+
 def code_text(code: Code) -> str:
     """``e6m5 (12 bits), stochastic``."""
     bits = f" ({code.bits} bits)" if code.is_window else ""
@@ -197,6 +202,7 @@ _MAKERS: dict[str, Callable[[], list[Row]]] = {
     "computes": lambda: [_compute_row(variants.named(name)) for name in variants.names()],
     "scales": lambda: [{**_fields(row), "measures": list(row.measures)} for row in propagation.RULES.values()],
     "storages": lambda: [_storage_row(row) for row in storages.STORAGES.values()],
+    "reductions": lambda: [_reduction_row(row) for row in reductions.REDUCTIONS.values()],
     "chips": _chip_rows,
     "models": _model_rows,
 }
@@ -233,6 +239,13 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     "storages": (
         *name_columns(storage="name"), *text_columns(weight="weight", first_moment="exp_avg", second_moment="exp_avg_sq"), _BYTES,
         *text_columns(vectors="vectors", loses="loses"),
+    ),
+    "reductions": (
+        *name_columns(reduction="name"), Column("travels as", lambda row: row["wire"] or "the gradient's own format"),
+        Column("B sent: float32", lambda row: row["wire_bytes"]["float32"], right=True),
+        Column("bfloat16", lambda row: row["wire_bytes"]["bfloat16"], right=True),
+        *text_columns(error="error", keeps="keeps", any_order=lambda row: "same bits" if row["order_free"] else "other bits"),
+        *text_columns(purpose="purpose"),
     ),
     "chips": (
         *name_columns(chip="name"), *number_columns(memory_GB="memory_gb"), Column("GB/s", "bandwidth_gb_per_second", right=True),

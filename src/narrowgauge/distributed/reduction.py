@@ -1,0 +1,335 @@
+"""Summing gradients across ranks by a row of ``REDUCTIONS``, for models that are sharded (FSDP2), replicated, or both.
+
+A step has micro-batches, of which each rank computes some. :meth:`GradientReduction.micro_batch` surrounds each backward pass;
+after the last, ``p.grad`` holds the sum over all micro-batches of all ranks. What FSDP2 shards is summed while the backward pass
+goes on, by a ``ReduceScatter`` of our own; what every rank has the whole of is summed when it has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge import _torch
+from narrowgauge.distributed.exchanges import ALONE, EXCHANGES, Exchange, Parties, group_of, of_mesh, replicated
+from narrowgauge.distributed.replicated import Replicated, local_part
+from narrowgauge.distributed.world import has_group, world
+from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.spec.reductions import REDUCTIONS, Reduction
+
+
+class Accumulator(Protocol):
+    """What sums the gradients of micro-batches, such as :class:`narrowgauge.GradientAccumulator`."""
+
+    def accumulate(self) -> None:
+        """Take in ``p.grad`` and set it to ``None``."""
+
+    def finish(self) -> None:
+        """Put the sums into ``p.grad``."""
+
+    def discard(self) -> None:
+        """Forget the gradients since the last ``finish``."""
+
+
+def reduce_gradients_with(
+    model: nn.Module,
+    name: str,
+    *,
+    average: bool = True,
+    accumulator: Accumulator | None = None,
+    sums: Literal["sharded", "unsharded"] = "sharded",
+    seed: int = 0,
+    mesh: Any = None,
+) -> GradientReduction:
+    """Sum a model's gradients across ranks by a row of ``REDUCTIONS``, from now on.
+
+    Args:
+        model: sharded by FSDP2, with replicas (HSDP) or without; wrapped in DDP; or plain, with equal weights on all ranks.
+            Parameters beside those that FSDP2 shards must be equal on all ranks. Freeze parameters before.
+        name: a row of ``REDUCTIONS``.
+        average: divide the sum by the number of ranks, as FSDP2 and DDP do; if not, the loss of each micro-batch is its share of
+            the step's.
+        accumulator: sums the micro-batches of a step, in a format of its own; without one autograd and FSDP2 do. An
+            order-free reduction sums them itself and leaves the accumulator alone.
+        sums: ``"sharded"`` sums after each micro-batch's exchange, ``"unsharded"`` on each rank before the only one, which takes
+            the memory of a gradient of the whole model.
+        seed: of random bits, where the reduction takes some; the same on all ranks.
+        mesh: the ranks that a plain model is replicated on; all without one. A sharded model has its own.
+    Returns:
+        The reduction, whose ``micro_batch`` surrounds backward passes. A backward pass outside of it is a step of its own.
+    Raises:
+        RecipeError: no such row, one that cannot do what was asked, or a model on several meshes.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> reduction = reduce_gradients_with(model, "float32", average=False)
+        >>> for k in range(3):
+        ...     with reduction.micro_batch(is_last=k == 2):
+        ...         model(torch.tensor([1.0, 2.0])).backward()
+        >>> model.weight.grad
+        tensor([[3., 6.]])
+    """
+    if name not in EXCHANGES:
+        known = suggestion(name, EXCHANGES) or f"There are {', '.join(EXCHANGES)}."
+        raise RecipeError(f"no reduction is named '{name}'.", known)
+    if sums == "unsharded" and EXCHANGES[name].sums_leaves:
+        raise RecipeError(
+            f"reduction '{name}' was requested with unsharded sums, which add micro-batches before they are exchanged.",
+            "Leave the sums sharded.",
+        )
+    make = partial(EXCHANGES[name], row=REDUCTIONS[name], average=average, seed=seed)
+    return GradientReduction(model, REDUCTIONS[name], make, accumulator, sums, mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class _MicroBatch:
+    is_last: bool = True
+    is_absent: bool = False
+
+
+class _ReduceScatter:
+    """FSDP2's interface to the sum of one parameter group's gradients."""
+
+    def __init__(self, reduction: GradientReduction, exchange: Exchange) -> None:
+        self.reduction, self.exchange = reduction, exchange
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        now = self.reduction.now if self.reduction.now is not None else _MicroBatch()
+        if now.is_absent:
+            input_tensor.zero_()
+        self.exchange.add(input_tensor, output_tensor, is_last=now.is_last)
+
+
+class GradientReduction:
+    """Sums the gradients of a model across ranks; made by :func:`reduce_gradients_with`.
+
+    Attributes:
+        row: the row of ``REDUCTIONS``.
+        size: the number of ranks whose gradients are summed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        row: Reduction,
+        make: Callable[[Parties], Exchange],
+        accumulator: Accumulator | None,
+        sums: str,
+        mesh: Any,
+    ) -> None:
+        self.row = row
+        self.now: _MicroBatch | None = None
+        self._sums_leaves = EXCHANGES[row.name].sums_leaves
+        self._accumulator = None if self._sums_leaves else accumulator
+        self._sums, self._in_step, self._queued_for = sums, False, -1
+        self._exchanges: list[Exchange] = []
+        self._undo: list[Callable[[], None]] = []
+        self._trainable: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self._before: dict[Tensor, Tensor] = {}
+
+        def register(parties: Parties) -> Exchange:
+            self._exchanges.append(make(parties))
+            return self._exchanges[-1]
+
+        self._fsdp = _torch.fsdp_groups(model)
+        sharded, parties = self._take_over_shards(register)
+        others = [p for p in self._trainable if id(p) not in sharded]
+        self._sharded = [p for p in self._trainable if id(p) in sharded]
+        if parties is None:
+            parties = _parties_of(model, mesh)
+        self.size = parties.size
+        whole = replicated(parties.group) if parties.size > 1 else ALONE
+        self._replicated = Replicated(others, whole, register)
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            self._hook_ddp(model, partial(register, whole))
+        elif others and (self.size > 1 or self._sums_leaves):
+            self._hook_replicated(others)
+
+    # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @contextlib.contextmanager
+    def micro_batch(self, is_last: bool = True, is_absent: bool = False) -> Iterator[None]:
+        """Surround the backward pass of one micro-batch; every rank has as many in a step as every other.
+
+        After the last, ``p.grad`` holds the sum over all micro-batches of all ranks, divided once by the number of ranks where
+        ``average``. A failure in it discards the step.
+
+        Args:
+            is_last: whether this is the step's last one.
+            is_absent: this rank has no micro-batch left: it repeats one, so that all ranks take part in every exchange, and
+                contributes nothing.
+        Raises:
+            RecipeError: gradients of an earlier step are still there, or absence where micro-batches are summed before they
+                are exchanged.
+        """
+        if self.now is not None:
+            raise RuntimeError("micro_batch was entered within another")
+        self._begin(is_absent)
+        kept = self._set_aside() if is_absent and not self._sums_leaves else {}
+        self.now = now = _MicroBatch(is_last, is_absent)
+        if self._sums == "unsharded":
+            for module, _ in self._fsdp:
+                module.set_requires_gradient_sync(is_last, recurse=False)
+        try:
+            yield
+            self._take_in(now, kept)
+            self._in_step = not is_last
+        except BaseException:
+            self.discard()
+            raise
+        finally:
+            self.now = None
+
+    def discard(self) -> None:
+        """Forget the micro-batches since the last step, and all gradients."""
+        for parameter in self._trainable:
+            parameter.grad = None
+        self._replicated.discard()
+        for exchange in self._exchanges:
+            exchange.discard()
+        if self._accumulator is not None:
+            self._accumulator.discard()
+        self._in_step = False
+
+    def bytes_per_param(self) -> float:
+        """Bytes per parameter that are kept between micro-batches and steps, counted from live tensors."""
+        kept = sum(exchange.num_bytes() for exchange in self._exchanges)
+        return kept / max(1, sum(local_part(p).numel() for p in self._trainable))
+
+    def close(self) -> None:
+        """Sum as before this reduction was installed; DDP keeps its hook, which then sums each bucket by itself."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def _begin(self, is_absent: bool) -> None:
+        if is_absent and self._sums == "unsharded" and self._fsdp:
+            raise RecipeError(
+                "a rank without a micro-batch was met, and unsharded sums cannot leave its repeated one out.",
+                "Give all ranks equally many micro-batches, or keep the sums sharded.",
+            )
+        if not self._in_step and any(p.grad is not None for p in self._trainable):
+            raise RecipeError(
+                "a step was begun, and gradients of an earlier one are still there.",
+                "Call zero_grad() after each step.",
+            )
+        self._in_step = True
+
+    def _set_aside(self) -> dict[Tensor, Tensor | None]:
+        """The sums so far of what is summed on this rank, out of the way of a backward pass that does not count."""
+        kept = {p: p.grad for p in self._replicated.parameters}
+        for parameter in kept:
+            parameter.grad = None
+        return kept
+
+    def _take_in(self, now: _MicroBatch, kept: dict[Tensor, Tensor | None]) -> None:
+        """Add the gradients of a micro-batch; after the last put in the sums."""
+        if self._sums_leaves:
+            self._replicated.add(is_absent=now.is_absent, is_last=now.is_last)
+            if not now.is_last:
+                for parameter in self._sharded:
+                    parameter.grad = None
+            return
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
+        if self._accumulator is not None:
+            self._accumulator.accumulate()
+        if now.is_last:
+            if self._accumulator is not None:
+                self._accumulator.finish()
+            self._replicated.add()
+
+    # ── what is installed ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_over_shards(self, register: Callable[[Parties], Exchange]) -> tuple[set[int], Parties | None]:
+        """Give FSDP2's parameter groups their exchanges; the ids of what is sharded, and the ranks."""
+        found: set[int] = set()
+        ranks: dict[Any, Parties] = {}
+        for module, group in self._fsdp:
+            where = _torch.fsdp_mesh(group)
+            if where.shard_dim is None or where.mesh.ndim != (1 if where.replicate_dim is None else 2):
+                raise RecipeError(
+                    f"FSDP2 shards {type(module).__name__} over a mesh of {where.mesh.ndim} dims; not all sum gradients.",
+                    "Shard over a mesh of one dim, or of two: replicas and shards.",
+                )
+            parties = of_mesh(where.mesh, where.shard_dim, where.replicate_dim)
+            ranks[parties.group] = parties
+            comm = _ReduceScatter(self, register(parties))
+            alone = group_of([world().rank]) if parties.replicas > 1 else None
+            self._undo.append(_torch.take_over_sums(module, group, comm, alone))
+            if parties.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated
+                found |= {id(p) for p in _torch.fsdp_parameters(group)}
+        if len(ranks) > 1:
+            raise RecipeError(f"a model is sharded over {len(ranks)} meshes of other ranks.", "Shard it over one.")
+        return found, next(iter(ranks.values()), None)
+
+    def _hook_ddp(self, model: Any, register: Callable[[], Exchange]) -> None:
+        """Outside ``micro_batch`` sum each bucket when DDP has filled it; within leave the gradients as they are."""
+        exchanges: dict[int, Exchange] = {}
+
+        def sum_bucket(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
+            flat = bucket.buffer()
+            if self.now is None:
+                index = bucket.index()
+                if index not in exchanges:
+                    exchanges[index] = register()
+                exchanges[index].add(flat, flat)
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(flat)
+            return done
+
+        sum_bucket.__annotations__.clear()  # DDP compares them with types, and here they are text
+        model.register_comm_hook(None, sum_bucket)
+
+    def _hook_replicated(self, parameters: Sequence[Tensor]) -> None:
+        """Outside ``micro_batch`` sum at the end of each backward pass, and add to the gradients from before it."""
+
+        def before(parameter: Tensor, _: Tensor) -> None:
+            if self.now is None and parameter.grad is not None:
+                self._before[parameter] = parameter.grad
+                parameter.grad = None
+
+        def after(_: Tensor) -> None:
+            task = _torch.current_backward()
+            if self.now is None and self._queued_for != task:
+                self._queued_for = task
+                _torch.queue_after_backward(self._sum_now)
+
+        for parameter in parameters:
+            self._undo.append(parameter.register_hook(partial(before, parameter)).remove)
+            self._undo.append(parameter.register_post_accumulate_grad_hook(after).remove)
+
+    @torch.no_grad()
+    def _sum_now(self) -> None:
+        """Sum what is replicated after a backward pass outside ``micro_batch``."""
+        self._queued_for = -1
+        self._replicated.add()
+        for parameter, gradient in self._before.items():
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        self._before.clear()
+
+
+def _parties_of(model: nn.Module, mesh: Any) -> Parties:
+    """The ranks of a model that FSDP2 does not shard."""
+    sharded = next((p for p in model.parameters() if hasattr(p, "device_mesh")), None)
+    if sharded is not None:
+        raise RecipeError(
+            f"a parameter of shape {tuple(sharded.shape)} is a DTensor that FSDP2 did not make.",
+            "Shard with fully_shard.",
+        )
+    if mesh is not None:
+        return replicated(group_of(mesh.mesh.flatten().tolist()))
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return replicated(model.process_group)
+    return replicated() if has_group() else ALONE

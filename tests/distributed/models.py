@@ -1,0 +1,52 @@
+"""Small models for tests of ranks, and gradients that are known without a backward pass of a real one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Leaf(nn.Module):
+    """Parameters whose gradients are given: the loss is the sum of products of both.
+
+    A frozen one, one that is tied, a vector of another dtype, one without a gradient, and rows that no number of ranks divides.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = nn.ModuleList(Layer(rows, dtype, generator) for rows in (5, 8))
+        self.head = nn.Parameter(torch.randn(7, 3, generator=generator).to(dtype))
+        self.tied = self.head
+        self.gain = nn.Parameter(torch.ones(6))
+        self.frozen = nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
+        own = (self.tied * gradients["head"].to(self.head.dtype)).float().sum() + (self.gain * gradients["gain"]).sum()
+        return own + sum(layer(gradients[f"layers.{k}.weight"]) for k, layer in enumerate(self.layers))
+
+
+class Layer(nn.Module):
+    """One matrix."""
+
+    def __init__(self, rows: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, 4, generator=generator).to(dtype))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.weight * gradient.to(self.weight.dtype)).float().sum()
+
+
+SHAPES = {"layers.0.weight": (5, 4), "layers.1.weight": (8, 4), "head": (7, 3), "gain": (6,)}
+
+
+def gradients_of(leaf: int, scale: float = 1.0) -> dict[str, Tensor]:
+    """The gradients of one micro-batch: of magnitudes so far apart that no two orders of addition agree everywhere."""
+    generator = torch.Generator().manual_seed(1000 + leaf)
+    return {
+        name: torch.randn(shape, generator=generator)
+        * torch.exp2(torch.randint(-12, 6, shape, generator=generator))
+        * scale
+        for name, shape in SHAPES.items()
+    }
