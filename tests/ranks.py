@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import importlib
 import importlib.util
 import inspect
 import os
@@ -35,6 +36,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
+# Slow to import, and imported by the call that needs them: the server follows suit once a rank has done so.
+_SLOW = ("torch._dynamo", "torch._inductor.compile_fx", "transformers.models.llama.modeling_llama")
 _HUNG_SECONDS = 1.0  # for a rank that is asked where it stands
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG, of <sys/prctl.h>
 # Ranks are as many as there are tests that start some; none may take all processors, or another interface. Compilers with
@@ -77,7 +80,8 @@ def run_ranks(
     Cost: 0.06 s for two ranks and 0.2 s for eight, beside what the function does; 3 s for the first call of a session.
     """
     place.mkdir(parents=True, exist_ok=True)
-    (place / "meeting").unlink(missing_ok=True)  # of ranks that failed here before
+    for left in ("meeting", "loaded0"):  # by ranks that failed here before
+        (place / left).unlink(missing_ok=True)
     for k in range(num_ranks):
         (place / f"output{k}").write_bytes(b"")
     call = _Call(
@@ -160,6 +164,7 @@ def serve(calls: BinaryIO, answers: BinaryIO) -> None:
             with contextlib.suppress(BrokenPipeError):  # nobody waits for it: no more calls either
                 pickle.dump(answer, answers)
                 answers.flush()
+            _follow(call.place / "loaded0")
 
 
 @contextlib.contextmanager
@@ -186,6 +191,13 @@ def _import(file: str) -> ModuleType:
     module = sys.modules["ranked"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _follow(loaded: Path) -> None:
+    """Import what a rank has imported, for those to come."""
+    with contextlib.suppress(OSError):  # the ranks failed, or the test has removed its folder
+        for name in loaded.read_text().split():
+            importlib.import_module(name)
 
 
 def _require_one_thread(file: str) -> None:
@@ -260,6 +272,7 @@ def _run(rank: int, call: _Call, module: ModuleType | None) -> None:
     )
     result = getattr(module, call.name)(rank, *call.arguments)
     (call.place / f"result{rank}").write_bytes(pickle.dumps(result))
+    (call.place / f"loaded{rank}").write_text(" ".join(name for name in _SLOW if name in sys.modules))
     dist.barrier()  # none leaves while another still asks it for something
     dist.destroy_process_group()
 

@@ -35,6 +35,9 @@ Option names of ``torch._inductor.config``
 ``torch.autograd.Variable._execution_engine.queue_callback``
     Replicated parameters are summed when a backward pass ends. The way out: a call after it.
 
+Functions of ``torch.distributed`` and ``torch.distributed.distributed_c10d``, replaced while a run is watched
+    PyTorch tells no one in Python what its collectives send and how long they take. The way out: columns that stay empty.
+
 Names of modules under ``torch.compile`` and checkpoints, ``_orig_mod`` and ``_checkpoint_wrapped_module``
     Parameters are named without these prefixes. The way out: longer names.
 
@@ -51,7 +54,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -508,3 +511,31 @@ def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Call a function when the backward pass that is under way has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def replace_collectives(
+    wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]], names: Iterable[str]
+) -> Callable[[], None]:
+    """Replace functions of ``torch.distributed``, for those who call them and for each other.
+
+    Args:
+        wrap: makes the new function of a name and the old one.
+        names: of functions; those that this release does not have are passed over.
+    Returns:
+        What puts the old ones back.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    olds = {name: getattr(distributed_c10d, name) for name in names if hasattr(distributed_c10d, name)}
+    for name, old in olds.items():
+        new = wrap(name, old)
+        setattr(distributed_c10d, name, new)
+        setattr(dist, name, new)
+
+    def restore() -> None:
+        for name, old in olds.items():
+            setattr(distributed_c10d, name, old)
+            setattr(dist, name, old)
+
+    return restore

@@ -21,6 +21,7 @@ from narrowgauge.monitor.conditions import CONDITIONS, Detector, Facts, Metrics
 from narrowgauge.monitor.detectors import DETECTORS, SAFER
 from narrowgauge.monitor.features import StepMetrics, gauge_metrics, number
 from narrowgauge.monitor.spikes import Spike, SpikeJudge, StepJudgement
+from narrowgauge.monitor.stragglers import Stragglers
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec.notation import parse_value
@@ -115,7 +116,7 @@ class Alarms:
         )
         self.judge = SpikeJudge()
         """Judges spikes against all steps so far; a trainer judges a step with it before the update."""
-        self._steps = StepMetrics()
+        self._steps, self._stragglers = StepMetrics(), Stragglers()
         self._states: dict[tuple[str, str | None], _State] = {}
 
     @classmethod
@@ -174,7 +175,7 @@ class Alarms:
             if self._state(DETECTORS[name], None).update(DETECTORS[name], spike is not None, spike is None) and spike:
                 trips.append(_Trip(DETECTORS[name], None, spike.value, spike.threshold))
         self.judge.add(loss, norm, spiked=any(spikes))
-        return self._events(int(row.get("step", 0)), trips, spikes)
+        return [*self._events(int(row.get("step", 0)), trips, spikes), *self._stragglers.on_step(row)]
 
     def on_gauges(self, row: Row) -> list[Event]:
         """Read a row of ``gauges.jsonl``.

@@ -197,6 +197,22 @@ STEP = _table((
     Column("loss_scale", "number", "loss scale after the step", tag="train/loss_scale"),
     Column("saturated", "number", "values beyond a delayed scale, held at its end", "values", tag="train/saturated"),
     *_audit("on an audited step", "update lost {}", "train"),
+    Column(
+        "communication_bytes", "number", "bytes that a rank sent in the step, the mean of all ranks", "bytes",
+        tag="ranks/communication_bytes",
+    ),
+    Column(
+        "communication_seconds", "number", "time in collectives, waiting included, the mean of all ranks", "s",
+        tag="ranks/communication_seconds", label="communication {}", show="{:.2f} s".format,
+    ),
+    Column(
+        "wait_seconds", "number", "how long the other ranks waited for the slowest one, their mean", "s",
+        tag="ranks/wait_seconds", label="waiting {}", show="{:.2f} s".format,
+    ),
+    Column(
+        "ranks", "object", "every ten steps, or with more ranks every that many: these three, and how often and by how much "
+        "a rank was the last, as lists with a number for each rank", checked=False,
+    ),
     Column("settings", "object", "in the first row only: the settings that the run began with", checked=False),
     _CHECKSUM,
 ))  # fmt: skip

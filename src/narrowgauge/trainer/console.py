@@ -22,7 +22,7 @@ from narrowgauge.spec.tables import Column, Table
 MIN_WIDTH = 80
 """Width of a terminal below which metrics do not fit beside a bar, nor a table of runs."""
 _BAR = ("loss", "tokens_per_second")
-_LINE = (*_BAR, "lr", "edq")
+_LINE = (*_BAR, "lr", "edq", "communication_seconds", "wait_seconds")
 
 
 class Screen(Protocol):
