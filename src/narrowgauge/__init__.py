@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from narrowgauge.errors import DataError as DataError
     from narrowgauge.errors import FormatError as FormatError
     from narrowgauge.errors import NarrowgaugeError as NarrowgaugeError
+    from narrowgauge.errors import RankError as RankError
     from narrowgauge.errors import RecipeError as RecipeError
     from narrowgauge.errors import RecordError as RecordError
     from narrowgauge.experiment.harness import compare as compare
@@ -151,6 +152,7 @@ _HOMES = {
     "RecipeError": "errors",
     "ChipError": "errors",
     "DataError": "errors",
+    "RankError": "errors",
     "RecordError": "errors",
 }
 

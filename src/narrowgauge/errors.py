@@ -5,6 +5,7 @@
     ├── RecipeError            a recipe contradicts itself or the model
     ├── ChipError              this machine cannot do what was requested
     ├── DataError              a text, tokenizer or model folder cannot be used
+    ├── RankError              the ranks of a run contradict each other, or one was lost
     └── RecordError            a run folder is missing, broken or newer than this version
 
 Every message states what was requested, what was found and where; ``advice`` says what to do. The command line prints both on
@@ -48,6 +49,25 @@ class DataError(NarrowgaugeError):
 
 class RecordError(NarrowgaugeError):
     """A run folder or checkpoint is missing, damaged, occupied, or newer than this version."""
+
+
+class RankError(NarrowgaugeError):
+    """The ranks of a run contradict each other or do not fit, or one of them was lost.
+
+    ``status`` is the exit status of the command: 2 for invalid input, 1 if a rank was lost while it ran.
+    """
+
+    def __init__(self, message: str, advice: str = "", *, status: int = 2) -> None:
+        super().__init__(message, advice)
+        self.status = status
+
+
+class ReportedError(NarrowgaugeError):
+    """Another process has printed why the command ends; this one exits with ``status`` and prints nothing."""
+
+    def __init__(self, status: int = 2) -> None:
+        super().__init__("another process has reported the error.")
+        self.status = status
 
 
 class Terminated(KeyboardInterrupt):

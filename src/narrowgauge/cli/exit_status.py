@@ -10,21 +10,25 @@ from typing import Any, NoReturn
 
 import click
 
-from narrowgauge.errors import NarrowgaugeError, Terminated, shortened, suggestion
+from narrowgauge.errors import NarrowgaugeError, RankError, ReportedError, Terminated, shortened, suggestion
 
 
 class CommandGroup(click.Group):
-    """Exits with status 2 for invalid input, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Exits with status 2 for invalid input, 1 if a rank was lost, 130 after Ctrl-C, 143 after SIGTERM."""
 
     def main(
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: object, **extra: Any
     ) -> NoReturn:
         """Run one command and exit."""
         extra["standalone_mode"] = False
+        # The words of the command line, for commands that start other processes with them.
+        extra.setdefault("obj", list(sys.argv[1:] if args is None else args))
         try:
             status = super().main(args, prog_name, **extra)
+        except ReportedError as error:
+            status = error.status
         except NarrowgaugeError as error:
-            status = _print_error(type(error).__name__, str(error), 2)
+            status = _print_error(type(error).__name__, str(error), error.status if isinstance(error, RankError) else 2)
         except click.Abort as abort:
             is_terminated = isinstance(abort.__cause__, Terminated)
             status = _print_error(

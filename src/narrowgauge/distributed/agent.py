@@ -1,0 +1,198 @@
+"""Starting ranks on one host: ``narrowgauge train --nproc N`` is torchrun's elastic agent with N processes of this command.
+
+The agent starts the ranks, ends all when one fails, and starts them anew where restarts are allowed. What it adds to torchrun is
+the end: one line that says which rank was lost at which step and how the run goes on, instead of a report per rank; a signal
+goes to each rank once, and the ranks have time to save. No rank outlives the agent.
+
+Source: docs.pytorch.org/docs/stable/elastic/agent.html, torch.distributed.launcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+from narrowgauge.distributed.launch import AGENT_FOLDER, AGENT_PROCESS, LOST, REPORTED
+from narrowgauge.distributed.liveness import read_beat
+from narrowgauge.errors import RankError, ReportedError, Terminated
+
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+STOP_SECONDS = 600
+"""How long ranks may take to finish a step and save, after a signal; then they are killed."""
+
+
+def run_on_ranks(
+    words: Sequence[str],
+    num_ranks: int,
+    *,
+    max_restarts: int = 0,
+    how_to_resume: Callable[[], str] = lambda: "",
+    stop_seconds: int = STOP_SECONDS,
+) -> None:
+    """Run a Python command on N ranks of this host, and wait until they end.
+
+    Invariant: every rank has ended when this returns or raises, and if this process is killed.
+
+    Args:
+        words: arguments of the interpreter, as in ``["-m", "narrowgauge", "train"]``.
+        num_ranks: how many.
+        max_restarts: how often the ranks are started anew after one failed.
+        how_to_resume: a sentence that says how the run goes on, for the line about a lost rank.
+        stop_seconds: how long the ranks may take to stop after a signal.
+    Raises:
+        RankError: a rank was lost; with its number, the reason and its step.
+        ReportedError: a rank has printed an error.
+        KeyboardInterrupt: after Ctrl-C; after SIGTERM :class:`~narrowgauge.errors.Terminated`.
+    """
+    with tempfile.TemporaryDirectory(prefix="narrowgauge-") as name, _quiet(), _handlers(), _variables(name):
+        folder = Path(name)
+        try:
+            launch_agent(_config(num_ranks, max_restarts, stop_seconds), sys.executable, list(words))
+        except ChildFailedError as error:
+            raise _ended(error.failures, folder, how_to_resume) from None
+        except SignalException as error:
+            raise _stopped(error, folder) from None
+
+
+def _config(num_ranks: int, max_restarts: int, stop_seconds: int) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle=",".join(number.name for number in _SIGNALS),
+        shutdown_timeout=stop_seconds,
+    )
+
+
+@contextmanager
+def _handlers() -> Iterator[None]:
+    """Restore the handlers of signals that the agent replaces."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the agent's own reports of what one line will say."""
+    # Each has a level of its own, so the parent's does not count.
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+@contextmanager
+def _variables(folder: str) -> Iterator[None]:
+    """What the ranks inherit."""
+    given = {AGENT_FOLDER: folder, AGENT_PROCESS: str(os.getpid())}
+    if sys.platform == "linux":
+        given["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+# ── how they ended ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _ended(failures: Mapping[int, ProcessFailure], folder: Path, how_to_resume: Callable[[], str]) -> Exception:
+    """The one error for failed ranks."""
+    codes = {rank: failure.exitcode for rank, failure in failures.items()}
+    first, code = next(iter(codes.items()))
+    reported, lost = _last_note(folder, REPORTED), _last_note(folder, LOST)
+    if reported:
+        return ReportedError(int(reported))
+    if lost:  # by the others: a rank that hangs is killed in the end
+        return RankError(lost, how_to_resume(), status=1)
+    killed = first_killed(codes)
+    if killed is not None:
+        return RankError(
+            describe_killed(killed, -codes[killed], read_beat(folder, killed)[0]), how_to_resume(), status=1
+        )
+    if code in (2, 128 + signal.SIGINT, 128 + signal.SIGTERM):  # it has printed why
+        return ReportedError(code)
+    message = f"rank {first} ended with status {code} in step {read_beat(folder, first)[0] + 1}."
+    return RankError(message, how_to_resume(), status=1)
+
+
+def _last_note(folder: Path, name: str) -> str:
+    """What a rank of the last attempt wrote; empty without such a file."""
+    attempts = [int(file.name.rpartition("-")[2]) for file in folder.glob("attempt-*")]
+    file = folder / f"{name}-{max(attempts, default=0)}"
+    return file.read_text() if file.exists() else ""
+
+
+def first_killed(codes: Mapping[int, int]) -> int | None:
+    """The first rank that a signal ended, other than the SIGTERM with which the agent ends the rest.
+
+    Args:
+        codes: exit codes by rank, in the order in which they were seen; negative for a signal.
+    Returns:
+        Its number, if there is one.
+    Example:
+        >>> first_killed({0: 1, 3: -15, 2: -9})
+        2
+    """
+    return next((rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM), None)
+
+
+def describe_killed(rank: int, number: int, step: int) -> str:
+    """A sentence about a rank that a signal ended.
+
+    Args:
+        rank: its number.
+        number: of the signal.
+        step: the last one it has done.
+    Example:
+        >>> describe_killed(2, 9, 57)
+        'rank 2 was killed by signal 9 (SIGKILL: by hand, or the memory was full) in step 58.'
+    """
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = "unknown"
+    why = ": by hand, or the memory was full" if number == signal.SIGKILL else ""
+    return f"rank {rank} was killed by signal {number} ({name}{why}) in step {step + 1}."
+
+
+def _stopped(error: SignalException, folder: Path) -> BaseException:
+    """After a signal: the ranks have printed where they stopped, if they had begun."""
+    is_terminated = error.sigval != signal.SIGINT
+    if any(folder.glob("step-*")):
+        return ReportedError(128 + signal.SIGTERM if is_terminated else 128 + signal.SIGINT)
+    return Terminated() if is_terminated else KeyboardInterrupt()

@@ -1,0 +1,65 @@
+"""A run of ranks without a model, for tests of how ranks start and end: ``launched.py CASE FOLDER``.
+
+Each step is an all-reduce. The cases do in some step what this file says; whether that is told once, by whom, and with which
+status is what the tests ask.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from narrowgauge.cli.exit_status import CommandGroup
+from narrowgauge.distributed import agreement, launch
+from narrowgauge.distributed.placement import Placement
+from narrowgauge.errors import RecordError, Terminated
+
+CULPRIT, STEP, STEPS = 1, 5, 8
+
+
+def happen(case: str, here: Placement) -> None:
+    """What the case is about, on the rank that it is about, in its step."""
+    if case == "killed" or (case == "killed once" and here.attempt == 0):
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif case == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif case == "hanging":
+        time.sleep(600)
+    elif case == "failing":
+        raise RecordError("the disk is full.", "Free some space.")
+    elif case == "terminated":
+        os.kill(os.getppid(), signal.SIGTERM)
+    elif case == "orphaned":
+        os.kill(os.getppid(), signal.SIGKILL)
+
+
+def run(case: str, folder: Path) -> None:
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    seconds = float(os.environ.get("SECONDS_WITHOUT_PROGRESS", "60"))
+    with launch.process_group(timeout_seconds=seconds, how_to_resume=lambda: "Resume it.") as here:
+        agreement.require_same({"lr": 0.1 + (case == "different" and here.rank == CULPRIT)})
+        step = 0
+        # A signal is on its way: whoever waits for it goes on until it has come.
+        while step < STEPS or case in ("terminated", "orphaned"):
+            if step + 1 == STEP and here.rank == CULPRIT:
+                happen(case, here)
+            dist.all_reduce(torch.ones(4))
+            step += 1
+            launch.beat(step)
+            if number := agreement.agree_to_stop(received[0] if received else 0):
+                (folder / f"stopped-{here.rank}").write_text(f"{step} {number}")
+                raise Terminated
+        (folder / f"done-{here.rank}").write_text(f"{here.rank} {here.size} {here.local_rank} {here.attempt}")
+
+
+if __name__ == "__main__":
+    group = CommandGroup("launched")
+    group.command("run")(lambda: run(sys.argv[1], Path(sys.argv[2])))
+    group.main(["run"])
