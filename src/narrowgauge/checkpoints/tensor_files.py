@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def write_tensors(
     Args:
         path: a file that does not exist.
         tensors: of the dtypes of :data:`DTYPES`, on any device.
-        offsets: of tensors that are parts of larger ones: where they begin in those.
+        offsets: where each tensor begins in a larger one, if they are parts.
     Returns:
         Its size and checksum, of the bytes as they were in memory.
     Raises:
@@ -64,11 +65,29 @@ def write_tensors(
         >>> write_tensors(file, {"w": torch.ones(2)}).size == file.stat().st_size
         True
     """
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return write_one_by_one(path, shapes, tensors.__getitem__, offsets)
+
+
+def write_one_by_one(
+    path: Path,
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensor_of: Callable[[str], Tensor],
+    offsets: Mapping[str, Sequence[int]] | None = None,
+) -> FileRecord:
+    """:func:`write_tensors` of tensors that are made when they are written, so that one is in memory at a time.
+
+    Args:
+        path: a file that does not exist.
+        shapes: dtype and shape of each tensor.
+        tensor_of: makes it.
+        offsets: as there.
+    """
     # By falling alignment, as the library does, so that every tensor is aligned in a file that is mapped into memory.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))
     checksum, size = hashlib.blake2b(digest_size=32), 0
     with path.open("xb") as file:
-        for block in _blocks(names, tensors, offsets or {}):
+        for block in _blocks(_header(names, shapes, offsets), names, tensor_of):
             checksum.update(block)
             size += file.write(block)
         file.flush()
@@ -76,25 +95,30 @@ def write_tensors(
     return FileRecord(size, checksum.hexdigest())
 
 
-def _blocks(
-    names: Sequence[str], tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]]
-) -> Iterator[bytes | memoryview]:
+def _header(
+    names: Sequence[str],
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    offsets: Mapping[str, Sequence[int]] | None,
+) -> bytes:
     metadata = {"format": "pt"}
-    if offsets:
-        whole = {name: offsets.get(name, [0] * tensors[name].ndim) for name in names}
-        metadata[_PARTS] = json.dumps({name: {"saved_offsets": list(place)} for name, place in whole.items()})
+    if offsets is not None:
+        metadata[_PARTS] = json.dumps({name: {"saved_offsets": list(offsets[name])} for name in names})
     header: dict[str, object] = {"__metadata__": metadata}
     at = 0
     for name in names:
-        tensor = tensors[name]
-        end = at + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        dtype, shape = shapes[name]
+        end = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(8, "little") + text
+
+
+def _blocks(header: bytes, names: Sequence[str], tensor_of: Callable[[str], Tensor]) -> Iterator[bytes | memoryview]:
+    yield header
     for name in names:
-        flat = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        flat = tensor_of(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         data = flat.numpy().data
         for start in range(0, len(data), BLOCK):
             yield data[start : start + BLOCK]

@@ -8,31 +8,30 @@ elsewhere without losing small updates.
 from __future__ import annotations
 
 import copy
-import os
-import shutil
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from narrowgauge.checkpoints.ranks import Ranks
+from narrowgauge.checkpoints.reading import saved_tensors
+from narrowgauge.conversion.folders import new_folder
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.runs.atomic_io import (
-    AGAIN,
-    disk_error,
-    disk_errors,
-    hidden_error,
-    sync_file,
-    sync_folder,
-    temporary_name,
-)
+from narrowgauge.runs.atomic_io import AGAIN, disk_errors
+from narrowgauge.runs.record import read_run
+from narrowgauge.trainer import language_model
+from narrowgauge.trainer.checkpoint import ALONE, Checkpoint, latest_checkpoint
 from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.data import open_data
 from narrowgauge.trainer.language_model import without_progress_bars
 from narrowgauge.trainer.preflight import refuse_occupied
-from narrowgauge.trainer.session import load
+from narrowgauge.trainer.session import load, no_checkpoint
+from narrowgauge.trainer.streamed_export import MAX_FILE_BYTES, WeightSource, can_stream, write_weights
 from narrowgauge.trainer.tokenization import load_tokenizer
 
 Dtype = Literal["visible", "float32"]
@@ -65,7 +64,13 @@ class Run(Protocol):
         """The run's ``tokenizer.json``, if the data came with one."""
 
 
-def export(folder: Path, out: Path, dtype: Dtype = "visible") -> Path:
+def export(
+    folder: Path,
+    out: Path,
+    dtype: Dtype = "visible",
+    max_file_bytes: int = MAX_FILE_BYTES,
+    ranks: Ranks = ALONE,
+) -> Path:
     """Export a run's newest good checkpoint as a Hugging Face folder.
 
     Invariant: ``out`` is complete or absent. Loading it gives the same bits: with ``"visible"`` those of the weights that
@@ -77,6 +82,8 @@ def export(folder: Path, out: Path, dtype: Dtype = "visible") -> Path:
             ``AutoModelForCausalLM`` and ``AutoTokenizer.from_pretrained(out)`` work. Missing parents are made. A run
             on a token map without a tokenizer exports the model alone.
         dtype: ``"visible"`` or ``"float32"``.
+        max_file_bytes: weights that need more are written to several files with an index, as ``save_pretrained`` does.
+        ranks: which share the files among them; all call this.
 
     Returns:
         ``out``.
@@ -84,10 +91,76 @@ def export(folder: Path, out: Path, dtype: Dtype = "visible") -> Path:
     Raises:
         RecordError: the run has no good checkpoint, ``out`` exists and is not an empty folder, or the disk is full.
 
-    Cost: reads the checkpoint once, writes 2 or 4 bytes per parameter.
+    Cost: reads the checkpoint once to verify it and its weights again, writes 2 or 4 bytes per parameter. Memory for one tensor;
+        for the whole model and its optimizer where the recipe has unit scaling or transformers joins tensors.
     """
-    refuse_occupied(Path(out))
-    return write_folder(cast(Run, load(folder)), Path(out), dtype)
+    ranks.together(lambda: refuse_occupied(Path(out)))
+    _require_dtype(dtype)
+    run = open_run(folder, ranks)
+    saved = saved_tensors(run.checkpoint.path)
+    if run.config.recipe.compute.transform == "unit" or not can_stream(run.model, saved):
+        ranks.of_first(lambda: write_folder(cast(Run, load(folder)), Path(out), dtype))
+        return out
+    names = tuple(name for name, _ in run.model.named_parameters())
+    source = WeightSource(run.checkpoint, saved, names, run.config.recipe, dtype == "float32")
+    return _stream(run, source, Path(out), max_file_bytes, ranks)
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run on the disk, whose weights are not loaded.
+
+    Args:
+        model: on the meta device.
+        config: the settings.
+        checkpoint: the newest good one.
+        tokenizer_path: the run's ``tokenizer.json``, if the data came with one.
+    """
+
+    model: PreTrainedModel
+    config: TrainConfig
+    checkpoint: Checkpoint
+    tokenizer_path: Path | None
+
+
+def open_run(folder: str | Path, ranks: Ranks = ALONE) -> SavedRun:
+    """Open a run folder at its newest good checkpoint, without its weights.
+
+    Args:
+        folder: the run folder.
+        ranks: which open it together; all call this.
+    Raises:
+        RecordError: no such run, or one of a newer version, or no good checkpoint.
+    """
+    folder = Path(folder)
+    run = read_run(folder)
+    config = TrainConfig.from_dict(run.config, str(folder / "run.toml"))
+    data = open_data(folder)
+    data.require_same(run.data_fingerprint)
+    damaged: list[str] = []
+    checkpoint = latest_checkpoint(
+        folder, lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"), ranks
+    )
+    if checkpoint is None:
+        raise no_checkpoint(folder, damaged)
+    return SavedRun(language_model.skeleton(config.model, data.vocab_size), config, checkpoint, data.tokenizer_path)
+
+
+def _stream(run: SavedRun, source: WeightSource, out: Path, max_file_bytes: int, ranks: Ranks) -> Path:
+    """Write the folder of an export, tensor by tensor."""
+    dtypes = {dtype for dtype, _ in source.shapes().values()}
+    with ExitStack() as stack:
+        temporary = Path(ranks.of_first(lambda: str(stack.enter_context(new_folder(out)))))
+        with disk_errors(out, AGAIN):
+            write_weights(source, temporary, max_file_bytes, ranks)
+        ranks.of_first(lambda: _finish(run, temporary, dtypes <= {torch.bfloat16}, stack))
+    return out
+
+
+def _finish(run: SavedRun, folder: Path, is_narrow: bool, stack: ExitStack) -> None:
+    run.model.config.architectures = [type(run.model).__name__]
+    _write_all_but_weights(run, folder, is_narrow)
+    stack.close()
 
 
 def sample(folder: Path, text: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0) -> str:
@@ -116,25 +189,16 @@ def sample(folder: Path, text: str, tokens: int = 100, temperature: float = 0.8,
 
 def write_folder(run: Run, out: Path, dtype: Dtype = "visible") -> Path:
     """:func:`export` for a run in memory."""
+    _require_dtype(dtype)
+    refuse_occupied(out)
+    with new_folder(out) as temporary:
+        _write(run, temporary, dtype)
+    return out
+
+
+def _require_dtype(dtype: str) -> None:
     if dtype not in ("visible", "float32"):
         raise RecordError(f"Cannot export as {dtype!r}.", "Use 'visible' or 'float32'.")
-    refuse_occupied(out)
-    temporary = temporary_name(out)
-    with disk_errors(out, AGAIN):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-            _write(run, temporary, dtype)
-            if out.exists():
-                out.rmdir()
-            os.rename(temporary, out)
-            sync_folder(out.parent)
-        except SafetensorError as error:  # it reports the system's error, such as a full disk, only as text
-            raise disk_error(out, hidden_error(error), AGAIN) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return out
 
 
 def continue_text(run: Run, text: str, tokens: int, temperature: float, seed: int) -> str:
@@ -161,21 +225,22 @@ def continue_text(run: Run, text: str, tokens: int, temperature: float, seed: in
 def _write(run: Run, folder: Path, dtype: Dtype) -> None:
     weights = _weights(run, dtype)
     is_narrow = all(tensor.dtype == torch.bfloat16 for tensor in weights.values() if tensor.is_floating_point())
-    # A model with some float32 weights (kept modules) is declared float32: loading then changes no value.
-    named = torch.bfloat16 if is_narrow else torch.float32
     with without_progress_bars():
         run.model.save_pretrained(folder, state_dict=weights)
+    _write_all_but_weights(run, folder, is_narrow)
+
+
+def _write_all_but_weights(run: Run | SavedRun, folder: Path, is_narrow: bool) -> None:
+    """Configuration, tokenizer and generation settings; beside them the weights are there."""
     config = copy.deepcopy(run.model.config)
-    config.dtype = named
+    # A model with some float32 weights (kept modules) is declared float32: loading then changes no value.
+    config.dtype = torch.bfloat16 if is_narrow else torch.float32
     config.use_cache = True
     if run.tokenizer_path is not None:
         end = _write_tokenizer(run, folder, getattr(config, "max_position_embeddings", None))
         config.bos_token_id = config.eos_token_id = end
     config.save_pretrained(folder)
     _write_generation(run.model, folder, config.eos_token_id)
-    for file in folder.iterdir():
-        sync_file(file)
-    sync_folder(folder)
 
 
 def _weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
@@ -207,7 +272,7 @@ def _plain_weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in plain.items() if name in names}
 
 
-def _write_tokenizer(run: Run, folder: Path, positions: int | None) -> int:
+def _write_tokenizer(run: Run | SavedRun, folder: Path, positions: int | None) -> int:
     tokenizer, end = _tokenizer(run)
     name = tokenizer.id_to_token(end)
     length = {} if positions is None else {"model_max_length": positions}
@@ -226,7 +291,7 @@ def _write_generation(model: PreTrainedModel, folder: Path, end: int | None) -> 
         generation.save_pretrained(folder)
 
 
-def _tokenizer(run: Run) -> tuple[Tokenizer, int]:
+def _tokenizer(run: Run | SavedRun) -> tuple[Tokenizer, int]:
     if run.tokenizer_path is None:
         raise RecordError("This run has no tokenizer: its data was a token map without one.", "Export the model alone.")
     return load_tokenizer(run.tokenizer_path)

@@ -89,6 +89,24 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         ) from error
 
 
+def skeleton(model: str, vocab_size: int) -> PreTrainedModel:
+    """The model of :func:`build` without weights, on the meta device: its configuration, and the names of its parameters.
+
+    Args:
+        model: as in :func:`build`.
+        vocab_size: number of token embeddings; loaded weights keep their own.
+    """
+    row = MODELS.get(model.strip().lower())
+    if row is not None:
+        return _drawn(_preset_config(row, vocab_size), 0, "meta")
+    folder = _folder(model)
+    refuse_own_code(folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not _has_weights(folder):
+        config.vocab_size = vocab_size
+    return _drawn(config, 0, "meta")
+
+
 def num_parameters(model: nn.Module) -> int:
     """Number of parameters; a tensor under two names (a tied embedding) counts once.
 
@@ -341,9 +359,9 @@ def _without_dropout(config: Any) -> Any:
     return config
 
 
-def _drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+def _drawn(config: PretrainedConfig, seed: int, device: str = "cpu") -> PreTrainedModel:
     config = _without_dropout(config)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.default_generator.manual_seed(seed)
         made = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False

@@ -295,11 +295,16 @@ def load(folder: str | Path) -> Session:
     damaged: list[str] = []
     session.restore(lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"))
     if session.step == 0:
-        raise RecordError(
-            f"{folder} holds no good checkpoint{': ' + '; '.join(damaged) if damaged else ''}.",
-            f"narrowgauge resume {folder} restarts it from step 0.",
-        )
+        raise no_checkpoint(folder, damaged)
     return session
+
+
+def no_checkpoint(folder: Path, damaged: list[str]) -> RecordError:
+    """A run has no good checkpoint; ``damaged`` says why each was not loaded."""
+    return RecordError(
+        f"{folder} holds no good checkpoint{': ' + '; '.join(damaged) if damaged else ''}.",
+        f"narrowgauge resume {folder} restarts it from step 0.",
+    )
 
 
 def describe(session: Session) -> dict[str, Any]:

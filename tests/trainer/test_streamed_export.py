@@ -1,0 +1,130 @@
+"""Exports tensor by tensor: the bytes of an export of the whole model, from one process or ranks, by any number of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
+
+import narrowgauge as ng
+import narrowgauge.trainer.streamed_export as streamed_export
+from narrowgauge.checkpoints.ranks import all_ranks
+from narrowgauge.errors import RecordError
+from narrowgauge.trainer import exporting, loop, session
+from narrowgauge.trainer.checkpoint import latest_checkpoint
+from narrowgauge.trainer.saving import Saver
+from ranks import run_ranks
+from tensors import assert_same_bits
+from trainer.tiny_runs import settings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LIMIT = 4000
+"""Bytes of a file; the embeddings alone have more."""
+
+
+@pytest.fixture(scope="module")
+def run(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose weights have tails, scaled by row."""
+    folder = tmp_path_factory.mktemp("export") / "run"
+    return loop.train(settings(place, folder, recipe="bfloat16/compact", steps=4))
+
+
+def save_by_rows(rank: int, source: Path, target: Path) -> None:
+    """The newest checkpoint of a run as ranks would have written it, each its own rows."""
+    ranks, found = all_ranks(), latest_checkpoint(source, lambda path, why: None)
+    assert found is not None
+    mesh, (tensors, state) = init_device_mesh("cpu", (ranks.size,)), found.load()
+    placed: dict[str, Any] = {
+        name: value if value.ndim == 0 else distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+        for name, value in tensors.items()
+    }
+    saver = Saver(target, ranks)
+    saver.save(found.step, placed, state)
+    saver.wait()
+
+
+def export_together(rank: int, folder: Path, out: Path, dtype: Any) -> None:
+    exporting.export(folder, out, dtype, max_file_bytes=LIMIT, ranks=all_ranks())
+
+
+@pytest.fixture(scope="module")
+def sharded(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, with the checkpoint of three ranks."""
+    place = tmp_path_factory.mktemp("sharded")
+    shutil.copytree(run, place / "run", ignore=lambda folder, names: {"checkpoints"} & set(names))
+    run_ranks(save_by_rows, 3, place / "ranks", run, place / "run")
+    return place / "run"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("dtype", ["visible", "float32"])
+def test_the_bytes_are_those_of_an_export_of_the_whole_model(
+    dtype: Any, run: Path, sharded: Path, tmp_path: Path
+) -> None:
+    whole = exporting.write_folder(session.load(run), tmp_path / "whole", dtype)  # type: ignore[arg-type]
+    run_ranks(export_together, 2, tmp_path / "ranks", sharded, tmp_path / "together", dtype)
+    found = {
+        "one file": exporting.export(run, tmp_path / "one", dtype),
+        "several": exporting.export(sharded, tmp_path / "several", dtype, max_file_bytes=LIMIT),
+        "by two": tmp_path / "together",
+    }
+    expected = dict(AutoModelForCausalLM.from_pretrained(whole).state_dict())
+    for folder in found.values():
+        assert_same_bits(weights(folder), weights(whole))
+        assert_same_bits(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()), expected)
+        for name in ("config.json", "generation_config.json", "tokenizer.json"):
+            assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
+    assert [path.name for path in found["one file"].glob("*.safetensors*")] == ["model.safetensors"]
+    names = sorted(path.name for path in found["several"].iterdir())
+    assert names == sorted(path.name for path in found["by two"].iterdir()) and len(names) > 8
+    index = json.loads((found["several"] / "model.safetensors.index.json").read_text())
+    for file in found["several"].glob("*.safetensors"):
+        held = [name for name, where in index["weight_map"].items() if where == file.name]
+        assert held and (file.stat().st_size < LIMIT + 1000 or len(held) == 1)
+
+
+def test_one_tensor_is_in_memory_at_a_time(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[list[str]] = []
+    true_load: Callable[..., Any] = streamed_export.load_whole
+
+    def load(path: Path, names: list[str]) -> Any:
+        read.append(names)
+        return true_load(path, names)
+
+    monkeypatch.setattr(streamed_export, "load_whole", load)
+    exporting.export(sharded, tmp_path / "out")
+    assert all(len(names) == 1 for names in read) and len(read) == len(weights(tmp_path / "out"))
+
+
+def test_a_sharded_run_is_converted_and_sampled_by_one_process(run: Path, sharded: Path, tmp_path: Path) -> None:
+    for source, out in ((run, "from one"), (sharded, "from three")):
+        report = ng.convert(source, "bfloat16/exact", tmp_path / out)
+        assert report.step == 4
+    one, three = (
+        load_file(tmp_path / out / "checkpoints" / "step-00000004" / "tensors.safetensors")
+        for out in ("from one", "from three")
+    )
+    assert_same_bits(one, three)
+    assert exporting.sample(sharded, "the", 5) == exporting.sample(run, "the", 5)
+
+
+def test_other_exact_weights_than_those_saved_are_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_weight = streamed_export.WeightSource.weight
+    monkeypatch.setattr(streamed_export.WeightSource, "weight", lambda self, name: true_weight(self, name) + 1)
+    with pytest.raises(RecordError, match="the code of the storage has changed"):
+        exporting.export(run, tmp_path / "out", "float32")
+    assert not (tmp_path / "out").exists() and list(tmp_path.iterdir()) == []
