@@ -39,7 +39,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import narrowgauge as ng
 
 # Imported before the forks, which then need no imports of their own.
-from narrowgauge.checkpoints import storage, tensor_files
+from narrowgauge.checkpoints import storage as storage
+from narrowgauge.checkpoints import tensor_files
 from narrowgauge.checkpoints.manifest import damage
 from narrowgauge.checkpoints.ranks import all_ranks
 from narrowgauge.checkpoints.reading import load_whole, saved_tensors
@@ -269,9 +270,7 @@ def kill_one(draw: random.Random, size: int, calls: int) -> Strike:
     """One rank at any of its calls; the others find out, or are ended while they still write."""
     victim, number = draw.randrange(size), 1 + int(draw.random() ** 2 * calls)
     grace = draw.choice([0.0, 0.0, 0.02, 0.1])
-    return Strike(
-        "kill -9 of a rank", lambda rank: at_call(number, "", kill_myself) if rank == victim else None, grace
-    )
+    return Strike("kill -9 of a rank", lambda rank: at_call(number, "", kill_myself) if rank == victim else None, grace)
 
 
 def kill_all(draw: random.Random, size: int, calls: int) -> Strike:
@@ -289,7 +288,9 @@ def kill_all(draw: random.Random, size: int, calls: int) -> Strike:
 def kill_at_the_rename(draw: random.Random, size: int, calls: int) -> Strike:
     """The first rank at a rename: of the new checkpoint, of one that it replaces, of an old one to be removed."""
     number = draw.randrange(1, 8)
-    return Strike("kill -9 at a rename", lambda rank: at_call(number, "rename", kill_myself) if rank == 0 else None, 0.0)
+    return Strike(
+        "kill -9 at a rename", lambda rank: at_call(number, "rename", kill_myself) if rank == 0 else None, 0.0
+    )
 
 
 def full_disk(draw: random.Random, size: int, calls: int) -> Strike:

@@ -46,9 +46,16 @@ def test_in_the_preparation_of_data(place: Path, tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("name", "fault"), [("_write_generation", full), ("_write", hidden)])
-def test_in_an_export(name: str, fault: Any, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "fault", "is_streamed"),
+    [("_write_generation", full, True), ("write_weights", full, True), ("_write", hidden, False)],
+)
+def test_in_an_export(
+    name: str, fault: Any, is_streamed: bool, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(exporting, name, fault)
+    if not is_streamed:
+        monkeypatch.setattr(exporting, "can_stream", lambda *_: False)
     told = said("export", str(finished), str(tmp_path / "out"))
     assert "give the same command again" in told and "resume" not in told
     assert list(tmp_path.iterdir()) == []
