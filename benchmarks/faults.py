@@ -6,12 +6,14 @@ there the time is counted in samples. The faults are put into the session that t
 steps, as a broken memory, data file or setting would: no part of the trainer knows of them.
 
 Faults from outside are tried too: kills at any moment, Python's start included, SIGTERM, a disk that is full at any write, one
-flipped bit in each kind of file, two commands at once (see ``tries.py``).
+flipped bit in each kind of file, two commands at once (see ``tries.py``); and on runs of two and three ranks, kills of one rank
+and of all, in a save and at its renames, full disks, flipped and torn files (see ``rank_tries.py``).
 
 Claim: after each try there is the run that nobody disturbed, or one line that says what is wrong. Of the rows above none of
 its own: ``alarms.py`` measures every row at full size; the tests hold the same rows on a tiny model.
-Baseline: the undisturbed run. Run: ``./dev bench faults [--tries N] [--first N] [--quick]`` prints the rows and makes the tries,
-of which a thousand take an hour or two. No times are taken, so ``--rounds`` has no effect.
+Baseline: the undisturbed run. Run: ``./dev bench faults [--tries N] [--first N] [--kills N] [--quick]`` prints the rows and makes
+the tries, of which a thousand take an hour or two; a thousand kills of ranks take a quarter of an hour. No times are taken, so
+``--rounds`` has no effect.
 """
 
 from __future__ import annotations
@@ -341,7 +343,8 @@ FAULTS: dict[str, Fault] = {row.name: row for row in _ROWS}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the rows, and make the tries that were requested."""
-    # Only here: whoever wants the rows alone needs neither.
+    # Only here: whoever wants the rows alone needs none.
+    import rank_tries
     import tries
     from timing import Report, parser
 
@@ -350,6 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument(
         "--first", type=int, default=0, help="number of the first try (default 0); each draws by its number"
     )
+    flags.add_argument("--kills", type=int, help="how many jobs of ranks are killed (default 1000; quick: 20)")
     options = flags.parse_args(arguments)
     for row in FAULTS.values():
         soon = f"{row.samples} samples" if row.samples else f"{row.steps} steps"
@@ -371,8 +375,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for kind, found in outcomes.items()
     ]
     report.add("tries with processes and disks, each against the undisturbed run", rows)
+    kills = options.kills if options.kills is not None else 20 if options.quick else 1000
+    with tempfile.TemporaryDirectory(prefix="narrowgauge-rank-tries-") as folder:
+        tally = rank_tries.strike_jobs(kills, Path(folder), options.first)
+    for broken in tally.broken:
+        report.note(broken)
+    report.add("jobs of ranks that were struck, each followed by what is found on the disk", tally.rows())
     report.end()
-    return int(any(found["BROKEN"] for found in outcomes.values()))
+    return int(any(found["BROKEN"] for found in outcomes.values()) or bool(tally.broken))
 
 
 def _counts(found: Counter[str]) -> str:

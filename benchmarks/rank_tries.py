@@ -20,6 +20,7 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -464,24 +465,33 @@ class Tries:
         self.tally.count(f"a {how} file", "the one before was found")
 
 
-def main(number: int, folder: Path, seed: int = 0) -> Tally:
-    """Strike jobs until so many were killed."""
+def strike_jobs(number: int, folder: Path, seed: int = 0) -> Tally:
+    """Strike jobs until so many were killed.
+
+    Args:
+        number: of kills.
+        folder: an empty folder.
+        seed: of what strikes when.
+    """
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    tries, began = Tries(folder, seed), time.monotonic()
+    tries, began, told_of = Tries(folder, seed), time.monotonic(), 0
     while tries.tally.num_kills < number and len(tries.tally.broken) < 10:
         tries.one()
-        if (count := tries.tally.num_kills) % 50 == 0 and count:
-            print(f"{count} kills in {time.monotonic() - began:.0f} s", flush=True)
+        if tries.tally.num_kills >= told_of + 50:
+            told_of = tries.tally.num_kills
+            print(f"{told_of} kills of {number} in {time.monotonic() - began:.0f} s", flush=True)
     return tries.tally
 
 
-if __name__ == "__main__":
-    import tempfile
+def main() -> int:
+    """Strike a thousand jobs, or as many as the first argument says."""
+    number, seed = [*map(int, sys.argv[1:3]), *(1000, 0)[len(sys.argv) - 1 :]]
+    with tempfile.TemporaryDirectory(prefix="narrowgauge-rank-tries-") as folder:
+        tally = strike_jobs(number, Path(folder), seed)
+    print(*tally.rows(), *tally.broken, f"{tally.num_kills} kills", sep="\n")
+    return int(bool(tally.broken))
 
-    with tempfile.TemporaryDirectory(prefix="narrowgauge-rank-tries-") as place:
-        found = main(int(sys.argv[1]), Path(place), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
-    for row in found.rows():
-        print(row)
-    print(*found.broken, sep="\n")
-    print(found.num_kills, "kills")
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.writer import RunWriter
@@ -30,11 +31,15 @@ def tries() -> Any:
 
 
 def test_some_of_them_in_processes_of_their_own(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "faults.py"), "--tries", "2", "--json", str(tmp_path / "told.json")]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    command = [sys.executable, str(BENCHMARKS / "faults.py"), "--tries", "2", "--kills", "3"]
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "told.json")], capture_output=True, text=True, env=ENVIRONMENT
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    (rows,) = json.loads((tmp_path / "told.json").read_text())["tables"].values()
+    rows, jobs = json.loads((tmp_path / "told.json").read_text())["tables"].values()
     assert sum(row["tries"] for row in rows) == 2 and sum(row["broken"] for row in rows) == 0
+    assert sum(row["jobs"] for row in jobs) >= 3
+    assert not any(row[what] for row in jobs for what in ("lost", "wrong", "left"))
 
 
 def test_twenty_in_a_row_are_of_every_kind(tries: Any) -> None:
@@ -61,3 +66,21 @@ def test_another_run_and_a_traceback_are_told(tries: Any, tmp_path: Path, monkey
     monkeypatch.setattr(tries, "kind_of", lambda number: kind)
     assert tries.attempt(place, 5, tmp_path / "try")[:2] == (kind, "BROKEN")
     assert not (tmp_path / "try").exists()
+
+
+@pytest.fixture
+def rank_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("rank_tries")
+
+
+def test_a_lost_checkpoint_and_a_wrong_bit_are_told(rank_tries: Any, tmp_path: Path) -> None:
+    expected = rank_tries.undisturbed()
+    rank_tries.Saver(tmp_path).save(4, expected[4], {})
+    assert rank_tries.newest(tmp_path, expected, 4) == 4
+    with pytest.raises(rank_tries.Broken, match="lost: the newest checkpoint is of step 4"):
+        rank_tries.newest(tmp_path, expected, 6)
+    expected[4]["model.gain"].view(torch.int16)[3] ^= 1
+    with pytest.raises(rank_tries.Broken, match="wrong: the checkpoint of step 4 has other bits"):
+        rank_tries.newest(tmp_path, expected, 4)
+    assert rank_tries.damage_newest(random.Random(0), tmp_path) == ("", 0)  # the only one is not damaged
