@@ -18,6 +18,9 @@ Option names of ``torch._inductor.config``
     times at most. The way out: attaching before compiling; ``torch.compiler.reset`` between models.
 ``torch._C._current_autograd_node``, ``_current_graph_task_id``, ``_autograd._get_sequence_nr``; ``Node._sequence_nr``
     Which module a backward operation belongs to, in the search for the first bad value. The way out: naming the node alone.
+``DTensor._local_tensor``
+    FSDP2 looks there for ``fsdp_pre_all_gather``, and ``to_local`` of a parameter returns another object. The way out: gathering
+    weights in their own format.
 ``torch.library.get_kernel``, ``Library.impl(…, allow_override=True)``
     Replaces fused attention of 16-bit operands by float32 on a CPU that does not multiply them, whoever calls it. The way out:
     PyTorch's own kernel, which is slow there.
@@ -209,6 +212,12 @@ def runs_backward() -> bool:
 def current_backward() -> int:
     """A number for the backward pass that this thread is inside of; -1 outside."""
     return torch._C._current_graph_task_id()
+
+
+def local_shard(parameter: Any) -> Tensor:
+    """The very tensor that FSDP2 shards, gathers and asks for its extensions; the part of a DTensor that this rank holds."""
+    shard: Tensor = parameter._local_tensor
+    return shard
 
 
 def next_sequence_number() -> int:

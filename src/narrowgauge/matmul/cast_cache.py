@@ -4,8 +4,11 @@
 them. A cast is reused only for the same storage, unchanged since (PyTorch counts in-place changes) and before any optimizer's
 next step. A compiler's graph sees none of this: a matmul looks here for the cast of its weight when it runs.
 
-*Inputs.* In eager mode, q, k and v get the same input, and so do gate and up. :class:`LastCast` remembers the cast made last, by
-the storage it was made from and PyTorch's count of that storage's changes, and gives it to *another* layer with the same
+*Given casts.* A weight that was gathered from other ranks as codes has no values of its own; :func:`give_casts` says what its
+casts are (:mod:`narrowgauge.matmul.narrow_gather`).
+
+*Inputs.* In eager mode, q, k and v get the same input, and so do gate and up. :class:`LastCast` remembers the cast made last,
+by the storage it was made from and PyTorch's count of that storage's changes, and gives it to *another* layer with the same
 input; a layer that calls again has a new input, whatever it looks like. A compiler merges equal calls itself and may write
 another tensor where this one was, so compiled code never comes here.
 """
@@ -22,6 +25,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.operand import Operand
 
 Key = tuple[Any, ...]
@@ -92,9 +96,11 @@ def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operan
         key: identifies the cast.
         make: makes the cast.
     """
+    storage = weight.untyped_storage()
+    if (given := _GIVEN.get(storage._cdata)) is not None and not given.storage.expired():
+        return given.cast(key)
     if not _CACHE.depth or weight.is_inference():
         return make()
-    storage = weight.untyped_storage()
     # A tied weight may also be used as its transpose.
     place = (storage._cdata, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
     kept = _CACHE.weights.get(place)
@@ -104,6 +110,40 @@ def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operan
     if key not in kept.casts:
         kept.casts[key] = make()
     return kept.casts[key]
+
+
+@dataclass
+class _Given:
+    """The casts of a weight without values, and what to say of any other."""
+
+    storage: StorageWeakRef
+    casts: dict[Key, Callable[[], Operand]]
+    missing: str
+
+    def cast(self, key: Key) -> Operand:
+        if key not in self.casts:
+            raise RecipeError(
+                self.missing, "Shard with reshard_after_forward=True and without activation checkpointing."
+            )
+        return self.casts[key]()
+
+
+_GIVEN: dict[int, _Given] = {}
+
+
+def give_casts(weight: Tensor, casts: dict[Key, Callable[[], Operand]], missing: str) -> None:
+    """Say what :func:`cast_weight` returns for a weight whose values nobody has, until the next call for it.
+
+    Args:
+        weight: of which only the storage's identity counts; when it dies this is forgotten.
+        casts: by key.
+        missing: what an error says where another cast is asked for.
+    """
+    storage = weight.untyped_storage()
+    if storage._cdata not in _GIVEN:
+        for place in [place for place, given in _GIVEN.items() if given.storage.expired()]:
+            del _GIVEN[place]
+    _GIVEN[storage._cdata] = _Given(StorageWeakRef(storage), casts, missing)
 
 
 class LastCast:

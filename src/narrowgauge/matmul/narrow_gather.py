@@ -1,0 +1,200 @@
+"""Narrow all-gathers: FSDP2 moves the weights of narrow layers as the codes that their matmuls take.
+
+FSDP2 asks a sharded tensor that has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` what to gather and what to make of it.
+Here the first casts this rank's rows (:mod:`narrowgauge.spec.gathering` says how), and the second hands the codes of all rows
+to the cast cache, where the layer's matmuls find them. The gathered parameter is then a tensor of the right shape and dtype
+that is filled with NaN: nobody has its values, and whoever reads them anyway sees it at once. The sharded parameter stays a
+plain DTensor: the optimizer, gradients and checkpoints know nothing of all this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from narrowgauge import _torch
+from narrowgauge.errors import RecipeError
+from narrowgauge.matmul.cast_cache import give_casts
+from narrowgauge.matmul.layer_matmuls import slot_dtype
+from narrowgauge.matmul.linear import Linear
+from narrowgauge.matmul.operand import Operand, cast_matrix
+from narrowgauge.spec.computes import Compute
+from narrowgauge.spec.gathering import gathering_of
+from narrowgauge.spec.slots import SLOTS
+
+
+def gather_narrow(model: nn.Module) -> dict[str, str]:
+    """Let FSDP2 gather weights as codes wherever the layer's compute allows it, from now on.
+
+    Invariant: outputs and gradients have the same bits as without.
+
+    Args:
+        model: sharded by ``fully_shard``, after its layers were swapped (:func:`narrowgauge.prepare`) and before its first
+            forward pass. Computes must not change afterwards.
+    Returns:
+        Of each linear layer that is gathered as before: its name and the reason.
+    Raises:
+        RecipeError: no layer can be gathered as codes.
+
+    Cost: 1 byte per weight, and 4 per row for scales, instead of the weight's own; where a scale covers several shards, one
+    all-reduce of amax values per gather. A gathered layer takes 1 byte per weight more memory than before.
+    Source: torchao's float8 all-gather, for one scale per tensor.
+    """
+    left_wide: dict[str, str] = {}
+    units: dict[nn.Module, _Unit] = {}
+    owners = _owners(model)
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        reason = _reason(module, owners)
+        if reason:
+            left_wide[name] = reason
+            continue
+        unit = units.setdefault(_fsdp_module(model, name), _Unit())
+        unit.add(_GatheredWeight(name, module, unit))  # type: ignore[arg-type]
+    if not units:
+        first = next(iter(left_wide.items()), ("", "there are none"))
+        raise RecipeError(
+            f"narrow gathers were requested of a {type(model).__name__}, none of whose {len(left_wide)} linear layers can be "
+            f"gathered as codes: '{first[0]}' is not since {first[1]}.",
+            "Leave them out, or take a compute such as int8-row or float8-row (narrowgauge show computes).",
+        )
+    return left_wide
+
+
+def _reason(module: nn.Linear, owners: dict[int, list[nn.Module]]) -> str:
+    """Why a layer's weight is gathered as it is; empty where it need not be."""
+    weight: Any = module.weight
+    if not isinstance(module, Linear):
+        return "it is PyTorch's own layer"
+    gathering = gathering_of(module.compute)
+    if not gathering.is_narrow:
+        return f"compute '{module.compute.name}' does not allow it: {gathering.reason}"
+    if not hasattr(weight, "device_mesh"):
+        return "its weight is not sharded"
+    if len(owners[id(weight)]) > 1:
+        return "another module uses its weight"
+    if module.is_transposed or not weight.placements[-1].is_shard(0):
+        return "its shards are not whole rows of outputs"
+    shards = weight.device_mesh.shape[-1]
+    if weight.shape[0] % shards:
+        return f"its {weight.shape[0]} rows are not a multiple of {shards} shards"
+    return ""
+
+
+def _owners(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """The modules that hold each parameter."""
+    found: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append(module)
+    return found
+
+
+def _fsdp_module(model: nn.Module, name: str) -> nn.Module:
+    """The innermost module around ``name`` that is sharded as one."""
+    from torch.distributed.fsdp import FSDPModule
+
+    parts = name.split(".") if name else []
+    around = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1)]
+    return next(module for module in around if isinstance(module, FSDPModule))
+
+
+class _Unit:
+    """The weights that are gathered together; their amax values over all shards travel together too."""
+
+    def __init__(self) -> None:
+        self.weights: list[_GatheredWeight] = []
+        self.first: _GatheredWeight | None = None
+        self.amaxes: dict[_GatheredWeight, Tensor] = {}
+
+    def add(self, weight: _GatheredWeight) -> None:
+        self.weights.append(weight)
+
+    def amax(self, weight: _GatheredWeight, slot: str, dtype: torch.dtype, group: Any) -> Tensor:
+        """The amax values that the cast of one weight takes, over all ranks; measured for all weights when the first asks."""
+        self.first = self.first or weight
+        if weight is self.first:
+            shared = [each for each in self.weights if each.spans_shards(slot)]
+            own = [each.own_amax(slot, dtype) for each in shared]
+            total = torch.cat([amax.view(-1) for amax in own])
+            # A maximum may lose a NaN on its way; of an infinity the scale becomes NaN as well.
+            total = torch.where(total.isnan(), torch.inf, total)
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
+            parts = total.split([amax.numel() for amax in own])
+            self.amaxes = {each: part.view(amax.shape) for each, part, amax in zip(shared, parts, own, strict=True)}
+        return self.amaxes.pop(weight)
+
+
+class _GatheredWeight:
+    """What FSDP2 asks about one weight."""
+
+    def __init__(self, name: str, layer: Linear, unit: _Unit) -> None:
+        self.name, self.layer, self.unit, self.compute = name, layer, unit, layer.compute
+        self.shard = _torch.local_shard(layer.weight)
+        self.shard.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]
+        self.shard.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """This rank's part of what travels, and what the other method needs besides."""
+        gathering = gathering_of(self.compute)
+        if self.layer.compute != self.compute:
+            raise RecipeError(
+                f"layer '{self.name}' went from compute '{self.compute.name}' to '{self.layer.compute.name}', and its weight "
+                "is gathered as the first one's codes.",
+                "Leave narrow gathers out of a recipe with phases.",
+            )
+        slot = gathering.backward if _torch.runs_backward() else gathering.forward
+        dtype = mp_policy.param_dtype or self.shard.dtype
+        amax = self.unit.amax(self, slot, dtype, mesh.get_group()) if self.spans_shards(slot) else None
+        cast, dim = self.compute.casts[slot], SLOTS[slot].dim
+        codes, outer = cast_matrix(self.shard.to(dtype), cast, dim, getattr(torch, cast.format), amax=amax)
+        parts = [codes.view(torch.uint8)]
+        if _scales_rows(self.compute, gathering.forward):
+            # The same parts in both passes: FSDP2 keeps the memory that it has gathered them into.
+            scales = (
+                outer if amax is None and outer is not None else codes.new_zeros(len(codes), 1, dtype=torch.float32)
+            )
+            parts.append(scales.view(torch.uint8))
+        return tuple(parts), (slot, outer if amax is not None else None, outer_size)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Hand over the codes of all rows; the parameter gets no values."""
+        slot, outer, shape = metadata
+        weight = out if out is not None else torch.empty(shape, dtype=param_dtype, device=gathered[0].device)
+        weight.data.fill_(torch.nan)  # .data: autograd must not count it, for backward refills what forward has saved
+        codes = gathered[0].view(getattr(torch, self.compute.casts[slot].format))
+        scales = gathered[1].view(torch.float32) if outer is None and len(gathered) > 1 else outer
+        dtype = slot_dtype(self.compute, slot, codes.device)
+        key = (self.compute.casts[slot], SLOTS[slot].dim)
+        casts: dict[Any, Callable[[], Operand]] = {key: partial(_operand, codes, scales, dtype)}
+        give_casts(weight, casts, f"the weight of '{self.name}' was gathered as the codes of '{slot}' alone.")
+        return (weight, (weight,)) if out is None else None
+
+    def spans_shards(self, slot: str) -> bool:
+        """Whether a scale of the cast covers rows of several shards."""
+        return not _scales_rows(self.compute, slot)
+
+    def own_amax(self, slot: str, dtype: torch.dtype) -> Tensor:
+        """The amax values of this rank's rows, shaped as the cast takes them."""
+        along = (0, 1) if self.compute.casts[slot].granularity == "tensor" else (0,)
+        return self.shard.to(dtype).abs().amax(along, keepdim=True).float()
+
+
+def _scales_rows(compute: Compute, slot: str) -> bool:
+    """Whether a cast of ``[out, in]`` has a scale for each of its rows."""
+    return compute.casts[slot].granularity == ("row" if SLOTS[slot].dim == 1 else "column")
+
+
+def _operand(codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Operand:
+    return Operand(codes.to(dtype), scales)
