@@ -107,9 +107,12 @@ class Exchange:
 
     Attributes:
         sums_leaves: whether it also sums micro-batches, so that each one's gradient must be given to it by itself.
+        step, place: optimizer steps done, and this exchange's number among a model's; they seed random bits.
     """
 
     sums_leaves = False
+    step = 0
+    place = 0
 
     def __init__(self, parties: Parties, row: Reduction, average: bool, seed: int) -> None:
         self.parties, self.row, self.average, self.seed = parties, row, average, seed
@@ -147,13 +150,6 @@ class BackendSum(Exchange):
         if self.average and parties.size > 1:
             part = part.div_(parties.size)
         output.copy_(part)
-
-
-EXCHANGES: dict[str, type[Exchange]] = {
-    "native": BackendSum,
-    "float32": BackendSum,
-}
-"""What carries out each row of ``REDUCTIONS``."""
 
 
 # PyTorch 2.13 renames these two; 2.11 knows the old names only.

@@ -17,11 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import _torch
-from narrowgauge.distributed.exchanges import ALONE, EXCHANGES, Exchange, Parties, group_of, of_mesh, replicated
+from narrowgauge.distributed.compression import CompressedSum
+from narrowgauge.distributed.exchanges import ALONE, BackendSum, Exchange, Parties, group_of, of_mesh, replicated
 from narrowgauge.distributed.replicated import Replicated, local_part
 from narrowgauge.distributed.world import has_group, world
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.reductions import REDUCTIONS, Reduction
+
+EXCHANGES: dict[str, type[Exchange]] = {
+    "native": BackendSum,
+    "float32": BackendSum,
+    "compressed8": CompressedSum,
+    "compressed4": CompressedSum,
+}
+"""What carries out each row of ``REDUCTIONS``."""
 
 
 class Accumulator(Protocol):
@@ -139,8 +148,10 @@ class GradientReduction:
         self._before: dict[Tensor, Tensor] = {}
 
         def register(parties: Parties) -> Exchange:
-            self._exchanges.append(make(parties))
-            return self._exchanges[-1]
+            exchange = make(parties)
+            exchange.place = len(self._exchanges)
+            self._exchanges.append(exchange)
+            return exchange
 
         self._fsdp = _torch.fsdp_groups(model)
         sharded, parties = self._take_over_shards(register)
@@ -190,6 +201,11 @@ class GradientReduction:
             raise
         finally:
             self.now = None
+
+    def set_step(self, step: int) -> None:
+        """Set the number of optimizer steps done, where a run goes on: it seeds random bits, and counts by itself otherwise."""
+        for exchange in self._exchanges:
+            exchange.step = step
 
     def discard(self) -> None:
         """Forget the micro-batches since the last step, and all gradients."""

@@ -86,7 +86,7 @@ class Replicated:
     def _used_anywhere(self) -> dict[Tensor, bool]:
         """Which parameters had a gradient on any rank in any micro-batch."""
         used = self._used
-        if self.parties.size > 1:
+        if self.parameters and self.parties.size > 1:
             used = used.to(self.parameters[0].device)
             dist.all_reduce(used, dist.ReduceOp.MAX, group=self.parties.group)
         return dict(zip(self.parameters, used.bool().tolist(), strict=True))

@@ -126,7 +126,8 @@ def quantize_blocks(
 
     Args:
         blocks: ``[row blocks, rows, column blocks, columns]``.
-        cast, words, amax: as for :func:`quantize`.
+        cast, words: as for :func:`quantize`.
+        amax: as for :func:`quantize`, or one for each row block, which then has an outer scale of its own.
     Returns:
         Codes shaped like ``blocks``, inner scales ``[row blocks, 1, column blocks, 1]``, what values were multiplied by, and
         the outer scale or ``None``.
@@ -181,10 +182,10 @@ def _block_scales(blocks: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tens
     if cast.scale != "float8_e4m3fn":
         inner = power_of_two_scale(largest, cast.element, up=unbiased or cast.scale == "power-of-two")
         return inner.reciprocal(), inner, None
-    whole = largest.amax((0, 2), keepdim=True) if amax is None else amax.view(1, 1, 1, 1)
+    whole = largest.amax((0, 2), keepdim=True) if amax is None else amax.view(-1, 1, 1, 1)
     outer = _or_nan(whole.clamp_min(TINY) * (1 / (_E4M3.max * cast.element.max)), whole)
     inner = _e4m3_scale(largest * (1 / cast.element.max) * outer.reciprocal(), up=unbiased)
-    return (inner * outer).reciprocal(), inner, outer.view(1, 1)
+    return (inner * outer).reciprocal(), inner, outer.view(-1, 1)
 
 
 def _codes(values: Tensor, inverse: Tensor | None, cast: Cast, words: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -1,0 +1,208 @@
+"""Gradients in 8 or 4 bits: a vector becomes records of bytes that can be sent, and back.
+
+A *record* holds 256 consecutive values: their integer codes, an e4m3 scale per block, and one power of two for all of them. The
+power gives every record its own range, so that small gradients beside large ones keep their bits; the e4m3 scale follows the
+largest magnitude of its block within an eighth. A code times its scale times its power is exact in float32.
+
+    256 int8 codes                 8 scales   1 exponent     265 bytes   0.2588 of float32's
+    256 int4 codes, two a byte    16 scales   1 exponent     145 bytes   0.1416
+
+Codes are rounded stochastically: each value becomes one of its two neighbours, the upper with the probability of the way
+covered, so a sum over ranks and steps is right on average and nothing must be kept between steps. Scales are rounded up, so
+that nothing saturates. The casts are rows of :class:`narrowgauge.spec.computes.Cast`; the arithmetic is
+:func:`narrowgauge.numerics.quantization.quantize_blocks`.
+
+What happens to special values: a NaN or a magnitude of 2^127 or more makes all 256 values of its record NaN. Magnitudes below
+2^-100 count as 2^-100 when a power is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from narrowgauge._torch import compile_any_shape, compiler_missing
+from narrowgauge.numerics.quantization import TINY, blocked, quantize_blocks, words_of
+from narrowgauge.numerics.rounding import bits_of, float_of, power_below
+from narrowgauge.spec.computes import Cast
+from narrowgauge.spec.formats import get_format
+
+RECORD_VALUES = 256
+"""Values in a record."""
+# Compiling takes some seconds; fewer values than this are done in that time many thousand times over.
+_COMPILED_VALUES = 1 << 18
+_MANTISSA_BITS, _EXPONENT_MASK = 23, 0xFF
+
+
+@dataclass(frozen=True)
+class BlockCode:
+    """How values are packed into records.
+
+    Args:
+        cast: int8 or int4 in blocks with e4m3 scales, stochastic.
+    """
+
+    cast: Cast
+
+    @property
+    def block(self) -> int:
+        """Values that share a scale."""
+        assert self.cast.block is not None
+        return self.cast.block[1]
+
+    @property
+    def num_scales(self) -> int:
+        """Scales in a record, a byte each."""
+        return RECORD_VALUES // self.block
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a record's codes."""
+        return RECORD_VALUES * self.cast.element.bits // 8
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a record."""
+        return self.code_bytes + self.num_scales + 1
+
+    @property
+    def room(self) -> float:
+        """The magnitude that a record's power of two times this stands for: above 2, so that all of the record is below it,
+        and so chosen that the scale it gives is a power of two."""
+        largest = get_format("float8_e4m3fn").max * self.cast.element.max
+        return float(largest / power_below(torch.tensor(largest / 2)))
+
+    def num_records(self, count: int) -> int:
+        """Records that hold ``count`` values; the last one is filled up with zeros."""
+        return -(-count // RECORD_VALUES)
+
+    def encode(self, x: Tensor, key: int) -> Tensor:
+        """Pack a vector.
+
+        Invariant: the result is a function of the values, of the key and of each record's number; the same bits compiled and
+        not. Decoded, each value is within one step of its own: its block's largest magnitude, divided by 127 (8 bits) or 7
+        (4 bits) and rounded up by at most an eighth, or 2^-17 of the record's power if that is more. Its expectation over
+        keys is the value, to 2^-16 of a step.
+
+        Args:
+            x: ``[values]``, floating point.
+            key: 32 well mixed bits, as :func:`narrowgauge.numerics.rounding.step_seed` makes them: another one for each
+                rank, step and vector, or equal gradients would round alike.
+        Returns:
+            uint8 ``[records, record_bytes]``.
+        Cost: one pass over ``x`` where it is compiled.
+        Example:
+            >>> records = BLOCK_CODES["compressed8"].encode(torch.ones(256), key=1)
+            >>> records.shape
+            torch.Size([1, 265])
+        """
+        x = x.detach().reshape(-1)
+        x = F.pad(x, (0, -len(x) % RECORD_VALUES)) if len(x) % RECORD_VALUES else x
+        sides = (1, self.block)
+        by_record, by_place = _words(len(x) // RECORD_VALUES, key, x.device)
+        codes, scales, powers, _ = _run(
+            _encoding, self, x, blocked(x.view(-1, RECORD_VALUES), sides),
+            blocked(by_record, (1, 1)), blocked(by_place, sides),
+        )  # fmt: skip
+        records = x.new_empty(len(codes), self.record_bytes, dtype=torch.uint8)
+        records[:, : self.code_bytes] = self._packed(codes.view(-1, RECORD_VALUES)).view(torch.uint8)
+        records[:, self.code_bytes : -1] = scales.view(-1, self.num_scales).to(torch.float8_e4m3fn).view(torch.uint8)
+        records[:, -1] = bits_of(powers) >> _MANTISSA_BITS
+        return records
+
+    def add_decoded(self, total: Tensor, records: Tensor) -> Tensor:
+        """Add the values of records.
+
+        Args:
+            total: float32 ``[values]``, of all records or without what the last was filled up with.
+            records: uint8 ``[records, record_bytes]``.
+        Returns:
+            float32 shaped like ``total``: the sum, each element rounded once.
+        Cost: one pass over ``total`` where it is compiled.
+        """
+        shape = (len(records), 1, self.num_scales, self.block)
+        codes = self._unpacked(records[:, : self.code_bytes].contiguous().view(torch.int8)).view(shape)
+        scales = records[:, self.code_bytes : -1].contiguous().view(torch.float8_e4m3fn).float()
+        powers = float_of(records[:, -1:].to(torch.int32) << _MANTISSA_BITS)
+        steps = scales * (powers * (1 / _power_of_outer(self)))
+        whole = F.pad(total, (0, codes.numel() - len(total))) if codes.numel() > len(total) else total
+        added: Tensor = _run(_decoding, self, whole, whole.view(shape), codes, steps.view(*shape[:-1], 1))
+        return added.view(-1).narrow(0, 0, len(total))
+
+    def decode(self, records: Tensor, count: int) -> Tensor:
+        """The first ``count`` values of records, float32."""
+        return self.add_decoded(torch.zeros(count, dtype=torch.float32, device=records.device), records)
+
+    def _packed(self, codes: Tensor) -> Tensor:
+        if self.cast.element.bits == 8:
+            return codes
+        low, high = codes[:, : RECORD_VALUES // 2], codes[:, RECORD_VALUES // 2 :]
+        return (low & 15) | (high << 4)
+
+    def _unpacked(self, codes: Tensor) -> Tensor:
+        if self.cast.element.bits == 8:
+            return codes
+        return torch.cat([(codes << 4) >> 4, codes >> 4], 1)
+
+
+def _power_of_outer(code: BlockCode) -> float:
+    """The inverse of the scale that a record of power 1 has: a power of two."""
+    return get_format("float8_e4m3fn").max * code.cast.element.max / code.room
+
+
+def _words(num_records: int, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random words of each record and of each place in a record."""
+    counters = [torch.arange(count, dtype=torch.int32, device=device) for count in (num_records, RECORD_VALUES)]
+    seed, first = (torch.tensor(value, dtype=torch.int32, device=device) for value in (key, 0))
+    return words_of(counters[0], counters[1], seed, first)
+
+
+def _run(make: Callable[[BlockCode], Callable[..., Any]], code: BlockCode, x: Tensor, *arguments: Tensor) -> Any:
+    """A definition applied to these arguments; compiled, a function of its own for each dtype and device."""
+    if x.numel() < _COMPILED_VALUES or compiler_missing():
+        return make(code)(*arguments)
+    with torch.no_grad():
+        return _compiled(make, code, x.dtype, x.device.type)(*arguments)
+
+
+@lru_cache(None)
+def _compiled(make: Callable[[BlockCode], Any], code: BlockCode, dtype: torch.dtype, device: str) -> Callable[..., Any]:
+    definition = make(code)
+    return compile_any_shape(definition, definition.__name__)
+
+
+@lru_cache(None)
+def _encoding(code: BlockCode) -> Any:
+    """The definition of a record's codes, scales and power; views are made outside, or the loops are not vectorized."""
+    cast, room = code.cast, code.room
+
+    def encode_blocks(blocks: Tensor, by_record: Tensor, by_place: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        largest = blocks.abs().amax((1, 3)).amax(1).float().clamp_min(TINY)
+        power = float_of(bits_of(largest) & 0x7F800000)
+        codes, scales, inverse, _ = quantize_blocks(blocks, cast, (by_record, by_place), power * room)
+        return codes.to(torch.int8), scales, power, inverse
+
+    return encode_blocks
+
+
+@lru_cache(None)
+def _decoding(code: BlockCode) -> Any:
+    """The definition of a sum of one more rank's values."""
+
+    def add_codes(total: Tensor, codes: Tensor, steps: Tensor) -> Tensor:
+        return total + codes.float() * steps
+
+    return add_codes
+
+
+BLOCK_CODES: dict[str, BlockCode] = {
+    "compressed8": BlockCode(Cast("int8", "1x32", "float8_e4m3fn", "stochastic")),
+    "compressed4": BlockCode(Cast("int4", "1x16", "float8_e4m3fn", "stochastic")),
+}
+"""By the name of the reduction."""
