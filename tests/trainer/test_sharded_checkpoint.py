@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import narrowgauge as ng
 import narrowgauge.trainer.checkpoint as checkpoint_module
@@ -142,6 +142,34 @@ def save_with_a_full_disk(rank: int, folder: Path, full: str) -> tuple[str, int,
     return caught.value.message, checkpoint.step, float(load_whole(checkpoint.path)["w"].sum())
 
 
+def save_replicas(rank: int, folder: Path) -> None:
+    """Two replicas of two shards each, and a vector that no mesh knows."""
+    mesh, ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")), all_ranks()
+    placed = distribute_tensor(torch.arange(14.0).view(7, 2), mesh, [Replicate(), Shard(0)], src_data_rank=None)
+    saver = Saver(folder, ranks)
+    saver.save(1, {"w": placed, "plain": torch.ones(2), "number": torch.tensor(3)}, {})
+    saver.wait()
+
+
+def leave_in_flight(rank: int, folder: Path) -> list[int]:
+    """The second rank leaves with an error while the checkpoint is written; and then the first does without it."""
+    _, ranks = meet()
+    saver, steps = Saver(folder, ranks), []
+    saver.save(1, {"w": torch.ones(2)}, {})
+    saver.leave()
+    steps.append(_newest_step(folder))
+    if rank == 1:
+        return steps
+    saver.save(2, {"w": torch.ones(2)}, {})
+    saver.leave(patience_seconds=0.05)
+    return [*steps, _newest_step(folder)]
+
+
+def _newest_step(folder: Path) -> int:
+    found = latest_checkpoint(folder, must_not_be_called)
+    return 0 if found is None else found.step
+
+
 def find_the_newest(rank: int, folder: Path) -> tuple[int, list[str]]:
     """The step of the checkpoint that this rank would load, and what it was told of newer ones."""
     told: list[str] = []
@@ -212,6 +240,20 @@ def test_a_full_disk_on_one_rank_is_told_on_all_and_keeps_the_older_checkpoint(
         assert re.search(rf"step-00000002: the disk is full \([\d,]+ bytes free\) \(rank {rank}\)\.$", message)
         assert (step, total) == (1, 45.0)
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == [".lock", "step-00000001"]
+
+
+def test_replicas_are_written_once(tmp_path: Path) -> None:
+    run_ranks(save_replicas, 4, tmp_path / "ranks", tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints" / "step-00000001"
+    expected = {"w": torch.arange(14.0).view(7, 2), "plain": torch.ones(2), "number": torch.tensor(3)}
+    assert_same_bits(load_whole(folder), expected)
+    held = [name for file in folder.glob("*.safetensors") for name in load_file(file)]
+    assert sorted(held) == ["number", "plain", "w", "w"]
+
+
+def test_a_rank_that_leaves_gives_the_checkpoint_in_flight_a_while(tmp_path: Path) -> None:
+    results = run_ranks(leave_in_flight, 2, tmp_path / "ranks", tmp_path / "run")
+    assert results == [[1, 1], [1]]
 
 
 def test_all_ranks_go_back_to_the_same_checkpoint(place: Path, tmp_path: Path) -> None:

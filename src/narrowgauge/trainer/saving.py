@@ -78,6 +78,15 @@ class Saver:
         except BaseException as error:  # raised by wait()
             self._error = error
 
+    def leave(self, patience_seconds: float = 10.0) -> None:
+        """Give the checkpoint in flight a while before this process ends with an error; whether it is written nobody asks.
+
+        Args:
+            patience_seconds: the ranks that write it with this one may be gone.
+        """
+        if self._thread is not None:
+            self._thread.join(patience_seconds)
+
     def wait(self) -> None:
         """Wait for the checkpoint in flight, if there is one.
 
