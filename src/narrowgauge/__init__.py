@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from narrowgauge.conversion.states import restore as restore
     from narrowgauge.distributed.reduction import reduce_gradients_with as reduce_gradients_with
     from narrowgauge.errors import ChipError as ChipError
+    from narrowgauge.errors import CorruptionError as CorruptionError
     from narrowgauge.errors import DataError as DataError
     from narrowgauge.errors import FormatError as FormatError
     from narrowgauge.errors import NarrowgaugeError as NarrowgaugeError
@@ -151,6 +152,7 @@ _HOMES = {
     "FormatError": "errors",
     "RecipeError": "errors",
     "ChipError": "errors",
+    "CorruptionError": "errors",
     "DataError": "errors",
     "RankError": "errors",
     "RecordError": "errors",

@@ -33,8 +33,9 @@ Option names of ``torch._inductor.config``
     What Inductor writes for an operation on vectors, and the graph it writes from: shifts and casts become single
     instructions. The way out: what it writes by itself, a third slower with AVX2.
 ``FSDPModule._get_fsdp_state``, ``FSDPParamGroup`` (``fsdp_params``, ``mesh_info``, ``_reduce_scatter_comm``)
-    Which parameters travel together, between which ranks, and what summed them before; an all-reduce over replicas that has
-    nothing left to sum is sent to a group of one rank. The way out: the mesh as an argument, and zeros on all replicas but one.
+    Which parameters travel together, in which order, between which ranks, and what summed them before; an all-reduce over
+    replicas that has nothing left to sum is sent to a group of one rank. The way out: the mesh as an argument, and zeros on all
+    replicas but one.
 ``torch.autograd.Variable._execution_engine.queue_callback``
     Replicated parameters are summed when a backward pass ends. The way out: a call after it.
 
@@ -473,6 +474,17 @@ def fsdp_groups(model: Any) -> list[tuple[Any, Any]]:
 def fsdp_parameters(group: Any) -> list[Tensor]:
     """The sharded parameters of a parameter group of FSDP2."""
     return [parameter.sharded_param for parameter in group.fsdp_params]
+
+
+def fsdp_columns(group: Any) -> list[tuple[Any, int]]:
+    """What one row (the part of one shard) of a group's flat gradient holds: sharded parameters, each with its elements."""
+    return [(parameter.sharded_param, parameter.padded_sharded_param_size.numel()) for parameter in group.fsdp_params]
+
+
+def swap_reduce_scatter(group: Any, comm: Any) -> Any:
+    """Give a parameter group of FSDP2 another object that sums its gradients; returns the old one."""
+    old, group._reduce_scatter_comm = group._reduce_scatter_comm, comm
+    return old
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,14 @@ class ReportedError(NarrowgaugeError):
         self.status = status
 
 
+class CorruptionError(NarrowgaugeError):
+    """Memory or arithmetic of a rank is damaged; ``rank`` and ``tensor`` say whose and where, as far as they are known."""
+
+    def __init__(self, message: str, advice: str = "", rank: int | None = None, tensor: str | None = None) -> None:
+        super().__init__(message, advice)
+        self.rank, self.tensor = rank, tensor
+
+
 class Terminated(KeyboardInterrupt):
     """A run stopped on SIGTERM, as on Ctrl-C; the command line exits with status 143."""
 

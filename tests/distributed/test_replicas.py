@@ -1,0 +1,217 @@
+"""Silent corruption: one flipped bit on one rank, in a weight, a moment or a gradient, is found within k steps and located."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import narrowgauge as ng
+from narrowgauge.distributed.reduction import reduce_gradients_with
+from narrowgauge.distributed.replicas import Held, Verifier
+from narrowgauge.errors import CorruptionError
+from narrowgauge.optim.kept_tensors import kept_tensors
+from ranks import run_ranks
+
+EVERY, STEPS = 4, 13
+Found = tuple[int, str, int | None, str | None] | None
+"""The step in which it was found, the message, the rank and the tensor; ``None`` where nothing was."""
+
+
+class Faulty(torch.autograd.Function):
+    """The identity, whose gradient has a flipped bit in one element: of one rank, from some step on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bit: int) -> Tensor:
+        ctx.bit = bit
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gradient = gradients[0].clone()
+        gradient.view(-1).view(torch.int32)[3] ^= 1 << ctx.bit
+        return gradient, None
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.gain = nn.Parameter(torch.ones(16))
+        self.bit, self.varies = -1, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh() * self.gain
+        if self.bit >= 0:
+            x = Faulty.apply(x, self.bit)
+            self.bit += self.varies
+        return self.third(self.second(x).tanh())
+
+
+def build(sharding: str, size: int) -> tuple[Net, ng.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = Net()
+    if sharding != "replicated":
+        mesh = (
+            init_device_mesh("cpu", (size,))
+            if sharding == "full"
+            else init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+        )
+        for layer in (model.first, model.second):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params={model.gain})
+    reduction = reduce_gradients_with(model, "float32")
+    optimizer = ng.AdamW(model.named_parameters(), lr=1e-2, storage="float32", audit_every=0, compile=False)
+    return model, optimizer, reduction
+
+
+def flip(optimizer: ng.Optimizer, name: str, bit: int) -> None:
+    """Flip a bit as a fault does: no version counter sees it."""
+    tensor = next(tensor for known, tensor, _ in kept_tensors(optimizer) if known == name)
+    tensor.data.view(-1).view(torch.int32)[2] ^= 1 << bit
+
+
+def train(rank: int, sharding: str, size: int, bad: int, what: str, at: int, bit: int) -> Found:
+    """Train with a fault on rank ``bad`` from step ``at`` on: of a tensor, or in ``"arithmetic"``."""
+    model, optimizer, reduction = build(sharding, size)
+    verifier = Verifier(lambda: (Held(*one) for one in kept_tensors(optimizer)), EVERY)
+
+    def leaf(number: int) -> Callable[[], None]:
+        def backward() -> None:
+            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).square().sum().backward()
+
+        return backward
+
+    def discarded(backward: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            with reduction.micro_batch(is_last=False):
+                backward()
+            reduction.discard()
+
+        return call
+
+    for step in range(1, STEPS + 1):
+        if rank == bad and "arithmetic" in what and step >= at:
+            model.bit, model.varies = bit, "unstable" in what
+        try:
+            if verifier.is_due(step):
+                verifier.verify_state(step - 1)
+                verifier.verify_gradients(step - 1, model, discarded(leaf(step)))
+                assert all(p.grad is None for p in model.parameters())
+            with reduction.micro_batch(is_last=True):
+                leaf(100 * step + rank)()
+            verifier.before_update(step)
+        except CorruptionError as error:
+            return step, error.message, error.rank, error.tensor
+        optimizer.step()
+        optimizer.zero_grad()
+        verifier.after_update(step)
+        if rank == bad and "arithmetic" not in what and step == at:
+            flip(optimizer, what, bit)
+    return None
+
+
+def found_by_all(place: Path, sharding: str, size: int, *fault: Any) -> Any:
+    results = run_ranks(train, size, place, sharding, size, *fault)
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+@pytest.mark.parametrize("sharding", ["replicated", "full", "hybrid"])
+def test_a_sound_run_is_not_disturbed(sharding: str, tmp_path: Path) -> None:
+    assert found_by_all(tmp_path, sharding, 4, 9, "second.weight", 3, 4) is None
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("what", ["second.weight", "exp_avg of second.weight", "exp_avg_sq of gain"])
+def test_a_flipped_bit_at_rest_is_found_within_k_steps_and_located(what: str, at: int, tmp_path: Path) -> None:
+    """Of three replicas, whichever bit it is."""
+    step, message, rank, tensor = found_by_all(tmp_path, "replicated", 3, 1, what, at, 5)
+    assert at < step <= at + EVERY
+    assert (rank, tensor) == (1, what)
+    assert "rank 1" in message
+
+
+def test_the_element_and_the_values_are_told(tmp_path: Path) -> None:
+    _, message, _, _ = found_by_all(tmp_path, "replicated", 3, 1, "second.weight", 1, 30)
+    head = "second.weight of rank 1 differs from that of 2 other ranks in element 2 ("
+    assert message.startswith(head)
+    values = [float(value) for value in message.removeprefix(head).partition(")")[0].split(", ")]
+    assert values[0] == values[2] != values[1] and abs(values[1]) > 1e30
+
+
+@pytest.mark.parametrize("what", ["second.weight", "exp_avg of second.weight"])
+def test_of_two_replicas_the_value_out_of_place_is_the_likelier(what: str, tmp_path: Path) -> None:
+    step, message, rank, tensor = found_by_all(tmp_path, "replicated", 2, 1, what, 2, 30)
+    assert (step, tensor) == (EVERY, what)
+    assert rank == 1 and "rank 1 is the likelier to be wrong" in message, message
+
+
+def test_of_two_replicas_that_differ_little_neither_is_accused(tmp_path: Path) -> None:
+    _, message, rank, tensor = found_by_all(tmp_path, "replicated", 2, 1, "second.weight", 2, 3)
+    assert rank is None and tensor == "second.weight" and "do not say which is right" in message
+
+
+@pytest.mark.parametrize("at", [1, 3, 4])
+@pytest.mark.parametrize("what", ["second.weight", "exp_avg of second.weight"])
+def test_what_one_rank_alone_holds_is_found_before_its_next_update(what: str, at: int, tmp_path: Path) -> None:
+    step, message, rank, tensor = found_by_all(tmp_path, "full", 2, 1, what, at, 0)
+    assert (step, rank, tensor) == (at + 1, 1, what)
+    assert message == f"{what} of rank 1 changed in memory before step {step} wrote to it."
+
+
+def test_a_vector_that_stays_whole_is_a_replica_beside_shards(tmp_path: Path) -> None:
+    step, _, rank, tensor = found_by_all(tmp_path, "full", 3, 2, "gain", 2, 5)
+    assert (step, rank, tensor) == (EVERY, 2, "gain")
+
+
+def test_replicas_of_a_shard_are_compared(tmp_path: Path) -> None:
+    step, message, rank, tensor = found_by_all(tmp_path, "hybrid", 4, 3, "second.weight", 2, 30)
+    assert (step, rank, tensor) == (EVERY, 3, "second.weight")
+    assert "between rank 1 and rank 3" in message
+
+
+@pytest.mark.parametrize("sharding", ["replicated", "full"])
+def test_a_rank_that_computes_wrong_gradients_is_found_by_the_others(sharding: str, tmp_path: Path) -> None:
+    """The gradients of the last layers are right; the first wrong one in backward's order is named."""
+    step, message, rank, tensor = found_by_all(tmp_path, sharding, 3, 2, "arithmetic", 2, 20)
+    assert (step, rank) == (EVERY, 2)
+    assert tensor in ("gain", "first.weight", "first.bias") and "than 2 other ranks" in message
+
+
+@pytest.mark.parametrize("sharding", ["replicated", "full"])
+def test_of_two_ranks_the_one_whose_gradient_varies_is_wrong(sharding: str, tmp_path: Path) -> None:
+    step, message, rank, _ = found_by_all(tmp_path, sharding, 2, 1, "arithmetic, unstable", 3, 20)
+    assert (step, rank) == (EVERY, 1)
+    assert "another gradient" in message and "each time" in message
+
+
+def test_two_ranks_that_both_insist_are_both_named(tmp_path: Path) -> None:
+    step, message, rank, _ = found_by_all(tmp_path, "replicated", 2, 0, "arithmetic", 1, 20)
+    assert (step, rank) == (EVERY, None) and "rank 0 and rank 1 compute different gradients" in message
+
+
+def load_between_steps(rank: int) -> Found:
+    """Weights that somebody sets are no corruption."""
+    model, optimizer, _ = build("full", 2)
+    verifier = Verifier(lambda: (Held(*one) for one in kept_tensors(optimizer)), EVERY)
+    for step in range(1, 4):
+        model(torch.ones(4, 8)).sum().backward()
+        verifier.before_update(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        verifier.after_update(step)
+        with torch.no_grad():
+            model.second.weight.mul_(2.0)
+        verifier.verify_state(step)
+    return None
+
+
+def test_a_weight_that_is_set_between_steps_is_no_corruption(tmp_path: Path) -> None:
+    assert run_ranks(load_between_steps, 2, tmp_path) == [None, None]
