@@ -65,3 +65,22 @@ def update_sums(intended: Sequence[float], stored: Sequence[float], visible: Seq
         Fraction(sum(d != 0 and e == 0 for d, e, _ in rows)),
         Fraction(sum(d != 0 and v == 0 for d, _, v in rows)),
     ]
+
+
+def sum_on_grid(values: Iterable[float], exponent: int = -74) -> float:
+    """The float32 nearest to the exact sum of values, each rounded to a whole number of steps 2^exponent; ties to even."""
+    step = Fraction(2) ** exponent
+    total = sum((round(Fraction(value) / step) for value in values), 0) * step
+    return nearest_float32(total)
+
+
+def nearest_float32(value: Fraction) -> float:
+    """The float32 nearest to a fraction in its normal range, ties to even."""
+    if value == 0:
+        return 0.0
+    size = abs(value)
+    exponent = size.numerator.bit_length() - size.denominator.bit_length()
+    if Fraction(2) ** exponent > size:
+        exponent -= 1
+    spacing = Fraction(2) ** (exponent - 23)
+    return float(round(value / spacing) * spacing)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from narrowgauge import _torch
 from narrowgauge.distributed.compression import CompressedSum
+from narrowgauge.distributed.exact import ExactExchange
 from narrowgauge.distributed.exchanges import ALONE, BackendSum, Exchange, Parties, group_of, of_mesh, replicated
 from narrowgauge.distributed.replicated import Replicated, local_part
 from narrowgauge.distributed.world import has_group, world
@@ -27,6 +28,7 @@ from narrowgauge.spec.reductions import REDUCTIONS, Reduction
 EXCHANGES: dict[str, type[Exchange]] = {
     "native": BackendSum,
     "float32": BackendSum,
+    "reproducible": ExactExchange,
     "compressed8": CompressedSum,
     "compressed4": CompressedSum,
 }

@@ -68,8 +68,8 @@ REDUCTIONS: dict[str, Reduction] = {
             source="Megatron-LM's grad_reduce_in_fp32; FSDP2's reduce_dtype",
         ),
         Reduction(
-            "reproducible", "", "two int64 words",
-            error="2^-77 per addend; the sum is rounded once",
+            "reproducible", "", "two float64 words on a fixed grid",
+            error="2^-75 per addend; the sum is rounded once",
             keeps="nothing",
             order_free=True,
             purpose="the same bits on any number of ranks",

@@ -1,0 +1,143 @@
+"""Elementwise sums in any order, against fractions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import FormatError
+from narrowgauge.numerics import exact_sums
+from narrowgauge.numerics.exact_sums import LARGEST, MOST_ADDENDS, ExactSums, sum_rows
+from oracles.exact_sums import sum_on_grid
+
+FORMATS = (torch.bfloat16, torch.float16, torch.float32)
+EDGES = [
+    sign * value
+    for sign in (1, -1)
+    for value in (
+        0.0, 2.0**-149, 2.0**-126, 2.0**-76, 2.0**-75, 1.5 * 2.0**-75, 2.0**-74, 3 * 2.0**-75, 2.0**-51, 2.0**-50, 2.0**-24,
+        3 * 2.0**-25, 2.0**-23, 1 - 2.0**-24, 1.0, 1 + 2.0**-23, math.pi, 2.0**17, LARGEST - 2.0**-6, LARGEST,
+    )
+]  # fmt: skip
+
+
+def summed(addends: Sequence[float], dtype: torch.dtype = torch.float32) -> list[float]:
+    """The sum by each way there is: one call for all, one for each, and without words."""
+    rows = torch.tensor(addends, dtype=dtype).view(-1, 1)
+    one, each = ExactSums(1), ExactSums(1)
+    one.add_(rows)
+    for row in rows:
+        each.add_(row)
+    return [one.total().item(), each.total().item(), sum_rows(rows, torch.empty(1)).item()]
+
+
+def check(addends: Sequence[float], dtype: torch.dtype = torch.float32) -> None:
+    given = torch.tensor(addends, dtype=dtype).tolist()
+    expected = sum_on_grid(given)
+    assert summed(given, dtype) == [expected] * 3, given
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_pairs_of_every_edge(dtype: torch.dtype) -> None:
+    largest = min(LARGEST, torch.finfo(dtype).max)
+    edges = [max(-largest, min(largest, edge)) for edge in EDGES]
+    pairs = torch.tensor(list(itertools.product(edges, repeat=2)), dtype=dtype).T.contiguous()
+    found = sum_rows(pairs, torch.empty(pairs.shape[1]))
+    assert found.tolist() == [sum_on_grid(pair) for pair in pairs.T.tolist()]
+
+
+def test_every_order_of_a_cancellation() -> None:
+    for addends in itertools.permutations([2.0**18, 1.0, -(2.0**18), 2.0**-24, 2.0**-60]):
+        check(addends)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_random_addends_over_a_huge_range(dtype: torch.dtype) -> None:
+    rng = random.Random(0)
+    for count in (1, 2, 3, 7, 8, 9, 15, 64):
+        for _ in range(40):
+            check([rng.choice((-1, 1)) * rng.uniform(1, 2) * 2.0 ** rng.randint(-80, 15) for _ in range(count)], dtype)
+
+
+def test_what_lies_between_two_floats_is_rounded_by_its_very_last_bit() -> None:
+    """1 + 2^-24 is a tie of float32, 2^-74 more or less is none, and float64 sees neither."""
+    for sign, less in itertools.product((1, -1), (1, -1)):
+        for tie in (1 + 2.0**-24, 1 + 3 * 2.0**-24):
+            upper = 1.0
+            check([sign * upper, sign * (tie - upper), sign * less * 2.0**-74])
+
+
+def test_sums_of_as_many_as_there_may_be_do_not_overflow() -> None:
+    for value in (LARGEST, LARGEST - 2.0**-6, -LARGEST, 2.0**-24, 3 * 2.0**-25, 2.0**-24 - 2.0**-48):
+        sums = ExactSums(1)
+        rows = torch.full((MOST_ADDENDS, 1), value)
+        sums.add_(rows)
+        assert sums.total().item() == float(torch.tensor(float(Fraction(value) * MOST_ADDENDS)))
+        with pytest.raises(FormatError, match="4097 addends, and hold 4096"):
+            sums.add_(rows[:1])
+        sums.clear_()
+        sums.add_(rows[:1])
+        assert sums.total().item() == value
+
+
+def leaves(count: int, numel: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    spread = torch.randint(-40, 12, (count, numel), generator=generator)
+    return torch.randn(count, numel, generator=generator) * torch.exp2(spread)
+
+
+def test_no_order_no_grouping_and_no_chunk_changes_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = leaves(24, 301)
+    expected = sum_rows(rows, torch.empty(301))
+    in_float32 = {tuple((rows[torch.randperm(24)]).sum(0).tolist()) for _ in range(4)}
+    assert len(in_float32) > 1  # the test can fail
+    rng = random.Random(1)
+    for chunk in (1, 7, 64, 1 << 15):
+        monkeypatch.setattr(exact_sums, "_CHUNK", chunk)
+        order = rng.sample(range(24), 24)
+        sums = ExactSums(301)
+        for start in range(0, 24, 5):
+            sums.add_(rows[order[start : start + 5]])
+        assert torch.equal(sums.total(), expected)
+        assert torch.equal(sum_rows(rows[order], torch.empty(301)), expected)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, LARGEST * (1 + 2.0**-23), -3e38])
+def test_what_has_no_place_on_the_grid_makes_its_element_nan_in_any_order(bad: float) -> None:
+    good = [1.0, 2.0, -2.0]
+    for place in range(4):
+        rows = torch.tensor([[value, value] for value in [*good[:place], 0.0, *good[place:]]])
+        rows[place, 1] = bad
+        sums = ExactSums(2)
+        for row in rows:
+            sums.add_(row)
+        for total in (sums.total(), sum_rows(rows, torch.empty(2))):
+            assert total[0].item() == 1.0 and math.isnan(total[1].item())
+    rows = torch.tensor([[bad], [-bad], [1.0]])
+    assert math.isnan(sum_rows(rows, torch.empty(1)).item())
+
+
+def test_zeros_of_any_sign_sum_to_plus_zero() -> None:
+    for addends in ([-0.0], [-0.0, -0.0], [0.0, -0.0], [1.0, -1.0]):
+        assert [math.copysign(1, total) for total in summed(addends)] == [1.0] * 3
+
+
+def test_the_total_is_divided_in_float32_and_rounded_to_the_output() -> None:
+    rows = torch.tensor([[1.0], [2.0**-8]])
+    assert sum_rows(rows, torch.empty(1), divisor=3).item() == (torch.tensor(1 + 2.0**-8) / 3).item()
+    assert sum_rows(rows, torch.empty(1, dtype=torch.bfloat16)).item() == 1.0  # a tie, to even
+
+
+def test_other_dtypes_and_lengths_are_refused() -> None:
+    with pytest.raises(FormatError, match="were given"):
+        ExactSums(2).add_(torch.zeros(2, dtype=torch.float64))
+    with pytest.raises(FormatError, match="of 2 elements were given"):
+        ExactSums(2).add_(torch.zeros(3))
+    assert sum_rows(torch.zeros(2, 0), torch.empty(0)).numel() == 0
