@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed import sharding
-from narrowgauge.distributed.sharding import average_whole, groups_of, is_sharded, make_equal, require_mesh
+from narrowgauge.distributed.reduction import EXCHANGES, reduce_gradients_with
+from narrowgauge.distributed.sharding import groups_of, is_sharded, make_equal, require_mesh
+from narrowgauge.distributed.world import world
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.scopes import compute_in_scope
@@ -75,11 +78,13 @@ def prepare(
         shard: ``"full"`` or ``"none"``, with a mesh.
         offload: keep parameters, gradients and states in the host's memory, with a mesh.
     Returns:
-        ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``.
+        ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. Its ``reduction`` is what sums gradients
+        over ranks, if anything does: its ``micro_batch`` surrounds the backward passes of a step with several.
     Raises:
         RecipeError: an unknown recipe; a ``keep`` pattern or override that matches nothing, or only one name of a tied
             parameter; a model of another dtype or without trainable parameters; a batch norm that would mix dtypes; a
-            mesh for a model that is sharded already, or a sharded model whose groups would mix dtypes.
+            mesh for a model that is sharded already, or a sharded model whose groups would mix dtypes; with an order-free
+            reduction a batch norm or dropout, through which micro-batches depend on those before them.
 
     Cost: a temporary float32 copy of the weights, on every rank.
 
@@ -91,9 +96,53 @@ def prepare(
         >>> model.weight.dtype
         torch.bfloat16
     """
-    policy = parse(recipe)
+    policy, inner = parse(recipe), _inside(model)
+    _check_ranks(model, policy, mesh)
+    _, optimizer = assemble(
+        inner,
+        policy,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+        seed=seed,
+        audit_every=audit_every,
+        compile=compile,
+        loss_scaler=loss_scaler,
+        mesh=mesh,
+        shard=shard,
+        offload=offload,
+    )
+    if mesh is not None or policy.reduction.name != "native":
+        optimizer.reduction = reduce_gradients_with(model, policy.reduction.name, seed=seed, mesh=mesh)
+    return model, optimizer
+
+
+def assemble(
+    model: nn.Module,
+    policy: Recipe,
+    *,
+    weight_decay: float,
+    lr: float | Tensor,
+    seed: int = 0,
+    loss_scaler: LossScaler | None = None,
+    mesh: Any = None,
+    shard: str = "full",
+    offload: bool = False,
+    **options: Any,
+) -> tuple[nn.Module, AdamW]:
+    """:func:`prepare` without the sum of gradients over ranks, for callers that divide a step into micro-batches themselves.
+
+    Args:
+        model, policy, weight_decay, lr, seed, loss_scaler, mesh, shard, offload: as for :func:`prepare`.
+        options: other options of the optimizer.
+    Returns:
+        As :func:`prepare`.
+    Raises:
+        RecipeError: as :func:`prepare`.
+    """
     _check(model, policy)
-    _check_wrapping(model, policy)
     if mesh is not None:
         require_mesh(model, mesh, shard)
         make_equal(model, mesh)
@@ -105,20 +154,13 @@ def prepare(
     optimizer = AdamW(
         _groups(model, policy, weight_decay, lr, factors),
         lr=lr,
-        betas=betas,
-        eps=eps,
         weight_decay=weight_decay,
         storage=policy.storage,
-        max_grad_norm=max_grad_norm,
         seed=seed,
-        audit_every=audit_every,
-        compile=compile,
         loss_scaler=(loss_scaler or LossScaler()) if any(c.scales_loss for c in policy.computes) else loss_scaler,
+        **options,
     )
     optimizer.adopt(values)
-    if mesh is not None and mesh.size() > 1:
-        members = list(model.parameters())
-        optimizer.register_step_pre_hook(lambda *_: average_whole(members, mesh))
     if narrow:
         narrow.follow(optimizer)
     _propagate_scales(model, policy)
@@ -171,10 +213,10 @@ def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
 
 def _check(model: nn.Module, recipe: Recipe) -> None:
     """Raise for a model that the recipe cannot train, naming the first offending parameter or module."""
-    if recipe.reduction.name != "native":
+    if recipe.reduction.name not in EXCHANGES:
         raise RecipeError(
             f"recipe '{recipe.name}' sums gradients across ranks by '{recipe.reduction.name}', which is not implemented.",
-            "Omit the third part of the recipe.",
+            "narrowgauge show reductions lists those that are.",
         )
     names = [name for name, _ in model.named_parameters()]
     if not names:
@@ -220,15 +262,49 @@ def _check(model: nn.Module, recipe: Recipe) -> None:
     for compute in recipe.computes:
         variants.check_layers(compute, linear_names(model), type(model).__name__)
     _check_statistics(model, recipe)
+    if recipe.reduction.order_free:
+        _check_leaves(model, recipe)
 
 
-def _check_wrapping(model: nn.Module, recipe: Recipe) -> None:
-    """DistributedDataParallel has made its buckets: it cannot follow parameters into another format."""
-    if isinstance(model, DistributedDataParallel):
+def _inside(model: nn.Module) -> nn.Module:
+    """The model that DistributedDataParallel wraps, or the model."""
+    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return inner
+
+
+def _check_ranks(model: nn.Module, recipe: Recipe, mesh: Any) -> None:
+    """Raise where gradients cannot be summed over ranks as the recipe says."""
+    name, inner = recipe.name, _inside(model)
+    if inner is not model:
+        wanted = {n: recipe.storage_of(n, p.ndim).visible for n, p in inner.named_parameters()}
+        if mesh is not None or any(str(p.dtype) != f"torch.{wanted[n]}" for n, p in inner.named_parameters()):
+            raise RecipeError(
+                f"recipe '{name}' was given a model inside DistributedDataParallel, whose buckets were made for the "
+                "parameters as they were.",
+                'Prepare the model first and wrap it then, or replace the wrapper by mesh=…, shard="none".',
+            )
+    elif mesh is None and recipe.reduction.name != "native" and world().size > 1 and not is_sharded(model):
         raise RecipeError(
-            f"recipe '{recipe.name}' was given a model inside DistributedDataParallel, whose buckets were made for the "
-            "parameters as they were.",
-            'Prepare the model first and wrap it then, or replace the wrapper by mesh=…, shard="none".',
+            f"recipe '{name}' sums gradients over ranks, and {world().size} ranks were found but no mesh.",
+            'Pass mesh=init_device_mesh(…), with shard="none" to keep the model whole on every rank.',
+        )
+
+
+def _check_leaves(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse modules through which one micro-batch changes what another computes."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+            reason = "whose running statistics depend on which micro-batches a rank has seen"
+            advice = "Replace it by a layer norm or group norm"
+        elif isinstance(module, _DropoutNd) and module.p > 0:
+            reason = "which draws random numbers in the order of a rank's own micro-batches"
+            advice = "Set its p to 0"
+        else:
+            continue
+        raise RecipeError(
+            f"recipe '{recipe.name}' gives the same bits on any number of ranks, and '{name}' is a {kind}, {reason}.",
+            f"{advice}, or take another reduction.",
         )
 
 

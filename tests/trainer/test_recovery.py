@@ -155,7 +155,7 @@ def test_a_run_that_cannot_go_back_at_all_says_so_and_can_go_on(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss * 20)
-    monkeypatch.setattr(recovery, "go_back", lambda folder, every: None)
+    monkeypatch.setattr(recovery, "go_back", lambda *_: None)
     with pytest.raises(DivergenceError, match="there is no good checkpoint to go back to"):
         run_with(place, tmp_path / "run", on_spike="rollback")
     loop.resume(tmp_path / "run")

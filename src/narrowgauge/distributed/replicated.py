@@ -64,6 +64,8 @@ class Replicated:
             is_absent: these gradients do not count.
             is_last: whether this is the step's last micro-batch. Before it, ``p.grad`` is ``None`` afterwards.
         """
+        if not self.parameters:
+            return
         gradients = [None if is_absent else p.grad for p in self.parameters]
         self._used |= torch.tensor([g is not None for g in gradients], dtype=torch.uint8)
         used = self._used_anywhere() if is_last else {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +125,24 @@ def groups_of(model: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Parameter]
     return {unit: list(_left_to(unit, units)) for unit in model.modules() if id(unit) in units}
 
 
+def through_root(model: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that uses parts of a sharded model, with what the root holds gathered while it runs.
+
+    FSDP2 gathers parameters when a module is called; a loss that calls a model's body and multiplies by its head's weight calls
+    neither the model nor the head.
+
+    Args:
+        model: its parameters are sharded.
+        function: does not call the model itself.
+    """
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    model.through_root = function  # type: ignore[assignment]
+    register_fsdp_forward_method(model, "through_root")
+    called: Any = model.through_root
+    return cast(Callable[..., Any], called)
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether any parameter is a DTensor."""
     return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
@@ -146,22 +164,6 @@ def make_equal(model: nn.Module, mesh: Any) -> None:
             torch.distributed.broadcast(whole.view(-1).view(torch.uint8), group=group, group_src=0)
             if whole.data_ptr() != data.data_ptr():
                 data.copy_(whole)
-
-
-def average_whole(parameters: Iterable[Tensor], mesh: Any) -> None:
-    """Average the gradients of parameters that every rank of a mesh holds whole: one sum in their format, one division.
-
-    Cost: one message for each format of gradients.
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None and not hasattr(p, "device_mesh")]
-    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        members = [gradient for gradient in gradients if gradient.dtype is dtype]
-        flat = torch.cat([gradient.reshape(-1) for gradient in members])
-        for axis in range(mesh.ndim):
-            torch.distributed.all_reduce(flat, group=mesh.get_group(axis))
-        flat /= mesh.size()
-        for gradient, part in zip(members, flat.split([g.numel() for g in members]), strict=True):
-            gradient.copy_(part.view_as(gradient))
 
 
 def fingerprint_whole(named: Mapping[str, Tensor]) -> str:

@@ -11,6 +11,8 @@ saw only zeros count as not seen.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -84,3 +86,21 @@ def count_overflows(history: Tensor, step: int | None = None) -> Tensor:
     """
     counts = history[:, _OVERFLOWS]
     return (counts if step is None else torch.where(history[:, _STEP] == step, counts, 0.0)).sum(1).long()
+
+
+def join_histories(histories: Sequence[Tensor], largest: Callable[[Tensor], Tensor]) -> None:
+    """Give the ranks that train together one history of each layer: as if one of them had computed all micro-batches.
+
+    Args:
+        histories: of all layers, changed in place; every rank gives as many.
+        largest: the elementwise maximum over the ranks, of a float64 vector.
+    """
+    steps = torch.cat([history[:, _STEP].reshape(-1) for history in histories])
+    newest = largest(steps)
+    # What a rank holds of an older step is overwritten where another has a newer one: an expert may have no token on one rank.
+    fields = [torch.cat([history[:, field].reshape(-1) for history in histories]) for field in (_AMAX, _OVERFLOWS)]
+    joined = largest(torch.cat([torch.where(steps == newest, field, 0.0) for field in fields]))
+    sizes = [history[:, _STEP].numel() for history in histories]
+    for field, values in zip((_STEP, _AMAX, _OVERFLOWS), (newest, *joined.chunk(2)), strict=True):
+        for history, part in zip(histories, values.split(sizes), strict=True):
+            history[:, field] = part.view_as(history[:, field])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowgauge.matmul import rng
-from narrowgauge.matmul.delayed_scaling import count_overflows
+from narrowgauge.matmul.delayed_scaling import count_overflows, join_histories
 from narrowgauge.matmul.grouped import GroupedLinear
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.spec.computes import Compute
@@ -87,6 +87,11 @@ class Linears:
     def histories(self) -> dict[str, Tensor]:
         """The layers' amax histories, which a checkpoint must hold to continue with the same bits."""
         return {name: layer.amax_history for name, layer in self.layers.items() if layer.amax_history is not None}
+
+    def join_histories(self, largest: Callable[[Tensor], Tensor]) -> None:
+        """Join the histories of the ranks that train together; ``largest`` is the elementwise maximum over them."""
+        if histories := list(self.histories().values()):
+            join_histories(histories, largest)
 
     def load_histories(self, histories: dict[str, Tensor]) -> None:
         """Load what :meth:`histories` returned."""

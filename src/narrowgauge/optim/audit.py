@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import update_metrics
+from narrowgauge.optim.shards import add_up, by_group, local_of
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.spec.storages import Storage
 
@@ -143,14 +144,22 @@ def read(rows: Iterable[Tensor], num_elements: float = math.nan) -> Reading:
     )
 
 
+Noted = tuple[Tensor, Tensor, int]
+"""A tensor, its sums in one step, and over how many elements they go."""
+
+
 @dataclass
 class Auditor:
-    """Collects the audits of one optimizer's tensors and decides on alarms."""
+    """Collects the audits of one optimizer's tensors and decides on alarms.
+
+    ``join`` adds up what the ranks noted of tensors that they share; all of them call it at every audited step.
+    """
 
     windows: dict[Tensor, deque[Tensor]] = field(default_factory=dict)
     alarmed: dict[Tensor, bool] = field(default_factory=dict)
-    fresh: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
+    fresh: list[Noted] = field(default_factory=list)
     counts: dict[Tensor, deque[float]] = field(default_factory=dict)
+    join: Callable[[list[Noted]], list[Noted]] | None = None
     _products: dict[Tensor, deque[tuple[float, float]]] = field(default_factory=dict)
 
     def add(self, parameter: Tensor, sums: Tensor, num_elements: int) -> None:
@@ -201,6 +210,29 @@ class Auditor:
 def is_stochastic(storage: Storage) -> bool:
     """Whether the stored weight is cut stochastically, so that what a single step loses arrives on average."""
     return storage.weight.rounding == "stochastic"
+
+
+def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Noted]], list[Noted]]:
+    """What adds up the sums of parameters whose elements are shared out over ranks, for ``Auditor.join``.
+
+    Args:
+        parameters: of the optimizer, on every rank in the same order.
+    """
+
+    def join(noted: list[Noted]) -> list[Noted]:
+        mine = {parameter: (sums, count) for parameter, sums, count in noted}
+        joined: dict[Tensor, tuple[Tensor, int]] = {}
+        for groups, members in by_group(parameters):
+            table = torch.zeros(len(members), len(update_metrics.UPDATE_SUMS) + 1, dtype=torch.float64)
+            for row, parameter in zip(table, members, strict=True):
+                if parameter in mine:
+                    row[:-1], row[-1] = mine[parameter][0].cpu(), mine[parameter][1]
+            device = local_of(members[0]).device if members else table.device
+            table = add_up(table.to(device), groups, "sum").cpu()
+            joined |= {p: (row[:-1], int(row[-1])) for p, row in zip(members, table, strict=True) if row[-1] > 0}
+        return [(parameter, *joined[parameter]) for parameter in parameters if parameter in joined]
+
+    return join
 
 
 def audited_parts(length: int, turn: int, row: int = 1) -> list[tuple[slice, bool]]:

@@ -165,6 +165,8 @@ class Optimizer(torch.optim.Optimizer):
         self.last_audit: Tensor | None = None
         self.auditor = Auditor()
         self.on_alarm: Callable[[list[Alarm]], None] = warn_of
+        # What sums the gradients over ranks before a step, if anything does; `narrowgauge.prepare` sets it.
+        self.reduction: Any = None
         self.released: set[Tensor] = set()
         self._names: dict[Tensor, str] = {}
         self._registry = Registry(self.rule, self.rows, self.compile, lambda: self.param_groups, self._names)
@@ -236,7 +238,7 @@ class Optimizer(torch.optim.Optimizer):
         work = [(group, self._stores_with_gradient(group)) for group in self.param_groups]
         stores = [store for _, members in work for store in members]
         if not stores:
-            self._take_audit()  # of parameters that were stepped alone
+            self._take_audit([])  # of parameters that were stepped alone
             return
         if not self._stepped:
             self._stepped = True
@@ -319,11 +321,15 @@ class Optimizer(torch.optim.Optimizer):
                 store.step -= 1
             self.auditor.discard()
             return
-        self._take_audit()
+        self._take_audit(stores)
 
-    def _take_audit(self) -> None:
+    def _take_audit(self, stores: list[Store]) -> None:
         """Take the audit of the last step into the windows, and raise alarms."""
-        if not self.auditor.fresh:
+        auditor = self.auditor
+        # Ranks that hold nothing of what was audited take part too.
+        if auditor.join is not None and any(self.audit_every and s.step % self.audit_every == 0 for s in stores):
+            auditor.fresh = auditor.join(auditor.fresh)
+        if not auditor.fresh:
             return
         self.last_audit = self.auditor.collect()
         storages = {parameter: store.storage for parameter, store in self._registry.stores.items()}
@@ -507,7 +513,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         load_states(self._registry, self.param_groups, entries, groups or self.param_groups)
         self._states.forget()
-        self._pending, self.auditor = None, Auditor()
+        self._pending, self.auditor = None, Auditor(join=self.auditor.join)
 
     def __getstate__(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in _OPTIONS}

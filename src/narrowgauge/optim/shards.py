@@ -66,13 +66,18 @@ def by_reduction(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Tensor]]]
         Groups, one for each axis of the mesh along which elements are shared out, and this rank's parts of the tensors
         that they are for. What is shared out along no axis has no groups, and comes first, perhaps without a tensor.
     """
-    found: dict[tuple[str, ...], tuple[list[Any], list[Tensor]]] = {(): ([], [])}
+    return [(groups, [local_of(tensor) for tensor in members]) for groups, members in by_group(tensors)]
+
+
+def by_group(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
+    """:func:`by_reduction` with the tensors themselves."""
+    found: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {(): ([], [])}
     for tensor in tensors:
         groups = []
         if is_shared_out(tensor):
             mesh, placements = tensor.device_mesh, tensor.placements
             groups = [mesh.get_group(axis) for axis, placement in enumerate(placements) if _cuts(placement)]
-        found.setdefault(tuple(group.group_name for group in groups), (groups, []))[1].append(local_of(tensor))
+        found.setdefault(tuple(group.group_name for group in groups), (groups, []))[1].append(tensor)
     return list(found.values())
 
 

@@ -22,6 +22,7 @@ from narrowgauge.spec.notation import load_toml, parse, parse_value
 from narrowgauge.spec.recipes import Recipe
 
 SCHEDULES = ("cosine", "linear", "constant")
+SHARDINGS = ("full", "none")
 SPIKE_ACTIONS = ("report", "skip", "rollback", "stop")
 
 # Peak learning rate by number of parameters, below each bound. Up to 100 million: rates at which small Llamas on source
@@ -158,6 +159,17 @@ class TrainConfig:
     )
     activation_checkpointing: bool = _setting(False, "Recompute activations in the backward pass to save memory.")
     compile: bool | None = _setting(None, "Compile the model.  [default: from 5 million parameters or 1000 steps on]")
+    shard: str = _setting(
+        "full",
+        "On several ranks, share weights, gradients and states out over them: full or none.",
+        f"one of {', '.join(SHARDINGS)}",
+        lambda value: value in SHARDINGS,
+    )
+    replicas: int = _count(1, "Copies of the sharded model; must divide the number of ranks.")
+    offload: bool = _setting(False, "On several ranks, keep shards in the host's memory.")
+    threads: int | None = _count(
+        None, "CPU threads per rank.  [default: 1 with an order-free reduction, else cores / ranks]"
+    )
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -342,6 +354,12 @@ class TrainConfig:
             raise NarrowgaugeError(
                 f"a warm-up of {self.warmup_steps} steps was requested in a run of {self.steps}.",
                 "Lower --warmup-steps.",
+            )
+        if self.shard == "none" and (self.replicas > 1 or self.offload):
+            asked = "offload" if self.offload else "replicas"
+            raise NarrowgaugeError(
+                f"shard = 'none' was requested with {asked} = {getattr(self, asked)}, which is about shards.",
+                f"Omit --shard or --{asked}.",
             )
         if self.on_spike == "rollback" and not self.checkpoint_every:
             raise NarrowgaugeError(

@@ -3,6 +3,9 @@
 The loop contains no arithmetic and no format; it calls ``prepare`` like any training loop. Each step is recorded before the
 next begins, and checkpoints are written atomically, so a killed run loses only the steps since its last checkpoint and
 repeats them with the same bits.
+
+Several ranks run this loop side by side. What depends on files, on the clock or on a signal is decided by the first, or agreed,
+so that all take the same turns; the first alone writes the run folder and speaks.
 """
 
 from __future__ import annotations
@@ -11,9 +14,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import cast
 
+from narrowgauge.distributed.agreement import agree_to_stop, on_first_rank
+from narrowgauge.distributed.launch import beat
+from narrowgauge.distributed.world import world
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.optim import compilation
@@ -32,6 +39,7 @@ from narrowgauge.trainer.memory import require_batch
 from narrowgauge.trainer.preflight import require_resumable
 from narrowgauge.trainer.recovery import Recovery
 from narrowgauge.trainer.session import Session, build, describe
+from narrowgauge.trainer.silence import SilentScreen, SilentWriter
 from narrowgauge.trainer.sinks import Reporter
 from narrowgauge.trainer.step import evaluate, summarize, train_step
 
@@ -49,32 +57,45 @@ def train(config: TrainConfig, *, lent: bool = False, screen: Screen | None = No
         NarrowgaugeError: an invalid setting; nothing is written then.
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved; after SIGTERM :class:`~narrowgauge.errors.Terminated`.
     """
-    config = config.validated().located()
-    require_batch(config)
-    assert config.out is not None
-    folder = Path(config.out)
-    require_free(folder, beside=left_by_a_kill(folder))
-    absent = [place for place in (folder, *folder.parents) if not place.exists()]
-    with disk_errors(folder, AGAIN):
-        folder.mkdir(parents=True, exist_ok=True)
+    config, absent = on_first_rank(lambda: _begin(config))
+    folder = Path(str(config.out))
     with _alone(folder, "make a run in", "choose another --out"), _shown(config, screen) as shown:
         return _train(config, folder, absent, lent, shown)
 
 
+def _begin(config: TrainConfig) -> tuple[TrainConfig, list[Path]]:
+    """Check the settings and make the run folder; returns them filled in, and the folders that did not exist."""
+    config = config.validated().located()
+    require_batch(config)
+    folder = Path(str(config.out))
+    require_free(folder, beside=left_by_a_kill(folder))
+    absent = [place for place in (folder, *folder.parents) if not place.exists()]
+    with disk_errors(folder, AGAIN):
+        folder.mkdir(parents=True, exist_ok=True)
+    return config, absent
+
+
 @contextmanager
 def _alone(folder: Path, doing: str, instead: str) -> Iterator[None]:
-    """Lock a run folder for this process, from before anything is written to the end of the run."""
-    with held_folder(folder) as is_held:
+    """Lock a run folder for this job, from before anything is written to the end of the run."""
+
+    def require(is_held: bool) -> None:
         if not is_held:
             raise RecordError(
                 f"Cannot {doing} {folder}: another process is writing it.", f"Wait until it ends, or {instead}."
             )
+
+    with held_folder(folder) if world().is_first else nullcontext(True) as is_held:
+        on_first_rank(lambda: require(is_held))
         yield
 
 
 @contextmanager
 def _shown(config: TrainConfig, screen: Screen | None) -> Iterator[Screen]:
-    """The given screen, or standard output."""
+    """The given screen, or standard output; the first rank's."""
+    if not world().is_first:
+        yield SilentScreen()
+        return
     if screen is not None:
         yield screen
         return
@@ -84,17 +105,18 @@ def _shown(config: TrainConfig, screen: Screen | None) -> Iterator[Screen]:
 
 def _train(config: TrainConfig, folder: Path, absent: list[Path], lent: bool, screen: Screen) -> Path:
     """:func:`train` in a folder that nobody else writes."""
-    require_free(folder, beside=left_by_a_kill(folder))
+    on_first_rank(lambda: require_free(folder, beside=left_by_a_kill(folder)))
     prepared = (folder / "data").exists()
     try:
-        remove_leftovers(folder)
+        on_first_rank(lambda: remove_leftovers(folder))
         data = _prepared_data(config, folder, screen.stage)
         data.require(config.sequence_length)
         screen.stage("building the model")
         session = build(config, folder, data)
-        writer = RunWriter.create(folder, describe(session), beside=("data",))
+        writer = _first_writer(folder, lambda: RunWriter.create(folder, describe(session), beside=("data",)))
     except BaseException:
-        _forget(folder, absent, prepared)
+        if world().is_first:
+            _forget(folder, absent, prepared)
         raise
     with writer:
         if prepared and not lent:
@@ -144,7 +166,8 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
     """:func:`resume` of a run that nobody else writes."""
     folder, stop_after = run.path, config.stop_after
     screen.stage("checking the tokens")
-    data = open_data(folder) if (folder / "data").exists() else _prepared_data(config, folder, screen.stage)
+    has_data = on_first_rank(lambda: (folder / "data").exists())
+    data = open_data(folder) if has_data else _prepared_data(config, folder, screen.stage)
     data.require_same(began_with)
     screen.stage("building the model")
     session = build(config, folder, data)
@@ -159,17 +182,34 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
             f"{folder} has done {session.step} steps, and a stop after step {stop_after} was requested.",
             "Name a later step with --stop-after, or leave it out.",
         )
-    accepted = accept(run, session.config, session.step, session.standing, accept_changes)
-    with RunWriter.open(folder) as writer:
-        writer.rewind(session.step, accept_lost=accept_changes)
+    standing = session.standing
+    accepted = on_first_rank(lambda: accept(run, session.config, session.step, standing, accept_changes))
+    with _first_writer(folder, lambda: _rewound(folder, session.step, accept_changes)) as writer:
         noted += [Event("note", session.step, said) for said in (*accepted, *differences(run.run, describe(session)))]
         for event in noted:
             writer.event(event)
-            print(f"note: {event.message}.", file=sys.stderr)
+            _note(session, f"{event.message}.")
         session.has_saturated = any(event.get("kind") == "warning" for event in run.events)
         writer.event(Event("resume", session.step, f"from step {session.step}"))
         _run(session, writer, screen)
     return folder
+
+
+def _first_writer(folder: Path, make: Callable[[], RunWriter]) -> RunWriter:
+    """The writer of the run folder on the first rank; the others write nothing."""
+    made: list[RunWriter] = []
+    on_first_rank(lambda: made.append(make()))
+    return made[0] if made else cast(RunWriter, SilentWriter(folder))
+
+
+def _rewound(folder: Path, step: int, accept_lost: bool) -> RunWriter:
+    writer = RunWriter.open(folder)
+    try:
+        writer.rewind(step, accept_lost=accept_lost)
+    except BaseException:
+        writer.close()
+        raise
+    return writer
 
 
 def _forget(folder: Path, absent: list[Path], prepared: bool) -> None:
@@ -184,15 +224,24 @@ def _forget(folder: Path, absent: list[Path], prepared: bool) -> None:
 
 
 def _prepared_data(config: TrainConfig, folder: Path, stage: Callable[[str], None] = lambda what: None) -> Dataset:
-    return prepare_data(
-        config.data,
-        folder,
-        vocab_size=vocabulary_size(config),
-        tokenizer=config.tokenizer,
-        held_out=config.held_out,
-        seed=config.seed,
-        stage=stage,
-    )
+    """The data of a run, which the first rank prepares while the others wait."""
+    prepared: list[Dataset] = []
+
+    def prepare() -> None:
+        prepared.append(
+            prepare_data(
+                config.data,
+                folder,
+                vocab_size=vocabulary_size(config),
+                tokenizer=config.tokenizer,
+                held_out=config.held_out,
+                seed=config.seed,
+                stage=stage,
+            )
+        )
+
+    on_first_rank(prepare)
+    return prepared[0] if prepared else open_data(folder)
 
 
 def vocabulary_size(config: TrainConfig) -> int | None:
@@ -215,7 +264,8 @@ def vocabulary_size(config: TrainConfig) -> int | None:
 def _run(session: Session, writer: RunWriter, console: Screen) -> None:
     config, began = session.config, time.perf_counter() - session.seconds
     with interruptible(console.stopping) as interrupted, session.watched():
-        reporter = Reporter(writer, console, config.recipe, config.tensorboard, session.step)
+        tensorboard = config.tensorboard and session.here.is_first
+        reporter = Reporter(writer, console, config.recipe, tensorboard, session.step)
         _announce(session, console)
         session.optimizer.on_alarm = lambda alarms: reporter.lost_updates(alarms, session.step + 1)
         recovery = Recovery(session, reporter)
@@ -238,12 +288,14 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
                 if _is_due(session.step, config.eval_every) and session.step < config.steps:
                     _evaluate(session, reporter)
                 recovery.after(row, save)
+                beat(session.step)
                 last = session.step == config.steps
-                stopping = bool(interrupted) or (session.step == config.stop_after and not last)
+                signal = agree_to_stop(interrupted[0] if interrupted else 0)
+                stopping = bool(signal) or (session.step == config.stop_after and not last)
                 if stopping or last or _is_due(session.step, config.checkpoint_every):
                     save()
                 if stopping:
-                    _stop(session, reporter, interrupted)
+                    _stop(session, reporter, signal)
                     return
             _finish(session, reporter, time.perf_counter() - began)
         finally:
@@ -253,8 +305,13 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
 def _announce(session: Session, console: Screen) -> None:
     console.say(f"{Path(session.config.model).name} · {session.config.recipe.title} · {session.folder}")
     for note in session.notes:
-        print(f"note: {note}", file=sys.stderr)
+        _note(session, note)
     compilation.announce[:] = [console.say]
+
+
+def _note(session: Session, said: str) -> None:
+    if session.here.is_first:
+        print(f"note: {said}", file=sys.stderr)
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -272,17 +329,21 @@ def _report(session: Session, reporter: Reporter, row: Row, judgement: StepJudge
         reporter.gauge(reading)
 
 
-def _stop(session: Session, reporter: Reporter, interrupted: list[int]) -> None:
-    reporter.event(Event("stop", session.step, "interrupted" if interrupted else "as requested by stop_after"))
+def _stop(session: Session, reporter: Reporter, signal: int) -> None:
+    session.saver.wait()
+    reporter.event(Event("stop", session.step, "interrupted" if signal else "as requested by stop_after"))
     reporter.console.say(f"Stopped after step {session.step}. Go on with: narrowgauge resume {session.folder}")
-    if interrupted:
-        raise stopped_by(interrupted[0])
+    if signal:
+        raise stopped_by(signal)
 
 
 def _finish(session: Session, reporter: Reporter, wall_seconds: float) -> None:
-    done = [row["val_loss"] for row in read_run(session.folder).evals if row["step"] == session.step]
+    done = on_first_rank(
+        lambda: [row["val_loss"] for row in read_run(session.folder).evals if row["step"] == session.step]
+    )
     val_loss = done[-1] if done else _evaluate(session, reporter)
     summary = summarize(session, val_loss, wall_seconds)
+    session.saver.wait()
     # The summary comes last: it makes the run finished, and a finished run is not resumed to add what is missing.
     reporter.event(Event("finish", session.step, f"validation loss {val_loss:.4f}"))
     reporter.writer.summary(summary)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge.distributed.world import gather_objects
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.nan_origin.replay import replay
 from narrowgauge.monitor.spikes import Spike, StepJudgement
@@ -98,6 +99,7 @@ class Recovery:
             self.reporter.event(Event("divergence", row["step"], message, advice=_BACK), shown=True)
         if self.stuck or (self.action == "stop" and (spike is not None or not self._is_rescaled(row))):
             save()
+            self.session.saver.wait()
             message = f"{_symptom(row)}{self.stuck}"
             self.reporter.event(Event("divergence", row["step"], message, advice=_BACK))
             raise DivergenceError(f"stopped after step {row['step']}: {message}.", _BACK)
@@ -113,7 +115,9 @@ class Recovery:
             self.stuck = f", and {done} {'rollback is' if done == 1 else 'rollbacks are'} used up"
             return False
         # First: a run that is killed before the event is written comes to the same decision.
-        to, spike = go_back(session.folder, session.config.checkpoint_every), row.get("spike") or {}
+        session.saver.wait()
+        to = go_back(session.folder, session.config.checkpoint_every, session.saver.ranks)
+        spike = row.get("spike") or {}
         if to is None:
             self.stuck = ", and there is no good checkpoint to go back to"
             return False
@@ -143,7 +147,9 @@ class Recovery:
     def _why_skipped(self) -> str:
         """Which gradient overflowed, and the new loss scale."""
         optimizer = self.session.optimizer
-        names, scaler = optimizer.last_overflow, optimizer.loss_scaler
+        # A rank knows of the rows that it holds.
+        names = list(dict.fromkeys(name for found in gather_objects(optimizer.last_overflow) for name in found))
+        scaler = optimizer.loss_scaler
         where = f" in '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
         scale = "" if scaler is None else f"; the loss scale is now {float(scaler.scale_tensor):g}"
         return f"gradients are not finite{where}; no weight changed{scale}"

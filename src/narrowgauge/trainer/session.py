@@ -24,18 +24,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import narrowgauge
-from narrowgauge.assembly import prepare
+from narrowgauge.assembly import assemble
 from narrowgauge.checkpoints.ranks import all_ranks
 from narrowgauge.checkpoints.reading import saved_tensors
-from narrowgauge.errors import RecordError
+from narrowgauge.distributed.placement import read_placement
+from narrowgauge.distributed.reduction import GradientReduction, reduce_gradients_with
+from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, make_mesh, through_root
+from narrowgauge.distributed.world import World, world
+from narrowgauge.errors import RankError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import linears_of
-from narrowgauge.numerics.summation import fingerprint_all
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.accumulation import GradientAccumulator
+from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import read_run
@@ -44,6 +48,7 @@ from narrowgauge.trainer.checkpoint import latest_checkpoint
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset, open_data
 from narrowgauge.trainer.detours import Detour, batch_index
+from narrowgauge.trainer.leaves import Turn, turns
 from narrowgauge.trainer.saving import Saver
 from narrowgauge.trainer.state_tensors import give_back, load_tensors, require_same_model, state_tensors
 from narrowgauge.transforms.unit_scaling import fix_batch
@@ -59,7 +64,9 @@ class Session:
         data: the tokens.
         model, optimizer: from ``prepare``.
         loss: ``(tokens) -> summed cross entropy`` of the model, compiled or not.
-        accumulator: sums the gradients of micro-batches, if there are several.
+        accumulator: sums the gradients of micro-batches, if this process has several and the reduction does not.
+        reduction: sums the gradients of micro-batches over ranks; ``None`` for one process that has nothing to sum.
+        here: this process among those that train together.
         linears: the model's narrow layers, if its recipe has any.
         step: number of optimizer steps done.
         tokens: number of tokens trained on.
@@ -81,6 +88,8 @@ class Session:
     loss: Callable[[Tensor], Tensor]
     accumulator: GradientAccumulator | None = None
     linears: Linears | None = None
+    reduction: GradientReduction | None = None
+    here: World = field(default_factory=World)
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -116,12 +125,23 @@ class Session:
         """Parameters by name; a tied parameter appears once."""
         return self.model.named_parameters()
 
+    @property
+    def turns(self) -> list[Turn]:
+        """Which micro-batches of a step this rank computes, in order."""
+        return turns(self.config.gradient_accumulation_steps, self.here.rank, self.here.size)
+
     def batch(self) -> list[Tensor]:
-        """The micro-batches of the next step: int64 ``[micro_batch_size, sequence_length + 1]`` each."""
+        """This rank's micro-batches of the next step: int64 ``[micro_batch_size, sequence_length + 1]`` for each of its turns."""
         c = self.config
         place = batch_index(self.step, self.detours)
         tokens = torch.from_numpy(self.data.batch(place, c.batch_size, c.sequence_length, c.seed))
-        return list(tokens.to(self.device).split(c.micro_batch_size))
+        leaves = tokens.split(c.micro_batch_size)
+        return [leaves[turn.leaf].to(self.device) for turn in self.turns]
+
+    def reshard(self) -> None:
+        """Free what FSDP2 has gathered and no backward pass has freed, so that parameters are shards again."""
+        for module in fsdp_modules(self.model):
+            module.reshard()
 
     def set_compute(self, evaluating: bool = False) -> None:
         """Set the computes of the narrow layers for this step, or for evaluation."""
@@ -148,7 +168,7 @@ class Session:
 
     def fingerprint(self) -> str:
         """A 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
-        return fingerprint_all({name: self.optimizer.stored(p) for name, p in self.named_parameters()})
+        return fingerprint_whole({name: self.optimizer.stored(p) for name, p in self.named_parameters()})
 
     def save(self, num_rows: Mapping[str, int] | None = None) -> Path:
         """Write a checkpoint; the previous one is kept until it is complete. On ranks, all call it at the same step.
@@ -232,9 +252,11 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     nn.Module.to(model, device)
     if config.activation_checkpointing:
         language_model.enable_activation_checkpointing(model)
+    here = world()
+    mesh = _mesh(config, here, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)  # the loop reports it as a note
-        _, optimizer = prepare(
+        _, optimizer = assemble(
             model,
             config.recipe,
             lr=config.lr,
@@ -244,17 +266,47 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
             max_grad_norm=config.max_grad_norm,
             seed=config.seed,
             audit_every=config.audit_every,
+            mesh=mesh,
+            shard=config.shard,
+            offload=config.offload,
         )
-    accumulator, parts = None, config.gradient_accumulation_steps
-    if parts > 1:
+    accumulator, parts = None, len(turns(config.gradient_accumulation_steps, here.rank, here.size))
+    if parts > 1 and not config.recipe.reduction.order_free:
         accumulator = GradientAccumulator(
             model.parameters(), config.accumulation_dtype, config.seed, num_micro_batches=parts
         )
         accumulator.allocate()  # so that a run resumed at its end counts them too
+    reduction = None
+    if mesh is not None or config.recipe.reduction.order_free:
+        name = config.recipe.reduction.name
+        reduction = reduce_gradients_with(
+            model, name, average=False, accumulator=accumulator, seed=config.seed, mesh=mesh
+        )
+        optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
     linears = linears_of(model)
     if config.recipe.compute.transform == "unit":
         fix_batch(model, sequence_length=config.sequence_length, tokens=config.tokens_per_step)
-    return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator, linears)
+    return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator, linears, reduction, here)
+
+
+def _mesh(config: TrainConfig, here: World, device: torch.device) -> Any:
+    """The mesh of the ranks that train together; ``None`` for one process.
+
+    Raises:
+        RecipeError: the replicas do not divide the ranks.
+        RankError: more ranks than micro-batches, or shards were requested of one process.
+    """
+    if here.size > config.gradient_accumulation_steps:
+        raise RankError(
+            f"{here.size} ranks were given a step of {config.gradient_accumulation_steps} micro-batches, and each needs one.",
+            "Raise --gradient-accumulation-steps, or start fewer ranks.",
+        )
+    if here.size == 1:
+        if config.offload or config.replicas > 1:
+            what = "offload" if config.offload else f"{config.replicas} replicas"
+            raise RankError(f"{what} was requested of one process, which has no shards.", "Start several: --nproc 2.")
+        return None
+    return make_mesh(here.size, device.type, sharding=config.shard, replicas=config.replicas)
 
 
 def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:
@@ -268,6 +320,8 @@ def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Ten
         summed = language_model.compiled_loss(model, chunked=chunked)
     else:
         summed = partial(language_model.loss_sum, model, chunked=chunked)
+    if fsdp_modules(model):
+        summed = through_root(model, summed)
 
     def scoped(tokens: Tensor) -> Tensor:
         with compute_scope(recipe, tokens.device):
@@ -322,6 +376,8 @@ def describe(session: Session) -> dict[str, Any]:
             "processor": platform.machine(),
             "capability": torch.backends.cpu.get_cpu_capability(),
             "num_threads": torch.get_num_threads(),
+            **({"ranks": session.here.size} if session.here.size > 1 else {}),
+            **({"job": job} if (job := read_placement().job) else {}),
             "device": torch.cuda.get_device_name() if session.device.type == "cuda" else "cpu",
         },
         "data": {"fingerprint": session.data.fingerprint, "tokens": session.data.num_tokens},

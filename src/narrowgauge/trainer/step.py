@@ -15,12 +15,15 @@ from dataclasses import asdict
 
 import torch
 
+from narrowgauge.distributed.agreement import on_first_rank
+from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.optim.accumulation import backward_in_parts
 from narrowgauge.optim.audit import figures_of
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
+from narrowgauge.trainer.leaves import gather_in_order, sum_in_order, turns
 from narrowgauge.trainer.session import Session
 
 
@@ -40,8 +43,9 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         group["lr"] = rate * group.get("lr_factor", 1.0)
     if session.accumulator is not None:
         session.accumulator.step = session.step
-    with cached_weights() if session.accumulator is not None else nullcontext():
-        total = backward_in_parts(losses(session), session.accumulator, optimizer.loss_scaler)
+    total = differentiate(session)
+    if session.linears is not None and session.here.size > 1:
+        session.linears.join_histories(largest_of_ranks)
     skipped, value = optimizer.num_skipped, None
     if optimizer.loss_scaler is not None:
         session.loss_scale = float(optimizer.loss_scaler.scale_tensor)
@@ -88,36 +92,60 @@ def _also(session: Session, row: Row, judgement: StepJudgement | None) -> Row:
     return also
 
 
+def differentiate(session: Session) -> torch.Tensor:
+    """Compute the step's loss and leave the sum of all its micro-batches' gradients in ``p.grad``, over all ranks.
+
+    Returns:
+        The loss, 0-d; the same bits on every rank, and for every number of them.
+    """
+    turns, scaler, reduction = session.turns, session.optimizer.loss_scaler, session.reduction
+    # Casts of weights that are sharded would keep the whole model on each rank.
+    with cached_weights() if len(turns) > 1 and not fsdp_modules(session.model) else nullcontext():
+        if reduction is None:
+            return backward_in_parts(losses(session), session.accumulator, scaler)
+        shares = []
+        for turn, loss in zip(turns, losses(session), strict=True):
+            with reduction.micro_batch(is_last=turn.is_last, is_absent=turn.is_absent):
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            shares.append(loss.detach())
+    return sum_in_order(shares, session.config.gradient_accumulation_steps, session.here.size)
+
+
 def losses(session: Session) -> Iterator[torch.Tensor]:
-    """The loss of each micro-batch, as its share of the step's; sets the position of each micro-batch in the narrow layers."""
-    linears, first = session.linears, 0
+    """The loss of each of this rank's micro-batches, as its share of the step's; tells the narrow layers where each one is."""
+    linears, config = session.linears, session.config
     if linears is not None:
         session.set_compute()
         linears.step = session.step
-    for tokens in session.batch():
+    for turn, tokens in zip(session.turns, session.batch(), strict=True):
         if linears is not None:
-            linears.set_first_sequence(first)
-        first += len(tokens)
-        yield session.loss(tokens) / session.config.tokens_per_step
+            linears.set_first_sequence(turn.leaf * config.micro_batch_size)
+        yield session.loss(tokens) / config.tokens_per_step
 
 
 @torch.no_grad()
 def evaluate(session: Session) -> float:
     """The mean loss in nats per token over the validation batches."""
-    config = session.config
-    total, count = 0.0, 0
+    config, here = session.config, session.here
     session.set_compute(evaluating=True)
-    for batch in session.data.valid_batches(config.micro_batch_size, config.sequence_length, config.eval_batches):
-        tokens = torch.from_numpy(batch).to(session.device)
-        total += float(session.loss(tokens))
-        count += tokens.shape[0] * (tokens.shape[1] - 1)
+    batches = list(session.data.valid_batches(config.micro_batch_size, config.sequence_length, config.eval_batches))
+    found = []
+    # Ranks without a batch left repeat one: all take part in gathering weights.
+    for turn in turns(len(batches), here.rank % max(1, len(batches)), here.size) if batches else ():
+        found.append(float(session.loss(torch.from_numpy(batches[turn.leaf]).to(session.device))))
+    session.reshard()
+    total = 0.0
+    for loss in gather_in_order(found, len(batches), here):  # from Python 3.12 on sum() rounds otherwise
+        total += loss
+    count: int = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in batches)
     return total / count
 
 
 def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
     """The record of ``summary.json``."""
-    rates = sorted(row["tokens_per_second"] for row in read_run(session.folder).steps)
-    summed = 0.0 if session.accumulator is None else session.accumulator.bytes_per_param()
+    rates = sorted(on_first_rank(lambda: [row["tokens_per_second"] for row in read_run(session.folder).steps]))
+    sums = (session.accumulator, session.reduction)
+    summed = sum(each.bytes_per_param() for each in sums if each is not None)
     return {
         "recipe": session.config.recipe.to_value(),
         "model": session.config.model,
@@ -132,6 +160,13 @@ def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
         "weights_fingerprint": session.fingerprint(),
         "wall_seconds": wall_seconds,
     }
+
+
+def largest_of_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The elementwise maximum over all ranks."""
+    values = values.clone()
+    torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
+    return values
 
 
 def peak_memory_bytes() -> int:

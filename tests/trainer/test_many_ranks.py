@@ -1,0 +1,119 @@
+"""A training on several ranks: one run folder, one voice, and with an order-free reduction the bits of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.distributed.world import world
+from narrowgauge.errors import NarrowgaugeError, RankError
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.trainer import loop
+from narrowgauge.trainer.leaves import gather_in_order, sum_in_order, turns
+from ranks import run_ranks
+from trainer.tiny_runs import lasting, settings
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "two sharded": (2, {}),
+    "two whole": (2, {"shard": "none"}),
+    "three sharded": (3, {}),
+    "two replicas of two shards": (4, {"replicas": 2}),
+}
+BASE: dict[str, Any] = {
+    "recipe": "float32/float32", "steps": 4, "batch_size": 5, "gradient_accumulation_steps": 5, "gauges_every": 2,
+}  # fmt: skip
+
+
+def train_here(rank: int, place: Path, runs: dict[Path, dict[str, Any]]) -> list[str]:
+    """One rank of some trainings; what it said, or why it was refused."""
+    said = []
+    for out, changes in runs.items():
+        stream = io.StringIO()
+        with warnings.catch_warnings(), contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+            warnings.simplefilter("ignore")
+            try:
+                if (out / "run.toml").exists():
+                    loop.resume(out)
+                else:
+                    loop.train(settings(place, out, **changes))
+            except NarrowgaugeError as error:
+                stream.write(str(error))
+        said.append(stream.getvalue())
+    return said
+
+
+@pytest.fixture(scope="module")
+def alone(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One process."""
+    return read_run(loop.train(settings(place, tmp_path_factory.mktemp("alone") / "run", **BASE)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_make_one_run_and_one_rank_speaks(layout: str, alone: Run, place: Path, tmp_path: Path) -> None:
+    size, changes = LAYOUTS[layout]
+    said = run_ranks(train_here, size, tmp_path / "ranks", place, {tmp_path / "run": {**BASE, **changes}})
+    run = read_run(tmp_path / "run")
+    assert [row["step"] for row in run.steps] == [1, 2, 3, 4] and run.run["machine"]["ranks"] == size
+    for column in ("loss", "grad_norm"):
+        values = [row[column] for row in run.steps]
+        assert values == pytest.approx([row[column] for row in alone.steps], rel=1e-6)
+    assert run.evals[-1]["val_loss"] == pytest.approx(alone.evals[-1]["val_loss"], rel=1e-6)
+    assert [row["step"] for row in run.gauges] == [2, 4] and run.summary is not None
+    assert run.summary["edq"] == pytest.approx(1, abs=1e-5) and run.summary["bytes_per_param"] == 16
+    assert said[0][0].count("validation loss") == 2 and all(other == [""] for other in said[1:])
+
+
+def test_a_run_of_ranks_is_stopped_and_resumed_with_the_same_bits(place: Path, tmp_path: Path) -> None:
+    changes = {**BASE, "recipe": "int8-row/word", "checkpoint_every": 0}
+    runs = {tmp_path / "whole": changes, tmp_path / "stopped": {**changes, "stop_after": 2}}
+    run_ranks(train_here, 2, tmp_path / "ranks", place, runs)
+    run_ranks(train_here, 2, tmp_path / "ranks", place, {tmp_path / "stopped": {}})
+    whole, stopped = (read_run(folder) for folder in runs)
+    assert [lasting(row) for row in whole.steps] == [lasting(row) for row in stopped.steps]
+    assert whole.summary is not None and stopped.summary is not None
+    assert whole.summary["weights_fingerprint"] == stopped.summary["weights_fingerprint"]
+    assert [event["kind"] for event in stopped.events if event["kind"] in ("stop", "resume")] == ["stop", "resume"]
+
+
+def test_more_ranks_than_micro_batches_are_refused_before_anything_is_written(place: Path, tmp_path: Path) -> None:
+    changes = {**BASE, "gradient_accumulation_steps": 1}
+    said = run_ranks(train_here, 2, tmp_path / "ranks", place, {tmp_path / "run": changes})
+    assert (
+        "2 ranks were given a step of 1 micro-batches" in said[0][0] and "--gradient-accumulation-steps" in said[0][0]
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("changes", [{"offload": True}, {"replicas": 2}])
+def test_one_process_has_no_shards(changes: dict[str, Any], place: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="one process"):
+        loop.train(settings(place, tmp_path / "run", **changes))
+
+
+def test_every_leaf_has_its_turn_once_whatever_the_number_of_ranks() -> None:
+    for num_leaves in range(1, 14):
+        for size in range(1, num_leaves + 1):
+            by_rank = [turns(num_leaves, rank, size) for rank in range(size)]
+            assert len({len(own) for own in by_rank}) == 1
+            done = [turn.leaf for own in by_rank for turn in own if not turn.is_absent]
+            assert sorted(done) == list(range(num_leaves))
+            assert all([turn.is_last for turn in own] == [False] * (len(own) - 1) + [True] for own in by_rank)
+
+
+def gather_here(rank: int, num_leaves: int) -> tuple[float, list[float]]:
+    here = world()
+    own = turns(num_leaves, here.rank, here.size)
+    values = [1e8 / (turn.leaf + 1) * (-1) ** turn.leaf for turn in own]
+    total = sum_in_order([torch.tensor(value) for value in values], num_leaves, here.size)
+    return float(total), gather_in_order(values, num_leaves, here)
+
+
+def test_numbers_of_leaves_are_added_up_in_their_order(tmp_path: Path) -> None:
+    (expected,) = {gather_here(0, 7)[0]}
+    assert run_ranks(gather_here, 3, tmp_path, 7) == [(expected, gather_here(0, 7)[1])] * 3
