@@ -15,6 +15,7 @@ from narrowgauge.comparison.run_stats import LossCurve, RunStats, losses_at_comm
 from narrowgauge.report.groups import Group, final_loss
 from narrowgauge.report.history_figures import gradient_norm, loss_scale, skipped, worst_overflow, worst_underflow
 from narrowgauge.report.marks import colour, plain, symbol_of
+from narrowgauge.report.rank_figures import rank_figures
 from narrowgauge.report.series import Series, band, column, is_wide, number, rounded, series_of, smooth
 from narrowgauge.report.traces import (
     Curve,
@@ -47,9 +48,10 @@ def comparison_figures(groups: Sequence[Group], baseline: str | None = None) -> 
         "cost": [loss_against_bytes, loss_against_seconds],
         "history": [gradient_norm, loss_scale, skipped, worst_underflow, worst_overflow],
     }
-    return {
+    drawn = {
         name: [figure for make in makers if (figure := make(groups)) is not None] for name, makers in sections.items()
     }
+    return {**drawn, "ranks": rank_figures(groups)}
 
 
 def training_loss(groups: Sequence[Group]) -> Figure | None:

@@ -32,6 +32,7 @@ from narrowgauge.report.page_tables import (
     equal_time_table,
     event_rows,
 )
+from narrowgauge.report.rank_figures import RANK_COLUMNS, rank_rows
 from narrowgauge.report.samples import Samples
 from narrowgauge.report.traces import Figure
 from narrowgauge.runs.record import Run
@@ -60,6 +61,7 @@ def render(found: Comparison, title: str = "") -> str:
     plotly = plotly_script()
     strip = event_strip(named)
     events, num_more = event_rows(named)
+    ranks, num_more_ranks = rank_rows(named)
     data = {
         "figures": {figure.name: _spec(figure) for section in figures.values() for figure in section},
         "strip": strip,
@@ -82,6 +84,9 @@ def render(found: Comparison, title: str = "") -> str:
         shown=min(range(len(samples)), key=lambda run: round(samples[run].lowest_edq, 1), default=0),
         metrics=HEAT_MAPS,
         strip=strip,
+        ranks=ranks,
+        rank_columns=RANK_COLUMNS,
+        num_more_ranks=num_more_ranks,
         events=events,
         num_more_events=num_more,
         environment=environment(named),
