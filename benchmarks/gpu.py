@@ -12,7 +12,7 @@ Baseline: ``torch.optim.AdamW(fused=True)`` in float32 for the ratio, and a devi
 written) for the share of the bandwidth; bfloat16, compiled, for layers and whole steps.
 
 Run: ``./dev gpu [--sections …] [--quick]``. A failed check ends with status 1 and nothing is timed; without a GPU, status 2.
-Sections: storages, casts, products, training, gauges, ranks are checked; steps, layers, models are timed. Each takes some minutes.
+Sections: storages, casts, products, training, gauges, ranks are checked; steps, layers, models are timed. Each takes minutes.
 """
 
 from __future__ import annotations
@@ -370,7 +370,11 @@ def checks(section: str, quick: bool, device: torch.device) -> dict[str, list[Ro
     if section == "gauges":
         return {f"{WATCHED_STEPS} training steps of a llama-1m, watched and not": gauge_rows(device)}
     if section == "ranks":
-        return {f"{gpu_ranks.STEPS} steps of {gpu_ranks.LEAVES} leaves on one rank and on two": gpu_ranks.ranks_rows(device.type)}
+        return {
+            f"{gpu_ranks.STEPS} steps of {gpu_ranks.LEAVES} leaves on one rank and on two": gpu_ranks.ranks_rows(
+                device.type
+            )
+        }
     return {f"{TRAINING_STEPS} training steps of a llama-1m": training_rows(device)}
 
 

@@ -57,7 +57,9 @@ def work(rank: int, size: int, place: str, device_type: str) -> None:
     """One rank: every case, whose fingerprints the first rank leaves in a file."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # every rank would print them
-    device = torch.device(device_type, rank % torch.cuda.device_count()) if device_type == "cuda" else torch.device("cpu")
+    device = (
+        torch.device(device_type, rank % torch.cuda.device_count()) if device_type == "cuda" else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -90,7 +92,12 @@ def ranks_rows(device_type: str) -> list[Row]:
     for sharding in SHARDINGS:
         for reduction in REDUCTIONS:
             names = [f"{size}-{sharding}-{reduction}" for size in sizes]
-            row: Row = {"shard": sharding, "reduction": reduction, "device": device_type, "fingerprint": found[names[0]]}
+            row: Row = {
+                "shard": sharding,
+                "reduction": reduction,
+                "device": device_type,
+                "fingerprint": found[names[0]],
+            }
             if len(names) == 1:
                 row |= {"two ranks": "this NCCL allows one rank on a GPU", "passes": "not run"}
             else:
