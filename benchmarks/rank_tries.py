@@ -19,12 +19,13 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -465,6 +466,53 @@ class Tries:
         self.tally.count(f"a {how} file", "the one before was found")
 
 
+@contextlib.contextmanager
+def small_disk(place: Path, kilobytes: int) -> Iterator[Callable[[int], None]]:
+    """A real disk of so many kilobytes for the checkpoints of a run; yields what gives it another size. For root alone."""
+    disk = place / "checkpoints"
+    disk.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", disk], check=True, capture_output=True)
+    try:
+        yield lambda size: _mount(disk, size)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def can_mount(folder: Path) -> bool:
+    """Whether this process may make small disks."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError), small_disk(folder / "probe", 64):
+        return True
+    return False
+
+
+def _mount(disk: Path, kilobytes: int) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", disk], check=True)
+
+
+def fill_disks(tries: Tries, number: int) -> None:
+    """Runs on disks that are too small, each at another place; with room they go on."""
+    quiet = Strike("a disk too small", lambda rank: None, PATIENCE_SECONDS, (REFUSED,))
+    for _ in range(number):
+        place, size = tries.folder / f"run{tries.run}", tries.draw.choice([2, 3])
+        tries.run += 1
+        try:
+            with small_disk(place, 4 * tries.draw.randrange(3, 40)) as resize:
+                statuses = tries.through(size, quiet, place)
+                step = newest(place, tries.expected, told(place))
+                if len(set(statuses.values())) > 1 or (step == STEPS) != (statuses[0] == 0):
+                    raise Broken(f"left: ranks ended with {statuses} at step {step}")
+                resize(65536)
+                tries.through(size, quiet, place)
+                if newest(place, tries.expected, told(place)) != STEPS:
+                    raise Broken("lost: with room it did not go on")
+            outcome = f"one line on all ranks at step {step}" if statuses[0] else "was through before"
+        except Broken as broken:
+            outcome = str(broken).partition(":")[0]
+            tries.tally.broken.append(f"run {tries.run}, {quiet.kind}: {broken}")
+        tries.tally.count(quiet.kind, outcome)
+        shutil.rmtree(place, ignore_errors=True)
+
+
 def strike_jobs(number: int, folder: Path, seed: int = 0) -> Tally:
     """Strike jobs until so many were killed.
 
@@ -481,6 +529,8 @@ def strike_jobs(number: int, folder: Path, seed: int = 0) -> Tally:
         if tries.tally.num_kills >= told_of + 50:
             told_of = tries.tally.num_kills
             print(f"{told_of} kills of {number} in {time.monotonic() - began:.0f} s", flush=True)
+    if can_mount(folder):
+        fill_disks(tries, number // 20)
     return tries.tally
 
 
