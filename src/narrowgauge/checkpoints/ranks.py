@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
+
+from narrowgauge.checkpoints.manifest import file_damage, read_manifest
 
 Result = TypeVar("Result")
 
@@ -74,6 +77,24 @@ def all_ranks() -> Ranks:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks()
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
+
+
+def shared_damage(path: Path, ranks: Ranks, *, is_renamed: bool = False) -> str:
+    """Why a checkpoint is damaged, or an empty string, the same on all ranks; each of them reads some of the files.
+
+    Args:
+        path: the folder of the checkpoint.
+        ranks: which look together; all call this.
+        is_renamed: whether it may have another name than its step's.
+    Raises:
+        OSError: a file cannot be read by one of them.
+    """
+    reason, files = ranks.of_first(lambda: read_manifest(path, is_renamed=is_renamed))
+    if reason:
+        return reason
+    mine = list(files)[ranks.rank :: ranks.size]
+    found = ranks.together(lambda: next(filter(None, (file_damage(path / name, files[name]) for name in mine)), ""))
+    return next(filter(None, ranks.gather(found)), "")
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:

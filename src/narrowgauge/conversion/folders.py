@@ -18,13 +18,14 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from narrowgauge.checkpoints.manifest import INDEX, MANIFEST, STATE, TENSORS, damage, record_of, write_manifest
+from narrowgauge.checkpoints.manifest import INDEX, MANIFEST, STATE, TENSORS, record_of, write_manifest
+from narrowgauge.checkpoints.ranks import Ranks, shared_damage
 from narrowgauge.checkpoints.reading import load_whole
 from narrowgauge.conversion.conversion_report import Report
 from narrowgauge.conversion.source import Source, matched, numbers_of
@@ -46,6 +47,7 @@ from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
 
 _REPORT = "conversion.json"
+Value = TypeVar("Value")
 _PLACE = "checkpoints"
 
 
@@ -74,21 +76,47 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises:
         RecordError: it is damaged or from a newer version.
     """
+    require_intact(path, Ranks())
+    with _readable(path):
+        return load_whole(path), load_json((path / STATE).read_bytes())
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint, without verifying it again."""
+    with _readable(path):
+        record: dict[str, Any] = load_json((path / STATE).read_bytes())
+    return record
+
+
+def require_intact(path: Path, ranks: Ranks) -> None:
+    """Verify a checkpoint against its checksums.
+
+    Args:
+        path: its folder.
+        ranks: which share the reading; all call this.
+    Raises:
+        RecordError: it is damaged or from a newer version.
+    """
+    with _readable(path):
+        if reason := shared_damage(path, ranks, is_renamed=True):
+            raise ValueError(reason)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
         with disk_errors(path):
-            if reason := damage(path, is_renamed=True):
-                raise ValueError(reason)
-            return load_whole(path), load_json((path / STATE).read_bytes())
+            yield
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise RecordError(
             f"Cannot read the checkpoint {path}: {error}.", "Give an older one of the same run."
         ) from error
 
 
-def parted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Split a checkpoint's tensors into weights and optimizer states by parameter name."""
-    weights: dict[str, Tensor] = {}
-    states: dict[str, dict[str, Tensor]] = {}
+def parted(tensors: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
+    """Split a checkpoint's tensors, or anything under their names, into weights and optimizer states by parameter name."""
+    weights: dict[str, Value] = {}
+    states: dict[str, dict[str, Value]] = {}
     for key, value in tensors.items():
         kind, _, name = key.partition(".")
         if kind == "model":

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.assembly import prepare
+from narrowgauge.checkpoints.ranks import Ranks, all_ranks
+from narrowgauge.checkpoints.reading import load_whole, saved_tensors
 from narrowgauge.conversion.conversion_report import Kept, Pair, Report, compare
 from narrowgauge.conversion.folders import (
     is_ours,
     locate,
     new_folder,
     parted,
-    read_checkpoint,
     read_own,
+    read_record,
+    require_intact,
     write_checkpoint,
     write_report,
     write_run,
@@ -30,6 +33,8 @@ from narrowgauge.numerics.summation import fingerprint_all
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.shards import is_sharded, local_of, own_part
+from narrowgauge.optim.state_dicts import replicated_states
 from narrowgauge.runs.writer import require_free
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STATE_NAMES, Storage
@@ -102,7 +107,8 @@ def restore(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> int:
     Args:
         folder: output of :func:`narrowgauge.convert`, or a run folder; its newest checkpoint is loaded.
         model, optimizer: prepared with the recipe of the state. If the state was saved from a wrapper, such as a
-            LightningModule or DistributedDataParallel, pass the wrapped model.
+            LightningModule or DistributedDataParallel, pass the wrapped model. A model that is sharded takes its part of any
+            checkpoint; all ranks call this.
     Returns:
         Optimizer steps taken.
     Raises:
@@ -119,32 +125,49 @@ def restore(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> int:
         0
     """
     _, checkpoint = locate(Path(folder))
-    tensors, record = read_checkpoint(checkpoint)
-    weights, states = parted(tensors)
-    places = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    owners = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    # Ranks that hold shards share the reading of the files; each then reads its own part of them.
+    require_intact(checkpoint, all_ranks() if any(map(is_sharded, owners.values())) else Ranks())
+    saved = saved_tensors(checkpoint)
     needed = {name for name, _ in model.named_parameters()}
-    weights, states = _unwrapped(weights, states, needed)
-    for name in sorted((needed - set(weights)) | (set(weights) - set(places))):
+    weights, states = _unwrapped(*parted({key: key for key in saved}), needed)
+    for name in sorted((needed - set(weights)) | (set(weights) - set(owners))):
         has, lacks = (checkpoint, type(model).__name__) if name in weights else (type(model).__name__, checkpoint)
         raise RecordError(f"'{name}' is in {has} but not in {lacks}.", "Give the model whose state was converted.")
-    for name, value in weights.items():
-        if (value.shape, value.dtype) != (places[name].shape, places[name].dtype):
+    for name, key in weights.items():
+        found, owner = saved[key], owners[name]
+        if (found.shape, found.dtype) != (tuple(owner.shape), owner.dtype):
             raise RecordError(
-                f"'{name}' is {value.dtype} of shape {tuple(value.shape)} in {checkpoint}, and {places[name].dtype} of shape "
-                f"{tuple(places[name].shape)} in the model.",
+                f"'{name}' is {found.dtype} of shape {found.shape} in {checkpoint}, and {owner.dtype} of shape "
+                f"{tuple(owner.shape)} in the model.",
                 "Prepare the model with the recipe of the checkpoint.",
             )
-    names = optimizer.parameter_names()
-    optimizer.load_states({parameter: states[name] for parameter, name in names.items() if name in states})
+    entries = {
+        parameter: _own_entry(checkpoint, states[name], optimizer, parameter)
+        for parameter, name in optimizer.parameter_names().items()
+        if name in states
+    }
+    optimizer.load_states(entries)
     with torch.no_grad():
-        for name, value in weights.items():
-            places[name].copy_(value)
-    return int(record["step"])
+        for name, key in weights.items():
+            owner = owners[name]
+            local_of(owner).copy_(own_part(owner, load_whole(checkpoint, [key])[key]))
+    return int(read_record(checkpoint)["step"])
+
+
+def _own_entry(checkpoint: Path, keys: Mapping[str, str], optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """This rank's part of a parameter's state; tensors are read one by one."""
+    whole = {"step", *replicated_states(optimizer, parameter)}
+    entry = {}
+    for state, key in keys.items():
+        value = load_whole(checkpoint, [key])[key]
+        entry[state] = value if state in whole else own_part(parameter, value)
+    return entry
 
 
 def _unwrapped(
-    weights: dict[str, Tensor], states: dict[str, dict[str, Tensor]], needed: set[str]
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    weights: dict[str, str], states: dict[str, dict[str, str]], needed: set[str]
+) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
     """Weights and states without the prefix of a wrapper module, if all names have it."""
     first = {name.partition(".")[0] for name in weights}
     prefix = f"{min(first)}." if len(first) == 1 else ""

@@ -28,12 +28,10 @@ from narrowgauge.checkpoints.manifest import (
     STATE,
     TENSORS,
     damage,
-    file_damage,
-    read_manifest,
     record_of,
     write_manifest,
 )
-from narrowgauge.checkpoints.ranks import Ranks
+from narrowgauge.checkpoints.ranks import Ranks, shared_damage
 from narrowgauge.checkpoints.reading import load_whole
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import (
@@ -160,7 +158,7 @@ def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None], ran
     place = Path(folder) / _FOLDER
     with disk_errors(place):
         for checkpoint in ranks.of_first(lambda: _found(place)):
-            found = _shared_damage(checkpoint.path, ranks)
+            found = shared_damage(checkpoint.path, ranks)
             if not found:
                 return checkpoint
             on_damaged(checkpoint.path, found)
@@ -177,16 +175,6 @@ def _found(place: Path) -> list[Checkpoint]:
         if held:
             _remove_leftovers(place)
     return _listed(place)
-
-
-def _shared_damage(path: Path, ranks: Ranks) -> str:
-    """Why a checkpoint is damaged, or an empty string, the same on all ranks; each of them reads some of the files."""
-    reason, files = ranks.of_first(lambda: read_manifest(path))
-    if reason:
-        return reason
-    mine = list(files)[ranks.rank :: ranks.size]
-    found = ranks.together(lambda: next(filter(None, (file_damage(path / name, files[name]) for name in mine)), ""))
-    return next(filter(None, ranks.gather(found)), "")
 
 
 def go_back(folder: Path, every: int, ranks: Ranks = ALONE) -> int | None:
