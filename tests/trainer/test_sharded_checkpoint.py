@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import narrowgauge as ng
-import narrowgauge.trainer.checkpoint as checkpoint_module
+import narrowgauge.checkpoints.ranks as checkpoint_ranks
 from narrowgauge.checkpoints import storage
 from narrowgauge.checkpoints.ranks import Ranks, all_ranks
 from narrowgauge.checkpoints.reading import load_whole, saved_tensors
@@ -181,7 +181,7 @@ def find_the_newest(rank: int, folder: Path) -> tuple[int, list[str]]:
 def see_one_file_less(rank: int, folder: Path) -> str:
     """The second rank cannot read what it should check; all are told."""
     if rank == 1:
-        checkpoint_module.file_damage = deny  # type: ignore[assignment]
+        checkpoint_ranks.file_damage = deny  # type: ignore[assignment]
     with pytest.raises(RecordError) as caught:
         latest_checkpoint(folder, must_not_be_called, meet()[1])
     return str(caught.value)
