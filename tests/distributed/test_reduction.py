@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from torch.distributed.fsdp import fully_shard
 import narrowgauge as ng
 from distributed.models import Leaf, gradients_of
 from narrowgauge.distributed.reduction import GradientReduction
+from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.summation import fingerprint_all
 from ranks import run_ranks
 
 KINDS = ("sharded", "replicas", "replicated", "ddp")
@@ -65,7 +68,7 @@ def close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) 
 def every_kind(rank: int) -> list[dict[str, Tensor]]:
     """Five leaves on four ranks, two rounds: of each row and kind, two steps' gradients, and those without micro_batch."""
     results = []
-    for name in ("native", "float32"):
+    for name in ("native", "float32", "reproducible"):
         for kind in KINDS:
             model, called = placed(kind)
             reduction = ng.reduce_gradients_with(called, name, average=False)
@@ -82,6 +85,9 @@ def test_every_kind_of_model_gets_the_sum(tmp_path: Path) -> None:
     for results in run_ranks(every_kind, 4, tmp_path):
         for place, result in enumerate(results):
             close(result, expected(range(4 if place % 3 == 2 else 5)), 1e-4)
+        *_, exact = zip(*[iter(results)] * (3 * len(KINDS)), strict=True)
+        for same in (exact[0::3], exact[1::3], exact[2::3]):  # of all kinds, without micro_batch too
+            assert len({fingerprint_all(result) for result in same}) == 1
 
 
 def half_precision(rank: int) -> list[list[float]]:
@@ -105,3 +111,112 @@ def test_an_average_of_float16_gradients_that_overflow_in_sum_is_exact(tmp_path:
         for native_sum, wide_sum, native, wide in zip(*[iter(results)] * 4, strict=True):
             assert native_sum == wide_sum == [12000.0, 12000.0]
             assert native == [float("inf"), 24000.0] and wide == [24000.0, 24000.0]
+
+
+def accumulated(rank: int) -> list[dict[str, Tensor]]:
+    """Three micro-batches a rank in bfloat16: summed by autograd, in float32, and before their only exchange."""
+    results = []
+    for kind in ("sharded", "replicas", "replicated"):
+        for sums, wide in (("sharded", False), ("sharded", True), ("unsharded", False)):
+            model, called = placed(kind, torch.bfloat16)
+            accumulator = ng.GradientAccumulator(model.parameters()) if wide else None
+            reduction = ng.reduce_gradients_with(called, "float32", average=False, accumulator=accumulator, sums=sums)
+            for _ in range(2):
+                step(reduction, called, [rank, rank + 2, rank + 4])
+                results.append(found(model))
+                model.zero_grad()
+    return results
+
+
+def test_micro_batches_are_summed_before_or_after_the_exchange(tmp_path: Path) -> None:
+    for results in run_ranks(accumulated, 2, tmp_path):
+        assert len(results) == 18
+        for result in results:
+            close(result, expected(range(6)), 2e-2)
+
+
+def restored(rank: int) -> list[dict[str, Tensor]]:
+    """The gradients of FSDP2's own average, without a reduction, and after one was closed."""
+    results = []
+    for closes in (False, True):
+        for kind in ("sharded", "replicas"):
+            model, called = placed(kind)
+            if closes:
+                ng.reduce_gradients_with(called, "reproducible").close()
+            called(gradients_of(rank)).backward()
+            results.append({name: value for name, value in found(model).items() if name != "gain"})
+    return results
+
+
+def test_a_closed_reduction_leaves_fsdp_as_it_was(tmp_path: Path) -> None:
+    for plain, plain_replicas, closed, closed_replicas in run_ranks(restored, 4, tmp_path):
+        close(closed, plain, 0.0)
+        close(closed_replicas, plain_replicas, 0.0)
+
+
+def two_steps(model: nn.Module, reduction: GradientReduction) -> None:
+    for leaf in range(2):
+        with reduction.micro_batch(is_last=leaf == 1):
+            model(gradients_of(leaf)).backward()
+
+
+def test_gradients_are_none_until_the_last_micro_batch_where_sums_are_exact() -> None:
+    model = Leaf()
+    reduction = ng.reduce_gradients_with(model, "reproducible")
+    with reduction.micro_batch(is_last=False):
+        model(gradients_of(0)).backward()
+    assert not found(model) and reduction.bytes_per_param() == 16
+    with reduction.micro_batch():
+        model(gradients_of(1)).backward()
+    close(found(model), expected(range(2)), 1e-6)
+
+
+def test_a_backward_pass_outside_adds_to_the_gradients_from_before() -> None:
+    model = Leaf()
+    ng.reduce_gradients_with(model, "reproducible")
+    for leaf in range(2):
+        model(gradients_of(leaf)).backward()
+    close(found(model), expected(range(2)), 1e-6)
+
+
+def test_a_failure_discards_the_step() -> None:
+    model = Leaf()
+    reduction = ng.reduce_gradients_with(model, "reproducible")
+    with reduction.micro_batch(is_last=False):
+        model(gradients_of(0)).backward()
+    with pytest.raises(KeyError), reduction.micro_batch(is_last=False):
+        raise KeyError
+    two_steps(model, reduction)
+    close(found(model), expected(range(2)), 1e-6)
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    model = Leaf()
+    with pytest.raises(RecipeError, match="no reduction is named 'reproducable'"):
+        ng.reduce_gradients_with(model, "reproducable")
+    with pytest.raises(RecipeError, match="add micro-batches before they are exchanged"):
+        ng.reduce_gradients_with(model, "reproducible", sums="unsharded")
+    reduction = ng.reduce_gradients_with(model, "reproducible")
+    two_steps(model, reduction)
+    with pytest.raises(RecipeError, match="gradients of an earlier one are still there"):
+        two_steps(model, reduction)
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="within another"), reduction.micro_batch(), reduction.micro_batch():
+        pass
+    sparse = nn.Embedding(4, 2, sparse=True)
+    reduction = ng.reduce_gradients_with(sparse, "reproducible")
+    with pytest.raises(RecipeError, match="is sparse"), reduction.micro_batch():
+        sparse(torch.tensor([1])).sum().backward()
+
+
+def one_rank_lags(rank: int) -> str:
+    """Unsharded sums and a rank without a micro-batch."""
+    _, called = placed("sharded")
+    reduction = ng.reduce_gradients_with(called, "float32", sums="unsharded")
+    with pytest.raises(RecipeError) as caught, reduction.micro_batch(is_absent=True):
+        pass
+    return str(caught.value)
+
+
+def test_unsharded_sums_need_micro_batches_on_all_ranks(tmp_path: Path) -> None:
+    assert "cannot leave its repeated one out" in run_ranks(one_rank_lags, 1, tmp_path)[0]

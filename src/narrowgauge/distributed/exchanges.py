@@ -83,17 +83,17 @@ def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> Parties:
     )
 
 
-_groups: dict[tuple[int, ...], Any] = {}
+_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
 def group_of(ranks: Sequence[int]) -> Any:
     """A process group of these ranks, made once; only they need to call it."""
-    key = tuple(sorted(ranks))
+    key, everyone = tuple(sorted(ranks)), dist.group.WORLD
     if len(key) == dist.get_world_size():
-        return dist.group.WORLD
-    if key not in _groups or _groups[key].size() != len(key):
-        _groups[key] = dist.new_group(list(key), use_local_synchronization=True)
-    return _groups[key]
+        return everyone
+    if key not in _groups or _groups[key][0] is not everyone:  # a program may end its groups and begin anew
+        _groups[key] = everyone, dist.new_group(list(key), use_local_synchronization=True)
+    return _groups[key][1]
 
 
 class Exchange:

@@ -1,0 +1,258 @@
+"""Reductions on several ranks: what reproducible sums cost, and what the usual ones do to a model.
+
+Claim: whole steps with ``reproducible`` take at most 1.05 × the time of ``float32`` and send at most 1.01 × its bytes, sharded by
+FSDP2 on 2 ranks (llama-8m) and on 4 (llama-35m); and 10 assignments of 12 micro-batches to 1, 2, 3 and 4 ranks end in one model,
+where plain DDP and FSDP2 end in several.
+
+Baseline: ``float32`` in the same run, round by round, on the same weights and tokens; it runs twice, and the ratio of the two
+says how quiet the machine was. A replicated model with several micro-batches per rank is outside the claim: it sends each
+micro-batch, where the others send their sum.
+
+Run: ``./dev bench ranks [--quick]``. Ranks are processes of this machine with one thread each, and talk over gloo.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from timing import Contender, Report, Row, measure, parser
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import narrowgauge as ng
+from narrowgauge.distributed.reduction import GradientReduction
+from narrowgauge.distributed.sharding import shard
+from narrowgauge.distributed.traffic import Traffic
+from narrowgauge.numerics.summation import fingerprint_all
+from narrowgauge.trainer import language_model
+
+BASELINE, AGAIN = "float32", "float32, again"
+LEAVES, STEPS = 12, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed: a preset, in a format, on ranks.
+
+    Args:
+        model: the preset.
+        ranks: how many.
+        dtype: of the weights, and so of the gradients.
+        sharded: by FSDP2; if not, replicated.
+        micro_batches: per rank and step.
+        tokens: sequences and tokens in each, of a micro-batch.
+    """
+
+    model: str
+    ranks: int
+    dtype: str
+    sharded: bool
+    micro_batches: int
+    tokens: tuple[int, int]
+
+    @property
+    def title(self) -> str:
+        """The heading of its table."""
+        how = "sharded" if self.sharded else "replicated"
+        sequences, length = self.tokens
+        return (
+            f"{self.model} on {self.ranks} ranks, {how}, {self.dtype}, {self.micro_batches} micro-batches of "
+            f"{sequences} × {length} tokens a rank"
+        )
+
+
+def on_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
+    """What ``function(*arguments)`` returns on the first of so many ranks, forked from this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("fork")
+        ranks = [
+            context.Process(target=_rank, args=(rank, num_ranks, Path(folder), function, arguments))
+            for rank in range(num_ranks)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        if any(rank.exitcode for rank in ranks):
+            raise RuntimeError(f"ranks ended with {[rank.exitcode for rank in ranks]}")
+        return pickle.loads((Path(folder) / "result").read_bytes())
+
+
+def _rank(rank: int, num_ranks: int, folder: Path, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=num_ranks)
+    result = function(*arguments)
+    if rank == 0:
+        (folder / "result").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ── time and bytes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Loop:
+    """One model with one reduction."""
+
+    def __init__(self, case: Case, reduction: str) -> None:
+        self.case = case
+        self.model: Any = language_model.build(case.model, seed=0).to(getattr(torch, case.dtype))
+        if case.sharded:
+            shard(self.model, init_device_mesh("cpu", (case.ranks,)))
+        storage = {"float32": "float32", "bfloat16": "word"}[case.dtype]
+        self.optimizer = ng.AdamW(self.model.parameters(), lr=1e-4, storage=storage, max_grad_norm=1.0)
+        self.reduction: GradientReduction = ng.reduce_gradients_with(self.model, reduction, average=False)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        sequences, length = case.tokens
+        vocabulary = self.model.config.vocab_size
+        self.tokens = torch.randint(vocabulary, (case.micro_batches, sequences, length + 1), generator=generator)
+
+    def step(self) -> None:
+        """One optimizer step."""
+        share = self.case.ranks * self.case.micro_batches * self.case.tokens[0] * self.case.tokens[1]
+        for place, tokens in enumerate(self.tokens):
+            with self.reduction.micro_batch(is_last=place == len(self.tokens) - 1):
+                (language_model.loss_sum(self.model, tokens, chunked=False) / share).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def row(self) -> Row:
+        """Bytes of a step, and of this rank's memory."""
+        with Traffic() as traffic:
+            self.step()
+            sent = traffic.end_step()["communication_bytes"]
+        held = sum(_local(p).numel() for p in self.model.parameters())
+        kept = self.reduction.bytes_per_param() * held
+        return {"MB sent": sent / 1e6, "MB kept": kept / 1e6, "B/param kept": kept / held}
+
+
+def _local(tensor: Any) -> Tensor:
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def timed(case: Case, rounds: int) -> list[Row]:
+    """The table of one case: whole steps of each reduction in turn, all ranks in step."""
+    loops = {BASELINE: "float32", AGAIN: "float32", "native": "native", "reproducible": "reproducible"}
+    made = {name: Loop(case, reduction) for name, reduction in loops.items()}
+    contenders = [Contender(name, loop.step, before=dist.barrier) for name, loop in made.items()]
+    timings = measure(contenders, baseline=BASELINE, rounds=rounds, warmup=1, wait=dist.barrier)
+    rows = [{**timing.row(), **loop.row()} for timing, loop in zip(timings, made.values(), strict=True)]
+    for row in rows:
+        row["sent ratio"] = row["MB sent"] / rows[0]["MB sent"]
+    return rows
+
+
+# ── how many models ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def leaves_of(rank: int, size: int, contiguous: bool) -> list[int]:
+    """The micro-batches of a rank."""
+    count = LEAVES // size
+    return list(range(rank * count, (rank + 1) * count)) if contiguous else list(range(rank, LEAVES, size))
+
+
+def tiny() -> LlamaForCausalLM:
+    """A model of 150,000 parameters."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def final_model(kind: str, contiguous: bool) -> str:
+    """The fingerprint of a small model after three steps of twelve micro-batches."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model: Any = tiny()
+    mesh = init_device_mesh("cpu", (size,))
+    if "FSDP2" in kind:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    called = nn.parallel.DistributedDataParallel(model) if "DDP" in kind else model
+    ours = ng.reduce_gradients_with(called, "reproducible", average=False) if "ours" in kind else None
+    optimizer = ng.AdamW(model.parameters(), lr=1e-3, storage="float32", max_grad_norm=1.0, compile=False)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        tokens = torch.randint(256, (LEAVES, 1, 33), generator=generator)
+        own = leaves_of(rank, size, contiguous)
+        for place, leaf in enumerate(own):
+            is_last = place == len(own) - 1
+            share = LEAVES * 32 / (1 if ours else size)  # theirs divide by the number of ranks
+            if ours is None and "FSDP2" in kind:
+                model.set_requires_gradient_sync(is_last)
+            if ours is None and "DDP" in kind:
+                called.require_backward_grad_sync = is_last
+            with ours.micro_batch(is_last=is_last) if ours else nullcontext():
+                loss = nn.functional.cross_entropy(
+                    called(input_ids=tokens[leaf, :, :-1]).logits.flatten(0, 1),
+                    tokens[leaf, :, 1:].flatten(),
+                    reduction="sum",
+                )
+                (loss / share).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
+    return fingerprint_all({n: p.detach() for n, p in whole.items()})
+
+
+KINDS = ("plain DDP", "plain FSDP2", "ours, DDP", "ours, FSDP2", "ours, replicated")
+
+
+def final_models() -> dict[str, list[str]]:
+    """The fingerprints of each kind, in both assignments."""
+    return {kind: [final_model(kind, contiguous) for contiguous in (False, True)] for kind in KINDS}
+
+
+def count_models(sizes: Sequence[int]) -> list[Row]:
+    """The table of final models over all numbers of ranks and assignments."""
+    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for size in sizes:
+        for kind, prints in on_ranks(final_models, size).items():
+            found[kind] += prints
+    rows = [{"": kind, "runs": len(prints), "different models": len(set(prints))} for kind, prints in found.items()]
+    ours = [one for kind, prints in found.items() if "ours" in kind for one in prints]
+    return [*rows, {"": "ours, all of them", "runs": len(ours), "different models": len(set(ours))}]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the tables."""
+    flags = parser(__doc__, rounds=5)
+    flags.add_argument("--only", choices=("models", "time"), help="one of the two tables")
+    options = flags.parse_args(arguments)
+    report = Report("ranks", options)
+    quick = options.quick
+    if options.only != "time":
+        report.add(
+            f"Final models of {LEAVES} micro-batches on ranks", count_models((1, 2) if quick else (1, 2, 3, 4, 6))
+        )
+    cases = (
+        Case("llama-8m", 2, "float32", True, 2, (1, 32) if quick else (4, 256)),
+        Case("llama-8m", 2, "bfloat16", True, 2, (1, 32) if quick else (4, 256)),
+        Case("llama-8m", 2, "float32", False, 2, (1, 32) if quick else (4, 256)),
+        Case("llama-35m", 4, "float32", True, 1, (1, 32) if quick else (4, 256)),
+    )
+    if options.only != "models":
+        for case in cases[:3] if quick else cases:
+            report.add(case.title, on_ranks(timed, case.ranks, case, 1 if quick else options.rounds))
+    return report.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
