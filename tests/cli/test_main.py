@@ -18,9 +18,11 @@ from click.testing import CliRunner, Result
 
 import narrowgauge
 import narrowgauge.trainer
+from narrowgauge.cli import launching
 from narrowgauge.cli.main import main
 from narrowgauge.errors import ChipError, Terminated
 from narrowgauge.experiment.definition import read_settings
+from narrowgauge.runs.record import Run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec import details, show
 from narrowgauge.spec.notation import parse
@@ -65,8 +67,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Calls]:
             setattr(stand_in, verb, found[verb])
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
         monkeypatch.setattr(narrowgauge.trainer, module, stand_in, raising=False)
-    for name in ("require_resumable", "require_trained"):
-        monkeypatch.setattr(preflight, name, lambda folder: None)
+    monkeypatch.setattr(preflight, "require_resumable", lambda folder: Run(folder, {"config": {}}))
+    monkeypatch.setattr(preflight, "require_trained", lambda folder: None)
     return found
 
 
@@ -82,7 +84,7 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
     train = main.commands["train"]
     flags = {option.name: option for option in train.params if isinstance(option, click.Option)}
     fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
-    assert set(flags) - set(fields) == {"file"}
+    assert set(flags) - set(fields) == {"file", *launching.OPTIONS}
     for name, field in fields.items():
         option = flags[name]
         assert option.opts == [f"--{name.replace('_', '-')}"]
@@ -220,6 +222,7 @@ def test_mistakes_cost_one_line_and_status_2(
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # from here on, to import it is an error
+from narrowgauge.cli import launching
 from narrowgauge.cli.main import main
 for line in sys.stdin:
     try:
@@ -428,6 +431,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+from narrowgauge.cli import launching
 from narrowgauge.cli.main import main
 main(sys.argv[1:], prog_name="narrowgauge")
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -54,8 +55,24 @@ class CommandGroup(click.Group):
 
 
 def _print_error(kind: str, message: str, status: int) -> int:
-    click.echo(f"{kind}: {shortened(' '.join(message.split()))}", err=True)
+    if _is_reporter(kind == "Interrupted"):
+        _echo_error(kind, message)
     return status
+
+
+def _is_reporter(is_interruption: bool) -> bool:
+    """Whether this process prints its error: of ranks the one that reports it, or, before they have met, one on each host."""
+    launch = sys.modules.get("narrowgauge.distributed.launch")
+    if launch is not None and launch.has_met():
+        return True
+    if is_interruption and "NARROWGAUGE_AGENT_FOLDER" in os.environ:  # which was interrupted too
+        return False
+    local = os.environ.get("LOCAL_RANK") or (os.environ.get("SLURM_LOCALID") if "SLURM_STEP_ID" in os.environ else None)
+    return local in (None, "", "0")
+
+
+def _echo_error(kind: str, message: str) -> None:
+    click.echo(f"{kind}: {shortened(' '.join(message.split()))}", err=True)
 
 
 def _handle_os_error(error: OSError) -> int:

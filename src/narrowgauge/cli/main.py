@@ -14,7 +14,7 @@ from typing import Any, Literal
 import click
 
 from narrowgauge import __version__
-from narrowgauge.cli import environment, flags
+from narrowgauge.cli import environment, flags, launching
 from narrowgauge.cli.exit_status import CommandGroup
 from narrowgauge.spec import details, show, tables
 from narrowgauge.spec.recipes import Recipe
@@ -117,23 +117,31 @@ def show_environment(with_torch: bool, as_json: bool) -> None:
     "--config", "file", metavar="FILE", type=click.Path(path_type=Path),
     help="A TOML file of the same settings (batch_size = 8); flags override it.",
 )  # fmt: skip
-def train(file: Path | None, **settings: Any) -> None:
+@launching.options
+def train(file: Path | None, launch: launching.Launch, **settings: Any) -> None:
     """Train a language model on text, and record it in a run folder."""
-    from narrowgauge.trainer import memory
+    launching.refuse_once()
+    from narrowgauge.trainer import memory, preflight
     from narrowgauge.trainer.config import TrainConfig
 
     defaults = TrainConfig.from_toml(file) if file else TrainConfig()
     given = {name: value for name, value in settings.items() if value is not None}
-    config = dataclasses.replace(defaults, **given).validated()
-    memory.require_batch(config)
-    from narrowgauge.trainer.console import Console
+    config = dataclasses.replace(defaults, **given)
+    is_start = launching.starts_ranks(launch)
+    if is_start or launching.is_new_and_alone(config.out):
+        is_placed, config = config.out is not None, config.validated()
+        memory.require_batch(config)
+        preflight.require_ranks(config, launch.nproc or 1)
+        if is_start:
+            # All ranks, and those that are started anew, must have the same folder.
+            words = [*click.get_current_context().obj, *([] if is_placed else ["--out", str(config.out)])]
+            return launching.start(words, launch, Path(str(config.out)))
+    _echo_folder(launching.train(config, launch))
 
-    with Console(config.steps, config.log_every) as console:
-        console.stage("loading PyTorch")
-        from narrowgauge.trainer import loop
 
-        folder = loop.train(config, screen=console)
-    click.echo(folder)
+def _echo_folder(folder: Path | None) -> None:
+    if folder is not None:
+        click.echo(folder)
 
 
 @main.command("resume")
@@ -143,14 +151,20 @@ def train(file: Path | None, **settings: Any) -> None:
     "--accept-changes", is_flag=True,
     help="Resume although run.toml was changed or rows are missing; the changes are recorded as a note.",
 )  # fmt: skip
-def resume(folder: Path, stop_after: int | None, accept_changes: bool) -> None:
-    """Resume the run in DIR; the result is bit-identical to an uninterrupted run."""
+@launching.options
+def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: launching.Launch) -> None:
+    """Resume the run in DIR, on any number of ranks; on one, the result is bit-identical to an uninterrupted run."""
+    launching.refuse_once()
     from narrowgauge.trainer import preflight
+    from narrowgauge.trainer.config import TrainConfig
 
-    preflight.require_resumable(folder)
-    from narrowgauge.trainer import loop
-
-    click.echo(loop.resume(folder, stop_after, *([True] if accept_changes else [])))
+    if launching.is_restart() and launching.is_finished(folder):
+        return _echo_folder(folder)
+    config = TrainConfig.from_dict(preflight.require_resumable(folder).config, str(folder / "run.toml"))
+    if launching.starts_ranks(launch):
+        preflight.require_ranks(config, launch.nproc or 1)
+        return launching.start(click.get_current_context().obj, launch, folder)
+    _echo_folder(launching.resume(folder, config, launch, stop_after, *([True] if accept_changes else [])))
 
 
 @main.command("compare", params=flags.of_comparisons())

@@ -191,8 +191,8 @@ def describe_killed(rank: int, number: int, step: int) -> str:
 
 
 def _stopped(error: SignalException, folder: Path) -> BaseException:
-    """After a signal: the ranks have printed where they stopped, if they had begun."""
+    """After a signal: the first rank has said that it stopped, if it had begun."""
     is_terminated = error.sigval != signal.SIGINT
-    if any(folder.glob("step-*")):
+    if _last_note(folder, REPORTED):
         return ReportedError(128 + signal.SIGTERM if is_terminated else 128 + signal.SIGINT)
     return Terminated() if is_terminated else KeyboardInterrupt()

@@ -49,11 +49,17 @@ _BROKEN = re.compile(
 _STORE_LOST = {0: ""}
 """The missing rank if the store does not answer: rank 0 held it."""
 _current: Liveness | None = None
+_has_met = False
 
 
 def has_joined() -> bool:
-    """Whether this process is in a :func:`process_group`, which decides what rank reports an error."""
+    """Whether this process is in a :func:`process_group`."""
     return _current is not None
+
+
+def has_met() -> bool:
+    """Whether this process has met other ranks, which then agreed on the one that reports an error."""
+    return _has_met
 
 
 def beat(step: int) -> None:
@@ -94,7 +100,7 @@ def process_group(
         ...     here.size
         1
     """
-    global _current
+    global _current, _has_met
     here = read_placement() if placement is None else placement
     if _current is not None:
         raise RuntimeError("this process has joined its group already")
@@ -103,7 +109,7 @@ def process_group(
         liveness.die_with_parent(int(parent) if parent else None)
     store = _meet(here, join_seconds) if here.size > 1 else None
     if store is not None:
-        here = _with_local_rank(here, store)
+        here, _has_met = _with_local_rank(here, store), True
     _set_threads(choose_threads(here, threads, is_order_free))
     folder, before = _agent_folder(), dict(os.environ)
     os.environ.update(here.variables())  # for code that reads torchrun's variables
@@ -118,12 +124,11 @@ def process_group(
     own = None if store is None else _own_connection(here, timeout_seconds)
     _current = alive = Liveness(here, own, folder, timeout_seconds + MARGIN_SECONDS, expire)
     try:
-        if not here.is_first:
-            warnings.simplefilter("ignore")  # rank 0 shows them
         try:
             if store is not None:
                 _start_group(here, store, timeout_seconds)
-            yield here
+            with _spoken_once(here):
+                yield here
             if store is not None:
                 dist.barrier()  # rank 0 may hold the store that others still need
         except BaseException as error:
@@ -270,6 +275,21 @@ def _shares_gpu(here: Placement, store: Store, index: int) -> bool:
 # ── leaving ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@contextlib.contextmanager
+def _spoken_once(here: Placement) -> Iterator[None]:
+    """Show warnings on rank 0 alone, and none about the code of PyTorch's own sharding."""
+    if here.size == 1:
+        yield
+        return
+    with warnings.catch_warnings():
+        if here.is_first:
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        else:
+            warnings.simplefilter("ignore")
+        yield
+
+
 def _agent_folder() -> Path | None:
     name = os.environ.get(AGENT_FOLDER)
     return Path(name) if name else None
@@ -287,13 +307,15 @@ def _reported(
     if here.size == 1 or isinstance(error, ReportedError):
         return error
     if isinstance(error, KeyboardInterrupt):  # all ranks stopped after the same step
-        return error if here.is_first else ReportedError(143 if isinstance(error, Terminated) else 130)
+        status = 143 if isinstance(error, Terminated) else 130
+        if here.is_first and folder is not None:
+            _note(folder, REPORTED, here, str(status))
+        return error if here.is_first else ReportedError(status)
     if isinstance(error, SystemExit) and not error.code:
         return error
     if is_broken(error):
-        status = _claimed(alive)
-        if status is not None:
-            return ReportedError(status)
+        if (claimed := _claimed(alive)) is not None:
+            return ReportedError(claimed)
         is_late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         return _lost(_missing(alive), here, alive, folder, _waited(timeout_seconds) if is_late else "", how_to_resume)
     status = _status_of(error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from narrowgauge.errors import RecordError
+from narrowgauge.errors import RankError, RecordError
 from narrowgauge.runs.archive import zip_file_of
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import Run, read_run
@@ -50,6 +50,28 @@ def require_trained(folder: Path) -> None:
     if not found:
         raise RecordError(
             f"{folder} holds no good checkpoint.", f"narrowgauge resume {folder} restarts it from step 0."
+        )
+
+
+def require_ranks(config: TrainConfig, num_ranks: int) -> None:
+    """Refuse a number of ranks that does not fit the settings.
+
+    Args:
+        config: of the run.
+        num_ranks: how many are to train together.
+    Raises:
+        RankError: more ranks than micro-batches, or replicas that do not divide the ranks.
+    """
+    if num_ranks > config.gradient_accumulation_steps:
+        raise RankError(
+            f"{num_ranks} ranks were requested, and a step has {config.gradient_accumulation_steps} micro-batches; each rank "
+            "needs one.",
+            f"Set --gradient-accumulation-steps to {num_ranks} or more, or start fewer ranks.",
+        )
+    if num_ranks % config.replicas:
+        raise RankError(
+            f"{config.replicas} replicas were requested on {num_ranks} ranks, which they do not divide.",
+            "Choose a divisor of the number of ranks.",
         )
 
 

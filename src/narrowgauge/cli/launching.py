@@ -1,0 +1,267 @@
+"""Commands on several ranks: started here with ``--nproc``, or by torchrun or Slurm, which start the same command on each rank.
+
+A rank that torchrun or Slurm starts anew goes on with the run of its own job. The run folder says which job made it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from narrowgauge.errors import RankError, ReportedError
+from narrowgauge.runs.record import is_run, read_run, read_settings
+
+if TYPE_CHECKING:
+    from narrowgauge.distributed.placement import Placement
+    from narrowgauge.trainer.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a command runs on ranks.
+
+    Attributes:
+        nproc: ranks to start here; None starts none.
+        max_restarts: how often they are started anew.
+        timeout: the longest time without progress in seconds; None is the default.
+    """
+
+    nproc: int | None = None
+    max_restarts: int = 0
+    timeout: float | None = None
+
+
+OPTIONS = {"nproc": "--nproc", "max_restarts": "--max-restarts", "timeout": "--timeout"}
+
+
+def options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--nproc``, ``--max-restarts`` and ``--timeout`` to a command, which gets a :class:`Launch`."""
+
+    def launched(nproc: int | None, max_restarts: int, timeout: float | None, **others: Any) -> Any:
+        if max_restarts and nproc is None:
+            raise click.UsageError("--max-restarts is for ranks that --nproc starts.", click.get_current_context())
+        return command(launch=Launch(nproc, max_restarts, timeout), **others)
+
+    launched.__doc__, launched.__name__ = command.__doc__, command.__name__
+    launched.__click_params__ = list(getattr(command, "__click_params__", ()))  # type: ignore[attr-defined]
+    launched = click.option(
+        "--timeout", type=click.FloatRange(min=1), metavar="SECONDS",
+        help="On several ranks, the longest time without progress.  [default: 1800]",
+    )(launched)  # fmt: skip
+    launched = click.option(
+        "--max-restarts", type=click.IntRange(min=0), default=0, metavar="N",
+        help="With --nproc, start the ranks anew from the last checkpoint if one is lost, at most N times.  [default: 0]",
+    )(launched)  # fmt: skip
+    return click.option(
+        "--nproc", type=click.IntRange(min=1), metavar="N",
+        help="Run on N ranks of this machine, as torchrun --nproc-per-node does.  [default: 1, or as torchrun or Slurm say]",
+    )(launched)  # fmt: skip
+
+
+def starts_ranks(launch: Launch) -> bool:
+    """Whether this process is to start ranks, rather than to be one.
+
+    Raises:
+        RankError: it is a rank already, and was asked to start more.
+    """
+    from narrowgauge.distributed.placement import read_placement
+
+    here = read_placement()
+    if launch.nproc is None or (launch.nproc == 1 and not launch.max_restarts):
+        return False
+    if here.size > 1:
+        raise RankError(
+            f"--nproc {launch.nproc} was requested of rank {here.rank} of {here.size}, which {here.launcher} has started.",
+            "Leave --nproc out: the ranks are there.",
+        )
+    return True
+
+
+def start(words: Sequence[str], launch: Launch, folder: Path) -> None:
+    """Start a command on the ranks of this machine and wait for them.
+
+    Args:
+        words: of the command line, with those of ``launch``.
+        launch: how many ranks.
+        folder: of the run, for the line about a lost rank.
+    Raises:
+        RankError: a rank was lost.
+        ReportedError: a rank has printed why it ended.
+    """
+    assert launch.nproc is not None
+    from narrowgauge.distributed.agent import run_on_ranks
+
+    own = ["-m", "narrowgauge", *without(words, ("nproc", "max_restarts"))]
+    run_on_ranks(own, launch.nproc, max_restarts=launch.max_restarts, how_to_resume=lambda: how_to_resume(folder))
+
+
+def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The words of a command line without some of :data:`OPTIONS` and their values.
+
+    Args:
+        words: of the command line.
+        names: of the options.
+    Returns:
+        The other words, in their order.
+    Example:
+        >>> without(["train", "--nproc", "4", "--steps", "5", "--nproc=2"], ["nproc"])
+        ['train', '--steps', '5']
+    """
+    flags = [OPTIONS[name] for name in names]
+    kept: list[str] = []
+    is_value = False
+    for word in words:
+        if is_value or word.partition("=")[0] in flags:
+            is_value = not is_value and word in flags
+        else:
+            kept.append(word)
+    return kept
+
+
+def how_to_resume(folder: Path) -> str:
+    """A sentence that says how a run goes on; without a checkpoint yet, from step 0."""
+    if not is_run(folder):
+        return "Start it again."
+    steps = [
+        int(match[1]) for path in folder.glob("checkpoints/step-*") if (match := re.fullmatch(r"step-(\d+)", path.name))
+    ]
+    return f"narrowgauge resume {folder} goes on from step {max(steps, default=0)}."
+
+
+def joined(launch: Launch, config: TrainConfig, folder: Path | None) -> AbstractContextManager[Placement]:
+    """The process group of this rank, whose settings, code and environment are those of rank 0; without ranks, its threads.
+
+    Args:
+        launch: the timeout.
+        config: of the run.
+        folder: of the run, if it is known.
+    Returns:
+        A context manager that yields the placement.
+    """
+    from narrowgauge.distributed import launch as groups
+
+    return groups.process_group(
+        timeout_seconds=launch.timeout or groups.TIMEOUT_SECONDS,
+        threads=config.threads,
+        is_order_free=config.recipe.reduction.order_free,
+        how_to_resume=lambda: "" if folder is None else how_to_resume(folder),
+    )
+
+
+def refuse_once() -> None:
+    """End silently where an earlier attempt of this job was refused: a restart does not mend wrong settings."""
+    from narrowgauge.distributed.placement import read_placement
+
+    folder = os.environ.get("NARROWGAUGE_AGENT_FOLDER")
+    if folder and read_placement().attempt:
+        for note in Path(folder).glob("reported-*"):
+            if note.read_text() == "2":
+                raise ReportedError(2)
+
+
+def is_own_run(folder: Path | None) -> bool:
+    """Whether a folder holds the run of this very job, which was started anew.
+
+    Args:
+        folder: as requested with ``--out``.
+    Raises:
+        RankError: a restart cannot tell which run is its own.
+    """
+    from narrowgauge.distributed.placement import read_placement
+
+    here = read_placement()
+    if here.max_attempts and (folder is None or here.job is None):
+        what = "no --out names its run folder" if folder is None else "it has no name (torchrun: --rdzv-id)"
+        raise RankError(f"this job may be started anew, and {what}.", "Set it, so that a restart finds its own run.")
+    if folder is None or here.job is None or not is_run(folder):
+        return False
+    # A Slurm job may have many steps; torchrun counts no restart when a host joins.
+    if here.launcher == "slurm" and not here.attempt:
+        return False
+    return bool(read_settings(folder).get("machine", {}).get("job") == here.job)
+
+
+def is_restart() -> bool:
+    """Whether this process was started anew after ranks were lost."""
+    from narrowgauge.distributed.placement import read_placement
+
+    return read_placement().attempt > 0
+
+
+def is_new_and_alone(out: str | None) -> bool:
+    """Whether this process is the only rank of a run that does not exist yet, whose settings can be checked at once."""
+    from narrowgauge.distributed.placement import read_placement
+
+    return read_placement().size == 1 and not is_own_run(None if out is None else Path(out))
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run has ended by itself."""
+    return read_run(folder).summary is not None
+
+
+def train(config: TrainConfig, launch: Launch) -> Path | None:
+    """Train on this rank, or alone; a job that was started anew goes on with its own run.
+
+    Args:
+        config: the settings, checked if this is the only process.
+        launch: the timeout.
+    Returns:
+        The run folder; None on all ranks but the first.
+    """
+    from narrowgauge.distributed.placement import read_placement
+    from narrowgauge.trainer.console import Console
+
+    folder, is_first = None if config.out is None else Path(config.out), read_placement().is_first
+    with Console(config.steps, config.log_every) if is_first else nullcontext() as console:
+        if console is not None:
+            console.stage("loading PyTorch")
+        from narrowgauge.distributed.agreement import describe_rank, on_first_rank, require_same
+        from narrowgauge.trainer import loop
+
+        with joined(launch, config, folder):
+            require_same({**config.to_dict(), **describe_rank()})
+            if on_first_rank(lambda: is_own_run(folder)):
+                assert folder is not None
+                _note_restart(is_first)
+                trained = folder if is_finished(folder) else loop.resume(folder, screen=console)
+            else:
+                trained = loop.train(config, screen=console)
+    return trained if is_first else None
+
+
+def _note_restart(is_first: bool) -> None:
+    from narrowgauge.distributed.placement import read_placement
+
+    here = read_placement()
+    if is_first:
+        count = f" (restart {here.attempt} of at most {here.max_attempts})" if here.attempt else ""
+        click.echo(f"note: the ranks were started anew{count}; {here.size} go on.", err=True)
+
+
+def resume(folder: Path, config: TrainConfig, launch: Launch, *arguments: Any) -> Path | None:
+    """Resume a run on this rank, or alone.
+
+    Args:
+        folder: of the run.
+        config: its settings.
+        launch: the timeout.
+        arguments: of ``loop.resume``.
+    Returns:
+        The run folder; None on all ranks but the first.
+    """
+    from narrowgauge.distributed.agreement import describe_rank, require_same
+    from narrowgauge.distributed.placement import read_placement
+    from narrowgauge.trainer import loop
+
+    with joined(launch, config, folder):
+        require_same({**config.to_dict(), **describe_rank()})
+        resumed = loop.resume(folder, *arguments)
+    return resumed if read_placement().is_first else None
