@@ -31,7 +31,7 @@ from narrowgauge.trainer.config import TrainConfig, kind_of
 
 # The package that is tested, wherever a process is started.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
-TABLES = ("formats", "recipes", "aliases", "scales", "storages", "reductions", "chips", "models")
+TABLES = ("formats", "recipes", "aliases", "gathers", "scales", "storages", "reductions", "chips", "models")
 
 
 def call(*words: str) -> Result:

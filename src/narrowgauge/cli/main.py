@@ -34,7 +34,7 @@ def main(context: click.Context) -> None:
 @main.group("show", invoke_without_command=True)
 @click.pass_context
 def show_group(context: click.Context) -> None:
-    """Print a table (formats, recipes, computes, storages, reductions, aliases, scales, chips, models), an entry, the machine."""
+    """Print formats, recipes, computes, gathers, storages, reductions, aliases, scales, chips, models; one entry; the machine."""
     _help_without_command(context)
 
 
@@ -57,6 +57,7 @@ _add_table("formats", "Number formats: range and precision.")
 _add_table("recipes", "Recipes: purpose, bytes per parameter, what is lost, native hardware.")
 _add_table("aliases", "Names in other libraries, and the recipe that each means.")
 _add_table("computes", "How the operands of a linear layer's three matmuls are cast.")
+_add_table("gathers", "Which computes can have sharded weights gathered as codes.")
 _add_table("scales", "How scalify propagates scales, and where it measures a tensor.")
 _add_table("storages", "How weights and moments are stored between steps.")
 _add_table("reductions", "How gradients are summed across ranks, and in which format they travel.")

@@ -159,7 +159,8 @@ def _power_of_outer(code: BlockCode) -> float:
 def _words(num_records: int, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Random words of each record and of each place in a record."""
     counters = [torch.arange(count, dtype=torch.int32, device=device) for count in (num_records, RECORD_VALUES)]
-    seed, first = (torch.tensor(value, dtype=torch.int32, device=device) for value in (key, 0))
+    # Not torch.tensor, which on CUDA waits for the copy.
+    seed, first = (torch.full((), value, dtype=torch.int32, device=device) for value in (key, 0))
     return words_of(counters[0], counters[1], seed, first)
 
 

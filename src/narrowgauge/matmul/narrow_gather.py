@@ -77,6 +77,8 @@ def _reason(module: nn.Linear, owners: dict[int, list[nn.Module]]) -> str:
         return f"compute '{module.compute.name}' does not allow it: {gathering.reason}"
     if not hasattr(weight, "device_mesh"):
         return "its weight is not sharded"
+    if _torch.local_shard(weight).device.type != weight.device_mesh.device_type:
+        return "its shards are kept in the host's memory"
     if len(owners[id(weight)]) > 1:
         return "another module uses its weight"
     if module.is_transposed or not weight.placements[-1].is_shard(0):

@@ -1,4 +1,4 @@
-"""The tables of formats, recipes, aliases, computes, scales, storages, reductions, chips and models, to print.
+"""The tables of formats, recipes, aliases, computes, gathers, scales, storages, reductions, chips and models, to print.
 
 Each table is a list of dicts, derived from the same values that the rest of the package computes with. ``--json`` prints all of
 a dict; a terminal and the documentation print selected columns.
@@ -12,11 +12,11 @@ from functools import lru_cache
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError, suggestion
-from narrowgauge.spec import formats, notation, propagation, recipes, reductions, storages, variants
+from narrowgauge.spec import formats, gathering, notation, propagation, recipes, reductions, storages, variants
 from narrowgauge.spec.aliases import ALIASES, Alias
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.codes import Code
-from narrowgauge.spec.computes import Compute
+from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import Storage
@@ -27,7 +27,7 @@ def rows(name: str) -> list[Row]:
     """One table, as plain values that JSON can hold.
 
     Args:
-        name: formats, recipes, aliases, computes, scales, storages, reductions, chips or models.
+        name: formats, recipes, aliases, computes, gathers, scales, storages, reductions, chips or models.
     Returns:
         A dict per row, each with ``name``. ``recipes`` lists each compute with its default storage, and each storage with
         its default compute (:func:`narrowgauge.spec.notation.representative_names`).
@@ -135,6 +135,11 @@ def _storage_row(storage: Storage) -> Row:
     }
 
 
+def _gather_row(compute: Compute) -> Row:
+    row = gathering.gathering_of(compute)
+    return {"name": compute.name, **_fields(row), "codes": compute.casts[row.forward].format if row.is_narrow else ""}
+
+
 def _reduction_row(reduction: reductions.Reduction) -> Row:
     wire = {gradient: reduction.bytes_per_element(gradient) for gradient in ("float32", "bfloat16")}
     return {**_fields(reduction), "wire_bytes": wire}
@@ -200,6 +205,7 @@ _MAKERS: dict[str, Callable[[], list[Row]]] = {
     "recipes": lambda: [recipe_row(notation.parse(name)) for name in notation.representative_names()],
     "aliases": lambda: [_alias_row(row) for row in ALIASES.values()],
     "computes": lambda: [_compute_row(variants.named(name)) for name in variants.names()],
+    "gathers": lambda: [_gather_row(row) for row in COMPUTES.values()],
     "scales": lambda: [{**_fields(row), "measures": list(row.measures)} for row in propagation.RULES.values()],
     "storages": lambda: [_storage_row(row) for row in storages.STORAGES.values()],
     "reductions": lambda: [_reduction_row(row) for row in reductions.REDUCTIONS.values()],
@@ -235,6 +241,11 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         *name_columns(compute="name"), *text_columns(forward=_operands("output.left", "output.right")),
         *text_columns(gradients=_operands("grad_input.left", "grad_weight.left")), Column("B saved", "kept_bytes", right=True),
         *text_columns(native=native_text),
+    ),
+    "gathers": (
+        *name_columns(compute="name"), Column("gathered as", lambda row: f"{row['codes']} codes" if row["codes"] else "weights"),
+        Column("for", lambda row: " and ".join(dict.fromkeys(filter(None, (row["forward"], row["backward"]))))),
+        *text_columns(because="reason"),
     ),
     "storages": (
         *name_columns(storage="name"), *text_columns(weight="weight", first_moment="exp_avg", second_moment="exp_avg_sq"), _BYTES,
