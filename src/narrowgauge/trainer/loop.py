@@ -299,6 +299,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
                     return
             _finish(session, reporter, time.perf_counter() - began)
         finally:
+            session.saver.leave()
             reporter.close()
 
 
