@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
+from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import DataError, suggestion
 from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.numerics.plain import linear
@@ -233,8 +234,14 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
     Cost: the first call compiles; so do the first with another shape (from then on shapes are dynamic) and the first
     without gradients.
     """
+    sharded = fsdp_modules(model)
     for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
+        if not isinstance(module, GradientCheckpointingLayer):
+            continue
+        if any(module is layer for layer in sharded):
+            # FSDP2 gathers in hooks around the forward, which no graph can hold.
+            module.forward = torch.compile(module.forward, fullgraph=True)
+        else:
             module.compile(fullgraph=True)
     if chunked or not can_chunk(model):
         return lambda tokens: loss_sum(model, tokens, chunked=chunked)
