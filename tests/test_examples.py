@@ -173,3 +173,10 @@ def test_int8_inference_loses_little_where_outliers_stay_wide(capsys: pytest.Cap
     by_row, by_outlier = (float(line.rsplit(" ", 1)[1].rstrip("%")) for line in lines[:2])
     assert by_outlier < by_row / 2
     assert "the same bits" in lines[2] and "it goes on with" in lines[3] and len(text.splitlines()) < 80
+
+
+def test_a_run_of_two_ranks_goes_on_elsewhere_with_the_same_bits(capfd: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "resume_elsewhere.py"), run_name="__main__")
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("two ranks, then")]
+    (on_one, one), (on_three, three) = (line.split(": ") for line in lines)
+    assert (on_one[-1], on_three[-1]) == ("1", "3") and one == three and len(one) == 16
