@@ -43,7 +43,10 @@ SETTINGS = {
     "steps": 8, "batch-size": 4, "sequence-length": 16, "lr": 0.003, "eval-every": 3, "eval-batches": 2,
     "checkpoint-every": 2, "audit-every": 2, "gauges-every": 3, "log-every": 1, "held-out": 0.2,
 }  # fmt: skip
-TIMINGS = ("tokens_per_second", "seconds", "wall_seconds", "peak_memory_bytes")
+TIMINGS = (
+    "tokens_per_second", "seconds", "wall_seconds", "peak_memory_bytes", "communication_bytes", "communication_seconds",
+    "wait_seconds", "ranks",
+)  # fmt: skip
 CALLS = ("write", "fsync", "rename", "replace", "open", "mkdir", "unlink")
 DAMAGED = (
     "run.toml", "steps.jsonl", "evals.jsonl", "events.jsonl", "gauges.jsonl", "data/data.json", "data/train.bin",

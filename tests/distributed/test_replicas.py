@@ -106,7 +106,7 @@ def train(rank: int, sharding: str, size: int, bad: int, what: str, at: int, bit
                 assert all(p.grad is None for p in model.parameters())
             with reduction.micro_batch(is_last=True):
                 leaf(100 * step + rank)()
-            verifier.before_update(step)
+            verifier.before_update()
         except CorruptionError as error:
             return step, error.message, error.rank, error.tensor
         optimizer.step()
@@ -163,7 +163,7 @@ def test_of_two_replicas_that_differ_little_neither_is_accused(tmp_path: Path) -
 def test_what_one_rank_alone_holds_is_found_before_its_next_update(what: str, at: int, tmp_path: Path) -> None:
     step, message, rank, tensor = found_by_all(tmp_path, "full", 2, 1, what, at, 0)
     assert (step, rank, tensor) == (at + 1, 1, what)
-    assert message == f"{what} of rank 1 changed in memory before step {step} wrote to it."
+    assert message == f"{what} of rank 1 changed in memory after step {at}."
 
 
 def test_a_vector_that_stays_whole_is_a_replica_beside_shards(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def load_between_steps(rank: int) -> Found:
     verifier = Verifier(lambda: (Held(*one) for one in kept_tensors(optimizer)), EVERY)
     for step in range(1, 4):
         model(torch.ones(4, 8)).sum().backward()
-        verifier.before_update(step)
+        verifier.before_update()
         optimizer.step()
         optimizer.zero_grad()
         verifier.after_update(step)

@@ -26,7 +26,10 @@ RUNS: dict[str, dict[str, Any]] = {
 ONLY_OWN_LOOPS = {("evals", "tokens_per_second"), ("evals", "peak_memory_bytes"), ("summary", "saturated")}
 """Columns that readers know and that only loops of users write."""
 
-ONLY_RANKS = {"steps": {"communication_bytes", "communication_seconds", "wait_seconds", "ranks"}}
+ONLY_RANKS = {
+    "steps": {"communication_bytes", "communication_seconds", "wait_seconds", "ranks"},
+    "events": {"rank"},
+}
 """Columns of runs on several ranks."""
 
 

@@ -19,6 +19,7 @@ SHAPE = {
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 TIMINGS = {"tokens_per_second", "seconds", "wall_seconds", "peak_memory_bytes"}
+OF_RANKS = {"communication_bytes", "communication_seconds", "wait_seconds", "ranks"}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
@@ -46,7 +47,7 @@ def call(*words: str) -> Result:
 
 
 def lasting(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in TIMINGS}
+    return {name: value for name, value in row.items() if name not in TIMINGS | OF_RANKS}
 
 
 SITTINGS = {"start", "resume", "stop", "note", "checkpoint_damaged"}

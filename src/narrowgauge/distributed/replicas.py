@@ -51,11 +51,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found to be damaged; ``rank`` is ``None`` where two ranks disagree and neither is suspicious."""
+    """What was found to be damaged; ``rank`` is ``None`` where two ranks disagree and neither is suspicious, or a guess."""
 
     message: str
     rank: int | None
     tensor: str
+    is_guess: bool = False
 
 
 class Verifier:
@@ -74,6 +75,7 @@ class Verifier:
     def __init__(self, held: Callable[[], Iterable[Held]], every: int) -> None:
         self._held, self.every, self.size = held, every, world().size
         self._resting: dict[str, tuple[int, int, Tensor]] = {}
+        self._rests_since = 0
 
     def is_due(self, step: int) -> bool:
         """Whether the step of this number, from 1, is verified."""
@@ -83,43 +85,54 @@ class Verifier:
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:
-        """Remember what now must not change until step ``step + 1`` updates it."""
+        """Remember what now must not change until the next update.
+
+        Args:
+            step: optimizer steps done.
+        """
         if self.size == 1 or self.every == 0:
             return
         watched = [held for held in self._held() if self.is_due(step + 1) or not replica_groups(held.owner)]
         self._resting = {held.name: (*_whereabouts(held), checksum(held.tensor)) for held in watched}
+        self._rests_since = step
 
     @torch.no_grad()
-    def before_update(self, step: int) -> None:
+    def before_update(self) -> None:
         """Find what has changed since the last update, though nobody wrote to it.
 
         Raises:
             CorruptionError: on all ranks.
         """
-        if self.size == 1 or not self._resting:
-            return
+        if self._resting:
+            found = self._changed()
+            self.forget()
+            self._agree(found)
+
+    def forget(self) -> None:
+        """Expect nothing of what is held: it is about to change, or was set from elsewhere."""
+        self._resting = {}
+
+    def _changed(self) -> list[Finding]:
+        """What has changed since the last update, though nobody wrote to it."""
         found = []
-        for held in self._held():
+        for held in self._held() if self._resting else ():
             *then, before = self._resting.get(held.name, (None,))
             # Whoever loads a checkpoint or sets a weight raises its version, or moves it.
             if before is not None and tuple(then) == _whereabouts(held):
                 found.append((held, checksum(held.tensor) != before))
-        self._resting = {}
         flags = torch.stack([flag for _, flag in found]).tolist() if found else []
         rank = world().rank
-        self._agree(
-            [
-                Finding(f"{held.name} of rank {rank} changed in memory before step {step} wrote to it", rank, held.name)
-                for (held, _), flag in zip(found, flags, strict=True)
-                if flag
-            ]
-        )
+        return [
+            Finding(f"{held.name} of rank {rank} changed in memory after step {self._rests_since}", rank, held.name)
+            for (held, _), flag in zip(found, flags, strict=True)
+            if flag
+        ]
 
     # ── replicas ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
     def verify_state(self, step: int) -> None:
-        """Compare what several ranks hold.
+        """Compare what several ranks hold, and what rests with what it was.
 
         Args:
             step: optimizer steps done, for the message.
@@ -133,7 +146,8 @@ class Verifier:
         for held in self._held():
             for group in replica_groups(held.owner):
                 members.setdefault(group, []).append(held)
-        self._agree([finding for group, same in members.items() for finding in _compare_state(group, same, step)])
+        differing = [finding for group, same in members.items() for finding in _compare_state(group, same, step)]
+        self._agree([*self._changed(), *differing])
 
     # ── gradients ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -165,8 +179,8 @@ class Verifier:
         if not int(flag):
             return
         of_all = [finding for findings in gather_objects(list(found)) for finding in findings]
-        # One that names a rank first; replicas find each difference once on each side.
-        worst = min(of_all, key=lambda finding: finding.rank is None)
+        # One that is sure of a rank first; replicas find each difference once on each side.
+        worst = min(of_all, key=lambda finding: (finding.rank is None, finding.is_guess))
         others = len({finding.tensor for finding in of_all} - {worst.tensor})
         more = f"; so do {others} more tensors" if others > 1 else "; so does one more tensor" if others else ""
         advice = _ADVICE_UNKNOWN if worst.rank is None else _ADVICE.format(rank=worst.rank)
@@ -235,7 +249,7 @@ def _state_finding(held: Held, sums: Tensor, ranks: Sequence[int], group: Any, s
     text = f"{held.name} differs between {names}{where} after step {step}"
     if likelier is None:
         return Finding(f"{text}; the values do not say which is right", None, held.name)
-    return Finding(f"{text}; rank {ranks[likelier]} is the likelier to be wrong", ranks[likelier], held.name)
+    return Finding(f"{text}; rank {ranks[likelier]} is the likelier to be wrong", ranks[likelier], held.name, True)
 
 
 def _minority(values: Sequence[Any]) -> list[int]:

@@ -111,6 +111,11 @@ class Traffic:
         """Count no more."""
         self._restore()
 
+    def begin_step(self) -> None:
+        """Leave out what was sent since the last step: evaluations and checkpoints are no part of it."""
+        self._elapsed()
+        self._bytes.clear()
+
     def end_step(self) -> Columns:
         """The columns of this step, for all ranks together. Every rank calls it once a step, at the same place.
 

@@ -84,5 +84,6 @@ def _event(step: int, rank: int, count: int, num_steps: int, late: float, durati
         f"rank {rank} was the last to arrive in {count} of {num_steps} steps, {late:.2g} s late on average{share}",
         value=late,
         threshold=MIN_LATE * duration,
+        rank=rank,
         advice="Look for other programs, throttled clocks and slow links on its machine, and for layers or data that only it has",
     )

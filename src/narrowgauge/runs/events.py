@@ -60,6 +60,7 @@ class Event:
         step: optimizer steps done when it happened; 0 is before the first.
         message: one sentence.
         tensor: the parameter it is about.
+        rank: the process it is about, of a run on several.
         value: what was measured, in the unit that the message names.
         threshold: what the value was compared with, in the same unit.
         advice: what to do.
@@ -79,6 +80,7 @@ class Event:
     value: float | None = None
     threshold: float | None = None
     advice: str = ""
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -102,8 +104,8 @@ def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:
     as any error in the training loop would.
 
     Args:
-        callback: takes an event: ``kind``, ``step``, ``message`` and, where they apply, ``tensor``, ``value``, ``threshold``
-            and ``advice``.
+        callback: takes an event: ``kind``, ``step``, ``message`` and, where they apply, ``tensor``, ``rank``, ``value``,
+            ``threshold`` and ``advice``.
     Returns:
         A function that removes the callback.
     Example:

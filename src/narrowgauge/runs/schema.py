@@ -237,6 +237,7 @@ EVENT = _table((
     Column("step", "step", "optimizer steps done when it happened; 0 is before the first", checked=False),
     Column("message", "text", "one sentence"),
     Column("tensor", "text", "the tensor or parameter it is about"),
+    Column("rank", "count", "the process it is about, of a run on several ranks"),
     Column("value", "number", "what was measured, in the unit that the message names"),
     Column("threshold", "number", "what the value was compared with"),
     Column("advice", "text", "what to do"),

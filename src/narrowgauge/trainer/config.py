@@ -144,6 +144,9 @@ class TrainConfig:
     )
     audit_every: int = _count(10, "Steps between audits of the update; 0: never.", 0)
     gauges_every: int = _count(20, "Steps between samples of the gauges; 0: none.", 0)
+    verify_every: int = _count(
+        1000, "On several ranks, steps between comparisons of what they hold and compute; 0: never.", 0
+    )
     on_spike: str = _setting(
         "report",
         "Reaction to a spike of the loss or gradient norm: report it, skip the batch, rollback to the last checkpoint and skip "

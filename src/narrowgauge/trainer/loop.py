@@ -20,8 +20,9 @@ from typing import cast
 
 from narrowgauge.distributed.agreement import agree_to_stop, on_first_rank
 from narrowgauge.distributed.launch import beat
+from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.distributed.world import world
-from narrowgauge.errors import DataError, RecordError
+from narrowgauge.errors import CorruptionError, DataError, RecordError
 from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.optim import compilation
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, held_folder
@@ -263,7 +264,7 @@ def vocabulary_size(config: TrainConfig) -> int | None:
 
 def _run(session: Session, writer: RunWriter, console: Screen) -> None:
     config, began = session.config, time.perf_counter() - session.seconds
-    with interruptible(console.stopping) as interrupted, session.watched():
+    with interruptible(console.stopping) as interrupted, session.watched(), Traffic() as session.traffic:
         tensorboard = config.tensorboard and session.here.is_first
         reporter = Reporter(writer, console, config.recipe, tensorboard, session.step)
         _announce(session, console)
@@ -272,6 +273,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
         console.start(config.recipe.title, session.step)
 
         def save() -> None:
+            session.verifier.verify_state(session.step)
             writer.sync()
             session.seconds = time.perf_counter() - began
             session.save(writer.num_rows)
@@ -298,6 +300,10 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
                     _stop(session, reporter, signal)
                     return
             _finish(session, reporter, time.perf_counter() - began)
+        except CorruptionError as error:
+            message, tensor, rank = error.message.rstrip("."), error.tensor, error.rank
+            reporter.event(Event("corruption", session.step, message, tensor, rank=rank, advice=error.advice))
+            raise
         finally:
             session.saver.leave()
             reporter.close()

@@ -29,7 +29,9 @@ from narrowgauge.checkpoints.ranks import all_ranks
 from narrowgauge.checkpoints.reading import saved_tensors
 from narrowgauge.distributed.placement import read_placement
 from narrowgauge.distributed.reduction import GradientReduction, reduce_gradients_with
+from narrowgauge.distributed.replicas import Verifier
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, make_mesh, through_root
+from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.distributed.world import World, world
 from narrowgauge.errors import RankError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
@@ -51,6 +53,7 @@ from narrowgauge.trainer.detours import Detour, batch_index
 from narrowgauge.trainer.leaves import Turn, turns
 from narrowgauge.trainer.saving import Saver
 from narrowgauge.trainer.state_tensors import give_back, load_tensors, require_same_model, state_tensors
+from narrowgauge.trainer.verification import verifier_of
 from narrowgauge.transforms.unit_scaling import fix_batch
 
 
@@ -78,6 +81,8 @@ class Session:
         has_saturated: whether saturation of delayed scales was reported.
         standing: ``settings`` and numbers of ``rows`` stored in the checkpoint it was loaded from, if any.
         saver: writes its checkpoints.
+        verifier: compares what the ranks hold and compute.
+        traffic: counts what is sent between ranks, while a loop runs.
     """
 
     config: TrainConfig
@@ -100,9 +105,12 @@ class Session:
     has_saturated: bool = False
     standing: dict[str, Any] = field(default_factory=dict)
     saver: Saver = field(init=False)
+    verifier: Verifier = field(init=False)
+    traffic: Traffic | None = None
 
     def __post_init__(self) -> None:
         self.saver = Saver(self.folder, all_ranks())
+        self.verifier = verifier_of(self)
 
     @property
     def device(self) -> torch.device:
@@ -215,6 +223,7 @@ class Session:
 
         tensors = self.saver.ranks.together(load_checked)
         give_back(tensors, self.named_parameters(), self.optimizer)
+        self.verifier.forget()
         self.optimizer.num_skipped = state["num_skipped"]
         if self.optimizer.loss_scaler is not None and "loss_scaler" in state:
             self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])

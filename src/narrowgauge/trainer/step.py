@@ -25,6 +25,7 @@ from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.leaves import gather_in_order, sum_in_order, turns
 from narrowgauge.trainer.session import Session
+from narrowgauge.trainer.verification import verify
 
 
 def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
@@ -43,6 +44,10 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         group["lr"] = rate * group.get("lr_factor", 1.0)
     if session.accumulator is not None:
         session.accumulator.step = session.step
+    if session.verifier.is_due(session.step + 1):
+        verify(session)
+    if session.traffic is not None:
+        session.traffic.begin_step()
     total = differentiate(session)
     if session.linears is not None and session.here.size > 1:
         session.linears.join_histories(largest_of_ranks)
@@ -52,11 +57,13 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     if judgement is not None:
         value = float(total)
         optimizer.skip_above = judgement.judge_loss(value)
+    session.verifier.before_update()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     # Reading the loss synchronizes anyway; settling here puts a skip and an audit into the record of this step.
     optimizer.settle()
     session.step += 1
+    session.verifier.after_update(session.step)
     session.tokens += config.tokens_per_step
     value = float(total) if value is None else value
     row: Row = {
@@ -66,6 +73,8 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         "grad_norm": float(optimizer.grad_norm) if optimizer.grad_norm is not None else None,
         "tokens": session.tokens,
     }
+    if session.traffic is not None:
+        row |= session.traffic.end_step()
     seconds = time.perf_counter() - began
     row |= {
         "tokens_per_second": config.tokens_per_step / seconds,
