@@ -11,9 +11,9 @@ The adder does the cutting. Next to 1.5 · 2^29 float64 has a spacing of 2^-23, 
 ``upper``, to the nearest, ties to even; what was rounded off is exact, and 1.5 · 2^-22 rounds it to ``lower`` in the same way.
 
 Why it is exact. 4,096 addends have |upper| <= 4,096 · 2^18 = 2^53 · 2^-23: each partial sum of the upper word is a float64. The
-lower word holds 2^53 · 2^-74 = 8 · 2^-24: seven addends and a rest. After each seven its multiple of 2^-23 is *carried* to the
-upper word, by the same adder, and a rest of at most 2^-24 stays. Which multiple that is may depend on the order, but what both
-words stand for together does not.
+lower word holds 2^53 · 2^-74 = 8 · 2^-24: more than six addends and a rest. After each six its multiple of 2^-23 is *carried*
+to the upper word, by the same adder, and a rest of at most 2^-24 stays. Which multiple that is may depend on the order, but what
+both words stand for together does not.
 
 What is lost. A value below 2^-50 in magnitude has bits below the grid: it is rounded to it by itself, in no order, by at most
 2^-75, which squares to half of float32's smallest number: zero. NaN and infinities make an element's words NaN for good, and
@@ -41,7 +41,7 @@ _CHUNK = 1 << 15
 """Elements at a time on a CPU: the words and four temporaries stay within 1.5 MiB."""
 # 1.5 · 2^52 of the spacings 2^-23 and 2^-74.
 _UPPER, _LOWER = 1.5 * 2.0**29, 1.5 * 2.0**-22
-_BETWEEN_CARRIES = 7
+_BETWEEN_CARRIES = 6
 _SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -67,7 +67,8 @@ class ExactSums:
     """
 
     def __init__(self, numel: int, device: torch.device | str = "cpu") -> None:
-        self._words = torch.zeros(2, numel, dtype=torch.float64, device=device)
+        # Written by the first addends.
+        self._words = torch.empty(2, numel, dtype=torch.float64, device=device)
         self._num_addends = 0
 
     @property
@@ -90,11 +91,13 @@ class ExactSums:
             FormatError: another dtype or shape, or too many addends.
         """
         rows = values if values.ndim == 2 else values.unsqueeze(0)
-        self._num_addends += rows.shape[0]
-        _check(rows, self._words.shape[1], self._num_addends)
+        _check(rows, self._words.shape[1], self._num_addends + rows.shape[0])
         scratch = _scratch(rows)
         for start, stop in _spans(rows):
-            _add(rows[:, start:stop], self._words[:, start:stop], scratch)
+            words = self._words[:, start:stop]
+            _add(rows[:, start:stop], words, scratch, is_first=self._num_addends == 0)
+            _carry(words, scratch)
+        self._num_addends += rows.shape[0]
 
     @torch.no_grad()
     def total(self, output: Tensor | None = None, divisor: int = 1) -> Tensor:
@@ -109,13 +112,14 @@ class ExactSums:
         if output is None:
             output = torch.empty(self._words.shape[1], dtype=torch.float32, device=self._words.device)
         scratch = _scratch(self._words)
+        if self._num_addends == 0:
+            self._words.zero_()
         for start, stop in _spans(self._words):
             _round(self._words[:, start:stop], scratch, output[start:stop], divisor)
         return output
 
     def clear_(self) -> None:
         """Begin again with nothing added."""
-        self._words.zero_()
         self._num_addends = 0
 
 
@@ -139,8 +143,8 @@ def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1) -> Tensor:
     _check(rows, rows.shape[1], rows.shape[0])
     scratch = _scratch(rows, 6)
     for start, stop in _spans(rows):
-        words = scratch[:2, : stop - start].zero_()
-        _add(rows[:, start:stop], words, scratch[2:])
+        words = scratch[:2, : stop - start]
+        _add(rows[:, start:stop], words, scratch[2:], is_first=True)
         _round(words, scratch[2:], output[start:stop], divisor)
     return output
 
@@ -172,20 +176,40 @@ def _spans(rows: Tensor) -> Iterator[tuple[int, int]]:
     return ((start, min(start + size, numel)) for start in range(0, numel, size))
 
 
-def _add(rows: Tensor, words: Tensor, scratch: Tensor) -> None:
-    """Add rows to their words, which hold a rest of at most 2^-24 in the lower one before and after."""
+def _add(rows: Tensor, words: Tensor, scratch: Tensor, *, is_first: bool) -> None:
+    """Add rows to their words, whose lower one holds at most 2^-24 before and seven times that afterwards.
+
+    Args:
+        rows: shape [rows, numel].
+        words: shape [2, numel]; written over where ``is_first``.
+        scratch: two rows or more of at least as many float64.
+        is_first: nothing has been added yet.
+    """
     upper, lower = words
     rest, rounded = scratch[:2, : upper.numel()]
     for place, row in enumerate(_in_range(rows)):
         rest.copy_(row)
+        if is_first and place == 0:
+            torch.add(rest, _UPPER, out=upper)
+            rest -= upper.sub_(_UPPER)
+            torch.add(rest, _LOWER, out=lower)
+            lower.sub_(_LOWER)
+            continue
+        if place > 0 and place % _BETWEEN_CARRIES == 0:
+            _carry(words, scratch[1:])
         torch.add(rest, _UPPER, out=rounded)
         upper += rounded.sub_(_UPPER)
         rest -= rounded
         lower += rest.add_(_LOWER).sub_(_LOWER)
-        if place % _BETWEEN_CARRIES == _BETWEEN_CARRIES - 1 or place == rows.shape[0] - 1:
-            torch.add(lower, _UPPER, out=rounded)
-            upper += rounded.sub_(_UPPER)
-            lower -= rounded
+
+
+def _carry(words: Tensor, scratch: Tensor) -> None:
+    """Move the lower word's multiple of 2^-23 to the upper one."""
+    upper, lower = words
+    carried = scratch[0, : upper.numel()]
+    torch.add(lower, _UPPER, out=carried)
+    upper += carried.sub_(_UPPER)
+    lower -= carried
 
 
 def _in_range(rows: Tensor) -> Tensor:
