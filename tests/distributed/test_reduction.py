@@ -220,3 +220,38 @@ def one_rank_lags(rank: int) -> str:
 
 def test_unsharded_sums_need_micro_batches_on_all_ranks(tmp_path: Path) -> None:
     assert "cannot leave its repeated one out" in run_ranks(one_rank_lags, 1, tmp_path)[0]
+
+
+def released(rank: int) -> tuple[list[dict[str, Tensor]], list[str]]:
+    """Weights after a step that kept its gradients, and after one that released them as they arrived; and what is refused."""
+    weights, refused = [], []
+    for releases, shards, is_last in (
+        (False, True, True),
+        (True, True, True),
+        (True, True, False),
+        (True, False, True),
+    ):
+        model = nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
+        nn.init.constant_(model.weight, 0.5)
+        if shards:
+            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = ng.AdamW(model.parameters(), lr=0.1, storage="word", compile=False)
+        if releases:
+            ng.release_gradients(optimizer)
+        reduction = ng.reduce_gradients_with(model, "reproducible")
+        try:
+            with reduction.micro_batch(is_last=is_last):
+                model(torch.full((1, 128), 1.0 + rank, dtype=torch.bfloat16)).sum().backward()
+        except RecipeError as error:
+            refused.append(str(error))
+            continue
+        assert (model.weight.grad is None) is releases
+        optimizer.step()
+        weights.append({"weight": whole(model.weight.detach())})
+    return weights, refused
+
+
+def test_sums_are_released_and_addends_are_not(tmp_path: Path) -> None:
+    for (kept, freed), refused in run_ranks(released, 2, tmp_path):
+        close(freed, kept, 0.0)
+        assert len(refused) == 2 and all("before they were summed" in message for message in refused)

@@ -49,6 +49,8 @@ class ExactExchange(Exchange):
             if is_last:
                 sums.total(part, divisor)
                 sums.clear_()
+            else:
+                output.zero_()  # FSDP2 shows it as a gradient
         if is_last and self.parties.replicas > 1:
             whole = part.new_empty(self.parties.replicas * part.numel())
             all_gather(whole, part, self.parties.replica_group)

@@ -168,6 +168,9 @@ class GradientReduction:
             self._hook_ddp(model, partial(register, whole))
         elif others and (self.size > 1 or self._sums_leaves):
             self._hook_replicated(others)
+        self._arrived: set[Tensor] = set()
+        for parameter in self._trainable if self.size > 1 or self._sums_leaves else ():
+            self._undo.append(parameter.register_post_accumulate_grad_hook(self._arrived.add).remove)
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -219,6 +222,7 @@ class GradientReduction:
         if self._accumulator is not None:
             self._accumulator.discard()
         self._in_step = False
+        self._arrived.clear()
 
     def bytes_per_param(self) -> float:
         """Bytes per parameter that are kept between micro-batches and steps, counted from live tensors."""
@@ -253,6 +257,13 @@ class GradientReduction:
 
     def _take_in(self, now: _MicroBatch, kept: dict[Tensor, Tensor | None]) -> None:
         """Add the gradients of a micro-batch; after the last put in the sums."""
+        whole = set(self._replicated.parameters)
+        if any(p.grad is None and (p in whole or not now.is_last) for p in self._arrived):
+            raise RecipeError(
+                "gradients were released as they arrived, before they were summed over ranks and micro-batches.",
+                "Keep the gradients, or shard the model and give each rank one micro-batch per step.",
+            )
+        self._arrived.clear()
         if self._sums_leaves:
             self._replicated.add(is_absent=now.is_absent, is_last=now.is_last)
             if not now.is_last:
