@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from narrowgauge.distributed.launch import AGENT_FOLDER, AGENT_PROCESS, LOST, REPORTED
+from narrowgauge.distributed.endings import AGENT_FOLDER, AGENT_PROCESS, LOST, REPORTED
 from narrowgauge.distributed.liveness import read_beat
 from narrowgauge.errors import RankError, ReportedError, Terminated
 

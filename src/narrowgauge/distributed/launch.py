@@ -1,9 +1,8 @@
 """From processes to one run: a rank joins its group, and leaves it so that one line says why a run ended.
 
-:func:`process_group` joins: it finds the other ranks (torchrun's, Slurm's or hand-set variables), starts the process group with a
-bounded timeout, and chooses the device and the number of threads. When its block ends with an error, one rank reports it and the
-others end silently; when a rank is lost, the collectives of the others fail or time out, and one of them names the missing rank.
-The agent that starts ranks on one host is in ``agent.py``.
+:func:`process_group` finds the other ranks (``placement.py``), meets them (``meeting.py``), starts the process group with a
+bounded timeout, and chooses the device and the number of threads. How its block ends with an error is in ``endings.py``, and the
+agent that starts ranks on one host in ``agent.py``.
 
 Source: docs.pytorch.org/docs/stable/distributed.html (initialization, timeouts); docs.pytorch.org/docs/stable/elastic/run.html.
 """
@@ -12,24 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import socket
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public
 
 from narrowgauge.distributed import liveness
+from narrowgauge.distributed.endings import AGENT_PROCESS, Ending, agent_folder
 from narrowgauge.distributed.liveness import Liveness
+from narrowgauge.distributed.meeting import meet, second_connection, with_local_rank
 from narrowgauge.distributed.placement import Placement, read_placement
-from narrowgauge.errors import NarrowgaugeError, RankError, ReportedError, Terminated
 
 TIMEOUT_SECONDS = 1800.0
 """Default of the longest time without progress: enough to prepare data on rank 0 and to compile a large model."""
@@ -37,17 +31,6 @@ JOIN_SECONDS = 600.0
 """Default of the longest time for which ranks wait for each other at the start."""
 MARGIN_SECONDS = 10.0
 """How much longer a rank's thread waits than gloo, whose collectives say more; NCCL ends a process, and waits longest."""
-AGENT_FOLDER, AGENT_PROCESS = "NARROWGAUGE_AGENT_FOLDER", "NARROWGAUGE_AGENT_PROCESS"
-"""Variables that the agent of ``--nproc`` sets for its ranks: where they write what it reads, and its process id."""
-REPORTED, LOST = "reported", "lost"
-"""Files in that folder, followed by the number of the attempt: a rank has printed its error; ranks are found missing."""
-
-_BROKEN = re.compile(
-    r"gloo|connection (was )?(closed|reset|refused)|broken pipe|timed out waiting|nccl|tcpstore|processgroup",
-    re.IGNORECASE,
-)
-_STORE_LOST = {0: ""}
-"""The missing rank if the store does not answer: rank 0 held it."""
 _current: Liveness | None = None
 _has_met = False
 
@@ -80,8 +63,8 @@ def process_group(
 ) -> Iterator[Placement]:
     """Join the other ranks of a run; leave them in the end, however that comes.
 
-    Invariant: an error of one rank, or of all, is raised on one rank; the others raise :class:`ReportedError`, with which the
-    command line exits silently. A rank that was lost ends the others within the timeout.
+    Invariant: an error of one rank, or of all, is printed by one rank; all raise :class:`ReportedError`, with which the command
+    line exits silently. A rank that was lost ends the others within the timeout. One rank alone raises what it raises.
 
     Args:
         placement: of this process; None reads the environment. One rank gets no process group.
@@ -93,7 +76,8 @@ def process_group(
     Yields:
         The placement, with the local rank filled in.
     Raises:
-        RankError: the ranks cannot meet, or one was lost.
+        RankError: the ranks cannot meet.
+        ReportedError: an error was printed.
     Cost: some 10 ms on one host; a thread that looks at the store twice a second.
     Example:
         >>> with process_group(Placement()) as here:
@@ -107,42 +91,33 @@ def process_group(
     if here.launcher == "torchrun":
         parent = os.environ.get(AGENT_PROCESS)
         liveness.die_with_parent(int(parent) if parent else None)
-    store = _meet(here, join_seconds) if here.size > 1 else None
+    store, prefix = meet(here, join_seconds) if here.size > 1 else (None, "")
     if store is not None:
-        here, _has_met = _with_local_rank(here, store), True
+        here, _has_met = with_local_rank(here, store), True
     _set_threads(choose_threads(here, threads, is_order_free))
-    folder, before = _agent_folder(), dict(os.environ)
+    before = dict(os.environ)
     os.environ.update(here.variables())  # for code that reads torchrun's variables
-
-    def expire(missing: dict[int, str]) -> None:
-        with contextlib.suppress(BaseException):
-            told = _lost(missing, here, alive, folder, _waited(timeout_seconds), how_to_resume)
-            if isinstance(told, RankError):
-                print(f"RankError: {told}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    own = None if store is None else _own_connection(here, timeout_seconds)
-    _current = alive = Liveness(here, own, folder, timeout_seconds + MARGIN_SECONDS, expire)
+    ending = Ending(here, agent_folder(), timeout_seconds, how_to_resume)
+    own = None if store is None else second_connection(here, prefix, timeout_seconds)
+    _current = alive = Liveness(here, own, ending.folder, timeout_seconds + MARGIN_SECONDS, ending.expire)
+    ending.alive = alive
     try:
-        try:
-            if store is not None:
-                _start_group(here, store, timeout_seconds)
-            with _spoken_once(here):
-                yield here
-            if store is not None:
-                dist.barrier()  # rank 0 may hold the store that others still need
-        except BaseException as error:
-            told = _reported(error, here, alive, folder, timeout_seconds, how_to_resume)
-            if told is error:
-                raise
+        if store is not None:
+            _start_group(here, store, timeout_seconds)
+        with _spoken_once(here):
+            yield here
+        if store is not None:
+            dist.barrier()  # rank 0 may hold the store that others still need
+            dist.destroy_process_group()
+    except BaseException as error:
+        # The group is not destroyed: that may wait for ranks that are lost.
+        if (told := ending.reported(error)) is not error:
             raise told from error
+        raise
     finally:
         alive.close()
         _current = None
         _restore_variables(before, here)
-        if store is not None and dist.is_initialized():
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
 
 
 def choose_threads(here: Placement, threads: int | None, is_order_free: bool) -> int | None:
@@ -182,69 +157,6 @@ def _set_threads(number: int | None) -> None:
         torch.set_num_threads(number)
 
 
-# ── joining ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _meet(here: Placement, join_seconds: float) -> Store:
-    """A store that all ranks share, held by rank 0 or by the agent, once all have come."""
-    assert here.address is not None
-    address = f"[{here.address}]" if ":" in here.address else here.address
-    try:
-        url, patience = f"tcp://{address}:{here.port}", timedelta(seconds=join_seconds)
-        store, _, _ = next(rendezvous(url, here.rank, here.size, timeout=patience))
-        store = PrefixStore(_round(here), store)
-        store.set(f"host/{here.rank}", socket.gethostname())
-        store.wait([f"host/{rank}" for rank in range(here.size)])
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise _refusal(str(error), here, join_seconds) from error
-    return store
-
-
-def _round(here: Placement) -> str:
-    """A prefix of keys: an elastic agent keeps its store over restarts, which have another number or more ranks."""
-    return f"narrowgauge/{here.attempt}/{here.size}"
-
-
-def _refusal(reason: str, here: Placement, seconds: float) -> RankError:
-    place = f"{here.address}:{here.port}"
-    if "EADDRINUSE" in reason or "address already in use" in reason.lower():
-        return RankError(
-            f"Port {here.port} of {here.address} is in use, and {here.size} ranks are to meet there.",
-            "Set MASTER_PORT (torchrun: --master-port or --rdzv-endpoint) to a free port.",
-        )
-    if here.is_first:
-        return RankError(
-            f"Not all {here.size} ranks came to {place} within {seconds:.0f} s.",
-            "Start every rank, with the same MASTER_ADDR and MASTER_PORT.",
-        )
-    return RankError(
-        f"Rank {here.rank} cannot reach rank 0 at {place} ({_first_line(reason)}).",
-        "Check MASTER_ADDR and MASTER_PORT, and that rank 0 was started.",
-    )
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")[:160]
-
-
-def _own_connection(here: Placement, timeout_seconds: float) -> Store:
-    """A second connection to the same store: a connection serves one caller at a time."""
-    assert here.address is not None and here.port is not None
-    other = TCPStore(
-        here.address, here.port, is_master=False, wait_for_workers=False,
-        timeout=timedelta(seconds=min(timeout_seconds, 60.0)),
-    )  # fmt: skip
-    return PrefixStore(_round(here), other)
-
-
-def _with_local_rank(here: Placement, store: Store) -> Placement:
-    """Where the environment does not say it: the rank among those of the same host."""
-    hosts = [store.get(f"host/{rank}").decode() for rank in range(here.size)]
-    mine = [rank for rank in range(here.size) if hosts[rank] == hosts[here.rank]]
-    local = mine.index(here.rank) if here.local_rank is None else here.local_rank
-    return replace(here, local_rank=local, local_size=here.local_size or len(mine))
-
-
 def _start_group(here: Placement, store: Store, timeout_seconds: float) -> None:
     backend, device = "gloo", None
     if torch.cuda.is_available():
@@ -272,9 +184,6 @@ def _shares_gpu(here: Placement, store: Store, index: int) -> bool:
     return len(set(found)) < len(found)
 
 
-# ── leaving ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @contextlib.contextmanager
 def _spoken_once(here: Placement) -> Iterator[None]:
     """Show warnings on rank 0 alone, and none about the code of PyTorch's own sharding."""
@@ -288,120 +197,3 @@ def _spoken_once(here: Placement) -> Iterator[None]:
         else:
             warnings.simplefilter("ignore")
         yield
-
-
-def _agent_folder() -> Path | None:
-    name = os.environ.get(AGENT_FOLDER)
-    return Path(name) if name else None
-
-
-def _reported(
-    error: BaseException,
-    here: Placement,
-    alive: Liveness,
-    folder: Path | None,
-    timeout_seconds: float,
-    how_to_resume: Callable[[], str],
-) -> BaseException:
-    """What this rank raises for an error: itself if it is the one that reports it."""
-    if here.size == 1 or isinstance(error, ReportedError):
-        return error
-    if isinstance(error, KeyboardInterrupt):  # all ranks stopped after the same step
-        status = 143 if isinstance(error, Terminated) else 130
-        if here.is_first and folder is not None:
-            _note(folder, REPORTED, here, str(status))
-        return error if here.is_first else ReportedError(status)
-    if isinstance(error, SystemExit) and not error.code:
-        return error
-    if is_broken(error):
-        if (claimed := _claimed(alive)) is not None:
-            return ReportedError(claimed)
-        is_late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-        return _lost(_missing(alive), here, alive, folder, _waited(timeout_seconds) if is_late else "", how_to_resume)
-    status = _status_of(error)
-    if not alive.claim(status):
-        return ReportedError(status)
-    if folder is not None:
-        _note(folder, REPORTED, here, str(status))
-    return error
-
-
-def is_broken(error: BaseException) -> bool:
-    """Whether an error says that a collective failed, rather than what this rank itself did."""
-    if isinstance(error, NarrowgaugeError):
-        return False
-    is_group = isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError))
-    return is_group or (isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None)
-
-
-def _status_of(error: BaseException) -> int:
-    if isinstance(error, RankError):
-        return error.status
-    return 2 if isinstance(error, NarrowgaugeError) else 1
-
-
-def _claimed(alive: Liveness) -> int | None:
-    """The exit status of an error that another rank reports; 1 if rank 0 has left with the store."""
-    try:
-        return alive.claimed(1.0)
-    except RuntimeError:
-        return None
-
-
-def _missing(alive: Liveness) -> dict[int, str]:
-    try:
-        return alive.missing()
-    except RuntimeError:
-        return _STORE_LOST
-
-
-def _waited(seconds: float) -> str:
-    return f"{seconds:g} s"
-
-
-def _lost(
-    missing: dict[int, str],
-    here: Placement,
-    alive: Liveness,
-    folder: Path | None,
-    waited: str,
-    how_to_resume: Callable[[], str],
-) -> NarrowgaugeError:
-    """The error for lost ranks, on the rank that reports it: a line here, or a file for the agent, which knows more."""
-    # Without the store nobody can ask who reports.
-    is_mine = here.rank == 1 if missing is _STORE_LOST else alive.claim(1)
-    if not is_mine:
-        return ReportedError(1)
-    message = describe_lost(missing, alive.step, waited)
-    if folder is None:
-        return RankError(message, how_to_resume(), status=1)
-    if waited:  # else the agent knows how a rank ended
-        _note(folder, LOST, here, message)
-        for rank in missing:
-            liveness.end_rank(folder, rank)
-    return ReportedError(1)
-
-
-def _note(folder: Path, name: str, here: Placement, text: str) -> None:
-    """Tell the agent; of a job that was restarted, it reads what the last attempt wrote."""
-    (folder / f"{name}-{here.attempt}").write_text(text)
-
-
-def describe_lost(missing: Mapping[int, str], step: int, waited: str = "") -> str:
-    """A sentence about ranks that do not answer.
-
-    Args:
-        missing: the ranks, each with the line of code where it is; empty if all wait at the same place.
-        step: the last one that all have done.
-        waited: for how long, with its unit; empty if the connection broke.
-    Returns:
-        One sentence.
-    Example:
-        >>> describe_lost({2: "data.py:30"}, 57, "30 s")
-        'rank 2 (at data.py:30) did not arrive within 30 s in step 58; --timeout allows more.'
-    """
-    named = [f"{rank} (at {line})" if line else str(rank) for rank, line in missing.items()]
-    who = f"rank{'s' if len(named) > 1 else ''} {', '.join(named)}" if named else "a rank"
-    if waited:
-        return f"{who} did not arrive within {waited} in step {step + 1}; --timeout allows more."
-    return f"{who} {'were' if len(named) > 1 else 'was'} lost in step {step + 1}."
