@@ -24,6 +24,7 @@ from narrowgauge.distributed.sharding import groups_of, is_sharded, make_equal, 
 from narrowgauge.distributed.world import world
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linears import Linears
+from narrowgauge.matmul.narrow_gather import gather_narrow
 from narrowgauge.matmul.scopes import compute_in_scope
 from narrowgauge.matmul.swapping import linear_names, swap_linears
 from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
@@ -54,6 +55,7 @@ def prepare(
     mesh: Any = None,
     shard: str = "full",
     offload: bool = False,
+    narrow_gather: bool = False,
 ) -> tuple[nn.Module, AdamW]:
     """Prepare a float32 model for training with a recipe, on one process or on the ranks of a mesh.
 
@@ -77,13 +79,16 @@ def prepare(
             sharded by the caller.
         shard: ``"full"`` or ``"none"``, with a mesh.
         offload: keep parameters, gradients and states in the host's memory, with a mesh.
+        narrow_gather: gather weights as the codes that their matmuls take, where the compute allows it (``narrowgauge show
+            gathers``): half of bfloat16's bytes, the same bits. With a mesh, or a model sharded by the caller.
     Returns:
         ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. Its ``reduction`` is what sums gradients
         over ranks, if anything does: its ``micro_batch`` surrounds the backward passes of a step with several.
     Raises:
         RecipeError: an unknown recipe; a ``keep`` pattern or override that matches nothing, or only one name of a tied
             parameter; a model of another dtype or without trainable parameters; a batch norm that would mix dtypes; a
-            mesh for a model that is sharded already, or a sharded model whose groups would mix dtypes; with an order-free
+            mesh for a model that is sharded already, or a sharded model whose groups would mix dtypes; narrow gathers that no
+            layer allows, or of a recipe whose compute changes; with an order-free
             reduction a batch norm or dropout, through which micro-batches depend on those before them.
 
     Cost: a temporary float32 copy of the weights, on every rank.
@@ -113,6 +118,7 @@ def prepare(
         mesh=mesh,
         shard=shard,
         offload=offload,
+        narrow_gather=narrow_gather,
     )
     if mesh is not None or policy.reduction.name != "native":
         optimizer.reduction = reduce_gradients_with(model, policy.reduction.name, seed=seed, mesh=mesh)
@@ -130,12 +136,13 @@ def assemble(
     mesh: Any = None,
     shard: str = "full",
     offload: bool = False,
+    narrow_gather: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, AdamW]:
     """:func:`prepare` without the sum of gradients over ranks, for callers that divide a step into micro-batches themselves.
 
     Args:
-        model, policy, weight_decay, lr, seed, loss_scaler, mesh, shard, offload: as for :func:`prepare`.
+        model, policy, weight_decay, lr, seed, loss_scaler, mesh, shard, offload, narrow_gather: as for :func:`prepare`.
         options: other options of the optimizer.
     Returns:
         As :func:`prepare`.
@@ -165,6 +172,8 @@ def assemble(
         narrow.follow(optimizer)
     _propagate_scales(model, policy)
     compute_in_scope(model, policy)
+    if narrow_gather:
+        _gather_narrow(model, policy)
     return model, optimizer
 
 
@@ -179,6 +188,17 @@ def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> Linears | Non
         if needed != {_compute_of_torch(recipe, name, device)}:
             wanted[name] = recipe.compute_of(name, 0.0)
     return swap_linears(model, wanted.get, seed=seed) if wanted else None
+
+
+def _gather_narrow(model: nn.Module, recipe: Recipe) -> None:
+    """Gather weights as codes, unless their compute changes."""
+    if recipe.phases or recipe.evaluation not in (None, recipe.compute):
+        raise RecipeError(
+            f"narrow gathers were requested of recipe '{recipe.name}', which changes its compute, and weights are gathered as "
+            "the codes of one.",
+            "Leave out the narrow gathers, or the phases and the compute of evaluation.",
+        )
+    gather_narrow(model)
 
 
 def _compute_of_torch(recipe: Recipe, name: str, device: torch.device) -> str:

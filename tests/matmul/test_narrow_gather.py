@@ -18,18 +18,24 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.narrow_gather import gather_narrow
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.gathering import GATHERINGS
+from narrowgauge.spec.notation import parse_table
+from narrowgauge.trainer import language_model
 from ranks import run_ranks
 
 WIDTHS = {"hidden_size": 96, "intermediate_size": 144}
 
 
-def prepared(recipe: str, mesh: Any, **widths: int) -> tuple[nn.Module, ng.AdamW]:
+def prepared(
+    recipe: Any, mesh: Any, narrow: bool = False, checkpointed: bool = False, **widths: int
+) -> tuple[nn.Module, ng.AdamW]:
     torch.manual_seed(0)
     shape = {"vocab_size": 40, "max_position_embeddings": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**shape, **(WIDTHS | widths), num_key_value_heads=2))
+    if checkpointed:
+        language_model.enable_activation_checkpointing(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ng.prepare(model, recipe, lr=1e-2, compile=False, mesh=mesh)
+        return ng.prepare(model, recipe, lr=1e-2, compile=False, mesh=mesh, narrow_gather=narrow)
 
 
 class Counting:
@@ -48,9 +54,7 @@ class Counting:
 
 def learn(recipe: str, mesh: Any, narrow: bool) -> tuple[list[Any], int]:
     """Losses, gradients and weights of three steps, and the bytes that the decoder layers' gathers sent."""
-    model, optimizer = prepared(recipe, mesh)
-    if narrow:
-        gather_narrow(model)
+    model, optimizer = prepared(recipe.removesuffix("+"), mesh, narrow, checkpointed=recipe.endswith("+"))
     counting = Counting()
     for layer in model.model.layers:  # type: ignore[union-attr]
         layer.set_custom_all_gather(counting)
@@ -86,8 +90,11 @@ def learn_both(rank: int, recipes: list[str], replicas: int) -> list[tuple[bool,
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_same_bits_and_half_the_bytes(replicas: int, tmp_path: Path) -> None:
-    """Outputs, gradients and trained weights; of a bfloat16 gather at most 0.55, of a float32 one a quarter."""
-    recipes = ["int8-row/word", "float8-row/word", "float8-tensor/word", "float8-row/float32"]
+    """Outputs, gradients and trained weights; of a bfloat16 gather at most 0.55, of a float32 one a quarter.
+
+    A plus is activation checkpointing.
+    """
+    recipes = ["int8-row/word", "float8-row/word", "float8-tensor/word", "float8-row/float32", "int8-row/word+"]
     recipes = recipes if replicas == 1 else recipes[1:2]
     for found in run_ranks(learn_both, 2 * replicas, tmp_path, recipes, replicas):
         for recipe, (is_equal, ratio) in zip(recipes, found, strict=True):
@@ -102,6 +109,16 @@ def refused(rank: int) -> list[str]:
         with pytest.raises(RecipeError) as error:
             gather_narrow(prepared(recipe, mesh)[0])
         said.append(str(error.value))
+    for recipe, options in (
+        ("float8-row/word", {"checkpointed": True}),
+        (parse_table({"recipe": "int8-row/word", "evaluation": "bfloat16"}), {}),
+    ):
+        with pytest.raises(RecipeError) as error:
+            prepared(recipe, mesh, narrow=True, **options)
+        said.append(str(error.value))
+    with pytest.raises(RecipeError) as error:
+        prepared("int8-row/word", None, narrow=True)
+    said.append(str(error.value))
     # Of 3 shards 144 rows are whole ones, 64 are not.
     model, _ = prepared("int8-row/word", mesh, hidden_size=64)
     said.append(repr(gather_narrow(model)))
@@ -121,7 +138,9 @@ def refused(rank: int) -> list[str]:
 
 def test_what_cannot_be_gathered_as_codes(tmp_path: Path) -> None:
     """Is refused, or left as it is and named."""
-    wide, blocks, delayed, uneven, once = run_ranks(refused, 3, tmp_path)[0]
+    wide, blocks, delayed, checkpointed, changing, whole, uneven, once = run_ranks(refused, 3, tmp_path)[0]
+    assert "takes both casts of compute 'float8-row'" in checkpointed and "is not sharded" in whole
+    assert "changes its compute" in changing
     assert "'model.layers.0.self_attn.q_proj' is not since" in wide and "as they are" in wide
     assert "its scales belong to blocks" in blocks and "on the whole weight" in delayed
     assert "'model.layers.1.mlp.down_proj': 'its 64 rows are not a multiple of 3 shards'" in uneven

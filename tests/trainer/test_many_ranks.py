@@ -69,8 +69,13 @@ def test_ranks_make_one_run_and_one_rank_speaks(layout: str, alone: Run, place: 
     assert said[0][0].count("validation loss") == 2 and all(other == [""] for other in said[1:])
 
 
-def test_a_run_of_ranks_is_stopped_and_resumed_with_the_same_bits(place: Path, tmp_path: Path) -> None:
-    changes = {**BASE, "recipe": "int8-row/word", "checkpoint_every": 0}
+@pytest.mark.parametrize(
+    "options", [{"recipe": "int8-row/word"}, {"recipe": "int8-row/word/compressed8", "narrow_gather": True}]
+)
+def test_a_run_of_ranks_is_stopped_and_resumed_with_the_same_bits(
+    options: dict[str, Any], place: Path, tmp_path: Path
+) -> None:
+    changes = {**BASE, **options, "checkpoint_every": 0}
     runs = {tmp_path / "whole": changes, tmp_path / "stopped": {**changes, "stop_after": 2}}
     run_ranks(train_here, 2, tmp_path / "ranks", place, runs)
     run_ranks(train_here, 2, tmp_path / "ranks", place, {tmp_path / "stopped": {}})
@@ -90,7 +95,7 @@ def test_more_ranks_than_micro_batches_are_refused_before_anything_is_written(pl
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("changes", [{"offload": True}, {"replicas": 2}])
+@pytest.mark.parametrize("changes", [{"offload": True}, {"replicas": 2}, {"narrow_gather": True}])
 def test_one_process_has_no_shards(changes: dict[str, Any], place: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="one process"):
         loop.train(settings(place, tmp_path / "run", **changes))

@@ -48,10 +48,11 @@ def gather_narrow(model: nn.Module) -> dict[str, str]:
     left_wide: dict[str, str] = {}
     units: dict[nn.Module, _Unit] = {}
     owners = _owners(model)
+    is_checkpointed = bool(getattr(model, "is_gradient_checkpointing", False))
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        reason = _reason(module, owners)
+        reason = _reason(module, owners, is_checkpointed)
         if reason:
             left_wide[name] = reason
             continue
@@ -67,7 +68,7 @@ def gather_narrow(model: nn.Module) -> dict[str, str]:
     return left_wide
 
 
-def _reason(module: nn.Linear, owners: dict[int, list[nn.Module]]) -> str:
+def _reason(module: nn.Linear, owners: dict[int, list[nn.Module]], is_checkpointed: bool) -> str:
     """Why a layer's weight is gathered as it is; empty where it need not be."""
     weight: Any = module.weight
     if not isinstance(module, Linear):
@@ -75,6 +76,8 @@ def _reason(module: nn.Linear, owners: dict[int, list[nn.Module]]) -> str:
     gathering = gathering_of(module.compute)
     if not gathering.is_narrow:
         return f"compute '{module.compute.name}' does not allow it: {gathering.reason}"
+    if gathering.differs and is_checkpointed:
+        return f"activation checkpointing takes both casts of compute '{module.compute.name}' in its backward pass"
     if not hasattr(weight, "device_mesh"):
         return "its weight is not sharded"
     if _torch.local_shard(weight).device.type != weight.device_mesh.device_type:

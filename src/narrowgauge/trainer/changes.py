@@ -18,7 +18,7 @@ from narrowgauge.runs.schema import short
 from narrowgauge.runs.writer import require_rows, rows_lost
 from narrowgauge.trainer.config import TrainConfig
 
-_NOT_OF_THE_RUN = ("out", "stop_after", "shard", "replicas", "offload", "threads", "verify_every")
+_NOT_OF_THE_RUN = ("out", "stop_after", "shard", "replicas", "offload", "narrow_gather", "threads", "verify_every")
 """Settings for the location of a run, for pausing it and for the ranks that go on with it."""
 
 _BITS_DEPEND_ON = (

@@ -170,6 +170,9 @@ class TrainConfig:
     )
     replicas: int = _count(1, "Copies of the sharded model; must divide the number of ranks.")
     offload: bool = _setting(False, "On several ranks, keep shards in the host's memory.")
+    narrow_gather: bool = _setting(
+        False, "On several ranks, gather sharded weights as the codes that the recipe's matmuls take."
+    )
     threads: int | None = _count(
         None, "CPU threads per rank.  [default: 1 with an order-free reduction, else cores / ranks]"
     )
@@ -358,11 +361,11 @@ class TrainConfig:
                 f"a warm-up of {self.warmup_steps} steps was requested in a run of {self.steps}.",
                 "Lower --warmup-steps.",
             )
-        if self.shard == "none" and (self.replicas > 1 or self.offload):
-            asked = "offload" if self.offload else "replicas"
+        if self.shard == "none" and (self.replicas > 1 or self.offload or self.narrow_gather):
+            asked = "offload" if self.offload else "narrow_gather" if self.narrow_gather else "replicas"
             raise NarrowgaugeError(
                 f"shard = 'none' was requested with {asked} = {getattr(self, asked)}, which is about shards.",
-                f"Omit --shard or --{asked}.",
+                f"Omit --shard or --{asked.replace('_', '-')}.",
             )
         if self.on_spike == "rollback" and not self.checkpoint_every:
             raise NarrowgaugeError(

@@ -278,6 +278,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
             mesh=mesh,
             shard=config.shard,
             offload=config.offload,
+            narrow_gather=config.narrow_gather,
         )
     accumulator, parts = None, len(turns(config.gradient_accumulation_steps, here.rank, here.size))
     if parts > 1 and not config.recipe.reduction.order_free:
@@ -311,8 +312,9 @@ def _mesh(config: TrainConfig, here: World, device: torch.device) -> Any:
             "Raise --gradient-accumulation-steps, or start fewer ranks.",
         )
     if here.size == 1:
-        if config.offload or config.replicas > 1:
+        if config.offload or config.narrow_gather or config.replicas > 1:
             what = "offload" if config.offload else f"{config.replicas} replicas"
+            what = "narrow_gather" if config.narrow_gather else what
             raise RankError(f"{what} was requested of one process, which has no shards.", "Start several: --nproc 2.")
         return None
     return make_mesh(here.size, device.type, sharding=config.shard, replicas=config.replicas)

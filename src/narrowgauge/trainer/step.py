@@ -113,6 +113,7 @@ def differentiate(session: Session) -> torch.Tensor:
         if reduction is None:
             return backward_in_parts(losses(session), session.accumulator, scaler)
         shares = []
+        reduction.set_step(session.step)
         for turn, loss in zip(turns, losses(session), strict=True):
             with reduction.micro_batch(is_last=turn.is_last, is_absent=turn.is_absent):
                 (loss if scaler is None else scaler.scale(loss)).backward()
