@@ -109,6 +109,18 @@ def test_no_order_no_grouping_and_no_chunk_changes_a_bit(monkeypatch: pytest.Mon
         assert torch.equal(sum_rows(rows[order], torch.empty(301)), expected)
 
 
+def test_where_values_cannot_be_looked_at_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a GPU, on this CPU: no branch on a value."""
+    rows = leaves(9, 5000)
+    rows[3, 7], rows[4, 8] = math.inf, LARGEST * 2
+    expected = sum_rows(rows, torch.empty(5000))
+    monkeypatch.setattr(exact_sums, "_on_cpu", lambda _: False)
+    monkeypatch.setattr(exact_sums, "_CHUNK_ON_GPU", 1000)
+    found = sum_rows(rows, torch.empty(5000))
+    assert torch.equal(found.isnan(), expected.isnan()) and expected.isnan().sum() == 2
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, LARGEST * (1 + 2.0**-23), -3e38])
 def test_what_has_no_place_on_the_grid_makes_its_element_nan_in_any_order(bad: float) -> None:
     good = [1.0, 2.0, -2.0]
