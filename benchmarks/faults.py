@@ -7,13 +7,14 @@ steps, as a broken memory, data file or setting would: no part of the trainer kn
 
 Faults from outside are tried too: kills at any moment, Python's start included, SIGTERM, a disk that is full at any write, one
 flipped bit in each kind of file, two commands at once (see ``tries.py``); and on runs of two and three ranks, kills of one rank
-and of all, in a save and at its renames, full disks, flipped and torn files (see ``rank_tries.py``).
+and of all, in a save and at its renames, full disks, flipped and torn files (see ``rank_tries.py``), and kills of whole trainings
+on ranks (see ``rank_runs.py``).
 
 Claim: after each try there is the run that nobody disturbed, or one line that says what is wrong. Of the rows above none of
 its own: ``alarms.py`` measures every row at full size; the tests hold the same rows on a tiny model.
-Baseline: the undisturbed run. Run: ``./dev bench faults [--tries N] [--first N] [--kills N] [--quick]`` prints the rows and makes
-the tries, of which a thousand take an hour or two; a thousand kills of ranks take a quarter of an hour. No times are taken, so
-``--rounds`` has no effect.
+Baseline: the undisturbed run. Run: ``./dev bench faults [--tries N] [--first N] [--kills N] [--runs N] [--quick]`` prints the
+rows and makes the tries, of which a thousand take an hour or two; a thousand kills of ranks take a quarter of an hour. No times
+are taken, so ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
@@ -344,6 +345,7 @@ FAULTS: dict[str, Fault] = {row.name: row for row in _ROWS}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the rows, and make the tries that were requested."""
     # Only here: whoever wants the rows alone needs none.
+    import rank_runs
     import rank_tries
     import tries
     from timing import Report, parser
@@ -354,6 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--first", type=int, default=0, help="number of the first try (default 0); each draws by its number"
     )
     flags.add_argument("--kills", type=int, help="how many jobs of ranks are killed (default 1000; quick: 20)")
+    flags.add_argument("--runs", type=int, help="how many trainings on ranks are struck (default 40; quick: 2)")
     options = flags.parse_args(arguments)
     for row in FAULTS.values():
         soon = f"{row.samples} samples" if row.samples else f"{row.steps} steps"
@@ -381,8 +384,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for broken in tally.broken:
         report.note(broken)
     report.add("jobs of ranks that were struck, each followed by what is found on the disk", tally.rows())
+    runs = options.runs if options.runs is not None else 2 if options.quick else 40
+    struck: list[str] = []
+    if runs:
+        with tempfile.TemporaryDirectory(prefix="narrowgauge-rank-runs-") as folder:
+            came, struck = rank_runs.try_runs(runs, Path(folder), options.first)
+        rows = [{"": kind, "runs": sum(found.values()), "outcomes": _counts(found)} for kind, found in came.items()]
+        report.add("trainings on ranks that were struck, each against one process", rows)
+    for broken in struck:
+        report.note(broken)
     report.end()
-    return int(any(found["BROKEN"] for found in outcomes.values()) or bool(tally.broken))
+    return int(any(found["BROKEN"] for found in outcomes.values()) or bool(tally.broken) or bool(struck))
 
 
 def _counts(found: Counter[str]) -> str:
