@@ -57,7 +57,7 @@ def gather_narrow(model: nn.Module) -> dict[str, str]:
             left_wide[name] = reason
             continue
         unit = units.setdefault(_fsdp_module(model, name), _Unit())
-        unit.add(_GatheredWeight(name, module, unit))  # type: ignore[arg-type]
+        unit.weights.append(_GatheredWeight(name, module, unit))  # type: ignore[arg-type]
     if not units:
         first = next(iter(left_wide.items()), ("", "there are none"))
         raise RecipeError(
@@ -116,18 +116,14 @@ class _Unit:
 
     def __init__(self) -> None:
         self.weights: list[_GatheredWeight] = []
-        self.first: _GatheredWeight | None = None
+        self.first: dict[bool, _GatheredWeight] = {}
         self.amaxes: dict[_GatheredWeight, Tensor] = {}
 
-    def add(self, weight: _GatheredWeight) -> None:
-        self.weights.append(weight)
-
-    def amax(self, weight: _GatheredWeight, slot: str, dtype: torch.dtype, group: Any) -> Tensor:
+    def amax(self, weight: _GatheredWeight, in_backward: bool, dtype: torch.dtype | None, group: Any) -> Tensor:
         """The amax values that the cast of one weight takes, over all ranks; measured for all weights when the first asks."""
-        self.first = self.first or weight
-        if weight is self.first:
-            shared = [each for each in self.weights if each.spans_shards(slot)]
-            own = [each.own_amax(slot, dtype) for each in shared]
+        if weight is self.first.setdefault(in_backward, weight):
+            shared = [each for each in self.weights if each.spans_shards(in_backward)]
+            own = [each.own_amax(in_backward, dtype) for each in shared]
             total = torch.cat([amax.view(-1) for amax in own])
             # A maximum may lose a NaN on its way; of an infinity the scale becomes NaN as well.
             total = torch.where(total.isnan(), torch.inf, total)
@@ -150,20 +146,22 @@ class _GatheredWeight:
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """This rank's part of what travels, and what the other method needs besides."""
-        gathering = gathering_of(self.compute)
         if self.layer.compute != self.compute:
             raise RecipeError(
                 f"layer '{self.name}' went from compute '{self.compute.name}' to '{self.layer.compute.name}', and its weight "
                 "is gathered as the first one's codes.",
                 "Leave narrow gathers out of a recipe with phases.",
             )
-        slot = gathering.backward if _torch.runs_backward() else gathering.forward
-        dtype = mp_policy.param_dtype or self.shard.dtype
-        amax = self.unit.amax(self, slot, dtype, mesh.get_group()) if self.spans_shards(slot) else None
+        in_backward = _torch.runs_backward()
+        slot, amax, dtype = self.slot(in_backward), None, mp_policy.param_dtype
+        if self.spans_shards(in_backward):
+            amax = self.unit.amax(self, in_backward, dtype, mesh.get_group())
         cast, dim = self.compute.casts[slot], SLOTS[slot].dim
-        codes, outer = cast_matrix(self.shard.to(dtype), cast, dim, getattr(torch, cast.format), amax=amax)
+        codes, outer = cast_matrix(
+            self.shard.to(dtype or self.shard.dtype), cast, dim, getattr(torch, cast.format), amax=amax
+        )
         parts = [codes.view(torch.uint8)]
-        if _scales_rows(self.compute, gathering.forward):
+        if _scales_rows(self.compute, self.slot(False)):
             # The same parts in both passes: FSDP2 keeps the memory that it has gathered them into.
             scales = (
                 outer if amax is None and outer is not None else codes.new_zeros(len(codes), 1, dtype=torch.float32)
@@ -186,14 +184,19 @@ class _GatheredWeight:
         give_casts(weight, casts, f"the weight of '{self.name}' was gathered as the codes of '{slot}' alone.")
         return (weight, (weight,)) if out is None else None
 
-    def spans_shards(self, slot: str) -> bool:
-        """Whether a scale of the cast covers rows of several shards."""
-        return not _scales_rows(self.compute, slot)
+    def slot(self, in_backward: bool) -> str:
+        """The slot whose cast is gathered."""
+        gathering = gathering_of(self.compute)
+        return gathering.backward if in_backward else gathering.forward
 
-    def own_amax(self, slot: str, dtype: torch.dtype) -> Tensor:
+    def spans_shards(self, in_backward: bool) -> bool:
+        """Whether a scale of the cast covers rows of several shards."""
+        return not _scales_rows(self.compute, self.slot(in_backward))
+
+    def own_amax(self, in_backward: bool, dtype: torch.dtype | None) -> Tensor:
         """The amax values of this rank's rows, shaped as the cast takes them."""
-        along = (0, 1) if self.compute.casts[slot].granularity == "tensor" else (0,)
-        return self.shard.to(dtype).abs().amax(along, keepdim=True).float()
+        along = (0, 1) if self.compute.casts[self.slot(in_backward)].granularity == "tensor" else (0,)
+        return self.shard.to(dtype or self.shard.dtype).abs().amax(along, keepdim=True).float()
 
 
 def _scales_rows(compute: Compute, slot: str) -> bool:
