@@ -75,7 +75,8 @@ def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> Parties:
     table = mesh.mesh.reshape(1, -1) if replicate_dim is None else mesh.mesh.permute(replicate_dim, shard_dim)
     replicas, shards = table.shape
     place_of = {int(table[r, s]): (r, s) for r in range(replicas) for s in range(shards)}
-    group = group_of(table.flatten().tolist())
+    # Without replicas FSDP2's own group: on CUDA each group has a communicator, and queues of its own.
+    group = mesh.get_group(shard_dim) if replicate_dim is None else group_of(table.flatten().tolist())
     ranks = dist.get_process_group_ranks(group)
     replica_group = None if replicate_dim is None else mesh.get_group(replicate_dim)
     return Parties(

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge import _torch
@@ -284,7 +285,7 @@ class GradientReduction:
     def _take_over_shards(self, register: Callable[[Parties], Exchange]) -> tuple[set[int], Parties | None]:
         """Give FSDP2's parameter groups their exchanges; the ids of what is sharded, and the ranks."""
         found: set[int] = set()
-        ranks: dict[Any, Parties] = {}
+        ranks: dict[tuple[int, ...], Parties] = {}
         for module, group in self._fsdp:
             where = _torch.fsdp_mesh(group)
             if where.shard_dim is None or where.mesh.ndim != (1 if where.replicate_dim is None else 2):
@@ -293,7 +294,7 @@ class GradientReduction:
                     "Shard over a mesh of one dim, or of two: replicas and shards.",
                 )
             parties = of_mesh(where.mesh, where.shard_dim, where.replicate_dim)
-            ranks[parties.group] = parties
+            ranks[tuple(dist.get_process_group_ranks(parties.group))] = parties
             comm = _ReduceScatter(self, register(parties))
             alone = group_of([world().rank]) if parties.replicas > 1 else None
             self._undo.append(_torch.take_over_sums(module, group, comm, alone))
