@@ -137,12 +137,16 @@ class Loop:
         self.cpu_seconds.append(spent.item())
 
     def _step(self) -> None:
-        share = self.case.ranks * self.case.micro_batches * self.case.tokens[0] * self.case.tokens[1]
         for place, tokens in enumerate(self.tokens):
             with self.reduction.micro_batch(is_last=place == len(self.tokens) - 1):
-                (language_model.loss_sum(self.model, tokens, chunked=False) / share).backward()
+                self.loss_of(tokens).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def loss_of(self, tokens: Tensor) -> Tensor:
+        """The loss of a micro-batch, as its share of the step's."""
+        share = self.case.ranks * self.case.micro_batches * self.case.tokens[0] * self.case.tokens[1]
+        return language_model.loss_sum(self.model, tokens, chunked=False) / share
 
     def row(self) -> Row:
         """Bytes of a step, and of this rank's memory."""

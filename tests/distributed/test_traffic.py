@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,10 @@ def count_each(rank: int, size: int) -> dict[str, dict[str, Any]]:
             call(size)
             found[name] = watching.end_step()
         found["nothing"] = watching.end_step()
+        background = threading.Thread(target=dist.all_reduce, args=(torch.ones(N),))
+        background.start()
+        background.join()
+        found["in the background"] = watching.end_step()
         dist.all_gather_object([None] * size, "text")
         found["object"] = watching.end_step()
     dist.all_reduce(torch.ones(N))
@@ -83,7 +88,7 @@ def test_every_collective_counts_as_a_ring_sends_it(size: int, tmp_path: Path) -
             assert found[name]["communication_bytes"] == pytest.approx(expected(size)), name
             assert found[name]["communication_seconds"] > 0, name
         assert found["object"]["communication_bytes"] > 0
-        for name in ("nothing", "afterwards"):
+        for name in ("nothing", "in the background", "afterwards"):
             assert found[name] == {"communication_bytes": 0, "communication_seconds": 0, "wait_seconds": 0}
 
 

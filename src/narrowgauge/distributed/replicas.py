@@ -66,7 +66,7 @@ class Verifier:
 
     Args:
         held: what this rank holds between steps, parameters and states; the same names in the same order on all ranks.
-        every: steps between verifications; see :meth:`is_due`.
+        every: steps between verifications, see :meth:`is_due`; 0 verifies nothing.
 
     Cost: a verification reads all that is held once and computes one micro-batch. What no other rank holds is read twice in
         every step, 0.1 ns a byte on a CPU thread, and the ranks agree by one message of 8 bytes.
@@ -140,7 +140,7 @@ class Verifier:
             CorruptionError: on all ranks.
         Cost: one read of it, one message of 16 bytes for each group of ranks, and one of 8.
         """
-        if self.size == 1:
+        if self.size == 1 or self.every == 0:
             return
         members: dict[Any, list[Held]] = {}
         for held in self._held():

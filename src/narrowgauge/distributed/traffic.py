@@ -68,7 +68,7 @@ COLLECTIVES: dict[str, tuple[str, str]] = {
 class Traffic:
     """Counts what is sent between ranks, from its making until :meth:`close`; one at a time.
 
-    Invariant: it changes no value and no order of what is sent.
+    Invariant: it changes no value and no order of what is sent. What threads of Python send in the background is not counted.
 
     Args:
         window: steps that are joined into one table of ranks; ``None`` for :data:`WINDOW`, or more with more ranks.
@@ -160,7 +160,7 @@ class Traffic:
 
         @functools.wraps(function)
         def counted(*arguments: Any, **named: Any) -> Any:
-            if getattr(self._inside, "is_ours", False):
+            if getattr(self._inside, "is_ours", False) or _in_background():
                 return function(*arguments, **named)
             sent = arguments[sent_at] if len(arguments) > sent_at else named.get(argument)
             group = arguments[group_at] if len(arguments) > group_at else named.get("group")
@@ -189,6 +189,12 @@ class Traffic:
         else:
             self._seconds.append(time.perf_counter() - start)
         return result
+
+
+def _in_background() -> bool:
+    """Whether a thread of Python's calls, such as one that writes a checkpoint while steps go on; autograd's are none."""
+    thread = threading.current_thread()
+    return thread is not threading.main_thread() and not thread.name.startswith("Dummy-")
 
 
 def num_bytes(sent: Any) -> int:
