@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import narrowgauge
 from narrowgauge.runs.record import read_run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -180,3 +183,14 @@ def test_a_run_of_two_ranks_goes_on_elsewhere_with_the_same_bits(capfd: pytest.C
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("two ranks, then")]
     (on_one, one), (on_three, three) = (line.split(": ") for line in lines)
     assert (on_one[-1], on_three[-1]) == ("1", "3") and one == three and len(one) == 16
+
+
+def test_many_ranks_have_the_bits_of_one() -> None:
+    text = (EXAMPLES / "many_ranks.py").read_text()
+    source = str(Path(narrowgauge.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    words = [sys.executable, str(EXAMPLES / "many_ranks.py")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    one, two = (line.split("  ") for line in done.stdout.splitlines())
+    assert (one[0], two[0]) == ("1 rank", "2 ranks") and one[1:] == two[1:] and len(text.splitlines()) < 90

@@ -56,6 +56,7 @@ def prepare(
     shard: str = "full",
     offload: bool = False,
     narrow_gather: bool = False,
+    average: bool = True,
 ) -> tuple[nn.Module, AdamW]:
     """Prepare a float32 model for training with a recipe, on one process or on the ranks of a mesh.
 
@@ -81,6 +82,8 @@ def prepare(
         offload: keep parameters, gradients and states in the host's memory, with a mesh.
         narrow_gather: gather weights as the codes that their matmuls take, where the compute allows it (``narrowgauge show
             gathers``): half of bfloat16's bytes, the same bits. With a mesh, or a model sharded by the caller.
+        average: average gradients over the ranks, as FSDP2 and DDP do. ``False`` adds them up, for losses that are a
+            micro-batch's share of the step's: needed for the same bits on any number of ranks.
     Returns:
         ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. Its ``reduction`` is what sums gradients
         over ranks, if anything does: its ``micro_batch`` surrounds the backward passes of a step with several.
@@ -121,7 +124,8 @@ def prepare(
         narrow_gather=narrow_gather,
     )
     if mesh is not None or policy.reduction.name != "native":
-        optimizer.reduction = reduce_gradients_with(model, policy.reduction.name, seed=seed, mesh=mesh)
+        name = policy.reduction.name
+        optimizer.reduction = reduce_gradients_with(model, name, average=average, seed=seed, mesh=mesh)
     return model, optimizer
 
 

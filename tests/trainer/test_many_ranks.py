@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from narrowgauge.errors import NarrowgaugeError, RankError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.leaves import gather_in_order, sum_in_order, turns
+from narrowgauge.trainer.session import Session
 from ranks import run_ranks
 from trainer.tiny_runs import lasting, settings
 
@@ -93,6 +95,53 @@ def test_more_ranks_than_micro_batches_are_refused_before_anything_is_written(pl
         "2 ranks were given a step of 1 micro-batches" in said[0][0] and "--gradient-accumulation-steps" in said[0][0]
     )
     assert not (tmp_path / "run").exists()
+
+
+def train_with_a_bad_leaf(rank: int, place: Path, out: Path, where: str, changes: dict[str, Any]) -> str:
+    """One rank of a training in whose third step one leaf overflows, each time it is computed."""
+    from narrowgauge.trainer import session as module
+
+    true_loss, now = module._loss, {"step": -1, "leaf": -1}
+    true_batch = Session.batch
+
+    def batch(self: Session) -> Any:
+        for turn, tokens in zip(self.turns, true_batch(self), strict=True):
+            now.update(step=self.step, leaf=turn.leaf)
+            yield tokens
+
+    def build_loss(model: Any, config: Any) -> Any:
+        loss = true_loss(model, config)
+
+        def spoiled(tokens: torch.Tensor) -> torch.Tensor:
+            if now != {"step": 2, "leaf": 3} or not torch.is_grad_enabled():
+                return loss(tokens)
+            norm = model.model.layers[1].mlp.act_fn
+            handle = norm.register_forward_hook(
+                lambda _, __, out: out * (math.nan if where == "forward" else 1e38) * 10
+            )
+            try:
+                return loss(tokens)
+            finally:
+                handle.remove()
+
+        return spoiled
+
+    module._loss, Session.batch = build_loss, batch
+    try:
+        return train_here(rank, place, {out: changes})[0]
+    finally:
+        module._loss, Session.batch = true_loss, true_batch
+
+
+@pytest.mark.parametrize("shard", ["full", "none"])
+def test_the_first_bad_value_is_found_on_the_rank_that_made_it(shard: str, place: Path, tmp_path: Path) -> None:
+    changes = {**BASE, "shard": shard, "on_spike": "stop"}
+    said = run_ranks(train_with_a_bad_leaf, 2, tmp_path / "ranks", place, tmp_path / "run", "forward", changes)
+    run = read_run(tmp_path / "run")
+    (found,) = [event for event in run.events if event["kind"] == "first_bad_value"]
+    assert found["step"] == 3 and found["message"].startswith("On rank 1: ") and "layers.1.mlp" in found["message"]
+    assert [row["skipped"] for row in run.steps] == [False, False, True]
+    assert "stopped after step 3" in said[0] and len(set(said)) == 2
 
 
 @pytest.mark.parametrize("changes", [{"offload": True}, {"replicas": 2}, {"narrow_gather": True}])

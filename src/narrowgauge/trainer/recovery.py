@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from narrowgauge.distributed.world import gather_objects
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.gauges.nan_origin.replay import replay
+from narrowgauge.gauges.nan_origin.replay import Replay, replay
 from narrowgauge.monitor.spikes import Spike, StepJudgement
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row
@@ -25,7 +24,7 @@ from narrowgauge.trainer.checkpoint import go_back
 from narrowgauge.trainer.detours import detours_of
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.sinks import Reporter
-from narrowgauge.trainer.step import losses
+from narrowgauge.trainer.step import differentiated
 
 FAILURES = 25
 """Failed steps in a row after which a run has diverged."""
@@ -140,9 +139,11 @@ class Recovery:
         if self.replays >= REPLAYS:
             return
         self.replays += 1
-        found = replay_last_step(self.session, self.reporter.console.say)
+        rank, found = replay_last_step(self.session, self.reporter.console.say)
         place = found.bad.tensor if found.bad is not None else None
-        self.reporter.event(Event("first_bad_value", row["step"], found.message, tensor=place or None), shown=True)
+        where = f"On rank {rank}: " if self.session.here.size > 1 and found.reproduced != "not" else ""
+        message = f"{where}{found.message}"
+        self.reporter.event(Event("first_bad_value", row["step"], message, tensor=place or None), shown=True)
 
     def _why_skipped(self) -> str:
         """Which gradient overflowed, and the new loss scale."""
@@ -155,38 +156,59 @@ class Recovery:
         return f"gradients are not finite{where}; no weight changed{scale}"
 
 
-def replay_last_step(session: Session, say: Callable[[str], object] = lambda _: None) -> Any:
+def replay_last_step(session: Session, say: Callable[[str], object] = lambda _: None) -> tuple[int, Replay]:
     """Replay a step that changed nothing, from the same weights, data and random bits.
 
     Args:
         session: just after the step.
         say: called with a sentence for each attempt.
     Returns:
-        A :class:`narrowgauge.gauges.nan_origin.replay.Replay`.
+        The rank at fault, and what it found: the same on every rank.
     """
-    gauges, linears, scaler = session.gauges, session.linears, session.optimizer.loss_scaler
+    gauges, linears = session.gauges, session.linears
     was_sampling = gauges is not None and gauges.sampling
     was_at = 0 if linears is None else linears.step
+    own: list[torch.Tensor] = []
+
+    def scale(loss: torch.Tensor) -> torch.Tensor:
+        # The scale of that step: the scaler has backed off since.
+        return loss if session.optimizer.loss_scaler is None else loss * session.loss_scale
 
     def step() -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=session.device)
-        for loss in losses(session):
-            # The scale of that step: the scaler has backed off since.
-            (loss if scaler is None else loss * session.loss_scale).backward()
-            total = total + loss.detach()
-        return total
+        own[:] = [torch.zeros((), dtype=torch.float32, device=session.device)]
+        own.extend(differentiated(session, scale))
+        return torch.stack(own).sum()
 
     session.step -= 1
     try:
         if gauges is not None:
             gauges.sampling = False
-        return replay(session.model, step, say=say)
+        found = replay(session.model, step, say=say, agree=lambda has_found: any(gather_objects(has_found)))
     finally:
         session.step += 1
+        session.reshard()
         if linears is not None:
             linears.step = was_at
         if gauges is not None:
             gauges.sampling = was_sampling
+    return _at_fault(gather_objects((all(math.isfinite(float(loss)) for loss in own), found)))
+
+
+def _at_fault(found: list[tuple[bool, Replay]]) -> tuple[int, Replay]:
+    """The rank whose own step went wrong, and what it found; a sum over ranks carries a bad gradient to all others.
+
+    Args:
+        found: of each rank, whether its losses are finite, and its replay.
+    """
+    order = sorted(range(len(found)), key=lambda rank: _innocence(*found[rank]))
+    return order[0], found[order[0]][1]
+
+
+def _innocence(is_finite: bool, found: Replay) -> tuple[bool, bool, bool]:
+    if found.bad is None:
+        return True, is_finite, not found.found
+    # A bad value that arrives in a sum is made by none of the model's modules.
+    return False, is_finite, not found.bad.module
 
 
 def _batches(number: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 
@@ -107,18 +107,32 @@ def differentiate(session: Session) -> torch.Tensor:
     Returns:
         The loss, 0-d; the same bits on every rank, and for every number of them.
     """
-    turns, scaler, reduction = session.turns, session.optimizer.loss_scaler, session.reduction
+    scaler = session.optimizer.loss_scaler
     # Casts of weights that are sharded would keep the whole model on each rank.
-    with cached_weights() if len(turns) > 1 and not fsdp_modules(session.model) else nullcontext():
-        if reduction is None:
+    with cached_weights() if len(session.turns) > 1 and not fsdp_modules(session.model) else nullcontext():
+        if session.reduction is None:
             return backward_in_parts(losses(session), session.accumulator, scaler)
-        shares = []
-        reduction.set_step(session.step)
-        for turn, loss in zip(turns, losses(session), strict=True):
-            with reduction.micro_batch(is_last=turn.is_last, is_absent=turn.is_absent):
-                (loss if scaler is None else scaler.scale(loss)).backward()
-            shares.append(loss.detach())
+        shares = list(differentiated(session, scaler.scale if scaler is not None else lambda loss: loss))
     return sum_in_order(shares, session.config.gradient_accumulation_steps, session.here.size)
+
+
+def differentiated(session: Session, scale: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Differentiate this rank's micro-batches; the loss of each, detached.
+
+    Args:
+        session: the run.
+        scale: multiplies a loss before it is differentiated.
+    """
+    reduction = session.reduction
+    if reduction is not None:
+        reduction.set_step(session.step)
+    for turn, loss in zip(session.turns, losses(session), strict=True):
+        if reduction is None:
+            scale(loss).backward()
+        else:
+            with reduction.micro_batch(is_last=turn.is_last, is_absent=turn.is_absent):
+                scale(loss).backward()
+        yield loss.detach()
 
 
 def losses(session: Session) -> Iterator[torch.Tensor]:

@@ -47,7 +47,8 @@ def parts_of(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The floating-point tensors of a tensor, by attribute: itself, or the inner tensors of a subclass."""
     if hasattr(x, "__tensor_flatten__"):
         for name in x.__tensor_flatten__()[0]:
-            for inner, part in parts_of(getattr(x, name)):
+            # A DTensor names its mesh as well.
+            for inner, part in parts_of(value) if isinstance(value := getattr(x, name), Tensor) else ():
                 yield f".{name.lstrip('_')}{inner}", part
     elif x.layout is not torch.strided:
         if x.layout is torch.sparse_coo:

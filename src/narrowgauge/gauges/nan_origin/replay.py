@@ -101,6 +101,7 @@ def replay(
     compiled_step: Callable[[], Any] | None = None,
     *,
     say: Callable[[str], object] | None = None,
+    agree: Callable[[bool], bool] = bool,
 ) -> Replay:
     """Repeat a failed step: eagerly with tracing and, if that is finite, as it was run.
 
@@ -110,6 +111,8 @@ def replay(
         model, step: as for :func:`first_bad_value`.
         compiled_step: the step as it was run; ``None``: ``step`` itself, whose compiled parts are then compiled.
         say: called with a sentence before each of the two.
+        agree: whether any of the ranks that replay the step together has found something, given whether this one has; they
+            need each other for every step, so all take as many.
     Returns:
         Which of them failed, and the first non-finite value if it was found.
 
@@ -126,11 +129,11 @@ def replay(
     say = say or (lambda _: None)
     say("Repeating the step eagerly with every operation traced.")
     bad = first_bad_value(model, step)
-    if bad is not None:
+    if agree(bad is not None):
         return Replay("eager", bad)
     say("The eager step is finite; repeating it as it was run.")
     found = _failures(model, compiled_step or step)
-    return Replay("compiled", found=found) if found else Replay("not")
+    return Replay("compiled", found=found) if agree(bool(found)) else Replay("not")
 
 
 def _failures(model: nn.Module, step: Callable[[], Any]) -> tuple[str, ...]:
