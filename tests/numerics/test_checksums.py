@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.checksums import CHUNK_BYTES, checksum, chunk_sums
+from narrowgauge.numerics.checksums import CHUNK_BYTES, checksum, chunk_sums, word_sum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int16, torch.uint8]
 LENGTHS = [1, 3, 8, 1001, CHUNK_BYTES // 4, CHUNK_BYTES // 4 + 1, 3 * CHUNK_BYTES // 4 + 5]
@@ -50,11 +50,11 @@ def test_it_depends_on_neither_offset_nor_strides(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_any_flipped_bit_changes_it(length: int) -> None:
     x = example(torch.bfloat16, length)
-    before, raw, draw = checksum(x), x.view(torch.uint8), random.Random(length)
+    before, plain, raw, draw = checksum(x), word_sum(x), x.view(torch.uint8), random.Random(length)
     for _ in range(64):
         place, bit = draw.randrange(len(raw)), 1 << draw.randrange(8)
         raw[place] ^= bit
-        assert checksum(x) != before
+        assert checksum(x) != before and word_sum(x) != plain
         raw[place] ^= bit
     assert checksum(x) == before
 

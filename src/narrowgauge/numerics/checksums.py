@@ -38,8 +38,15 @@ def checksum(x: Tensor) -> Tensor:
         (True, False)
     """
     sums = chunk_sums(x)
+    if len(sums) == 1:
+        return sums[0] * _FACTOR
     factors = (2 * torch.arange(len(sums), device=sums.device) + 1) * _FACTOR
     return (sums * factors).sum()
+
+
+def word_sum(x: Tensor) -> Tensor:
+    """The plain sum of a tensor's words, int64, 0-d: any flipped bit changes it too, and small tensors cost fewer calls."""
+    return _words(x).sum()
 
 
 def chunk_sums(x: Tensor) -> Tensor:
