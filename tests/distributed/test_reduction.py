@@ -9,17 +9,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import narrowgauge as ng
 from distributed.models import Leaf, gradients_of
 from narrowgauge.distributed.reduction import GradientReduction
+from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.summation import fingerprint_all
 from ranks import run_ranks
 
 KINDS = ("sharded", "replicas", "replicated", "ddp")
+
+
+def mesh_of(kind: str) -> DeviceMesh:
+    """All ranks, as a mesh of that kind."""
+    size = dist.get_world_size()
+    shape = {"sharded": (size,), "replicas": (2, size // 2), "shards of one": (size, 1)}[kind]
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
 
 
 def placed(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
@@ -28,9 +36,7 @@ def placed(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn
     if kind == "ddp":
         return model, nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     if kind in ("sharded", "replicas", "shards of one"):
-        size = dist.get_world_size()
-        shape = {"sharded": (size,), "replicas": (2, size // 2), "shards of one": (size, 1)}[kind]
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+        mesh = mesh_of(kind)
         vectors = {model.gain, model.unused}
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
@@ -255,3 +261,27 @@ def test_sums_are_released_and_addends_are_not(tmp_path: Path) -> None:
     for (kept, freed), refused in run_ranks(released, 2, tmp_path):
         close(freed, kept, 0.0)
         assert len(refused) == 2 and all("before they were summed" in message for message in refused)
+
+
+def bytes_sent(rank: int) -> dict[str, list[float]]:
+    """Bytes of a step with float32 and with exact sums: of each kind with one micro-batch, and of sharded ones with two."""
+    sent: dict[str, list[float]] = {}
+    for kind, count in (("sharded", 1), ("sharded", 2), ("replicas", 1), ("replicated", 1)):
+        for name in ("float32", "reproducible"):
+            model = nn.Linear(64, 64, bias=False)
+            if kind != "replicated":
+                fully_shard(model, mesh=mesh_of(kind))
+            reduction = ng.reduce_gradients_with(model, name)
+            with Traffic() as traffic:
+                for place in range(count):
+                    with reduction.micro_batch(is_last=place == count - 1):
+                        model(torch.ones(1, 64)).sum().backward()
+                sent.setdefault(f"{kind} {count}", []).append(traffic.end_step()["communication_bytes"])
+    return sent
+
+
+def test_exact_sums_send_as_much_as_float32(tmp_path: Path) -> None:
+    for sent in run_ranks(bytes_sent, 4, tmp_path):
+        assert len(sent) == 4
+        for of_float32, exact in sent.values():
+            assert 0 < exact <= 1.01 * of_float32
