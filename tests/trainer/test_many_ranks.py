@@ -16,6 +16,7 @@ from narrowgauge.distributed.world import world
 from narrowgauge.errors import NarrowgaugeError, RankError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
+from narrowgauge.trainer.detours import batch_index
 from narrowgauge.trainer.leaves import gather_in_order, sum_in_order, turns
 from narrowgauge.trainer.session import Session
 from ranks import run_ranks
@@ -97,28 +98,26 @@ def test_more_ranks_than_micro_batches_are_refused_before_anything_is_written(pl
     assert not (tmp_path / "run").exists()
 
 
-def train_with_a_bad_leaf(rank: int, place: Path, out: Path, where: str, changes: dict[str, Any]) -> str:
-    """One rank of a training in whose third step one leaf overflows, each time it is computed."""
+def train_with_a_bad_leaf(rank: int, place: Path, out: Path, changes: dict[str, Any]) -> str:
+    """One rank of a training in whose third batch one leaf is not finite, each time it is computed."""
     from narrowgauge.trainer import session as module
 
-    true_loss, now = module._loss, {"step": -1, "leaf": -1}
+    true_loss, now = module._loss, {"batch": -1, "leaf": -1}
     true_batch = Session.batch
 
     def batch(self: Session) -> Any:
         for turn, tokens in zip(self.turns, true_batch(self), strict=True):
-            now.update(step=self.step, leaf=turn.leaf)
+            now.update(batch=batch_index(self.step, self.detours), leaf=turn.leaf)
             yield tokens
 
     def build_loss(model: Any, config: Any) -> Any:
         loss = true_loss(model, config)
 
         def spoiled(tokens: torch.Tensor) -> torch.Tensor:
-            if now != {"step": 2, "leaf": 3} or not torch.is_grad_enabled():
+            if now != {"batch": 2, "leaf": 3} or not torch.is_grad_enabled():
                 return loss(tokens)
-            norm = model.model.layers[1].mlp.act_fn
-            handle = norm.register_forward_hook(
-                lambda _, __, out: out * (math.nan if where == "forward" else 1e38) * 10
-            )
+            activation = model.model.layers[1].mlp.act_fn
+            handle = activation.register_forward_hook(lambda _, __, out: out * math.nan)
             try:
                 return loss(tokens)
             finally:
@@ -136,12 +135,22 @@ def train_with_a_bad_leaf(rank: int, place: Path, out: Path, where: str, changes
 @pytest.mark.parametrize("shard", ["full", "none"])
 def test_the_first_bad_value_is_found_on_the_rank_that_made_it(shard: str, place: Path, tmp_path: Path) -> None:
     changes = {**BASE, "shard": shard, "on_spike": "stop"}
-    said = run_ranks(train_with_a_bad_leaf, 2, tmp_path / "ranks", place, tmp_path / "run", "forward", changes)
+    said = run_ranks(train_with_a_bad_leaf, 2, tmp_path / "ranks", place, tmp_path / "run", changes)
     run = read_run(tmp_path / "run")
     (found,) = [event for event in run.events if event["kind"] == "first_bad_value"]
     assert found["step"] == 3 and found["message"].startswith("On rank 1: ") and "layers.1.mlp" in found["message"]
     assert [row["skipped"] for row in run.steps] == [False, False, True]
     assert "stopped after step 3" in said[0] and len(set(said)) == 2
+
+
+def test_ranks_roll_back_together_and_take_the_same_detour(place: Path, tmp_path: Path, one_thread: None) -> None:
+    changes = {**BASE, "recipe": "bfloat16/word/reproducible", "on_spike": "rollback", "checkpoint_every": 1}
+    train_with_a_bad_leaf(0, place, tmp_path / "alone", changes)
+    run_ranks(train_with_a_bad_leaf, 2, tmp_path / "ranks", place, tmp_path / "run", changes)
+    alone, run = (read_run(tmp_path / name) for name in ("alone", "run"))
+    assert [(e["step"], e["to_step"]) for e in run.events if e["kind"] == "rollback"] == [(3, 2)]
+    bits = [[(row["step"], row["loss"], row["grad_norm"]) for row in each.steps] for each in (alone, run)]
+    assert bits[0] == bits[1] and len(bits[0]) == 4
 
 
 @pytest.mark.parametrize("changes", [{"offload": True}, {"replicas": 2}, {"narrow_gather": True}])
