@@ -151,16 +151,25 @@ def save_replicas(rank: int, folder: Path) -> None:
     saver.wait()
 
 
+def save_scales_of_columns(rank: int, folder: Path) -> str:
+    """One scale for each row, of a matrix that is cut along its columns: each rank has its own."""
+    mesh, ranks = meet()
+    scales = DTensor.from_local(torch.full((4, 1), float(rank)), mesh, [Shard(1)], shape=(4, 1), stride=(1, 1))
+    with pytest.raises(RecordError) as caught:
+        Saver(folder, ranks).save(1, {"w_bound": scales}, {})
+    return str(caught.value)
+
+
 def leave_in_flight(rank: int, folder: Path) -> list[int]:
-    """The second rank leaves with an error while the checkpoint is written; and then the first does without it."""
-    _, ranks = meet()
-    saver, steps = Saver(folder, ranks), []
+    """Leave while a checkpoint is written; and while one rank never comes to its end."""
+    saver, steps = Saver(folder, meet()[1]), []
     saver.save(1, {"w": torch.ones(2)}, {})
     saver.leave()
     steps.append(_newest_step(folder))
     if rank == 1:
-        return steps
-    saver.save(2, {"w": torch.ones(2)}, {})
+        storage.write_tensors = lambda *_: threading.Event().wait()  # type: ignore[assignment]
+    saver.wait()
+    saver.save(2, {"w": torch.ones(2), "v": torch.ones(2)}, {})
     saver.leave(patience_seconds=0.05)
     return [*steps, _newest_step(folder)]
 
@@ -251,9 +260,14 @@ def test_replicas_are_written_once(tmp_path: Path) -> None:
     assert sorted(held) == ["number", "plain", "w", "w"]
 
 
+def test_parts_that_do_not_tile_their_whole_are_refused(tmp_path: Path) -> None:
+    for said in run_ranks(save_scales_of_columns, 2, tmp_path / "ranks", tmp_path / "run"):
+        assert said.startswith("'w_bound' has the shape (4, 1) on a rank where its sharding has (4, 0)")
+
+
 def test_a_rank_that_leaves_gives_the_checkpoint_in_flight_a_while(tmp_path: Path) -> None:
     results = run_ranks(leave_in_flight, 2, tmp_path / "ranks", tmp_path / "run")
-    assert results == [[1, 1], [1]]
+    assert results == [[1, 1], [1, 1]]
 
 
 def test_all_ranks_go_back_to_the_same_checkpoint(place: Path, tmp_path: Path) -> None:

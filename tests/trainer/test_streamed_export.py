@@ -56,6 +56,13 @@ def export_together(rank: int, folder: Path, out: Path, dtype: Any) -> None:
     exporting.export(folder, out, dtype, max_file_bytes=LIMIT, ranks=all_ranks())
 
 
+def export_what_must_be_whole(rank: int, folder: Path, out: Path) -> str:
+    exporting.can_stream = lambda *_: False
+    with pytest.raises(RecordError) as caught:
+        exporting.export(folder, out, ranks=all_ranks())
+    return str(caught.value)
+
+
 @pytest.fixture(scope="module")
 def sharded(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, with the checkpoint of three ranks."""
@@ -93,6 +100,12 @@ def test_the_bytes_are_those_of_an_export_of_the_whole_model(
     for file in found["several"].glob("*.safetensors"):
         held = [name for name, where in index["weight_map"].items() if where == file.name]
         assert held and (file.stat().st_size < LIMIT + 1000 or len(held) == 1)
+
+
+def test_a_model_that_must_be_whole_is_refused_on_ranks(run: Path, tmp_path: Path) -> None:
+    for said in run_ranks(export_what_must_be_whole, 2, tmp_path / "ranks", run, tmp_path / "out"):
+        assert "was to be exported by 2 ranks" in said and "one process" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_one_tensor_is_in_memory_at_a_time(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ from torch.futures import Future
 from narrowgauge.checkpoints.manifest import INDEX, MANIFEST, STATE, FileRecord, part_name, record_of, write_manifest
 from narrowgauge.checkpoints.reading import SavedTensor, saved_tensors
 from narrowgauge.checkpoints.tensor_files import DTYPES, TensorFile, write_tensors
+from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import sync_file, sync_folder
 
 
@@ -234,6 +235,9 @@ class TakenCopy(DefaultSavePlanner):
     Args:
         tensors: by name: DTensors, and plain tensors that are the same on every rank.
 
+    Raises:
+        RecordError: a part does not tile its whole, such as scales of rows whose matrix is cut along its columns.
+
     Cost: a copy of what this rank holds, until it is written.
     """
 
@@ -242,6 +246,14 @@ class TakenCopy(DefaultSavePlanner):
         # Now: the DTensors themselves need not outlive this call, and their memory may be a device's.
         self._own_plan = create_default_local_save_plan(dict(tensors), is_coordinator=False)
         self._copies = {name: _copied(tensor) for name, tensor in tensors.items()}
+        for item in self._own_plan.items:
+            planned = item.tensor_data.chunk.sizes if item.tensor_data is not None else None
+            if planned != (own := self._copies[item.index.fqn].shape):
+                raise RecordError(
+                    f"'{item.index.fqn}' has the shape {tuple(own)} on a rank where its sharding has {tuple(planned or ())}: "
+                    "it cannot be saved so that other ranks can load it.",
+                    "Shard along rows, or choose a storage without scales of rows.",
+                )
 
     def set_up_planner(self, *arguments: Any, storage_meta: Any = None, **options: Any) -> None:
         """Nothing: the copy was taken."""

@@ -89,7 +89,8 @@ def export(
         ``out``.
 
     Raises:
-        RecordError: the run has no good checkpoint, ``out`` exists and is not an empty folder, or the disk is full.
+        RecordError: the run has no good checkpoint, ``out`` exists and is not an empty folder, the disk is full, or several ranks
+            were to export a model that must be whole (see Cost).
 
     Cost: reads the checkpoint once to verify it and its weights again, writes 2 or 4 bytes per parameter. Memory for one tensor;
         for the whole model and its optimizer where the recipe has unit scaling or transformers joins tensors.
@@ -99,8 +100,12 @@ def export(
     run = open_run(folder, ranks)
     saved = saved_tensors(run.checkpoint.path)
     if run.config.recipe.compute.transform == "unit" or not can_stream(run.model, saved):
-        ranks.of_first(lambda: write_folder(cast(Run, load(folder)), Path(out), dtype))
-        return out
+        if ranks.size > 1:
+            raise RecordError(
+                f"{folder} was to be exported by {ranks.size} ranks, and this model's export needs all of it in one process.",
+                "Give the command to one process.",
+            )
+        return write_folder(cast(Run, load(folder)), Path(out), dtype)
     names = tuple(name for name, _ in run.model.named_parameters())
     source = WeightSource(run.checkpoint, saved, names, run.config.recipe, dtype == "float32")
     return _stream(run, source, Path(out), max_file_bytes, ranks)

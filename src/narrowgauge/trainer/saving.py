@@ -63,7 +63,7 @@ class Saver:
         def new_folder() -> AbstractContextManager[Path]:
             return new_checkpoint(path, keep)
 
-        copy = TakenCopy(tensors)
+        copy = self.ranks.together(lambda: TakenCopy(tensors))
         writer = ShardWriter(new_folder, step, json.dumps(state, indent=1))
         # A daemon: a rank that is told to leave must not wait for others that are gone.
         self._thread = threading.Thread(target=self._write, args=(copy, writer), name="checkpoint", daemon=True)
