@@ -84,6 +84,24 @@ def starts_ranks(launch: Launch) -> bool:
     return True
 
 
+def require_one_process(command: str) -> None:
+    """Refuse ranks of a command that reads or writes the files of a run as a whole.
+
+    Args:
+        command: its name.
+    Raises:
+        RankError: torchrun or Slurm has started several.
+    """
+    from narrowgauge.distributed.placement import read_placement
+
+    here = read_placement()
+    if here.size > 1:
+        raise RankError(
+            f"{command} runs in one process, and this is rank {here.rank} of {here.size}.",
+            f"Start narrowgauge {command} once, without torchrun or srun: it reads the checkpoints of any number of ranks.",
+        )
+
+
 def start(words: Sequence[str], launch: Launch, folder: Path) -> None:
     """Start a command on the ranks of this machine and wait for them.
 

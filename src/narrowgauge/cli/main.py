@@ -257,6 +257,7 @@ def report(runs: tuple[Path, ...], out: Path | None, pack: Path | None) -> None:
 )  # fmt: skip
 def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT."""
+    launching.require_one_process("export")
     from narrowgauge.trainer import preflight
 
     preflight.refuse_occupied(out)
@@ -293,6 +294,7 @@ def convert(
     source: Path, recipe: Recipe, out: Path | None, optimizer: Path | None, names: Path | None, as_json: bool
 ) -> None:
     """Convert the training state CKPT (a run, checkpoint, torch.save file or Hugging Face weights) to another storage."""
+    launching.require_one_process("convert")
     from narrowgauge.conversion.preflight import require_convertible
 
     require_convertible(source, recipe, out, optimizer)
@@ -364,6 +366,7 @@ def profile(as_json: bool, **options: Any) -> None:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Sampling seed.")
 def sample(folder: Path, text: str, tokens: int, temperature: float, seed: int) -> None:
     """Continue TEXT with the model of the run in DIR."""
+    launching.require_one_process("sample")
     from narrowgauge.trainer import preflight
 
     preflight.require_trained(folder)

@@ -1,0 +1,157 @@
+"""Commands on ranks: which process starts them, which is one, and what is refused before PyTorch is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from narrowgauge.cli import launching
+from narrowgauge.cli.launching import Launch, how_to_resume, is_own_run, starts_ranks, without
+from narrowgauge.cli.main import main
+from narrowgauge.errors import RankError, ReportedError
+from narrowgauge.runs.writer import RunWriter
+
+RANK = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+AGENT = {
+    **RANK, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "2",
+}  # fmt: skip
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words), prog_name="narrowgauge")
+
+
+def stand_among(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
+    """What was asked of a stand-in for the agent."""
+    from narrowgauge.distributed import agent
+
+    monkeypatch.chdir(tmp_path)
+    found: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(agent, "run_on_ranks", lambda words, ranks, **options: found.append((words, ranks, options)))
+    return found
+
+
+def test_ranks_get_the_same_words_and_one_folder(started: list[tuple[Any, ...]]) -> None:
+    words = ["train", "--steps", "7", "--gradient-accumulation-steps", "4", "--timeout", "50"]
+    assert call(*words, "--nproc", "4", "--max-restarts=2").exit_code == 0
+    [(given, ranks, options)] = started
+    assert given[:2] == ["-m", "narrowgauge"]
+    assert given[2:-2] == words
+    assert given[-2] == "--out" and Path(given[-1]).parts[-2] == "runs"
+    assert (ranks, options["max_restarts"]) == (4, 2)
+    assert options["how_to_resume"]() == "Start it again."
+
+
+def test_a_named_folder_is_not_named_twice(started: list[tuple[Any, ...]]) -> None:
+    words = ["train", "--gradient-accumulation-steps", "2", "--out", "here"]
+    assert call(*words, "--nproc", "2").exit_code == 0
+    assert started[0][0] == ["-m", "narrowgauge", *words]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--nproc", "0"], "UsageError: Invalid value for '--nproc': 0 is not in the range x>=1."),
+        (["--nproc", "3", "--gradient-accumulation-steps", "2"],
+         "RankError: 3 ranks were requested, and a step has 2 micro-batches; each rank needs one. Set --gradient-"),
+        (["--nproc", "4", "--gradient-accumulation-steps", "4", "--replicas", "3"],
+         "RankError: 3 replicas were requested on 4 ranks"),
+        (["--max-restarts", "1"], "UsageError: --max-restarts is for ranks that --nproc starts."),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_costs_one_line(words: list[str], line: str, started: list[tuple[Any, ...]]) -> None:
+    result = call("train", *words)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(line)
+    assert not started
+
+
+def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_among(monkeypatch, RANK)
+    assert not starts_ranks(Launch())
+    assert not starts_ranks(Launch(nproc=1))
+    with pytest.raises(RankError, match="--nproc 2 was requested of rank 1 of 4, which hand has started"):
+        starts_ranks(Launch(nproc=2))
+
+
+def test_one_rank_needs_no_agent_unless_it_may_be_started_anew() -> None:
+    assert not starts_ranks(Launch(nproc=1))
+    assert starts_ranks(Launch(nproc=1, max_restarts=1))
+
+
+def test_before_ranks_have_met_one_of_each_host_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from narrowgauge.distributed import launch
+
+    monkeypatch.setattr(launch, "_has_met", False)
+    stand_among(monkeypatch, AGENT)
+    refused = call("train", "--steps", "many")
+    assert (refused.exit_code, refused.stderr) == (2, "")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert call("train", "--steps", "many").stderr.startswith("UsageError: Invalid value for '--steps'")
+
+
+@pytest.mark.parametrize(
+    "words", [("export", "run", "out"), ("sample", "run", "x"), ("convert", "c", "--recipe", "bfloat16/word")]
+)
+def test_commands_on_files_run_in_one_process(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_among(monkeypatch, RANK)
+    result = call(*words)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"RankError: {words[0]} runs in one process, and this is rank 1 of 4.")
+
+
+def test_how_a_run_goes_on(tmp_path: Path) -> None:
+    assert how_to_resume(tmp_path) == "Start it again."
+    with RunWriter.create(tmp_path / "run", {"config": {}}):
+        assert how_to_resume(tmp_path / "run") == f"narrowgauge resume {tmp_path / 'run'} goes on from step 0."
+    for name in ("step-00000040", "step-00000007", ".tmp-step-00000050"):
+        (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
+    assert how_to_resume(tmp_path / "run").endswith(" goes on from step 40.")
+
+
+def test_a_job_that_was_started_anew_knows_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for job in ("job7", "job8"):
+        RunWriter.create(tmp_path / job, {"config": {}, "machine": {"job": job}}).close()
+    assert not is_own_run(tmp_path / "job7"), "of no job"
+    stand_among(monkeypatch, AGENT)
+    assert is_own_run(tmp_path / "job7")
+    assert not is_own_run(tmp_path / "job8"), "of another job"
+    assert not is_own_run(tmp_path / "none")
+    with pytest.raises(RankError, match="may be started anew, and no --out names its run folder"):
+        is_own_run(None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(RankError, match="it has no name"):
+        is_own_run(tmp_path / "job7")
+
+
+def test_a_slurm_job_goes_on_only_when_it_was_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    RunWriter.create(tmp_path / "run", {"config": {}, "machine": {"job": "slurm-5"}}).close()
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "5"}
+    stand_among(monkeypatch, step)
+    assert not is_own_run(tmp_path / "run"), "another step of the same job"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert is_own_run(tmp_path / "run")
+
+
+def test_wrong_settings_are_not_told_again_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_among(monkeypatch, {**AGENT, "NARROWGAUGE_AGENT_FOLDER": str(tmp_path)})
+    (tmp_path / "reported-0").write_text("2")
+    launching.refuse_once()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(ReportedError):
+        launching.refuse_once()
+
+
+def test_words_without_options() -> None:
+    assert without(["a", "--nproc", "2", "--nproc=3", "--x"], ["nproc"]) == ["a", "--x"]
+    assert without(["--max-restarts", "--nproc", "b"], ["max_restarts", "nproc"]) == ["b"]
