@@ -128,6 +128,6 @@ def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | Non
 
 def of_comparisons() -> list[click.Parameter]:
     """The flags of settings that all runs of a comparison share."""
-    from narrowgauge.trainer.config import COMPARED, OF_A_RUN
+    from narrowgauge.trainer.config import COMPARED, OF_A_RUN, OF_RANKS
 
-    return of_settings(without=OF_A_RUN, defaults=COMPARED)
+    return of_settings(without=(*OF_A_RUN, *OF_RANKS), defaults=COMPARED)

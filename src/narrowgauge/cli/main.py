@@ -207,6 +207,7 @@ def compare(
     """
     from narrowgauge.experiment import definition, training
 
+    launching.require_one_process("compare")
     given = {name: value for name, value in settings.items() if value is not None}
     lengths = [f"--{name}" for name, value in (("seconds", seconds), ("tokens", tokens)) if value is not None]
     if lengths and "steps" in given:

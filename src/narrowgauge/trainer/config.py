@@ -34,6 +34,8 @@ UNIT_LEARNING_RATE = 0.5
 
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
+OF_RANKS = ("shard", "replicas", "offload", "narrow_gather", "threads")
+"""Settings of a run on several ranks; a comparison runs on one process."""
 NUM_EVALS = 10
 """Default number of validations per run of a comparison: enough to interpolate the loss at any time."""
 KEPT_CHECKPOINTS = 1
