@@ -184,26 +184,6 @@ def refuse_once() -> None:
                 raise ReportedError(2)
 
 
-def require_one_process(command: str) -> None:
-    """Refuse several ranks of a command that is for one process.
-
-    Args:
-        command: its name.
-    Raises:
-        ReportedError: on all ranks but the first, which raises :class:`~narrowgauge.errors.RankError`.
-    """
-    from narrowgauge.distributed.placement import read_placement
-
-    here = read_placement()
-    if here.size > 1 and not here.is_first:
-        raise ReportedError(2)
-    if here.size > 1:
-        raise RankError(
-            f"narrowgauge {command} was started on {here.size} ranks, and it runs on one process.",
-            "Start it once; narrowgauge train and resume run on ranks.",
-        )
-
-
 def is_own_run(folder: Path | None) -> bool:
     """Whether a folder holds the run of this very job, which was started anew.
 
