@@ -480,8 +480,11 @@ def test_prepare_narrows_a_mixture_s_experts_too() -> None:
     _, optimizer = ng.prepare(model, parse_table(table), lr=1e-2)
     linears = linears_of(model)
     assert linears is not None
+    # Where PyTorch's own bfloat16 layers are slow, those that are not narrowed are ours too.
     rows = {
-        name.rsplit(".", 2)[-2] + "." + name.rsplit(".", 1)[-1]: x.compute.name for name, x in linears.layers.items()
+        ".".join(name.split(".")[-2:]): x.compute.name
+        for name, x in linears.layers.items()
+        if x.compute.name != "bfloat16"
     }
     assert rows == {
         **{f"self_attn.{name}_proj": "int8-row" for name in "qkvo"},
