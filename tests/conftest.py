@@ -41,6 +41,15 @@ def update_golden(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--update-golden"))
 
 
+@pytest.fixture
+def native_formats() -> Iterator[None]:
+    """A processor that multiplies bfloat16 and int8 natively, whatever this one is."""
+    from narrowgauge.spec.processor import pretending
+
+    with pretending("avx512_bf16", "avx512_vnni"):
+        yield
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """One thread for PyTorch: tensors as small as these wait for a second thread longer than they compute."""

@@ -13,18 +13,22 @@ import sys
 from narrowgauge.cli.main import main
 from narrowgauge.distributed.liveness import Liveness
 
-rank, step = int(sys.argv[1]), int(sys.argv[2])
-to, _, name = sys.argv[3].rpartition("-")
-noted = Liveness.beat
 
 
-def beat(self: Liveness, done: int) -> None:
-    noted(self, done)
-    if (self.placement.rank, self.placement.attempt, done) == (rank, 0, step):
-        os.kill(os.getppid() if to == "agent" else os.getpid(), getattr(signal, name))
+def strike(rank: int, step: int, whom: str) -> None:
+    """Make that rank send the signal once it has done that step."""
+    to, _, name = whom.rpartition("-")
+    noted = Liveness.beat
+
+    def beat(self: Liveness, done: int) -> None:
+        noted(self, done)
+        if (self.placement.rank, self.placement.attempt, done) == (rank, 0, step):
+            os.kill(os.getppid() if to == "agent" else os.getpid(), getattr(signal, name))
+
+    Liveness.beat = beat  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    Liveness.beat = beat  # type: ignore[method-assign]
+    strike(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     sys.argv[1:4] = []
     main(prog_name="narrowgauge")

@@ -99,6 +99,7 @@ def test_operands_are_the_definition_s_in_a_dtype_that_holds_them(row: Compute, 
 
 @pytest.mark.parametrize("row", NARROW, **names)
 @every_place
+@pytest.mark.usefixtures("native_formats")
 def test_emulated_operands_multiply_without_error(row: Compute, place: str) -> None:
     """With one term there is no sum: what the CPU's bfloat16 matmul gives is the exact product, rounded once."""
     matmul, pair = row.products[place], operands_of(row, place, (64, 32, 64))
@@ -181,6 +182,7 @@ def test_integer_sums_hold_beyond_what_int32_does(sign: int) -> None:
 
 
 @every_row
+@pytest.mark.usefixtures("native_formats")
 def test_what_this_cpu_multiplies_itself(row: Compute) -> None:
     own = {"int8", "bfloat16", "float32"}
     for matmul in row.products.values():
@@ -227,6 +229,7 @@ def test_codes_multiply_as_they_are_and_as_bfloat16_alike(
     assert ((native.double() - emulated.double()).abs() <= bound + 2.0**-7 * (value.abs() + exactly.value.abs())).all()
 
 
+@pytest.mark.usefixtures("native_formats")
 def test_emulation_is_described() -> None:
     assert describe_matmuls(COMPUTES["int8-row"], CPU) == "int8-row multiplies on this CPU natively."
     said = describe_matmuls(COMPUTES["float8-row-e5m2"], CPU)

@@ -138,6 +138,7 @@ def test_each_expert_remembers_its_own_magnitudes() -> None:
     assert torch.equal(count_overflows(layer.amax_history), expected) and expected[0] > 0
 
 
+@pytest.mark.usefixtures("native_formats")
 def test_a_plain_row_takes_the_grouped_matmul_of_pytorch_where_that_takes_the_operands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

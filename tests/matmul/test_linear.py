@@ -594,6 +594,7 @@ def test_what_cannot_be_swapped_is_said() -> None:
         swap_linears(Model(), "float8-row", keep=("*",))
 
 
+@pytest.mark.usefixtures("native_formats")
 def test_emulation_is_warned_of_once_and_native_computes_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "_WARNED", set())
     with pytest.warns(EmulationNotice, match="float8-row multiplies float8_e4m3fn, which this CPU cannot"):

@@ -102,6 +102,7 @@ def test_what_is_not_finite_stays_in_its_token_and_is_not_lost(bad: float) -> No
     assert not torch.equal(after[others], before[others])
 
 
+@pytest.mark.usefixtures("native_formats")
 def test_float32_streams_keep_float32_outliers() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False))
     swap_linears(model, ROW, keep=())

@@ -26,7 +26,7 @@ NARROW = parse("int8-row/word")
 
 
 @pytest.fixture(params=SHAPES)
-def session(request: pytest.FixtureRequest, tmp_path: Path) -> Session:
+def session(request: pytest.FixtureRequest, tmp_path: Path, native_formats: None) -> Session:
     shape = {"model_type": request.param, "vocab_size": 280, **SHAPES[request.param]}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     config = TrainConfig(model=str(tmp_path), recipe=BASE, batch_size=2, sequence_length=16, lr=1e-3)

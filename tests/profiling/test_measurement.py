@@ -59,6 +59,7 @@ def test_bytes_of_weight_casts() -> None:
     assert of("mxfp8") == 4, "two casts, of bfloat16 values"
 
 
+@pytest.mark.usefixtures("native_formats")
 def test_emulation_is_described() -> None:
     assert (
         measurement.describe_support(COMPUTES["int8-row"], CPU)

@@ -372,6 +372,7 @@ def test_checkpoints_copies_and_pickles_compute_the_same(model: PreTrainedModel)
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("native_formats")
 def test_no_more_is_measured_than_is_told(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every read of a tensor for its scale is counted, in two micro-batches that share their weights."""
     model, _ = prepare(tiny(family, tmp_path, torch.float32), "scalify/word")
@@ -426,6 +427,7 @@ def test_weights_are_cast_once_for_all_micro_batches(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
+@pytest.mark.usefixtures("native_formats")
 def test_the_head_is_chunked_and_compiled_as_any_other(tmp_path: Path) -> None:
     model, _ = prepare(tiny("llama", tmp_path, torch.float32), "scalify/word")
     assert can_chunk(model)

@@ -189,6 +189,7 @@ def llama() -> LlamaForCausalLM:
         return LlamaForCausalLM(config).train()
 
 
+@pytest.mark.usefixtures("native_formats")
 def test_a_recipe_smooths_down_projections_and_refreshes_every_weight() -> None:
     model, _ = ng.prepare(llama(), "float8-delayed+smooth/word")
     rows = {name: module.compute for name, module in model.named_modules() if hasattr(module, "compute")}

@@ -76,7 +76,7 @@ class BlockCode:
         """The magnitude that a record's power of two times this stands for: above 2, so that all of the record is below it,
         and so chosen that the scale it gives is a power of two."""
         largest = get_format("float8_e4m3fn").max * self.cast.element.max
-        return float(largest / power_below(torch.tensor(largest / 2)))
+        return float(largest / power_below(torch.tensor(largest / 2, dtype=torch.float32)))
 
     def num_records(self, count: int) -> int:
         """Records that hold ``count`` values; the last one is filled up with zeros."""

@@ -40,7 +40,7 @@ def checksum(x: Tensor) -> Tensor:
     sums = chunk_sums(x)
     if len(sums) == 1:
         return sums[0] * _FACTOR
-    factors = (2 * torch.arange(len(sums), device=sums.device) + 1) * _FACTOR
+    factors = (2 * torch.arange(len(sums), dtype=torch.int64, device=sums.device) + 1) * _FACTOR
     return (sums * factors).sum()
 
 

@@ -69,7 +69,9 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
     """The exact product of int8 matrices, rounded to float32, in memory that the next call overwrites."""
     values = SCRATCH.take("values", torch.float32, a.shape[0], b.shape[1])
     if a.shape[1] <= EXACT_TERMS:
-        return torch.mm(_widened("left", a), _widened("right", b), out=values)
+        torch.mm(_widened("left", a), _widened("right", b), out=values)
+        # A sum of one term keeps the sign of 0 times a negative number, which integers do not have.
+        return values.add_(0.0) if a.shape[1] == 1 else values
     # PyTorch adds tensors of two dtypes one value at a time, 30 times slower: convert the sums first.
     wide = torch.int32 if a.shape[1] <= INT32_TERMS else torch.float64
     total = SCRATCH.take("total", wide, *values.shape).zero_()
