@@ -17,7 +17,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import custom_ops, rng
 from narrowgauge.matmul.cast_cache import LastCast
 from narrowgauge.matmul.delayed_scaling import history_for
-from narrowgauge.numerics.plain import linear
+from narrowgauge.numerics.plain import bias_gradient, linear
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.spec import variants
 from narrowgauge.spec.computes import Compute
@@ -67,7 +67,7 @@ class _Product(torch.autograd.Function):
                 grad, data, outer, weight, ctx.name, state, history, ctx.sequence_length, wanted, ctx.record, unit
             )
             given = [gradient if needed else None for gradient, needed in zip(found, wanted, strict=True)]
-        by_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        by_bias = bias_gradient(grad) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return (*given, by_bias, None, None, None, None, None, None, None)
 
 

@@ -75,6 +75,20 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
 
+@torch.library.custom_op("narrowgauge::bias_gradient", mutates_args=())
+def bias_gradient(grad: Tensor) -> Tensor:
+    """The gradient ``[out]`` of a bias: the sum of the output's gradient ``[rows, out]``.
+
+    An operator of its own, since a compiler would sum values that it has not rounded yet, unless something else reads them.
+    """
+    return grad.sum(0)
+
+
+@bias_gradient.register_fake
+def _(grad: Tensor) -> Tensor:
+    return grad.new_empty(grad.shape[1])
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, bias, _ = inputs
     ctx.save_for_backward(a, b)
@@ -86,7 +100,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Te
     by_a = multiply_plain(grad, b.t(), None, a.dtype) if ctx.needs_input_grad[0] else None
     # Lying as the weight does, of which b is the transpose.
     by_b = multiply_plain(grad.t(), a, None, b.dtype).t() if ctx.needs_input_grad[1] else None
-    by_bias = grad.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+    by_bias = bias_gradient(grad).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
     return by_a, by_b, by_bias, None
 
 
