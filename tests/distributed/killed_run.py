@@ -14,7 +14,6 @@ from narrowgauge.cli.main import main
 from narrowgauge.distributed.liveness import Liveness
 
 
-
 def strike(rank: int, step: int, whom: str) -> None:
     """Make that rank send the signal once it has done that step."""
     to, _, name = whom.rpartition("-")
