@@ -148,6 +148,11 @@ class NanTracer(TorchDispatchMode):
         # Copy what is about to be modified in place.
         before = {id(x): x.detach().clone() for name, x in operands if name.partition("[")[0] in written}
         result = func(*args, **kwargs)
+        if getattr(func, "namespace", "") == "c10d":
+            # What a collective still receives is memory that nobody has written yet.
+            for work in tree_leaves(result):
+                if isinstance(work, torch.ScriptObject):
+                    work.wait()
         if not is_view(func):
             self._copied = {id(before[id(x)]): x for _, x in operands if id(x) in before}
             operands = [(name, before.get(id(x), x)) for name, x in operands]
