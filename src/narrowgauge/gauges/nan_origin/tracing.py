@@ -152,7 +152,7 @@ class NanTracer(TorchDispatchMode):
             # What a collective still receives is memory that nobody has written yet.
             for work in tree_leaves(result):
                 if isinstance(work, torch.ScriptObject):
-                    work.wait()
+                    work.wait()  # type: ignore[attr-defined]  # of the class that c10d registers
         if not is_view(func):
             self._copied = {id(before[id(x)]): x for _, x in operands if id(x) in before}
             operands = [(name, before.get(id(x), x)) for name, x in operands]
