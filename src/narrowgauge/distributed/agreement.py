@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import narrowgauge
+from narrowgauge.distributed.world import gather_objects, world
 from narrowgauge.errors import NarrowgaugeError, RankError, ReportedError
 
 Result = TypeVar("Result")
@@ -105,11 +106,7 @@ def require_same(described: Mapping[str, object]) -> None:
         RankError: on every rank, with the first rank that differs and how.
     Cost: one small all-gather.
     """
-    if not _is_group():
-        return
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, dict(described))
-    if difference := first_difference(found):
+    if difference := first_difference(gather_objects(dict(described))):
         raise RankError(f"{difference}.", _ADVICE)
 
 
@@ -124,7 +121,7 @@ def on_first_rank(function: Callable[[], Result]) -> Result:
         NarrowgaugeError: the function's, on rank 0; on the others a :class:`ReportedError`, which prints nothing.
     Cost: a broadcast.
     """
-    if not _is_group():
+    if world().size == 1:
         return function()
     message: list[Any] = [None, 0]
     failure: BaseException | None = None
@@ -161,15 +158,11 @@ def agree_to_stop(signal_number: int) -> int:
         The same number on every rank; 0 to go on.
     Cost: an all-reduce of 8 bytes.
     """
-    if not _is_group():
+    if world().size == 1:
         return signal_number
     number = torch.tensor(signal_number, dtype=torch.int64, device=_object_device())
     dist.all_reduce(number, op=dist.ReduceOp.MAX)
     return int(number)
-
-
-def _is_group() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _object_device() -> torch.device:

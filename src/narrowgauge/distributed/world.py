@@ -70,18 +70,3 @@ def gather_objects(value: T, group: Any = None) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def broadcast_object(value: T, source: int = 0) -> T:
-    """The value of the rank ``source``, on every rank; all ranks must call it, the others with any value."""
-    if world().size == 1:
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, source)
-    return values[0]
-
-
-def wait_for_all() -> None:
-    """Return when every rank has called it."""
-    if world().size > 1:
-        dist.barrier()
