@@ -158,7 +158,7 @@ def test_a_port_in_use_is_one_line() -> None:
         words = rf"^Port {port} of 127\.0\.0\.1 is in use, .* Set MASTER_PORT"
         with pytest.raises(RankError, match=words), launch.process_group(here, join_seconds=5):
             pass
-    assert not launch.has_joined()
+    assert not launch.is_open()
 
 
 def test_ranks_that_never_come_are_waited_for_in_vain_for_a_bounded_time() -> None:
@@ -173,10 +173,10 @@ def test_ranks_that_never_come_are_waited_for_in_vain_for_a_bounded_time() -> No
 
 def test_one_rank_has_no_group_and_raises_what_it_raises() -> None:
     with pytest.raises(ZeroDivisionError), launch.process_group(Placement()) as here:
-        assert here.size == 1 and launch.has_joined()
+        assert here.size == 1
         launch.beat(3)
         raise ZeroDivisionError
-    assert not launch.has_joined()
+    assert not launch.is_open()
 
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:

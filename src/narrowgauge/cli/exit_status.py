@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -43,7 +44,12 @@ class CommandGroup(click.Group):
             sys.stdout.flush()
         except OSError as error:
             status = _handle_os_error(error)
-        sys.exit(status if isinstance(status, int) else 0)
+        status = status if isinstance(status, int) else 0
+        if (launch := _launch()) is not None and launch.is_open():
+            logging.shutdown()
+            sys.stderr.flush()
+            os._exit(status)
+        sys.exit(status)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the named command."""
@@ -62,13 +68,17 @@ def _print_error(kind: str, message: str, status: int) -> int:
 
 def _is_reporter(is_interruption: bool) -> bool:
     """Whether this process prints its error: of ranks the one that reports it, or, before they have met, one on each host."""
-    launch = sys.modules.get("narrowgauge.distributed.launch")
-    if launch is not None and launch.has_met():
+    if (launch := _launch()) is not None and launch.has_met():
         return True
     if is_interruption and "NARROWGAUGE_AGENT_FOLDER" in os.environ:  # which was interrupted too
         return False
     local = os.environ.get("LOCAL_RANK") or (os.environ.get("SLURM_LOCALID") if "SLURM_STEP_ID" in os.environ else None)
     return local in (None, "", "0")
+
+
+def _launch() -> Any:
+    """What knows about other ranks; None in a command that has not loaded it, and so has none."""
+    return sys.modules.get("narrowgauge.distributed.launch")
 
 
 def _echo_error(kind: str, message: str) -> None:

@@ -33,16 +33,21 @@ MARGIN_SECONDS = 10.0
 """How much longer a rank's thread waits than gloo, whose collectives say more; NCCL ends a process, and waits longest."""
 _current: Liveness | None = None
 _has_met = False
-
-
-def has_joined() -> bool:
-    """Whether this process is in a :func:`process_group`."""
-    return _current is not None
+_is_open = False
 
 
 def has_met() -> bool:
     """Whether this process has met other ranks, which then agreed on the one that reports an error."""
     return _has_met
+
+
+def is_open() -> bool:
+    """Whether a :func:`process_group` that ended with an error left threads that wait for other ranks.
+
+    The interpreter must not be shut down then: one of them may want its lock, and the C++ runtime would abort the process, with
+    another exit status and a line of its own. The command line leaves with ``os._exit``.
+    """
+    return _is_open
 
 
 def beat(step: int) -> None:
@@ -84,7 +89,7 @@ def process_group(
         ...     here.size
         1
     """
-    global _current, _has_met
+    global _current, _has_met, _is_open
     here = read_placement() if placement is None else placement
     if _current is not None:
         raise RuntimeError("this process has joined its group already")
@@ -103,12 +108,14 @@ def process_group(
     ending.alive = alive
     try:
         if store is not None:
+            _is_open = True
             _start_group(here, store, timeout_seconds)
         with _spoken_once(here):
             yield here
         if store is not None:
             dist.barrier()  # rank 0 may hold the store that others still need
             dist.destroy_process_group()
+            _is_open = False
     except BaseException as error:
         # The group is not destroyed: that may wait for ranks that are lost.
         if (told := ending.reported(error)) is not error:
