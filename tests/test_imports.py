@@ -46,7 +46,7 @@ LAYERS = {
 
 PARTS = {"matmul", "transforms", "optim", "distributed"}
 SEEN_BY_PARTS = {"spec", "_torch", "numerics"}
-RECORDS = {"spec", "runs", "monitor", "comparison", "report"}
+RECORDS = {"spec", "runs", "monitor", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
 SEEN_BY_TRAINER = SEEN_BY_GAUGES | {"gauges", "assembly", "checkpoints", "conversion"}
@@ -69,7 +69,7 @@ SEES = {
     "conversion": SEEN_BY_GAUGES | {"gauges", "assembly", "checkpoints"},
     "trainer": SEEN_BY_TRAINER,
     **dict.fromkeys(("experiment", "profiling", "integrations"), SEEN_BY_EXPERIMENT),
-    "cli": SEEN_BY_EXPERIMENT | {"planner", "diagnosis", "experiment", "profiling", "integrations"},
+    "cli": SEEN_BY_EXPERIMENT | {"diagnosis", "experiment", "profiling", "integrations"},
 }
 
 TORCH_FREE = {"spec", "runs", "monitor", "comparison", "report", "planner", "diagnosis"}

@@ -1,0 +1,115 @@
+"""Layouts: how a model, its state and a batch are spread over chips.
+
+The ranks of a job are numbered along six axes. ``data`` replicas see different sequences; ``shard`` ranks too, and share the
+replica's state between them (ZeRO, FSDP2; both together are HSDP). ``tensor`` ranks share each matrix, ``pipeline`` stages the
+layers, ``context`` ranks the sequence. ``expert`` ranks share the experts of a mixture; they lie inside ``data × shard × context``
+and add no ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from narrowgauge.errors import RecipeError
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+Offload = Literal["none", "optimizer", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to run a model on many chips.
+
+    Args:
+        data: replicas of the whole state.
+        shard: ranks that share a replica's state.
+        zero: what they share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (FSDP2 with resharding).
+        tensor: ranks that share each matrix; norms and residuals between them are shared as well (sequence parallelism).
+        pipeline: stages.
+        interleave: groups of layers per stage (virtual stages).
+        context: ranks that share a sequence.
+        expert: ranks that share the experts of a layer.
+        micro_batch: sequences that a rank computes at once.
+        micro_batches: how many of these a rank computes before an optimizer step.
+        recompute: what backward computes again: nothing, the attention's scores (with flash attention that is none), or layers.
+        offload: what is kept in the host's memory between uses: optimizer states, or weights and gradients too.
+    """
+
+    data: int = 1
+    shard: int = 1
+    zero: Literal[0, 1, 2, 3] = 3
+    tensor: int = 1
+    pipeline: int = 1
+    interleave: int = 1
+    context: int = 1
+    expert: int = 1
+    micro_batch: int = 1
+    micro_batches: int = 1
+    recompute: Recompute = "none"
+    offload: Offload = "none"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "data",
+            "shard",
+            "tensor",
+            "pipeline",
+            "interleave",
+            "context",
+            "expert",
+            "micro_batch",
+            "micro_batches",
+        ):
+            if getattr(self, name) < 1:
+                raise RecipeError(f"a layout has {name} = {getattr(self, name)}.", "Use 1 or more.")
+        if self.interleave > 1 and self.pipeline == 1:
+            raise RecipeError(
+                f"a layout interleaves {self.interleave} groups of layers on one stage.", "Use pipeline stages."
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Chips that the layout takes."""
+        return self.data * self.shard * self.tensor * self.pipeline * self.context
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that compute different sequences at the same time."""
+        return self.data * self.shard
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that compute one sequence together: tensor, pipeline and context."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of an optimizer step, over all ranks.
+
+        Example:
+            >>> Layout(shard=8, tensor=4, micro_batch=2, micro_batches=3).num_sequences
+            48
+        """
+        return self.num_replicas * self.micro_batch * self.micro_batches
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which a stage waits for others: (p − 1) / (v m + p − 1).
+
+        Source: Narayanan et al., arXiv 2104.04473, section 2.2.
+
+        Example:
+            >>> [round(Layout(pipeline=4, micro_batches=m).bubble, 3) for m in (4, 8, 16, 32)]
+            [0.429, 0.273, 0.158, 0.086]
+        """
+        waiting = self.pipeline - 1
+        return waiting / (self.interleave * self.micro_batches + waiting)
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this project's trainer runs it: FSDP2 or HSDP without other axes."""
+        return self.tensor == self.pipeline == self.context == self.expert == 1 and (
+            self.zero in (0, 3) or self.shard == 1
+        )
