@@ -2,8 +2,8 @@
 
 The ranks of a job are numbered along six axes. ``data`` replicas see different sequences; ``shard`` ranks too, and share the
 replica's state between them (ZeRO, FSDP2; both together are HSDP). ``tensor`` ranks share each matrix, ``pipeline`` stages the
-layers, ``context`` ranks the sequence. ``expert`` ranks share the experts of a mixture; they lie inside ``data × shard × context``
-and add no ranks.
+layers, ``context`` ranks the sequence. ``expert`` ranks share the experts of a mixture; they lie inside the first, second and
+last of these axes and add no ranks.
 """
 
 from __future__ import annotations

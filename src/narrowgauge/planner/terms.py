@@ -1,8 +1,8 @@
 """Terms: each number that a plan adds up, with its formula, its interval and its source.
 
-A plan is only as good as what it leaves out, so nothing is added up silently: memory and time are sums of terms, and ``--explain``
-prints every one. A term that was measured elsewhere has an interval; sums of terms have the sum of their intervals, since what is
-wrong in one term (a kernel, a link) is usually wrong in the same direction in the others.
+A plan is only as good as what it leaves out, so nothing is added up silently: memory and time are sums of terms, and
+``--explain`` prints every one. A term that was measured elsewhere has an interval; sums of terms have the sum of their
+intervals, since what is wrong in one term (a kernel, a link) is usually wrong in the same direction in the others.
 """
 
 from __future__ import annotations
