@@ -1,0 +1,204 @@
+"""Options: one recipe in one layout on one cluster, with all that a plan says about it.
+
+An option holds the terms of its memory and of its step; everything else that is printed follows from them, so that a table, a
+page and JSON cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.terms import Terms
+from narrowgauge.spec.recipes import Recipe
+
+MEMORY_GROUPS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
+STEP_GROUPS = (
+    "matmuls", "casts", "attention", "elementwise", "loss", "optimizer", "communication", "bubble", "waiting", "data",
+    "checkpoints", "faults",
+)  # fmt: skip
+PARALLELISM = (
+    "data", "shard", "zero", "tensor", "pipeline", "interleave", "context", "expert", "micro_batch", "micro_batches",
+    "recompute", "offload",
+)  # fmt: skip
+_SECONDS_PER_DAY = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a job.
+
+    Args:
+        recipe: of the run.
+        layout: of the model, its state and a batch.
+        memory: bytes of the worst rank, in groups of ``MEMORY_GROUPS``.
+        capacity_bytes: memory that the job may use on the smallest chip; None if no chip is known.
+        step: seconds of an optimizer step, in groups of ``STEP_GROUPS``; None if it is not known.
+        sequence_length: tokens of a sequence.
+        flops_per_token: of the model, forward and backward, without what is computed again.
+        peak_flops_per_second: of all chips together, for dense bfloat16 matmuls; what MFU is a share of.
+        dollars_per_hour: of all chips together; None if unknown.
+        cluster: the name of the cluster.
+        why_not: why it cannot run, if that is not its memory; empty if it can.
+        advice: the smallest change that would make it possible; empty if it fits.
+
+    Example:
+        >>> from narrowgauge.planner.terms import Term
+        >>> from narrowgauge.spec.notation import parse
+        >>> memory = Terms((Term("weights", "weights", 20e9, "10e9 × 2 B"),))
+        >>> option = Option(parse("bfloat16/word"), Layout(), memory, capacity_bytes=24e9)
+        >>> option.fits, option.headroom_bytes
+        (True, 4000000000.0)
+    """
+
+    recipe: Recipe
+    layout: Layout
+    memory: Terms
+    capacity_bytes: float | None = None
+    step: Terms | None = None
+    sequence_length: int = 0
+    flops_per_token: float = 0.0
+    peak_flops_per_second: float = 0.0
+    dollars_per_hour: float | None = None
+    cluster: str = ""
+    why_not: str = ""
+    advice: str = ""
+
+    @property
+    def headroom_bytes(self) -> float | None:
+        """What the worst rank leaves free; negative if it does not fit, None without a chip."""
+        return None if self.capacity_bytes is None else self.capacity_bytes - self.memory.total
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it can run; None without a chip."""
+        if self.why_not or self.headroom_bytes is None:
+            return False if self.why_not else None
+        return self.headroom_bytes >= 0
+
+    @property
+    def is_certain(self) -> bool | None:
+        """Whether the whole interval of its memory lies on one side of what the chip has; None without a chip."""
+        if self.capacity_bytes is None:
+            return None
+        low, high = self.memory.interval
+        return not low <= self.capacity_bytes < high
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot run, in one clause; empty if it can."""
+        if self.fits is not False or self.why_not:
+            return self.why_not
+        assert self.capacity_bytes is not None
+        largest = _largest(self.memory)
+        return (
+            f"needs {self.memory.total / 1e9:,.1f} GB a chip of {self.capacity_bytes / 1e9:,.1f} "
+            f"({largest} {self.memory.groups[largest] / 1e9:,.1f})"
+        )
+
+    @property
+    def num_chips(self) -> int:
+        """Chips that it takes."""
+        return self.layout.num_ranks
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step, over all ranks."""
+        return self.layout.num_sequences * self.sequence_length
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second of the whole job."""
+        return None if self.step is None else self.tokens_per_step / self.step.total
+
+    @property
+    def mfu(self) -> float | None:
+        """The model's operations per second as a share of the chips' peak (model FLOPs utilization)."""
+        rate = self.tokens_per_second
+        return (
+            None
+            if rate is None or not self.peak_flops_per_second
+            else rate * self.flops_per_token / self.peak_flops_per_second
+        )
+
+    def days(self, num_tokens: float) -> float | None:
+        """Days for that many tokens."""
+        rate = self.tokens_per_second
+        return None if rate is None else num_tokens / rate / _SECONDS_PER_DAY
+
+    def cost(self, num_tokens: float) -> float | None:
+        """Dollars for that many tokens; None without a price."""
+        days = self.days(num_tokens)
+        return None if days is None or self.dollars_per_hour is None else days * 24 * self.dollars_per_hour
+
+    @property
+    def limited_by(self) -> str:
+        """The largest group: of the memory if it does not fit, else of the step."""
+        if self.why_not:
+            return "layout"
+        if self.fits is False or self.step is None:
+            return f"memory: {_largest(self.memory)}"
+        return _largest(self.step)
+
+    @property
+    def runs_with(self) -> str:
+        """Who runs the layout: this project's trainer, or libraries with tensor and pipeline parallelism."""
+        return "narrowgauge" if self.layout.runs_here else "Megatron-LM, torchtitan"
+
+    def row(self, num_tokens: float | None = None) -> dict[str, Any]:
+        """Everything as plain values, for JSON.
+
+        Args:
+            num_tokens: of the whole run, for ``days`` and ``cost``.
+        Returns:
+            A dict; bytes, seconds and shares.
+        """
+        days = None if num_tokens is None else self.days(num_tokens)
+        return {
+            "recipe": self.recipe.title,
+            "bytes_per_param": self.recipe.bytes_per_param,
+            "cluster": self.cluster,
+            "chips": self.num_chips,
+            "parallelism": {name: getattr(self.layout, name) for name in PARALLELISM},
+            "runs_with": self.runs_with,
+            "fits": self.fits,
+            "why_not": self.reason,
+            "advice": self.advice,
+            "memory_bytes": {**dict.fromkeys(MEMORY_GROUPS, 0.0), **self.memory.groups, "total": self.memory.total},
+            "headroom_bytes": self.headroom_bytes,
+            "tokens_per_step": self.tokens_per_step,
+            "step_seconds": None if self.step is None else {**self.step.groups, "total": self.step.total},
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "days": days,
+            "cost": None if num_tokens is None else self.cost(num_tokens),
+            "limited_by": self.limited_by,
+            "confidence": self.confidence(num_tokens),
+        }
+
+    def confidence(self, num_tokens: float | None = None) -> dict[str, Any]:
+        """The intervals in which the figures lie four times out of five, and whether it surely fits.
+
+        Args:
+            num_tokens: of the whole run, for ``days``.
+        Returns:
+            A dict: ``memory_bytes``, ``tokens_per_second`` and ``days`` as ``[low, high]``, ``is_certain`` of ``fits``.
+        """
+        rates, days = None, None
+        if self.step is not None:
+            fast, slow = self.step.interval
+            rates = [self.tokens_per_step / slow, self.tokens_per_step / fast]
+            days = None if num_tokens is None else [num_tokens / rate / _SECONDS_PER_DAY for rate in reversed(rates)]
+        return {
+            "share": 0.8,
+            "memory_bytes": list(self.memory.interval),
+            "tokens_per_second": rates,
+            "days": days,
+            "fits_is_certain": self.is_certain,
+        }
+
+
+def _largest(terms: Terms) -> str:
+    groups = terms.groups
+    return max(groups, key=lambda group: groups[group], default="nothing")
