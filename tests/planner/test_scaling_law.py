@@ -8,8 +8,8 @@ import random
 import pytest
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.scaling_law import SHAPES, Point, fit, read_points
 from narrowgauge.planner.scaling_answer import lines, to_dict
+from narrowgauge.planner.scaling_law import SHAPES, Point, fit, read_points
 
 DAY = 86400.0
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.planner.causes import causes_of
-from narrowgauge.planner.term_changes import Change, changes
 from narrowgauge.planner.scaling_law import Point, duration
+from narrowgauge.planner.term_changes import Change, changes
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.runs.record import Run
 
