@@ -210,7 +210,8 @@ def fit(points: Sequence[Point]) -> Scaling:
     """Fit the laws that the points allow.
 
     A law is allowed where no part is negative and it has no more unknowns than sizes were measured; from three sizes on one is
-    left to check it. Of those laws all are kept that miss the times by little more than :data:`NOISE`, or by twice what the best one does.
+    left to check it. Of those laws all are kept that miss the times by little more than :data:`NOISE`, or by twice what the best
+    one does.
 
     Args:
         points: of two sizes or more.
