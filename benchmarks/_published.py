@@ -1,0 +1,181 @@
+"""Reads the published training runs, and brings what each source printed to one number: tokens per second per chip.
+
+The runs are in ``published_runs.toml`` and, set aside for one use at the end, in ``published_runs_held_out.toml``. The head of
+the first file says what the fields are, and how each source counts FLOPs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HERE = Path(__file__).parent
+SECONDS_PER_HOUR, SECONDS_PER_DAY = 3600.0, 86_400.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense decoder: what the FLOP conventions and the other planners ask of a model.
+
+    Attributes:
+        layers, hidden, intermediate, heads, kv_heads, vocabulary, positions: counts; 0 positions are rotary or ALiBi.
+        gated: three matrices in the MLP instead of two.
+        biases: biases in the linear layers and in the norms.
+        tied: the input embedding is also the output head.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    positions: int
+    gated: bool
+    biases: bool
+    tied: bool
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights of the layers' matmuls, without the output head."""
+        attention = 2 * self.hidden**2 * (1 + self.kv_heads / self.heads)
+        return self.layers * round(attention + (3 if self.gated else 2) * self.hidden * self.intermediate)
+
+    @property
+    def parameters(self) -> int:
+        """Every parameter; a tied embedding counts once."""
+        per_layer = 2 * self.hidden
+        if self.biases:
+            per_layer += 2 * self.hidden + 5 * self.hidden + self.intermediate
+        outside = (self.vocabulary * (1 if self.tied else 2) + self.positions + (2 if self.biases else 1)) * self.hidden
+        return self.matmul_parameters + self.layers * per_layer + outside
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published training run; absent fields were not stated.
+
+    Attributes:
+        name, source, note: what it is called, where it is published, what was assumed.
+        model: the model's name; config: its Hugging Face config.
+        machine, layout, step, measured: the tables of the file.
+        held_out: belongs to the third that is used once.
+    """
+
+    name: str
+    source: str
+    model: str
+    config: dict[str, Any]
+    machine: dict[str, Any]
+    layout: dict[str, Any]
+    step: dict[str, Any]
+    measured: dict[str, Any]
+    note: str = ""
+    held_out: bool = False
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of the global batch."""
+        return int(self.step["global_batch"] * self.step["sequence_length"])
+
+
+def load(held_out: bool = False) -> list[Run]:
+    """The published runs, in the order of their file; the held-out third only when asked for."""
+    path = HERE / ("published_runs_held_out.toml" if held_out else "published_runs.toml")
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    return [Run(**row, config=table["models"][row["model"]]["config"]) for row in table["run"]]
+
+
+def is_held_out(name: str) -> bool:
+    """The rule that sets a third aside: it looks at the name and at nothing else."""
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 3 == 0
+
+
+def shape(run: Run) -> Shape:
+    """The run's dense decoder.
+
+    Raises:
+        KeyError: the model is a mixture of experts, which these formulas do not cover.
+    """
+    config, kind = run.config, run.config["model_type"]
+    if kind == "llama":
+        keys = "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+        sizes = [config[key] for key in keys]
+        return Shape(*sizes, config["vocab_size"], 0, True, False, config["tie_word_embeddings"])
+    hidden, layers, heads = {"gpt2": ("n_embd", "n_layer", "n_head"), "mpt": ("d_model", "n_layers", "n_heads")}[kind]
+    width = config[hidden]
+    return Shape(
+        config[layers], width, 4 * width, config[heads], config[heads], config["vocab_size"],
+        run.step["sequence_length"], False, True, config["tie_word_embeddings"],
+    )  # fmt: skip
+
+
+def _megatron_2021(s: Shape, length: int) -> float:
+    attention, head = length / (6 * s.hidden), s.vocabulary / (16 * s.layers * s.hidden)
+    return 96 * s.layers * s.hidden**2 * (1 + attention + head)
+
+
+def _megatron_2022(s: Shape, length: int) -> float:
+    attention, head = length / (6 * s.hidden), s.vocabulary / (12 * s.layers * s.hidden)
+    return 72 * s.layers * s.hidden**2 * (1 + attention + head)
+
+
+def _palm(s: Shape, length: int) -> float:
+    return 6 * s.parameters + 12 * s.layers * s.hidden * length
+
+
+def _bridge(s: Shape, length: int) -> float:
+    return 6 * (s.matmul_parameters + s.vocabulary * s.hidden) + 6 * s.layers * s.hidden * length
+
+
+FLOPS_PER_TOKEN: dict[str, Callable[[Shape, int], float]] = {
+    "megatron-2021": _megatron_2021,
+    "megatron-2022": _megatron_2022,
+    "palm": _palm,
+    "bridge": _bridge,
+}
+
+
+def flops_per_token(run: Run) -> float:
+    """FLOPs per token of a training step, counted as the run's source counts them."""
+    return FLOPS_PER_TOKEN[run.measured["flop_convention"]](shape(run), run.step["sequence_length"])
+
+
+def rates(run: Run) -> dict[str, float]:
+    """Tokens per second per chip by every quantity that the source printed, the most direct first."""
+    printed, found = run.measured, {}
+    if "tokens_per_second_per_chip" in printed:
+        found["tokens_per_second_per_chip"] = float(printed["tokens_per_second_per_chip"])
+    if "iteration_seconds" in printed:
+        found["iteration_seconds"] = run.tokens_per_step / printed["iteration_seconds"] / run.machine["chips"]
+    if "chip_hours" in printed:
+        found["chip_hours"] = printed["tokens"] / (printed["chip_hours"] * SECONDS_PER_HOUR)
+    if run.config["model_type"] in ("llama", "gpt2", "mpt"):
+        for key in ("model_tflops_per_chip", "hardware_tflops_per_chip"):
+            if key in printed:
+                found[key] = printed[key] * 1e12 / flops_per_token(run)
+        if "mfu_percent" in printed:
+            found["mfu_percent"] = printed["mfu_percent"] / 100 * printed["peak_tflops"] * 1e12 / flops_per_token(run)
+    if "days_for_300e9_tokens" in printed:
+        seconds = printed["days_for_300e9_tokens"] * SECONDS_PER_DAY
+        found["days_for_300e9_tokens"] = 300e9 / seconds / run.machine["chips"]
+    return found
+
+
+def measured_tokens_per_second(run: Run) -> float:
+    """Tokens per second per chip, from the most direct quantity that the source printed."""
+    return next(iter(rates(run).values()))
+
+
+def measured_step_seconds(run: Run) -> float:
+    """Seconds of one step; only of runs whose batch and number of chips are published."""
+    return run.tokens_per_step / measured_tokens_per_second(run) / run.machine["chips"]

@@ -1,0 +1,121 @@
+"""Published training runs agree with themselves, a third is held out by a rule, other planners' formulas give their numbers."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+MEASURED = {
+    "iteration_seconds", "tokens_per_second_per_chip", "model_tflops_per_chip", "hardware_tflops_per_chip",
+    "mfu_percent", "hfu_percent", "peak_tflops", "flop_convention",
+    "peak_memory_gib", "chip_hours", "tokens", "days_for_300e9_tokens",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def planners() -> Any:
+    """benchmarks/other_planners.py, which imports the reader of the runs from its own folder."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module("other_planners")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def published(planners: Any) -> Any:
+    return sys.modules["_published"]
+
+
+@pytest.fixture(scope="module")
+def runs(published: Any) -> list[Any]:
+    return [*published.load(), *published.load(held_out=True)]
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_run_is_held_out_by_its_name_alone(published: Any, held_out: bool) -> None:
+    assert {published.is_held_out(run.name) for run in published.load(held_out)} == {held_out}
+    assert {run.held_out for run in published.load(held_out)} == {held_out}
+
+
+def test_names_are_unique_and_about_a_third_is_held_out(runs: list[Any]) -> None:
+    assert len({run.name for run in runs}) == len(runs) > 100
+    assert 0.3 < sum(run.held_out for run in runs) / len(runs) < 0.4
+
+
+def test_every_run_has_a_source_and_a_measured_value(runs: list[Any]) -> None:
+    for run in runs:
+        assert run.source and set(run.measured) <= MEASURED, run.name
+        assert set(run.measured) - {"flop_convention", "peak_tflops", "tokens"}, run.name
+
+
+def test_parallel_sizes_multiply_to_the_chips(runs: list[Any]) -> None:
+    for run in runs:
+        if run.layout:
+            ranks = run.layout["tensor"] * run.layout["pipeline"] * run.layout["context"] * run.layout["data"]
+            assert ranks == run.machine["chips"], run.name
+            assert run.layout["data"] % run.layout.get("expert", 1) == 0 or run.layout["tensor"] > 1, run.name
+            assert run.step["global_batch"] % run.layout["data"] == 0, run.name
+
+
+def test_values_printed_of_one_run_agree(published: Any, runs: list[Any]) -> None:
+    """A copying error, a wrong shape or a wrong FLOP convention would show; what is left is the sources' rounding."""
+    compared = 0
+    for run in runs:
+        rates = published.rates(run)
+        compared += len(rates) > 1
+        assert max(rates.values()) / min(rates.values()) < 1.04, (run.name, rates)
+    assert compared > 70
+
+
+def test_shapes_have_the_published_parameter_counts(published: Any, runs: list[Any]) -> None:
+    counts = {run.model: published.shape(run).parameters for run in runs if run.step.get("sequence_length") == 2048}
+    assert counts["mpt-7b"] == 6_658_859_008
+    assert counts["llama-30b"] == 32_528_943_616
+    assert counts["gpt3-175b"] == pytest.approx(174.6e9, rel=1e-3)
+    assert counts["megatron-1t"] == pytest.approx(1008.0e9, rel=1e-3)
+
+
+def test_calculon_has_the_errors_of_its_own_validation(planners: Any, runs: list[Any]) -> None:
+    points = [run for run in runs if run.name.startswith("megatron-2022") and run.layout["data"] == 1]
+    sizes = [abs(error) for error in planners.errors(points, planners.calculon_step_seconds).values()]
+    assert len(sizes) == 8
+    assert statistics.mean(sizes) == pytest.approx(0.0365, abs=1e-4)
+    assert max(sizes) == pytest.approx(0.0887, abs=1e-4)
+
+
+def test_llm_analysis_gives_what_its_program_printed(planners: Any, runs: list[Any]) -> None:
+    """Seconds of a step from llm-analysis itself, at efficiencies 0.5 and 0.9."""
+    printed = {
+        "megatron-2022-megatron-22b-full": 1.458705464616804,
+        "megatron-2022-megatron-22b-selective": 1.880418690085897,
+        "megatron-2021-39b": 14.54458386021607,
+        "megatron-2021-zero3-gpt3-175b-384": 75.47836028970312,
+        "torchao-h100-bfloat16": 3.2514359925301983,
+    }
+    found = {run.name: planners.llm_analysis_step_seconds(run) for run in runs if run.name in printed}
+    assert found == pytest.approx(printed, rel=1e-5)
+
+
+def test_megatron_report_counts_states_and_activations(planners: Any, runs: list[Any]) -> None:
+    """GPT-3 over 8 x 8 ranks: 18 bytes a parameter of the first stage; activations as in arXiv 2205.05198, figure 1."""
+    run = next(run for run in runs if run.name == "megatron-2022-gpt3-175b-selective")
+    layers, embedding = 12 * 96 * 12288**2 / 64, 51200 * 12288 / 8
+    assert planners.megatron_state_bytes(run) == pytest.approx(18 * (layers + embedding), rel=1e-3)
+    per_layer = 34 * 2048 * 12288 / 8
+    assert planners.megatron_activation_bytes(run) == pytest.approx(96 * per_layer * (1 + 7 / 24), rel=0.01)
+
+
+def test_accelerate_takes_the_largest_part_for_the_whole(planners: Any) -> None:
+    assert planners.accelerate_bytes(7_000_000_000) == 56_000_000_000
+    assert planners.accelerate_bytes(7_000_000_000, "float32") == 112_000_000_000
+
+
+def test_every_calculon_time_belongs_to_a_published_run(planners: Any, runs: list[Any]) -> None:
+    assert set(planners.CALCULON_STEP_SECONDS) <= {run.name for run in runs}
