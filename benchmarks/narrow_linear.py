@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.planner.roofline import Setting, Shape
 from narrowgauge.profiling.layer_benchmark import operands, operations_of
-from narrowgauge.profiling.layer_plan import Setting, Shape
 from narrowgauge.spec.computes import COMPUTES
 
 BASELINE = "bfloat16, compiled"

@@ -6,16 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from narrowgauge.planner.roofline import Setting, Shape
 from narrowgauge.profiling.costs import Round, cost_of, fastest_settings, linears_seconds, memory_of
-from narrowgauge.profiling.layer_plan import (
-    Kind,
-    Setting,
-    Shape,
-    baseline_of,
-    plain_recipe,
-    settings_of,
-    timed_settings,
-)
+from narrowgauge.profiling.layer_plan import Kind, baseline_of, plain_recipe, settings_of, timed_settings
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse, parse_table
 from narrowgauge.spec.slots import casts_made

@@ -13,9 +13,25 @@ direction and per chip, as in the table of chips. A TOML file has a table ``[[no
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from narrowgauge.spec.chips import Chip
+from narrowgauge.errors import ChipError, DataError, suggestion
+from narrowgauge.spec.chips import Chip, get_chip
+
+HOST_GB_PER_SECOND = {"PCIe3": 15.75, "PCIe4": 31.5, "PCIe5": 63.0, "NVLink-C2C": 450.0}
+"""Printed rates of the links to the host in one direction, 10^9 bytes per second; of 16 lanes."""
+_ASSUMED_HOST = "PCIe4"
+# Gigabit per second and chip of the networks that vendors and clouds put between nodes of these chips.
+_ASSUMED_NETWORK = {"Volta": 100, "Ampere": 200, "Blackwell Ultra": 800, "Hopper": 400, "Blackwell": 400, "CDNA": 400}
+_ASSUMED_CARD_NETWORK = 25  # a card on a PCIe slot: 8 of them share one port of 200
+# Chips that more than eight of share one link.
+_CHIPS_PER_NODE = {"GB200-NVL72-per-GPU": 72, "TPU-v5e": 256, "TPU-v5p": 8960}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +43,14 @@ class Nodes:
         chips: in each node.
         count: of nodes.
         link_gb_per_second: between the chips of a node, per chip in one direction, 10^9 bytes per second; None for the chip's.
-        interconnect_gbit_per_second: of a node's network cards together, 10^9 bits per second; None if there is one node.
-        memory_gb: usable by the job on each chip; None for the chip's.
-        host_memory_gb: of each node, for offloading; None if unknown.
+        interconnect_gbit_per_second: of a node's network cards together, 10^9 bits per second; None for what such nodes usually
+            have (``is_network_assumed``).
+        memory_gb: usable by the job on each chip, 2^30 bytes as the chip's; None for the chip's.
+        host_memory_gb: of each node, for offloading, 2^30 bytes; None if unknown.
         dollars_per_hour: of one chip; None if unknown.
+
+    Raises:
+        ChipError: a size or rate contradicts the chip, or is not positive.
     """
 
     chip: Chip
@@ -42,6 +62,72 @@ class Nodes:
     host_memory_gb: float | None = None
     dollars_per_hour: float | None = None
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self)[1:]:
+            value = getattr(self, field.name)
+            least = 1 if field.name in ("chips", "count") else 0
+            if value is not None and not (least <= value < math.inf):
+                raise ChipError(f"nodes of {self.chip.name} have {field.name} = {value}.", f"Use {least} or more.")
+        if self.memory_gb is not None and self.memory_gb > self.chip.memory_gb:
+            raise ChipError(
+                f"{self.memory_gb:g} GB of memory were given for {self.chip.name}, which has {self.chip.memory_gb}.",
+                "Name another chip, or omit memory_gb.",
+            )
+        if self.link_gb_per_second == 0 and self.chips > 1:
+            raise ChipError(
+                f"nodes of {self.chips} {self.chip.name} have a link of 0 GB/s.", "Omit it for the chip's own."
+            )
+
+    @property
+    def num_chips(self) -> int:
+        """Chips of all nodes."""
+        return self.chips * self.count
+
+    @property
+    def memory_bytes(self) -> float:
+        """Usable bytes of each chip."""
+        return float(self.chip.memory_bytes if self.memory_gb is None else self.memory_gb * 2**30)
+
+    @property
+    def host_bytes_per_second(self) -> float:
+        """Between a chip and its host, in one direction, as printed; for a link that is not published PCIe4's."""
+        found = (rate for name, rate in HOST_GB_PER_SECOND.items() if self.chip.host_link.startswith(name))
+        return 1e9 * next(found, HOST_GB_PER_SECOND[_ASSUMED_HOST])
+
+    @property
+    def link_bytes_per_second(self) -> float:
+        """Between the chips of a node, per chip in one direction; through the host where they have no link of their own.
+
+        Example:
+            >>> Nodes(get_chip("RTX-4090")).link_bytes_per_second / 1e9
+            31.5
+        """
+        own = self.chip.link_gb_per_second if self.link_gb_per_second is None else self.link_gb_per_second
+        return own * 1e9 if own else self.host_bytes_per_second
+
+    @property
+    def is_network_assumed(self) -> bool:
+        """Whether the network's rate is what such nodes usually have, since none was given."""
+        return self.interconnect_gbit_per_second is None
+
+    @property
+    def network_bytes_per_second(self) -> float:
+        """Between nodes, per chip in one direction, when all chips of a node send.
+
+        Example:
+            >>> Nodes(get_chip("H100-SXM"), interconnect_gbit_per_second=3200).network_bytes_per_second / 1e9
+            50.0
+        """
+        if self.interconnect_gbit_per_second is not None:
+            return self.interconnect_gbit_per_second * 1e9 / 8 / self.chips
+        if not self.chip.link_gb_per_second:
+            return _ASSUMED_CARD_NETWORK * 1e9 / 8
+        known = (rate for name, rate in _ASSUMED_NETWORK.items() if self.chip.architecture.startswith(name))
+        return next(known, _ASSUMED_CARD_NETWORK) * 1e9 / 8
+
+    def __str__(self) -> str:
+        return f"{self.num_chips} × {self.chip.name}"
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -52,6 +138,9 @@ class Cluster:
         groups: of equal nodes, one or more.
         latency_seconds: of a message between nodes.
         chip_mtbf_hours: mean time between failures of one chip with its share of the node; None leaves failures out.
+
+    Raises:
+        ChipError: there is no node, a number is not positive, or groups that must divide into equal parts do not.
     """
 
     name: str
@@ -59,7 +148,156 @@ class Cluster:
     latency_seconds: float = 5e-6
     chip_mtbf_hours: float | None = None
 
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ChipError(f"cluster {self.name!r} has no nodes.", "Add a table [[nodes]] with count, chip and chips.")
+        if not 0 <= self.latency_seconds < 1:
+            raise ChipError(
+                f"cluster {self.name!r} has latency_seconds = {self.latency_seconds:g}.", "Use seconds: 5e-6."
+            )
+        if self.chip_mtbf_hours is not None and not self.chip_mtbf_hours > 0:
+            raise ChipError(
+                f"cluster {self.name!r} has chip_mtbf_hours = {self.chip_mtbf_hours:g}.", "Use more than 0, or omit it."
+            )
+
     @property
     def num_chips(self) -> int:
         """Chips of all nodes."""
-        return sum(group.chips * group.count for group in self.groups)
+        return sum(group.num_chips for group in self.groups)
+
+    @property
+    def chips_per_node(self) -> int:
+        """Chips of the smallest node: the largest group of ranks that surely shares a node."""
+        return min(group.chips for group in self.groups)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Usable bytes of the smallest chip; a job's ranks are alike."""
+        return min(group.memory_bytes for group in self.groups)
+
+    @property
+    def dollars_per_hour(self) -> float | None:
+        """Of all chips together; None if one group's price is unknown."""
+        prices = [group.dollars_per_hour for group in self.groups]
+        if any(price is None for price in prices):
+            return None
+        return sum(g.num_chips * (g.dollars_per_hour or 0.0) for g in self.groups)
+
+    @property
+    def peak_flops_per_second(self) -> float:
+        """Of all chips together, dense matmuls of 16-bit operands (of float32 ones where a chip multiplies no others)."""
+        return 1e12 * sum(group.num_chips * wide_tflops(group.chip) for group in self.groups)
+
+    def __str__(self) -> str:
+        return " + ".join(map(str, self.groups))
+
+
+def wide_tflops(chip: Chip) -> float:
+    """The rate that MFU is a share of: bfloat16's, or float16's, or float32's."""
+    return next(chip.peak_tflops[name] for name in ("bfloat16", "float16", "float32") if name in chip.peak_tflops)
+
+
+def cluster_of(
+    chip: str | Chip,
+    num_chips: int,
+    chips_per_node: int | None = None,
+    *,
+    name: str = "",
+    latency_seconds: float = 5e-6,
+    chip_mtbf_hours: float | None = None,
+    **rates: Any,
+) -> Cluster:
+    """A cluster of one kind of chip.
+
+    Args:
+        chip: or its name.
+        num_chips: of the job.
+        chips_per_node: None for eight, or as many as share one link of the chip.
+        name: for messages; empty for the number and the chip.
+        latency_seconds, chip_mtbf_hours: of :class:`Cluster`.
+        rates: further fields of :class:`Nodes`.
+    Returns:
+        The cluster; fewer chips than a node holds are one smaller node, with the network of their share.
+    Raises:
+        ChipError: no chip has that name, or the chips do not fill whole nodes.
+    Example:
+        >>> cluster = cluster_of("H100-SXM", 32)
+        >>> cluster.name, cluster.groups[0].count, cluster.groups[0].network_bytes_per_second / 1e9
+        ('32 × H100-SXM5-80GB', 4, 50.0)
+    """
+    found = get_chip(chip) if isinstance(chip, str) else chip
+    if num_chips < 1:
+        raise ChipError(f"{num_chips} chips were requested.", "Use 1 or more.")
+    whole = chips_per_node or _CHIPS_PER_NODE.get(found.name, 8)
+    size = min(num_chips, whole)
+    if num_chips % size:
+        near = num_chips - num_chips % size
+        raise ChipError(
+            f"{num_chips} chips were requested in nodes of {size}, which is {num_chips / size:.2f} nodes.",
+            f"Use {near} or {near + size} chips, or name the chips of a node.",
+        )
+    nodes = Nodes(found, size, num_chips // size, **rates)
+    return Cluster(name or str(nodes), (nodes,), latency_seconds, chip_mtbf_hours)
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """The cluster that a TOML file describes.
+
+    Args:
+        path: of the file; its keys are the fields of :class:`Cluster` and, in tables ``[[nodes]]``, of :class:`Nodes`. A field
+            of ``Nodes`` outside the tables holds for all groups that do not name it.
+    Raises:
+        DataError: the file cannot be read, or has a key that is not known.
+        ChipError: what it says contradicts itself.
+    """
+    path = Path(path).expanduser()
+    table = _read_toml(path)
+    groups = table.pop("nodes", [])
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise DataError(f"{path}: nodes is not a list of tables.", "Write [[nodes]] before each group of nodes.")
+    own = {field.name: table.pop(field.name) for field in dataclasses.fields(Cluster) if field.name in table}
+    shared = {name: table.pop(name) for name in _NODE_FIELDS if name in table}
+    _refuse_unknown(path, table, ("nodes", *(field.name for field in dataclasses.fields(Cluster)), *_NODE_FIELDS))
+    own.pop("groups", None)
+    _check_numbers(path, {name: value for name, value in own.items() if name != "name"})
+    found = tuple(_nodes_of(path, {**shared, **group}) for group in groups)
+    return Cluster(**{"name": path.stem, **own, "groups": found})
+
+
+_NODE_FIELDS = tuple(field.name for field in dataclasses.fields(Nodes))
+
+
+def _nodes_of(path: Path, table: Mapping[str, Any]) -> Nodes:
+    _refuse_unknown(path, table, _NODE_FIELDS)
+    if not isinstance(table.get("chip"), str):
+        raise DataError(f"{path}: a group of nodes names no chip.", 'Add chip = "H100-SXM" (narrowgauge show chips).')
+    numbers = {name: value for name, value in table.items() if name != "chip"}
+    _check_numbers(path, numbers)
+    return Nodes(get_chip(table["chip"]), **numbers)
+
+
+def _check_numbers(path: Path, table: Mapping[str, Any]) -> None:
+    for name, value in table.items():
+        whole = name in ("chips", "count")
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            raise DataError(f"{path}: {name} = {value!r} is not a {'whole ' * whole}number.", f"Write {name} = 8.")
+
+
+def _refuse_unknown(path: Path, table: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name in table:
+        if name not in known:
+            raise DataError(
+                f"{path}: no key is named {name!r}.", suggestion(name, known) or f"Known: {', '.join(known)}."
+            )
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return dict(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(f"cannot read the cluster {path}: {reason}", "It is a TOML file with [[nodes]].") from error

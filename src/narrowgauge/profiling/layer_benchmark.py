@@ -18,7 +18,7 @@ from narrowgauge.matmul.delayed_scaling import history_for
 from narrowgauge.matmul.layer_matmuls import cast_to_slot, multiply_outliers, multiply_slots, scales_to_fold
 from narrowgauge.matmul.linear import is_plain
 from narrowgauge.matmul.operand import Operand
-from narrowgauge.profiling.layer_plan import Setting, Shape
+from narrowgauge.planner.roofline import Setting, Shape
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.slots import SLOTS, casts_made, slot_of_cast
 from narrowgauge.spec.variants import named

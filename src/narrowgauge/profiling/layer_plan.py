@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrowgauge.errors import DataError
+from narrowgauge.planner.roofline import Setting, Shape, setting_of
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS, Model, get_model, refuse_own_code
 from narrowgauge.spec.recipes import Recipe
@@ -25,28 +26,6 @@ from narrowgauge.spec.storages import STORAGES
 
 ELSEWHERE = "Predict it for another machine: --chip NAME (narrowgauge show chips)."
 """Advice where a model is too large to be measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The shape of a linear layer, on which its time depends.
-
-    Args:
-        out_features, in_features: of its weight ``[out, in]``.
-        is_transposed: whether the weight is stored as ``[in, out]`` (transformers' ``Conv1D``).
-    """
-
-    out_features: int
-    in_features: int
-    is_transposed: bool = False
-
-    @property
-    def num_weights(self) -> int:
-        """Elements of the weight."""
-        return self.out_features * self.in_features
-
-    def __str__(self) -> str:
-        return f"{self.out_features} × {self.in_features}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,30 +115,6 @@ def groups_of(kinds: Sequence[Kind]) -> list[list[Kind]]:
     return list(groups.values())
 
 
-class Setting(NamedTuple):
-    """How a linear layer is computed.
-
-    Attributes:
-        compute: the name of the compute.
-        stream: dtype of its input and output.
-        weights: dtype of its weight.
-    """
-
-    compute: str
-    stream: str = "bfloat16"
-    weights: str = "bfloat16"
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether PyTorch's own linear function computes it."""
-        return self.compute == self.stream
-
-    @property
-    def plain(self) -> Setting:
-        """The same layer by PyTorch's own linear function."""
-        return self._replace(compute=self.stream)
-
-
 Settings = Mapping[Kind, Setting]
 
 
@@ -192,15 +147,6 @@ def compared_steps(recipes: Iterable[Recipe]) -> list[Recipe]:
 def settings_of(kinds: Iterable[Kind], recipe: Recipe) -> dict[Kind, Setting]:
     """How a recipe computes each kind."""
     return {kind: setting_of(kind.name, recipe) for kind in kinds}
-
-
-def setting_of(layer: str, recipe: Recipe) -> Setting:
-    """How a recipe computes the layer of a name."""
-    weights, compute = recipe.storage_of(f"{layer}.weight", 2).visible, recipe.compute_of(layer).name
-    # What a recipe keeps is computed in its weights' own float32.
-    stream = "float32" if recipe.keeps(layer) else recipe.dtype
-    # These computes differ from the plain one of their dtype only by their storage.
-    return Setting(stream if compute in ("float8", "float16-throughout") else compute, stream, weights)
 
 
 def timed_settings(kinds: Sequence[Kind], recipes: Iterable[Recipe]) -> list[tuple[Shape, Setting]]:

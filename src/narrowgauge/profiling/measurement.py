@@ -19,10 +19,11 @@ import torch
 from narrowgauge.errors import ChipError
 from narrowgauge.matmul.gemm import emulated_formats
 from narrowgauge.matmul.layer_matmuls import slot_dtype
+from narrowgauge.planner.roofline import Setting
 from narrowgauge.profiling.block_benchmark import blocks_of, many_versions, training_block, training_session
 from narrowgauge.profiling.costs import Round
 from narrowgauge.profiling.layer_benchmark import Work, operations_of
-from narrowgauge.profiling.layer_plan import ELSEWHERE, Kind, Setting, compared_steps, plain_recipe, timed_settings
+from narrowgauge.profiling.layer_plan import ELSEWHERE, Kind, compared_steps, plain_recipe, timed_settings
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.models import Model
 from narrowgauge.spec.recipes import Recipe

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError
-from narrowgauge.profiling import roofline
+from narrowgauge.planner.roofline import Setting, describe_support, weight_bytes
+from narrowgauge.profiling import prediction
 from narrowgauge.profiling.costs import RecipeCost, Round, cost_of
-from narrowgauge.profiling.layer_plan import ELSEWHERE, Kind, Setting, read_model, settings_of
+from narrowgauge.profiling.layer_plan import ELSEWHERE, Kind, read_model, settings_of
 from narrowgauge.profiling.profile_report import Loss, Profile
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.models import Model
@@ -72,20 +73,20 @@ def _require_positions(model: Model, config: TrainConfig) -> None:
 
 
 def _predicted(model: Model, kinds: Sequence[Kind], recipes: list[Recipe], config: TrainConfig, chip: Chip) -> Profile:
-    step = roofline.Step(model, config.batch_size, config.sequence_length)
-    rounds = [roofline.predict(kinds, recipes, step, chip)]
+    step = prediction.Step(model, config.batch_size, config.sequence_length)
+    rounds = [prediction.predict(kinds, recipes, step, chip)]
     return Profile(
         model=model.name,
         where=chip.name,
         is_predicted=True,
         num_sequences=config.batch_size,
         sequence_length=config.sequence_length,
-        costs=_costs(kinds, recipes, rounds, config, lambda setting: roofline.weight_bytes(setting, chip)),
-        multiplied=tuple(roofline.describe_support(recipe.compute, chip) for recipe in recipes),
+        costs=_costs(kinds, recipes, rounds, config, lambda setting: weight_bytes(setting, chip)),
+        multiplied=tuple(describe_support(recipe.compute, chip) for recipe in recipes),
         notes=(
             f"a prediction from the data sheet of {chip.name}; nothing was run. It assumes:",
-            *roofline.assumptions(recipes, chip),
-            roofline.NOT_RUN,
+            *prediction.assumptions(recipes, chip),
+            prediction.NOT_RUN,
             *_recipe_notes(recipes),
         ),
     )

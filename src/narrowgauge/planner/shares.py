@@ -1,0 +1,189 @@
+"""Shares: how much of its printed rates a chip reaches in training, each as an interval with a source.
+
+No kernel reaches the data sheet. What it reaches is measured per kernel and published per chip; where it is not published, the
+median of the chips of which it is known is taken, and its spread. Every share is an interval in which it lies four times out of
+five, so that a prediction has one too. ``calibration`` replaces shares by those of a machine that was measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from narrowgauge.errors import ChipError
+from narrowgauge.spec.chips import CHIPS, Chip
+
+# Formats that are multiplied at another format's rate.
+_SAME_RATE = {"float8_e5m2": "float8_e4m3fn"}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A measured number.
+
+    Args:
+        value: a share of a printed rate; a time where the name ends in ``seconds``.
+        low, high: the interval in which it lies four times out of five.
+        source: the publication.
+
+    Raises:
+        ValueError: the value lies outside its interval.
+    """
+
+    value: float
+    low: float
+    high: float
+    source: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.value <= self.high:
+            raise ValueError(f"a share of {self.value:g} does not lie within {self.low:g} to {self.high:g}")
+
+    def scaled(self, low: float, factor: float, high: float, why: str) -> Share:
+        """This share times another one."""
+        return Share(self.value * factor, self.low * low, self.high * high, f"{self.source}; {why}")
+
+    def __str__(self) -> str:
+        return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
+class Shares:
+    """Named shares of one chip.
+
+    Args:
+        rows: by name: ``matmul.FORMAT`` and the names of ``GENERAL``.
+
+    Example:
+        >>> from narrowgauge.spec.chips import get_chip
+        >>> shares = shares_of(get_chip("H100-SXM"))
+        >>> round(shares.matmul("bfloat16").value, 2), shares["network"].value
+        (0.72, 0.85)
+    """
+
+    def __init__(self, rows: Mapping[str, Share]) -> None:
+        self.rows = dict(rows)
+
+    def __getitem__(self, name: str) -> Share:
+        return self.rows[name]
+
+    def matmul(self, format: str) -> Share:
+        """The share of the peak rate of that format that a large matmul reaches.
+
+        Raises:
+            ChipError: the chip does not multiply it.
+        """
+        name = f"matmul.{rate_name(format)}"
+        if name not in self.rows:
+            known = ", ".join(row.partition(".")[2] for row in self.rows if row.startswith("matmul."))
+            raise ChipError(f"a share of {format}'s rate was requested, which is not known here.", f"Known: {known}.")
+        return self.rows[name]
+
+    def replaced(self, rows: Mapping[str, Share]) -> Shares:
+        """The same with other rows; what is not named stays."""
+        return Shares({**self.rows, **rows})
+
+
+def rate_name(format: str) -> str:
+    """The format at whose rate a format is multiplied."""
+    return _SAME_RATE.get(format, format)
+
+
+def best_share(format: str, chip: Chip) -> Share:
+    """The share of the printed rate that the best published matmul reaches.
+
+    Args:
+        format: of the operands.
+        chip: which.
+    Returns:
+        The chip's own, without an interval; else the median of the chips of which one is known, with their spread.
+    """
+    name = rate_name(format)
+    if name in chip.measured_tflops:
+        own = chip.measured_tflops[name] / chip.peak_tflops[name]
+        return Share(own, own, own, "its own best published matmul")
+    for known in (name, "bfloat16"):
+        found = [c.measured_tflops[known] / c.peak_tflops[known] for c in CHIPS.values() if known in c.measured_tflops]
+        if found:
+            source = f"the median of {len(found)} chips' best published {known} matmuls"
+            return Share(statistics.median(found), min(found), max(found), source)
+    raise AssertionError("some chip's bfloat16 rate is measured")
+
+
+TYPICAL = (0.80, 0.90, 1.0)
+"""Low, middle and high share of the best published matmul that the shapes and values of training reach: random operands cost
+11 % of an A100's rate over zeros (power: Horace He, Strangely, matrix multiplications on GPUs run faster when given predictable
+data, 2024), and other shapes than the best one a few per cent."""
+
+
+_GENERAL = {
+    "kernel_seconds": Share(
+        5e-6, 3e-6, 8e-6, "start and tail of a kernel: H100 matmuls of 2 to 70 GFLOP, XLA's matmul_interpolator_data.h"
+    ),
+    "bandwidth": Share(
+        0.80,
+        0.65,
+        0.92,
+        "torchao's MXFP8 cast on a B200, 6,462 of 8,000 GB/s; Calculon 0.9 from 100 MB on, 0.75 at 10 MB",
+    ),
+    "elementwise": Share(
+        0.80, 0.55, 1.0, "bytes of fully fused kernels over those that compiled blocks move: an assumption"
+    ),
+    "attention": Share(0.40, 0.25, 0.60, "fused kernels without a published rate: llm-analysis takes 0.5"),
+    "link": Share(
+        0.80, 0.62, 0.95, "8 × H200 368 of 450 GB/s by rings, 482 in the switch (ml-engineering); Calculon 0.6"
+    ),
+    "network": Share(
+        0.85, 0.60, 0.95, "4 × 8 B200 377 of 400 GB/s (ml-engineering); Calculon 0.9; shared networks are slower"
+    ),
+    "host": Share(0.85, 0.65, 0.90, "55 of 63 GB/s over PCIe5 (ml-engineering)"),
+    "host_memory_seconds_per_byte": Share(1e-11, 5e-12, 2e-11, "100 GB/s of host memory a chip, DeepSpeed's CPU Adam"),
+    "overlap.shard": Share(0.90, 0.70, 1.0, "prefetched gathers and reductions of FSDP2 and ZeRO: an assumption"),
+    "overlap.tensor": Share(0.10, 0.0, 0.50, "Megatron-LM overlaps part of the backward; userbuffers most of it"),
+    "overlap.context": Share(0.80, 0.40, 1.0, "ring attention sends the next block meanwhile: an assumption"),
+    "overlap.pipeline": Share(0.50, 0.0, 0.95, "interleaved schedules send meanwhile, others wait"),
+    "overlap.expert": Share(0.30, 0.0, 0.90, "DeepSeek-V3's DualPipe hides nearly all, others nothing"),
+    "spread": Share(
+        0.010, 0.004, 0.020, "of the speed of equal chips: an assumption; Sinha et al., SC 2022: up to 8 % by site"
+    ),
+    "data": Share(0.005, 0.0, 0.020, "of a step that waits for data and the host: an assumption"),
+    "restart_seconds": Share(600.0, 180.0, 1800.0, "from a failure to the next step: MegaScale under 15 minutes"),
+}
+
+GENERAL = tuple(_GENERAL)
+"""The names of the shares that every chip has, besides ``matmul.FORMAT``."""
+
+# Of the printed 16-bit rate, forward and backward, causal, heads of 128.
+_ATTENTION = {
+    "Ampere": Share(0.52, 0.40, 0.65, "FlashAttention-2 on an A100: 50 to 73 % (arXiv 2307.08691)"),
+    "Hopper": Share(
+        0.45, 0.33, 0.60, "H100: FlashAttention-2 35 %, FlashAttention-3 and cuDNN 50 to 65 % (arXiv 2407.08608)"
+    ),
+}
+
+
+@cache
+def shares_of(chip: Chip) -> Shares:
+    """What a chip reaches of its printed rates, from publications.
+
+    Args:
+        chip: of the table of chips.
+    Returns:
+        Its shares; the same object for the same chip.
+    """
+    low, middle, high = TYPICAL
+    why = "shapes and values of training reach 0.9 of it (0.8 to 1)"
+    rows = {f"matmul.{name}": best_share(name, chip).scaled(low, middle, high, why) for name in chip.peak_tflops}
+    rows |= _GENERAL
+    own = next((share for name, share in _ATTENTION.items() if chip.architecture.startswith(name)), None)
+    if own is not None:
+        rows["attention"] = own
+    if not chip.link_gb_per_second:
+        rows["link"] = Share(0.50, 0.30, 0.80, "through the host: half where two chips share its lanes; an assumption")
+    return Shares(rows)
+
+
+def sources_of(shares: Shares, names: Iterable[str]) -> list[str]:
+    """One line per share: its name, value, interval and source."""
+    return [f"{name}: {shares[name]}, {shares[name].source}" for name in names]

@@ -1,0 +1,128 @@
+"""Predictions for a chip from the figures of its data sheet.
+
+Linear layers take what the planner's roofline says (:mod:`narrowgauge.planner.roofline`), and the rest of the step is counted in
+the same way: attention, element-wise operations, the loss, the optimizer. Communication and overlap are left out, so trust the
+order of these figures, not their digits; ``narrowgauge plan`` counts those too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from narrowgauge.errors import ChipError
+from narrowgauge.planner.roofline import bytes_of, bytes_seconds, operation_seconds
+from narrowgauge.planner.shares import best_share, rate_name, shares_of
+from narrowgauge.profiling.costs import Round, linears_seconds
+from narrowgauge.profiling.layer_plan import Kind, baseline_of, compared_steps, settings_of, timed_settings
+from narrowgauge.spec.chips import Chip
+from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.models import Model
+from narrowgauge.spec.recipes import Recipe
+
+_ATTENTION_PASSES = 3.5  # forward 1, backward 2.5: it recomputes the scores
+_LOGIT_BYTES = 12  # bfloat16 logits are written and read, their gradient is in float32 and bfloat16
+
+
+@dataclass(frozen=True)
+class Step:
+    """The size of a step.
+
+    Args:
+        model: the shape of the decoder.
+        num_sequences, sequence_length: of a batch.
+    """
+
+    model: Model
+    num_sequences: int
+    sequence_length: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a batch."""
+        return self.num_sequences * self.sequence_length
+
+
+def rest_seconds(recipe: Recipe, step: Step, chip: Chip) -> float:
+    """A step without its linear layers."""
+    model, tokens = step.model, step.num_tokens
+    width = bytes_of(recipe.dtype)
+    scores = (
+        2.0 * tokens * step.sequence_length * model.num_heads * model.head_dim
+    )  # two matmuls, the lower half of each
+    rate = chip.peak_tflops[recipe.dtype] * 1e12 * shares_of(chip)["attention"].value
+    attention = model.num_layers * _ATTENTION_PASSES * scores / rate
+    # Norms (5 of the stream's tensors each), residuals (4), rotary (8 of q and k); the gate 8 of the MLP's, GELU 5.
+    inner, gates = (model.intermediate_size, 8 if model.family == "llama" else 5)
+    streams = 22 if model.family == "llama" else 14
+    elementwise = model.num_layers * tokens * (streams * model.hidden_size + gates * inner) * width
+    logits = tokens * model.vocab_size * _LOGIT_BYTES
+    # Everything stored is read and written once, the gradient (counted in it) only read.
+    optimizer = model.num_parameters * (2 * recipe.bytes_per_param - width)
+    return attention + bytes_seconds(elementwise + logits + optimizer, chip)
+
+
+def predict(kinds: Sequence[Kind], recipes: Iterable[Recipe], step: Step, chip: Chip) -> Round:
+    """What :func:`narrowgauge.profiling.measurement.measure` would time on the chip.
+
+    Args:
+        kinds: the model's linear layers.
+        recipes: whose costs are predicted.
+        step: its size.
+        chip: where.
+    Raises:
+        ChipError: the chip does not multiply a dtype that a model is stored in, or its memory is too small.
+    """
+    recipes = list(recipes)
+    for recipe in recipes:
+        _check(recipe, step, chip)
+    table = {
+        (shape, setting): operation_seconds(shape, setting, step.num_tokens, chip)
+        for shape, setting in timed_settings(kinds, recipes)
+    }
+    steps = {
+        each: rest_seconds(each, step, chip) + linears_seconds(settings_of(kinds, each), table)
+        for each in compared_steps(recipes)
+    }
+    return Round(steps, table)
+
+
+NOT_RUN = "no kernel of this version has run on a GPU: these figures come from the chip's data sheet and were not checked there."
+
+
+def assumptions(recipes: Iterable[Recipe], chip: Chip) -> list[str]:
+    """The assumptions of a prediction, one sentence each."""
+    formats = dict.fromkeys(
+        c.format
+        for recipe in recipes
+        for compute in (recipe.compute, COMPUTES[recipe.dtype])
+        for c in compute.casts.values()
+    )
+    rates = dict.fromkeys(rate_name(format) for format in formats if rate_name(format) in chip.peak_tflops)
+    shares = shares_of(chip)
+    lines = [
+        f"{name} matmuls: {shares.matmul(name).value:.0%} of {chip.peak_tflops[name]:g} TFLOP/s "
+        f"({best_share(name, chip).source}, and 0.9 of it in training)"
+        for name in rates
+    ]
+    bandwidth, attention, start = shares["bandwidth"], shares["attention"], shares["kernel_seconds"].value
+    memory = f"memory: {bandwidth.value:.0%} of {chip.bandwidth_gb_per_second:g} GB/s (a published cast on a B200)"
+    dtypes = "/".join(sorted({recipe.dtype for recipe in recipes}))
+    rest = f"attention: {attention.value:.0%} of the {dtypes} rate; {start * 1e6:g} µs a kernel"
+    return [*lines, memory, rest]
+
+
+def _check(recipe: Recipe, step: Step, chip: Chip) -> None:
+    for dtype in (recipe.dtype, baseline_of(recipe).dtype):
+        if rate_name(dtype) not in chip.peak_tflops:
+            raise ChipError(
+                f"{recipe.name} was requested on {chip.name}, which does not multiply {dtype}.",
+                f"It multiplies {', '.join(chip.peak_tflops)}.",
+            )
+    needed = step.model.num_parameters * recipe.bytes_per_param
+    if needed > chip.memory_bytes:
+        raise ChipError(
+            f"{step.model.name} in {recipe.name} takes {needed / 2**30:,.0f} GiB before activations, and {chip.name} has "
+            f"{chip.memory_bytes / 2**30:,.0f}.",
+            "Choose a larger chip, or a smaller model of the same width.",
+        )

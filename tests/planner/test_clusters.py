@@ -1,0 +1,94 @@
+"""Clusters: rates per chip, files, and what contradicts itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.errors import ChipError, DataError, NarrowgaugeError
+from narrowgauge.planner.clusters import Cluster, Nodes, cluster_of, read_cluster
+from narrowgauge.spec.chips import get_chip
+
+MIXED = """
+interconnect_gbit_per_second = 1600
+chip_mtbf_hours = 50_000
+
+[[nodes]]
+chip = "A100-SXM4-80GB"
+count = 2
+
+[[nodes]]
+chip = "V100"
+chips = 4
+memory_gb = 30
+"""
+
+
+def test_a_file_describes_groups_with_what_they_share(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.toml"
+    path.write_text(MIXED)
+    cluster = read_cluster(path)
+    assert (cluster.name, cluster.num_chips, cluster.chips_per_node) == ("mixed", 20, 4)
+    assert [group.network_bytes_per_second for group in cluster.groups] == [25e9, 50e9]
+    assert cluster.memory_bytes == 30 * 2**30
+    assert cluster.chip_mtbf_hours == 50_000
+    assert cluster.peak_flops_per_second == 16 * 312e12 + 4 * 125e12
+    assert cluster.dollars_per_hour is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[nodes]]\nchips = 8", "names no chip"),
+        ('[[nodes]]\nchip = "H100-SXM"\nchps = 8', "Did you mean 'chips'"),
+        ('[[node]]\nchip = "H100-SXM"', "Did you mean 'nodes'"),
+        ('[[nodes]]\nchip = "H100-SXM"\nchips = 0', "chips = 0"),
+        ('[[nodes]]\nchip = "H100-SXM"\nchips = "8"', "not a whole number"),
+        (
+            '[[nodes]]\nchip = "H100-SXM"\nmemory_gb = 141',
+            "141 GB of memory were given for H100-SXM5-80GB, which has 80",
+        ),
+        ('[[nodes]]\nchip = "H100-SXM"\nlink_gb_per_second = 0', "a link of 0"),
+        ('[[nodes]]\nchip = "H100-SXM"\nmemory_gb = nan', "memory_gb = nan"),
+        ('latency_seconds = 5\n[[nodes]]\nchip = "H100-SXM"', "latency_seconds = 5"),
+        ('chip_mtbf_hours = 0\n[[nodes]]\nchip = "H100-SXM"', "chip_mtbf_hours = 0"),
+        ("name = 'empty'", "'empty' has no nodes"),
+        ("nodes = 3", "not a list of tables"),
+        ("[[nodes", "cannot read the cluster"),
+        ('[[nodes]]\nchip = "nonesuch"', "no chip is named"),
+    ],
+)
+def test_a_contradiction_costs_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(NarrowgaugeError) as caught:
+        read_cluster(path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent\.toml"):
+        read_cluster(tmp_path / "absent.toml")
+
+
+def test_chips_fill_whole_nodes() -> None:
+    assert cluster_of("H100-SXM", 4).groups[0].chips == 4
+    assert cluster_of("GB200", 144).groups[0].count == 2
+    with pytest.raises(ChipError, match=r"12 chips .* 1.50 nodes. Use 8 or 16"):
+        cluster_of("H100-SXM", 12)
+    with pytest.raises(ChipError, match="0 chips"):
+        cluster_of("H100-SXM", 0)
+
+
+def test_what_is_not_given_is_the_chips_or_assumed() -> None:
+    h100, card = Nodes(get_chip("H100-SXM")), Nodes(get_chip("L40S"))
+    assert (h100.link_bytes_per_second, h100.network_bytes_per_second) == (450e9, 50e9)
+    assert (
+        h100.is_network_assumed and not Nodes(get_chip("H100-SXM"), interconnect_gbit_per_second=200).is_network_assumed
+    )
+    # Without a link of their own, chips send through the host, and share one port of the network.
+    assert (card.link_bytes_per_second, card.network_bytes_per_second) == (31.5e9, 25e9 / 8)
+    priced = Cluster("priced", (Nodes(get_chip("H100-SXM"), dollars_per_hour=2.0),))
+    assert priced.dollars_per_hour == 16.0

@@ -1,0 +1,91 @@
+"""Collectives: by hand, against measured tables, and laws."""
+
+from __future__ import annotations
+
+import pytest
+
+from narrowgauge.planner.clusters import cluster_of
+from narrowgauge.planner.collectives import (
+    Path,
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    hierarchical_seconds,
+    path_of,
+    ring_seconds,
+    send_seconds,
+    tree_seconds,
+)
+from narrowgauge.planner.shares import shares_of
+
+NODE = Path(8, 1, 100e9, 10e9, link_latency=0.0, network_latency=0.0)
+FOUR = Path(32, 4, 100e9, 10e9, link_latency=0.0, network_latency=0.0)
+
+
+def test_rings_by_hand() -> None:
+    assert all_gather_seconds(8e9, NODE) == pytest.approx(7 * 1e9 / 100e9)
+    assert ring_seconds(8e9, NODE) == pytest.approx(14 * 1e9 / 100e9)
+    # Eight cards of a node bring in three quarters of the tensor.
+    assert all_gather_seconds(32e9, FOUR) == pytest.approx(max(24e9 / (8 * 10e9), 31e9 / 100e9))
+    lonely = Path(4, 4, 100e9, 10e9, network_latency=1.0)
+    assert all_gather_seconds(4e9, lonely) == pytest.approx(3e9 / 10e9 + 3)
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    alone = Path(1, 1, 1.0, 1.0)
+    assert [f(1e9, alone) for f in (all_gather_seconds, all_reduce_seconds, all_to_all_seconds, send_seconds)] == [
+        0.0
+    ] * 4
+
+
+def test_a_hierarchy_sends_a_part_between_nodes() -> None:
+    within, between = 2 * 7 / 8 * 32e9 / 100e9, 2 * 3 / 4 * 4e9 / 10e9
+    assert hierarchical_seconds(32e9, FOUR) == pytest.approx(within + between)
+    assert ring_seconds(32e9, FOUR) == pytest.approx(max(2 * 31 / 32 * 32e9 / 100e9, between))
+
+
+def test_small_messages_on_many_nodes_take_a_tree() -> None:
+    many = Path(1024, 128, 450e9, 50e9)
+    assert all_reduce_seconds(1e4, many) == tree_seconds(1e4, many) < ring_seconds(1e4, many)
+    few = Path(16, 2, 450e9, 50e9)
+    assert all_reduce_seconds(1e10, few) == ring_seconds(1e10, few) < tree_seconds(1e10, few)
+
+
+def test_all_to_all_leaves_the_node_with_what_others_need() -> None:
+    assert all_to_all_seconds(32e9, FOUR) == pytest.approx(24e9 / 10e9)
+    assert all_to_all_seconds(8e9, NODE) == pytest.approx(7e9 / 100e9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "nodes", "per_node"),
+    [(8, 1, 1, 8), (4, 2, 1, 4), (8, 8, 8, 1), (16, 2, 4, 4), (3, 3, 2, 1.5), (64, 1, 8, 8)],
+)
+def test_where_ranks_lie(ranks: int, stride: int, nodes: int, per_node: float) -> None:
+    cluster = cluster_of("H100-SXM", 64)
+    path = path_of(ranks, stride, cluster.groups[0], cluster)
+    assert (path.nodes, path.ranks_per_node) == (nodes, per_node)
+
+
+MEASURED_H200 = {16: 125.65, 64: 198.01, 256: 249.23}  # MiB: algorithm bandwidth in GB/s
+"""ml-engineering, network/benchmarks/results/all-reduce-8xH200.md; NCCL sums in the switch there, which rings cannot."""
+MEASURED_B200 = {64: 102.07, 256: 146.18, 4096: 193.37}
+"""Same, network/benchmarks/README.md: four nodes of eight B200 with 400 Gbit/s each. Below 64 MiB
+it takes up to 2.6 times as long as predicted."""
+
+
+@pytest.mark.parametrize(("chip", "ranks", "table"), [("H200", 8, MEASURED_H200), ("B200", 32, MEASURED_B200)])
+def test_measured_all_reduces_are_met_within_a_third(chip: str, ranks: int, table: dict[int, float]) -> None:
+    cluster = cluster_of(chip, ranks)
+    nodes = cluster.groups[0]
+    shares = shares_of(nodes.chip)
+    path = path_of(ranks, 1, nodes, cluster, link=shares["link"].value, network=shares["network"].value)
+    for mib, rate in table.items():
+        measured = mib * 2**20 / (rate * 1e9)
+        assert all_reduce_seconds(mib * 2**20, path) == pytest.approx(measured, rel=1 / 3), mib
+
+
+def test_more_bytes_and_more_ranks_take_longer() -> None:
+    times = [all_reduce_seconds(size, FOUR) for size in (1e6, 1e7, 1e8)]
+    assert times == sorted(times)
+    more = [all_gather_seconds(1e8, Path(8 * n, n, 450e9, 50e9)) for n in (2, 4, 16)]
+    assert more == sorted(more)
