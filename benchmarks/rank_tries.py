@@ -44,8 +44,8 @@ import narrowgauge as ng
 from narrowgauge.checkpoints import storage as storage
 from narrowgauge.checkpoints import tensor_files
 from narrowgauge.checkpoints.manifest import damage
-from narrowgauge.checkpoints.ranks import all_ranks
 from narrowgauge.checkpoints.reading import load_whole, saved_tensors
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.trainer.checkpoint import latest_checkpoint
 from narrowgauge.trainer.saving import Saver
@@ -97,7 +97,7 @@ def undisturbed() -> dict[int, dict[str, Tensor]]:
 
 def job(rank: int, size: int, folder: Path) -> None:
     """One rank: load, go on to the last step, save every other one; note which checkpoints it was told are written."""
-    mesh, ranks = init_device_mesh("cpu", (size,)), all_ranks()
+    mesh, ranks = init_device_mesh("cpu", (size,)), all_ranks().apart()
     model, optimizer = start(mesh)
     found, begun = latest_checkpoint(folder, lambda path, why: None, ranks), 0
     if found is not None:

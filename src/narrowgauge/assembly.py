@@ -19,9 +19,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed import sharding
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.reduction import EXCHANGES, reduce_gradients_with
 from narrowgauge.distributed.sharding import groups_of, is_sharded, make_equal, require_mesh
-from narrowgauge.distributed.world import world
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.narrow_gather import gather_narrow
@@ -307,9 +307,9 @@ def _check_ranks(model: nn.Module, recipe: Recipe, mesh: Any) -> None:
                 "parameters as they were.",
                 'Prepare the model first and wrap it then, or replace the wrapper by mesh=…, shard="none".',
             )
-    elif mesh is None and recipe.reduction.name != "native" and world().size > 1 and not is_sharded(model):
+    elif mesh is None and recipe.reduction.name != "native" and all_ranks().size > 1 and not is_sharded(model):
         raise RecipeError(
-            f"recipe '{name}' sums gradients over ranks, and {world().size} ranks were found but no mesh.",
+            f"recipe '{name}' sums gradients over ranks, and {all_ranks().size} ranks were found but no mesh.",
             'Pass mesh=init_device_mesh(…), with shard="none" to keep the model whole on every rank.',
         )
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from narrowgauge.cli.exit_status import CommandGroup
 from narrowgauge.distributed import agreement, launch
 from narrowgauge.distributed.placement import Placement
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecordError, Terminated
 
 CULPRIT, STEP, STEPS = 1, 5, 8
@@ -53,7 +54,7 @@ def run(case: str, folder: Path) -> None:
             dist.all_reduce(torch.ones(4))
             step += 1
             launch.beat(step)
-            if number := agreement.agree_to_stop(received[0] if received else 0):
+            if number := all_ranks().largest(received[0] if received else 0):
                 (folder / f"stopped-{here.rank}").write_text(f"{step} {number}")
                 raise Terminated
         (folder / f"done-{here.rank}").write_text(f"{here.rank} {here.size} {here.local_rank} {here.attempt}")

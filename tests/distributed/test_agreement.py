@@ -1,4 +1,4 @@
-"""What ranks compare before the first step, and what one process needs no group for."""
+"""What ranks compare before the first step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge
-from narrowgauge.distributed import agreement
 from narrowgauge.distributed.agreement import describe_rank, first_difference, source_digest
-from narrowgauge.errors import RecordError, ReportedError
 
 
 def test_the_first_rank_that_differs_is_named() -> None:
@@ -54,37 +52,3 @@ def test_the_digest_sees_every_byte_and_name(tmp_path: Path) -> None:
     assert digest("2", {"a.py": "x", "b/c.py": "y", "d.txt": "z"}) == first
     assert digest("3", {"a.py": "x", "b/c.py": "Y"}) != first
     assert digest("4", {"a.py": "x", "b/d.py": "y"}) != first
-
-
-def test_one_rank_agrees_with_itself() -> None:
-    agreement.require_same({"lr": 0.1})
-    assert agreement.agree_to_stop(15) == 15
-    assert agreement.agree_to_stop(0) == 0
-    assert agreement.on_first_rank(lambda: 7) == 7
-
-
-def work_together(rank: int) -> list[object]:
-    """What two ranks agree on."""
-    found: list[object] = [
-        agreement.agree_to_stop(15 if rank else 0),
-        agreement.on_first_rank(lambda: f"of rank {rank}"),
-    ]
-
-    def refuse() -> None:
-        raise RecordError(f"refused on rank {rank}.")
-
-    try:
-        agreement.on_first_rank(refuse)
-    except RecordError as error:
-        found.append(f"{type(error).__name__}: {error}" if not isinstance(error, ReportedError) else "wrong")
-    except ReportedError as error:
-        found.append(error.status)
-    return found
-
-
-def test_ranks_agree(tmp_path: Path) -> None:
-    from ranks import run_ranks
-
-    first, second = run_ranks(work_together, 2, tmp_path)
-    assert first == [15, "of rank 0", "RecordError: refused on rank 0."]
-    assert second == [15, "of rank 0", 2]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.distributed.world import world
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError, RankError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
@@ -178,7 +178,7 @@ def test_every_leaf_has_its_turn_once_whatever_the_number_of_ranks() -> None:
 
 
 def gather_here(rank: int, num_leaves: int) -> tuple[float, list[float]]:
-    here = world()
+    here = all_ranks()
     own = turns(num_leaves, here.rank, here.size)
     values = [1e8 / (turn.leaf + 1) * (-1) ** turn.leaf for turn in own]
     total = sum_in_order([torch.tensor(value) for value in values], num_leaves, here.size)

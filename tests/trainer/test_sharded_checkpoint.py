@@ -21,13 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import narrowgauge as ng
-import narrowgauge.checkpoints.ranks as checkpoint_ranks
-from narrowgauge.checkpoints import storage
-from narrowgauge.checkpoints.ranks import Ranks, all_ranks
+from narrowgauge.checkpoints import manifest, storage
 from narrowgauge.checkpoints.reading import load_whole, saved_tensors
+from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.trainer.checkpoint import ALONE, latest_checkpoint, load_checkpoint
+from narrowgauge.trainer.checkpoint import latest_checkpoint, load_checkpoint
 from narrowgauge.trainer.saving import Saver
 from narrowgauge.trainer.state_tensors import give_back, load_tensors, state_tensors
 from ranks import run_ranks
@@ -94,7 +93,7 @@ def everything(model: nn.Module, optimizer: ng.Optimizer) -> dict[str, torch.Ten
 
 def meet() -> tuple[Any, Ranks]:
     """The mesh of all ranks, and the ranks with a group of their own."""
-    return init_device_mesh("cpu", (dist.get_world_size(),)), all_ranks()
+    return init_device_mesh("cpu", (dist.get_world_size(),)), all_ranks().apart()
 
 
 def go_on(rank: int, source: Path, out: Path, steps: range) -> None:
@@ -144,7 +143,7 @@ def save_with_a_full_disk(rank: int, folder: Path, full: str) -> tuple[str, int,
 
 def save_replicas(rank: int, folder: Path) -> None:
     """Two replicas of two shards each, and a vector that no mesh knows."""
-    mesh, ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")), all_ranks()
+    mesh, ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")), all_ranks().apart()
     placed = distribute_tensor(torch.arange(14.0).view(7, 2), mesh, [Replicate(), Shard(0)], src_data_rank=None)
     saver = Saver(folder, ranks)
     saver.save(1, {"w": placed, "plain": torch.ones(2), "number": torch.tensor(3)}, {})
@@ -190,7 +189,7 @@ def find_the_newest(rank: int, folder: Path) -> tuple[int, list[str]]:
 def see_one_file_less(rank: int, folder: Path) -> str:
     """The second rank cannot read what it should check; all are told."""
     if rank == 1:
-        checkpoint_ranks.file_damage = deny  # type: ignore[assignment]
+        manifest.file_damage = deny  # type: ignore[assignment]
     with pytest.raises(RecordError) as caught:
         latest_checkpoint(folder, must_not_be_called, meet()[1])
     return str(caught.value)

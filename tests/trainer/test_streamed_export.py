@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import narrowgauge as ng
 import narrowgauge.trainer.streamed_export as streamed_export
-from narrowgauge.checkpoints.ranks import all_ranks
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.trainer import exporting, loop, session
 from narrowgauge.trainer.checkpoint import latest_checkpoint
@@ -40,7 +40,7 @@ def run(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_by_rows(rank: int, source: Path, target: Path) -> None:
     """The newest checkpoint of a run as ranks would have written it, each its own rows."""
-    ranks, found = all_ranks(), latest_checkpoint(source, lambda path, why: None)
+    ranks, found = all_ranks().apart(), latest_checkpoint(source, lambda path, why: None)
     assert found is not None
     mesh, (tensors, state) = init_device_mesh("cpu", (ranks.size,)), found.load()
     placed: dict[str, Any] = {
@@ -53,13 +53,13 @@ def save_by_rows(rank: int, source: Path, target: Path) -> None:
 
 
 def export_together(rank: int, folder: Path, out: Path, dtype: Any) -> None:
-    exporting.export(folder, out, dtype, max_file_bytes=LIMIT, ranks=all_ranks())
+    exporting.export(folder, out, dtype, max_file_bytes=LIMIT, ranks=all_ranks().apart())
 
 
 def export_what_must_be_whole(rank: int, folder: Path, out: Path) -> str:
     exporting.can_stream = lambda *_: False
     with pytest.raises(RecordError) as caught:
-        exporting.export(folder, out, ranks=all_ranks())
+        exporting.export(folder, out, ranks=all_ranks().apart())
     return str(caught.value)
 
 

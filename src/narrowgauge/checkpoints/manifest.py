@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.runs.atomic_io import digest, load_json
 
 SCHEMA_WHOLE, SCHEMA_SHARDED = 1, 2
@@ -120,11 +121,20 @@ def file_damage(file: Path, record: FileRecord) -> str:
     return ""
 
 
-def damage(path: Path, *, is_renamed: bool = False) -> str:
-    """Why a checkpoint is damaged, or an empty string; one read of all its files.
+def damage(path: Path, ranks: Ranks = ALONE, *, is_renamed: bool = False) -> str:
+    """Why a checkpoint is damaged, or an empty string, the same on all ranks: one that some cannot read is none.
 
+    Args:
+        path: the folder of the checkpoint.
+        ranks: which look together, each at some of the files; all call this.
+        is_renamed: whether it may have another name than its step's.
     Raises:
-        OSError: a file cannot be read.
+        OSError: a file cannot be read by one of them.
+    Cost: one read of all its files, by all ranks together.
     """
-    reason, files = read_manifest(path, is_renamed=is_renamed)
-    return reason or next(filter(None, (file_damage(path / name, files[name]) for name in files)), "")
+    reason, files = ranks.of_first(lambda: read_manifest(path, is_renamed=is_renamed))
+    if reason:
+        return reason
+    mine = list(files)[ranks.rank :: ranks.size]
+    found = ranks.together(lambda: next(filter(None, (file_damage(path / name, files[name]) for name in mine)), ""))
+    return next(filter(None, ranks.gather(found)), "")

@@ -241,12 +241,13 @@ def train(config: TrainConfig, launch: Launch) -> Path | None:
     with Console(config.steps, config.log_every) if is_first else nullcontext() as console:
         if console is not None:
             console.stage("loading PyTorch")
-        from narrowgauge.distributed.agreement import describe_rank, on_first_rank, require_same
+        from narrowgauge.distributed.agreement import describe_rank, require_same
+        from narrowgauge.distributed.ranks import all_ranks
         from narrowgauge.trainer import loop
 
         with joined(launch, config, folder):
             require_same({**config.to_dict(), **describe_rank()})
-            if on_first_rank(lambda: is_own_run(folder)):
+            if all_ranks().of_first(lambda: is_own_run(folder)):
                 assert folder is not None
                 _note_restart(is_first)
                 trained = folder if is_finished(folder) else loop.resume(folder, screen=console)

@@ -24,11 +24,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from narrowgauge.checkpoints.manifest import INDEX, MANIFEST, STATE, TENSORS, record_of, write_manifest
-from narrowgauge.checkpoints.ranks import Ranks, shared_damage
+from narrowgauge.checkpoints.manifest import INDEX, MANIFEST, STATE, TENSORS, damage, record_of, write_manifest
 from narrowgauge.checkpoints.reading import load_whole
 from narrowgauge.conversion.conversion_report import Report
 from narrowgauge.conversion.source import Source, matched, numbers_of
+from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import (
     AGAIN,
@@ -76,7 +76,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises:
         RecordError: it is damaged or from a newer version.
     """
-    require_intact(path, Ranks())
+    require_intact(path, ALONE)
     with _readable(path):
         return load_whole(path), load_json((path / STATE).read_bytes())
 
@@ -98,7 +98,7 @@ def require_intact(path: Path, ranks: Ranks) -> None:
         RecordError: it is damaged or from a newer version.
     """
     with _readable(path):
-        if reason := shared_damage(path, ranks, is_renamed=True):
+        if reason := damage(path, ranks, is_renamed=True):
             raise ValueError(reason)
 
 

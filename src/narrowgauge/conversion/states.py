@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.assembly import prepare
-from narrowgauge.checkpoints.ranks import Ranks, all_ranks
 from narrowgauge.checkpoints.reading import load_whole, saved_tensors
 from narrowgauge.conversion.conversion_report import Kept, Pair, Report, compare
 from narrowgauge.conversion.folders import (
@@ -28,6 +27,7 @@ from narrowgauge.conversion.folders import (
 from narrowgauge.conversion.foreign import read_foreign
 from narrowgauge.conversion.preflight import require_convertible
 from narrowgauge.conversion.source import Source
+from narrowgauge.distributed.ranks import ALONE, all_ranks
 from narrowgauge.errors import DataError, RecipeError, RecordError
 from narrowgauge.numerics.summation import fingerprint_all
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
@@ -127,7 +127,7 @@ def restore(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> int:
     _, checkpoint = locate(Path(folder))
     owners = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     # Ranks that hold shards share the reading of the files; each then reads its own part of them.
-    require_intact(checkpoint, all_ranks() if any(map(is_sharded, owners.values())) else Ranks())
+    require_intact(checkpoint, all_ranks().apart() if any(map(is_sharded, owners.values())) else ALONE)
     saved = saved_tensors(checkpoint)
     needed = {name for name, _ in model.named_parameters()}
     weights, states = _unwrapped(*parted({key: key for key in saved}), needed)

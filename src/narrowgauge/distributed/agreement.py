@@ -1,8 +1,7 @@
-"""What ranks agree on: the same settings, code and environment at the start, and in each step whether to stop after it.
+"""What ranks must have in common before the first step: settings, code and environment.
 
 A rank with another learning rate, another version or another CPU's rounding does not fail; it makes the run a different one, on
-all ranks. So everything that the numbers depend on is compared before the first step. All functions are collective: every rank
-calls them in the same order. With one rank they cost nothing.
+all ranks. So everything that the numbers depend on is compared before the first step. With one rank that costs nothing.
 """
 
 from __future__ import annotations
@@ -11,19 +10,15 @@ import functools
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 import narrowgauge
-from narrowgauge.distributed.world import gather_objects, world
-from narrowgauge.errors import NarrowgaugeError, RankError, ReportedError
-
-Result = TypeVar("Result")
+from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.errors import RankError
 
 VARIABLES = (
     "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
@@ -106,66 +101,5 @@ def require_same(described: Mapping[str, object]) -> None:
         RankError: on every rank, with the first rank that differs and how.
     Cost: one small all-gather.
     """
-    if difference := first_difference(gather_objects(dict(described))):
+    if difference := first_difference(all_ranks().gather(dict(described))):
         raise RankError(f"{difference}.", _ADVICE)
-
-
-def on_first_rank(function: Callable[[], Result]) -> Result:
-    """Call a function on rank 0 alone, and give every rank its result.
-
-    Args:
-        function: what checks or writes files, say.
-    Returns:
-        Its result, which can be pickled.
-    Raises:
-        NarrowgaugeError: the function's, on rank 0; on the others a :class:`ReportedError`, which prints nothing.
-    Cost: a broadcast.
-    """
-    if world().size == 1:
-        return function()
-    message: list[Any] = [None, 0]
-    failure: BaseException | None = None
-    if dist.get_rank() == 0:
-        try:
-            message = [function(), 0]
-        except BaseException as error:
-            failure, message = error, [None, _status_of(error)]
-    dist.broadcast_object_list(message, src=0)
-    if failure is not None:
-        raise failure
-    result, status = message
-    if status:
-        raise ReportedError(status)
-    found: Result = result
-    return found
-
-
-def _status_of(error: BaseException) -> int:
-    if isinstance(error, (RankError, ReportedError)):
-        return error.status
-    return 2 if isinstance(error, NarrowgaugeError) else 1
-
-
-def agree_to_stop(signal_number: int) -> int:
-    """The signal after which all ranks stop: the largest number that any of them has received.
-
-    A signal reaches ranks at different times, some in one step and some in the next. Asked once a step, all ranks stop after
-    the same one.
-
-    Args:
-        signal_number: received by this rank; 0 for none.
-    Returns:
-        The same number on every rank; 0 to go on.
-    Cost: an all-reduce of 8 bytes.
-    """
-    if world().size == 1:
-        return signal_number
-    number = torch.tensor(signal_number, dtype=torch.int64, device=_object_device())
-    dist.all_reduce(number, op=dist.ReduceOp.MAX)
-    return int(number)
-
-
-def _object_device() -> torch.device:
-    """The CPU, unless the group can only communicate GPU tensors."""
-    is_cpu = "gloo" in str(dist.get_backend_config())
-    return torch.device("cpu") if is_cpu else torch.device("cuda", torch.cuda.current_device())

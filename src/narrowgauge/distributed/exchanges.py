@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge.distributed.world import has_group
+from narrowgauge.distributed.ranks import has_group
 from narrowgauge.spec.reductions import Reduction
 
 

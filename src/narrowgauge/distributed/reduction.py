@@ -21,8 +21,8 @@ from narrowgauge import _torch
 from narrowgauge.distributed.compression import CompressedSum
 from narrowgauge.distributed.exact import ExactExchange
 from narrowgauge.distributed.exchanges import ALONE, BackendSum, Exchange, Parties, group_of, of_mesh, replicated
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.replicated import Replicated, local_part
-from narrowgauge.distributed.world import has_group, world
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.reductions import REDUCTIONS, Reduction
 
@@ -296,7 +296,7 @@ class GradientReduction:
             parties = of_mesh(where.mesh, where.shard_dim, where.replicate_dim)
             ranks[tuple(dist.get_process_group_ranks(parties.group))] = parties
             comm = _ReduceScatter(self, register(parties))
-            alone = group_of([world().rank]) if parties.replicas > 1 else None
+            alone = group_of([all_ranks().rank]) if parties.replicas > 1 else None
             self._undo.append(_torch.take_over_sums(module, group, comm, alone))
             if parties.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated
                 found |= {id(p) for p in _torch.fsdp_parameters(group)}
@@ -362,4 +362,4 @@ def _parties_of(model: nn.Module, mesh: Any) -> Parties:
         return replicated(group_of(mesh.mesh.flatten().tolist()))
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return replicated(model.process_group)
-    return replicated() if has_group() else ALONE
+    return replicated()

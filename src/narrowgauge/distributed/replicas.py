@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge import _torch
-from narrowgauge.distributed.world import gather_objects, world
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import CorruptionError
 from narrowgauge.numerics.checksums import CHUNK_BYTES, checksum, chunk_sums, word_sum
 
@@ -73,7 +73,7 @@ class Verifier:
     """
 
     def __init__(self, held: Callable[[], Iterable[Held]], every: int) -> None:
-        self._held, self.every, self.size = held, every, world().size
+        self._held, self.every, self.size = held, every, all_ranks().size
         self._resting: dict[str, tuple[int, int, Tensor]] = {}
         self._rests_since = 0
         self._alone: bool | None = None  # whether any of it is held by this rank alone
@@ -127,7 +127,7 @@ class Verifier:
             if before is not None and tuple(then) == _whereabouts(held):
                 found.append((held, word_sum(held.tensor) != before))
         flags = torch.stack([flag for _, flag in found]).tolist() if found else []
-        rank = world().rank
+        rank = all_ranks().rank
         return [
             Finding(f"{held.name} of rank {rank} changed in memory after step {self._rests_since}", rank, held.name)
             for (held, _), flag in zip(found, flags, strict=True)
@@ -179,12 +179,10 @@ class Verifier:
 
     def _agree(self, found: Sequence[Finding]) -> None:
         """Raise the first finding of any rank on all of them."""
-        device = _device()
-        flag = torch.tensor([len(found)], dtype=torch.int64, device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        if not int(flag):
+        ranks = all_ranks()
+        if not ranks.largest(len(found)):
             return
-        of_all = [finding for findings in gather_objects(list(found)) for finding in findings]
+        of_all = [finding for findings in ranks.gather(list(found)) for finding in findings]
         # One that is sure of a rank first; replicas find each difference once on each side.
         worst = min(of_all, key=lambda finding: (finding.rank is None, finding.is_guess))
         others = len({finding.tensor for finding in of_all} - {worst.tensor})
@@ -207,15 +205,9 @@ def _whereabouts(held: Held) -> tuple[int, int]:
     return held.tensor.data_ptr(), held.owner._version + held.tensor._version
 
 
-def _device() -> torch.device:
-    """Where small messages of the default group lie."""
-    on_cpu = "gloo" in dist.get_backend()
-    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-
-
 def _all_gather(mine: Tensor, group: Any) -> Tensor:
     """The tensors of all ranks of a group, shape [ranks, …], on the CPU."""
-    device = _device()
+    device = all_ranks().device
     parts = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine.to(device), group=group)
     return torch.stack(parts).cpu()
@@ -224,7 +216,7 @@ def _all_gather(mine: Tensor, group: Any) -> Tensor:
 def _compare_state(group: Any, same: Sequence[Held], step: int) -> list[Finding]:
     """What differs between the ranks of a group."""
     sums = torch.stack([checksum(held.tensor).to(same[0].tensor.device) for held in same])
-    digest = checksum(sums).to(_device())
+    digest = checksum(sums).to(all_ranks().device)
     ends = torch.stack([digest, ~digest])
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
     largest, smallest = int(ends[0]), ~int(ends[1])
@@ -356,7 +348,7 @@ def _gradient_sums(model: nn.Module, backward: Callable[[], object]) -> dict[str
 def _gathered_rows(sums: dict[str, Tensor]) -> list[dict[str, int]]:
     """The checksums of every rank."""
     numbers = torch.stack(list(sums.values())).tolist() if sums else []
-    return gather_objects(dict(zip(sums, numbers, strict=True)))
+    return all_ranks().gather(dict(zip(sums, numbers, strict=True)))
 
 
 def _gradient_findings(first: Sequence[dict[str, int]], second: Sequence[dict[str, int]], step: int) -> list[Finding]:

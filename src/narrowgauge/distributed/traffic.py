@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge import _torch
+from narrowgauge.distributed.ranks import all_ranks
 
 Columns = dict[str, Any]
 """Columns of a row of ``steps.jsonl``."""
@@ -88,7 +89,8 @@ class Traffic:
     """
 
     def __init__(self, window: int | None = None) -> None:
-        self.size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        ranks = all_ranks()
+        self.size, self._device = ranks.size, ranks.device
         self.window = max(WINDOW, self.size) if window is None else window
         self._inside = threading.local()
         # Lists, because a collective may end on a thread of the backend: appending is atomic, adding is not.
@@ -97,9 +99,6 @@ class Traffic:
         self._events: list[tuple[Any, Any]] = []
         self._steps: list[Tensor] = []
         self._restore = _torch.replace_collectives(self._counted, COLLECTIVES) if self.size > 1 else lambda: None
-        self._device = torch.device("cpu")
-        if self.size > 1 and "gloo" not in dist.get_backend():
-            self._device = torch.device("cuda", torch.cuda.current_device())
 
     def __enter__(self) -> Traffic:
         return self

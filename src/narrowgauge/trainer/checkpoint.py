@@ -31,8 +31,8 @@ from narrowgauge.checkpoints.manifest import (
     record_of,
     write_manifest,
 )
-from narrowgauge.checkpoints.ranks import Ranks, shared_damage
 from narrowgauge.checkpoints.reading import load_whole
+from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import (
     TEMPORARY,
@@ -48,7 +48,6 @@ from narrowgauge.runs.atomic_io import (
 _FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{8,})")
 _REPLACED = ".old-"
-ALONE = Ranks()
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None], ran
     place = Path(folder) / _FOLDER
     with disk_errors(place):
         for checkpoint in ranks.of_first(lambda: _found(place)):
-            found = shared_damage(checkpoint.path, ranks)
+            found = damage(checkpoint.path, ranks)
             if not found:
                 return checkpoint
             on_damaged(checkpoint.path, found)

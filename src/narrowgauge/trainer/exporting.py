@@ -18,14 +18,14 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from narrowgauge.checkpoints.ranks import Ranks
 from narrowgauge.checkpoints.reading import saved_tensors
 from narrowgauge.conversion.folders import new_folder
+from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import language_model
-from narrowgauge.trainer.checkpoint import ALONE, Checkpoint, latest_checkpoint
+from narrowgauge.trainer.checkpoint import Checkpoint, latest_checkpoint
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import open_data
 from narrowgauge.trainer.language_model import without_progress_bars

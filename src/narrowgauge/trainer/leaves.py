@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowgauge.distributed.world import World, gather_objects, has_group
+from narrowgauge.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def sum_in_order(shares: Sequence[Tensor], num_leaves: int, size: int = 1) -> Te
     return total
 
 
-def gather_in_order(values: Sequence[float], num_leaves: int, here: World) -> list[float]:
+def gather_in_order(values: Sequence[float], num_leaves: int, here: Ranks) -> list[float]:
     """A number of each leaf from all ranks, in the order of the leaves.
 
     Args:
@@ -76,7 +76,5 @@ def gather_in_order(values: Sequence[float], num_leaves: int, here: World) -> li
         num_leaves: how many leaves there are.
         here: this process.
     """
-    if here.size == 1 or not has_group():
-        return list(values[:num_leaves])
-    by_rank = gather_objects(list(values))
+    by_rank = here.gather(list(values))
     return [by_rank[leaf % here.size][leaf // here.size] for leaf in range(num_leaves)]

@@ -18,10 +18,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import cast
 
-from narrowgauge.distributed.agreement import agree_to_stop, on_first_rank
 from narrowgauge.distributed.launch import beat
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.traffic import Traffic
-from narrowgauge.distributed.world import world
 from narrowgauge.errors import CorruptionError, DataError, RecordError
 from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.optim import compilation
@@ -58,7 +57,7 @@ def train(config: TrainConfig, *, lent: bool = False, screen: Screen | None = No
         NarrowgaugeError: an invalid setting; nothing is written then.
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved; after SIGTERM :class:`~narrowgauge.errors.Terminated`.
     """
-    config, absent = on_first_rank(lambda: _begin(config))
+    config, absent = all_ranks().of_first(lambda: _begin(config))
     folder = Path(str(config.out))
     with _alone(folder, "make a run in", "choose another --out"), _shown(config, screen) as shown:
         return _train(config, folder, absent, lent, shown)
@@ -86,15 +85,15 @@ def _alone(folder: Path, doing: str, instead: str) -> Iterator[None]:
                 f"Cannot {doing} {folder}: another process is writing it.", f"Wait until it ends, or {instead}."
             )
 
-    with held_folder(folder) if world().is_first else nullcontext(True) as is_held:
-        on_first_rank(lambda: require(is_held))
+    with held_folder(folder) if all_ranks().is_first else nullcontext(True) as is_held:
+        all_ranks().of_first(lambda: require(is_held))
         yield
 
 
 @contextmanager
 def _shown(config: TrainConfig, screen: Screen | None) -> Iterator[Screen]:
     """The given screen, or standard output; the first rank's."""
-    if not world().is_first:
+    if not all_ranks().is_first:
         yield SilentScreen()
         return
     if screen is not None:
@@ -106,17 +105,17 @@ def _shown(config: TrainConfig, screen: Screen | None) -> Iterator[Screen]:
 
 def _train(config: TrainConfig, folder: Path, absent: list[Path], lent: bool, screen: Screen) -> Path:
     """:func:`train` in a folder that nobody else writes."""
-    on_first_rank(lambda: require_free(folder, beside=left_by_a_kill(folder)))
+    all_ranks().of_first(lambda: require_free(folder, beside=left_by_a_kill(folder)))
     prepared = (folder / "data").exists()
     try:
-        on_first_rank(lambda: remove_leftovers(folder))
+        all_ranks().of_first(lambda: remove_leftovers(folder))
         data = _prepared_data(config, folder, screen.stage)
         data.require(config.sequence_length)
         screen.stage("building the model")
         session = build(config, folder, data)
         writer = _first_writer(folder, lambda: RunWriter.create(folder, describe(session), beside=("data",)))
     except BaseException:
-        if world().is_first:
+        if all_ranks().is_first:
             _forget(folder, absent, prepared)
         raise
     with writer:
@@ -167,7 +166,7 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
     """:func:`resume` of a run that nobody else writes."""
     folder, stop_after = run.path, config.stop_after
     screen.stage("checking the tokens")
-    has_data = on_first_rank(lambda: (folder / "data").exists())
+    has_data = all_ranks().of_first(lambda: (folder / "data").exists())
     data = open_data(folder) if has_data else _prepared_data(config, folder, screen.stage)
     data.require_same(began_with)
     screen.stage("building the model")
@@ -184,7 +183,7 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
             "Name a later step with --stop-after, or leave it out.",
         )
     standing = session.standing
-    accepted = on_first_rank(lambda: accept(run, session.config, session.step, standing, accept_changes))
+    accepted = all_ranks().of_first(lambda: accept(run, session.config, session.step, standing, accept_changes))
     with _first_writer(folder, lambda: _rewound(folder, session.step, accept_changes)) as writer:
         noted += [Event("note", session.step, said) for said in (*accepted, *differences(run.run, describe(session)))]
         for event in noted:
@@ -199,7 +198,7 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
 def _first_writer(folder: Path, make: Callable[[], RunWriter]) -> RunWriter:
     """The writer of the run folder on the first rank; the others write nothing."""
     made: list[RunWriter] = []
-    on_first_rank(lambda: made.append(make()))
+    all_ranks().of_first(lambda: made.append(make()))
     return made[0] if made else cast(RunWriter, SilentWriter(folder))
 
 
@@ -241,7 +240,7 @@ def _prepared_data(config: TrainConfig, folder: Path, stage: Callable[[str], Non
             )
         )
 
-    on_first_rank(prepare)
+    all_ranks().of_first(prepare)
     return prepared[0] if prepared else open_data(folder)
 
 
@@ -292,7 +291,8 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
                 recovery.after(row, save)
                 beat(session.step)
                 last = session.step == config.steps
-                signal = agree_to_stop(interrupted[0] if interrupted else 0)
+                # It reaches ranks at different times, some in one step and some in the next: all stop after the same.
+                signal = session.here.largest(interrupted[0] if interrupted else 0)
                 stopping = bool(signal) or (session.step == config.stop_after and not last)
                 if stopping or last or _is_due(session.step, config.checkpoint_every):
                     save()
@@ -345,7 +345,7 @@ def _stop(session: Session, reporter: Reporter, signal: int) -> None:
 
 
 def _finish(session: Session, reporter: Reporter, wall_seconds: float) -> None:
-    done = on_first_rank(
+    done = all_ranks().of_first(
         lambda: [row["val_loss"] for row in read_run(session.folder).evals if row["step"] == session.step]
     )
     val_loss = done[-1] if done else _evaluate(session, reporter)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import torch
 
-from narrowgauge.distributed.world import gather_objects
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.nan_origin.replay import Replay, replay
 from narrowgauge.monitor.spikes import Spike, StepJudgement
@@ -147,9 +146,9 @@ class Recovery:
 
     def _why_skipped(self) -> str:
         """Which gradient overflowed, and the new loss scale."""
-        optimizer = self.session.optimizer
+        optimizer, here = self.session.optimizer, self.session.here
         # A rank knows of the rows that it holds.
-        names = list(dict.fromkeys(name for found in gather_objects(optimizer.last_overflow) for name in found))
+        names = list(dict.fromkeys(name for found in here.gather(optimizer.last_overflow) for name in found))
         scaler = optimizer.loss_scaler
         where = f" in '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
         scale = "" if scaler is None else f"; the loss scale is now {float(scaler.scale_tensor):g}"
@@ -183,7 +182,7 @@ def replay_last_step(session: Session, say: Callable[[str], object] = lambda _: 
     try:
         if gauges is not None:
             gauges.sampling = False
-        found = replay(session.model, step, say=say, agree=lambda has_found: any(gather_objects(has_found)))
+        found = replay(session.model, step, say=say, agree=lambda has_found: any(session.here.gather(has_found)))
     finally:
         session.step += 1
         session.reshard()
@@ -191,7 +190,7 @@ def replay_last_step(session: Session, say: Callable[[str], object] = lambda _: 
             linears.step = was_at
         if gauges is not None:
             gauges.sampling = was_sampling
-    return _at_fault(gather_objects((all(math.isfinite(float(loss)) for loss in own), found)))
+    return _at_fault(session.here.gather((all(math.isfinite(float(loss)) for loss in own), found)))
 
 
 def _at_fault(found: list[tuple[bool, Replay]]) -> tuple[int, Replay]:

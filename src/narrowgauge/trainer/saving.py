@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.checkpoints.ranks import Ranks
+from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.optim.shards import local_of
 from narrowgauge.runs.atomic_io import disk_error
-from narrowgauge.trainer.checkpoint import ALONE, new_checkpoint, path_of, save_checkpoint
+from narrowgauge.trainer.checkpoint import new_checkpoint, path_of, save_checkpoint
 
 
 class Saver:

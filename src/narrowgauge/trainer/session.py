@@ -25,14 +25,13 @@ from transformers import PreTrainedModel
 
 import narrowgauge
 from narrowgauge.assembly import assemble
-from narrowgauge.checkpoints.ranks import all_ranks
 from narrowgauge.checkpoints.reading import saved_tensors
 from narrowgauge.distributed.placement import read_placement
+from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction, reduce_gradients_with
 from narrowgauge.distributed.replicas import Verifier
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, make_mesh, through_root
 from narrowgauge.distributed.traffic import Traffic
-from narrowgauge.distributed.world import World, world
 from narrowgauge.errors import RankError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
@@ -94,7 +93,7 @@ class Session:
     accumulator: GradientAccumulator | None = None
     linears: Linears | None = None
     reduction: GradientReduction | None = None
-    here: World = field(default_factory=World)
+    here: Ranks = ALONE
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -109,7 +108,7 @@ class Session:
     traffic: Traffic | None = None
 
     def __post_init__(self) -> None:
-        self.saver = Saver(self.folder, all_ranks())
+        self.saver = Saver(self.folder, self.here.apart())
         self.verifier = verifier_of(self)
 
     @property
@@ -261,7 +260,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     nn.Module.to(model, device)
     if config.activation_checkpointing:
         language_model.enable_activation_checkpointing(model)
-    here = world()
+    here = all_ranks()
     mesh = _mesh(config, here, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)  # the loop reports it as a note
@@ -299,7 +298,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator, linears, reduction, here)
 
 
-def _mesh(config: TrainConfig, here: World, device: torch.device) -> Any:
+def _mesh(config: TrainConfig, here: Ranks, device: torch.device) -> Any:
     """The mesh of the ranks that train together; ``None`` for one process.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.distributed.agreement import on_first_rank
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.monitor.alarms import Alarms
 from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.optim.audit import Alarm
@@ -59,7 +59,7 @@ class Reporter:
 
     def rebuild(self) -> Run:
         """Restore the detectors from the run folder, which the first rank reads, and return its content."""
-        run = on_first_rank(lambda: read_run(self.folder))
+        run = all_ranks().of_first(lambda: read_run(self.folder))
         self.alarms = Alarms.rebuilt(self.recipe, run.steps, run.gauges, is_audited=True)
         return run
 

@@ -15,7 +15,6 @@ from dataclasses import asdict
 
 import torch
 
-from narrowgauge.distributed.agreement import on_first_rank
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.monitor.spikes import StepJudgement
@@ -167,7 +166,7 @@ def evaluate(session: Session) -> float:
 
 def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
     """The record of ``summary.json``."""
-    rates = sorted(on_first_rank(lambda: [row["tokens_per_second"] for row in read_run(session.folder).steps]))
+    rates = sorted(session.here.of_first(lambda: [row["tokens_per_second"] for row in read_run(session.folder).steps]))
     sums = (session.accumulator, session.reduction)
     summed = sum(each.bytes_per_param() for each in sums if each is not None)
     return {

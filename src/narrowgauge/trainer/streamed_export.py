@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from narrowgauge.checkpoints.ranks import Ranks
 from narrowgauge.checkpoints.reading import SavedTensor, load_whole
 from narrowgauge.checkpoints.tensor_files import write_one_by_one
+from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.numerics.summation import fingerprint, fingerprint_all
 from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.checkpoint import ALONE, Checkpoint
+from narrowgauge.trainer.checkpoint import Checkpoint
 
 MAX_FILE_BYTES = 5_000_000_000
 """The largest file of an export, unless a single tensor is larger."""

@@ -1,0 +1,143 @@
+"""The processes that train together, and how one asks the others.
+
+Ranks exchange small Python objects; what the first one finds out, all learn; and what fails on one fails on all, or those without
+the error would wait for the others for ever. Without a process group there is one process, of rank 0, and nothing to exchange:
+callers need not ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from narrowgauge.errors import NarrowgaugeError, ReportedError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes of a group, as one of them sees them; all of them make each call, in the same order.
+
+    Args:
+        rank: this process, from 0.
+        size: the number of processes.
+        group: their process group; the default one without.
+
+    Example:
+        >>> Ranks().gather(7), Ranks().of_first(lambda: 7), Ranks().together(lambda: 7), Ranks().largest(7)
+        ([7], 7, 7, 7)
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = field(default=None, repr=False)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes files and speaks to the console."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where small messages lie: the CPU, unless the group can only communicate GPU tensors."""
+        on_cpu = self.size == 1 or "gloo" in str(dist.get_backend_config(self.group))
+        return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+    def gather(self, value: T) -> list[T]:
+        """The value of each rank, by rank, on every rank; what can be pickled."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def largest(self, number: int) -> int:
+        """The largest number of any rank, on every rank. Cost: an all-reduce of 8 bytes."""
+        if self.size == 1:
+            return number
+        found = torch.tensor(number, dtype=torch.int64, device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return int(found)
+
+    def of_first(self, function: Callable[[], T]) -> T:
+        """What a function returns on the first rank, on every rank; the others do not call it.
+
+        Args:
+            function: what checks or writes files, say; its result can be pickled.
+        Raises:
+            NarrowgaugeError, OSError: what it raises, on every rank.
+            ReportedError: on the others, where it raises anything else: the first has the traceback.
+        Cost: a broadcast.
+        """
+        if self.size == 1:
+            return function()
+        sent: list[Any] = [None, None]
+        try:
+            if self.is_first:
+                sent[0] = function()
+        except BaseException as error:
+            sent[1] = _told(error)
+            raise
+        finally:
+            dist.broadcast_object_list(sent, group=self.group, group_src=0)
+        result, failure = sent
+        if failure is not None:
+            raise failure
+        found: T = result
+        return found
+
+    def together(self, function: Callable[[], T]) -> T:
+        """What a function returns here, if it fails on no rank.
+
+        Raises:
+            Exception: the error of the first rank that has one, on every rank; told as in :meth:`of_first`.
+        Cost: an all-gather of small objects.
+        """
+        if self.size == 1:
+            return function()
+        found: list[T] = []
+        failure: Exception | None = None
+        try:
+            found.append(function())
+        except Exception as error:
+            failure = error
+        told = self.gather(None if failure is None else _told(failure))
+        first = next((rank for rank, error in enumerate(told) if error is not None), None)
+        if failure is not None and first == self.rank:
+            raise failure
+        if first is not None and (theirs := told[first]) is not None:
+            raise theirs
+        return found[0]
+
+    def apart(self) -> Ranks:
+        """The same ranks in a process group of their own, whose objects are sent from the CPU."""
+        return self if self.size == 1 else Ranks(self.rank, self.size, dist.new_group(backend="gloo"))
+
+
+def _told(error: BaseException) -> NarrowgaugeError | OSError:
+    """What the other ranks raise for an error of one: the same, if it says in a line what is wrong."""
+    return error if isinstance(error, (NarrowgaugeError, OSError)) else ReportedError(status=1)
+
+
+ALONE = Ranks()
+"""A process on its own."""
+
+
+def has_group() -> bool:
+    """Whether a process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def all_ranks() -> Ranks:
+    """The processes of the default process group; one process where there is none.
+
+    Example:
+        >>> all_ranks()
+        Ranks(rank=0, size=1)
+    """
+    return Ranks(dist.get_rank(), dist.get_world_size()) if has_group() else ALONE
