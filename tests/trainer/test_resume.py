@@ -24,7 +24,7 @@ import tomli_w
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.trainer import checkpoint, loop, session
+from narrowgauge.trainer import checkpoint, loop, saved_run
 from trainer.tiny_runs import CASES, ENVIRONMENT, assert_same_run, call, settings, words_of
 
 if sys.version_info >= (3, 11):
@@ -278,7 +278,7 @@ def test_without_a_good_checkpoint_the_run_starts_again(place: Path, whole: dict
     folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
     flip_last_byte(folder / "checkpoints" / "step-00000002" / "state.json")
     with pytest.raises(RecordError, match="no good checkpoint"):
-        session.load(folder)
+        saved_run.load(folder)
     loop.resume(folder)
     assert_same_run(read_run(folder), whole["naive"])
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
@@ -23,14 +22,10 @@ from narrowgauge.conversion.folders import new_folder
 from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors
-from narrowgauge.runs.record import read_run
-from narrowgauge.trainer import language_model
-from narrowgauge.trainer.checkpoint import Checkpoint, latest_checkpoint
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data import open_data
 from narrowgauge.trainer.language_model import without_progress_bars
 from narrowgauge.trainer.preflight import refuse_occupied
-from narrowgauge.trainer.session import load, no_checkpoint
+from narrowgauge.trainer.saved_run import SavedRun, load, open_run
 from narrowgauge.trainer.streamed_export import MAX_FILE_BYTES, WeightSource, can_stream, write_weights
 from narrowgauge.trainer.tokenization import load_tokenizer
 
@@ -109,46 +104,6 @@ def export(
     names = tuple(name for name, _ in run.model.named_parameters())
     source = WeightSource(run.checkpoint, saved, names, run.config.recipe, dtype == "float32")
     return _stream(run, source, Path(out), max_file_bytes, ranks)
-
-
-@dataclass(frozen=True)
-class SavedRun:
-    """A run on the disk, whose weights are not loaded.
-
-    Args:
-        model: on the meta device.
-        config: the settings.
-        checkpoint: the newest good one.
-        tokenizer_path: the run's ``tokenizer.json``, if the data came with one.
-    """
-
-    model: PreTrainedModel
-    config: TrainConfig
-    checkpoint: Checkpoint
-    tokenizer_path: Path | None
-
-
-def open_run(folder: str | Path, ranks: Ranks = ALONE) -> SavedRun:
-    """Open a run folder at its newest good checkpoint, without its weights.
-
-    Args:
-        folder: the run folder.
-        ranks: which open it together; all call this.
-    Raises:
-        RecordError: no such run, or one of a newer version, or no good checkpoint.
-    """
-    folder = Path(folder)
-    run = read_run(folder)
-    config = TrainConfig.from_dict(run.config, str(folder / "run.toml"))
-    data = open_data(folder)
-    data.require_same(run.data_fingerprint)
-    damaged: list[str] = []
-    checkpoint = latest_checkpoint(
-        folder, lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"), ranks
-    )
-    if checkpoint is None:
-        raise no_checkpoint(folder, damaged)
-    return SavedRun(language_model.skeleton(config.model, data.vocab_size), config, checkpoint, data.tokenizer_path)
 
 
 def _stream(run: SavedRun, source: WeightSource, out: Path, max_file_bytes: int, ranks: Ranks) -> Path:

@@ -43,11 +43,10 @@ from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.runs.atomic_io import disk_errors
-from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.checkpoint import latest_checkpoint
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data import Dataset, open_data
+from narrowgauge.trainer.data import Dataset
 from narrowgauge.trainer.detours import Detour, batch_index
 from narrowgauge.trainer.leaves import Turn, turns
 from narrowgauge.trainer.saving import Saver
@@ -338,37 +337,6 @@ def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Ten
             return summed(tokens)
 
     return scoped
-
-
-def load(folder: str | Path) -> Session:
-    """Load the session of a run folder at its latest good checkpoint, for export or sampling.
-
-    Args:
-        folder: a run folder.
-    Returns:
-        The session, without compilation or gauges.
-    Raises:
-        RecordError: no such run, or one of a newer version, or no good checkpoint.
-    """
-    folder = Path(folder)
-    run = read_run(folder)
-    config = TrainConfig.from_dict(run.config, str(folder / "run.toml"))
-    data = open_data(folder)
-    data.require_same(run.data_fingerprint)
-    session = build(dataclasses.replace(config, compile=False), folder, data)
-    damaged: list[str] = []
-    session.restore(lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"))
-    if session.step == 0:
-        raise no_checkpoint(folder, damaged)
-    return session
-
-
-def no_checkpoint(folder: Path, damaged: list[str]) -> RecordError:
-    """A run has no good checkpoint; ``damaged`` says why each was not loaded."""
-    return RecordError(
-        f"{folder} holds no good checkpoint{': ' + '; '.join(damaged) if damaged else ''}.",
-        f"narrowgauge resume {folder} restarts it from step 0.",
-    )
 
 
 def describe(session: Session) -> dict[str, Any]:
