@@ -30,8 +30,8 @@ from timing import Contender, Report, Row, measure, parser
 
 import narrowgauge as ng
 from narrowgauge.comparison.intervals import interval
-from narrowgauge.distributed.block_codes import BLOCK_CODES
 from narrowgauge.distributed.traffic import Traffic
+from narrowgauge.numerics.block_codes import BLOCK_CODES
 from narrowgauge.spec.models import get_model
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.data import Dataset, open_data, prepare_data

@@ -40,10 +40,10 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.errors import ChipError
 from narrowgauge.gauges.attach import Gauges
-from narrowgauge.matmul import operand, rng
 from narrowgauge.matmul.gemm import EmulationNotice, is_native, multiply, operand_dtype
 from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.matmul.rng import random_words
+from narrowgauge.numerics import fusion
 from narrowgauge.spec.codes import VISIBLE
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute
 from narrowgauge.spec.models import get_model
@@ -202,7 +202,7 @@ def cast_bits(cast: Cast, dim: int, x: Tensor, device: str, compile: bool) -> li
     amax = finite.abs().amax().view(1, 1) / 2 if cast.scaling == "delayed" else None
     fold = finite.abs().amax(dim, keepdim=True) + 1 if cast.format == "int8" else None
     least = 0 if compile else sys.maxsize
-    with patch.object(operand, "COMPILE_ELEMENTS", least), patch.object(rng, "COMPILE_ELEMENTS", least):
+    with patch.object(fusion, "COMPILE_ELEMENTS", least):
         words = random_words(cast, x, dim, state, 0, 1)
         made = cast_matrix(x, cast, dim, dtype, words=words, fold=fold, amax=amax)
     data, outer = (None if part is None else part.float().cpu() for part in made)

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 import narrowgauge as ng
 from distributed.models import gradients_of
 from distributed.test_reduction import KINDS, expected, found, placed, step
-from narrowgauge.distributed.block_codes import BLOCK_CODES
 from narrowgauge.distributed.traffic import Traffic
+from narrowgauge.numerics.block_codes import BLOCK_CODES
 from narrowgauge.spec.reductions import REDUCTIONS
 from ranks import run_ranks
 

@@ -37,11 +37,12 @@ from matmul.scenarios import (
 )  # fmt: skip
 from narrowgauge._torch import _TRUST_COMPILER
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import custom_ops, gemm, layer_matmuls, operand, rng
+from narrowgauge.matmul import custom_ops, gemm, layer_matmuls, rng
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.swapping import linears_of, swap_linears
+from narrowgauge.numerics import fusion
 from narrowgauge.numerics.quantization import padded, rotate
 from narrowgauge.spec.computes import COMPUTES, Compute
 from oracles import linear as oracle
@@ -857,8 +858,7 @@ def test_with_compiled_casts_a_compiled_layer_gives_the_same_bits(
 ) -> None:
     x, grad = batch((140, 65, 34))
     wanted = passed(make_layer("int8-row", 65, 34)[0], x, grad)
-    for module in (operand, gemm, rng):
-        monkeypatch.setattr(module, "COMPILE_ELEMENTS", 1)
+    monkeypatch.setattr(fusion, "COMPILE_ELEMENTS", 1)
     layer, _ = make_layer("int8-row", 65, 34)
     assert same(passed(layer, x, grad, compiled(layer)), wanted)
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from matmul.scenarios import CPU, DIMS, KEY, ROWS, exact, gaussian, quantized, words_for
-from narrowgauge.matmul import operand
 from narrowgauge.matmul.gemm import operand_dtype
 from narrowgauge.matmul.operand import Operand, cast_matrix, outer_shape
+from narrowgauge.numerics import fusion
 from narrowgauge.numerics.quantization import padded
 from narrowgauge.spec.computes import BLOCKS, COMPUTES, PLACES, Cast
 from tensors import bits_with_one_nan
@@ -207,7 +207,7 @@ def test_beyond_a_given_magnitude_values_saturate() -> None:
 def test_compiled_casts_give_the_same_bits_for_any_shape(
     cast: Cast, dim: int, dtype: torch.dtype, is_folded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert operand.can_compile()
+    assert fusion.can_compile()
     # At least two blocks along each side: a side of one is another kernel.
     shapes = [(200, 260), (300, 129), (130, 513)]
     cases = [
@@ -223,14 +223,14 @@ def test_compiled_casts_give_the_same_bits_for_any_shape(
 
     expected = [run(*case) for case in cases]
     calls: list[str] = []
-    real = operand.compiled
+    real = fusion.compiled
 
     def counted(definition: FunctionType, *arguments: Tensor | None) -> object:
         calls.append(definition.__name__)
         return real(definition, *arguments)
 
-    monkeypatch.setattr(operand, "COMPILE_ELEMENTS", 1)
-    monkeypatch.setattr(operand, "compiled", counted)
+    monkeypatch.setattr(fusion, "COMPILE_ELEMENTS", 1)
+    monkeypatch.setattr(fusion, "compiled", counted)
     found = [run(*cases[0])]
     with torch.compiler.set_stance("fail_on_recompile"):
         found += [run(*case) for case in cases[1:]]
@@ -246,19 +246,19 @@ def test_small_matrices_and_machines_without_a_compiler_cast_uncompiled(monkeypa
     def forbidden(*_: object) -> object:
         raise AssertionError("compiled")
 
-    monkeypatch.setattr(operand, "compiled", forbidden)
-    cast, limit = COMPUTES["float8-row"].output.left, operand.COMPILE_ELEMENTS
+    monkeypatch.setattr(fusion, "compiled", forbidden)
+    cast, limit = COMPUTES["float8-row"].output.left, fusion.COMPILE_ELEMENTS
     side = math.isqrt(limit)
     made(torch.zeros(side, side - 1), cast, 1, torch.bfloat16)
     with pytest.raises(AssertionError, match="compiled"):
         made(torch.zeros(side, limit // side + 1), cast, 1, torch.bfloat16)
-    monkeypatch.setattr(operand, "compiler_missing", lambda: "no C++ compiler is on PATH")
-    operand.can_compile.cache_clear()
+    monkeypatch.setattr(fusion, "compiler_missing", lambda: "no C++ compiler is on PATH")
+    fusion.can_compile.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"no C\+\+ compiler is on PATH: casts run uncompiled"):
             made(torch.zeros(side, limit // side + 1), cast, 1, torch.bfloat16)
     finally:
-        operand.can_compile.cache_clear()
+        fusion.can_compile.cache_clear()
 
 
 def test_the_table_has_casts_of_every_kind() -> None:

@@ -1,7 +1,7 @@
 """Sums of gradients that travel in 8 or 4 bits.
 
 A ring adds what it receives and sends the sum on: were that compressed, each hop would round again. Here every rank sends each
-*owner* its part of the gradient once, in records (:mod:`narrowgauge.distributed.block_codes`), and the owner adds what all
+*owner* its part of the gradient once, in records (:mod:`narrowgauge.numerics.block_codes`), and the owner adds what all
 ranks sent in float32, in the order of the ranks. Its own part it has without any rounding.
 
 Where several ranks keep the sum (replicated models, the replicas of HSDP), each owns a piece of it. The pieces are then
@@ -27,8 +27,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.distributed.block_codes import BLOCK_CODES, RECORD_VALUES
 from narrowgauge.distributed.exchanges import Exchange, Parties, all_gather
+from narrowgauge.numerics.block_codes import BLOCK_CODES, RECORD_VALUES
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.spec.reductions import Reduction
 

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.matmul.operand import COMPILE_ELEMENTS, Operand, can_compile, compiled
+from narrowgauge.matmul.operand import Operand
+from narrowgauge.numerics.fusion import fused
 from narrowgauge.numerics.rounding import power_below
 from narrowgauge.numerics.widening import SCRATCH, float32_tiles, is_widened, sum_integers
 from narrowgauge.spec.computes import Cast, Compute, Product
@@ -163,10 +164,8 @@ def _along(outer: Tensor | None, *, rows: bool) -> Tensor | None:
 def _widened(x: Tensor) -> Tensor:
     if x.dtype not in _FLOAT8:
         return x
-    if x.numel() >= COMPILE_ELEMENTS and can_compile():
-        widened: Tensor = compiled(_to_bfloat16, x)
-        return widened
-    return x.to(torch.bfloat16)
+    widened: Tensor = fused(x.numel(), _to_bfloat16, x)
+    return widened
 
 
 def _to_bfloat16(x: Tensor) -> Tensor:
@@ -249,13 +248,10 @@ def _row_major(x: Tensor) -> Tensor:
 def _scale_into(
     out: Tensor, values: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None
 ) -> None:
-    definition = _scaling(out.dtype)
     if by_row is by_column is bias is None:
         out.copy_(values)
-    elif values.numel() >= COMPILE_ELEMENTS and can_compile():
-        compiled(definition, values, by_row, by_column, bias, out)
     else:
-        definition(values, by_row, by_column, bias, out)
+        fused(values.numel(), _scaling(out.dtype), values, by_row, by_column, bias, out)
 
 
 def _multiply_float8(
@@ -289,11 +285,8 @@ def _filled(x: Tensor, rows: int, columns: int) -> Tensor:
 def _scaled(
     result: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    definition = _scaling(dtype)
-    if result.numel() >= COMPILE_ELEMENTS and can_compile():
-        scaled: Tensor = compiled(definition, result, by_row, by_column, bias)
-        return scaled
-    return definition(result, by_row, by_column, bias)
+    scaled: Tensor = fused(result.numel(), _scaling(dtype), result, by_row, by_column, bias)
+    return scaled
 
 
 @lru_cache(None)

@@ -8,7 +8,6 @@ applied after the matmul.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,14 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge._torch import compile_any_shape, compiler_missing
 from narrowgauge.numerics import quantization
+from narrowgauge.numerics.fusion import fused
 from narrowgauge.numerics.quantization import blocked, padded, sides_of, smoothing
 from narrowgauge.spec.computes import Cast
-
-COMPILE_ELEMENTS = 1 << 18
-"""Casts of at least so many elements are compiled; a smaller cast never wins back the time that compiling it takes."""
-
 
 Words = tuple[Tensor, Tensor]
 
@@ -71,17 +66,17 @@ def cast_matrix(
     if not x.numel():
         return _nothing(x, cast, dim, dtype)
     if cast.smooth:
-        fold, amax = _run(_smoothing, cast, dim, dtype, x, x)
+        fold, amax = fused(x.numel(), _smoothing(cast), x)
     if cast.block is None:
-        data, scale = _run(_whole, cast, dim, dtype, x, x, *(words or (None, None)), fold, amax)
+        data, scale = fused(x.numel(), _whole(cast, dim, dtype), x, *(words or (None, None)), fold, amax)
         return Operand(data, scale / fold if cast.smooth else scale)
     if fold is not None:
         x = x.float() * fold
     if cast.rotation == "hadamard":
-        x = _run(_rotation, cast, dim, torch.float32, x, x)
+        x = fused(x.numel(), _rotation(dim), x)
     sides = sides_of(cast, dim)
     chances = (None, None) if words is None else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
-    values, outer, *_ = _run(_blocks, cast, dim, dtype, x, blocked(x, sides), *chances, amax)
+    values, outer, *_ = fused(x.numel(), _blocks(cast, dtype), blocked(x, sides), *chances, amax)
     return Operand(values.view(x.shape), outer)
 
 
@@ -114,15 +109,6 @@ def _nothing(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> Operand:
     return Operand(x.to(dtype), None if shape is None else torch.ones(shape, dtype=torch.float32, device=x.device))
 
 
-def _run(
-    make: Callable[..., Any], cast: Cast, dim: int, dtype: torch.dtype, x: Tensor, *arguments: Tensor | None
-) -> Any:
-    definition = make(cast, dim, dtype)
-    if x.numel() >= COMPILE_ELEMENTS and can_compile():
-        return compiled(definition, *arguments)
-    return definition(*arguments)
-
-
 @lru_cache(None)
 def _whole(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
     """The definition for a cast without blocks."""
@@ -138,7 +124,7 @@ def _whole(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 @lru_cache(None)
-def _smoothing(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
+def _smoothing(cast: Cast) -> Callable[..., Any]:
     """The definition of what a smooth cast multiplies channels by."""
 
     def channel_factors(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -148,7 +134,7 @@ def _smoothing(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 @lru_cache(None)
-def _rotation(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
+def _rotation(dim: int) -> Callable[..., Any]:
     """The definition of a cast's rotation."""
 
     def rotate_blocks(x: Tensor) -> Tensor:
@@ -158,7 +144,7 @@ def _rotation(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 @lru_cache(None)
-def _blocks(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
+def _blocks(cast: Cast, dtype: torch.dtype) -> Callable[..., Any]:
     """The definition for a cast in blocks, on blocks."""
 
     def cast_blocks(
@@ -169,39 +155,3 @@ def _blocks(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
         return (codes * inner).to(dtype), outer, inner, inverse
 
     return cast_blocks
-
-
-def compiled(definition: Callable[..., Any], *arguments: Tensor | None) -> Any:
-    """The definition applied to these arguments, compiled for their pattern and any size.
-
-    PyTorch recompiles a function for each pattern (dtypes, absent arguments, sides of 1, equal sides, memory order) and gives up
-    after eight; so each pattern is a function of its own.
-    """
-    with torch.no_grad():
-        return _kernel(definition, _pattern(arguments))(*arguments)
-
-
-@lru_cache(None)
-def _kernel(definition: Callable[..., Any], pattern: tuple[Any, ...]) -> Callable[..., Any]:
-    return compile_any_shape(definition, definition.__name__)  # type: ignore[arg-type]
-
-
-def _pattern(arguments: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    sizes: dict[int, int] = {1: -1}
-    described: list[Any] = []
-    for argument in arguments:
-        if argument is None:
-            described.append(None)
-            continue
-        sides = tuple(sizes.setdefault(size, len(sizes)) for size in argument.shape)
-        described.append((argument.dtype, argument.device, sides, argument.is_contiguous()))
-    return tuple(described)
-
-
-@lru_cache(None)
-def can_compile() -> bool:
-    """Whether casts can be compiled here; warns once where not."""
-    missing = compiler_missing()
-    if missing:
-        warnings.warn(f"{missing}: casts run uncompiled, with the same bits but slower.", stacklevel=3)
-    return not missing

@@ -14,7 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from narrowgauge.matmul.operand import COMPILE_ELEMENTS, Words, can_compile, compiled
+from narrowgauge.matmul.operand import Words
+from narrowgauge.numerics.fusion import fused
 from narrowgauge.numerics.quantization import sides_of, words_of
 from narrowgauge.numerics.rounding import random_bits
 from narrowgauge.spec.computes import Cast
@@ -48,9 +49,7 @@ def random_words(cast: Cast, x: Tensor, dim: int, state: Tensor, operand: int, s
     rows, columns = (-(-size // side) * side for size, side in zip(x.shape, sides_of(cast, dim), strict=True))
     row, column = _counters(rows, x.device), _counters(columns, x.device)
     other, length = _number(operand, x.device), _number(sequence_length, x.device)
-    if x.numel() < COMPILE_ELEMENTS or not can_compile():
-        return state_words(row, column, state, other, length)
-    words: Words = compiled(state_words, row, column, state, other, length)
+    words: Words = fused(x.numel(), state_words, row, column, state, other, length)
     return words
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.distributed import block_codes
-from narrowgauge.distributed.block_codes import BLOCK_CODES, RECORD_VALUES, BlockCode
+from narrowgauge.numerics import block_codes, fusion
+from narrowgauge.numerics.block_codes import BLOCK_CODES, RECORD_VALUES, BlockCode
 from narrowgauge.numerics.quantization import uniform
 from narrowgauge.numerics.rounding import step_seed
 
@@ -121,6 +121,6 @@ def test_compiled_code_gives_the_same_bytes(code: BlockCode, monkeypatch: pytest
         eager = code.encode(values, 11)
         total = code.add_decoded(x, eager)
         with monkeypatch.context() as patch:
-            patch.setattr(block_codes, "_COMPILED_VALUES", 0)
+            patch.setattr(fusion, "COMPILE_ELEMENTS", 0)
             assert torch.equal(code.encode(values, 11), eager)
             assert torch.equal(code.add_decoded(x, eager), total)

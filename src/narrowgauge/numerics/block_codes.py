@@ -18,7 +18,6 @@ What happens to special values: a NaN or a magnitude of 2^127 or more makes all 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge._torch import compile_any_shape, compiler_missing
+from narrowgauge.numerics.fusion import fused
 from narrowgauge.numerics.quantization import TINY, blocked, quantize_blocks, words_of
 from narrowgauge.numerics.rounding import bits_of, float_of, power_below
 from narrowgauge.spec.computes import Cast
@@ -35,8 +34,6 @@ from narrowgauge.spec.formats import get_format
 
 RECORD_VALUES = 256
 """Values in a record."""
-# Compiling takes some seconds; fewer values than this are done in that time many thousand times over.
-_COMPILED_VALUES = 1 << 18
 _MANTISSA_BITS, _EXPONENT_MASK = 23, 0xFF
 
 
@@ -106,8 +103,8 @@ class BlockCode:
         x = F.pad(x, (0, -len(x) % RECORD_VALUES)) if len(x) % RECORD_VALUES else x
         sides = (1, self.block)
         by_record, by_place = _words(len(x) // RECORD_VALUES, key, x.device)
-        codes, scales, powers, _ = _run(
-            _encoding, self, x, blocked(x.view(-1, RECORD_VALUES), sides),
+        codes, scales, powers, _ = fused(
+            x.numel(), _encoding(self), blocked(x.view(-1, RECORD_VALUES), sides),
             blocked(by_record, (1, 1)), blocked(by_place, sides),
         )  # fmt: skip
         records = x.new_empty(len(codes), self.record_bytes, dtype=torch.uint8)
@@ -132,7 +129,7 @@ class BlockCode:
         powers = float_of(records[:, -1:].to(torch.int32) << _MANTISSA_BITS)
         steps = scales * (powers * (1 / _power_of_outer(self)))
         whole = F.pad(total, (0, codes.numel() - len(total))) if codes.numel() > len(total) else total
-        added: Tensor = _run(_decoding, self, whole, whole.view(shape), codes, steps.view(*shape[:-1], 1))
+        added: Tensor = fused(whole.numel(), _add_codes, whole.view(shape), codes, steps.view(*shape[:-1], 1))
         return added.view(-1).narrow(0, 0, len(total))
 
     def decode(self, records: Tensor, count: int) -> Tensor:
@@ -164,20 +161,6 @@ def _words(num_records: int, key: int, device: torch.device) -> tuple[Tensor, Te
     return words_of(counters[0], counters[1], seed, first)
 
 
-def _run(make: Callable[[BlockCode], Callable[..., Any]], code: BlockCode, x: Tensor, *arguments: Tensor) -> Any:
-    """A definition applied to these arguments; compiled, a function of its own for each dtype and device."""
-    if x.numel() < _COMPILED_VALUES or compiler_missing():
-        return make(code)(*arguments)
-    with torch.no_grad():
-        return _compiled(make, code, x.dtype, x.device.type)(*arguments)
-
-
-@lru_cache(None)
-def _compiled(make: Callable[[BlockCode], Any], code: BlockCode, dtype: torch.dtype, device: str) -> Callable[..., Any]:
-    definition = make(code)
-    return compile_any_shape(definition, definition.__name__)
-
-
 @lru_cache(None)
 def _encoding(code: BlockCode) -> Any:
     """The definition of a record's codes, scales and power; views are made outside, or the loops are not vectorized."""
@@ -192,14 +175,9 @@ def _encoding(code: BlockCode) -> Any:
     return encode_blocks
 
 
-@lru_cache(None)
-def _decoding(code: BlockCode) -> Any:
+def _add_codes(total: Tensor, codes: Tensor, steps: Tensor) -> Tensor:
     """The definition of a sum of one more rank's values."""
-
-    def add_codes(total: Tensor, codes: Tensor, steps: Tensor) -> Tensor:
-        return total + codes.float() * steps
-
-    return add_codes
+    return total + codes.float() * steps
 
 
 BLOCK_CODES: dict[str, BlockCode] = {

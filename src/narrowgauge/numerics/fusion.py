@@ -1,0 +1,68 @@
+"""Fusion: definitions of several elementwise operations, compiled into one loop where tensors are large.
+
+A *definition* is a pure function of tensors. Compiled or not, it gives the same bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge._torch import compile_any_shape, compiler_missing
+
+COMPILE_ELEMENTS = 1 << 18
+"""Definitions are compiled for at least so many elements; fewer never win back the seconds that compiling takes."""
+
+
+def fused(size: int, definition: Callable[..., Any], *arguments: Tensor | None) -> Any:
+    """A definition applied to these arguments.
+
+    Args:
+        size: number of elements that it works on.
+        definition: the same object for the same lines and constants: each is compiled once.
+        arguments: tensors, or ``None``.
+    """
+    if size >= COMPILE_ELEMENTS and can_compile():
+        return compiled(definition, *arguments)
+    return definition(*arguments)
+
+
+def compiled(definition: Callable[..., Any], *arguments: Tensor | None) -> Any:
+    """The definition applied to these arguments, compiled for their pattern and any size.
+
+    PyTorch recompiles a function for each pattern (dtypes, absent arguments, sides of 1, equal sides, memory order) and gives up
+    after eight; so each pattern is a function of its own.
+    """
+    with torch.no_grad():
+        return _kernel(definition, _pattern(arguments))(*arguments)
+
+
+@lru_cache(None)
+def _kernel(definition: Callable[..., Any], pattern: tuple[Any, ...]) -> Callable[..., Any]:
+    return compile_any_shape(definition, definition.__name__)  # type: ignore[arg-type]
+
+
+def _pattern(arguments: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    sizes: dict[int, int] = {1: -1}
+    described: list[Any] = []
+    for argument in arguments:
+        if argument is None:
+            described.append(None)
+            continue
+        sides = tuple(sizes.setdefault(size, len(sizes)) for size in argument.shape)
+        described.append((argument.dtype, argument.device, sides, argument.is_contiguous()))
+    return tuple(described)
+
+
+@lru_cache(None)
+def can_compile() -> bool:
+    """Whether definitions can be compiled here; warns once where not."""
+    missing = compiler_missing()
+    if missing:
+        warnings.warn(f"{missing}: casts run uncompiled, with the same bits but slower.", stacklevel=3)
+    return not missing
