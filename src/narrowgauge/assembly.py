@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge.distributed import sharding
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.reduction import EXCHANGES, reduce_gradients_with
-from narrowgauge.distributed.sharding import groups_of, is_sharded, make_equal, require_mesh
+from narrowgauge.distributed.sharding import groups_of, has_shards, make_equal, require_mesh
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.narrow_gather import gather_narrow
@@ -29,9 +29,8 @@ from narrowgauge.matmul.scopes import compute_in_scope
 from narrowgauge.matmul.swapping import linear_names, swap_linears
 from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
 from narrowgauge.numerics.scaling import LossScaler
+from narrowgauge.numerics.shards import is_sharded, local_of, own_part, placed_like
 from narrowgauge.optim.elementwise_optimizers import AdamW
-from narrowgauge.optim.shards import is_sharded as is_dtensor
-from narrowgauge.optim.shards import local_of, own_part, placed_like
 from narrowgauge.spec import variants
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import parse
@@ -307,7 +306,7 @@ def _check_ranks(model: nn.Module, recipe: Recipe, mesh: Any) -> None:
                 "parameters as they were.",
                 'Prepare the model first and wrap it then, or replace the wrapper by mesh=…, shard="none".',
             )
-    elif mesh is None and recipe.reduction.name != "native" and all_ranks().size > 1 and not is_sharded(model):
+    elif mesh is None and recipe.reduction.name != "native" and all_ranks().size > 1 and not has_shards(model):
         raise RecipeError(
             f"recipe '{name}' sums gradients over ranks, and {all_ranks().size} ranks were found but no mesh.",
             'Pass mesh=init_device_mesh(…), with shard="none" to keep the model whole on every rank.',
@@ -372,7 +371,7 @@ def _first(names: list[str]) -> str:
 
 def _cut_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
     """Round every parameter to its visible format; returns the float32 values of the trainable ones."""
-    if is_sharded(model):
+    if has_shards(model):
         return _cut_shards(model, recipe)
     values: dict[Tensor, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -395,7 +394,7 @@ def _cut_shards(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
     visible = {n: recipe.storage_of(n, p.ndim).visible for n, p in model.named_parameters(remove_duplicate=False)}
     for unit, members in groups_of(model).items():
         prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is unit)
-        formats = {visible[prefix + name] for name, parameter in members if is_dtensor(parameter)}
+        formats = {visible[prefix + name] for name, parameter in members if is_sharded(parameter)}
         if len(formats) > 1:
             raise RecipeError(
                 f"recipe '{recipe.name}' stores {' and '.join(sorted(formats))} weights in '{prefix[:-1] or 'the model'}', "
@@ -420,7 +419,7 @@ def _cut_shard(parameter: nn.Parameter, dtype: str) -> nn.Parameter:
     """A parameter in its visible format: itself, or a new one where a DTensor changes its format."""
     if str(parameter.dtype).removeprefix("torch.") == dtype:
         return parameter
-    if not is_dtensor(parameter):
+    if not is_sharded(parameter):
         parameter.data = _visible(parameter.data, dtype)
         return parameter
     cut = placed_like(parameter, _visible(local_of(parameter.detach()), dtype))

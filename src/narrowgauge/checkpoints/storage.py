@@ -35,13 +35,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from narrowgauge.checkpoints.manifest import INDEX, MANIFEST, STATE, FileRecord, part_name, record_of, write_manifest
 from narrowgauge.checkpoints.reading import SavedTensor, saved_tensors
 from narrowgauge.checkpoints.tensor_files import DTYPES, TensorFile, write_tensors
 from narrowgauge.errors import RecordError
+from narrowgauge.numerics.shards import local_of
 from narrowgauge.runs.atomic_io import sync_file, sync_folder
 
 
@@ -268,9 +268,8 @@ class TakenCopy(DefaultSavePlanner):
         return self._copies[write_item.index.fqn]
 
 
-def _copied(tensor: Any) -> Tensor:
-    own = tensor.detach()
-    own = own.to_local() if isinstance(own, DTensor) else own
+def _copied(tensor: Tensor) -> Tensor:
+    own = local_of(tensor.detach())
     return torch.empty(own.shape, dtype=own.dtype).copy_(own)
 
 

@@ -29,11 +29,11 @@ from narrowgauge.conversion.preflight import require_convertible
 from narrowgauge.conversion.source import Source
 from narrowgauge.distributed.ranks import ALONE, all_ranks
 from narrowgauge.errors import DataError, RecipeError, RecordError
+from narrowgauge.numerics.shards import is_sharded, local_of, own_part
 from narrowgauge.numerics.summation import fingerprint_all
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.shards import is_sharded, local_of, own_part
 from narrowgauge.optim.state_dicts import replicated_states
 from narrowgauge.runs.writer import require_free
 from narrowgauge.spec.recipes import Recipe

@@ -22,8 +22,9 @@ from narrowgauge.distributed.compression import CompressedSum
 from narrowgauge.distributed.exact import ExactExchange
 from narrowgauge.distributed.exchanges import ALONE, BackendSum, Exchange, Parties, group_of, of_mesh, replicated
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.replicated import Replicated, local_part
+from narrowgauge.distributed.replicated import Replicated
 from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.numerics.shards import is_sharded, local_of
 from narrowgauge.spec.reductions import REDUCTIONS, Reduction
 
 EXCHANGES: dict[str, type[Exchange]] = {
@@ -228,7 +229,7 @@ class GradientReduction:
     def bytes_per_param(self) -> float:
         """Bytes per parameter that are kept between micro-batches and steps, counted from live tensors."""
         kept = sum(exchange.num_bytes() for exchange in self._exchanges)
-        return kept / max(1, sum(local_part(p).numel() for p in self._trainable))
+        return kept / max(1, sum(local_of(p).numel() for p in self._trainable))
 
     def close(self) -> None:
         """Sum as before this reduction was installed; DDP keeps its hook, which then sums each bucket by itself."""
@@ -352,7 +353,7 @@ class GradientReduction:
 
 def _parties_of(model: nn.Module, mesh: Any) -> Parties:
     """The ranks of a model that FSDP2 does not shard."""
-    sharded = next((p for p in model.parameters() if hasattr(p, "device_mesh")), None)
+    sharded = next(filter(is_sharded, model.parameters()), None)
     if sharded is not None:
         raise RecipeError(
             f"a parameter of shape {tuple(sharded.shape)} is a DTensor that FSDP2 did not make.",

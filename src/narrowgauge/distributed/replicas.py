@@ -27,6 +27,7 @@ from narrowgauge import _torch
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import CorruptionError
 from narrowgauge.numerics.checksums import CHUNK_BYTES, checksum, chunk_sums, word_sum
+from narrowgauge.numerics.shards import is_sharded
 
 _ADVICE = "Take the machine of rank {rank} out of service and resume: the last checkpoint was saved before the damage."
 _ADVICE_UNKNOWN = "Test the memory of both machines, and resume: the last checkpoint was saved before the damage."
@@ -193,7 +194,7 @@ class Verifier:
 
 def replica_groups(owner: Any) -> list[Any]:
     """The process groups of ranks that hold the same part of a parameter as this one; none where it is alone."""
-    if not hasattr(owner, "device_mesh"):
+    if not is_sharded(owner):
         return [dist.group.WORLD]
     mesh = owner.device_mesh
     axes = [axis for axis, placement in enumerate(owner.placements) if placement.is_replicate()]

@@ -15,15 +15,10 @@ from torch import Tensor
 
 from narrowgauge.distributed.exchanges import Exchange, Parties
 from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.shards import local_of
 
 BUCKET_BYTES = 32 << 20
 """What is copied and summed at a time: large enough that latency does not count, small beside a model."""
-
-
-def local_part(tensor: Any) -> Tensor:
-    """What this rank holds of a tensor: all of it where it is no DTensor."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
 
 
 def in_buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -32,7 +27,7 @@ def in_buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     kinds: dict[Any, tuple[list[Tensor], int]] = {}
     for parameter in parameters:
         kind = (parameter.dtype, parameter.device)
-        size = local_part(parameter).numel() * parameter.element_size()
+        size = local_of(parameter).numel() * parameter.element_size()
         bucket, filled = kinds.get(kind, ([], BUCKET_BYTES))
         if filled + size > BUCKET_BYTES:
             bucket, filled = [], 0
@@ -94,7 +89,7 @@ class Replicated:
         return dict(zip(self.parameters, used.bool().tolist(), strict=True))
 
     def _add_bucket(self, bucket: Sequence[Tensor], exchange: Exchange, is_absent: bool, is_last: bool) -> Tensor:
-        sizes = [local_part(p).numel() for p in bucket]
+        sizes = [local_of(p).numel() for p in bucket]
         flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
         for parameter, part in zip(bucket, flat.split(sizes), strict=True):
             if is_absent or parameter.grad is None:
@@ -105,14 +100,14 @@ class Replicated:
         return flat
 
     def _hand_out(self, bucket: Sequence[Tensor], total: Tensor, used: dict[Tensor, bool]) -> None:
-        sizes = [local_part(p).numel() for p in bucket]
+        sizes = [local_of(p).numel() for p in bucket]
         for parameter, part in zip(bucket, total.split(sizes), strict=True):
             if not used[parameter]:
                 parameter.grad = None
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            gradient = local_part(parameter.grad)
+            gradient = local_of(parameter.grad)
             gradient.copy_(part.view(gradient.shape))
 
 
@@ -122,4 +117,4 @@ def _dense(gradient: Tensor) -> Tensor:
             f"a gradient of shape {tuple(gradient.shape)} is sparse, and gradients are summed across ranks in flat buckets.",
             "Make the embedding with sparse=False.",
         )
-    return local_part(gradient)
+    return local_of(gradient)

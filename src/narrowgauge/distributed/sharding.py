@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.numerics.summation import fingerprint, fingerprint_all
 
 SHARDINGS = ("full", "none")
@@ -143,9 +144,9 @@ def through_root(model: nn.Module, function: Callable[..., Any]) -> Callable[...
     return cast(Callable[..., Any], called)
 
 
-def is_sharded(model: nn.Module) -> bool:
+def has_shards(model: nn.Module) -> bool:
     """Whether any parameter is a DTensor."""
-    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    return any(map(is_sharded, model.parameters()))
 
 
 def make_equal(model: nn.Module, mesh: Any) -> None:
@@ -190,7 +191,7 @@ def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
 
 def _own_fingerprint(tensor: Any) -> tuple[int, Any]:
     """The fingerprint of what this rank holds of a tensor, and the group over which it must be added up."""
-    if not hasattr(tensor, "device_mesh"):
+    if not is_sharded(tensor):
         return fingerprint(tensor), None
     cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if not cut:
@@ -214,7 +215,7 @@ def require_mesh(model: nn.Module, mesh: Any, sharding: str = "full") -> None:
     """
     if sharding not in SHARDINGS:
         raise RecipeError(f"shard = {sharding!r} was requested, and it is one of {', '.join(SHARDINGS)}.")
-    if is_sharded(model):
+    if has_shards(model):
         raise RecipeError(
             f"a mesh was given for a {type(model).__name__} whose parameters are sharded already.", "Omit the mesh."
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.gauges.recorder import Recorder
-from narrowgauge.optim.shards import add_up, is_sharded, is_shared_out, local_of
+from narrowgauge.numerics.shards import add_up, is_sharded, is_shared_out, local_of
 
 SHARED = ("weight", "grad")
 """The kinds of tensors that may be sharded. Operands of matmuls come from each rank's own batch."""

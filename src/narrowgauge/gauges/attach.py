@@ -34,9 +34,9 @@ from narrowgauge.gauges.recorder import SAMPLING, Recorder, WatchedTensor
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.monitor.alarms import Alarms
 from narrowgauge.numerics.plain import matmul
+from narrowgauge.numerics.shards import is_sharded, local_of
 from narrowgauge.optim.audit import audit, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.shards import is_sharded, local_of
 from narrowgauge.runs.events import emit
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec import storages

@@ -23,10 +23,10 @@ from torch import Tensor
 from narrowgauge.gauges.aggregate import Shards
 from narrowgauge.gauges.collect import Packed, rounded
 from narrowgauge.numerics import tensor_stats
+from narrowgauge.numerics.shards import local_of
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim import audit
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.shards import local_of
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import get_format
 

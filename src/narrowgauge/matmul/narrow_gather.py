@@ -23,6 +23,7 @@ from narrowgauge.matmul.cast_cache import give_casts
 from narrowgauge.matmul.layer_matmuls import slot_dtype
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.operand import Operand, cast_matrix
+from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.gathering import gathering_of
 from narrowgauge.spec.slots import SLOTS
@@ -78,7 +79,7 @@ def _reason(module: nn.Linear, owners: dict[int, list[nn.Module]], is_checkpoint
         return f"compute '{module.compute.name}' does not allow it: {gathering.reason}"
     if gathering.differs and is_checkpointed:
         return f"activation checkpointing takes both casts of compute '{module.compute.name}' in its backward pass"
-    if not hasattr(weight, "device_mesh"):
+    if not is_sharded(weight):
         return "its weight is not sharded"
     if _torch.local_shard(weight).device.type != weight.device_mesh.device_type:
         return "its shards are kept in the host's memory"

@@ -32,9 +32,9 @@ from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics import rounding
 from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, random_bits, step_seed
 from narrowgauge.numerics.scaling import LossScaler
+from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.numerics.summation import flat_chunks
 from narrowgauge.optim.compilation import Definition, compiled, normal_words
-from narrowgauge.optim.shards import local_of, placed_like
 from narrowgauge.optim.stores import as_words
 from narrowgauge.optim.validation import gradient_of
 from narrowgauge.spec.accumulations import ACCUMULATIONS, Accumulation, naive_limit

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import update_metrics
-from narrowgauge.optim.shards import add_up, by_group, local_of
+from narrowgauge.numerics.shards import add_up, by_group, local_of
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.spec.storages import Storage
 

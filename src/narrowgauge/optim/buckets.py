@@ -14,9 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim import packing
 from narrowgauge.optim.kernel import Kernel, StepKernel, Work
-from narrowgauge.optim.shards import local_of
 from narrowgauge.optim.stores import SMALL, Store, as_words, tensors_of_planes
 from narrowgauge.spec.storages import Storage
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import summation
 from narrowgauge.numerics.scaling import LossScaler
+from narrowgauge.numerics.shards import add_up, by_reduction, local_of
 from narrowgauge.optim.compilation import Definition, compiled, normal_words
-from narrowgauge.optim.shards import add_up, by_reduction, local_of
 from narrowgauge.optim.stores import SMALL, as_words
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.shards import local_of
 from narrowgauge.numerics.summation import fingerprint
 from narrowgauge.optim import packing
 from narrowgauge.optim.audit import audited_parts
-from narrowgauge.optim.shards import local_of
 from narrowgauge.optim.stores import Snapshot, Store
 
 OFTEN = 2

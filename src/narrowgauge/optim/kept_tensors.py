@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim import packing
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.shards import local_of
 from narrowgauge.optim.stores import Store
 
 

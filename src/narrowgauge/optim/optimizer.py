@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from narrowgauge._torch import plain_name
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.scaling import LossScaler
+from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import StepControl, control_scalars
 from narrowgauge.optim.external_writes import snapshot_adopted, snapshot_after_step
@@ -25,7 +26,6 @@ from narrowgauge.optim.kernel import StepKernel
 from narrowgauge.optim.registry import Registry, read_leading
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
-from narrowgauge.optim.shards import local_of, placed_like
 from narrowgauge.optim.state_dicts import load_states, numbered, save_states, seed_of, show_states, take_states
 from narrowgauge.optim.state_view import States
 from narrowgauge.optim.step import Stepper

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import step_seed
+from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.optim.external_writes import snapshot_of
 from narrowgauge.optim.registry import Group, Registry
 from narrowgauge.optim.rules.elementwise import LION, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import MUON, MatrixRule
-from narrowgauge.optim.shards import local_of, placed_like
 from narrowgauge.optim.state_view import notes_of
 from narrowgauge.optim.stores import Store
 from narrowgauge.optim.validation import agree

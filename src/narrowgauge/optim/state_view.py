@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.optim.external_writes import snapshot_adopted
 from narrowgauge.optim.registry import Registry
-from narrowgauge.optim.shards import local_of, placed_like
 from narrowgauge.optim.stores import Store
 
 WEIGHT = "master"

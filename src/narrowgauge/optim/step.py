@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import step_seed
+from narrowgauge.numerics.shards import gathered, own_part
 from narrowgauge.optim import encoding, packing
 from narrowgauge.optim.audit import Auditor, audited_parts
 from narrowgauge.optim.buckets import Bucket
 from narrowgauge.optim.kernel import CONTROL, MatrixKernel, StepKernel, Work
 from narrowgauge.optim.pieces import pieces, write_back
-from narrowgauge.optim.shards import gathered, own_part
 from narrowgauge.optim.stores import Store, weight_bound
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.optim.shards import local_of
+from narrowgauge.numerics.shards import local_of
 from narrowgauge.runs.atomic_io import disk_error
 from narrowgauge.trainer.checkpoint import new_checkpoint, path_of, save_checkpoint
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from narrowgauge.checkpoints.reading import SavedTensor, load_whole
 from narrowgauge.errors import RecordError
+from narrowgauge.numerics.shards import is_sharded, local_of, placed_like
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.shards import is_sharded, local_of, placed_like
 from narrowgauge.optim.state_dicts import replicated_states
 
 

@@ -1,8 +1,8 @@
-"""Shards: parameters that are DTensors, as FSDP2 makes them.
+"""Shards: tensors that are DTensors, such as parameters that FSDP2 shares out over ranks, and the parts of them that ranks hold.
 
-The optimizer steps what this rank holds; every stored bit is a function of its element's own history, so ranks need not
-speak to each other, but for the one number that belongs to all of them: the norm of the gradients, whose exact sum knows no
-order. States are handed out as DTensors placed like their parameter, so that a checkpoint can be read by other ranks.
+Arithmetic is done on parts: every stored bit is a function of its element's own history, so ranks need not speak to each other,
+but for numbers that belong to all of them, such as the norm of the gradients, whose exact sum knows no order. States are handed
+out as DTensors placed like their parameter, so that a checkpoint can be read by other ranks.
 """
 
 from __future__ import annotations
