@@ -45,11 +45,11 @@ from narrowgauge.checkpoints import storage as storage
 from narrowgauge.checkpoints import tensor_files
 from narrowgauge.checkpoints.manifest import damage
 from narrowgauge.checkpoints.reading import load_whole, saved_tensors
+from narrowgauge.checkpoints.state_tensors import give_back, load_tensors, state_tensors
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.trainer.checkpoint import latest_checkpoint
 from narrowgauge.trainer.saving import Saver
-from narrowgauge.trainer.state_tensors import give_back, load_tensors, state_tensors
 
 SHAPES = {"even": (12, 6), "uneven": (7, 6), "lone": (1, 8), "gain": (10,)}
 STEPS, EVERY, KEPT = 8, 2, 2

@@ -1,8 +1,8 @@
 """Imports point down, and the tables and records need no PyTorch: held over the syntax trees, and once in fact.
 
 errors ← spec ← runs ← monitor, comparison ← report need no PyTorch. _torch, spec ← numerics ← matmul, transforms, optim,
-distributed (which never import each other) ← gauges ← assembly; runs ← checkpoints; both ← conversion ← trainer
-← experiment, profiling, integrations ← cli. Everything from the gauges upward may write through `runs`.
+distributed (which never import each other) ← gauges ← assembly; runs, optim, distributed ← checkpoints; both ← conversion
+← trainer ← experiment, profiling, integrations ← cli. Everything from the gauges upward may write through `runs`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LAYERS = {
 PARTS = {"matmul", "transforms", "optim", "distributed"}
 SEEN_BY_PARTS = {"spec", "_torch", "numerics"}
 RECORDS = {"spec", "runs", "monitor", "comparison", "planner", "report"}
-SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed"}
+SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
 SEEN_BY_TRAINER = SEEN_BY_GAUGES | {"gauges", "assembly", "checkpoints", "conversion"}
 SEEN_BY_EXPERIMENT = SEEN_BY_TRAINER | RECORDS | {"trainer"}

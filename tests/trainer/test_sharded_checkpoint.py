@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import narrowgauge as ng
 from narrowgauge.checkpoints import manifest, storage
 from narrowgauge.checkpoints.reading import load_whole, saved_tensors
+from narrowgauge.checkpoints.state_tensors import give_back, load_tensors, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.trainer.checkpoint import latest_checkpoint, load_checkpoint
 from narrowgauge.trainer.saving import Saver
-from narrowgauge.trainer.state_tensors import give_back, load_tensors, state_tensors
 from ranks import run_ranks
 from tensors import assert_same_bits
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from narrowgauge.assembly import prepare
 from narrowgauge.checkpoints.reading import load_whole, saved_tensors
+from narrowgauge.checkpoints.state_tensors import state_tensors
 from narrowgauge.conversion.conversion_report import Kept, Pair, Report, compare
 from narrowgauge.conversion.folders import (
     is_ours,
@@ -286,9 +287,7 @@ def _float32(source: Source) -> tuple[dict[str, Tensor], dict[str, dict[str, Any
 def _checkpoint(source: Source, optimizer: Optimizer, recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the state of the checkpoint to write."""
     names = optimizer.parameter_names()
-    tensors = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
-    for parameter, entry in optimizer.states().items():
-        tensors |= {f"optimizer.{names[parameter]}.{key}": value for key, value in entry.items()}
+    tensors = state_tensors([(name, parameter) for parameter, name in names.items()], optimizer)
     for key, value in source.others.items():
         name = key.removeprefix("audit.")
         # Audit sums are valid only for the storage that they were measured with.

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 import narrowgauge
 from narrowgauge.assembly import assemble
 from narrowgauge.checkpoints.reading import saved_tensors
+from narrowgauge.checkpoints.state_tensors import give_back, load_tensors, require_same_model, state_tensors
 from narrowgauge.distributed.placement import read_placement
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction, reduce_gradients_with
@@ -50,7 +51,6 @@ from narrowgauge.trainer.data import Dataset
 from narrowgauge.trainer.detours import Detour, batch_index
 from narrowgauge.trainer.leaves import Turn, turns
 from narrowgauge.trainer.saving import Saver
-from narrowgauge.trainer.state_tensors import give_back, load_tensors, require_same_model, state_tensors
 from narrowgauge.trainer.verification import verifier_of
 from narrowgauge.transforms.unit_scaling import fix_batch
 
