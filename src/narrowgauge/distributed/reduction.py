@@ -23,6 +23,7 @@ from narrowgauge.distributed.exact import ExactExchange
 from narrowgauge.distributed.exchanges import ALONE, BackendSum, Exchange, Parties, group_of, of_mesh, replicated
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.replicated import Replicated
+from narrowgauge.distributed.sharding import GroupSum
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics.shards import is_sharded, local_of
 from narrowgauge.spec.reductions import REDUCTIONS, Reduction
@@ -106,22 +107,17 @@ class _MicroBatch:
     is_absent: bool = False
 
 
-class _ReduceScatter:
-    """FSDP2's interface to the sum of one parameter group's gradients."""
+class _GroupExchange(GroupSum):
+    """The sum of one parameter group's gradients by an exchange."""
 
     def __init__(self, reduction: GradientReduction, exchange: Exchange) -> None:
         self.reduction, self.exchange = reduction, exchange
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
+    def sum(self, gradient: Tensor, output: Tensor, group: Any) -> None:
         now = self.reduction.now if self.reduction.now is not None else _MicroBatch()
         if now.is_absent:
-            input_tensor.zero_()
-        self.exchange.add(input_tensor, output_tensor, is_last=now.is_last)
+            gradient.zero_()
+        self.exchange.add(gradient, output, is_last=now.is_last)
 
 
 class GradientReduction:
@@ -296,7 +292,7 @@ class GradientReduction:
                 )
             parties = of_mesh(where.mesh, where.shard_dim, where.replicate_dim)
             ranks[tuple(dist.get_process_group_ranks(parties.group))] = parties
-            comm = _ReduceScatter(self, register(parties))
+            comm = _GroupExchange(self, register(parties))
             alone = group_of([all_ranks().rank]) if parties.replicas > 1 else None
             self._undo.append(_torch.take_over_sums(module, group, comm, alone))
             if parties.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from narrowgauge import _torch
 from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.distributed.sharding import GroupSum
 from narrowgauge.errors import CorruptionError
 from narrowgauge.numerics.checksums import CHUNK_BYTES, checksum, chunk_sums, word_sum
 from narrowgauge.numerics.shards import is_sharded
@@ -288,26 +289,21 @@ def _likelier(values: Tensor, neighbours: Tensor) -> int | None:
 # ── gradients ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Witness:
-    """FSDP2's interface to the sum of gradients, which takes the checksum of each parameter's gradient and sums nothing."""
+class _Witness(GroupSum):
+    """Shows each parameter's gradient on this rank, and sums nothing."""
 
     def __init__(self, columns: Sequence[tuple[str, int]], seen: Callable[[str, Tensor], None]) -> None:
         self.columns, self.seen = columns, seen
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        rows = input_tensor.view(dist.get_world_size(group), -1)
+    def sum(self, gradient: Tensor, output: Tensor, group: Any) -> None:
+        rows = gradient.view(dist.get_world_size(group), -1)
         widths = [width for _, width in self.columns]
         if sum(widths) == rows.shape[1]:
             for (name, _), part in zip(self.columns, rows.split(widths, dim=1), strict=True):
                 self.seen(name, part)
         else:  # some have no gradient: they are not in the message
             self.seen(f"{self.columns[0][0]} and its group", rows)
-        output_tensor.zero_()
+        output.zero_()
 
 
 @contextmanager

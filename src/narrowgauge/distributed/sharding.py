@@ -11,7 +11,7 @@ A two-dimensional mesh is *hybrid*: replicas along its first axis, shards along 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -118,6 +118,30 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+class GroupSum:
+    """FSDP2's interface to the sum of one parameter group's gradients (``FSDPModule.set_custom_reduce_scatter``)."""
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is summed."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """What FSDP2 calls, in its backward pass."""
+        self.sum(input_tensor, output_tensor, group)
+
+    def sum(self, gradient: Tensor, output: Tensor, group: Any) -> None:
+        """Sum gradients over ranks.
+
+        Args:
+            gradient: shape [shards * n], of this rank; it may be overwritten.
+            output: shape [n], this rank's part of the sum.
+            group: the process group of the shards.
+        """
+        raise NotImplementedError
 
 
 def groups_of(model: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
