@@ -13,8 +13,6 @@ have the bits of its step in a single process that nobody disturbed. *lost* coun
 from __future__ import annotations
 
 import contextlib
-import errno
-import io
 import os
 import random
 import shutil
@@ -37,6 +35,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from tries import Broken, kill
+from tries import full_disk as refuse_to_write
+from tries import watch as watch_calls
 
 import narrowgauge as ng
 
@@ -56,10 +57,8 @@ STEPS, EVERY, KEPT = 8, 2, 2
 ENDED_BY_AN_ERROR, REFUSED = 5, 7
 PATIENCE_SECONDS = 20.0
 """After which a job's ranks are taken to hang."""
-
-
-class Broken(Exception):
-    """A job after which something was lost, wrong or left."""
+CALLS = ("fsync", "rename", "mkdir", "unlink", "rmdir", "open")
+"""System calls of a rank that are struck, beside writes."""
 
 
 # ── the run ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,16 +192,7 @@ def wait_for(ranks: dict[int, int], grace_seconds: float) -> dict[int, int]:
 
 def watch(meet: Callable[[str], None]) -> None:
     """Let ``meet`` be called before everything that this rank does to the disk: system calls, and blocks of a file."""
-
-    def met(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
-            meet(name)
-            return function(*given, **named)
-
-        return call
-
-    for name in ("fsync", "rename", "mkdir", "unlink", "rmdir", "open"):
-        setattr(os, name, met(name, getattr(os, name)))
+    watch_calls(meet, CALLS)
     blocks = tensor_files._blocks
 
     def watched_blocks(*given: Any) -> Any:
@@ -211,14 +201,6 @@ def watch(meet: Callable[[str], None]) -> None:
             yield block
 
     tensor_files._blocks = watched_blocks
-    true_open = io.open
-
-    def opened(file: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
-        if set(mode) & set("wax+"):
-            meet("write")
-        return true_open(file, mode, *given, **named)
-
-    io.open = opened  # type: ignore[assignment]  # what Path.open and Path.write_text call
 
 
 def at_call(number: int, name: str, strike: Callable[[], None]) -> None:
@@ -241,14 +223,9 @@ def fill_disk(number: int) -> None:
     def meet(called: str) -> None:
         passed[0] += 1
         if passed[0] >= number and called in ("write", "mkdir"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            refuse_to_write()
 
     watch(meet)
-
-
-def kill_myself() -> None:
-    """The end without a word."""
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass
@@ -272,7 +249,7 @@ def kill_one(draw: random.Random, size: int, calls: int) -> Strike:
     """One rank at any of its calls; the others find out, or are ended while they still write."""
     victim, number = draw.randrange(size), 1 + int(draw.random() ** 2 * calls)
     grace = draw.choice([0.0, 0.0, 0.02, 0.1])
-    return Strike("kill -9 of a rank", lambda rank: at_call(number, "", kill_myself) if rank == victim else None, grace)
+    return Strike("kill -9 of a rank", lambda rank: at_call(number, "", kill) if rank == victim else None, grace)
 
 
 def kill_all(draw: random.Random, size: int, calls: int) -> Strike:
@@ -290,9 +267,7 @@ def kill_all(draw: random.Random, size: int, calls: int) -> Strike:
 def kill_at_the_rename(draw: random.Random, size: int, calls: int) -> Strike:
     """The first rank at a rename: of the new checkpoint, of one that it replaces, of an old one to be removed."""
     number = draw.randrange(1, 8)
-    return Strike(
-        "kill -9 at a rename", lambda rank: at_call(number, "rename", kill_myself) if rank == 0 else None, 0.0
-    )
+    return Strike("kill -9 at a rename", lambda rank: at_call(number, "rename", kill) if rank == 0 else None, 0.0)
 
 
 def full_disk(draw: random.Random, size: int, calls: int) -> Strike:

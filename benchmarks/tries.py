@@ -152,8 +152,8 @@ def counting(output: Path) -> Callable[[], Any]:
     return lambda: Path(f"{output}.calls").write_text(str(total[0]))
 
 
-def watch(meet: Callable[[str], None]) -> None:
-    """Let ``meet`` be called before every system call that changes something on the disk."""
+def watch(meet: Callable[[str], None], calls: Sequence[str] = CALLS) -> None:
+    """Let ``meet`` be called before these system calls, and before every opening of a file to be written."""
 
     def met(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
@@ -162,7 +162,7 @@ def watch(meet: Callable[[str], None]) -> None:
 
         return call
 
-    for name in CALLS:
+    for name in calls:
         setattr(os, name, met(name, getattr(os, name)))
     checkpoint.save_file = met("write", checkpoint.save_file)
     true_open = builtins.open
