@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from narrowgauge.errors import ChipError
 from narrowgauge.spec.chips import CHIPS, Chip
@@ -64,6 +64,20 @@ class Shares:
 
     def __init__(self, rows: Mapping[str, Share]) -> None:
         self.rows = dict(rows)
+
+    @cached_property
+    def best(self) -> Shares:
+        """Every share at the end of its interval at which a step is shortest."""
+        return self._at_end(is_best=True)
+
+    @cached_property
+    def worst(self) -> Shares:
+        """Every share at the end of its interval at which a step is longest."""
+        return self._at_end(is_best=False)
+
+    def _at_end(self, *, is_best: bool) -> Shares:
+        ends = {name: row.low if (name in LOSSES) == is_best else row.high for name, row in self.rows.items()}
+        return Shares({name: Share(end, end, end, self.rows[name].source) for name, end in ends.items()})
 
     def __getitem__(self, name: str) -> Share:
         return self.rows[name]
@@ -150,6 +164,9 @@ _GENERAL = {
     "data": Share(0.005, 0.0, 0.020, "of a step that waits for data and the host: an assumption"),
     "restart_seconds": Share(600.0, 180.0, 1800.0, "from a failure to the next step: MegaScale under 15 minutes"),
 }
+
+LOSSES = ("kernel_seconds", "host_memory_seconds_per_byte", "spread", "data", "restart_seconds")
+"""Of these, less is better."""
 
 GENERAL = tuple(_GENERAL)
 """The names of the shares that every chip has, besides ``matmul.FORMAT``."""

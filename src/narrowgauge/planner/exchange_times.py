@@ -1,0 +1,208 @@
+"""Exchange times: what ranks send in an optimizer step, how long it takes, and how much of it computing hides.
+
+Ranks are numbered with tensor ranks innermost, then context, shard, data and pipeline ranks (Megatron-LM's order), and nodes hold
+consecutive ranks: tensor ranks share a node where they fit, stages lie in different ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from narrowgauge.planner.architectures import Architecture
+from narrowgauge.planner.clusters import Cluster
+from narrowgauge.planner.collectives import (
+    Path,
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    path_of,
+    reduce_scatter_seconds,
+    send_seconds,
+)
+from narrowgauge.planner.layer_times import Work
+from narrowgauge.planner.roofline import bytes_of
+
+
+class Exchange(NamedTuple):
+    """One kind of exchange in an optimizer step.
+
+    Attributes:
+        name: what is sent.
+        seconds: of all of them, were nothing hidden.
+        hidden: by computing.
+        formula: bytes, and over what.
+    """
+
+    name: str
+    seconds: float
+    hidden: float
+    formula: str
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that the step is longer."""
+        return self.seconds - self.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters of the largest stage on one rank, before they are sharded.
+
+    Args:
+        dense: all but experts.
+        experts: of this rank's share of the experts.
+    """
+
+    dense: float
+    experts: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.dense + self.experts
+
+
+def parameters_of(work: Work, layers: int) -> Parameters:
+    """Parameters of a stage of that many layers; an embedding lies on the first or last stage, and is counted."""
+    shape, layout = work.architecture, work.layout
+    inner, outer, experts = _counts(shape)
+    if layout.pipeline > 1 and not shape.tie_embeddings:
+        outer -= shape.vocab_size * shape.hidden_size  # the head is on another stage
+    share = layers / shape.num_layers
+    return Parameters((inner * share + outer) / layout.tensor, experts * share / layout.tensor / layout.expert)
+
+
+@lru_cache(maxsize=64)
+def _counts(architecture: Architecture) -> tuple[int, int, int]:
+    """Parameters of layers without experts, outside layers, and of experts."""
+    outer, experts = architecture.outer_parameters, architecture.expert_parameters
+    return architecture.num_parameters - outer - experts, outer, experts
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """What one rank exchanges in a step.
+
+    Args:
+        work: of the rank.
+        cluster: that it runs on.
+        layers: of the stage.
+        compute: seconds of a micro-batch on the stage, forward and backward: what can hide exchanges.
+        attention: of that, seconds of attention.
+    """
+
+    work: Work
+    cluster: Cluster
+    layers: int
+    compute: float
+    attention: float
+
+    def __iter__(self) -> Iterator[Exchange]:
+        for found in (self.tensor, self.context, self.expert, self.pipeline, self.shard, self.replicas):
+            exchange = found()
+            if exchange.seconds > 0:
+                yield exchange
+
+    def path(self, ranks: int, stride: int) -> Path:
+        """Of a group, at the rates that collectives reach."""
+        shares = self.work.shares
+        link, network = shares["link"].value, shares["network"].value
+        return path_of(ranks, stride, self.work.nodes, self.cluster, link=link, network=network)
+
+    def _hidden(self, seconds: float, kind: str, under: float) -> float:
+        return min(seconds * self.work.shares[f"overlap.{kind}"].value, under)
+
+    def tensor(self) -> Exchange:
+        """Gathers and reductions of the residual stream around attention and MLP: two pairs forward, two backward."""
+        layout = self.work.layout
+        path = self.path(layout.tensor, 1)
+        pairs = 6 if layout.recompute == "full" else 4
+        size = self.work.stream_bytes
+        one = all_gather_seconds(size, path) + reduce_scatter_seconds(size, path)
+        seconds = layout.micro_batches * self.layers * pairs * one
+        count = f"{layout.micro_batches} × {self.layers} layers × {pairs} gathers and reductions"
+        hidden = self._hidden(seconds, "tensor", layout.micro_batches * self.compute)
+        return Exchange("activations between tensor ranks", seconds, hidden, f"{count} of {_size(size)}, {path}")
+
+    def context(self) -> Exchange:
+        """Keys and values sent around the ring of context ranks, and their gradients."""
+        layout, shape = self.work.layout, self.work.architecture
+        path = self.path(layout.context, layout.tensor)
+        per_token = shape.num_kv_heads * (shape.query_dim + shape.value_dim)
+        size = self.work.tokens * per_token * self.work.width / layout.tensor
+        steps = 3 * (layout.context - 1) + (layout.context - 1) * (layout.recompute == "full")
+        seconds = layout.micro_batches * self.layers * steps * send_seconds(size, path)
+        hidden = self._hidden(seconds, "context", layout.micro_batches * self.attention)
+        count = f"{layout.micro_batches} × {self.layers} layers × {steps} sends"
+        return Exchange("keys and values between context ranks", seconds, hidden, f"{count} of {_size(size)}, {path}")
+
+    def expert(self) -> Exchange:
+        """Tokens sent to their experts and back, forward and backward."""
+        layout, mixture = self.work.layout, self.work.architecture.mixture
+        if mixture is None:
+            return Exchange("", 0.0, 0.0, "")
+        path = self.path(layout.expert, layout.tensor * layout.context)
+        layers = self.layers * mixture.num_layers / self.work.architecture.num_layers
+        size = self.work.stream_bytes * mixture.experts_per_token / layout.tensor
+        count = 6 if layout.recompute == "full" else 4
+        seconds = layout.micro_batches * layers * count * all_to_all_seconds(size, path)
+        hidden = self._hidden(seconds, "expert", layout.micro_batches * self.compute)
+        formula = f"{layout.micro_batches} × {layers:g} layers × {count} all-to-alls of {_size(size)}, {path}"
+        return Exchange("tokens between experts", seconds, hidden, formula)
+
+    def pipeline(self) -> Exchange:
+        """The residual stream sent to the next stage, and its gradient back."""
+        layout = self.work.layout
+        path = self.path(layout.pipeline, layout.num_ranks // layout.pipeline)
+        size = self.work.stream_bytes / layout.tensor
+        count = 2 * layout.interleave * layout.micro_batches
+        seconds = count * send_seconds(size, path)
+        hidden = self._hidden(seconds, "pipeline", layout.micro_batches * self.compute)
+        return Exchange("activations between stages", seconds, hidden, f"{count} sends of {_size(size)}, {path}")
+
+    def shard(self) -> Exchange:
+        """Weights gathered and gradients reduced among the ranks that share a replica's state."""
+        layout = self.work.layout
+        if layout.zero == 0:
+            return Exchange("", 0.0, 0.0, "")
+        dense = self.path(layout.shard, layout.tensor * layout.context)
+        others = self.path(max(1, layout.shard // layout.expert), layout.tensor * layout.context * layout.expert)
+        found = parameters_of(self.work, self.layers)
+        weight, gradient = self._weight_bytes, self._gradient_bytes
+        gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
+        sums = layout.micro_batches if layout.zero >= 2 else 1
+        seconds = 0.0
+        for number, path in ((found.dense / self.layers, dense), (found.experts / self.layers, others)):
+            if number:  # layer by layer
+                seconds += self.layers * gathers * all_gather_seconds(number * weight, path)
+                seconds += self.layers * sums * reduce_scatter_seconds(number * gradient, path)
+        rounds = layout.micro_batches if layout.zero == 3 else 1
+        hidden = self._hidden(seconds, "shard", rounds * self.compute)
+        formula = f"{found.total:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B reduced, {dense}"
+        return Exchange("weights and gradients between shards", seconds, hidden, formula)
+
+    def replicas(self) -> Exchange:
+        """Gradients summed over replicas, and over context ranks, once per step."""
+        layout = self.work.layout
+        sharded = layout.shard if layout.zero >= 1 else 1
+        ranks = layout.data * layout.context * (1 if layout.zero >= 1 else layout.shard)
+        path = self.path(ranks, layout.tensor * sharded)
+        size = parameters_of(self.work, self.layers).total * self._gradient_bytes / sharded
+        seconds = all_reduce_seconds(size, path)
+        hidden = self._hidden(seconds, "shard", self.compute * 2 / 3)
+        return Exchange("gradients between replicas", seconds, hidden, f"an all-reduce of {_size(size)}, {path}")
+
+    @property
+    def _weight_bytes(self) -> float:
+        return bytes_of(self.work.recipe.storage.visible)
+
+    @property
+    def _gradient_bytes(self) -> float:
+        return self.work.recipe.reduction.bytes_per_element(self.work.recipe.storage.visible)
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:,.3g} MB"

@@ -1,0 +1,185 @@
+"""Step times: terms worked out by hand, laws over layouts, and what cannot run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
+from narrowgauge.planner.architectures import of_size
+from narrowgauge.planner.clusters import Cluster, Nodes, cluster_of
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.model_configs import read_architecture
+from narrowgauge.planner.options import STEP_GROUPS
+from narrowgauge.planner.shares import Share, Shares, shares_of
+from narrowgauge.planner.step_time import stage_layers, steady_seconds, step_terms, why_not
+from narrowgauge.planner.terms import Term, Terms
+from narrowgauge.spec.chips import get_chip
+from narrowgauge.spec.notation import parse
+
+LLAMA, H100 = read_architecture("llama-8b"), cluster_of("H100-SXM", 8)
+WORD = parse("bfloat16/word")
+SHARED = Layout(shard=8)
+
+
+def exact(chip: str, **rows: float) -> Shares:
+    """Shares that reach every printed rate, start kernels in no time and hide nothing."""
+    shares = shares_of(get_chip(chip))
+    values = {name: 0.0 if name.endswith("seconds") or name.startswith("overlap") else 1.0 for name in shares.rows}
+    values |= {"spread": 0.0, "data": 0.0} | rows
+    return Shares({name: Share(value, value, value, "by hand") for name, value in values.items()})
+
+
+def by_name(terms: Terms) -> dict[str, Term]:
+    return {term.name: term for term in terms}
+
+
+def test_matmuls_and_attention_by_hand() -> None:
+    tokens = 2 * 8192
+    terms = step_terms(LLAMA, WORD, replace(SHARED, micro_batch=2), H100, 8192, exact("H100-SXM"))
+    weights = sum(matmul.num_parameters for matmul in LLAMA.matmuls)
+    assert terms.groups["matmuls"] == pytest.approx(6 * weights * tokens / 989e12, rel=1e-3)
+    scores = LLAMA.attention_flops(8192) / 3 * 3.5 * tokens
+    assert terms.groups["attention"] == pytest.approx(scores / 989e12)
+    # Eight bytes a parameter are read and written, the gradient's two are read; an eighth of them on each rank.
+    assert terms.groups["optimizer"] == pytest.approx(LLAMA.num_parameters / 8 * 14 / 3350e9)
+
+
+def test_sharded_weights_are_gathered_twice_and_gradients_reduced() -> None:
+    terms = step_terms(LLAMA, WORD, SHARED, H100, 8192, exact("H100-SXM"))
+    found = by_name(terms)["weights and gradients between shards"]
+    latency = 32 * 3 * 7 * 4e-6
+    assert found.value == pytest.approx(LLAMA.num_parameters * 6 * 7 / 8 / 450e9 + latency)
+    wide = step_terms(LLAMA, parse("bfloat16/word/float32"), SHARED, H100, 8192, exact("H100-SXM"))
+    assert wide.groups["communication"] > found.value
+
+
+def test_what_is_hidden_is_not_counted() -> None:
+    hidden = step_terms(LLAMA, WORD, SHARED, H100, 8192, exact("H100-SXM", **{"overlap.shard": 1.0}))
+    assert hidden.groups["communication"] == 0.0
+    # Over a link of 1 GB/s computing cannot hide all.
+    slow = Cluster("slow", (Nodes(get_chip("H100-SXM"), link_gb_per_second=1.0),))
+    exposed = step_terms(LLAMA, WORD, SHARED, slow, 8192, exact("H100-SXM", **{"overlap.shard": 1.0}))
+    assert exposed.groups["communication"] > 10
+
+
+@pytest.mark.parametrize("batches", [4, 8, 16, 32])
+def test_the_bubble_is_the_pipelines(batches: int) -> None:
+    shape = replace(LLAMA, vocab_size=1)  # without a head all stages are equal
+    layout = Layout(pipeline=4, zero=0, micro_batches=batches)
+    terms = step_terms(shape, WORD, layout, cluster_of("H100-SXM", 4), 4096, exact("H100-SXM"))
+    busy = sum(terms.groups[group] for group in ("matmuls", "attention", "elementwise", "loss"))
+    assert terms.groups["bubble"] / (terms.groups["bubble"] + busy) == pytest.approx(layout.bubble, rel=1e-2)
+    halved = step_terms(shape, WORD, replace(layout, interleave=2), cluster_of("H100-SXM", 4), 4096, exact("H100-SXM"))
+    assert halved.groups["bubble"] == pytest.approx(terms.groups["bubble"] / 2)
+
+
+def test_recomputation_costs_a_forward() -> None:
+    none, full = (
+        step_terms(LLAMA, WORD, replace(SHARED, recompute=how), H100, 4096, exact("H100-SXM"))
+        for how in ("none", "full")
+    )
+    layers = sum(matmul.num_parameters for matmul in LLAMA.matmuls if matmul.part != "head")
+    assert full.groups["matmuls"] - none.groups["matmuls"] == pytest.approx(2 * layers * 4096 / 989e12, rel=1e-3)
+    assert full.groups["loss"] == none.groups["loss"]
+
+
+def test_tensor_ranks_halve_the_matmuls_and_exchange_activations() -> None:
+    one, two = (
+        step_terms(LLAMA, WORD, Layout(tensor=ranks, zero=0), cluster_of("H100-SXM", ranks), 8192, exact("H100-SXM"))
+        for ranks in (1, 2)
+    )
+    assert two.groups["matmuls"] == pytest.approx(one.groups["matmuls"] / 2, rel=1e-2)
+    moved = 32 * 8 * (8192 * 4096 * 2 / 2 / 450e9 + 4e-6)
+    assert by_name(two)["activations between tensor ranks"].value == pytest.approx(moved)
+
+
+def test_experts_get_the_tokens_that_chose_them() -> None:
+    mixtral, dense = read_architecture("mixtral-8x7b"), read_architecture("llama-8b")
+    cluster = cluster_of("H100-SXM", 16)
+    terms = step_terms(mixtral, WORD, Layout(shard=16, expert=8), cluster, 4096, exact("H100-SXM"))
+    active = 6 * sum(m.num_parameters * m.tokens_share for m in mixtral.matmuls)
+    assert terms.groups["matmuls"] == pytest.approx(active * 4096 / 989e12, rel=2e-2)
+    assert by_name(terms)["tokens between experts"].value > 0
+    assert why_not(dense, Layout(shard=16, expert=8), 4096) == "8 expert ranks do not divide 1 expert"
+
+
+def test_failures_and_checkpoints_follow_young_and_daly() -> None:
+    cluster = replace(H100, chip_mtbf_hours=1000.0)
+    terms = by_name(step_terms(LLAMA, WORD, SHARED, cluster, 8192, exact("H100-SXM", host=1.0, restart_seconds=600.0)))
+    step = sum(t.value for t in terms.values() if t.group not in ("data", "checkpoints", "faults"))
+    mtbf, saved = 1000 * 3600 / 8, LLAMA.num_parameters * 8 / 8 / 63e9
+    interval = math.sqrt(2 * saved * mtbf)
+    assert terms["copying states"].value == pytest.approx(step * saved / interval)
+    assert terms["work lost and restarts"].value == pytest.approx(step * (interval / 2 + 600) / mtbf)
+    assert "work lost and restarts" not in by_name(step_terms(LLAMA, WORD, SHARED, H100, 8192))
+
+
+def test_the_slowest_generation_sets_the_pace() -> None:
+    mixed = Cluster("mixed", (Nodes(get_chip("H100-SXM")), Nodes(get_chip("A100-SXM4-80GB"))))
+    layout = Layout(shard=16)
+    terms = step_terms(LLAMA, WORD, layout, mixed, 8192)
+    slow = step_terms(LLAMA, WORD, layout, cluster_of("A100-SXM4-80GB", 16), 8192)
+    assert terms.total == pytest.approx(slow.total)
+    assert "A100-SXM4-80GB sets the pace; alone: H100-SXM5-80GB" in by_name(terms)["for A100-SXM4-80GB"].formula
+
+
+LAYOUTS = (
+    SHARED,
+    Layout(data=2, shard=4, recompute="full"),
+    Layout(tensor=4, pipeline=2, micro_batches=8, zero=0),
+    Layout(shard=4, context=2, offload="optimizer"),
+    Layout(shard=8, offload="all"),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("recipe", ["bfloat16/float32", "float8-row/word", "float16/exact/reproducible"])
+def test_every_term_has_a_group_an_interval_and_a_source(layout: Layout, recipe: str) -> None:
+    terms = step_terms(LLAMA, parse(recipe), layout, H100, 4096)
+    for term in terms:
+        assert term.group in STEP_GROUPS and term.source and term.formula
+        low, high = term.interval
+        assert 0 <= low <= term.value <= high < math.inf
+    low, high = terms.interval
+    assert low < terms.total < high
+    assert 0 < steady_seconds(terms) < terms.total
+
+
+def test_unfused_attention_is_slower_and_selective_recomputation_repeats_it() -> None:
+    flash, eager = (step_terms(LLAMA, WORD, SHARED, H100, 4096, attention=kind) for kind in ("flash", "eager"))
+    again = step_terms(LLAMA, WORD, replace(SHARED, recompute="selective"), H100, 4096, attention="eager")
+    assert flash.groups["attention"] < eager.groups["attention"] < again.groups["attention"]
+    assert again.groups["matmuls"] == eager.groups["matmuls"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "slowest"), [(32, 4, 8), (126, 16, 8), (105, 35, 3), (3, 2, 3), (2, 2, 1)]
+)
+def test_layers_of_the_slowest_stage(layers: int, stages: int, slowest: int) -> None:
+    assert stage_layers(layers, stages)[0] == slowest
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(shard=16), "16 ranks was requested on 8 chips"),
+        (Layout(tensor=3), "3 tensor ranks do not divide 32 heads"),
+        (Layout(context=3), "3 context ranks do not divide"),
+        (Layout(pipeline=8, interleave=8), "64 groups of layers and 32 layers"),
+        (Layout(shard=8, expert=2), "2 expert ranks do not divide 1 expert"),
+    ],
+)
+def test_a_layout_that_does_not_suit_is_refused_in_a_line(layout: Layout, message: str) -> None:
+    with pytest.raises(NarrowgaugeError) as caught:
+        step_terms(LLAMA, WORD, layout, H100, 4096)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_a_chip_does_not_multiply_is_refused() -> None:
+    with pytest.raises(ChipError, match="V100-SXM2-32GB, which does not multiply bfloat16"):
+        step_terms(LLAMA, WORD, SHARED, cluster_of("V100", 8), 4096)
+    with pytest.raises(RecipeError, match="only the size"):
+        step_terms(of_size(8e9), WORD, SHARED, H100, 4096)
