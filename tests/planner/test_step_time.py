@@ -183,3 +183,19 @@ def test_what_a_chip_does_not_multiply_is_refused() -> None:
         step_terms(LLAMA, WORD, SHARED, cluster_of("V100", 8), 4096)
     with pytest.raises(RecipeError, match="only the size"):
         step_terms(of_size(8e9), WORD, SHARED, H100, 4096)
+
+
+def test_all_chips_wait_for_late_nodes() -> None:
+    equal = Nodes(get_chip("H100-SXM"), count=8)
+    late = (replace(equal, count=6), replace(equal, count=2, speed=0.8))
+    layout = Layout(shard=64, micro_batches=16)
+    found = [
+        step_terms(read_architecture("llama-33b"), parse("bfloat16/word"), layout, Cluster("eight nodes", groups), 4096)
+        for groups in ((equal,), late)
+    ]
+    waiting = [term for term in found[1] if term.name == "for late nodes"]
+    assert len(waiting) == 1 and "all chips wait for 16 of them" in waiting[0].formula
+    # Everything but what hides behind it takes a quarter longer.
+    assert found[1].total == pytest.approx(1.25 * found[0].total, rel=0.01)
+    with pytest.raises(ChipError, match="Use a share"):
+        replace(equal, speed=1.2)

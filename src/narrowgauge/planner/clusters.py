@@ -48,6 +48,7 @@ class Nodes:
         memory_gb: usable by the job on each chip, 2^30 bytes as the chip's; None for the chip's.
         host_memory_gb: of each node, for offloading, 2^30 bytes; None if unknown.
         dollars_per_hour: of one chip; None if unknown.
+        speed: of these nodes as a share of their chip's, such as 0.8 for nodes that are late at every step.
 
     Raises:
         ChipError: a size or rate contradicts the chip, or is not positive.
@@ -61,6 +62,7 @@ class Nodes:
     memory_gb: float | None = None
     host_memory_gb: float | None = None
     dollars_per_hour: float | None = None
+    speed: float = 1.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
@@ -68,6 +70,10 @@ class Nodes:
             least = 1 if field.name in ("chips", "count") else 0
             if value is not None and not (least <= value < math.inf):
                 raise ChipError(f"nodes of {self.chip.name} have {field.name} = {value}.", f"Use {least} or more.")
+        if not 0 < self.speed <= 1:
+            raise ChipError(
+                f"nodes of {self.chip.name} have speed = {self.speed:g}.", "Use a share of their chip's: 0.8."
+            )
         if self.memory_gb is not None and self.memory_gb > self.chip.memory_gb:
             raise ChipError(
                 f"{self.memory_gb:g} GB of memory were given for {self.chip.name}, which has {self.chip.memory_gb}.",
@@ -126,7 +132,8 @@ class Nodes:
         return next(known, _ASSUMED_CARD_NETWORK) * 1e9 / 8
 
     def __str__(self) -> str:
-        return f"{self.num_chips} × {self.chip.name}"
+        late = f" at {self.speed:.0%} of their speed" if self.speed < 1 else ""
+        return f"{self.num_chips} × {self.chip.name}{late}"
 
 
 @dataclass(frozen=True, slots=True)

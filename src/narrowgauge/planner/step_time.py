@@ -258,6 +258,11 @@ def _optimizer_terms(work: Work, layers: int) -> Iterator[Term]:
 def _waiting_terms(work: Work, cluster: Cluster, layers: int, seconds: float) -> Iterator[Term]:
     """What a step waits for, in proportion to the seconds it takes."""
     chips = work.layout.num_ranks
+    if (speed := work.nodes.speed) < 1:
+        lost = seconds * (1 / speed - 1)
+        formula = f"{seconds:.3g} s × (1 / {speed:g} − 1): all chips wait for {work.nodes.num_chips} of them"
+        yield Term("waiting", "for late nodes", lost, formula, "every step ends with the slowest")
+        seconds += lost
     if chips > 1:
         late = work.shares["spread"].value * math.sqrt(2 * math.log(chips))
         formula = f"{seconds:.3g} s × {work.shares['spread'].value:.3g} × √(2 ln {chips})"
