@@ -27,7 +27,7 @@ LAYERS = {
     "report": {"report"},
     "planner": {"planner"},
     "diagnosis": {"diagnosis"},
-    "_torch": {"_torch"},
+    "_torch": {"_compiler", "_torch"},
     "numerics": {"numerics"},
     "matmul": {"matmul"},
     "transforms": {"transforms"},

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge._torch import compiler_missing
+from narrowgauge._compiler import compiler_missing
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.numerics.scaling import LossScaler

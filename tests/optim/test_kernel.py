@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge._torch import compiler_missing
+from narrowgauge._compiler import compiler_missing
 from narrowgauge.optim import compilation, kernel
 from narrowgauge.optim.kernel import StepKernel, Work, num_scales, row_peaks
 from narrowgauge.optim.rules.elementwise import ADAMW

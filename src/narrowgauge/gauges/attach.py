@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import _torch
+from narrowgauge import _compiler
 from narrowgauge._torch import plain_name
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.gauges import attention, hooks
@@ -172,7 +172,7 @@ class Gauges:
                 self._watched.append(WatchedTensor("output", name))
 
     def _attach(self, outputs: Sequence[str]) -> None:
-        _torch.heed_hooks()
+        _compiler.heed_hooks()
         modules = hooks.named_modules(self.model)
         entries: dict[str, dict[str, Tensor]] = {}
         for index, watched in enumerate(self._watched):

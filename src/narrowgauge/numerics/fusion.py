@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge._torch import compile_any_shape, compiler_missing
+from narrowgauge._compiler import compile_any_shape, compiler_missing
 
 COMPILE_ELEMENTS = 1 << 18
 """Definitions are compiled for at least so many elements; fewer never win back the seconds that compiling takes."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import narrowgauge
-from narrowgauge._torch import compile_ahead, compiler_missing, load_ahead, machine_key
+from narrowgauge._compiler import compile_ahead, compiler_missing, load_ahead, machine_key
 from narrowgauge.caching import cache_folder
 from narrowgauge.optim.kernel_cache import add_package, alone, discard, find_package, marked
 
@@ -29,7 +29,15 @@ Compiled = Callable[[list[Tensor]], list[Tensor]]
 
 
 TABLES = ("accumulations", "codes", "formats", "processor", "storages")
-SOURCES = ("_torch.py", "caching.py", "errors.py", *(f"spec/{n}.py" for n in TABLES), "numerics/*.py", "optim/**/*.py")
+SOURCES = (
+    "_compiler.py",
+    "_torch.py",
+    "caching.py",
+    "errors.py",
+    *(f"spec/{n}.py" for n in TABLES),
+    "numerics/*.py",
+    "optim/**/*.py",
+)
 
 
 def source_files() -> list[Path]:
@@ -63,7 +71,7 @@ class Definition:
     Args:
         function: the definition.
         example: arguments to compile with, and to compare the loaded function with the definition on: values that occur.
-        lengths: which arguments share a dynamic length, see :func:`narrowgauge._torch.compile_ahead`.
+        lengths: which arguments share a dynamic length, see :func:`narrowgauge._compiler.compile_ahead`.
         one_loop: whether it is to be one loop, see there.
     """
 

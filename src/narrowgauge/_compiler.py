@@ -1,0 +1,361 @@
+"""Every name of PyTorch's compiler we touch that PyTorch does not promise to keep, with the reason and the way out.
+
+``torch._inductor.aoti_compile_and_package``
+    One fused loop from the definition, 3 us a call where ``torch.compile`` takes 20. The way out: ``torch.compile``.
+``torch._inductor.aoti_load_package(…).loader.boxed_run``
+    Calls the package without 10 us of tree flattening. The way out: calling the package itself.
+Option names of ``torch._inductor.config``
+    Keep every reduction in one loop; round as eager mode does on CUDA; part the cache on disk by the length of vectors. The
+    way out: eager kernels, and a ``TORCHINDUCTOR_CACHE_DIR`` for each value of ``ATEN_CPU_CAPABILITY``.
+``types.CodeType.replace`` under ``torch.compile``
+    Dynamo counts how often it recompiled a *code object* and gives up after eight; one definition compiled for many casts
+    needs a code object for each. The way out: raising ``torch._dynamo.config.recompile_limit``.
+``torch._dynamo.config.skip_nnmodule_hook_guards``, ``torch._dynamo.config.recompile_limit``
+    By default code that was compiled before a hook was attached goes on without it, and is compiled eight
+    times at most. The way out: attaching before compiling; ``torch.compiler.reset`` between models.
+``torch.backends.cpu.get_cpu_capability``
+    Which vector instructions PyTorch uses here: kernels are compiled for those and no others. The way out: Inductor's
+    default, code for this very processor, and a kernel cache for each kind of processor.
+``torch._inductor.cpu_vec_isa.valid_vec_isa_list``, ``VecAVX2``, ``VecAVX512``; ``torch._inductor.cpp_builder.get_cpp_compiler``
+    Where Inductor looks up vector instructions and the compiler flags that go with them. The way out: as above.
+``torch._inductor.codegen.cpp.CppVecOverrides``, ``torch._inductor.virtualized.V`` (``kernel``, ``interpreter``)
+    What Inductor writes for an operation on vectors, and the graph it writes from: shifts and casts become single
+    instructions. The way out: what it writes by itself, a third slower with AVX2.
+
+A release that renames one of these fails here, with a plain ImportError or AttributeError, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.spec.processor import instruction_sets
+
+# One loop whatever its length: each threshold makes Inductor write an intermediate to memory, and a fresh buffer of a
+# large tensor's size costs more in page faults than the whole step (measured: 4 to 10 times).
+_ONE_LOOP: dict[str, Any] = {
+    "realize_reads_threshold": 1000,
+    "realize_acc_reads_threshold": 1000,
+    "realize_opcount_threshold": 100_000,
+    "cpp.max_horizontal_fusion_size": 128,
+}
+# Inductor otherwise compiles three test programs to see whether the compiler knows the vector instructions that the
+# processor reports, 3.5 s once per process; a compiler that does not know them fails, and the kernel is compiled again.
+_TRUST_COMPILER: dict[str, Any] = {"cpp.vec_isa_ok": True}
+# What ATEN_CPU_CAPABILITY limits Inductor's vectors to, in bits; 1 for none.
+_LIMITED_VECTORS = {"default": 1, "avx2": 256}
+# On CUDA the defaults divide approximately and flush subnormals; the definition does neither.
+_AS_EAGER: dict[str, Any] = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+}
+
+
+def compiler_missing() -> str:
+    """Why ahead-of-time compilation cannot work here, or an empty string."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) or shutil.which("clang++"):
+        # It does not quote the paths it hands to the compiler.
+        return f"PyTorch's compiler cannot work from '{torch.__path__[0]}'" if " " in torch.__path__[0] else ""
+    return f"no C++ compiler ('{compiler}') is on PATH"
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Vector instructions that kernels are compiled for.
+
+    Args:
+        march: what g++ and clang call a processor that has these and nothing more.
+        vectors: the class of ``torch._inductor.cpu_vec_isa``.
+        tuning: more flags for g++ 12 and later; other compilers need none. Copy a vector by one move: for an unknown
+            processor g++ copies two halves, and a load of the whole then waits for both stores, 4 times the time of a
+            step. Keep constants in memory: g++ otherwise builds them in each iteration of a loop that has more of them
+            than there are registers, by three instructions each.
+    """
+
+    march: str
+    vectors: str
+    tuning: tuple[str, ...]
+
+
+_LEVELS = {
+    "AVX2": _Level(
+        "x86-64-v3", "VecAVX2", ("-mmove-max=256", "-mstore-max=256", "-mtune-ctrl=^inter_unit_moves_to_vec")
+    ),
+    "AVX512": _Level("x86-64-v4", "VecAVX512", ("-mmove-max=512", "-mstore-max=512")),
+}
+"""By what PyTorch calls them."""
+
+
+def _level() -> _Level | None:
+    """What kernels are compiled for here; ``None`` for whatever this processor has."""
+    x86 = sys.platform == "linux" and platform.machine() == "x86_64"
+    return _LEVELS.get(torch.backends.cpu.get_cpu_capability()) if x86 else None
+
+
+def _built_for() -> str:
+    """Every instruction set that the compiler may use in a kernel: that of a level, or all that the processor has."""
+    if level := _level():
+        return level.march
+    return " ".join(sorted(instruction_sets())) or platform.processor()
+
+
+def machine_key() -> str:
+    """What compiled code depends on besides its source: torch, instruction sets, number of threads."""
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    capability = torch.backends.cpu.get_cpu_capability()
+    instructions = f"{platform.machine()} {capability} {_built_for()}"
+    return f"{torch.__version__} {instructions} {torch.get_num_threads()} {cuda}"
+
+
+def compile_ahead(
+    function: Callable[..., Tensor],
+    example: Sequence[Tensor],
+    lengths: Sequence[tuple[int | None, ...]],
+    path: Path,
+    one_loop: bool = True,
+) -> None:
+    """Compile ``function`` to a package at ``path`` that takes tensors of any length.
+
+    Args:
+        function: pure but for writing into its arguments.
+        example: arguments; those of dynamic length must be at least 2 long.
+        lengths: for each argument and each of its dims, which dynamic length it has (equal numbers, equal lengths),
+            ``None`` for fixed; ``()`` where all are.
+        path: where the package goes.
+        one_loop: write no intermediate to memory. The compiler goes over an expression once for each path through it, so
+            deep ones with many reused values take it hours; those are cut into loops, for arguments that fit the cache.
+    """
+    device = example[0].device.type
+    dims = {k: torch.export.Dim(f"n{k}", min=2, max=1 << 40) for own in lengths for k in own if k is not None}
+    shapes = tuple({dim: dims[k] for dim, k in enumerate(own) if k is not None} or None for own in lengths)
+    options = (_ONE_LOOP if one_loop else {}) if device == "cpu" else _AS_EAGER
+    with quiet(), _for_level(), _few_instructions():
+        program = torch.export.export(_Module(function), tuple(example), dynamic_shapes=(shapes,))
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+
+
+def load_ahead(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+    """The function in a package: takes a list of tensors (and empties it), returns the list of results."""
+    with quiet(), _for_level():
+        run: Callable[[list[Tensor]], list[Tensor]] = torch._inductor.aoti_load_package(str(path)).loader.boxed_run
+    return run
+
+
+def compile_any_shape(function: FunctionType, name: str) -> Callable[..., Any]:
+    """``torch.compile`` of a function for tensors of any shape, apart from what else was compiled of the same lines.
+
+    Args:
+        function: pure; tensors to tensors.
+        name: what profiles and logs call it.
+    """
+    own = FunctionType(
+        function.__code__.replace(co_name=name),
+        function.__globals__,
+        name,
+        function.__defaults__,
+        function.__closure__,
+    )
+    options = _AS_EAGER if torch.cuda.is_available() else _TRUST_COMPILER
+    return torch.compile(own, fullgraph=True, dynamic=True, options=options)
+
+
+MANY_VERSIONS = 64
+"""How often one piece of code may be recompiled, where several rows or several models share it."""
+
+
+def heed_hooks() -> None:
+    """Let code that is compiled from now on be recompiled where a module's hooks have changed.
+
+    A watched model has two versions of each, and a process may train several models of one class.
+    """
+    config = torch._dynamo.config
+    config.skip_nnmodule_hook_guards = False
+    config.recompile_limit = max(config.recompile_limit, MANY_VERSIONS)
+
+
+class _Module(torch.nn.Module):
+    """What ``torch.export`` takes."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        return self.function(*arguments)
+
+
+@contextlib.contextmanager
+def _for_level() -> Iterator[None]:
+    """Let Inductor know the vector instructions of :func:`_level` alone, and compile for a processor that has no others.
+
+    It would find out by itself, by compiling and running test programs for 3.5 s.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    level, real = _level(), cpu_vec_isa.valid_vec_isa_list
+    if level is None:
+        yield
+        return
+    base = getattr(cpu_vec_isa, level.vectors)
+    own = {"build_arch_flags": lambda _: _arch_flags(level), "__bool__": lambda _: True, "__hash__": base.__hash__}
+    sets = [type(level.vectors, (base,), own)()]
+    cpu_vec_isa.valid_vec_isa_list = lambda: sets  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        cpu_vec_isa.valid_vec_isa_list = real
+
+
+@contextlib.contextmanager
+def _few_instructions() -> Iterator[None]:
+    """Let Inductor write casts of bits and shifts by constants of int32 vectors as single instructions.
+
+    By itself it casts bits through an array on the stack, and shifts by vectors of counts, each of which the compiler makes
+    again in every iteration of a loop that has more constants than there are registers.
+    """
+    from torch._inductor.codegen.cpp import CppVecOverrides
+
+    own: dict[str, Callable[..., str]] = {
+        "to_dtype_bitcast": _cast_bits,
+        "bitwise_left_shift": _shift_left,
+        "bitwise_right_shift": _shift_right,
+        "bitwise_and": _mask,
+    }
+    real = {name: method for name, method in vars(CppVecOverrides).items() if name in own}
+
+    def either(name: str) -> staticmethod[..., Any]:
+        def write(*arguments: Any) -> Any:
+            return own[name](*arguments) or real[name].__func__(*arguments)
+
+        write.__name__ = name
+        return staticmethod(write)
+
+    for name in real:
+        setattr(CppVecOverrides, name, either(name))
+    try:
+        yield
+    finally:
+        for name, method in real.items():
+            setattr(CppVecOverrides, name, method)
+
+
+def _cast_bits(x: Any, dtype: torch.dtype, src_dtype: torch.dtype) -> str:
+    names = {torch.float32: "float", torch.int32: "int32_t"}
+    whole = {dtype, src_dtype} == names.keys() and _intrinsic("") != ""
+    return f"at::vec::cast<{names[dtype]}>({x})" if whole else ""
+
+
+def _shift_left(a: Any, b: Any) -> str:
+    return _shift("slli", a, _constant(_operands()[1]))
+
+
+def _shift_right(a: Any, b: Any) -> str:
+    return _shift("srai", a, _constant(_operands()[1]))
+
+
+def _mask(a: Any, b: Any) -> str:
+    """``(x >> count) & mask`` where the mask only removes the copies of the sign is one shift of another kind."""
+    shifted, mask = _operands()
+    if getattr(shifted, "target", "") != "bitwise_right_shift":
+        return ""
+    source, count = shifted.args[1], _constant(shifted.args[2])
+    if count is None or _constant(mask) != (1 << (32 - count)) - 1:
+        return ""
+    return _shift("srli", _value(source), count)
+
+
+def _shift(name: str, x: Any, count: int | None) -> str:
+    intrinsic = _intrinsic(f"{name}_epi32")
+    fits = x.dtype is torch.int32 and count is not None and 0 <= count < 32
+    return f"at::vec::Vectorized<int32_t>({intrinsic}({x}, {count}))" if intrinsic and fits else ""
+
+
+def _intrinsic(name: str) -> str:
+    """An instruction on whole vectors of 32-bit values; empty where the loop at hand has none such."""
+    from torch._inductor.virtualized import V
+
+    prefix = {256: "_mm256_", 512: "_mm512_"}.get(V.kernel.vec_isa.bit_width(), "")
+    one = V.kernel.tiling_factor * 32 == V.kernel.vec_isa.bit_width()
+    return prefix + name if prefix and one else ""
+
+
+def _operands() -> tuple[Any, Any]:
+    """The two operands of the operation that is being written, as nodes of the loop's graph."""
+    from torch._inductor.virtualized import V
+
+    return tuple(V.interpreter.current_node.args[1:3])
+
+
+def _constant(node: Any) -> int | None:
+    return node.args[1] if getattr(node, "target", "") == "constant" else None
+
+
+def _value(node: Any) -> Any:
+    """What was written for a node of the loop's graph."""
+    from torch._inductor.virtualized import V
+
+    return V.interpreter.env[node]
+
+
+@lru_cache
+def _arch_flags(level: _Level) -> str:
+    """The compiler's flags for a level. They come after Inductor's own ``-march=native``, which they undo."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    compiler = get_cpp_compiler()
+
+    def knows(flag: str) -> bool:
+        command = [compiler, flag, "-fsyntax-only", "-x", "c++", os.devnull]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    return " ".join([f"-march={level.march}", *filter(knows, level.tuning)])
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress the compiler's own deprecation warnings and banners, which do not concern users of an optimizer."""
+    level = logging.getLogger("torch").level
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.getLogger("torch").setLevel(level)
+
+
+def _part_caches() -> None:
+    """Let Inductor's cache on disk distinguish vectors that ``ATEN_CPU_CAPABILITY`` limits from the processor's own.
+
+    Its key names Inductor's options and not that variable: code written for vectors of one length is found by a process that
+    compiles it for another, leaves out every second value (NaN) or writes past the end of buffers. The option that says the
+    same as the variable is part of the key.
+    """
+    bits = _LIMITED_VECTORS.get(os.environ.get("ATEN_CPU_CAPABILITY", ""))
+    if bits is None:
+        return
+    from torch._inductor import config
+
+    if config.cpp.simdlen is None:
+        config.cpp.simdlen = bits
+
+
+_part_caches()
