@@ -35,7 +35,7 @@ LAYERS = {
     "distributed": {"distributed"},
     "checkpoints": {"checkpoints"},
     "gauges": {"gauges"},
-    "assembly": {"assembly"},
+    "assembly": {"assembly", "trainable"},
     "conversion": {"conversion"},
     "trainer": {"trainer"},
     "experiment": {"experiment"},

@@ -1,0 +1,174 @@
+"""What ``prepare`` refuses: models that a recipe cannot train, and patterns that match nothing.
+
+Each error names the first offending parameter or module, and nothing has been changed when it is raised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
+
+from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.distributed.reduction import EXCHANGES
+from narrowgauge.distributed.sharding import has_shards
+from narrowgauge.errors import RecipeError
+from narrowgauge.matmul.swapping import linear_names
+from narrowgauge.spec import variants
+from narrowgauge.spec.recipes import Recipe
+
+
+def require_trainable(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse a model that a recipe cannot train.
+
+    Raises:
+        RecipeError: naming the first offending parameter or module.
+    """
+    if recipe.reduction.name not in EXCHANGES:
+        raise RecipeError(
+            f"recipe '{recipe.name}' sums gradients across ranks by '{recipe.reduction.name}', which is not implemented.",
+            "narrowgauge show reductions lists those that are.",
+        )
+    names = [name for name, _ in model.named_parameters()]
+    if not names:
+        raise RecipeError(f"recipe '{recipe.name}' was given a {type(model).__name__} without parameters.")
+    known = {torch.float32, getattr(torch, recipe.storage.visible)}
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in known:
+            raise RecipeError(
+                f"recipe '{recipe.name}' takes a float32 model, and '{name}' of {type(model).__name__} is "
+                f"{str(parameter.dtype).removeprefix('torch.')}.",
+                "Call model.float() first.",
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise RecipeError(
+            f"recipe '{recipe.name}' was given a {type(model).__name__} whose {len(names)} parameters are all frozen.",
+            "Call requires_grad_() on those to train.",
+        )
+    _check_tied(model, recipe)
+    _check_patterns(model, recipe, names)
+    for compute in recipe.computes:
+        variants.check_layers(compute, linear_names(model), type(model).__name__)
+    _check_statistics(model, recipe)
+    if recipe.reduction.order_free:
+        _check_leaves(model, recipe)
+
+
+def _check_patterns(model: nn.Module, recipe: Recipe, names: list[str]) -> None:
+    """Refuse patterns that match nothing, or more than they may."""
+    modules = [name for name, _ in model.named_modules() if name]
+    for pattern in recipe.keep:
+        single = Recipe(recipe.compute, recipe.storage, keep=(pattern,))
+        if not any(single.keeps(name) for name in [*names, *modules]):
+            raise RecipeError(f"keep pattern '{pattern}' matches no module of {type(model).__name__}.", _first(modules))
+    for override in recipe.overrides:
+        linears = linear_names(model)
+        if override.compute is not None and not any(override.matches(name) for name in linears):
+            raise RecipeError(
+                f"override pattern '{override.pattern}' matches no linear layer of {type(model).__name__}.",
+                _first(linears),
+            )
+        if override.storage is None:
+            continue
+        if not any(override.matches(name) for name in names):
+            raise RecipeError(
+                f"override pattern '{override.pattern}' matches no parameter of {type(model).__name__}.", _first(names)
+            )
+        if override.storage.visible != recipe.storage.visible:
+            raise RecipeError(
+                f"override '{override.pattern}' stores {override.storage.visible} in a model of "
+                f"{recipe.storage.visible}.",
+                "Name the modules in keep = [...] to leave them in float32.",
+            )
+
+
+def _check_tied(model: nn.Module, recipe: Recipe) -> None:
+    """Both names of a tied parameter must be kept, or neither."""
+    first: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(parameter, name)
+        if recipe.keeps(other) != recipe.keeps(name):
+            raise RecipeError(
+                f"keep = {list(recipe.keep)} matches only one of '{other}' and '{name}' of {type(model).__name__}, "
+                "which share one tensor.",
+                "Keep both modules or neither.",
+            )
+
+
+def _check_statistics(model: nn.Module, recipe: Recipe) -> None:
+    """Batch norm needs weights and running statistics of one dtype, and buffers are never rounded."""
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm) or not module.affine or module.running_mean is None:
+            continue
+        visible = recipe.storage_of(f"{name}.weight" if name else "weight", 1).visible
+        visible = visible if visible == "float32" else recipe.dtype
+        found = str(module.running_mean.dtype).removeprefix("torch.")
+        if found == visible:
+            continue
+        if visible == "float32":
+            advice = "Call model.float() first."
+        else:
+            advice = f'Keep it in float32 with keep = ["{name}"].' if name else "Use recipe 'float32'."
+        raise RecipeError(
+            f"recipe '{recipe.name}' gives {visible} weights to '{name}', a {type(module).__name__} whose running "
+            f"statistics are {found}; PyTorch does not compute with mixed dtypes here.",
+            advice,
+        )
+
+
+def _check_leaves(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse modules through which one micro-batch changes what another computes."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+            reason = "whose running statistics depend on which micro-batches a rank has seen"
+            advice = "Replace it by a layer norm or group norm"
+        elif isinstance(module, _DropoutNd) and module.p > 0:
+            reason = "which draws random numbers in the order of a rank's own micro-batches"
+            advice = "Set its p to 0"
+        else:
+            continue
+        raise RecipeError(
+            f"recipe '{recipe.name}' gives the same bits on any number of ranks, and '{name}' is a {kind}, {reason}.",
+            f"{advice}, or take another reduction.",
+        )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that DistributedDataParallel wraps, or the model."""
+    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return inner
+
+
+def require_summable(model: nn.Module, recipe: Recipe, mesh: Any) -> None:
+    """Refuse a model whose gradients cannot be summed over ranks as a recipe says.
+
+    Args:
+        model: perhaps inside DistributedDataParallel.
+        recipe: whose reduction it is.
+        mesh: of the ranks, if one was given.
+    Raises:
+        RecipeError: they cannot.
+    """
+    name, inner = recipe.name, unwrapped(model)
+    if inner is not model:
+        wanted = {n: recipe.storage_of(n, p.ndim).visible for n, p in inner.named_parameters()}
+        if mesh is not None or any(str(p.dtype) != f"torch.{wanted[n]}" for n, p in inner.named_parameters()):
+            raise RecipeError(
+                f"recipe '{name}' was given a model inside DistributedDataParallel, whose buckets were made for the "
+                "parameters as they were.",
+                'Prepare the model first and wrap it then, or replace the wrapper by mesh=…, shard="none".',
+            )
+    elif mesh is None and recipe.reduction.name != "native" and all_ranks().size > 1 and not has_shards(model):
+        raise RecipeError(
+            f"recipe '{name}' sums gradients over ranks, and {all_ranks().size} ranks were found but no mesh.",
+            'Pass mesh=init_device_mesh(…), with shard="none" to keep the model whole on every rank.',
+        )
+
+
+def _first(names: list[str]) -> str:
+    return f"Its names look like '{names[0]}' and '{names[-1]}'." if names else ""
