@@ -27,7 +27,8 @@ from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec import details, show
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import preflight
-from narrowgauge.trainer.config import TrainConfig, kind_of
+from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.setting import kind_of
 
 # The package that is tested, wherever a process is started.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}

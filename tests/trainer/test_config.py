@@ -20,7 +20,8 @@ from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import load_toml, parse, parse_table
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.trainer.config import TrainConfig, kind_of
+from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.setting import kind_of
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.spec.accumulations import ACCUMULATIONS
-from narrowgauge.spec.models import MODELS, get_model, refuse_own_code
+from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import load_toml, parse, parse_value
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.trainer.named_files import free_folder, known_model, left_by_a_kill
+from narrowgauge.trainer.setting import about, count, kind_of, require, setting
 
 SCHEDULES = ("cosine", "linear", "constant")
 SHARDINGS = ("full", "none")
@@ -47,24 +49,6 @@ COMPARED = {"eval_every": f"steps / {NUM_EVALS}", "keep_checkpoints": str(KEPT_C
 COMPILE_PARAMETERS = 5_000_000
 COMPILE_STEPS = 1000
 
-_KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "Recipe": Recipe}
-_KIND_NAMES: dict[type, str] = {
-    str: "text", int: "an integer", float: "a number", bool: "true or false", Recipe: "a recipe",
-}  # fmt: skip
-
-
-def _about(help: str, constraint: str = "", holds: Callable[[Any], bool] = lambda _: True) -> dict[str, Any]:
-    """Metadata of a setting: its help, and its constraint as text and as a predicate."""
-    return {"help": help, "constraint": constraint, "holds": holds}
-
-
-def _setting(default: Any, *about: Any) -> Any:
-    return dataclasses.field(default=default, metadata=_about(*about))
-
-
-def _count(default: int | None, help: str, least: int = 1) -> Any:
-    return _setting(default, help, f"at least {least}", lambda value: least <= value < 2**63)
-
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -82,100 +66,98 @@ class TrainConfig:
         0.003
     """
 
-    model: str = _setting(
+    model: str = setting(
         "llama-1m", "A preset (narrowgauge show models) or a folder with a Hugging Face config.json.", "not empty", bool
     )
-    data: str = _setting(
+    data: str = setting(
         "stdlib", "stdlib, a file or folder of text or jsonl, a token map, or datasets:NAME.", "not empty", bool
     )
     recipe: Recipe = dataclasses.field(
         default=parse("bfloat16/word"),
-        metadata=_about("A recipe (narrowgauge show recipes) or a .toml file with one."),
+        metadata=about("A recipe (narrowgauge show recipes) or a .toml file with one."),
     )
-    steps: int = _count(400, "Optimizer steps.")
-    batch_size: int = _count(8, "Sequences per optimizer step.")
-    sequence_length: int = _count(256, "Tokens per sequence.")
-    gradient_accumulation_steps: int = _count(1, "Micro-batches per optimizer step; must divide the batch size.")
-    lr: float | None = _setting(
+    steps: int = count(400, "Optimizer steps.")
+    batch_size: int = count(8, "Sequences per optimizer step.")
+    sequence_length: int = count(256, "Tokens per sequence.")
+    gradient_accumulation_steps: int = count(1, "Micro-batches per optimizer step; must divide the batch size.")
+    lr: float | None = setting(
         None,
         "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
         "0.0003; unit-scaled models: 0.5]",
         "above 0 and finite",
         lambda value: 0 < value < math.inf,
     )
-    schedule: str = _setting(
+    schedule: str = setting(
         "cosine",
         "Decay of the learning rate after the warm-up: cosine, linear or constant.",
         f"one of {', '.join(SCHEDULES)}",
         lambda value: value in SCHEDULES,
     )
-    warmup_steps: int | None = _count(
+    warmup_steps: int | None = count(
         None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", 0
     )
-    min_lr_ratio: float = _setting(
+    min_lr_ratio: float = setting(
         0.1, "Final learning rate as a fraction of the peak.", "from 0 to 1", lambda value: 0 <= value <= 1
     )
-    beta1: float = _setting(0.9, "Decay of the first moment.", "from 0 to below 1", lambda value: 0 <= value < 1)
-    beta2: float = _setting(0.95, "Decay of the second moment.", "from 0 to below 1", lambda value: 0 <= value < 1)
-    eps: float = _setting(1e-8, "AdamW's epsilon.", "at least 0 and finite", lambda value: 0 <= value < math.inf)
-    weight_decay: float = _setting(
+    beta1: float = setting(0.9, "Decay of the first moment.", "from 0 to below 1", lambda value: 0 <= value < 1)
+    beta2: float = setting(0.95, "Decay of the second moment.", "from 0 to below 1", lambda value: 0 <= value < 1)
+    eps: float = setting(1e-8, "AdamW's epsilon.", "at least 0 and finite", lambda value: 0 <= value < math.inf)
+    weight_decay: float = setting(
         0.1, "Decoupled weight decay of matrices.", "at least 0 and finite", lambda value: 0 <= value < math.inf
     )
-    max_grad_norm: float = _setting(
+    max_grad_norm: float = setting(
         1.0, "Maximum gradient norm for clipping; inf disables it.", "above 0", lambda value: value > 0
     )
-    seed: int = _count(0, "Seed of the initial weights, the order of the data and stochastic rounding.", 0)
-    out: str | None = _setting(
+    seed: int = count(0, "Seed of the initial weights, the order of the data and stochastic rounding.", 0)
+    out: str | None = setting(
         None, "Run folder; new or empty.  [default: runs/MODEL-RECIPE-N, the first free N]", "a path", bool
     )
-    tokenizer: str | None = _setting(
+    tokenizer: str | None = setting(
         None, "A tokenizer.json or a folder with one.  [default: a BPE trained on the data]", "a path", bool
     )
-    held_out: float = _setting(
+    held_out: float = setting(
         0.05, "Fraction of the documents held out for validation.", "above 0 and below 1", lambda value: 0 < value < 1
     )
-    eval_every: int = _count(100, "Steps between validations; 0: only at the end.", 0)
-    eval_batches: int = _count(8, "Batches per validation.")
-    checkpoint_every: int = _count(100, "Steps between checkpoints; 0: only at the end.", 0)
-    keep_checkpoints: int = _count(2, "Number of latest checkpoints to keep.")
-    accumulation_dtype: str = _setting(
+    eval_every: int = count(100, "Steps between validations; 0: only at the end.", 0)
+    eval_batches: int = count(8, "Batches per validation.")
+    checkpoint_every: int = count(100, "Steps between checkpoints; 0: only at the end.", 0)
+    keep_checkpoints: int = count(2, "Number of latest checkpoints to keep.")
+    accumulation_dtype: str = setting(
         "float32",
         f"Format in which micro-batch gradients are accumulated: {', '.join(ACCUMULATIONS)}.",
         f"one of {', '.join(ACCUMULATIONS)}",
         lambda value: value in ACCUMULATIONS,
     )
-    audit_every: int = _count(10, "Steps between audits of the update; 0: never.", 0)
-    gauges_every: int = _count(20, "Steps between samples of the gauges; 0: none.", 0)
-    verify_every: int = _count(
+    audit_every: int = count(10, "Steps between audits of the update; 0: never.", 0)
+    gauges_every: int = count(20, "Steps between samples of the gauges; 0: none.", 0)
+    verify_every: int = count(
         1000, "On several ranks, steps between comparisons of what they hold and compute; 0: never.", 0
     )
-    on_spike: str = _setting(
+    on_spike: str = setting(
         "report",
         "Reaction to a spike of the loss or gradient norm: report it, skip the batch, rollback to the last checkpoint and skip "
         "the data since, or stop.",
         f"one of {', '.join(SPIKE_ACTIONS)}",
         lambda value: value in SPIKE_ACTIONS,
     )
-    max_rollbacks: int = _count(3, "Rollbacks after which a spike stops the run.", 0)
-    tensorboard: bool = _setting(False, "Also write TensorBoard event files to tensorboard/ in the run folder.")
-    log_every: int = _count(10, "Steps between printed lines; every step is recorded.")
-    stop_after: int | None = _count(
-        None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]"
-    )
-    activation_checkpointing: bool = _setting(False, "Recompute activations in the backward pass to save memory.")
-    compile: bool | None = _setting(None, "Compile the model.  [default: from 5 million parameters or 1000 steps on]")
-    shard: str = _setting(
+    max_rollbacks: int = count(3, "Rollbacks after which a spike stops the run.", 0)
+    tensorboard: bool = setting(False, "Also write TensorBoard event files to tensorboard/ in the run folder.")
+    log_every: int = count(10, "Steps between printed lines; every step is recorded.")
+    stop_after: int | None = count(None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
+    activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
+    compile: bool | None = setting(None, "Compile the model.  [default: from 5 million parameters or 1000 steps on]")
+    shard: str = setting(
         "full",
         "On several ranks, share weights, gradients and states out over them: full or none.",
         f"one of {', '.join(SHARDINGS)}",
         lambda value: value in SHARDINGS,
     )
-    replicas: int = _count(1, "Copies of the sharded model; must divide the number of ranks.")
-    offload: bool = _setting(False, "On several ranks, keep shards in the host's memory.")
-    narrow_gather: bool = _setting(
+    replicas: int = count(1, "Copies of the sharded model; must divide the number of ranks.")
+    offload: bool = setting(False, "On several ranks, keep shards in the host's memory.")
+    narrow_gather: bool = setting(
         False, "On several ranks, gather sharded weights as the codes that the recipe's matmuls take."
     )
-    threads: int | None = _count(
+    threads: int | None = count(
         None, "CPU threads per rank.  [default: 1 with an order-free reduction, else cores / ranks]"
     )
 
@@ -262,17 +244,17 @@ class TrainConfig:
             NarrowgaugeError: any other invalid value.
         """
         for field in fields(self):
-            _require(field, getattr(self, field.name))
+            require(field, getattr(self, field.name))
         if parse_value(self.recipe.to_value()) != self.recipe:
             raise RecipeError(
                 f"recipe '{self.recipe.title}' has a compute or storage that differs from the table's of that name.",
                 "A run records its recipe by name: take one from narrowgauge show recipes.",
             )
-        named = replace(self, model=_known_model(self.model)).filled()
+        named = replace(self, model=known_model(self.model)).filled()
         named._require_agreement()
         named._require_sources()
         return replace(
-            named, out=_free_folder(named.model, self.recipe.name) if named.out is None else named._free_out()
+            named, out=free_folder(named.model, self.recipe.name) if named.out is None else named._free_out()
         )
 
     def located(self) -> TrainConfig:
@@ -325,7 +307,7 @@ class TrainConfig:
             # In TOML a float may be written as an integer.
             elif kind_of(known[name]) is float and type(value) is int:
                 value = float(value)
-            _require(known[name], value, f" in {where}")
+            require(known[name], value, f" in {where}")
             given[name] = value
         return cls(**given)
 
@@ -401,61 +383,3 @@ class TrainConfig:
         assert self.out is not None
         require_free(self.out, beside=left_by_a_kill(Path(self.out)))
         return self.out
-
-
-def left_by_a_kill(folder: Path) -> tuple[str, ...]:
-    """Names allowed in the folder of a new run: leftovers of a command killed before the run existed, and complete data."""
-    # Imported here, as above.
-    from narrowgauge.runs.writer import leftovers
-
-    return (*leftovers(folder), *(("data",) if (folder / "data" / "data.json").is_file() else ()))
-
-
-def kind_of(field: dataclasses.Field[Any]) -> type:
-    """The type of a setting that is not None: ``str``, ``int``, ``float``, ``bool`` or ``Recipe``."""
-    # The annotations of this file are strings that name the plain type first.
-    return _KINDS[str(field.type).split(" ")[0]]
-
-
-def _require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
-    """Check the type and constraint of one setting."""
-    if value is None and field.default is None:
-        return
-    kind = kind_of(field)
-    flag = f"--{field.name.replace('_', '-')}"
-    # Exact types: True is an int in Python. An int may stand for a float.
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        raise NarrowgaugeError(
-            f"{field.name} = {value!r} was requested{where}; it must be {_KIND_NAMES[kind]}.",
-            f"For example {field.name} = {field.default!r}." if field.default is not None else "",
-        )
-    if not field.metadata["holds"](value):
-        raise NarrowgaugeError(
-            f"{field.name} = {value!r} was requested{where}; it must be {field.metadata['constraint']}.",
-            f"Change {flag}, or omit it.",
-        )
-
-
-def _known_model(name: str) -> str:
-    """The full name of a preset, or the path of a model folder."""
-    path = Path(name).expanduser()
-    if name.strip().lower() in MODELS or not (path.exists() or "/" in name or "\\" in name):
-        return get_model(name).name
-    if not path.exists():
-        raise DataError(
-            f"the model folder {name} does not exist.", "Name a preset (narrowgauge show models) or a folder."
-        )
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise DataError(f"the model folder {name} holds no config.json.", "Name a Hugging Face model folder.")
-    refuse_own_code(path)
-    return str(path)
-
-
-def _free_folder(model: str, recipe: str) -> str:
-    """``runs/MODEL-RECIPE-N`` with the first free N."""
-    stem = Path(model).name.removesuffix(".json") if model not in MODELS else model
-    stem = f"{stem}-{recipe.replace('/', '-')}"
-    number = 1
-    while (Path("runs") / f"{stem}-{number}").exists():
-        number += 1
-    return str(Path("runs") / f"{stem}-{number}")

@@ -31,11 +31,12 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter, remove_leftovers, require_free
 from narrowgauge.spec.models import MODELS, refuse_own_code
 from narrowgauge.trainer.changes import accept, differences
-from narrowgauge.trainer.config import TrainConfig, left_by_a_kill
+from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console, Screen
 from narrowgauge.trainer.data import Dataset, open_data, prepare_data
 from narrowgauge.trainer.interruption import interruptible, stopped_by
 from narrowgauge.trainer.memory import require_batch
+from narrowgauge.trainer.named_files import left_by_a_kill
 from narrowgauge.trainer.preflight import require_resumable
 from narrowgauge.trainer.recovery import Recovery
 from narrowgauge.trainer.session import Session, build, describe
