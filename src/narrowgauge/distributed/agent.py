@@ -26,6 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from narrowgauge.distributed.endings import AGENT_FOLDER, AGENT_PROCESS, LOST, REPORTED
 from narrowgauge.distributed.liveness import read_beat
+from narrowgauge.distributed.placement import variables
 from narrowgauge.errors import RankError, ReportedError, Terminated
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
@@ -56,7 +57,7 @@ def run_on_ranks(
         ReportedError: a rank has printed an error.
         KeyboardInterrupt: after Ctrl-C; after SIGTERM :class:`~narrowgauge.errors.Terminated`.
     """
-    with tempfile.TemporaryDirectory(prefix="narrowgauge-") as name, _quiet(), _handlers(), _variables(name):
+    with tempfile.TemporaryDirectory(prefix="narrowgauge-") as name, _quiet(), _handlers(), variables(_inherited(name)):
         folder = Path(name)
         try:
             launch_agent(_config(num_ranks, max_restarts, stop_seconds), sys.executable, list(words))
@@ -110,21 +111,12 @@ def _quiet() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
-@contextmanager
-def _variables(folder: str) -> Iterator[None]:
-    """What the ranks inherit."""
+def _inherited(folder: str) -> dict[str, str]:
+    """The variables that the ranks inherit."""
     given = {AGENT_FOLDER: folder, AGENT_PROCESS: str(os.getpid())}
     if sys.platform == "linux":
         given["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+    return given
 
 
 # ── how they ended ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -23,7 +23,7 @@ from narrowgauge.distributed import liveness
 from narrowgauge.distributed.endings import AGENT_PROCESS, Ending, agent_folder
 from narrowgauge.distributed.liveness import Liveness
 from narrowgauge.distributed.meeting import meet, second_connection, with_local_rank
-from narrowgauge.distributed.placement import Placement, read_placement
+from narrowgauge.distributed.placement import Placement, read_placement, variables
 
 TIMEOUT_SECONDS = 1800.0
 """Default of the longest time without progress: enough to prepare data on rank 0 and to compile a large model."""
@@ -89,7 +89,7 @@ def process_group(
         ...     here.size
         1
     """
-    global _current, _has_met, _is_open
+    global _current, _has_met
     here = read_placement() if placement is None else placement
     if _current is not None:
         raise RuntimeError("this process has joined its group already")
@@ -100,31 +100,39 @@ def process_group(
     if store is not None:
         here, _has_met = with_local_rank(here, store), True
     _set_threads(choose_threads(here, threads, is_order_free))
-    before = dict(os.environ)
-    os.environ.update(here.variables())  # for code that reads torchrun's variables
-    ending = Ending(here, agent_folder(), timeout_seconds, how_to_resume)
-    own = None if store is None else second_connection(here, prefix, timeout_seconds)
-    _current = alive = Liveness(here, own, ending.folder, timeout_seconds + MARGIN_SECONDS, ending.expire)
-    ending.alive = alive
-    try:
-        if store is not None:
-            _is_open = True
-            _start_group(here, store, timeout_seconds)
-        with _spoken_once(here):
-            yield here
-        if store is not None:
-            dist.barrier()  # rank 0 may hold the store that others still need
-            dist.destroy_process_group()
-            _is_open = False
-    except BaseException as error:
-        # The group is not destroyed: that may wait for ranks that are lost.
-        if (told := ending.reported(error)) is not error:
-            raise told from error
-        raise
-    finally:
-        alive.close()
-        _current = None
-        _restore_variables(before, here)
+    with variables(here.variables()):  # for code that reads torchrun's
+        ending = Ending(here, agent_folder(), timeout_seconds, how_to_resume)
+        own = None if store is None else second_connection(here, prefix, timeout_seconds)
+        _current = alive = Liveness(here, own, ending.folder, timeout_seconds + MARGIN_SECONDS, ending.expire)
+        ending.alive = alive
+        try:
+            with _group(here, store, timeout_seconds), _spoken_once(here):
+                yield here
+        except BaseException as error:
+            if (told := ending.reported(error)) is not error:
+                raise told from error
+            raise
+        finally:
+            alive.close()
+            _current = None
+
+
+@contextlib.contextmanager
+def _group(here: Placement, store: Store | None, timeout_seconds: float) -> Iterator[None]:
+    """The process group of ranks that have met; one rank gets none.
+
+    After an error it is not destroyed: that may wait for ranks that are lost.
+    """
+    global _is_open
+    if store is None:
+        yield
+        return
+    _is_open = True
+    _start_group(here, store, timeout_seconds)
+    yield
+    dist.barrier()  # rank 0 may hold the store that others still need
+    dist.destroy_process_group()
+    _is_open = False
 
 
 def choose_threads(here: Placement, threads: int | None, is_order_free: bool) -> int | None:
@@ -150,13 +158,6 @@ def choose_threads(here: Placement, threads: int | None, is_order_free: bool) ->
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // here.local_size)
-
-
-def _restore_variables(before: dict[str, str], here: Placement) -> None:
-    for name in here.variables():
-        os.environ.pop(name, None)
-        if name in before:
-            os.environ[name] = before[name]
 
 
 def _set_threads(number: int | None) -> None:

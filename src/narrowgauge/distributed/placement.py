@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from narrowgauge.errors import RankError
@@ -80,6 +81,20 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
     if _is_slurm_step(environment):
         return _checked(_of_slurm(environment))
     return Placement()
+
+
+@contextmanager
+def variables(given: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment, and those from before in the end."""
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> Placement:
