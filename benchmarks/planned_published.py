@@ -14,25 +14,30 @@ Run: ``./dev bench planned_published [--held-out] [--explain NAME]``; less than 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
+from dataclasses import replace
 from typing import NamedTuple
 
 from _published import Run, load, measured_tokens_per_second
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.planner.architectures import Architecture
 from narrowgauge.planner.clusters import Cluster, Nodes
+from narrowgauge.planner.layer_times import Attention
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model_configs import architecture_of
+from narrowgauge.planner.shares import Shares, shares_of
 from narrowgauge.planner.step_time import UNSTEADY_GROUPS, step_terms
-from narrowgauge.planner.terms import Terms
-from narrowgauge.spec.chips import get_chip
+from narrowgauge.planner.terms import Term, Terms
+from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
 COMPUTES = {"float16": "float16", "bfloat16": "bfloat16", "float8": "float8-tensor", "mxfp8": "float8-row"}
 UNFUSED = ("megatron-20", "mt-nlg")
+_UNSTATED_DEPTH = 4
+_FULL_WATTS, _VARIANT_WATTS = 700, 500
 
 
 class Point(NamedTuple):
@@ -76,7 +81,7 @@ def layout_of(run: Run) -> Layout:
         zero=zero,
         tensor=given.get("tensor", 1),
         pipeline=given.get("pipeline", 1),
-        interleave=given.get("interleaving", 1),
+        interleave=given.get("interleaving", _UNSTATED_DEPTH if "interleaved schedule" in run.note else 1),
         context=given.get("context", 1),
         expert=given.get("expert", 1),
         micro_batch=micro_batch,
@@ -85,13 +90,13 @@ def layout_of(run: Run) -> Layout:
     )
 
 
-def cluster_of_run(run: Run) -> Cluster:
+def cluster_of_run(run: Run, chip: Chip) -> Cluster:
     """The run's machines."""
     machine = run.machine
     size = min(machine["chips_per_node"], machine["chips"])
     per_chip = machine.get("link_gbit_per_second_per_chip")
     network = None if per_chip is None else per_chip * size
-    nodes = Nodes(get_chip(machine["chip"]), size, -(-machine["chips"] // size), interconnect_gbit_per_second=network)
+    nodes = Nodes(chip, size, -(-machine["chips"] // size), interconnect_gbit_per_second=network)
     return Cluster(run.name, (nodes,))
 
 
@@ -103,17 +108,47 @@ def recipe_of(run: Run) -> Recipe:
     return parse(f"{COMPUTES[precision]}/{storage}/{reduction}")
 
 
+def chip_of(run: Run) -> tuple[Chip, Shares]:
+    """The run's chip, and its shares; of a variant with another bandwidth and power limit, those.
+
+    Raises:
+        NarrowgaugeError: the chip is limited to a power that is not stated.
+    """
+    chip, variant = get_chip(run.machine["chip"]), run.machine.get("variant", "")
+    shares = shares_of(chip)
+    if variant == "power limited":
+        raise NarrowgaugeError("the limit of its power is not stated.")
+    if "HBM2e" in variant:
+        chip = replace(chip, bandwidth_gb_per_second=2400)
+        # At its power limit a chip's rate grows with about the root of it: power grows with clock and voltage.
+        factor = math.sqrt(_VARIANT_WATTS / _FULL_WATTS)
+        rows = {name: row for name, row in shares.rows.items() if name.startswith("matmul.")}
+        shares = shares.replaced({name: row.scaled(factor, factor, factor, "500 W") for name, row in rows.items()})
+    return chip, shares
+
+
 def predict(run: Run) -> Point:
     """The planner's rate beside the published one."""
-    architecture: Architecture = architecture_of(run.config, run.model)
-    layout, cluster = layout_of(run), cluster_of_run(run)
-    attention = "eager" if run.name.startswith(UNFUSED) else "flash"
-    terms = step_terms(architecture, recipe_of(run), layout, cluster, run.step["sequence_length"], attention=attention)
+    architecture, recipe = architecture_of(run.config, run.model), recipe_of(run)
+    chip, shares = chip_of(run)
+    layout, cluster, length = layout_of(run), cluster_of_run(run, chip), run.step["sequence_length"]
+    attention: Attention = "eager" if run.name.startswith(UNFUSED) else "flash"
+    terms = step_terms(architecture, recipe, layout, cluster, length, shares, attention=attention)
+    if run.step.get("recompute_detail") == "per operator":  # every second matmul, and what lies between
+        whole = replace(layout, recompute="full")
+        full = step_terms(architecture, recipe, whole, cluster, length, shares, attention=attention)
+        terms = Terms(tuple(map(_between, terms, full)))
     steady = Terms(tuple(term for term in terms if term.group not in UNSTEADY_GROUPS))
     tokens = layout.num_sequences * run.step["sequence_length"] / layout.num_ranks
     low, high = steady.interval
     measured = measured_tokens_per_second(run)
     return Point(run.name, measured, tokens / steady.total, tokens / high, tokens / low, steady)
+
+
+def _between(one: Term, other: Term) -> Term:
+    """The mean of a term with and without recomputation."""
+    low, high = map(statistics.fmean, zip(one.interval, other.interval, strict=True))
+    return replace(one, value=statistics.fmean((one.value, other.value)), low=low, high=high)
 
 
 def predict_all(runs: list[Run]) -> tuple[list[Point], list[str]]:

@@ -33,18 +33,23 @@ class Exchange(NamedTuple):
         name: what is sent.
         seconds: of all of them, were nothing hidden.
         hidden: by computing.
+        slowed: seconds that computing is longer meanwhile, since the exchange takes multiprocessors.
         formula: bytes, and over what.
     """
 
     name: str
     seconds: float
     hidden: float
+    slowed: float
     formula: str
 
     @property
     def exposed(self) -> float:
         """Seconds that the step is longer."""
-        return self.seconds - self.hidden
+        return self.seconds - self.hidden + self.slowed
+
+
+_NOTHING = Exchange("", 0.0, 0.0, 0.0, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +117,11 @@ class Exchanges:
         link, network = shares["link"].value, shares["network"].value
         return path_of(ranks, stride, self.work.nodes, self.cluster, link=link, network=network)
 
-    def _hidden(self, seconds: float, kind: str, under: float) -> float:
-        return min(seconds * self.work.shares[f"overlap.{kind}"].value, under)
+    def _exchange(self, name: str, seconds: float, kind: str, under: float, path: Path, what: str) -> Exchange:
+        """An exchange of which ``under`` seconds of computing can hide a share."""
+        hidden = min(seconds * self.work.shares[f"overlap.{kind}"].value, under)
+        slowed = hidden * self.work.shares["slowed.link" if path.nodes == 1 else "slowed.network"].value
+        return Exchange(name, seconds, hidden, slowed, f"{what}, {path}")
 
     def tensor(self) -> Exchange:
         """Gathers and reductions of the residual stream around attention and MLP: two pairs forward, two backward."""
@@ -123,9 +131,9 @@ class Exchanges:
         size = self.work.stream_bytes
         one = all_gather_seconds(size, path) + reduce_scatter_seconds(size, path)
         seconds = layout.micro_batches * self.layers * pairs * one
-        count = f"{layout.micro_batches} × {self.layers} layers × {pairs} gathers and reductions"
-        hidden = self._hidden(seconds, "tensor", layout.micro_batches * self.compute)
-        return Exchange("activations between tensor ranks", seconds, hidden, f"{count} of {_size(size)}, {path}")
+        what = f"{layout.micro_batches} × {self.layers} layers × {pairs} gathers and reductions of {_size(size)}"
+        under = layout.micro_batches * self.compute
+        return self._exchange("activations between tensor ranks", seconds, "tensor", under, path, what)
 
     def context(self) -> Exchange:
         """Keys and values sent around the ring of context ranks, and their gradients."""
@@ -135,23 +143,23 @@ class Exchanges:
         size = self.work.tokens * per_token * self.work.width / layout.tensor
         steps = 3 * (layout.context - 1) + (layout.context - 1) * (layout.recompute == "full")
         seconds = layout.micro_batches * self.layers * steps * send_seconds(size, path)
-        hidden = self._hidden(seconds, "context", layout.micro_batches * self.attention)
-        count = f"{layout.micro_batches} × {self.layers} layers × {steps} sends"
-        return Exchange("keys and values between context ranks", seconds, hidden, f"{count} of {_size(size)}, {path}")
+        what = f"{layout.micro_batches} × {self.layers} layers × {steps} sends of {_size(size)}"
+        under = layout.micro_batches * self.attention
+        return self._exchange("keys and values between context ranks", seconds, "context", under, path, what)
 
     def expert(self) -> Exchange:
         """Tokens sent to their experts and back, forward and backward."""
         layout, mixture = self.work.layout, self.work.architecture.mixture
         if mixture is None:
-            return Exchange("", 0.0, 0.0, "")
+            return _NOTHING
         path = self.path(layout.expert, layout.tensor * layout.context)
         layers = self.layers * mixture.num_layers / self.work.architecture.num_layers
         size = self.work.stream_bytes * mixture.experts_per_token / layout.tensor
         count = 6 if layout.recompute == "full" else 4
         seconds = layout.micro_batches * layers * count * all_to_all_seconds(size, path)
-        hidden = self._hidden(seconds, "expert", layout.micro_batches * self.compute)
-        formula = f"{layout.micro_batches} × {layers:g} layers × {count} all-to-alls of {_size(size)}, {path}"
-        return Exchange("tokens between experts", seconds, hidden, formula)
+        what = f"{layout.micro_batches} × {layers:g} layers × {count} all-to-alls of {_size(size)}"
+        under = layout.micro_batches * self.compute
+        return self._exchange("tokens between experts", seconds, "expert", under, path, what)
 
     def pipeline(self) -> Exchange:
         """The residual stream sent to the next stage, and its gradient back."""
@@ -160,14 +168,14 @@ class Exchanges:
         size = self.work.stream_bytes / layout.tensor
         count = 2 * layout.interleave * layout.micro_batches
         seconds = count * send_seconds(size, path)
-        hidden = self._hidden(seconds, "pipeline", layout.micro_batches * self.compute)
-        return Exchange("activations between stages", seconds, hidden, f"{count} sends of {_size(size)}, {path}")
+        what, under = f"{count} sends of {_size(size)}", layout.micro_batches * self.compute
+        return self._exchange("activations between stages", seconds, "pipeline", under, path, what)
 
     def shard(self) -> Exchange:
         """Weights gathered and gradients reduced among the ranks that share a replica's state."""
         layout = self.work.layout
         if layout.zero == 0:
-            return Exchange("", 0.0, 0.0, "")
+            return _NOTHING
         dense = self.path(layout.shard, layout.tensor * layout.context)
         others = self.path(max(1, layout.shard // layout.expert), layout.tensor * layout.context * layout.expert)
         found = parameters_of(self.work, self.layers)
@@ -179,10 +187,10 @@ class Exchanges:
             if number:  # layer by layer
                 seconds += self.layers * gathers * all_gather_seconds(number * weight, path)
                 seconds += self.layers * sums * reduce_scatter_seconds(number * gradient, path)
-        rounds = layout.micro_batches if layout.zero == 3 else 1
-        hidden = self._hidden(seconds, "shard", rounds * self.compute)
-        formula = f"{found.total:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B reduced, {dense}"
-        return Exchange("weights and gradients between shards", seconds, hidden, formula)
+        rounds = layout.micro_batches if layout.zero >= 2 else 1
+        what = f"{found.total:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B reduced"
+        under = rounds * self.compute
+        return self._exchange("weights and gradients between shards", seconds, "shard", under, dense, what)
 
     def replicas(self) -> Exchange:
         """Gradients summed over replicas, and over context ranks, once per step."""
@@ -192,8 +200,9 @@ class Exchanges:
         path = self.path(ranks, layout.tensor * sharded)
         size = parameters_of(self.work, self.layers).total * self._gradient_bytes / sharded
         seconds = all_reduce_seconds(size, path)
-        hidden = self._hidden(seconds, "shard", self.compute * 2 / 3)
-        return Exchange("gradients between replicas", seconds, hidden, f"an all-reduce of {_size(size)}, {path}")
+        under = self.compute * 2 / 3  # the last backward pass
+        what = f"an all-reduce of {_size(size)}"
+        return self._exchange("gradients between replicas", seconds, "shard", under, path, what)
 
     @property
     def _weight_bytes(self) -> float:
