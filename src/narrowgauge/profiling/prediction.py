@@ -11,7 +11,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.errors import ChipError
-from narrowgauge.planner.roofline import bytes_of, bytes_seconds, operation_seconds
+from narrowgauge.planner.clusters import Nodes
+from narrowgauge.planner.layer_times import (
+    Work,
+    attention_seconds,
+    elementwise_seconds,
+    loss_seconds,
+    optimizer_seconds,
+)
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.model_configs import architecture_of
+from narrowgauge.planner.presets import config_of
+from narrowgauge.planner.roofline import operation_seconds
 from narrowgauge.planner.shares import best_share, rate_name, shares_of
 from narrowgauge.profiling.costs import Round, linears_seconds
 from narrowgauge.profiling.layer_plan import Kind, baseline_of, compared_steps, settings_of, timed_settings
@@ -19,9 +30,6 @@ from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import Model
 from narrowgauge.spec.recipes import Recipe
-
-_ATTENTION_PASSES = 3.5  # forward 1, backward 2.5: it recomputes the scores
-_LOGIT_BYTES = 12  # bfloat16 logits are written and read, their gradient is in float32 and bfloat16
 
 
 @dataclass(frozen=True)
@@ -44,22 +52,12 @@ class Step:
 
 
 def rest_seconds(recipe: Recipe, step: Step, chip: Chip) -> float:
-    """A step without its linear layers."""
-    model, tokens = step.model, step.num_tokens
-    width = bytes_of(recipe.dtype)
-    scores = (
-        2.0 * tokens * step.sequence_length * model.num_heads * model.head_dim
-    )  # two matmuls, the lower half of each
-    rate = chip.peak_tflops[recipe.dtype] * 1e12 * shares_of(chip)["attention"].value
-    attention = model.num_layers * _ATTENTION_PASSES * scores / rate
-    # Norms (5 of the stream's tensors each), residuals (4), rotary (8 of q and k); the gate 8 of the MLP's, GELU 5.
-    inner, gates = (model.intermediate_size, 8 if model.family == "llama" else 5)
-    streams = 22 if model.family == "llama" else 14
-    elementwise = model.num_layers * tokens * (streams * model.hidden_size + gates * inner) * width
-    logits = tokens * model.vocab_size * _LOGIT_BYTES
-    # Everything stored is read and written once, the gradient (counted in it) only read.
-    optimizer = model.num_parameters * (2 * recipe.bytes_per_param - width)
-    return attention + bytes_seconds(elementwise + logits + optimizer, chip)
+    """A step without its linear layers: attention, element-wise work, the loss, the optimizer."""
+    shape = architecture_of(config_of(step.model), step.model.name)
+    layout = Layout(micro_batch=step.num_sequences)
+    work = Work(shape, recipe, layout, step.sequence_length, Nodes(chip, chips=1), shares_of(chip))
+    parts = (attention_seconds(work), elementwise_seconds(work), loss_seconds(work))
+    return sum(part.forward + part.backward for part in parts) + optimizer_seconds(work, step.model.num_parameters)
 
 
 def predict(kinds: Sequence[Kind], recipes: Iterable[Recipe], step: Step, chip: Chip) -> Round:
