@@ -175,7 +175,8 @@ def elementwise_seconds(work: Work) -> Seconds:
 
 def loss_seconds(work: Work) -> Seconds:
     """Softmax and cross entropy of the logits."""
-    seconds = work.moved(work.tokens * work.architecture.vocab_size * LOGIT_BYTES / work.layout.tensor)
+    num_bytes = work.tokens * work.architecture.vocab_size * LOGIT_BYTES / work.layout.tensor
+    seconds = work.moved(num_bytes / work.shares["loss"].value)
     return Seconds(seconds / 3, seconds * 2 / 3)
 
 
@@ -187,4 +188,5 @@ def optimizer_seconds(work: Work, num_parameters: float) -> float:
         num_parameters: that the rank updates.
     """
     gradient = bytes_of(work.recipe.storage.visible)
-    return work.moved(num_parameters * (2 * work.recipe.bytes_per_param - gradient))
+    num_bytes = num_parameters * (2 * work.recipe.bytes_per_param - gradient)
+    return work.moved(num_bytes / work.shares["optimizer"].value)

@@ -144,7 +144,8 @@ def _cast_seconds(
     what = SLOTS[slot].tensor
     width = bytes_of(setting.weights if what == "weight" else setting.stream)
     moved = sizes[what] * (width * _passes(cast) + _written_bytes(cast, native))
-    return bytes_seconds(moved, chip, shares) + (shares or shares_of(chip))["kernel_seconds"].value
+    found = shares or shares_of(chip)
+    return bytes_seconds(moved / found["casts"].value, chip, found) + found["kernel_seconds"].value
 
 
 def _moved_bytes(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.errors import DataError
+from narrowgauge.planner.linear_equations import solve
 
 SHAPES: dict[str, Callable[[float], float]] = {
     "divided": lambda chips: 1 / chips,
@@ -240,7 +241,7 @@ def _law(names: Sequence[str], points: Sequence[Point]) -> Law | None:
     rows = [[SHAPES[name](point.chips) / point.seconds for name in names] for point in points]
     normal = [[sum(row[i] * row[j] for row in rows) for j in range(len(names))] for i in range(len(names))]
     sides = [[rows[k][i] / points[k].seconds for k in range(len(points))] for i in range(len(names))]
-    weights = _solve(normal, sides)
+    weights = solve(normal, sides)
     if weights is None:
         return None
     values = [sum(w * point.seconds for w, point in zip(row, points, strict=True)) for row in weights]
@@ -250,25 +251,3 @@ def _law(names: Sequence[str], points: Sequence[Point]) -> Law | None:
     freedom = len(points) - len(names)
     error = math.sqrt(sum(each * each for each in left) / freedom) if freedom else 0.0
     return Law(dict(zip(names, values, strict=True)), error, tuple(map(tuple, weights)))
-
-
-def _solve(matrix: list[list[float]], sides: list[list[float]]) -> list[list[float]] | None:
-    """Gauss–Jordan elimination with row pivots, several right-hand sides; None where the matrix is singular.
-
-    The shapes differ by orders of magnitude, so rows and columns are first scaled to a diagonal of ones.
-    """
-    scale = [math.sqrt(matrix[k][k]) for k in range(len(matrix))]
-    rows = [
-        [x / (scale[i] * scale[j]) for j, x in enumerate(row)] + [s / scale[i] for s in side]
-        for i, (row, side) in enumerate(zip(matrix, sides, strict=True))
-    ]
-    for k in range(len(rows)):
-        best = max(range(k, len(rows)), key=lambda i: abs(rows[i][k]))
-        if abs(rows[best][k]) < 1e-12:
-            return None
-        rows[k], rows[best] = rows[best], rows[k]
-        rows[k] = [x / rows[k][k] for x in rows[k]]
-        for i, row in enumerate(rows):
-            if i != k and row[k]:
-                rows[i] = [x - row[k] * y for x, y in zip(row, rows[k], strict=True)]
-    return [[x / scale[i] for x in row[len(rows) :]] for i, row in enumerate(rows)]

@@ -149,6 +149,9 @@ _GENERAL = {
     "elementwise": Share(
         0.80, 0.55, 1.0, "bytes of fully fused kernels over those that compiled blocks move: an assumption"
     ),
+    "casts": Share(1.0, 1.0, 1.0, "as fast as other streams of bytes, until a machine is calibrated"),
+    "loss": Share(1.0, 1.0, 1.0, "as fast as other streams of bytes, until a machine is calibrated"),
+    "optimizer": Share(1.0, 1.0, 1.0, "as fast as other streams of bytes, until a machine is calibrated"),
     "attention": Share(0.40, 0.25, 0.60, "fused kernels without a published rate: llm-analysis takes 0.5"),
     "link": Share(
         0.80, 0.62, 0.95, "8 × H200 368 of 450 GB/s by rings, 482 in the switch (ml-engineering); Calculon 0.6"

@@ -1,0 +1,310 @@
+"""The step that the planner expects of this machine, against the step that is trained.
+
+Claim: on combinations of a model, a recipe, a batch, recomputation and one or two ranks, none of which it was calibrated with,
+the planner's step is within 10 % of the trained one, for 16 combinations or more; and four times out of five the trained step is
+within the planner's interval.
+
+Baseline: the trained step itself, compiled, one thread a rank. What is compared is processor time, which other programs on the
+machine change less than the clock's. A fixed piece of work is timed before and after each step, and a step counts relative to it:
+a machine's speed drifts, and the planner predicts a machine, not a minute. The combinations are dealt into two halves; the shares
+of the machine are fitted to each half, and the other half is predicted with them.
+
+Run: ``./dev bench planned_time [--quick]``. ``--steps FILE`` keeps what was trained, or compares what a former run kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from timing import Report, Row, parser
+
+from narrowgauge.planner.calibration import deviations, processor, step_observation
+from narrowgauge.planner.clusters import cluster_of
+from narrowgauge.planner.fitting import Fit, fit_shares
+from narrowgauge.planner.launches import Launch, layout_of
+from narrowgauge.planner.model_configs import read_architecture
+from narrowgauge.planner.shares import shares_of
+from narrowgauge.planner.step_time import UNSTEADY_GROUPS, step_terms
+from narrowgauge.planner.terms import Term, Terms
+from narrowgauge.profiling.block_benchmark import many_versions, training_session
+from narrowgauge.spec.notation import parse
+from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.session import Session
+from narrowgauge.trainer.step import train_step
+
+WARM_UP = 2
+PROMISED = 0.1
+REFERENCE_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What is trained.
+
+    Args:
+        model: a preset.
+        recipe: its name.
+        sequences: of a step, all ranks together.
+        length: tokens in each.
+        micro_batches: of a step, all ranks together.
+        recompute: whether backward computes each layer again.
+        ranks: processes, replicated or sharded.
+        shard: what they share, as ``--shard``.
+    """
+
+    model: str
+    recipe: str
+    sequences: int
+    length: int
+    micro_batches: int = 1
+    recompute: bool = False
+    ranks: int = 1
+    shard: str = "none"
+
+    @property
+    def name(self) -> str:
+        """As a table prints it."""
+        parts = [self.model, self.recipe, f"{self.sequences} × {self.length}"]
+        parts += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
+        parts += ["recompute"] if self.recompute else []
+        return ", ".join(parts + ([f"{self.ranks} ranks, shard {self.shard}"] if self.ranks > 1 else []))
+
+    @property
+    def config(self) -> TrainConfig:
+        """The settings of its training."""
+        return TrainConfig(
+            model=self.model,
+            recipe=parse(self.recipe),
+            batch_size=self.sequences,
+            sequence_length=self.length,
+            gradient_accumulation_steps=self.micro_batches,
+            activation_checkpointing=self.recompute,
+            shard=self.shard if self.ranks > 1 else None,
+        )
+
+
+COMBINATIONS = (
+    Combination("llama-1m", "float32/float32", 8, 128),
+    Combination("llama-1m", "bfloat16/word", 8, 128),
+    Combination("llama-1m", "bfloat16/word", 4, 256),
+    Combination("llama-1m", "bfloat16/word", 8, 256, recompute=True),
+    Combination("llama-1m", "float32/float32", 16, 64),
+    Combination("llama-1m", "int8-row/word", 8, 128),
+    Combination("llama-1m", "bfloat16/master", 16, 128, micro_batches=4),
+    Combination("llama-8m", "float32/float32", 2, 256),
+    Combination("llama-8m", "bfloat16/word", 2, 256),
+    Combination("llama-8m", "bfloat16/master", 4, 256),
+    Combination("llama-8m", "bfloat16/word", 4, 256, recompute=True),
+    Combination("llama-8m", "float32/float32", 4, 256, recompute=True),
+    Combination("llama-8m", "bfloat16/split", 2, 512),
+    Combination("llama-8m", "float8-row/word", 2, 256),
+    Combination("llama-8m", "bfloat16/compact", 4, 256, micro_batches=2),
+    Combination("llama-35m", "bfloat16/word", 1, 256),
+    Combination("llama-35m", "float32/float32", 1, 256),
+    Combination("llama-35m", "bfloat16/master", 2, 256),
+    Combination("llama-35m", "bfloat16/word", 2, 256, recompute=True),
+    Combination("llama-35m", "int8-row/word", 1, 256),
+    Combination("llama-1m", "float32/float32", 16, 128, 2, ranks=2),
+    Combination("llama-1m", "bfloat16/word", 16, 128, 2, ranks=2, shard="full"),
+    Combination("llama-8m", "float32/float32", 4, 256, 2, ranks=2),
+    Combination("llama-8m", "bfloat16/word", 4, 256, 2, ranks=2, shard="full"),
+    Combination("llama-8m", "bfloat16/master", 4, 256, 2, ranks=2),
+    Combination("llama-35m", "bfloat16/word", 2, 256, 2, ranks=2),
+)
+
+
+def trained(combination: Combination, rounds: int) -> Row:
+    """Steps of a combination; on several ranks every rank calls it."""
+    torch.set_num_threads(1)
+    with many_versions(), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        session = training_session(combination.config)
+        for _ in range(WARM_UP):
+            train_step(session)
+        seconds = [_step(session) for _ in range(rounds)]
+    names = ("cpu_seconds", "wall_seconds", "reference_seconds")
+    return {**asdict(combination), **dict(zip(names, map(list, zip(*seconds, strict=True)), strict=True))}
+
+
+def _step(session: Session) -> tuple[float, float, float]:
+    """Processor time of a step, the mean of the ranks; the clock's; and processor time of the reference beside it."""
+    before = _reference()
+    wall, cpu = time.perf_counter(), time.process_time()
+    train_step(session)
+    spent = [time.process_time() - cpu, (before + _reference()) / 2]
+    wall = time.perf_counter() - wall
+    of_all = torch.tensor(spent, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(of_all)
+        of_all /= dist.get_world_size()
+    return of_all[0].item(), wall, of_all[1].item()
+
+
+def _reference() -> float:
+    """Processor time of a fixed piece of work: matmuls, and streams through memory."""
+    began = time.process_time()
+    for _ in range(4):
+        torch.mm(_LEFT, _LEFT)
+        _STREAM.mul_(1.0)
+    return time.process_time() - began
+
+
+_LEFT, _STREAM = torch.ones(384, 384), torch.ones(1 << 21)
+
+
+def seconds_of(row: Row) -> float:
+    """A step's processor time on a machine as fast as when the reference took :data:`REFERENCE_SECONDS`."""
+    ratios = [step / beside for step, beside in zip(row["cpu_seconds"], row["reference_seconds"], strict=True)]
+    return REFERENCE_SECONDS * statistics.median(ratios)
+
+
+def in_processes(combination: Combination, rounds: int) -> Row:
+    """:func:`trained` in processes of its own, so that no combination finds what another one has compiled or left in memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("fork")
+        ranks = [
+            context.Process(target=_on_rank, args=(rank, Path(folder), combination, rounds))
+            for rank in range(combination.ranks)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        if any(rank.exitcode for rank in ranks):
+            raise RuntimeError(f"{combination.name}: ranks ended with {[rank.exitcode for rank in ranks]}")
+        row: Row = json.loads((Path(folder) / "row").read_text())
+        return row
+
+
+def _on_rank(rank: int, folder: Path, combination: Combination, rounds: int) -> None:
+    if combination.ranks > 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        meeting = f"file://{folder / 'meeting'}"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=combination.ranks)
+    row = trained(combination, rounds)
+    if rank == 0:
+        (folder / "row").write_text(json.dumps(row))
+    if combination.ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def steps_of(combinations: Sequence[Combination], rounds: int, file: Path | None) -> list[Row]:
+    """Steps of all combinations; those that a file holds are not trained again, and it keeps those that are."""
+    rows: list[Row] = json.loads(file.read_text()) if file is not None and file.exists() else []
+    kept = {combination_of(row): row for row in rows}
+    for combination in combinations:
+        if combination not in kept:
+            began = time.perf_counter()
+            kept[combination] = in_processes(combination, rounds)
+            print(f"{combination.name}: trained in {time.perf_counter() - began:.0f} s", flush=True)
+            if file is not None:
+                file.write_text(json.dumps(list(kept.values())))
+    return [kept[combination] for combination in combinations]
+
+
+def combination_of(row: Row) -> Combination:
+    """What a row was trained with."""
+    return Combination(**{name: row[name] for name in Combination.__dataclass_fields__})
+
+
+def launch_of(row: Row) -> Launch:
+    """A combination as the planner sees it, with its measured step."""
+    combination = combination_of(row)
+    settings = {
+        "batch_size": combination.sequences,
+        "gradient_accumulation_steps": combination.micro_batches,
+        "activation_checkpointing": combination.recompute,
+        "shard": combination.shard,
+    }
+    chip, ranks = processor(torch.backends.cpu.get_cpu_capability(), 1), combination.ranks
+    return Launch(
+        combination.name,
+        read_architecture(combination.model),
+        parse(combination.recipe),
+        layout_of(settings, ranks, combination.name),
+        cluster_of(chip, ranks, ranks),
+        combination.length,
+        Terms((Term("step", "measured step", seconds_of(row), ""),)),
+    )
+
+
+def held_out(launches: Sequence[Launch]) -> list[Row]:
+    """Each launch beside what shares fitted to the other half say of it."""
+    chip = launches[0].cluster.groups[0].chip
+    published = shares_of(chip)
+    rows: dict[str, Row] = {}
+    for half in (0, 1):
+        seen = [step_observation(launch) for launch in launches[half::2]]
+        fit = fit_shares(seen, published, deviations(published, chip), "this benchmark")
+        for launch in launches[1 - half :: 2]:
+            rows[launch.name] = _beside(launch, fit)
+    return [rows[launch.name] for launch in launches]
+
+
+def _beside(launch: Launch, fit: Fit) -> Row:
+    assert launch.measured is not None
+    step = step_terms(
+        launch.architecture, launch.recipe, launch.layout, launch.cluster, launch.sequence_length, fit.shares
+    )
+    steady = Terms(tuple(term for term in step if term.group not in UNSTEADY_GROUPS or term.group == "data"))
+    low, high = steady.interval
+    trained = launch.measured.total
+    return {
+        "": launch.name,
+        "trained ms": 1e3 * trained,
+        "planned ms": 1e3 * steady.total,
+        "error": steady.total / trained - 1,
+        "low ms": 1e3 * low,
+        "high ms": 1e3 * high,
+        "inside": int(low <= trained <= high),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, fit, and compare."""
+    options = flags().parse_args(arguments)
+    report = Report("planned_time", options)
+    rows = steps_of(COMBINATIONS[:4] if options.quick else COMBINATIONS, options.rounds, options.steps)
+    report.add("trained steps", [_line(row) for row in rows])
+    found = held_out([launch_of(row) for row in rows])
+    report.add("planned, with shares fitted to the other half", found)
+    errors = [abs(row["error"]) for row in found]
+    within, inside = sum(error <= PROMISED for error in errors), sum(row["inside"] for row in found)
+    said = f"mean {statistics.mean(errors):.1%}, median {statistics.median(errors):.1%}, worst {max(errors):.1%}"
+    report.note(f"{within} of {len(errors)} within {PROMISED:.0%}; {said}; {inside} within the interval")
+    return report.end()
+
+
+def _line(row: Row) -> Row:
+    cpu, wall = (statistics.median(row[name]) for name in ("cpu_seconds", "wall_seconds"))
+    low, _, high = statistics.quantiles(row["cpu_seconds"], n=4, method="inclusive")
+    return {
+        "": combination_of(row).name,
+        "ms": 1e3 * seconds_of(row),
+        "CPU ms": 1e3 * cpu,
+        "spread": f"{(high - low) / cpu:.1%}",
+        "clock ms": 1e3 * wall,
+    }
+
+
+def flags() -> argparse.ArgumentParser:
+    """The benchmark's flags."""
+    found = parser(__doc__, rounds=11)
+    found.add_argument("--steps", type=Path, metavar="FILE", help="read the trained steps there, or write them")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
