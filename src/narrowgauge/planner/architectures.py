@@ -12,6 +12,7 @@ from typing import Literal
 
 Part = Literal["attention", "mlp", "experts", "head"]
 Split = Literal["column", "row", "none"]
+Norm = Literal["rms", "rms-float32", "layer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +103,12 @@ class Architecture:
         vocab_size: rows of the embedding and of the head.
         tie_embeddings: whether they are one tensor.
         max_positions: learned positions; None for rotary or other fixed ones.
-        norm: ``"rms"`` has gains, ``"layer"`` gains and biases.
+        norm: ``"rms"`` has gains, ``"rms-float32"`` applies them in float32, ``"layer"`` has gains and biases.
         norms_per_layer: of the width of the residual stream.
         head_norms: norms of queries and keys: ``"none"``, of each ``"head"``, or of ``"all"`` heads together.
         qkv_bias, output_bias, mlp_bias, norm_bias: which biases exist.
+        activation: the MLP's function, in Hugging Face's spelling.
+        has_fused_inputs: whether queries, keys and values are one matmul; and gate and up, in a gated MLP.
         has_sinks: whether each head has a learned logit that takes attention away.
         window: tokens that a layer attends to; None for all.
         window_share: share of the layers with that window.
@@ -131,13 +134,15 @@ class Architecture:
     is_gated: bool = True
     tie_embeddings: bool = False
     max_positions: int | None = None
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Norm = "rms"
     norms_per_layer: int = 2
     head_norms: Literal["none", "head", "all"] = "none"
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     norm_bias: bool = True
+    activation: str = "silu"
+    has_fused_inputs: bool = False
     has_sinks: bool = False
     window: int | None = None
     window_share: float = 1.0

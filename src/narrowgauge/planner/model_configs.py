@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from narrowgauge.errors import DataError, RecipeError, suggestion
-from narrowgauge.planner.architectures import Architecture, LatentAttention, Mixture
+from narrowgauge.planner.architectures import Architecture, LatentAttention, Mixture, Norm
 from narrowgauge.planner.presets import ALIASES, PRESETS, preset
 from narrowgauge.spec.models import MODELS
 
@@ -24,7 +24,8 @@ class Family:
     """What the code of a family adds to its configuration.
 
     Args:
-        is_gated, norm, norms_per_layer, head_norms, has_sinks: see :class:`~narrowgauge.planner.architectures.Architecture`.
+        is_gated, norm, norms_per_layer, head_norms, has_fused_inputs, has_sinks: see
+            :class:`~narrowgauge.planner.architectures.Architecture`.
         qkv_bias, output_bias, mlp_bias: whether they exist, or where it is stated (a key of the configuration).
         tie_embeddings: if the configuration does not say; the value that Hugging Face leaves out of files.
         positions: the key with the number of learned positions.
@@ -33,9 +34,10 @@ class Family:
     """
 
     is_gated: bool = True
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Norm = "rms"
     norms_per_layer: int = 2
     head_norms: Literal["none", "head", "all"] = "none"
+    has_fused_inputs: bool = False
     has_sinks: bool = False
     qkv_bias: bool | str = False
     output_bias: bool | str = False
@@ -57,11 +59,17 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(qkv_bias=_STATED, output_bias=_STATED),
     "deepseek_v3": Family(qkv_bias=_STATED, output_bias=_STATED),
     "gpt_oss": Family(qkv_bias=True, output_bias=True, mlp_bias=True, has_sinks=True, head_dim=64, window="half"),
-    "phi3": Family(window="all"),
-    "olmo2": Family(head_norms="all", qkv_bias=_STATED, output_bias=_STATED),
-    "gemma": Family(qkv_bias=_STATED, output_bias=_STATED, tie_embeddings=True, head_dim=256),
+    "phi3": Family(has_fused_inputs=True, window="all"),
+    "olmo2": Family(norm="rms-float32", head_norms="all", qkv_bias=_STATED, output_bias=_STATED),
+    "gemma": Family(norm="rms-float32", qkv_bias=_STATED, output_bias=_STATED, tie_embeddings=True, head_dim=256),
     "gemma2": Family(
-        norms_per_layer=4, qkv_bias=_STATED, output_bias=_STATED, tie_embeddings=True, head_dim=256, window="half"
+        norm="rms-float32",
+        norms_per_layer=4,
+        qkv_bias=_STATED,
+        output_bias=_STATED,
+        tie_embeddings=True,
+        head_dim=256,
+        window="half",
     ),
     "starcoder2": Family(
         is_gated=False,
@@ -79,10 +87,13 @@ FAMILIES: dict[str, Family] = {
         output_bias=True,
         mlp_bias=True,
         tie_embeddings=True,
+        has_fused_inputs=True,
         positions="n_positions",
     ),
-    "gpt_neox": Family(is_gated=False, norm="layer", qkv_bias=_STATED, output_bias=_STATED, mlp_bias=True),
-    "mpt": Family(is_gated=False, norm="layer", tie_embeddings=True),
+    "gpt_neox": Family(
+        is_gated=False, norm="layer", qkv_bias=_STATED, output_bias=_STATED, mlp_bias=True, has_fused_inputs=True
+    ),
+    "mpt": Family(is_gated=False, norm="layer", has_fused_inputs=True, tie_embeddings=True),
 }
 _BIASED = ("starcoder2", "gpt_neox")  # have biases if the configuration does not say
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
@@ -168,6 +179,8 @@ def architecture_of(config: Mapping[str, Any], name: str, source: str = "") -> A
         norms_per_layer=family.norms_per_layer,
         head_norms=family.head_norms,
         norm_bias=has_biases,
+        activation=_activation(config),
+        has_fused_inputs=family.has_fused_inputs,
         has_sinks=family.has_sinks,
         window=window,
         window_share=share,
@@ -208,6 +221,12 @@ class _Reader:
         if isinstance(value, bool):
             return value
         return bool(self.config.get(value, self.config["model_type"] in _BIASED))
+
+
+def _activation(config: Mapping[str, Any]) -> str:
+    named = (config.get(key) for key in ("hidden_activation", "hidden_act", "activation_function"))
+    default = {"gpt2": "gelu_new", "gpt_neox": "gelu", "mpt": "gelu"}.get(config["model_type"], "silu")
+    return str(next((name for name in named if name), default))
 
 
 def _mlp_width(reader: _Reader, width: int) -> int | None:

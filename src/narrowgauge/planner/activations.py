@@ -1,0 +1,247 @@
+"""Activations: what the layers of a decoder keep between forward and backward, tensor by tensor.
+
+A published constant (34 bytes per token and feature: Korthikanti et al.) is that of one implementation. What is kept follows
+from which operations keep their inputs, and the modules that are trained here differ from fused kernels by half. So a layer
+is a list of kept tensors, each with its bytes per token, for two kinds of kernels: ``"eager"``, the Hugging Face modules one
+operation after the other, and ``"fused"``, as in Megatron-LM, TransformerEngine and Liger: norms and activation functions
+keep their input only and compute the rest again. ``profiling/block_memory`` counts the same tensors in a layer that runs.
+
+Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198, section 4, for
+what each operation keeps; the eager columns are counts of ``torch.autograd.graph.saved_tensors_hooks``
+(tests/planner/test_activations.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from narrowgauge.planner.architectures import Architecture
+from narrowgauge.spec.codes import VISIBLE
+from narrowgauge.spec.computes import BLOCKS, Compute
+from narrowgauge.spec.formats import get_format
+from narrowgauge.spec.recipes import Recipe
+
+Attention = Literal["flash", "eager"]
+Kernels = Literal["eager", "fused"]
+EAGER_ACTIVATION_TENSORS = {"gelu_new": 4}
+"""Tensors of the MLP's width that an activation function keeps in eager mode, where it is several operations."""
+_STATISTIC = 4  # bytes of a float32 per token: a norm's scale, or a row's
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a layer keeps of one kind.
+
+    Args:
+        name: what it is.
+        bytes_per_token: in one layer.
+        per_key: further bytes per token and key that it attends to: eager attention's scores.
+    """
+
+    name: str
+    bytes_per_token: float
+    per_key: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes per element of a model's tensors in a recipe.
+
+    Args:
+        stream: the residual stream and norms; float32 under autocast.
+        matmul: operands and results of attention and MLP.
+        is_cast: whether matmuls cast a stream of another dtype (autocast): each matmul keeps its own cast of the input, and of
+            the weight.
+    """
+
+    stream: float
+    matmul: float
+    is_cast: bool
+
+
+@lru_cache(maxsize=256)
+def widths_of(compute: Compute, visible: str) -> Widths:
+    """The widths in a compute with weights that the model sees in a format.
+
+    Example:
+        >>> from narrowgauge.spec.computes import COMPUTES
+        >>> widths_of(COMPUTES["bfloat16"], "float32")
+        Widths(stream=4.0, matmul=2.0, is_cast=True)
+    """
+    stream = VISIBLE[visible][0] / 8
+    if visible != "float32":
+        return Widths(stream, stream, False)
+    matmul = get_format(compute.dtype).storage_bits / 8
+    return Widths(stream, matmul, matmul != stream)
+
+
+def kept_of_input(compute: Compute, matmul_bytes: float) -> tuple[float, float]:
+    """Bytes that a linear layer keeps of its input, ``(per element, per token)``: codes with their scales, or the input itself.
+
+    Example:
+        >>> from narrowgauge.spec.computes import COMPUTES
+        >>> kept_of_input(COMPUTES["int8-row"], 2.0), kept_of_input(COMPUTES["mxfp8"], 2.0)
+        ((1.0, 4.0), (2.0, 0.0))
+    """
+    if not compute.keeps_codes:
+        return matmul_bytes, 0.0
+    cast = compute.output.left
+    element = cast.element.storage_bits / 8
+    if cast.granularity in BLOCKS:
+        return element + (cast.bits - cast.element.bits) / 8, 0.0
+    return element, float(_STATISTIC) if cast.granularity == "row" else 0.0
+
+
+def layer_tensors(
+    architecture: Architecture,
+    recipe: Recipe,
+    *,
+    is_mixture: bool = False,
+    attention: Attention = "flash",
+    kernels: Kernels = "eager",
+) -> tuple[Kept, ...]:
+    """What one layer keeps, in the order of the forward pass.
+
+    Args:
+        architecture: of the model.
+        recipe: whose compute and storage say how wide each tensor is. Its main compute counts; overrides by layer do not.
+        is_mixture: whether the layer has experts.
+        attention: ``"flash"`` keeps no scores, whichever kernel it is.
+        kernels: of norms and activation functions.
+    """
+    shape = (architecture, recipe.compute, recipe.storage.visible)
+    return _layer_tensors(*shape, is_mixture, attention, kernels)
+
+
+@lru_cache(maxsize=256)
+def _layer_tensors(
+    architecture: Architecture, compute: Compute, visible: str, is_mixture: bool, attention: Attention, kernels: Kernels
+) -> tuple[Kept, ...]:
+    layer = _Layer(architecture, compute, widths_of(compute, visible), attention, kernels)
+    mlp = layer.mixture() if is_mixture else layer.mlp()
+    return (*layer.norms(), *layer.attention_tensors(), *mlp)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    architecture: Architecture
+    compute: Compute
+    widths: Widths
+    attention: Attention
+    kernels: Kernels
+
+    def norm_bytes(self, size: int, groups: int = 1, stream: float | None = None) -> float:
+        """What one norm keeps per token; ``groups`` statistics, of a ``stream`` of so many bytes per element."""
+        stream, kind = stream or self.widths.stream, self.architecture.norm
+        if kind == "layer":
+            # Mean and scale, in the input's dtype on a CPU.
+            return stream * size + 2 * stream * groups
+        if self.kernels == "fused":
+            return stream * size + _STATISTIC * groups
+        # The input as float32, its scale, and the normalized value before the gain.
+        normalized = 4.0 if kind == "rms-float32" else stream
+        return (4 + normalized) * size + _STATISTIC * groups
+
+    def norms(self) -> Iterator[Kept]:
+        """The norms of the layer's width."""
+        a = self.architecture
+        yield Kept("norms", a.norms_per_layer * self.norm_bytes(a.hidden_size))
+
+    def inputs(self, size: float, consumers: int = 1, *, is_kept_anyway: bool = False) -> float:
+        """What matmuls keep of one input per token.
+
+        Args:
+            size: of the input.
+            consumers: matmuls that get it.
+            is_kept_anyway: whether another operation keeps the uncast input, in the matmuls' dtype.
+        """
+        element, scale = kept_of_input(self.compute, self.widths.matmul)
+        if self.compute.keeps_codes:
+            # Under autocast every layer casts the input for itself, so no two find the same codes.
+            return (element * size + scale) * (consumers if self.widths.is_cast and not is_kept_anyway else 1)
+        if is_kept_anyway:
+            return 0.0
+        return element * size * (consumers if self.widths.is_cast else 1)
+
+    def attention_tensors(self) -> Iterator[Kept]:
+        """Inputs of the projections, queries, keys, values and the attention's result."""
+        a, e = self.architecture, self.widths.matmul
+        queries, values = a.num_heads * a.query_dim, a.num_heads * a.value_dim
+        if a.latent:
+            yield from self._latent_tensors()
+            keys, kept_values = queries, values
+        else:
+            fused = 1 if a.has_fused_inputs else 3
+            yield Kept("input of the projections", self.inputs(a.hidden_size, fused))
+            keys = kept_values = a.num_kv_heads * a.head_dim
+        if a.head_norms != "none":
+            groups = a.num_heads + a.num_kv_heads if a.head_norms == "head" else 2
+            yield Kept("norms of queries and keys", self.norm_bytes(queries + keys, groups, e))
+        # Values that are a part of one result keep all of it, beside the queries and keys that were rotated.
+        rotated = queries + keys if a.has_fused_inputs and a.max_positions is None else 0
+        yield Kept("queries, keys and values", e * (queries + keys + kept_values + rotated))
+        yield Kept("attention", e * values + _STATISTIC * a.num_heads)
+        if self.attention == "eager":
+            # The scores' softmax in float32 (fused: in the matmuls' dtype), and what multiplies the values.
+            softmax = 4.0 if self.kernels == "eager" else e
+            yield Kept("scores", 0.0, per_key=a.num_heads * (softmax + (e if softmax != e else 0.0)))
+        yield Kept("input of the output projection", self.inputs(values, is_kept_anyway=True))
+
+    def _latent_tensors(self) -> Iterator[Kept]:
+        a, latent = self.architecture, self.architecture.latent
+        assert latent is not None
+        yield Kept("input of the projections", self.inputs(a.hidden_size, 2))
+        ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank]
+        yield Kept("norms of the latents", sum(self.norm_bytes(rank, stream=self.widths.matmul) for rank in ranks))
+        yield Kept("latents", sum(self.inputs(rank) for rank in ranks))
+
+    def _mlp_bytes(self, size: int) -> float:
+        """Gate, up and their product, without the input."""
+        e, kind = self.widths.matmul, self.architecture.activation
+        own = EAGER_ACTIVATION_TENSORS.get(kind, 1) if self.kernels == "eager" else 1
+        if self.architecture.is_gated:
+            own += 1 if self.kernels == "fused" else 2
+        return own * e * size + self.inputs(size, is_kept_anyway=not self.compute.keeps_codes) + self._product(size)
+
+    def _product(self, size: int) -> float:
+        """The input of the down projection, where that keeps it as it is."""
+        return 0.0 if self.compute.keeps_codes else self.widths.matmul * size
+
+    def _gates(self) -> int:
+        return 2 if self.architecture.is_gated and not self.architecture.has_fused_inputs else 1
+
+    def mlp(self) -> Iterator[Kept]:
+        """Inputs and inner tensors of a dense MLP."""
+        a = self.architecture
+        yield Kept("input of the MLP", self.inputs(a.hidden_size, self._gates()))
+        yield Kept("MLP", self._mlp_bytes(a.intermediate_size))
+
+    def mixture(self) -> Iterator[Kept]:
+        """Router, each token's copies for its experts, and their inner tensors."""
+        a, mixture, e = self.architecture, self.architecture.mixture, self.widths.matmul
+        assert mixture is not None
+        chosen = mixture.experts_per_token
+        # The router's input, its probabilities in float32, and the chosen experts: their weights, and three lists of places.
+        yield Kept("router", e * a.hidden_size + 4.0 * mixture.num_experts + 32.0 * chosen + _STATISTIC)
+        yield Kept("inputs of the experts", chosen * self.inputs(a.hidden_size))
+        yield Kept("experts", chosen * self._mlp_bytes(mixture.expert_size))
+        yield Kept("results of the experts", chosen * e * a.hidden_size)
+        if mixture.shared_size:
+            yield Kept("shared experts", self._mlp_bytes(mixture.shared_size))
+
+
+def bytes_per_token(tensors: tuple[Kept, ...], mean_keys: float = 0.0) -> float:
+    """All that a layer keeps, per token."""
+    return sum(tensor.bytes_per_token + tensor.per_key * mean_keys for tensor in tensors)
+
+
+def cast_weight_bytes(architecture: Architecture, recipe: Recipe) -> float:
+    """Bytes per multiplied parameter that autocast's casts of the weights take until backward; 0 without autocast.
+
+    A narrow compute keeps no cast of a weight beyond its matmul.
+    """
+    widths = widths_of(recipe.compute, recipe.storage.visible)
+    return widths.matmul if widths.is_cast and recipe.compute.is_wide else 0.0

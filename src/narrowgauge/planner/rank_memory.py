@@ -1,0 +1,422 @@
+"""Memory of the worst rank, term by term, at the worst moment of a step.
+
+A step has moments that can be the worst: the end of forward, where all activations and the logits exist; the start of
+backward, where the logits' gradient joins them; and the end of backward, where all gradients exist. Each is a sum of terms;
+the terms of the largest are returned, so that their sum is a peak and not a sum of peaks.
+
+What is between steps is :mod:`narrowgauge.planner.state_bytes`, what layers keep :mod:`narrowgauge.planner.activations`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from narrowgauge.planner.activations import (
+    Attention,
+    Kernels,
+    Widths,
+    bytes_per_token,
+    cast_weight_bytes,
+    layer_tensors,
+    widths_of,
+)
+from narrowgauge.planner.architectures import Architecture
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.state_bytes import Bytes, ModelState, bytes_of, on_stage, shared, state_of
+from narrowgauge.planner.terms import Term, Terms
+from narrowgauge.spec.accumulations import ACCUMULATIONS
+from narrowgauge.spec.recipes import Recipe
+
+CHUNK_LOGITS = 1 << 24
+"""Logits of one chunk of the chunked loss, as in the trainer."""
+FIXED: dict[str, tuple[float, float, float]] = {
+    "context": (0.7e9, 0.4e9, 1.0e9),
+    "communication buffers": (1.0e9, 0.4e9, 2.0e9),
+    "workspaces": (0.1e9, 0.03e9, 0.3e9),
+    "fragmentation": (0.03, 0.0, 0.08),
+}
+"""Memory that no formula gives, ``(usual, least, most)`` in bytes: of the driver, of collectives where there are several ranks,
+of libraries; and what the allocator cannot use, as a share of all that changes during a step."""
+_FIXED_SOURCE = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
+_ZERO = "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5"
+_KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, section 4; counted in layers that run (planner/activations.py)"
+_FSDP = "torch FSDP2: the layer in use, and the one that is gathered meanwhile"
+_LOSS = "log-softmax in float32: its result, its gradient, and the gradient of the logits"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """A stage of one pipeline, as a rank sees it.
+
+    Args:
+        number: from 0.
+        layers: that it holds.
+        in_flight: layers times micro-batches whose activations are held at once.
+    """
+
+    number: int
+    layers: float
+    in_flight: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """What does not depend on the layout.
+
+    Args:
+        state: of the whole model.
+        per: bytes per parameter of the recipe's storage.
+        widths: of tensors.
+        per_layer, scores: bytes per token that a layer keeps, on average, and of eager attention's scores.
+        casts: bytes of the casts of a layer's weights that autocast keeps.
+        num_parameters: of the model.
+        layer, experts: parameters of the largest layer without experts, and of a layer's experts.
+    """
+
+    state: ModelState
+    per: Bytes
+    widths: Widths
+    num_parameters: int
+    per_layer: float = 0.0
+    scores: float = 0.0
+    casts: float = 0.0
+    layer: int = 0
+    experts: float = 0.0
+
+
+@lru_cache(maxsize=1024)
+def _figures(
+    architecture: Architecture, recipe: Recipe, sequence_length: int, attention: Attention, kernels: Kernels
+) -> _Figures:
+    a, widths = architecture, widths_of(recipe.compute, recipe.storage.visible)
+    known = (state_of(a, recipe), bytes_of(recipe.storage), widths, a.num_parameters)
+    if not a.has_shape:
+        return _Figures(*known)
+    mixtures = a.mixture.num_layers if a.mixture else 0
+    keys = a.mean_keys(sequence_length, is_causal=False)
+    kept = scores = 0.0
+    for is_mixture, count in ((False, a.num_layers - mixtures), (True, mixtures)):
+        if count:
+            tensors = layer_tensors(a, recipe, is_mixture=is_mixture, attention=attention, kernels=kernels)
+            kept += count * bytes_per_token(tensors) / a.num_layers
+            scores += count * sum(tensor.per_key for tensor in tensors) * keys / a.num_layers
+    elements = sum(m.count * m.in_features * m.out_features for m in a.matmuls if m.part != "head") / a.num_layers
+    experts = a.expert_parameters / mixtures if mixtures else 0.0
+    others = (a.dense_layer_parameters * (mixtures < a.num_layers), a.mixture_layer_parameters - round(experts))
+    return _Figures(*known, kept, scores, cast_weight_bytes(a, recipe) * elements, max(others), experts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What is planned, with the arguments of :func:`memory_terms`."""
+
+    architecture: Architecture
+    recipe: Recipe
+    layout: Layout
+    sequence_length: int
+    attention: Attention
+    kernels: Kernels
+    is_loss_chunked: bool
+    accumulation: str
+    fixed: Mapping[str, float]
+    figures: _Figures
+
+    @property
+    def tokens(self) -> float:
+        """Of a micro-batch on a rank."""
+        return self.layout.micro_batch * self.sequence_length / self.layout.context
+
+    @property
+    def per_layer(self) -> float:
+        """Bytes per token that a layer keeps on a rank."""
+        scores = 0.0 if self.layout.recompute == "selective" else self.figures.scores
+        return (self.figures.per_layer + scores) / self.layout.tensor
+
+    @property
+    def casts(self) -> float:
+        """Bytes of the casts of one layer's weights on a rank."""
+        return self.figures.casts / self.layout.tensor
+
+
+def memory_terms(
+    architecture: Architecture,
+    recipe: Recipe,
+    layout: Layout,
+    sequence_length: int,
+    *,
+    attention: Attention = "flash",
+    is_loss_chunked: bool = True,
+    kernels: Kernels | None = None,
+    accumulation: str = "float32",
+    fixed: Mapping[str, float] | None = None,
+) -> Terms:
+    """The memory of the worst rank at its worst moment.
+
+    Args:
+        architecture: of the model; one of which only the size is known gets its state and nothing else.
+        recipe: storage, compute and reduction.
+        layout: over ranks.
+        sequence_length: tokens of a sequence.
+        attention: whether scores are kept.
+        is_loss_chunked: whether logits are computed a chunk of tokens at a time. With tensor, pipeline or context parallelism
+            they are not.
+        kernels: of norms and activation functions; None for ``"eager"`` where this project's trainer runs the layout, and
+            ``"fused"`` elsewhere.
+        accumulation: the sum of several micro-batches' gradients (``narrowgauge show accumulations``).
+        fixed: bytes of overhead by name of ``FIXED`` where they are known, fragmentation as a share; each is then exact.
+    Returns:
+        Terms in bytes, in the groups of ``MEMORY_GROUPS``.
+
+    Example:
+        >>> from narrowgauge.planner.architectures import of_size
+        >>> from narrowgauge.spec.notation import parse
+        >>> [memory_terms(of_size(10e9), parse(f"bfloat16/{s}"), Layout(), 0).total / 1e9 for s in ("master", "word", "states8")]
+        [160.0, 80.0, 60.0]
+    """
+    kinds: Kernels = kernels or ("eager" if layout.runs_here else "fused")
+    figures = _figures(architecture, recipe, sequence_length, attention, kinds)
+    options = (attention, kinds, is_loss_chunked, accumulation, fixed or {})
+    request = _Request(architecture, recipe, layout, sequence_length, *options, figures)
+    stages = _stages(architecture, layout)
+    found = [_worst_moment(request, stage) for stage in stages]
+    return max(found, key=lambda terms: terms.total)
+
+
+def _stages(architecture: Architecture, layout: Layout) -> list[_Stage]:
+    """The stages that can be the worst: the first, the second and the last.
+
+    The first holds the activations of as many micro-batches as there are stages, ``L (1 + (p - 1) / (p v))`` layers; the second
+    can have a layer more; the last has the head and the logits.
+
+    Source: Korthikanti et al., arXiv 2205.05198, section 4.2.3; Narayanan et al., arXiv 2104.04473, figure 4, for interleaving.
+    """
+    p, v, total = layout.pipeline, layout.interleave, architecture.num_layers
+    even = total % (p * v) == 0 or p == 1
+    numbers = dict.fromkeys((0, min(1, p - 1), p - 1))
+    stages = []
+    for number in numbers:
+        # Uneven stages leave out a layer beside embedding and head.
+        per_stage = total / p if even else math.ceil((total + 2) / p) - (number in (0, p - 1))
+        held = p - number if v == 1 else (2 * (p - number - 1) + (v - 1) * p + 1) / v
+        stages.append(_Stage(number, per_stage, per_stage * min(held, layout.micro_batches)))
+    return stages
+
+
+def _worst_moment(request: _Request, stage: _Stage) -> Terms:
+    """The terms of one stage's worst moment, with its overhead."""
+    state = _state_terms(request, stage)
+    if not request.architecture.has_shape:
+        return Terms(state)
+    buffers = _buffers(request, stage)
+    weights, gradients, optimizer = state
+    none = replace(gradients, value=0.0, formula=f"none at this moment; {gradients.formula} later")
+    early = gradients if _sums_into_gradients(request) else none
+    kept = _activations(request, stage)
+    forward, backward = _loss(request, stage)
+    last = _last_layer(request, stage)
+    moments = [
+        (weights, early, optimizer, *kept, *forward, *buffers),
+        (weights, early, optimizer, *kept, *backward, *buffers),
+        (weights, gradients, optimizer, *last, *_sum_planes(request, stage, gradients), *buffers),
+    ]
+    worst = max(moments, key=lambda terms: sum(term.value for term in terms))
+    return Terms((*worst, *_overhead(request, worst)))
+
+
+# ── between steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _state(request: _Request, stage: _Stage) -> Bytes:
+    layout = request.layout
+    experts, rest = on_stage(request.architecture, request.figures.state, layout, stage.layers, stage.number)
+    return shared(experts, layout, max(1, layout.shard // layout.expert)) + shared(rest, layout, layout.shard)
+
+
+def _state_terms(request: _Request, stage: _Stage) -> tuple[Term, Term, Term]:
+    """Weights, gradients and optimizer states of a rank."""
+    layout, state, per = request.layout, _state(request, stage), request.figures.per
+    count = request.figures.num_parameters
+    ranks = [layout.tensor * layout.pipeline * (layout.shard if layout.zero >= level else 1) for level in (3, 2, 1)]
+    offloaded = {"none": (), "optimizer": ("optimizer",), "all": ("weights", "gradients", "optimizer")}[layout.offload]
+    terms = []
+    for group, each, over in zip(
+        ("weights", "gradients", "optimizer"), (per.weights, per.gradients, per.optimizer), ranks, strict=True
+    ):
+        value = getattr(state, group)
+        formula = f"{count:,} parameters × {each:g} B / {over} ranks"
+        if request.architecture.has_shape:
+            formula += ", vectors and what is not shared as they are"
+        if group in offloaded:
+            value, formula = 0.0, f"in the host's memory ({value / 1e9:.3g} GB a rank)"
+        names = {"weights": "weights", "gradients": "gradients", "optimizer": "states beside the weights"}
+        terms.append(
+            Term(group, names[group], value, formula, _ZERO if layout.zero and layout.shard > 1 else "definition")
+        )
+    return terms[0], terms[1], terms[2]
+
+
+def host_bytes(architecture: Architecture, recipe: Recipe, layout: Layout, sequence_length: int = 0) -> float:
+    """What a rank of a layout with offloading keeps in the host's memory.
+
+    Example:
+        >>> from narrowgauge.planner.architectures import of_size
+        >>> from narrowgauge.spec.notation import parse
+        >>> host_bytes(of_size(8e9), parse("bfloat16/word"), Layout(shard=8, offload="optimizer")) / 1e9
+        4.0
+    """
+    figures = _figures(architecture, recipe, sequence_length, "flash", "eager")
+    request = _Request(architecture, recipe, layout, sequence_length, "flash", "eager", True, "float32", {}, figures)
+    states = [_state(request, stage) for stage in _stages(architecture, layout)]
+    which = {"none": lambda s: 0.0, "optimizer": lambda s: s.optimizer, "all": lambda s: s.total}[layout.offload]
+    return float(max(map(which, states)))
+
+
+def _sums_into_gradients(request: _Request) -> bool:
+    """Whether gradients exist during forward: autograd adds to earlier ones, and Megatron-LM has buffers for them."""
+    if not request.layout.runs_here:
+        return True
+    visible = request.recipe.storage.visible
+    narrow = visible != "float32" and ACCUMULATIONS[request.accumulation].planes
+    return request.layout.micro_batches > 1 and not narrow
+
+
+def _sum_planes(request: _Request, stage: _Stage, gradients: Term) -> tuple[Term, ...]:
+    """The planes in which micro-batches' gradients are summed."""
+    row = ACCUMULATIONS[request.accumulation]
+    if request.layout.micro_batches == 1 or request.recipe.storage.visible == "float32" or not row.planes:
+        return ()
+    width = request.figures.per.gradients
+    value = gradients.value / width * row.bytes_per_param
+    formula = f"{gradients.value / width:.4g} parameters × {row.bytes_per_param:g} B, beside the last gradients"
+    return (Term("gradients", f"sum in {row.name}", value, formula, row.source),)
+
+
+# ── activations ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _activations(request: _Request, stage: _Stage) -> list[Term]:
+    """What all layers in flight keep, at the end of forward."""
+    a, layout, tokens = request.architecture, request.layout, request.tokens
+    widths, per_layer, casts = request.figures.widths, request.per_layer, request.casts
+    if layout.recompute == "full":
+        inputs = tokens * widths.stream * a.hidden_size / layout.tensor
+        terms = [
+            Term("activations", "inputs of the layers", stage.in_flight * inputs,
+                 f"{stage.in_flight:g} layers in flight × {tokens:g} tokens × {widths.stream * a.hidden_size:g} B"
+                 f" / {layout.tensor} tensor ranks", _KORTHIKANTI),
+            Term("activations", "one layer, computed again", tokens * per_layer + casts,
+                 f"{tokens:g} tokens × {per_layer:,.0f} B", _KORTHIKANTI),
+        ]  # fmt: skip
+    else:
+        terms = [
+            Term("activations", "kept by the layers", stage.in_flight * tokens * per_layer,
+                 f"{stage.in_flight:g} layers in flight × {tokens:g} tokens × {per_layer:,.0f} B "
+                 f"({request.kernels} kernels, {request.attention} attention)", _KORTHIKANTI),
+        ]  # fmt: skip
+        if casts:
+            formula = f"{stage.layers:g} layers × {casts:,.0f} B of casts that autocast keeps for backward"
+            terms.append(Term("activations", "casts of the weights", stage.layers * casts, formula))
+    return terms
+
+
+def _last_layer(request: _Request, stage: _Stage) -> list[Term]:
+    """What exists while the first layer's gradients are computed: its activations, and the embedding's gradient."""
+    tokens, per_layer = request.tokens, request.per_layer
+    value = tokens * per_layer + request.casts
+    return [
+        Term(
+            "activations", "the last layer of backward", value, f"{tokens:g} tokens × {per_layer:,.0f} B", _KORTHIKANTI
+        )
+    ]
+
+
+# ── logits ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _loss(request: _Request, stage: _Stage) -> tuple[list[Term], list[Term]]:
+    """What the head and the loss keep at the end of forward, and at the start of backward."""
+    a, layout, tokens = request.architecture, request.layout, request.tokens
+    if stage.number != layout.pipeline - 1:
+        return [], []
+    widths = request.figures.widths
+    norm = tokens * (4 + 2 * widths.stream) * a.hidden_size
+    hidden = Term("logits", "input of the head", norm / layout.tensor, f"{tokens:g} tokens × {norm / tokens:g} B")
+    if request.is_loss_chunked and layout.model_ranks == 1:
+        both = [hidden, *_chunked(request, widths.matmul)]
+        return both, both
+    narrow = widths.matmul if widths.matmul < 4 else 0.0
+    sizes = (narrow + 8.0, 12.0)
+    texts = ("logits, as float32, log-softmax", _LOSS)
+    forward, backward = (
+        [hidden, Term("logits", "logits", tokens * size * a.vocab_size / layout.tensor,
+                      f"{tokens:g} tokens × {a.vocab_size:,} × {size:g} B / {layout.tensor}: {text}", _LOSS)]
+        for size, text in zip(sizes, texts, strict=True)
+    )  # fmt: skip
+    return forward, backward
+
+
+def _chunked(request: _Request, width: float) -> list[Term]:
+    """A chunk of logits, and for narrow weights the head in float32 with its gradient."""
+    a = request.architecture
+    count = min(CHUNK_LOGITS, request.tokens * a.vocab_size)
+    chunk = Term("logits", "a chunk of logits", 12.0 * count, f"{count:,.0f} logits × 12 B", _LOSS)
+    head = a.vocab_size * a.hidden_size
+    if width == 4:
+        return [chunk, Term("logits", "gradient of the head", 4.0 * head, f"{head:,} × 4 B, made in forward")]
+    formula = f"{head:,} × (4 + 4 + {width:g} + 4) B: the head in float32, its gradient, and a chunk's in both dtypes"
+    return [chunk, Term("logits", "head in float32", (12.0 + width) * head, formula, "trainer/language_model.py")]
+
+
+# ── transients and overhead ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _buffers(request: _Request, stage: _Stage) -> list[Term]:
+    """Unsharded layers of ZeRO-3 or offloading, and buckets of gradients on their way."""
+    layout, per = request.layout, request.figures.per
+    is_shared = layout.zero == 3 and layout.shard > 1
+    if not (is_shared or layout.offload != "none"):
+        return []
+    # Experts stay where they are, on the ranks of their own.
+    largest = (request.figures.layer + request.figures.experts / layout.expert) / layout.tensor
+    terms = []
+    if is_shared or layout.offload == "all":
+        formula = f"2 × {largest:,.0f} parameters × {per.weights:g} B"
+        terms.append(Term("buffers", "two layers, gathered", 2 * largest * per.weights, formula, _FSDP))
+        formula = f"2 × {largest:,.0f} parameters × {per.gradients:g} B: of the layer, and on their way"
+        terms.append(Term("buffers", "gradients of two layers", 2 * largest * per.gradients, formula, _FSDP))
+        outer = _outer_weights(request, stage)
+        if outer:
+            formula = "embedding, head and last norm stay gathered from forward to backward"
+            terms.append(Term("buffers", "outer weights, gathered", outer, formula, _FSDP))
+    elif layout.offload == "optimizer":
+        formula = f"2 × {largest:,.0f} parameters × {per.optimizer:g} B: of the layer that is updated, and the next"
+        terms.append(Term("buffers", "states on their way", 2 * largest * per.optimizer, formula, _ZERO))
+    return terms
+
+
+def _outer_weights(request: _Request, stage: _Stage) -> float:
+    state, layout = request.figures.state, request.layout
+    parts = [state.embedding] * (stage.number == 0) + [state.head] * (stage.number == layout.pipeline - 1)
+    return sum(part.on_rank(layout.tensor).weights for part in parts)
+
+
+def _overhead(request: _Request, terms: tuple[Term, ...]) -> list[Term]:
+    """What no formula gives, as intervals."""
+    dynamic = sum(term.value for term in terms if term.group in ("activations", "logits", "buffers", "gradients"))
+    found = []
+    for name, (usual, least, most) in FIXED.items():
+        if name == "communication buffers" and request.layout.num_ranks == 1:
+            continue
+        factor, text = (
+            (dynamic, " of activations, logits, buffers and gradients") if name == "fragmentation" else (1.0, "")
+        )
+        if name in request.fixed:
+            known = request.fixed[name]
+            usual = least = most = known
+        formula = f"{usual:.0%}{text}" if text else f"{usual / 1e9:g} GB"
+        source = "measured" if name in request.fixed else _FIXED_SOURCE
+        found.append(Term("overhead", name, usual * factor, formula, source, least * factor, most * factor))
+    return found

@@ -1,0 +1,100 @@
+"""Memory of a rank against counts by hand: published tables, worked answers, and sums over all ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from narrowgauge.planner.architectures import of_size
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.model_configs import read_architecture
+from narrowgauge.planner.options import MEMORY_GROUPS
+from narrowgauge.planner.rank_memory import FIXED, host_bytes, memory_terms
+from narrowgauge.spec.notation import parse, parse_table
+
+_NOTHING = dict.fromkeys(FIXED, 0.0)
+_STORAGES = ("master", "split", "word", "compact", "states8")
+
+
+def _total(size: float, storage: str, layout: Layout) -> float:
+    return memory_terms(of_size(size), parse(f"bfloat16/{storage}"), layout, 0).total / 1e9
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "expected"),
+    [
+        (10e9, 1, (160, 120, 80, 70, 60)),
+        (30e9, 8, (60, 45, 30, 26.25, 22.5)),
+        (30e9, 32, (15, 11.25, 7.5, 6.5625, 5.625)),
+        (70e9, 8, (140, 105, 70, 61.25, 52.5)),
+    ],
+)
+def test_state_of_known_sizes(size: float, ranks: int, expected: tuple[float, ...]) -> None:
+    assert [_total(size, storage, Layout(shard=ranks)) for storage in _STORAGES] == pytest.approx(expected)
+
+
+def test_state_of_four_stages_of_two_ranks_in_four_replicas() -> None:
+    """A quarter of the layers, half of each matrix, and what each ZeRO stage shares over the four replicas."""
+    layouts = [Layout(tensor=2, pipeline=4, shard=4, zero=zero) for zero in (0, 1, 2, 3)]  # type: ignore[arg-type]
+    assert [_total(30e9, "master", layout) for layout in layouts] == pytest.approx([60, 26.25, 20.625, 15])
+    assert _total(30e9, "word", layouts[1]) == pytest.approx(18.75)
+    assert _total(30e9, "master", Layout(data=32)) == 480
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "gpt2-124m", "mixtral-8x7b", "deepseek-v3", "qwen3-8b"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, pipeline=2, expert=2, shard=2, zero=1)])
+def test_state_of_all_ranks_is_at_least_the_model(name: str, layout: Layout) -> None:
+    """Every parameter is on some rank, and what lies on several is small: vectors, routers, outer parts of the worst stage."""
+    architecture = read_architecture(name)
+    terms = memory_terms(architecture, parse("bfloat16/master"), layout, 1024, fixed=_NOTHING)
+    weights = terms.groups["weights"] * layout.tensor * layout.pipeline * (layout.expert if architecture.mixture else 1)
+    if layout.num_ranks == 1:
+        assert weights == 2 * architecture.num_parameters
+    elif architecture.mixture is None:
+        outer = 2 * architecture.vocab_size * architecture.hidden_size * 2
+        assert 2 * architecture.num_parameters <= weights <= 2 * architecture.num_parameters * 1.04 + outer
+
+
+def test_expert_ranks_share_experts_alone() -> None:
+    mixtral, recipe = read_architecture("mixtral-8x7b"), parse("bfloat16/master")
+    experts = 32 * 8 * 3 * 4096 * 14_336
+    assert mixtral.expert_parameters == experts
+    for ranks in (1, 2, 8):
+        terms = memory_terms(mixtral, recipe, Layout(data=8, expert=ranks), 512)
+        assert terms.groups["weights"] == 2 * (mixtral.num_parameters - experts + experts / ranks)
+
+
+def test_keep_and_overrides_have_the_storage_of_their_own() -> None:
+    llama = read_architecture("llama-1m")
+    plain = memory_terms(llama, parse("bfloat16/word"), Layout(), 64).groups
+    kept = memory_terms(
+        llama, parse_table({"recipe": "bfloat16/word", "keep": ["model.layers.0"]}), Layout(), 64
+    ).groups
+    matrices = 4 * 128 * 128 + 3 * 128 * 320
+    assert kept["weights"] - plain["weights"] == 2 * matrices + 2 * 2 * 128
+    assert kept["optimizer"] - plain["optimizer"] == 4 * matrices - 4 * 2 * 128  # norms have no master beside float32
+
+
+def test_groups_are_those_of_the_plan_and_every_term_says_how() -> None:
+    for layout in (Layout(), Layout(shard=8), Layout(tensor=2, pipeline=2, micro_batches=4), Layout(offload="all")):
+        terms = memory_terms(read_architecture("llama-8b"), parse("bfloat16/word"), layout, 4096)
+        assert set(terms.groups) <= set(MEMORY_GROUPS)
+        assert all(term.formula and term.source and term.value >= 0 for term in terms)
+        low, high = terms.interval
+        assert low < terms.total < high
+
+
+def test_overhead_that_is_known_is_exact() -> None:
+    fixed = {**_NOTHING, "context": 5e8}
+    terms = memory_terms(read_architecture("llama-8b"), parse("bfloat16/word"), Layout(shard=8), 4096, fixed=fixed)
+    assert terms.groups["overhead"] == 5e8
+    assert terms.interval == (terms.total, terms.total)
+
+
+def test_offloading_moves_the_state_to_the_host() -> None:
+    llama, recipe = read_architecture("llama-8b"), parse("bfloat16/master")
+    state = 16 * llama.num_parameters / 8
+    for offload, share in (("optimizer", 12 / 16), ("all", 1)):
+        layout = Layout(shard=8, offload=offload)  # type: ignore[arg-type]
+        groups = memory_terms(llama, recipe, layout, 4096).groups
+        assert groups["optimizer"] == 0
+        assert host_bytes(llama, recipe, layout) == pytest.approx(state * share, rel=1e-3)
