@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 from distributed.models import Leaf, gradients_of
@@ -285,3 +286,145 @@ def test_exact_sums_send_as_much_as_float32(tmp_path: Path) -> None:
         assert len(sent) == 4
         for of_float32, exact in sent.values():
             assert 0 < exact <= 1.01 * of_float32
+
+
+# ── backward passes that nothing surrounds ──────────────────────────────────────────────────────────────────────────────
+
+
+def passes(rank: int) -> list[dict[str, Tensor]]:
+    """Two passes over different layers; one that only rank 0 uses; and passes inside a pass. Whole, and vectors beside shards."""
+    results = []
+    for shards in (False, True):
+        for losses in (
+            lambda a, b: [a, b],
+            lambda a, b: [a + b, a + b if rank == 0 else a],
+            lambda a, b: [a + checkpoint(torch.mul, b, torch.ones((), requires_grad=True), use_reentrant=True)],
+        ):
+            first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+            model = nn.ParameterList([first, second, nn.Parameter(torch.ones(4, 2))])
+            if shards:
+                mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+                fully_shard(model, mesh=mesh, ignored_params={first, second})
+            ng.reduce_gradients_with(model, "float32", average=False)
+            for loss in losses(first.sum() * (rank + 1), second.sum() * (rank + 1)):
+                loss.backward(retain_graph=True)
+            results.append({"first": first.grad.clone(), "second": second.grad.clone()})
+    return results
+
+
+def test_each_backward_pass_sums_what_it_has_computed(tmp_path: Path) -> None:
+    for rank in run_ranks(passes, 2, tmp_path):
+        for found in (rank[:3], rank[3:]):
+            for (first, second), gradients in zip([(3, 3), (6, 4), (3, 3)], found, strict=True):
+                close(gradients, {"first": torch.full((2,), first), "second": torch.full((2,), second)}, 0.0)
+
+
+# ── parameters that not every micro-batch uses ──────────────────────────────────────────────────────────────────────────
+
+
+class Experts(nn.Module):
+    """Two of equal size, in one group of FSDP2 or in two."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in self.layers if groups == 2 else ():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+    def forward(self, x: Tensor, experts: str) -> Tensor:
+        return sum(self.layers[int(k)](x) for k in experts) * 1.0
+
+
+def chosen(rank: int) -> tuple[list[str], list[dict[str, Tensor]]]:
+    """What is refused of micro-batches that use other experts; then sums where all parameters are sent."""
+    refused, sums = [], []
+    for groups, micro_batches in (
+        (1, ["0", "1"]),  # as many elements, of another expert
+        (1, ["01"[rank]]),
+        (2, ["01", "0"]),  # a group has no part in the last
+        (1, ["0", "1", "01"[rank]]),
+    ):
+        model = Experts(groups)
+        reduction = ng.reduce_gradients_with(model, "reproducible", average=False)
+        for sends_all in (False, True) if groups == 1 else (False,):
+            model.set_reduce_scatter_unused_params(sends_all)
+            try:
+                for k, experts in enumerate(micro_batches):
+                    with reduction.micro_batch(is_last=k == len(micro_batches) - 1):
+                        model(torch.full((1, 4), 1.0 + rank), experts).sum().backward()
+                sums.append(found(model))
+            except RecipeError as error:
+                refused.append(str(error))
+    return refused, sums
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this PyTorch cannot send unused parameters"
+)
+def test_experts_that_take_turns_are_told_apart_or_refused(tmp_path: Path) -> None:
+    for refused, sums in run_ranks(chosen, 2, tmp_path):
+        assert len(refused) == 4 and all("in one micro-batch of this step and not in another" in r for r in refused)
+        for (first, second), gradients in zip([(3, 3), (1, 2), (4, 5)], sums, strict=True):
+            wanted = {"layers.0.weight": torch.full((4, 4), first), "layers.1.weight": torch.full((4, 4), second)}
+            close(gradients, wanted, 0.0)
+
+
+def two_losses(rank: int) -> str:
+    model = Experts(1)
+    reduction = ng.reduce_gradients_with(model, "reproducible")
+    with pytest.raises(RecipeError) as caught, reduction.micro_batch():
+        for _ in range(2):
+            model(torch.ones(1, 4), "01").sum().backward()
+    return str(caught.value)
+
+
+def test_a_micro_batch_is_one_addend(tmp_path: Path) -> None:
+    assert all("call backward() once" in message for message in run_ranks(two_losses, 2, tmp_path))
+
+
+# ── installing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def installed_twice(rank: int) -> tuple[list[str], list[Tensor]]:
+    """What is refused while another reduction is installed, and the gradient with the second in its place."""
+    refused, gradients = [], []
+    for kind in ("replicated", "sharded", "ddp"):
+        model = nn.Linear(2, 2, bias=False)
+        called: nn.Module = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
+        if kind == "sharded":
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        first = ng.reduce_gradients_with(called, "float32", average=False)
+        for _ in range(2):
+            try:
+                ng.reduce_gradients_with(called, "reproducible", average=False)
+            except RecipeError as error:
+                refused.append(str(error))
+                first.close()
+        called(torch.ones(1, 2)).sum().backward()
+        gradients.append(whole(model.weight.grad))
+        with pytest.raises(RuntimeError, match="closed"), first.micro_batch():
+            pass
+    return refused, gradients
+
+
+def test_a_model_has_one_reduction(tmp_path: Path) -> None:
+    for refused, gradients in run_ranks(installed_twice, 2, tmp_path):
+        assert [message.split()[0] for message in refused] == ["reduction"] * 4
+        assert sum("by 'float32' already" in message for message in refused) == 3
+        assert "cannot have two" in refused[-1]
+        for gradient in gradients:
+            assert gradient.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_a_parameter_that_nobody_sums_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    reduction = ng.reduce_gradients_with(model, "reproducible")
+    model[0].requires_grad_(True)
+    with pytest.raises(RecipeError, match="was frozen when"):
+        model(torch.ones(1, 2)).sum().backward()
+    model.zero_grad()
+    with pytest.raises(RecipeError, match="was frozen when"), reduction.micro_batch():
+        pass

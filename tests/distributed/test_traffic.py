@@ -25,6 +25,14 @@ def parts(size: int) -> list[Tensor]:
     return list(torch.ones(N).chunk(size))
 
 
+def pass_on(size: int) -> None:
+    """Each rank sends to the next, as pipelines do."""
+    rank = dist.get_rank()
+    sent = dist.isend(torch.ones(N), (rank + 1) % size)
+    dist.recv(torch.empty(N), (rank - 1) % size)
+    sent.wait()
+
+
 # Each call, and what a rank of `n` sends by it in bytes.
 CALLS: dict[str, tuple[Callable[[int], Any], Callable[[int], float]]] = {
     "all_reduce": (lambda n: dist.all_reduce(torch.ones(N)), lambda n: 2 * 4 * N * (n - 1) / n),
@@ -54,6 +62,7 @@ CALLS: dict[str, tuple[Callable[[int], Any], Callable[[int], float]]] = {
         lambda n: 4 * N * (n - 1) / n,
     ),
     "barrier": (lambda n: dist.barrier(), lambda n: 0.0),
+    "isend": (pass_on, lambda n: 4 * N),
     "within a group": (
         lambda n: dist.all_reduce(
             torch.ones(N), group=dist.new_group([dist.get_rank()], use_local_synchronization=True)

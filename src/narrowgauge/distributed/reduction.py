@@ -8,7 +8,8 @@ goes on, by a ``ReduceScatter`` of our own; what every rank has the whole of is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -18,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge import _torch
+from narrowgauge.distributed.arrivals import Arrivals
 from narrowgauge.distributed.compression import CompressedSum
 from narrowgauge.distributed.exact import ExactExchange
 from narrowgauge.distributed.exchanges import ALONE, BackendSum, Exchange, Parties, group_of, of_mesh, replicated
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.replicated import Replicated
+from narrowgauge.distributed.replicated import Replicated, SumAfterBackward
 from narrowgauge.distributed.sharding import GroupSum
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics.shards import is_sharded, local_of
@@ -36,6 +38,8 @@ EXCHANGES: dict[str, type[Exchange]] = {
     "compressed4": CompressedSum,
 }
 """What carries out each row of ``REDUCTIONS``."""
+
+_installed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientReduction]] = weakref.WeakKeyDictionary()
 
 
 class Accumulator(Protocol):
@@ -78,7 +82,8 @@ def reduce_gradients_with(
     Returns:
         The reduction, whose ``micro_batch`` surrounds backward passes. A backward pass outside of it is a step of its own.
     Raises:
-        RecipeError: no such row, one that cannot do what was asked, or a model on several meshes.
+        RecipeError: no such row, one that cannot do what was asked, a model on several meshes, or one whose gradients another
+            reduction sums.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -97,8 +102,16 @@ def reduce_gradients_with(
             f"reduction '{name}' was requested with unsharded sums, which add micro-batches before they are exchanged.",
             "Leave the sums sharded.",
         )
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    if (reference := _installed.get(inner)) and (other := reference()) and other.is_installed:
+        raise RecipeError(
+            f"reduction '{name}' was requested for a model whose gradients are summed by '{other.row.name}' already.",
+            "Call close() of that one first; prepare() installs one as optimizer.reduction.",
+        )
     make = partial(EXCHANGES[name], row=REDUCTIONS[name], average=average, seed=seed)
-    return GradientReduction(model, REDUCTIONS[name], make, accumulator, sums, mesh)
+    reduction = GradientReduction(model, REDUCTIONS[name], make, accumulator, sums, mesh)
+    _installed[inner] = weakref.ref(reduction)
+    return reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +154,11 @@ class GradientReduction:
         self.now: _MicroBatch | None = None
         self._sums_leaves = EXCHANGES[row.name].sums_leaves
         self._accumulator = None if self._sums_leaves else accumulator
-        self._sums, self._in_step, self._queued_for = sums, False, -1
+        self._sums, self._in_step, self._is_closed = sums, False, False
         self._exchanges: list[Exchange] = []
         self._undo: list[Callable[[], None]] = []
         self._trainable: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        self._before: dict[Tensor, Tensor] = {}
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
 
         def register(parties: Parties) -> Exchange:
             exchange = make(parties)
@@ -162,13 +175,14 @@ class GradientReduction:
         self.size = parties.size
         whole = replicated(parties.group) if parties.size > 1 else ALONE
         self._replicated = Replicated(others, whole, register)
+        self._lone = SumAfterBackward(self._replicated, lambda: self.now is not None, self._require_frozen)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self._hook_ddp(model, partial(register, whole))
         elif others and (self.size > 1 or self._sums_leaves):
-            self._hook_replicated(others)
-        self._arrived: set[Tensor] = set()
-        for parameter in self._trainable if self.size > 1 or self._sums_leaves else ():
-            self._undo.append(parameter.register_post_accumulate_grad_hook(self._arrived.add).remove)
+            self._undo += self._lone.install()
+        self._arrivals = Arrivals(self._sharded if self._sums_leaves else (), parties.group)
+        if self.size > 1 or self._sums_leaves:
+            self._undo += self._arrivals.install(self._trainable)
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -189,6 +203,8 @@ class GradientReduction:
         """
         if self.now is not None:
             raise RuntimeError("micro_batch was entered within another")
+        if self._is_closed:
+            raise RuntimeError("micro_batch was entered of a reduction that is closed")
         self._begin(is_absent)
         kept = self._set_aside() if is_absent and not self._sums_leaves else {}
         self.now = now = _MicroBatch(is_last, is_absent)
@@ -215,23 +231,30 @@ class GradientReduction:
         for parameter in self._trainable:
             parameter.grad = None
         self._replicated.discard()
+        self._lone.discard()
         for exchange in self._exchanges:
             exchange.discard()
         if self._accumulator is not None:
             self._accumulator.discard()
         self._in_step = False
-        self._arrived.clear()
+        self._arrivals.discard()
 
     def bytes_per_param(self) -> float:
         """Bytes per parameter that are kept between micro-batches and steps, counted from live tensors."""
         kept = sum(exchange.num_bytes() for exchange in self._exchanges)
         return kept / max(1, sum(local_of(p).numel() for p in self._trainable))
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether it takes part in backward passes: not once it was closed, and not where one process has nothing to sum."""
+        return bool(self._undo)
+
     def close(self) -> None:
         """Sum as before this reduction was installed; DDP keeps its hook, which then sums each bucket by itself."""
         for undo in self._undo:
             undo()
         self._undo.clear()
+        self._is_closed = True
 
     def _begin(self, is_absent: bool) -> None:
         if is_absent and self._sums == "unsharded" and self._fsdp:
@@ -242,9 +265,21 @@ class GradientReduction:
         if not self._in_step and any(p.grad is not None for p in self._trainable):
             raise RecipeError(
                 "a step was begun, and gradients of an earlier one are still there.",
-                "Call zero_grad() after each step.",
+                "Call zero_grad(set_to_none=True) after each step.",
             )
+        self._require_frozen()
         self._in_step = True
+        self._arrivals.begin_micro_batch()
+
+    def _require_frozen(self) -> None:
+        """Refuse gradients that nobody sums: replicas of the parameter would drift apart."""
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RecipeError(
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen when reduction '{self.row.name}' was "
+                    "installed, and is trained now.",
+                    "Call close() of the reduction, and install it anew.",
+                )
 
     def _set_aside(self) -> dict[Tensor, Tensor | None]:
         """The sums so far of what is summed on this rank, out of the way of a backward pass that does not count."""
@@ -256,12 +291,14 @@ class GradientReduction:
     def _take_in(self, now: _MicroBatch, kept: dict[Tensor, Tensor | None]) -> None:
         """Add the gradients of a micro-batch; after the last put in the sums."""
         whole = set(self._replicated.parameters)
-        if any(p.grad is None and (p in whole or not now.is_last) for p in self._arrived):
+        if any(p.grad is None and (p in whole or not now.is_last) for p in self._arrivals):
             raise RecipeError(
                 "gradients were released as they arrived, before they were summed over ranks and micro-batches.",
                 "Keep the gradients, or shard the model and give each rank one micro-batch per step.",
             )
-        self._arrived.clear()
+        self._arrivals.end_micro_batch(is_absent=now.is_absent)
+        if now.is_last:
+            self._arrivals.end_step()
         if self._sums_leaves:
             self._replicated.add(is_absent=now.is_absent, is_last=now.is_last)
             if not now.is_last:
@@ -317,34 +354,14 @@ class GradientReduction:
             return done
 
         sum_bucket.__annotations__.clear()  # DDP compares them with types, and here they are text
-        model.register_comm_hook(None, sum_bucket)
-
-    def _hook_replicated(self, parameters: Sequence[Tensor]) -> None:
-        """Outside ``micro_batch`` sum at the end of each backward pass, and add to the gradients from before it."""
-
-        def before(parameter: Tensor, _: Tensor) -> None:
-            if self.now is None and parameter.grad is not None:
-                self._before[parameter] = parameter.grad
-                parameter.grad = None
-
-        def after(_: Tensor) -> None:
-            task = _torch.current_backward()
-            if self.now is None and self._queued_for != task:
-                self._queued_for = task
-                _torch.queue_after_backward(self._sum_now)
-
-        for parameter in parameters:
-            self._undo.append(parameter.register_hook(partial(before, parameter)).remove)
-            self._undo.append(parameter.register_post_accumulate_grad_hook(after).remove)
-
-    @torch.no_grad()
-    def _sum_now(self) -> None:
-        """Sum what is replicated after a backward pass outside ``micro_batch``."""
-        self._queued_for = -1
-        self._replicated.add()
-        for parameter, gradient in self._before.items():
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-        self._before.clear()
+        try:
+            model.register_comm_hook(None, sum_bucket)
+        except RuntimeError as error:
+            raise RecipeError(
+                f"reduction '{self.row.name}' was requested for a DistributedDataParallel that has a communication hook, and "
+                "it cannot have two.",
+                "Wrap the model anew.",
+            ) from error
 
 
 def _parties_of(model: nn.Module, mesh: Any) -> Parties:
