@@ -114,7 +114,10 @@ def chip_of(run: Run) -> tuple[Chip, Shares]:
     Raises:
         NarrowgaugeError: the chip is limited to a power that is not stated.
     """
-    chip, variant = get_chip(run.machine["chip"]), run.machine.get("variant", "")
+    name, variant = run.machine["chip"], run.machine.get("variant", "")
+    # The H800 is an H100 with half the link: 400 GB/s in both directions (arXiv 2412.19437, section 3.2).
+    is_h800 = name.startswith("H800")
+    chip = replace(get_chip("H100-SXM"), link_gb_per_second=200.0) if is_h800 else get_chip(name)
     shares = shares_of(chip)
     if variant == "power limited":
         raise NarrowgaugeError("the limit of its power is not stated.")
@@ -162,6 +165,12 @@ def predict_all(runs: list[Run]) -> tuple[list[Point], list[str]]:
     return points, left_out
 
 
+def family_of(point: Point) -> str:
+    """The publication: what its runs' names begin with."""
+    first, second = point.name.split("-")[:2]
+    return f"{first}-{second}" if first in ("megatron", "mosaic") else first
+
+
 def report(points: list[Point]) -> str:
     """Mean and worst error, and the share of runs within their intervals."""
     errors = [abs(point.error) for point in points]
@@ -193,10 +202,8 @@ def main() -> int:
     for line in left_out:
         print(f"left out: {line}")
     print(report(points))
-    families = sorted({point.name.partition("-")[0] for point in points})
-    for family in families:
-        own = [point for point in points if point.name.partition("-")[0] == family]
-        print(f"{family:9} {report(own)}")
+    for family in dict.fromkeys(map(family_of, points)):
+        print(f"{family:14} {report([point for point in points if family_of(point) == family])}")
     return 0
 
 

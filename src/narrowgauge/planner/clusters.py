@@ -183,6 +183,12 @@ class Cluster:
         return min(group.memory_bytes for group in self.groups)
 
     @property
+    def host_bytes(self) -> float | None:
+        """Memory of the smallest host; None if one group's is unknown."""
+        known = [group.host_memory_gb for group in self.groups]
+        return None if None in known else min(gb for gb in known if gb is not None) * 2.0**30
+
+    @property
     def dollars_per_hour(self) -> float | None:
         """Of all chips together; None if one group's price is unknown."""
         prices = [group.dollars_per_hour for group in self.groups]

@@ -1,0 +1,293 @@
+"""Search: the layouts in which a recipe trains a model on a cluster, the best first.
+
+A layout has a shape (how ranks are divided among the axes, and what is sharded) and a batch (sequences at once, what is computed
+again, what lies in the host's memory). Shapes are listed with the bounds that practice sets: tensor ranks share a node, stages
+hold at least one layer each, context ranks split long sequences only. For each shape the largest micro-batch that fits is found,
+first without recomputation; the time of what fits decides. If nothing fits, the layout that comes nearest is returned, with the
+smallest changes that would make it possible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.planner.advice import smallest_changes
+from narrowgauge.planner.architectures import Architecture
+from narrowgauge.planner.clusters import Cluster
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.options import Option
+from narrowgauge.planner.rank_memory import host_bytes, memory_terms
+from narrowgauge.planner.roofline import bytes_of
+from narrowgauge.planner.shares import Shares
+from narrowgauge.planner.step_time import check_layout, step_terms, why_not
+from narrowgauge.planner.terms import Terms
+from narrowgauge.spec.recipes import Recipe
+
+TOKENS_PER_STEP = 1 << 22
+"""Of an optimizer step where none are given: four million, as Llama 3 begins with (arXiv 2407.21783, section 3.4.1)."""
+LONG_SEQUENCE = 32_768
+"""Tokens from which context ranks are tried."""
+_TENSOR = (1, 2, 4, 8)
+_PIPELINE = (1, 2, 4, 8, 16, 32)
+_MICRO_BATCHES = (1, 2, 4, 8)
+_MOST_OPTIONS = 4
+
+Fixed = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What is searched for."""
+
+    architecture: Architecture
+    recipe: Recipe
+    cluster: Cluster
+    sequence_length: int
+    num_sequences: int
+    is_batch_free: bool
+    fixed: Fixed
+    shares: Shares | None
+
+    def memory(self, layout: Layout) -> Terms:
+        return memory_terms(self.architecture, self.recipe, layout, self.sequence_length)
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether the chips hold it, and what is offloaded the hosts."""
+        room = self.cluster.memory_bytes
+        if self.least_bytes(layout) > room or self.memory(layout).total > room:
+            return False
+        if layout.offload == "none" or self.cluster.host_bytes is None:
+            return layout.offload == "none" or "offload" in self.fixed
+        held = host_bytes(self.architecture, self.recipe, layout, self.sequence_length)
+        return held * self.cluster.chips_per_node <= self.cluster.host_bytes
+
+    def least_bytes(self, layout: Layout) -> float:
+        """A lower bound of the state on a chip, without looking at its parts."""
+        if layout.offload != "none":
+            return 0.0
+        number = self.architecture.num_parameters / (layout.tensor * layout.pipeline)
+        if self.architecture.mixture:
+            number /= layout.expert
+        visible = bytes_of(self.recipe.storage.visible)
+        rest = max(0.0, self.recipe.bytes_per_param - 2 * visible)
+        parts = (visible, 3), (rest, 1)
+        return 0.9 * number * sum(each / (layout.shard if layout.zero >= zero else 1) for each, zero in parts)
+
+    def seconds(self, layout: Layout, *, has_intervals: bool = False) -> Terms:
+        given = self.architecture, self.recipe, layout, self.cluster, self.sequence_length, self.shares
+        return step_terms(*given, has_intervals=has_intervals)
+
+
+def search(
+    architecture: Architecture,
+    recipe: Recipe,
+    cluster: Cluster,
+    sequence_length: int,
+    tokens_per_step: int | None = None,
+    *,
+    fixed: Fixed | None = None,
+    minimize: str = "days",
+    shares: Shares | None = None,
+) -> list[Option]:
+    """The layouts of a recipe on all chips of a cluster.
+
+    Args:
+        architecture: of the model.
+        recipe: how it is computed and stored.
+        cluster: the machines; every chip is used.
+        sequence_length: in tokens.
+        tokens_per_step: of an optimizer step; None for ``TOKENS_PER_STEP``. A layout takes the nearest number of sequences that
+            its ranks can share.
+        fixed: fields of :class:`~narrowgauge.planner.layouts.Layout` that must have these values.
+        minimize: ``"days"``, ``"cost"`` or ``"chips"`` (fewest seconds a token), or ``"memory"`` (fewest bytes a chip).
+        shares: of the chips' printed rates; None for the published ones.
+    Returns:
+        Options, the best first; or the one that comes nearest to fitting, with advice.
+    Raises:
+        RecipeError: no layout has these fixed values on this cluster.
+        ChipError: a chip does not multiply the recipe's dtype.
+
+    Example:
+        >>> from narrowgauge.planner.clusters import cluster_of
+        >>> from narrowgauge.planner.model_configs import read_architecture
+        >>> from narrowgauge.spec.notation import parse
+        >>> best = search(read_architecture("llama-8b"), parse("bfloat16/word"), cluster_of("H100-SXM", 8), 8192)[0]
+        >>> best.fits, best.layout.num_ranks
+        (True, 8)
+    """
+    check_layout(architecture, recipe, Layout(), cluster, sequence_length)
+    wanted = max(1, round((tokens_per_step or TOKENS_PER_STEP) / sequence_length))
+    pinned = dict(fixed or {})
+    free = tokens_per_step is None and "micro_batches" not in pinned
+    question = _Question(architecture, recipe, cluster, sequence_length, wanted, free, pinned, shares)
+    shapes = [shape for shape in _shapes(question) if not why_not(architecture, shape, sequence_length)]
+    if not shapes:
+        raise _no_shape(question)
+    fitting = list(_fitting(shapes, question))
+    if not fitting:
+        return [_nearest(shapes, question)]
+    if minimize == "memory":
+        ordered = sorted(fitting, key=lambda layout: question.memory(layout).total)
+    else:
+        ordered = sorted(fitting, key=lambda layout: question.seconds(layout).total / layout.num_sequences)
+    return [_option(layout, question) for layout in ordered[:_MOST_OPTIONS]]
+
+
+def _fitting(shapes: list[Layout], question: _Question) -> Iterator[Layout]:
+    """Layouts that fit; in one node those of tensor ranks only if the others must compute layers again."""
+    in_node = question.cluster.num_chips <= question.cluster.chips_per_node
+    plain = [shape for shape in shapes if shape.runs_here]
+    found = [layout for shape in plain for layout in _batches(shape, question)]
+    yield from found
+    if in_node and any(layout.recompute == layout.offload == "none" for layout in found):
+        return
+    for shape in shapes:
+        if not shape.runs_here:
+            yield from _batches(shape, question)
+
+
+def _shapes(question: _Question) -> Iterator[Layout]:
+    """Divisions of all chips among the axes, with one sequence at a time."""
+    shape, cluster, fixed = question.architecture, question.cluster, question.fixed
+    chips, node = cluster.num_chips, cluster.chips_per_node
+    contexts = (1, 2, 4, 8, 16) if question.sequence_length >= LONG_SEQUENCE else (1,)
+    stages = _PIPELINE if chips > node else (1,)
+    for tensor in _tried(fixed, "tensor", (t for t in _TENSOR if t <= node)):
+        for pipeline in _tried(fixed, "pipeline", (p for p in stages if p <= shape.num_layers)):
+            for context in _tried(fixed, "context", contexts):
+                ranks = tensor * pipeline * context
+                if chips % ranks:
+                    continue
+                for sharing in _sharings(chips // ranks, max(1, node // (tensor * context)), pipeline, question):
+                    for rest in _expert_and_interleave(pipeline, chips // (tensor * pipeline), question):
+                        yield Layout(tensor=tensor, pipeline=pipeline, context=context, **sharing, **rest)
+
+
+def _tried(fixed: Fixed, name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+    """The fixed value of a field, or all that are tried."""
+    return (fixed[name],) if name in fixed else tuple(values)
+
+
+def _sharings(ranks: int, in_node: int, pipeline: int, question: _Question) -> Iterator[dict[str, Any]]:
+    """How data ranks share the state: all of them, those of a node, or none."""
+    fixed = question.fixed
+    groups = {ranks, in_node, 1} if ranks % in_node == 0 and pipeline == 1 else {ranks, 1}
+    if question.fixed.get("zero") == 0:
+        groups = {1}
+    if "data" in fixed:
+        groups = {ranks // fixed["data"]} if ranks % fixed["data"] == 0 else set()
+    for shard in _tried(fixed, "shard", sorted(groups, reverse=True)):
+        # A stage has several micro-batches in flight, and would gather its weights for each.
+        zeros = ((1,) if pipeline > 1 else (3, 2, 1)) if shard > 1 else (0,)
+        for zero in _tried(fixed, "zero", zeros):
+            if ranks % shard == 0 and fixed.get("data", ranks // shard) == ranks // shard:
+                yield {"shard": shard, "data": ranks // shard, "zero": zero}
+
+
+def _expert_and_interleave(pipeline: int, data_ranks: int, question: _Question) -> Iterator[dict[str, Any]]:
+    shape, fixed = question.architecture, question.fixed
+    experts: tuple[int, ...] = (1,)
+    if shape.mixture:
+        most = math.gcd(shape.mixture.num_experts, data_ranks)
+        experts = tuple(dict.fromkeys((math.gcd(most, question.cluster.chips_per_node), most)))
+    most = shape.num_layers // pipeline
+    depths = (1, math.gcd(most, 4)) if pipeline > 1 else (1,)
+    for expert in _tried(fixed, "expert", experts):
+        for interleave in _tried(fixed, "interleave", dict.fromkeys(depths)):
+            yield {"expert": expert, "interleave": interleave}
+
+
+def _batches(shape: Layout, question: _Question) -> Iterator[Layout]:
+    """Of a shape the largest micro-batch that fits, with as little computed again and sent to the host as it can.
+
+    Where the tokens of a step are free, one micro-batch a step is tried last: sums of gradients then need no memory.
+    """
+    places = ("none",) if question.cluster.host_bytes is None else ("none", "optimizer", "all")
+    for offload in _tried(question.fixed, "offload", places):
+        for recompute in _tried(question.fixed, "recompute", ("none", "full")):
+            for sums in (True, False) if question.is_batch_free and shape.pipeline == 1 else (True,):
+                found = _largest(replace(shape, offload=offload, recompute=recompute), question, sums=sums)
+                if found is not None:
+                    yield found
+                    return
+
+
+def _largest(shape: Layout, question: _Question, *, sums: bool) -> Layout | None:
+    """With the largest micro-batch that fits; None if none does."""
+    found = None
+    for layout in _with_batches(shape, question, sums=sums):
+        if not question.fits(layout):
+            break
+        found = layout
+    return found
+
+
+def _with_batches(shape: Layout, question: _Question, *, sums: bool) -> Iterator[Layout]:
+    """The shape with each micro-batch that its replicas' sequences can be divided into; without ``sums`` one a step."""
+    fixed = question.fixed
+    per_replica = max(1, round(question.num_sequences / shape.num_replicas))
+    for micro_batch in _tried(fixed, "micro_batch", _MICRO_BATCHES):
+        if micro_batch > per_replica and "micro_batch" not in fixed and micro_batch > 1:
+            return
+        count = fixed.get("micro_batches", max(1, round(per_replica / micro_batch)) if sums else 1)
+        yield replace(shape, micro_batch=micro_batch, micro_batches=count)
+
+
+def _nearest(shapes: list[Layout], question: _Question) -> Option:
+    """The layout that needs the fewest bytes, with the smallest changes that would make it fit."""
+    tried = []
+    for shape in shapes:
+        last = replace(
+            shape,
+            offload=question.fixed.get("offload", "none"),
+            recompute=question.fixed.get("recompute", "full"),
+        )
+        sums = not question.is_batch_free or shape.pipeline > 1
+        tried.append(next(_with_batches(last, question, sums=sums)))
+    layout = min(tried, key=lambda layout: question.memory(layout).total)
+    option = replace(_option(layout, question), why_not=_full_host(layout, question))
+    given = question.architecture, question.recipe, layout, question.cluster, question.sequence_length
+    return replace(option, advice=smallest_changes(*given, fixed=question.fixed))
+
+
+def _full_host(layout: Layout, question: _Question) -> str:
+    """Why the hosts cannot hold what is offloaded; empty if they can, or if it is the chips that cannot."""
+    cluster = question.cluster
+    held = cluster.chips_per_node * host_bytes(question.architecture, question.recipe, layout, question.sequence_length)
+    if layout.offload == "none" or cluster.host_bytes is None or held <= cluster.host_bytes:
+        return ""
+    return f"needs {held / 1e9:,.0f} GB of host memory a node of {cluster.host_bytes / 1e9:,.0f}"
+
+
+def _option(layout: Layout, question: _Question) -> Option:
+    cluster, length = question.cluster, question.sequence_length
+    return Option(
+        question.recipe,
+        layout,
+        question.memory(layout),
+        cluster.memory_bytes,
+        question.seconds(layout, has_intervals=True),
+        length,
+        question.architecture.flops_per_token(length),
+        cluster.peak_flops_per_second,
+        cluster.dollars_per_hour,
+        cluster.name,
+    )
+
+
+def _no_shape(question: _Question) -> RecipeError:
+    """Why no layout has the fixed values, as far as it can be said."""
+    names = {field.name for field in dataclasses.fields(Layout)}
+    fixed = {name: value for name, value in question.fixed.items() if name in names}
+    asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
+    axes = ("data", "shard", "tensor", "pipeline", "context")
+    ranks = math.prod(fixed.get(name, 1) for name in axes)
+    why = why_not(question.architecture, Layout(**fixed), question.sequence_length)
+    if not why:
+        why = f"{ranks} ranks do not divide {question.cluster.num_chips} chips"
+    return RecipeError(f"no layout with {asked} suits {question.architecture.name}: {why}.", "Leave a field open.")

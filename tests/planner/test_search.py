@@ -1,0 +1,117 @@
+"""Search: every chip is used, what is fixed stays, what is returned fits, and what does not fit says what would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
+from narrowgauge.planner.clusters import Cluster, Nodes, cluster_of
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.model_configs import read_architecture
+from narrowgauge.planner.rank_memory import memory_terms
+from narrowgauge.planner.search import search
+from narrowgauge.planner.step_time import step_terms
+from narrowgauge.spec.chips import get_chip
+from narrowgauge.spec.notation import parse
+
+SMALL, LARGE = read_architecture("llama-8b"), read_architecture("llama-33b")
+H100 = cluster_of("H100-SXM", 8)
+WORD, MASTER = parse("bfloat16/word"), parse("bfloat16/master")
+
+
+@pytest.mark.parametrize("chips", [1, 8, 64])
+@pytest.mark.parametrize("recipe", ["bfloat16/word", "float8-tensor/word"])
+def test_options_fit_use_every_chip_and_come_fastest_first(chips: int, recipe: str) -> None:
+    cluster = cluster_of("H200", chips)
+    found = search(SMALL, parse(recipe), cluster, 4096, 1 << 20)
+    rates = [option.tokens_per_second or 0.0 for option in found]
+    assert rates == sorted(rates, reverse=True)
+    for option in found:
+        assert option.fits and not option.advice
+        assert option.layout.num_ranks == chips
+        assert option.memory == memory_terms(SMALL, parse(recipe), option.layout, 4096)
+        assert option.step == step_terms(SMALL, parse(recipe), option.layout, cluster, 4096)
+        assert option.tokens_per_step == pytest.approx(1 << 20, rel=0.5)
+
+
+def test_what_is_fixed_stays() -> None:
+    fixed = {"tensor": 2, "recompute": "full", "micro_batch": 2, "zero": 1}
+    for option in search(SMALL, WORD, H100, 4096, fixed=fixed):
+        assert {name: getattr(option.layout, name) for name in fixed} == fixed
+    stages = search(LARGE, WORD, cluster_of("A100-SXM4-80GB", 32), 4096, fixed={"pipeline": 4, "tensor": 2, "shard": 4})
+    assert {(o.layout.pipeline, o.layout.tensor, o.layout.shard) for o in stages} == {(4, 2, 4)}
+
+
+def test_pure_data_parallelism_of_thirty_billion_never_fits() -> None:
+    for cluster in (cluster_of("A100-SXM4-80GB", 8), cluster_of("RTX-4090", 32), cluster_of("H200", 8)):
+        [option] = search(LARGE, MASTER, cluster, 2048, fixed={"data": cluster.num_chips, "zero": 0})
+        assert option.fits is False
+        assert f"all {cluster.num_chips} replicas" in option.advice or "offload" in option.advice
+        assert option.memory.groups["optimizer"] > 300e9
+
+
+def test_advice_is_the_smallest_change_and_it_is_true() -> None:
+    cluster = cluster_of("A100-SXM4-40GB", 8)
+    [option] = search(LARGE, MASTER, cluster, 4096)
+    assert option.fits is False and "needs" in option.reason
+    assert "at 8 B/param (bfloat16/word)" in option.advice and "on 16 chips" in option.advice
+    assert search(LARGE, WORD, cluster, 4096)[0].fits
+    assert search(LARGE, MASTER, cluster_of("A100-SXM4-40GB", 16), 4096)[0].fits
+    for wider in ("bfloat16/split", "bfloat16/split8"):
+        assert not search(LARGE, parse(wider), cluster, 4096)[0].fits
+
+
+def test_the_host_holds_states_only_where_it_is_known_to_have_room() -> None:
+    nodes = Nodes(get_chip("A100-SXM4-40GB"))
+    for gigabytes, fits in ((None, False), (64.0, False), (2000.0, True)):
+        cluster = Cluster("hosts", (replace(nodes, host_memory_gb=gigabytes),))
+        found = search(LARGE, MASTER, cluster, 2048)
+        assert bool(found[0].fits) is fits
+        assert not fits or {option.layout.offload for option in found} <= {"optimizer", "all"}
+
+
+def test_less_memory_or_less_time() -> None:
+    cluster = cluster_of("H200", 8)
+    small = search(SMALL, WORD, cluster, 4096, minimize="memory")[0]
+    fast = search(SMALL, WORD, cluster, 4096, minimize="days")[0]
+    assert small.memory.total <= fast.memory.total
+    assert (small.tokens_per_second or 0.0) <= (fast.tokens_per_second or 0.0)
+
+
+def test_experts_and_long_sequences_get_their_axes() -> None:
+    mixture = read_architecture("mixtral-8x7b")
+    assert any(option.layout.expert == 8 for option in search(mixture, WORD, cluster_of("H200", 32), 4096))
+    long = search(SMALL, WORD, cluster_of("H100-SXM", 32), 131_072, fixed={"tensor": 1})
+    assert any(option.layout.context > 1 for option in long)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ({"tensor": 3}, "3 tensor ranks do not divide 32 heads"),
+        ({"tensor": 2, "data": 3}, "6 ranks do not divide 8 chips"),
+        ({"shard": 16}, "16 ranks do not divide 8 chips"),
+        ({"expert": 2}, "2 expert ranks do not divide 1 expert"),
+    ],
+)
+def test_what_no_layout_has_is_refused_in_a_line(fixed: dict[str, int], message: str) -> None:
+    with pytest.raises(NarrowgaugeError) as caught:
+        search(SMALL, WORD, H100, 4096, fixed=fixed)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_chip_that_cannot_multiply_is_refused() -> None:
+    with pytest.raises(ChipError, match="does not multiply bfloat16"):
+        search(SMALL, WORD, cluster_of("V100", 8), 4096)
+    with pytest.raises(RecipeError, match="no layout with"):
+        search(SMALL, WORD, H100, 4096, fixed={"pipeline": 64})
+
+
+def test_a_free_batch_may_save_the_sums_of_gradients() -> None:
+    """Where the tokens of a step are given, they are kept: gradients are then summed over micro-batches."""
+    free = search(SMALL, MASTER, cluster_of("H100-SXM", 2), 8192, fixed={"tensor": 1, "shard": 2, "zero": 3})
+    given = search(SMALL, MASTER, cluster_of("H100-SXM", 2), 8192, 1 << 22, fixed={"tensor": 1, "shard": 2, "zero": 3})
+    assert free[0].memory.total <= given[0].memory.total
+    assert isinstance(given[0].layout, Layout) and given[0].tokens_per_step == 1 << 22
