@@ -121,7 +121,8 @@ class Exchanges:
         """An exchange of which ``under`` seconds of computing can hide a share."""
         hidden = min(seconds * self.work.shares[f"overlap.{kind}"].value, under)
         slowed = hidden * self.work.shares["slowed.link" if path.nodes == 1 else "slowed.network"].value
-        return Exchange(name, seconds, hidden, slowed, f"{what}, {path}")
+        assumed = " (assumed)" if path.nodes > 1 and self.work.nodes.is_network_assumed else ""
+        return Exchange(name, seconds, hidden, slowed, f"{what}, {path}{assumed}")
 
     def tensor(self) -> Exchange:
         """Gathers and reductions of the residual stream around attention and MLP: two pairs forward, two backward."""
