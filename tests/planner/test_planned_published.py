@@ -1,4 +1,4 @@
-"""Predictions beside published runs: as close as documented, and four of five within their intervals. Held-out runs are not read."""
+"""Predictions beside published runs: as close as documented, four of five within their intervals. Held-out runs are not read."""
 
 from __future__ import annotations
 

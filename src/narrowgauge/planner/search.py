@@ -36,6 +36,7 @@ _TENSOR = (1, 2, 4, 8)
 _PIPELINE = (1, 2, 4, 8, 16, 32)
 _MICRO_BATCHES = (1, 2, 4, 8)
 _MOST_OPTIONS = 4
+_LITTLE = 0.05
 
 Fixed = Mapping[str, Any]
 
@@ -49,6 +50,7 @@ class _Question:
     cluster: Cluster
     sequence_length: int
     num_sequences: int
+    num_parameters: int
     is_batch_free: bool
     fixed: Fixed
     shares: Shares | None
@@ -70,13 +72,18 @@ class _Question:
         """A lower bound of the state on a chip, without looking at its parts."""
         if layout.offload != "none":
             return 0.0
-        number = self.architecture.num_parameters / (layout.tensor * layout.pipeline)
+        number = self.num_parameters / (layout.tensor * layout.pipeline)
         if self.architecture.mixture:
             number /= layout.expert
         visible = bytes_of(self.recipe.storage.visible)
         rest = max(0.0, self.recipe.bytes_per_param - 2 * visible)
         parts = (visible, 3), (rest, 1)
         return 0.9 * number * sum(each / (layout.shard if layout.zero >= zero else 1) for each, zero in parts)
+
+    def waiting(self, layout: Layout) -> float:
+        """The share of a step that exchanges take."""
+        step = self.seconds(layout)
+        return step.groups.get("communication", 0.0) / step.total
 
     def seconds(self, layout: Layout, *, has_intervals: bool = False) -> Terms:
         given = self.architecture, self.recipe, layout, self.cluster, self.sequence_length, self.shares
@@ -124,7 +131,8 @@ def search(
     wanted = max(1, round((tokens_per_step or TOKENS_PER_STEP) / sequence_length))
     pinned = dict(fixed or {})
     free = tokens_per_step is None and "micro_batches" not in pinned
-    question = _Question(architecture, recipe, cluster, sequence_length, wanted, free, pinned, shares)
+    number = architecture.num_parameters
+    question = _Question(architecture, recipe, cluster, sequence_length, wanted, number, free, pinned, shares)
     shapes = [shape for shape in _shapes(question) if not why_not(architecture, shape, sequence_length)]
     if not shapes:
         raise _no_shape(question)
@@ -139,12 +147,16 @@ def search(
 
 
 def _fitting(shapes: list[Layout], question: _Question) -> Iterator[Layout]:
-    """Layouts that fit; in one node those of tensor ranks only if the others must compute layers again."""
-    in_node = question.cluster.num_chips <= question.cluster.chips_per_node
-    plain = [shape for shape in shapes if shape.runs_here]
-    found = [layout for shape in plain for layout in _batches(shape, question)]
+    """Layouts that fit; those with more axes than data and shard only where they can be faster.
+
+    They divide the same work and send more within layers. So they help only where the others must compute layers again, or, on
+    several nodes, wait for the network.
+    """
+    found = [layout for shape in shapes if shape.runs_here for layout in _batches(shape, question)]
     yield from found
-    if in_node and any(layout.recompute == layout.offload == "none" for layout in found):
+    whole = [layout for layout in found if layout.recompute == layout.offload == "none"]
+    is_one_node = question.cluster.num_chips <= question.cluster.chips_per_node
+    if whole and (is_one_node or min(map(question.waiting, whole)) < _LITTLE):
         return
     for shape in shapes:
         if not shape.runs_here:
@@ -176,7 +188,8 @@ def _tried(fixed: Fixed, name: str, values: Iterable[Any]) -> tuple[Any, ...]:
 def _sharings(ranks: int, in_node: int, pipeline: int, question: _Question) -> Iterator[dict[str, Any]]:
     """How data ranks share the state: all of them, those of a node, or none."""
     fixed = question.fixed
-    groups = {ranks, in_node, 1} if ranks % in_node == 0 and pipeline == 1 else {ranks, 1}
+    # Stages hold a part of the model, and sharing their optimizer states costs no more than summing gradients.
+    groups = {ranks} if pipeline > 1 else {ranks, in_node if ranks % in_node == 0 else ranks, 1}
     if question.fixed.get("zero") == 0:
         groups = {1}
     if "data" in fixed:
