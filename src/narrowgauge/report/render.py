@@ -63,12 +63,12 @@ def render(found: Comparison, title: str = "") -> str:
     events, num_more = event_rows(named)
     ranks, num_more_ranks = rank_rows(named)
     data = {
-        "figures": {figure.name: _spec(figure) for section in figures.values() for figure in section},
+        "figures": {figure.name: spec_of(figure) for section in figures.values() for figure in section},
         "strip": strip,
         "formats": format_ranges(),
     }
-    script = _asset("page.js")
-    page = _template().render(
+    script = asset("page.js")
+    page = template("page.html.j2").render(
         title=title or (groups[0].label if len(groups) == 1 else f"{len(groups)} recipes compared"),
         subtitle=_subtitle([run for run, _ in named]),
         groups=groups,
@@ -91,7 +91,7 @@ def render(found: Comparison, title: str = "") -> str:
         num_more_events=num_more,
         environment=environment(named),
         policy=f"'{digest_of(script)}' '{plotly.digest}'",
-        style=markupsafe.Markup(_asset("page.css")),
+        style=markupsafe.Markup(asset("page.css")),
         script=markupsafe.Markup(script),
         data=markupsafe.Markup(embedded(data)),
         gauges=packed(_gauge_data(groups, samples)),
@@ -114,7 +114,8 @@ def _subtitle(runs: Sequence[Run]) -> str:
     return " · ".join([*words, f"{len(runs)} run{'' if len(runs) == 1 else 's'}"])
 
 
-def _spec(figure: Figure) -> Row:
+def spec_of(figure: Figure) -> Row:
+    """A figure as the page's script takes it."""
     view = figure.views[0][0] if figure.views else None
     return {"data": figure.data, "layout": figure.layout | {"height": figure.height}, "view": view}
 
@@ -126,9 +127,10 @@ def _gauge_data(groups: Sequence[Group], samples: Sequence[Samples]) -> list[Row
 
 
 @functools.cache
-def _template() -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """A template of this package, which escapes everything."""
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_asset),
+        loader=jinja2.FunctionLoader(asset),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -142,7 +144,7 @@ def _template() -> jinja2.Template:
         "solid": DASHES[0],
         "max_repetitions": MAX_REPETITIONS,
     }
-    return environment.get_template("page.html.j2")
+    return environment.get_template(name)
 
 
 def _breakable(text: Any) -> markupsafe.Markup:
@@ -150,5 +152,6 @@ def _breakable(text: Any) -> markupsafe.Markup:
     return markupsafe.Markup(re.sub(r"(?<=\w)([._/])(?=[A-Za-z_])", r"\1<wbr>", str(markupsafe.escape(text))))
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of ``templates/``."""
     return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8").strip()
