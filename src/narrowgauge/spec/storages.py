@@ -41,6 +41,8 @@ from narrowgauge.spec.codes import (
 
 Arithmetic = Literal["float32", "expansion"]
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
+# A second moment of fewer mantissa bits does not move at a beta2 of 0.999, whose change is 2^-10 of it.
+_FROZEN_MANTISSA = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,19 @@ class Storage:
     def bytes_per_row(self) -> int:
         """Bytes of scales per row of a matrix."""
         return 4 * len(self.scaled)
+
+    @property
+    def keeps_updates(self) -> bool:
+        """Whether small updates arrive: neither weight nor second moment is rounded to the nearest of few values without a rest.
+
+        Example:
+            >>> [name for name in ("master", "word", "naive", "no-master", "kahan") if STORAGES[name].keeps_updates]
+            ['master', 'word']
+        """
+        weight, moment = self.weight, self.exp_avg_sq
+        is_short = self.visible != "float32" and not self.beside and weight.rounding == "nearest"
+        is_frozen = moment.parts == 1 and moment.rounding == "nearest" and moment.mantissa_bits < _FROZEN_MANTISSA
+        return not is_short and not is_frozen
 
     @property
     def is_stochastic(self) -> bool:

@@ -146,8 +146,12 @@ def write(parts: Table | Sequence[Table]) -> None:
 
 def write_json(found: Row | Sequence[Row]) -> None:
     """Print a JSON list of objects; infinities and NaN, which JSON lacks, become the strings ``inf``, ``-inf`` and ``nan``."""
-    listed = [found] if isinstance(found, dict) else list(found)
-    print(json.dumps(_json_value(listed), indent=1, allow_nan=False, ensure_ascii=False), flush=True)
+    write_object([found] if isinstance(found, dict) else list(found))
+
+
+def write_object(found: Row | Sequence[Row]) -> None:
+    """Print one JSON value, with infinities and NaN as in :func:`write_json`."""
+    print(json.dumps(_json_value(found), indent=1, allow_nan=False, ensure_ascii=False), flush=True)
 
 
 def text_columns(**keys: Key) -> tuple[Column, ...]:
