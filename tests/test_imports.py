@@ -149,7 +149,7 @@ def test_every_file_stands_in_a_layer() -> None:
 
 READERS_OF_RECIPES = {
     "", "assembly", "cli.flags", "conversion.folders", "conversion.preflight", "comparison.labels", "experiment.definition",
-    "monitor.alarms", "planner.calibration", "planner.launches", "trainer.config",
+    "monitor.alarms", "planner.calibration", "planner.launches", "planner.plan", "trainer.config",
 }  # fmt: skip
 """Modules at an edge: public functions that accept names, flags, and readers of files. All others get a ``Recipe``."""
 

@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from narrowgauge.optim.matrix_optimizers import Muon as Muon
     from narrowgauge.optim.optimizer import Optimizer as Optimizer
     from narrowgauge.optim.rules.elementwise import Rule as Rule
+    from narrowgauge.planner.plan import plan as plan
+    from narrowgauge.planner.plan_report import Plan as Plan
     from narrowgauge.runs.events import Event as Event
     from narrowgauge.runs.events import on_event as on_event
     from narrowgauge.runs.record import Run as Run
@@ -121,6 +123,8 @@ _HOMES = {
     "compare": "experiment.harness",
     "compare_runs": "comparison.comparison",
     "Comparison": "comparison.comparison",
+    "plan": "planner.plan",
+    "Plan": "planner.plan_report",
     "read_run": "runs.record",
     "Run": "runs.record",
     "RunWriter": "runs.writer",

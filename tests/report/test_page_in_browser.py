@@ -22,8 +22,10 @@ from typing import Any
 import pytest
 
 from narrowgauge.comparison.comparison import compare_runs
+from narrowgauge.report.plan_page import render_plan
 from narrowgauge.report.render import render
 from narrowgauge.runs.record import Run
+from planner.made_plans import made_option, made_plan
 from report.made_pages import page_of
 
 MakeRun = Callable[..., Run]
@@ -104,6 +106,14 @@ def test_every_figure_is_drawn_in_the_dark_without_a_word_in_the_console(tmp_pat
     assert "60 (3 of 3 sampled)" in dom
     assert "data-broken" not in dom[:600]
     assert html.escape(EVIL, quote=False) in dom
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_plan_is_drawn_without_a_word_in_the_console(tmp_path: Path, width: int) -> None:
+    page = render_plan(made_plan(made_option(), made_option("float8-row/word", memory=120e9), model=EVIL))
+    dom, console = opened(tmp_path, page, "#dark", width)
+    assert console == [] and 'data-theme="dark"' in dom[:600] and "data-broken" not in dom[:600]
+    assert f'data-drawn="{figures_of(page)}"' in dom[:600] and figures_of(page) >= 3
 
 
 PRESS = """

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import click
 
 from narrowgauge import __version__
-from narrowgauge.cli import environment, flags, launching
+from narrowgauge.cli import flags, launching, planning
 from narrowgauge.cli.exit_status import CommandGroup
 from narrowgauge.spec import details, show, tables
 from narrowgauge.spec.recipes import Recipe
@@ -104,6 +104,9 @@ def show_recipe(name: str, as_json: bool) -> None:
 @_as_json
 def show_environment(with_torch: bool, as_json: bool) -> None:
     """Describe this machine for an issue report: versions, processor, GPUs, kernel cache, relevant variables."""
+    # What reads the versions of packages takes longer to load than all tables.
+    from narrowgauge.cli import environment
+
     found = environment.collect()
     if with_torch:
         found["torch"] = environment.collect_from_torch()
@@ -351,6 +354,9 @@ def profile(as_json: bool, **options: Any) -> None:
     else:
         tables.write(found.tables())
         click.echo(f"\n{found.text()}")
+
+
+main.add_command(planning.plan_command)
 
 
 @main.command("sample")

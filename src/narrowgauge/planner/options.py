@@ -22,6 +22,9 @@ PARALLELISM = (
     "data", "shard", "zero", "tensor", "pipeline", "interleave", "context", "expert", "micro_batch", "micro_batches",
     "recompute", "offload",
 )  # fmt: skip
+OURS = "narrowgauge"
+"""Who runs a layout of this project's trainer."""
+_COMMON_STORAGES = ("float32", "master", "no-master", "naive")
 _SECONDS_PER_DAY = 86_400
 
 
@@ -143,8 +146,15 @@ class Option:
 
     @property
     def runs_with(self) -> str:
-        """Who runs the layout: this project's trainer, or libraries with tensor and pipeline parallelism."""
-        return "narrowgauge" if self.layout.runs_here else "Megatron-LM, torchtitan"
+        """Who runs it: this project's trainer, or libraries with more layouts, which lack its own storages and computes."""
+        if self.layout.runs_here and self.layout.offload != "optimizer":
+            return OURS
+        is_common = self.recipe.storage.name in _COMMON_STORAGES
+        return (
+            "Megatron-LM or torchtitan"
+            if is_common
+            else f"torchtitan and ng.AdamW(storage={self.recipe.storage.name!r})"
+        )
 
     def row(self, num_tokens: float | None = None) -> dict[str, Any]:
         """Everything as plain values, for JSON.

@@ -1,0 +1,341 @@
+"""``narrowgauge plan``: what fits, how fast, on which machines, and what the next doubling buys.
+
+The command answers one of four questions: it plans a run (``--model`` or ``--params``), reads measured times (``--measured``),
+compares two launches (``--regression``), or calibrates (``--calibrate``). Flags of another question are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from narrowgauge.cli import flags
+from narrowgauge.spec import tables
+
+QUESTIONS: dict[str, tuple[str, ...]] = {
+    "model": (
+        "recipe", "chip", "chips", "chips_per_node", "interconnect", "dollars_per_hour", "cluster", "sequence_length",
+        "tokens_per_step", "tokens", "layout", "minimize", "explain", "html", "toml",
+    ),
+    "params": ("recipe", "chip", "chips", "chips_per_node", "cluster", "layout", "explain"),
+    "measured": ("at",),
+    "regression": ("chip",),
+    "calibrate": ("chip",),
+}  # fmt: skip
+"""What each question may be asked with; every one also with ``--json``."""
+
+
+_SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def _amount(least: float) -> flags.Parsed:
+    """A number such as ``10e9`` or ``10B``."""
+
+    def read(text: str) -> float:
+        scale = _SUFFIXES.get(text.strip()[-1:].lower(), 1.0)
+        try:
+            number = float(text if scale == 1.0 else text.strip()[:-1]) * scale
+        except ValueError:
+            number = math.nan
+        if not least <= number < 1e18:
+            raise click.BadParameter(f"'{text}' is no number from {least:g} on, such as 10e9 or 10B.")
+        return number
+
+    return flags.Parsed(read)
+
+
+def _counts(text: str) -> list[int]:
+    """Whole numbers with commas between them."""
+    parts = _names(text)
+    if not parts or not all(part.isdecimal() and 0 < int(part) < 10**7 for part in parts):
+        raise click.BadParameter(f"'{text}' is no list of numbers from 1 on, such as 8,16.")
+    return [int(part) for part in parts]
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in map(str.strip, text.split(",")) if name]
+
+
+def _layout(text: str) -> dict[str, Any]:
+    from narrowgauge.planner.named_layouts import read_layout
+
+    return read_layout(text)
+
+
+@click.command("plan")
+@click.option(
+    "--model",
+    metavar="TEXT",
+    shell_complete=flags.models,
+    help="A preset, or a Hugging Face config.json.",
+)
+@click.option("--params", type=_amount(1), metavar="X", help="A number of parameters (10e9): their state alone.")
+@click.option(
+    "--recipe",
+    metavar="A,B,…",
+    type=flags.RECIPES,
+    shell_complete=flags.many_recipes,
+    help="Recipes or .toml files.  [default: all that the chips multiply natively]",
+)
+@click.option(
+    "--chip",
+    metavar="A,B,…",
+    type=flags.Parsed(_names),
+    shell_complete=flags.chips,
+    help="Chips (narrowgauge show chips), or here: this machine, as calibrated.",
+)
+@click.option(
+    "--chips", metavar="N,M,…", type=flags.Parsed(_counts), help="Numbers of chips; several are compared.  [default: 1]"
+)
+@click.option(
+    "--chips-per-node",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Chips of a node.  [default: as usual]",
+)
+@click.option(
+    "--interconnect",
+    type=_amount(1e-3),
+    metavar="X",
+    help="Rate of a node's network, Gbit/s in one direction.  [default: as usual for the chip]",
+)
+@click.option(
+    "--cluster",
+    metavar="FILE",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A TOML file of nodes and links, instead of --chip; several are compared.",
+)
+@click.option(
+    "--sequence-length",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Tokens per sequence.  [default: 4096 at most]",
+)
+@click.option(
+    "--tokens-per-step",
+    type=_amount(1),
+    metavar="X",
+    help="Tokens per step.  [default: by chips]",
+)
+@click.option("--tokens", type=_amount(1), metavar="X", help="Tokens of the whole run (300e9), for days and cost.")
+@click.option("--dollars-per-hour", type=_amount(0), metavar="X", help="Price of one chip.")
+@click.option(
+    "--layout",
+    metavar="FIELD=N,…",
+    type=flags.Parsed(_layout),
+    help="Layouts to consider: values of data, shard, zero, tensor, pipeline, …; fsdp2 (what train runs); ddp.  [default: all]",
+)
+@click.option(
+    "--minimize",
+    type=click.Choice(["days", "cost", "chips", "memory"]),
+    default=None,
+    help="What the best option has least of.  [default: days]",
+)
+@click.option(
+    "--measured", metavar="N:TIME,…", help="Measured times (128:10d,256:7d), or run folders: what does not scale."
+)
+@click.option(
+    "--at", metavar="N,M,…", type=flags.Parsed(_counts), help="With --measured: numbers of chips to say the time for."
+)
+@click.option(
+    "--regression",
+    nargs=2,
+    metavar="BEFORE AFTER",
+    type=click.Path(path_type=Path),
+    help="Two launches, as .toml files or run folders: which term of the step became slower, by how much.",
+)
+@click.option(
+    "--calibrate", is_flag=True, help="Fit the shares of the peak rates to the runs and profiles RUN…, for --chip."
+)
+@click.option(
+    "--explain", is_flag=True, help="Print every term of the best option: formula, numbers, interval, source."
+)
+@click.option(
+    "--html", metavar="[FILE]", is_flag=False, flag_value="plan.html", help="Write one page.  [default: plan.html]"
+)
+@click.option(
+    "--toml",
+    metavar="[FILE]",
+    is_flag=False,
+    flag_value="-",
+    help="Write the best option for narrowgauge train --config.  [default: to standard output, alone]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@click.argument("runs", metavar="[RUN]…", nargs=-1, type=click.Path(path_type=Path))
+def plan_command(runs: tuple[Path, ...], as_json: bool, **asked: Any) -> None:
+    """Say what fits, how fast, on which machines, and why; nothing is trained.
+
+    \b
+    narrowgauge plan --model llama-8b --chip H100-SXM --chips 8
+    narrowgauge plan --params 10e9 --recipe bfloat16/states8
+    narrowgauge plan --model config.json --cluster cluster.toml --tokens 300e9
+    narrowgauge plan --measured 128:10d,256:7d --at 512,1024
+    narrowgauge plan --regression before.toml after.toml
+    narrowgauge plan --calibrate RUN…
+    """
+    question = _question(click.get_current_context(), asked, runs)
+    _ANSWERS[question](asked, runs, as_json)
+
+
+def _question(context: click.Context, asked: dict[str, Any], runs: tuple[Path, ...]) -> str:
+    """The one question that is asked; everything else must belong to it."""
+    given = {name for name, value in asked.items() if value not in (None, False, (), [])}
+    found = [name for name in QUESTIONS if name in given]
+    if len(found) != 1:
+        said = (
+            f"{_flag(found[0])} and {_flag(found[1])} ask different questions." if found else "No question was asked."
+        )
+        raise click.UsageError(f"{said} Give one of {', '.join(map(_flag, QUESTIONS))}.", context)
+    foreign = sorted(given - {found[0], *QUESTIONS[found[0]]})
+    if foreign:
+        raise click.UsageError(f"{_flag(foreign[0])} does not go with {_flag(found[0])}.", context)
+    if runs and found[0] not in ("calibrate", "measured"):
+        raise click.UsageError(
+            f"Got an unexpected argument ({runs[0]}): runs go with --calibrate and --measured.", context
+        )
+    if found[0] == "calibrate" and not runs:
+        raise click.UsageError("--calibrate needs runs: narrowgauge plan --calibrate RUN….", context)
+    return found[0]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
+    from narrowgauge.planner.named_layouts import NAMED_LAYOUTS
+    from narrowgauge.planner.plan import plan
+
+    # A settings file must be one that train can run.
+    layout = {**(NAMED_LAYOUTS["fsdp2"] if asked["toml"] else {}), **(asked["layout"] or {})}
+    found = plan(
+        asked["model"],
+        params=asked["params"],
+        recipes=asked["recipe"] or (),
+        chip=asked["chip"] or (),
+        chips=asked["chips"] or (),
+        cluster=asked["cluster"],
+        chips_per_node=asked["chips_per_node"],
+        interconnect_gbit_per_second=asked["interconnect"],
+        dollars_per_hour=asked["dollars_per_hour"],
+        sequence_length=asked["sequence_length"],
+        tokens_per_step=asked["tokens_per_step"] and int(asked["tokens_per_step"]),
+        tokens=asked["tokens"],
+        minimize=asked["minimize"] or "days",
+        layout=layout,
+    )
+    if asked["toml"]:
+        from narrowgauge.planner.train_settings import train_settings
+
+        settings = train_settings(found)
+        if asked["toml"] == "-":
+            return click.echo(settings, nl=False)
+        Path(asked["toml"]).write_text(settings, encoding="utf-8")
+    if asked["html"]:
+        from narrowgauge.report.plan_page import write_plan
+
+        write_plan(found, Path(asked["html"]))
+    if as_json:
+        return tables.write_object(found.row())
+    tables.write([*found.tables(), *(found.explanation() if asked["explain"] else [])])
+    _echo(["", *found.sentences(), *filter(None, [asked["html"], asked["toml"]])])
+    return None
+
+
+def _echo(sentences: list[str]) -> None:
+    """Print sentences, wrapped to a terminal's width."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        sentences = [_wrapped(line, width) for line in sentences]
+    click.echo("\n".join(sentences))
+
+
+def _wrapped(line: str, width: int) -> str:
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(
+        line.strip(),
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _measured(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
+    from narrowgauge.planner import attribution, scaling_answer, scaling_law
+
+    if ":" in asked["measured"] and not Path(asked["measured"]).exists():
+        found = scaling_law.fit(scaling_law.read_points(asked["measured"]))
+        row, sentences = (
+            scaling_answer.to_dict(found, asked["at"] or ()),
+            scaling_answer.lines(found, asked["at"] or ()),
+        )
+    else:
+        from narrowgauge.runs.record import read_run
+
+        steps = attribution.attribute([read_run(path) for path in (*map(Path, _names(asked["measured"])), *runs)])
+        row, sentences = attribution.attribution_dict(steps), attribution.attribution_lines(steps)
+    if as_json:
+        return tables.write_object(row)
+    return _echo(sentences)
+
+
+def _regression(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
+    from narrowgauge.planner.launches import read_launch
+    from narrowgauge.planner.regression import compare_launches, regression_dict, regression_lines
+
+    chip, shares = _calibrated(asked["chip"])
+    before, after = (read_launch(path, chip) for path in asked["regression"])
+    found = compare_launches(before, after, shares)
+    if as_json:
+        return tables.write_object(regression_dict(found))
+    return _echo(regression_lines(found))
+
+
+def _calibrate(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
+    from narrowgauge.planner import calibration
+    from narrowgauge.spec.chips import get_chip
+
+    names = [name for name in asked["chip"] or () if name != calibration.HERE]
+    if len(names) > 1:
+        raise click.UsageError("One machine is calibrated at a time.", click.get_current_context())
+    found = calibration.calibrate(runs, get_chip(names[0]) if names else None)
+    file = calibration.keep(found)
+    if as_json:
+        shares = {name: dataclasses.asdict(found.shares[name]) for name in found.fitted}
+        return tables.write_object({"name": found.name, "error": found.error, "worst": found.worst, "shares": shares})
+    return _echo([*calibration.calibration_lines(found), str(file)])
+
+
+def _calibrated(names: list[str] | None) -> tuple[Any, Any]:
+    """The chip of that name and its shares: those of this machine as calibrated, or the published ones of the table's."""
+    if not names:
+        return None, None
+    if len(names) > 1:
+        raise click.UsageError("Both launches are of one chip.", click.get_current_context())
+    from narrowgauge.planner.calibration import HERE, kept
+    from narrowgauge.spec.chips import get_chip
+
+    if names[0] != HERE:
+        return get_chip(names[0]), None
+    found = kept(HERE)
+    return found.chip, found.shares
+
+
+_ANSWERS: dict[str, Callable[[dict[str, Any], tuple[Path, ...], bool], None]] = {
+    "model": _plan,
+    "params": _plan,
+    "measured": _measured,
+    "regression": _regression,
+    "calibrate": _calibrate,
+}

@@ -1,0 +1,210 @@
+"""What follows from the options of a plan, in sentences: each says one thing and the figures it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from narrowgauge.planner.causes import CAUSES
+from narrowgauge.planner.options import OURS, Option
+from narrowgauge.planner.term_changes import changes
+from narrowgauge.planner.words import amount, axes_text, gigabytes, layout_text, seconds_text
+
+if TYPE_CHECKING:
+    from narrowgauge.planner.plan_report import Plan
+
+_BY_NAME = {cause.name: cause.remedy for cause in CAUSES}
+REMEDIES = {
+    "matmuls": "a narrower compute multiplies faster where the chip does it natively (narrowgauge profile --chip)",
+    "casts": "cast fewer layers, or cache the casts of weights over more micro-batches",
+    "attention": "shorter sequences, or more context ranks",
+    "elementwise": "compile the model, so that these operations are fused",
+    "loss": "compute the loss in chunks of the vocabulary",
+    "optimizer": "a storage of fewer bytes, or more tokens per step",
+    "communication": _BY_NAME["communication"],
+    "bubble": _BY_NAME["pipeline bubble"],
+    "waiting": _BY_NAME["synchronization"],
+    "data": _BY_NAME["data"],
+    "checkpoints": _BY_NAME["checkpoints, evaluations and starts"],
+    "faults": _BY_NAME["failures"],
+}
+"""What makes each group of a step smaller."""
+_FEW = 4
+_LEAST_SHARE = 0.005
+USEFUL = ("matmuls", "attention")
+"""Groups of a step that are the model's own operations; all others are overhead."""
+
+
+def sentences(plan: Plan) -> list[str]:
+    """What follows from the options, the most important first."""
+    if plan.is_state_only:
+        return list(_about_state(plan))
+    return [*_about_best(plan), *_about_all(plan)]
+
+
+def _about_state(plan: Plan) -> Iterator[str]:
+    best = plan.best
+    total = gigabytes(best.memory.total * best.num_chips)
+    yield (
+        f"Counted is the state alone: weights, gradients and optimizer states, {total} in {best.recipe.title} "
+        f"({axes_text(best.layout)}). Activations, logits and buffers are added with --model and --chip."
+    )
+    if best.num_chips > 1 and (best.layout.shard > 1 or best.layout.model_ranks > 1):
+        yield _replicated(plan)
+
+
+def _replicated(plan: Plan) -> str:
+    """What pure data parallelism would hold on each chip."""
+    size = plan.question.architecture.num_parameters
+    states = sorted({option.recipe.bytes_per_param for option in plan.options}, reverse=True)
+    needs = [
+        f"{gigabytes(size * width)} at {width:g} B a parameter" for width in dict.fromkeys((states[0], states[-1]))
+    ]
+    capacity = plan.best.capacity_bytes
+    verdict = ""
+    if capacity is not None:
+        is_impossible = size * states[-1] > capacity
+        verdict = f"; a chip has {gigabytes(capacity)}: {'impossible' if is_impossible else 'the narrowest state fits'}"
+    return f"Pure data parallelism keeps the whole state on every chip: {' and '.join(needs)}{verdict}."
+
+
+def _about_best(plan: Plan) -> Iterator[str]:
+    best = plan.best
+    if not best.fits:
+        yield f"Nothing fits. The nearest is {best.recipe.title} ({layout_text(best.layout)}): {_clause(best)}"
+        return
+    assert best.step is not None and best.tokens_per_second is not None and best.headroom_bytes is not None
+    low, high = best.confidence()["tokens_per_second"]
+    unsure = "" if best.is_certain else ", which is less than the uncertainty of its memory"
+    yield (
+        f"{best.recipe.title} with {layout_text(best.layout)} on {best.cluster} fits with {gigabytes(best.headroom_bytes)} to "
+        f"spare{unsure}: {best.tokens_per_second:,.0f} tokens/s ({low:,.0f} to {high:,.0f} four times of five), "
+        f"{best.mfu:.0%} of the peak."
+    )
+    if plan.question.num_tokens is not None:
+        yield _duration(best, plan.question.num_tokens)
+    yield f"It is limited by {best.limited_by}: {REMEDIES.get(best.limited_by, 'see --explain')}."
+    yield _overheads(best)
+    yield from _about_pace(best)
+    if best.runs_with != OURS:
+        yield _about_trainer(best, plan.trainable)
+
+
+def _about_trainer(best: Option, ours: Option | None) -> str:
+    """Who runs a layout that this project's trainer does not, and what it runs instead."""
+    said = (
+        f"This layout is more than FSDP2 with full sharding: it runs with {best.runs_with}, not with narrowgauge train"
+    )
+    if ours is None or ours.tokens_per_second is None:
+        return f"{said}, in whose layouts the model does not fit."
+    return f"{said}, which reaches {ours.tokens_per_second:,.0f} tokens/s with {layout_text(ours.layout)} (--layout fsdp2)."
+
+
+def _clause(option: Option) -> str:
+    return f"{option.reason}. {option.advice}".strip()
+
+
+def _duration(option: Option, num_tokens: float) -> str:
+    days, cost = option.days(num_tokens), option.cost(num_tokens)
+    low, high = option.confidence(num_tokens)["days"]
+    price = "" if cost is None else f" and ${cost:,.0f}"
+    return f"{amount(num_tokens)} tokens take {days:,.3g} days ({low:,.3g} to {high:,.3g}){price}."
+
+
+def _overheads(option: Option) -> str:
+    """Why N chips are not N times one: every group of the step that is not the model's own operations, in seconds."""
+    assert option.step is not None
+    groups = option.step.groups
+    least = _LEAST_SHARE * option.step.total
+    lost = sorted(((seconds, name) for name, seconds in groups.items() if name not in USEFUL), reverse=True)
+    small = sum(seconds for seconds, _ in lost if seconds < least)
+    lost = [(seconds, name) for seconds, name in lost if seconds >= least] + [(small, "smaller ones")]
+    useful = sum(groups.get(name, 0.0) for name in USEFUL)
+    parts = ", ".join(f"{name} {seconds_text(seconds)}" for seconds, name in lost)
+    return (
+        f"Of a step of {seconds_text(option.step.total)} ({option.tokens_per_step:,} tokens), matmuls and attention take "
+        f"{seconds_text(useful)}; the rest is {parts or 'nothing'}."
+    )
+
+
+def _about_pace(option: Option) -> Iterator[str]:
+    """Which chips all others wait for, and what that costs a step."""
+    for term in option.step or ():
+        if term.name == "for late nodes" or "sets the pace" in term.formula:
+            costs = f"{seconds_text(term.value)} of each step: " if term.value else ""
+            yield f"Synchronization: {costs}{term.formula}. {REMEDIES['waiting'].capitalize()}."
+
+
+def _about_all(plan: Plan) -> Iterator[str]:
+    if plan.best.num_chips > 1:
+        yield _replicated(plan)
+    for cluster in plan.question.clusters:
+        if any(group.is_network_assumed for group in cluster.groups) and cluster.num_chips > cluster.chips_per_node:
+            rate = cluster.groups[0].network_bytes_per_second * 8e-9 * cluster.groups[0].chips
+            yield (
+                f"The network of {cluster.name} is assumed: {rate:,.0f} Gbit/s a node, as such chips usually have; "
+                "--interconnect says otherwise."
+            )
+    fitting = [option for option in plan.options if option.fits]
+    yield from _about_sizes(fitting)
+    if len({group.chip.name for cluster in plan.question.clusters for group in cluster.groups}) > 1:
+        yield _about_shared(plan)
+    yield from _about_stability(plan)
+
+
+def _about_sizes(options: list[Option]) -> Iterator[str]:
+    """What more of the same chips buy, and which overhead takes the rest."""
+    found: dict[int, Option] = {}
+    for option in options:
+        if option.recipe == options[0].recipe and option.num_chips not in found:
+            found[option.num_chips] = option
+    sizes = [found[number] for number in sorted(found)]
+    for few, many in pairwise(sizes):
+        assert few.tokens_per_second and many.tokens_per_second and few.step and many.step
+        speed_up = many.tokens_per_second / few.tokens_per_second
+        efficiency = speed_up * few.num_chips / many.num_chips
+        # Seconds of one chip per token, before and after.
+        grown = _grown(few, many)
+        share = f"; the first bottleneck is {grown}: {REMEDIES.get(grown, 'see --explain')}" if grown else ""
+        yield (
+            f"From {few.num_chips} to {many.num_chips} chips {options[0].recipe.title} is {speed_up:.3g} times as fast, an "
+            f"efficiency of {efficiency:.0%}{share}."
+        )
+
+
+def _grown(few: Option, many: Option) -> str:
+    """The group of the step that takes more of the larger size than its part; empty if none does."""
+    assert few.step is not None and many.step is not None
+    scale = few.num_chips / many.num_chips * many.tokens_per_step / few.tokens_per_step
+    sums: dict[str, float] = {}
+    for change in changes(few.step, many.step, scale):
+        sums[change.group] = sums.get(change.group, 0.0) + change.difference
+    worst = max(sums, key=lambda group: sums[group], default="")
+    return worst if worst and sums[worst] > 0 else ""
+
+
+def _about_shared(plan: Plan) -> str:
+    names = " and ".join(cluster.name for cluster in plan.question.clusters)
+    if not plan.shared:
+        return f"No configuration fits on {names} alike: what fits on the chips of least memory decides."
+    first = plan.shared[0]
+    rates = ", ".join(f"{option.tokens_per_second:,.0f} tokens/s on {option.cluster}" for option in plan.shared)
+    return f"One configuration for {names}: {first.recipe.title} with {layout_text(first.layout)}: {rates}."
+
+
+def _about_stability(plan: Plan) -> Iterator[str]:
+    """What the recipes risk, by their own tables."""
+    recipes = {option.recipe.title: option.recipe for option in plan.options}
+    scaled = [name for name, recipe in recipes.items() if recipe.compute.scales_loss]
+    best = plan.best.recipe
+    if scaled and len(recipes) <= _FEW:
+        yield (
+            f"{', '.join(scaled)}: float16 has a largest value of 65504, so the loss is scaled and steps are skipped when a "
+            "gradient overflows; bfloat16 has the range of float32 and needs no loss scale."
+        )
+    lossy = [name for name, recipe in recipes.items() if not recipe.storage.keeps_updates]
+    if lossy:
+        yield f"{', '.join(lossy)} are listed last: they lose small updates, or their second moments freeze at a beta2 of 0.999."
+    if plan.best.fits:
+        yield f"{best.title} loses {best.storage.loses}."

@@ -1,0 +1,345 @@
+"""Plans: from a question to its options, the best first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.errors import NarrowgaugeError, RecipeError, suggestion
+from narrowgauge.planner.architectures import Architecture, of_size
+from narrowgauge.planner.clusters import Cluster
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.model_configs import read_architecture
+from narrowgauge.planner.named_layouts import NAMED_LAYOUTS
+from narrowgauge.planner.options import OURS, Option
+from narrowgauge.planner.places import clusters_asked_for, multiples_of, numbers_of, parts_of, shares_asked_for
+from narrowgauge.planner.plan_report import Plan, Question
+from narrowgauge.planner.rank_memory import memory_terms
+from narrowgauge.planner.roofline import describe_support
+from narrowgauge.planner.search import search
+from narrowgauge.planner.shares import Shares
+from narrowgauge.planner.terms import Terms
+from narrowgauge.spec.chips import Chip
+from narrowgauge.spec.models import MODELS
+from narrowgauge.spec.notation import DEFAULT_STORAGE, parse
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.storages import STORAGES
+
+OBJECTIVES: dict[str, Callable[[Option], float]] = {
+    "days": lambda option: 1.0 / (option.tokens_per_second or 1.0),
+    "cost": lambda option: (option.dollars_per_hour or option.num_chips) / (option.tokens_per_second or 1.0),
+    "chips": lambda option: float(option.num_chips),
+    "memory": lambda option: option.memory.total / (option.capacity_bytes or 1.0),
+}
+"""What the best option has least of."""
+_PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_batch", "recompute", "offload")
+"""What one configuration for several clusters has in common; replicas and micro-batches follow from the chips."""
+_SHAPE = ("data", "shard", "zero", "tensor", "pipeline", "interleave", "context", "expert")
+_FEW_RECIPES = 4
+_MOST_LAYOUTS = 8
+# Rates that differ by less are equal, and the more free memory decides: the intervals are far wider.
+_NOISE = 0.05
+_SEQUENCE_LENGTH = 4096
+_STATE = ("weights", "gradients", "optimizer")
+
+
+def plan(
+    model: str | Path | Architecture | None = None,
+    *,
+    params: float | None = None,
+    recipes: Sequence[str | Recipe] = (),
+    chip: str | Chip | Sequence[str | Chip] = (),
+    chips: int | Sequence[int] = (),
+    cluster: Cluster | str | Path | Sequence[Cluster | str | Path] = (),
+    chips_per_node: int | None = None,
+    interconnect_gbit_per_second: float | None = None,
+    dollars_per_hour: float | None = None,
+    sequence_length: int | None = None,
+    tokens_per_step: int | None = None,
+    tokens: float | None = None,
+    minimize: str = "days",
+    layout: Mapping[str, Any] | None = None,
+    shares: Shares | None = None,
+) -> Plan:
+    """Say what fits, how fast, in which layout, and why.
+
+    Nothing is trained and nothing needs PyTorch: memory and time are sums of terms with formulas and sources. Without ``model``
+    or without machines, the state alone is counted: weights, gradients and optimizer states.
+
+    Args:
+        model: a preset's name, a Hugging Face ``config.json``, a folder with one, or an architecture.
+        params: number of parameters, instead of a model.
+        recipes: names, files or recipes; none means all that suit the chips.
+        chip: one or more names of chips (``narrowgauge show chips``), or ``"here"``: this machine, as calibrated.
+        chips: how many; several numbers are compared.
+        cluster: files or values, instead of ``chip`` and ``chips``.
+        chips_per_node, interconnect_gbit_per_second: of the nodes of ``chip``: chips in each, and the rate of a node's network.
+        dollars_per_hour: of one chip.
+        sequence_length: tokens of a sequence; the model's longest, at most 4096, by default.
+        tokens_per_step: tokens of an optimizer step; chosen if None.
+        tokens: of the whole run, for days and cost.
+        minimize: ``"days"``, ``"cost"``, ``"chips"`` or ``"memory"``.
+        layout: fields of the layout that must have these values.
+        shares: of the chips' printed rates; the published ones, or for ``"here"`` the calibrated ones, if None.
+    Returns:
+        The options, best first, and what follows from them.
+    Raises:
+        NarrowgaugeError: the question contradicts itself, or a model, chip, recipe or cluster is not known.
+    Cost: up to a second, for all recipes over all layouts of a large cluster.
+
+    Example:
+        >>> found = plan(params=10e9, recipes=["bfloat16/master", "bfloat16/word", "bfloat16/states8"])
+        >>> [option.memory.total / 1e9 for option in found.options]
+        [60.0, 80.0, 160.0]
+    """
+    if minimize not in OBJECTIVES:
+        raise NarrowgaugeError(
+            f"minimize = {minimize!r} was requested.",
+            suggestion(minimize, OBJECTIVES) or f"It is one of {', '.join(OBJECTIVES)}.",
+        )
+    architecture = _architecture(model, params)
+    places = clusters_asked_for(
+        cluster, chip, chips, chips_per_node, interconnect_gbit_per_second=interconnect_gbit_per_second,
+        dollars_per_hour=dollars_per_hour,
+    )  # fmt: skip
+    question = Question(
+        architecture,
+        str(model) if isinstance(model, str | Path) else architecture.name if model is not None else "",
+        tuple(places),
+        _sequence_length(architecture, sequence_length),
+        tokens,
+        minimize,
+        dict(layout or {}),
+        shares_asked_for(chip) if shares is None else shares,
+    )
+    known = tuple(map(parse, recipes))
+    if params is not None or not places:
+        return _ranked(question, list(_state_options(question, known or tuple(_storages()), numbers_of(chips))))
+    options = [option for place in _tried(question) for option in _searched(question, place, known, tokens_per_step)]
+    found = _ranked(question, options)
+    found = replace(found, trainable=_trainable(found, tokens_per_step))
+    kinds = {tuple(group.chip.name for group in place.groups) for place in places}
+    return replace(found, shared=_shared(found, tokens_per_step)) if len(kinds) > 1 else found
+
+
+def _trainable(found: Plan, tokens_per_step: int | None) -> Option | None:
+    """What this project's trainer would do, where the best option is not one of its own."""
+    best, question = found.best, found.question
+    cluster = next((place for place in question.clusters if place.name == best.cluster), None)
+    if not best.fits or best.runs_with == OURS or cluster is None:
+        return None
+    for offload in ("none", "all"):
+        fixed = {**question.fixed, **NAMED_LAYOUTS["fsdp2"], "offload": offload}
+        option = _fitting(question, best.recipe, cluster, fixed, tokens_per_step)
+        if option is not None:
+            return option
+    return None
+
+
+def _architecture(model: str | Path | Architecture | None, params: float | None) -> Architecture:
+    if (model is None) == (params is None):
+        raise NarrowgaugeError(
+            "a model and a number of parameters were requested together."
+            if model is not None
+            else "no model was named.",
+            "Give a model, or a number of parameters for its state alone.",
+        )
+    if params is not None:
+        if not 1 <= params < 1e18:
+            raise NarrowgaugeError(f"{params:g} parameters were requested.", "Give a number above 1, such as 10e9.")
+        return of_size(int(params))
+    return model if isinstance(model, Architecture) else read_architecture(str(model))
+
+
+def _sequence_length(architecture: Architecture, wanted: int | None) -> int:
+    preset = MODELS.get(architecture.name)
+    longest = architecture.max_positions or (preset.max_positions if preset is not None else None)
+    if wanted is None:
+        return min(longest or _SEQUENCE_LENGTH, _SEQUENCE_LENGTH)
+    if longest is not None and wanted > longest:
+        raise NarrowgaugeError(
+            f"sequences of {wanted:,} tokens were requested for {architecture.name}, which has {longest:,} positions.",
+            "Use shorter sequences.",
+        )
+    return wanted
+
+
+def _storages() -> Iterator[Recipe]:
+    """A recipe for each storage of bfloat16 weights, from the widest to the narrowest."""
+    named = [parse(f"bfloat16/{name}") for name in STORAGES if "/" not in name]
+    return iter(sorted(named, key=lambda recipe: -recipe.bytes_per_param))
+
+
+def _state_options(question: Question, recipes: Sequence[Recipe], numbers: Sequence[int]) -> Iterator[Option]:
+    places: list[tuple[Cluster | None, int | None]] = [(cluster, cluster.num_chips) for cluster in question.clusters]
+    for cluster, number in places or [(None, number) for number in numbers] or [(None, None)]:
+        layout = _state_layout(question.fixed, number)
+        for recipe in recipes:
+            terms = memory_terms(question.architecture, recipe, layout, question.sequence_length)
+            yield Option(
+                recipe,
+                layout,
+                Terms(tuple(term for term in terms if term.group in _STATE)),
+                capacity_bytes=None if cluster is None else cluster.memory_bytes,
+                cluster="" if cluster is None else cluster.name,
+            )
+
+
+def _state_layout(fixed: Mapping[str, Any], number: int | None) -> Layout:
+    """The layout of a state: what was asked for, and the remaining chips share it."""
+    layout = Layout(**fixed)
+    if number is None or number == layout.num_ranks:
+        return layout
+    shard, rest = divmod(number, layout.num_ranks)
+    if rest or "shard" in fixed:
+        raise NarrowgaugeError(
+            f"a layout of {layout.num_ranks} chips was requested on {number}.", "Name all its axes, or none of them."
+        )
+    return replace(layout, shard=shard)
+
+
+def _ranked(question: Question, options: Sequence[Option]) -> Plan:
+    objective = OBJECTIVES[question.minimize]
+    least = min((objective(option) for option in options if option.fits), default=1.0)
+    noise = _NOISE if question.minimize in ("days", "cost") else 0.0
+
+    def rank(option: Option) -> tuple[float, ...]:
+        if option.step is None:
+            return option.num_chips, option.memory.total
+        room = option.headroom_bytes or 0.0
+        # A recipe whose updates are lost is no answer, however fast, and what may run out of memory comes after what does not.
+        safety = not option.fits, not option.recipe.storage.keeps_updates, bool(option.fits) and not option.is_certain
+        return (
+            *safety,
+            max(objective(option) / least, 1 + noise) if option.fits else 0.0,
+            -room,
+            OBJECTIVES["days"](option),
+        )
+
+    ordered = sorted(options, key=rank)
+    is_one = len({option.recipe for option in ordered}) == 1 and len(question.clusters) <= 1
+    groups: dict[Any, list[Option]] = {}
+    for option in ordered:
+        place = option.num_chips if option.step is None else 0
+        groups.setdefault(None if is_one and place == 0 else (option.recipe, option.cluster, place), []).append(option)
+    best = [_preferred(group) for group in groups.values()]
+    listed = best[0][:_MOST_LAYOUTS] if is_one and len(best) == 1 else [group[0] for group in best]
+    return Plan(question, tuple(sorted(listed, key=rank) if len(best) > 1 else listed))
+
+
+def _preferred(options: list[Option]) -> list[Option]:
+    """Options of one recipe; of those that are as fast within noise, one that this project's trainer runs comes first."""
+    first = options[0]
+    if not first.fits or first.tokens_per_second is None:
+        return options
+    least = (1 - _NOISE) * first.tokens_per_second
+    alike = [
+        o for o in options if o.fits and o.is_certain == first.is_certain and (o.tokens_per_second or 0.0) >= least
+    ]
+    ours = (option for option in alike if option.runs_with == OURS)
+    best = next(ours, first)
+    return [best, *(option for option in options if option is not best)]
+
+
+def _tried(question: Question) -> Iterator[Cluster]:
+    """The clusters to search: those asked for, or also parts of them where fewer chips may be better."""
+    for cluster in question.clusters:
+        yield from parts_of(cluster) if question.minimize in ("cost", "chips") else (cluster,)
+
+
+def _searched(
+    question: Question, cluster: Cluster, recipes: Sequence[Recipe], tokens_per_step: int | None
+) -> Iterator[Option]:
+    """The layouts of each recipe; of many recipes the later ones try the shapes that suit the first before they search."""
+    known = list(recipes or _suited(cluster))
+    # The usual recipe first: its shapes suit most.
+    known.sort(key=lambda recipe: recipe.name != "bfloat16/word")
+    shapes: list[dict[str, Any]] = []
+    for recipe in known:
+        found = [
+            option
+            for shape in shapes
+            for option in _search(question, recipe, cluster, {**shape, **question.fixed}, tokens_per_step)
+            if option.fits
+        ]
+        if not found:
+            found = _search(question, recipe, cluster, question.fixed, tokens_per_step)
+            if len(known) > _FEW_RECIPES and not shapes and found[0].fits:
+                shapes = _shapes_of(found)
+        yield from found
+
+
+def _search(
+    question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any], tokens_per_step: int | None
+) -> list[Option]:
+    given = question.architecture, recipe, cluster, question.sequence_length, tokens_per_step
+    return search(*given, fixed=fixed, minimize=question.minimize, shares=question.shares)
+
+
+def _shapes_of(options: Sequence[Option]) -> list[dict[str, Any]]:
+    """The shapes of the fastest option, and of the fastest that needs least memory."""
+    least = min(options, key=lambda option: sum(option.memory.groups.get(group, 0.0) for group in _STATE))
+    shapes = [{name: getattr(option.layout, name) for name in _SHAPE} for option in (options[0], least)]
+    return shapes[:1] if shapes[0] == shapes[1] else shapes
+
+
+def _suited(cluster: Cluster) -> Iterator[Recipe]:
+    """Every storage of 16-bit weights, and every other compute with its own storage, that all chips multiply natively.
+
+    Computes that change the whole model are for those who ask for them.
+    """
+    chips = {group.chip.name: group.chip for group in cluster.groups}.values()
+    wide = "bfloat16" if all("bfloat16" in chip.peak_tflops for chip in chips) else "float16"
+    names = [recipe.name for recipe in _storages()] if wide == "bfloat16" else []
+    names += [name for name in STORAGES if name.startswith(f"{wide}/")]
+    names += [f"{name}/{storage}" for name, storage in DEFAULT_STORAGE.items()]
+    for recipe in map(parse, dict.fromkeys(names)):
+        is_native = all(describe_support(recipe.compute, chip) == "native" for chip in chips)
+        if is_native and not recipe.compute.transform:
+            yield recipe
+
+
+def _shared(found: Plan, tokens_per_step: int | None) -> tuple[Option, ...]:
+    """The first configuration that fits on every cluster: the same recipe, parts of the model and micro-batch on all."""
+    for option in found.options:
+        pinned = {name: getattr(option.layout, name) for name in _PINNED}
+        everywhere = [
+            _fitting(found.question, option.recipe, cluster, pinned, tokens_per_step)
+            for cluster in found.question.clusters
+        ]
+        if option.fits and None not in everywhere:
+            return tuple(each for each in everywhere if each is not None)
+    return ()
+
+
+def _fitting(
+    question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any], tokens_per_step: int | None
+) -> Option | None:
+    try:
+        found = _search(question, recipe, cluster, fixed, tokens_per_step)
+    except RecipeError:  # the chips cannot be divided like that
+        return None
+    return next((option for option in found if option.fits), None)
+
+
+def sizes_of(found: Plan, most: int = 8) -> list[Option]:
+    """The best option of the best recipe on smaller and larger clusters of the same nodes.
+
+    Args:
+        found: a plan with machines.
+        most: numbers of chips, up to four times those of the plan.
+    Returns:
+        An option for each number of chips on which the model fits, by that number; empty for states alone.
+    """
+    best, question = found.best, found.question
+    if best.step is None or not best.fits or len(question.clusters) != 1 or len(question.clusters[0].groups) != 1:
+        return []
+    free = {name: value for name, value in question.fixed.items() if name not in ("data", "shard")}
+    sizes = [*parts_of(question.clusters[0]), *multiples_of(question.clusters[0])]
+    options = []
+    for cluster in sizes[-most:]:
+        option = _fitting(question, best.recipe, cluster, free, best.tokens_per_step)
+        options += [option] if option is not None else []
+    return options

@@ -1,0 +1,92 @@
+"""Figures and layouts of a plan as text; 1 GB is 10^9 bytes."""
+
+from __future__ import annotations
+
+from narrowgauge.planner.layouts import Layout
+
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Bytes in the unit that suits them.
+
+    Example:
+        >>> gigabytes(26.25e9), gigabytes(480e9), gigabytes(-3.2e6)
+        ('26.3 GB', '480 GB', '-3.2 MB')
+    """
+    scale, unit = unit_of(num_bytes, "bytes")
+    return f"{_digits(num_bytes / scale)} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds of a step or of a part of it.
+
+    Example:
+        >>> seconds_text(5.117), seconds_text(0.0123)
+        ('5.12 s', '12.3 ms')
+    """
+    scale, unit = unit_of(seconds, "s")
+    return f"{seconds / scale:,.3g} {unit}"
+
+
+def amount(number: float) -> str:
+    """A count of parameters or tokens.
+
+    Example:
+        >>> amount(32.5e9), amount(10e9), amount(1_331_200_000), amount(128)
+        ('32.5B', '10B', '1.33B', '128')
+    """
+    scale, unit = next(((scale, unit) for scale, unit in _COUNTS if abs(number) >= scale), (1.0, ""))
+    return f"{number / scale:.3g}{unit}"
+
+
+def unit_of(value: float, quantity: str) -> tuple[float, str]:
+    """The unit in which a value is at least one.
+
+    Args:
+        value: in bytes or seconds.
+        quantity: ``"bytes"`` or ``"s"``.
+    Returns:
+        Its size, and its name.
+    """
+    units = _SECONDS if quantity == "s" else _BYTES
+    # 480 GB is easier to compare with a chip's memory than 0.48 TB: terabytes begin at ten.
+    return next((unit for unit in units if abs(value) >= unit[0] * (10 if unit[1] == "TB" else 1)), units[-1])
+
+
+def _digits(number: float) -> str:
+    """One decimal below a hundred; halves are rounded up, as people do."""
+    number *= 1 + 1e-12
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.1f}".removesuffix(".0")
+
+
+def layout_text(layout: Layout) -> str:
+    """A layout and its batch in a few words.
+
+    Example:
+        >>> layout_text(Layout(shard=8, micro_batch=2, micro_batches=4, recompute="full"))
+        'shard 8, micro-batch 2 × 4, recompute full'
+    """
+    parts = [axes_text(layout), f"micro-batch {layout.micro_batch} × {layout.micro_batches}"]
+    if layout.recompute != "none":
+        parts.append(f"recompute {layout.recompute}")
+    if layout.offload != "none":
+        parts.append(f"offload {layout.offload}")
+    return ", ".join(parts)
+
+
+def axes_text(layout: Layout) -> str:
+    """How a layout divides a model and its state over chips.
+
+    Example:
+        >>> axes_text(Layout(shard=4, zero=1, tensor=2, pipeline=4)), axes_text(Layout())
+        ('shard 4 (ZeRO-1), tensor 2, pipeline 4', 'one chip')
+    """
+    axes = [(name, getattr(layout, name)) for name in ("data", "shard", "tensor", "pipeline", "context", "expert")]
+    zero = f" (ZeRO-{layout.zero})" if layout.zero != 3 else ""
+    parts = [f"{name} {size}{zero if name == 'shard' else ''}" for name, size in axes if size > 1]
+    if layout.interleave > 1:
+        parts.append(f"interleaved {layout.interleave}")
+    return ", ".join(parts) or "one chip"
