@@ -103,9 +103,8 @@ def cluster_of_run(run: Run, chip: Chip) -> Cluster:
 def recipe_of(run: Run) -> Recipe:
     """The run's precision, with states as mixed precision keeps them."""
     precision = run.step.get("precision", "bfloat16")
-    storage = "float32" if precision == "float16" else "master"
     reduction = "native" if run.layout.get("shard") == 3 else "float32"
-    return parse(f"{COMPUTES[precision]}/{storage}/{reduction}")
+    return parse(f"{COMPUTES[precision]}/master/{reduction}")
 
 
 def chip_of(run: Run) -> tuple[Chip, Shares]:

@@ -84,6 +84,15 @@ def test_measured_all_reduces_are_met_within_a_third(chip: str, ranks: int, tabl
         assert all_reduce_seconds(mib * 2**20, path) == pytest.approx(measured, rel=1 / 3), mib
 
 
+def test_a_switch_that_adds_halves_what_large_sums_take() -> None:
+    h200, a100, card = (cluster_of(name, 8) for name in ("H200", "A100-SXM4-80GB", "H100-PCIe"))
+    ways = [path_of(8, 1, cluster.groups[0], cluster).has_adding_switch for cluster in (h200, a100, card)]
+    assert ways == [True, False, False]
+    plain, adding = Path(8, 1, 100e9, 10e9), Path(8, 1, 100e9, 10e9, has_adding_switch=True)
+    assert all_reduce_seconds(1e10, adding) == pytest.approx(1e10 * 9 / 8 / 100e9, rel=1e-2)
+    assert all_reduce_seconds(1e10, adding) < all_reduce_seconds(1e10, plain)
+
+
 def test_more_bytes_and_more_ranks_take_longer() -> None:
     times = [all_reduce_seconds(size, FOUR) for size in (1e6, 1e7, 1e8)]
     assert times == sorted(times)

@@ -4,7 +4,8 @@ S bytes among R ranks. A ring gathers or reduces and scatters in R − 1 steps o
 that spans nodes has two bounds: what each chip sends within its node, and what each node sends over its network cards, of which a
 group uses as many as it has ranks there. A ring does both at the same time, so the slower one counts; a hierarchical all-reduce
 does them one after the other, on a share of the bytes, and its latency grows with the number of nodes only. A tree's grows with
-its logarithm. What NCCL would choose is taken: the fastest.
+its logarithm. A switch that adds (NVLink SHARP) halves what a chip sends within a node. What NCCL would choose is taken: the
+fastest.
 
 Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005; NCCL's documentation.
 """
@@ -20,6 +21,8 @@ LINK_LATENCY_SECONDS = 4e-6
 """Of one step of a ring within a node: 2 × 7 steps of eight H200s take 54 µs more than their bytes at 16 MiB (ml-engineering,
 network/benchmarks: all_reduce of 16 MiB at 256 of 482 GB/s)."""
 
+_ADDING_SWITCHES = ("NVLink4", "NVLink5")
+
 
 @dataclass(frozen=True, slots=True)
 class Path:
@@ -31,6 +34,7 @@ class Path:
         link_bytes_per_second: of a chip within its node.
         network_bytes_per_second: of a chip's share of its node's network cards.
         link_latency, network_latency: seconds of a message.
+        has_adding_switch: whether the switch between the chips of a node adds what they send.
     """
 
     ranks: int
@@ -39,6 +43,7 @@ class Path:
     network_bytes_per_second: float
     link_latency: float = LINK_LATENCY_SECONDS
     network_latency: float = 5e-6
+    has_adding_switch: bool = False
 
     @property
     def ranks_per_node(self) -> float:
@@ -87,6 +92,9 @@ def path_of(
         nodes.link_bytes_per_second * link,
         slowest * network,
         network_latency=cluster.latency_seconds,
+        has_adding_switch=nodes.chips > 2
+        and nodes.chip.link.startswith(_ADDING_SWITCHES)
+        and "bridge" not in nodes.chip.link,
     )
 
 
@@ -109,13 +117,16 @@ def reduce_scatter_seconds(num_bytes: float, path: Path) -> float:
 
 
 def all_reduce_seconds(num_bytes: float, path: Path) -> float:
-    """Seconds until every rank has the sum of ``num_bytes``: of a ring, a tree or a hierarchy the fastest.
+    """Seconds until every rank has the sum of ``num_bytes``: of a ring, a tree, a hierarchy or a switch the fastest.
 
     Example:
         >>> all_reduce_seconds(8e9, Path(8, 1, 1e9, 1e9, 0.0))
         14.0
     """
-    return min(ring_seconds(num_bytes, path), tree_seconds(num_bytes, path), hierarchical_seconds(num_bytes, path))
+    ways = [ring_seconds, tree_seconds, hierarchical_seconds]
+    if path.has_adding_switch and path.nodes == 1:
+        ways.append(switch_seconds)
+    return min(way(num_bytes, path) for way in ways)
 
 
 def ring_seconds(num_bytes: float, path: Path) -> float:
@@ -131,6 +142,16 @@ def tree_seconds(num_bytes: float, path: Path) -> float:
     between = 1 / (path.ranks_per_node * path.network_bytes_per_second) if path.nodes > 1 else 0.0
     steps = (path.ranks_per_node - 1) * path.link_latency + math.ceil(math.log2(path.nodes)) * path.network_latency
     return 2 * (num_bytes * max(within, between) + steps)
+
+
+def switch_seconds(num_bytes: float, path: Path) -> float:
+    """Seconds of an all-reduce in the switch of a node: each chip sends its tensor once and receives a part and the sum.
+
+    Eight H200s reach 482 GB/s of ``busbw`` so, and 368 without (ml-engineering, network/benchmarks).
+    """
+    if path.ranks == 1:
+        return 0.0
+    return num_bytes * (1 + 1 / path.ranks) / path.link_bytes_per_second + 2 * path.ranks * path.link_latency
 
 
 def hierarchical_seconds(num_bytes: float, path: Path) -> float:
