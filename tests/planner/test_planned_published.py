@@ -35,22 +35,22 @@ def test_nearly_every_run_is_predicted_and_the_others_say_why_not(predicted: tup
     assert all("not stated" in line for line in left_out)
 
 
-def test_half_the_runs_are_within_a_tenth_and_four_of_five_within_their_interval(
+def test_half_the_runs_are_within_an_eighth_and_four_of_five_within_their_interval(
     predicted: tuple[list[Any], list[str]],
 ) -> None:
     points, _ = predicted
     errors = [abs(point.error) for point in points]
-    assert statistics.median(errors) < 0.11
-    assert statistics.mean(errors) < 0.20
+    assert statistics.median(errors) < 0.125
+    assert statistics.mean(errors) < 0.22
     assert statistics.mean(point.is_inside for point in points) > 0.8
 
 
-def test_calculons_points_are_met_within_an_eighth(predicted: tuple[list[Any], list[str]]) -> None:
+def test_calculons_points_are_met_within_a_tenth(predicted: tuple[list[Any], list[str]]) -> None:
     """Calculon itself meets its eight to 3.65 % in the mean and 8.87 % at worst; two of them are held out."""
     points, _ = predicted
     errors = [abs(point.error) for point in points if point.name.startswith("megatron-2022")]
     assert len(errors) == 6
-    assert statistics.mean(errors) < 0.07 and max(errors) < 0.125
+    assert statistics.mean(errors) < 0.05 and max(errors) < 0.1
 
 
 def test_an_interval_is_no_excuse(predicted: tuple[list[Any], list[str]]) -> None:

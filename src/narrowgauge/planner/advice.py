@@ -84,8 +84,7 @@ def _narrower(recipe: Recipe, fits: Fits[Recipe]) -> Iterator[str]:
     others = sorted(STORAGES.values(), key=lambda storage: -storage.bytes_per_param)
     for storage in others:
         is_plain = "/" not in storage.name and storage.visible == recipe.storage.visible
-        arrives = bool(storage.beside) or storage.weight.rounding == "stochastic"  # small updates too
-        is_narrower = is_plain and arrives and storage.bytes_per_param < recipe.bytes_per_param
+        is_narrower = is_plain and storage.keeps_updates and storage.bytes_per_param < recipe.bytes_per_param
         if is_narrower and fits(replace(recipe, storage=storage)):
             yield f"at {storage.bytes_per_param:g} B/param ({recipe.compute.name}/{storage.name})"
             return

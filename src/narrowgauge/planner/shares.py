@@ -119,8 +119,10 @@ def best_share(format: str, chip: Chip) -> Share:
         The chip's own, without an interval; else the median of the chips of which one is known, with their spread.
     """
     name = rate_name(format)
-    if name in chip.measured_tflops:
-        own = chip.measured_tflops[name] / chip.peak_tflops[name]
+    # The 16-bit formats share multipliers; matmuls are published in bfloat16.
+    own_name = "bfloat16" if name == "float16" else name
+    if own_name in chip.measured_tflops:
+        own = chip.measured_tflops[own_name] / chip.peak_tflops[own_name]
         return Share(own, own, own, "its own best published matmul")
     for known in (name, "bfloat16"):
         found = [c.measured_tflops[known] / c.peak_tflops[known] for c in CHIPS.values() if known in c.measured_tflops]
