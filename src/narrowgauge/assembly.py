@@ -65,6 +65,7 @@ def prepare(
         lr, betas, eps: as in AdamW.
         weight_decay: decoupled weight decay of matrices; 1-D parameters are not decayed.
         max_grad_norm: clip the gradient norm to this value and skip steps with non-finite gradients; ``None`` does neither.
+            PyTorch's ``clip_grad_norm_`` refuses a model with shards beside parameters that stay whole (``keep``).
         seed: seed of the stochastic rounding.
         audit_every: steps between audits; 0 disables them.
         compile: compile the optimizer's kernels; ``None`` decides by model size.

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge import _torch
 from narrowgauge.distributed.arrivals import Arrivals
 from narrowgauge.distributed.compression import CompressedSum
+from narrowgauge.distributed.ddp_buckets import BucketSums
 from narrowgauge.distributed.exact import ExactExchange
 from narrowgauge.distributed.exchanges import ALONE, BackendSum, Exchange, Parties, group_of, of_mesh, replicated
 from narrowgauge.distributed.ranks import all_ranks
@@ -109,7 +109,7 @@ def reduce_gradients_with(
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
     make = partial(EXCHANGES[name], row=REDUCTIONS[name], average=average, seed=seed)
-    reduction = GradientReduction(model, REDUCTIONS[name], make, accumulator, sums, mesh)
+    reduction = GradientReduction(model, REDUCTIONS[name], make, average, accumulator, sums, mesh)
     _installed[inner] = weakref.ref(reduction)
     return reduction
 
@@ -146,6 +146,7 @@ class GradientReduction:
         model: nn.Module,
         row: Reduction,
         make: Callable[[Parties], Exchange],
+        average: bool,
         accumulator: Accumulator | None,
         sums: str,
         mesh: Any,
@@ -177,7 +178,8 @@ class GradientReduction:
         self._replicated = Replicated(others, whole, register)
         self._lone = SumAfterBackward(self._replicated, lambda: self.now is not None, self._require_frozen)
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            self._hook_ddp(model, partial(register, whole))
+            buckets = BucketSums(partial(register, whole), lambda: self.now is not None, average)
+            self._undo += buckets.install(model)
         elif others and (self.size > 1 or self._sums_leaves):
             self._undo += self._lone.install()
         self._arrivals = Arrivals(self._sharded if self._sums_leaves else (), parties.group)
@@ -337,31 +339,6 @@ class GradientReduction:
         if len(ranks) > 1:
             raise RecipeError(f"a model is sharded over {len(ranks)} meshes of other ranks.", "Shard it over one.")
         return found, next(iter(ranks.values()), None)
-
-    def _hook_ddp(self, model: Any, register: Callable[[], Exchange]) -> None:
-        """Outside ``micro_batch`` sum each bucket when DDP has filled it; within leave the gradients as they are."""
-        exchanges: dict[int, Exchange] = {}
-
-        def sum_bucket(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
-            flat = bucket.buffer()
-            if self.now is None:
-                index = bucket.index()
-                if index not in exchanges:
-                    exchanges[index] = register()
-                exchanges[index].add(flat, flat)
-            done: torch.futures.Future[Tensor] = torch.futures.Future()
-            done.set_result(flat)
-            return done
-
-        sum_bucket.__annotations__.clear()  # DDP compares them with types, and here they are text
-        try:
-            model.register_comm_hook(None, sum_bucket)
-        except RuntimeError as error:
-            raise RecipeError(
-                f"reduction '{self.row.name}' was requested for a DistributedDataParallel that has a communication hook, and "
-                "it cannot have two.",
-                "Wrap the model anew.",
-            ) from error
 
 
 def _parties_of(model: nn.Module, mesh: Any) -> Parties:
