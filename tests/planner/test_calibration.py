@@ -69,6 +69,15 @@ def launches(chip: Chip, true: Shares, noise: float = 0.0, seed: int = 0) -> Ite
 FACTORS = {"matmul.float32": 0.5, "matmul.bfloat16": 0.7, "bandwidth": 0.6, "kernel_seconds": 3.0}
 
 
+def test_priors_give_way_to_a_machine_a_thousand_times_slower() -> None:
+    chip = processor("AVX2", 1)
+    published = shares_of(chip)
+    true = changed(published, {"matmul.float32": 1e-3, "matmul.bfloat16": 1e-3, "bandwidth": 1e-3})
+    seen = [step_observation(launch) for launch in launches(chip, true)]
+    found = fit_shares(seen, published, deviations(published, chip), "made up")
+    assert found.error < 0.05
+
+
 @pytest.mark.parametrize("chip", [get_chip("L40S"), processor("AVX2", 2)], ids=["of the table", "a processor"])
 def test_known_shares_predict_what_was_not_seen(chip: Chip) -> None:
     published = shares_of(chip)

@@ -90,7 +90,7 @@ def test_what_no_setting_explains_is_left_over(tmp_path: Path) -> None:
     found = compare_launches(same, slow)
     assert found.effects == () and found.explained == 0 and found.seen == pytest.approx(1.0)
     said = "\n".join(regression_lines(found))
-    assert "1 s are due to something else" in said and "a late rank" in said
+    assert "By the settings: no difference. So 1 s more than they explain" in said and "a late rank" in said
 
 
 def test_tokens_per_second_are_a_measured_step(tmp_path: Path) -> None:
@@ -166,3 +166,10 @@ def test_layouts_of_train() -> None:
     full = layout_of(table, 4, "")
     assert (full.data, full.shard, full.zero, full.micro_batches) == (1, 4, 3, 2)
     assert replace(full, data=4, shard=1, zero=0) == layout_of({**table, "shard": "none"}, 4, "")
+
+
+def test_more_chips_come_with_their_layout(tmp_path: Path) -> None:
+    found = compare_launches(launch(tmp_path), launch(tmp_path, ("chips = 64", "chips = 128")))
+    assert [effect.name for effect in found.effects] == ["parallelism", "micro_batches"]
+    assert all(effect.seconds is not None for effect in found.effects)
+    assert found.before.name != found.after.name

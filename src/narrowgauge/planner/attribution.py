@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from narrowgauge.errors import RecordError
@@ -166,7 +166,10 @@ def attribute(runs: Sequence[Run]) -> Attribution:
                 f"runs of one job were requested, and these differ in {key}: {', '.join(sorted(found))}.",
                 "Name runs that differ in the number of ranks only.",
             )
-    return Attribution(tuple(sorted(map(measured_step, runs), key=lambda step: step.num_ranks)))
+    steps = [measured_step(run) for run in runs]
+    if len({step.name for step in steps}) < len(steps):
+        steps = [replace(step, name=str(run.path)) for step, run in zip(steps, runs, strict=True)]
+    return Attribution(tuple(sorted(steps, key=lambda step: step.num_ranks)))
 
 
 def attribution_lines(found: Attribution) -> list[str]:

@@ -38,6 +38,7 @@ _UNKNOWN, _DERIVED = 1.5, 0.7
 """Standard deviation of the logarithm of a share of nominal rates: a factor of 4.5 either way for matmuls, memory and what a
 processor computes byte by byte, of 2 for shares that are alike everywhere."""
 _ALIKE = ("attention", "elementwise")
+_POOR = 0.25
 _LEAST = 0.1  # of a share that is published without an interval, or with a narrower one
 # What a step of a run depends on, besides ``matmul.FORMAT``; the others are published or assumed.
 _FITTED = ("bandwidth", "elementwise", "casts", "loss", "optimizer", "attention", "kernel_seconds", "link")
@@ -331,6 +332,11 @@ def calibration_lines(found: Calibration) -> list[str]:
         f"square); the worst is {name}, {error:+.1%}."
     ]
     said += [f"  {each}: {found.shares[each]}" for each in found.fitted]
+    if found.error > _POOR:
+        said.append(
+            "That is too much to plan with: steps of very small models are mostly what a library does between kernels, and runs "
+            "beside other programs differ from hour to hour. Calibrate with larger models on a quiet machine."
+        )
     if count <= len(found.fitted):
         said.append(
             f"{count} source{'s' * (count != 1)} cannot tell {len(found.fitted)} shares apart: what they leave open is in the "

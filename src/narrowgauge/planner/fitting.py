@@ -23,6 +23,7 @@ _ROUNDS = 30
 _STEP = 1e-3  # of a logarithm, for derivatives
 _LARGEST_MOVE = 1.0  # of a logarithm, in one round
 _STILL = 1e-2  # of a logarithm: a fit that moves less has ended
+_LARGEST_SPREAD = 0.1  # of the errors, as a weight against priors
 _OUTLIER = 2.5  # standard deviations from which an observation counts less
 
 
@@ -114,8 +115,9 @@ class _Descent:
 
     def _weights(self) -> list[float]:
         """Of each observation: one over its variance, less where it lies far off (Huber)."""
-        sigma = self.spread
-        return [min(1.0, _OUTLIER * sigma / max(abs(e), 1e-12)) / sigma**2 for e in self.errors]
+        # Far from the solution all errors are large; they must not make the priors seem certain.
+        sigma, far = min(self.spread, _LARGEST_SPREAD), _OUTLIER * self.spread
+        return [min(1.0, far / max(abs(e), 1e-12)) / sigma**2 for e in self.errors]
 
     def _cost(self, logs: Mapping[str, float], errors: Sequence[float], weights: Sequence[float]) -> float:
         priors = sum((log / self.deviations[name]) ** 2 for name, log in logs.items())

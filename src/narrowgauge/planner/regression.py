@@ -100,6 +100,8 @@ def compare_launches(before: Launch, after: Launch, shares: Shares | None = None
     Raises:
         NarrowgaugeError: the planner cannot model one of them.
     """
+    if before.name == after.name:
+        before, after = replace(before, name=f"{before.name} (before)"), replace(after, name=f"{after.name} (after)")
     old, new = (_step(launch, shares) for launch in (before, after))
     effects = [
         Effect(name, was, now, _alone(moved, before, old, shares))
@@ -147,9 +149,11 @@ def _differing_layouts(before: Launch, after: Launch) -> Iterator[tuple[str, str
     if axes:
         # Axes multiply to the number of chips, so they change together, and with the chips if these changed.
         moved = replace(before, layout=replace(old, **{name: getattr(new, name) for name in _AXES}))
+        was, now = _said(old, axes), _said(new, axes)
         if old.num_ranks != new.num_ranks:
             moved = replace(moved, cluster=after.cluster)
-        yield "parallelism", _said(old, axes), _said(new, axes), moved
+            was, now = f"{was} on {before.cluster}", f"{now} on {after.cluster}"
+        yield "parallelism", was, now, moved
     for field in dataclasses.fields(Layout):
         was, now = getattr(old, field.name), getattr(new, field.name)
         if field.name not in _AXES and was != now:
@@ -167,11 +171,11 @@ def _differing_clusters(before: Launch, after: Launch) -> Iterator[tuple[str, st
             yield "cluster", str(old), str(new), replace(before, cluster=new)
         return
     [was], [now] = old.groups, new.groups
-    if was.num_chips != now.num_chips:
-        yield "chips", str(was.num_chips), str(now.num_chips), None
+    # A layout of another number of ranks brings its chips along.
+    with_layout = ("count", "chips") if before.layout.num_ranks != after.layout.num_ranks else ("count",)
     for field in dataclasses.fields(Nodes):
         a, b = getattr(was, field.name), getattr(now, field.name)
-        if a != b and field.name not in ("count", "dollars_per_hour"):
+        if a != b and field.name not in (*with_layout, "dollars_per_hour"):
             nodes = replace(was, **{field.name: b}) if field.name != "chips" else _regrouped(was, b)
             moved = None if nodes is None else replace(before, cluster=replace(old, groups=(nodes,)))
             label = "chips of a node" if field.name == "chips" else field.name
@@ -270,9 +274,9 @@ def _measured_lines(found: Regression) -> list[str]:
     was = found.scale * found.before.measured.total
     said = f"Measured: {_grew(seen, was)} ({duration(was)} → {duration(was + seen)})."
     left = seen - found.explained
-    if abs(seen) > 0.01 * was:
-        said += f" The settings explain {duration(found.explained)} of {duration(seen)}"
-        said += f"; {duration(left)} are due to something else."
+    if abs(seen) > 0.01 * was or abs(left) > 0.01 * was:
+        more = f"{duration(abs(left))} {'more' if left > 0 else 'less'}"
+        said += f" By the settings: {_grew(found.explained, was)}. So {more} than they explain."
     lines = [said]
     if len(parts) > 1 or len(found.before.measured.addends) > 1:
         lines += [f"  {change.name}: {duration(change.before)} → {duration(change.after)}" for change in parts]
