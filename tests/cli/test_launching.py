@@ -12,7 +12,12 @@ from narrowgauge.cli import launching
 from narrowgauge.cli.launching import Launch, how_to_resume, is_own_run, starts_ranks, without
 from narrowgauge.cli.main import main
 from narrowgauge.errors import RankError, ReportedError
+from narrowgauge.experiment.definition import make_config
+from narrowgauge.runs.record import Run
 from narrowgauge.runs.writer import RunWriter
+from narrowgauge.spec.notation import parse
+from narrowgauge.trainer import preflight
+from narrowgauge.trainer.config import TrainConfig
 
 RANK = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 AGENT = {
@@ -100,9 +105,62 @@ def test_before_ranks_have_met_one_of_each_host_speaks(monkeypatch: pytest.Monke
     assert call("train", "--steps", "many").stderr.startswith("UsageError: Invalid value for '--steps'")
 
 
-@pytest.mark.parametrize(
-    "words", [("export", "run", "out"), ("sample", "run", "x"), ("convert", "c", "--recipe", "bfloat16/word")]
-)
+COMPARED = ["compare", "--recipes", "bfloat16/word,bfloat16/naive", "--gradient-accumulation-steps", "2"]
+
+
+def test_ranks_compare_in_one_folder(started: list[tuple[Any, ...]]) -> None:
+    assert call(*COMPARED, "--shard", "none", "--nproc", "2", "--max-restarts", "1").exit_code == 0
+    [(given, ranks, options)] = started
+    assert given == ["-m", "narrowgauge", *COMPARED, "--shard", "none", "--out", str(Path("comparisons", "llama-1m-1"))]
+    assert (ranks, options["max_restarts"], options["how_to_resume"]()) == (2, 1, "Start it again.")
+
+
+def test_a_comparison_on_ranks_goes_on_by_its_folder(started: list[tuple[Any, ...]]) -> None:
+    recipes = [parse("bfloat16/word"), parse("bfloat16/naive")]
+    make_config(recipes, TrainConfig(gradient_accumulation_steps=2)).write(Path("out"))
+    assert call("compare", "--out", "out", "--shard", "none", "--nproc", "2").exit_code == 0
+    assert started[0][0][2:] == ["compare", "--out", "out", "--shard", "none"]
+    assert started[0][2]["how_to_resume"]() == "narrowgauge compare --out out goes on."
+    refused = call("compare", "--out", "out", "--nproc", "3")
+    assert refused.stderr.startswith("RankError: 3 ranks were requested, and a step has 2 micro-batches")
+
+
+@pytest.mark.parametrize("words", [["--nproc", "3"], ["--nproc", "2", "--replicas", "3"], ["--max-restarts", "1"]])
+def test_ranks_that_do_not_fit_a_comparison_cost_one_line(words: list[str], started: list[tuple[Any, ...]]) -> None:
+    refused = call(*COMPARED, *words)
+    assert (refused.exit_code, refused.stderr.count("\n"), started) == (2, 1, [])
+    assert not list(Path().iterdir())
+
+
+def test_a_resume_on_ranks_may_share_the_run_out_anew(
+    started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = {"gradient_accumulation_steps": 4, "replicas": 2}
+    monkeypatch.setattr(preflight, "require_resumable", lambda folder: Run(folder, {"config": recorded}))
+    assert call("resume", "run", "--replicas", "3", "--nproc", "3").exit_code == 0
+    assert started[0][0][2:] == ["resume", "run", "--replicas", "3"]
+    assert "2 replicas were requested on 3 ranks" in call("resume", "run", "--nproc", "3").stderr
+    told = call("resume", "run", "--shard", "none", "--nproc", "2").stderr
+    assert told.startswith("NarrowgaugeError: shard = 'none' was requested with replicas = 2")
+
+
+def test_ranks_share_the_files_of_an_export(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "require_trained", lambda folder: None)
+    assert call("export", "run", "out", "--max-shard-size", "2GB", "--nproc", "2").exit_code == 0
+    assert started[0][:2] == (["-m", "narrowgauge", "export", "run", "out", "--max-shard-size", "2GB"], 2)
+
+
+@pytest.mark.parametrize("command", ["sample", "convert"])
+def test_a_command_of_one_process_starts_no_ranks(command: str) -> None:
+    refused = call(command, "run", "--nproc", "2")
+    assert refused.exit_code == 2
+    assert refused.stderr == (
+        f"UsageError: narrowgauge {command} runs in one process, and has no --nproc. Leave it out: checkpoints of any number of "
+        "ranks are read.\n"
+    )
+
+
+@pytest.mark.parametrize("words", [("sample", "run", "x"), ("convert", "c", "--recipe", "bfloat16/word")])
 def test_commands_on_files_run_in_one_process(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     stand_among(monkeypatch, RANK)
     result = call(*words)

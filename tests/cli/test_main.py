@@ -29,6 +29,7 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import preflight
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.setting import kind_of
+from narrowgauge.trainer.streamed_export import MAX_FILE_BYTES
 
 # The package that is tested, wherever a process is started.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
@@ -49,8 +50,12 @@ class Calls(list[tuple[Any, ...]]):
 
     answer: Any = None
 
-    def __call__(self, *words: Any, **_: Any) -> Any:
+    def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
+
+    def __call__(self, *words: Any, **options: Any) -> Any:
         self.append(words)
+        self.options.append({name: value for name, value in options.items() if name != "screen"})
         if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
@@ -139,12 +144,25 @@ def test_resume_passes_on(calls: dict[str, Calls]) -> None:
     call("resume", "runs/a")
     call("resume", "runs/a", "--stop-after", "30")
     assert calls["resume"] == [(Path("runs/a"), None), (Path("runs/a"), 30)]
+    assert calls["resume"].options == [{}, {}]
+    call("resume", "runs/a", "--threads", "2", "--shard", "none", "--no-offload")
+    assert calls["resume"].options[-1] == {"of_ranks": {"threads": 2, "shard": "none", "offload": False}}
 
 
 def test_export_passes_on(calls: dict[str, Calls]) -> None:
     call("export", "runs/a", "out")
-    call("export", "runs/a", "out", "--dtype", "float32")
-    assert calls["export"] == [(Path("runs/a"), Path("out"), "visible"), (Path("runs/a"), Path("out"), "float32")]
+    call("export", "runs/a", "out", "--dtype", "float32", "--max-shard-size", "1.5 MB")
+    assert calls["export"] == [
+        (Path("runs/a"), Path("out"), "visible", MAX_FILE_BYTES),
+        (Path("runs/a"), Path("out"), "float32", 1_500_000),
+    ]
+
+
+@pytest.mark.parametrize("size", ["0", "five", "5PB", "-1GB", "1e400", "9" * 40])
+def test_a_size_that_is_none_costs_one_line(size: str, calls: dict[str, Calls]) -> None:
+    refused = call("export", "runs/a", "out", "--max-shard-size", size)
+    assert (refused.exit_code, refused.stderr.count("\n"), calls["export"]) == (2, 1, [])
+    assert "is no size, such as 5GB or 500MB." in refused.stderr
 
 
 def test_sample_passes_on_and_prints(calls: dict[str, Calls]) -> None:

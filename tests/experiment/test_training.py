@@ -462,10 +462,13 @@ def test_steps_are_measured_for_a_tenth_of_the_seconds_after_a_warm_up(
         return Run(folder, {"config": {"compile": True}}, [{"step": k, "seconds": s} for k, s in enumerate(times, 1)])
 
     monkeypatch.setattr(training, "read_run", read)
-    monkeypatch.setattr(training, "_train", lambda config, *_: performed.append(config))
+
+    def train(given: TrainConfig, goes_on: bool, screen: Any) -> None:
+        performed.append(given)
+
     config = make_config(RECIPES, replace(base, on_spike="stop"), seconds=seconds)
     progress = Progress(config.plan(tmp_path), tmp_path, io.StringIO())
-    found, compiled = training._step_seconds(config, config.recipes[0], tmp_path, progress)
+    found, compiled = training._step_seconds(config, config.recipes[0], tmp_path, progress, train)
     assert found == pytest.approx((27 * 1.5 + 3 * 3.0 + 1.5) / 31) and compiled
     assert [config.steps for config in performed] == [12, asked]
     assert {config.on_spike for config in performed} == {"report"} and len({config.out for config in performed}) == 2

@@ -101,11 +101,10 @@ def test_keep_and_step_out_of_range_are_refused(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, -1, {}, {})
 
 
-def test_shared_memory_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    weight = torch.ones(3)
-    with pytest.raises(RuntimeError, match="share memory"):
-        save_checkpoint(tmp_path, 1, {"a": weight, "b": weight}, {})
-    assert names(tmp_path) == []
+def test_what_two_names_share_is_written_for_both(tmp_path: Path) -> None:
+    weight = torch.arange(3.0)
+    found, _ = load_checkpoint(save_checkpoint(tmp_path, 1, {"a": weight, "b": weight, "c": weight[1:]}, {}))
+    assert [found[name].tolist() for name in "abc"] == [[0, 1, 2], [0, 1, 2], [1, 2]]
 
 
 def truncate(path: Path) -> None:
@@ -214,11 +213,11 @@ def test_a_checkpoint_set_aside_comes_back_if_its_successor_never_came(tmp_path:
 def test_a_full_disk_keeps_the_old_checkpoint_and_no_half_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(tmp_path, 1, tensors(1), {"n": 1}, keep=1)
 
-    def full(_: object, path: Path) -> None:
+    def full(path: Path, _: object) -> None:
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_module, "save_file", full)
+    monkeypatch.setattr(checkpoint_module, "write_tensors", full)
     with pytest.raises(RecordError, match=r"step-00000002: the disk is full \([\d,]+ bytes free\)") as caught:
         save_checkpoint(tmp_path, 2, tensors(2), {"n": 2}, keep=1)
     assert "narrowgauge resume" in caught.value.advice

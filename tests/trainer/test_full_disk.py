@@ -78,7 +78,7 @@ def test_in_a_conversion(finished: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_in_a_run(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
-    monkeypatch.setattr("narrowgauge.trainer.checkpoint.save_file", hidden)
+    monkeypatch.setattr("narrowgauge.trainer.checkpoint.write_tensors", full)
     refused = call("resume", str(folder))
     assert refused.exit_code == 2 and "the disk is full" in refused.stderr
     assert "go on with narrowgauge resume" in refused.stderr

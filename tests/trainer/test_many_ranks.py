@@ -20,7 +20,7 @@ from narrowgauge.trainer.detours import batch_index
 from narrowgauge.trainer.leaves import gather_in_order, sum_in_order, turns
 from narrowgauge.trainer.session import Session
 from ranks import run_ranks
-from trainer.tiny_runs import call, lasting, settings
+from trainer.tiny_runs import lasting, settings
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "two sharded": (2, {}),
@@ -157,14 +157,6 @@ def test_ranks_roll_back_together_and_take_the_same_detour(place: Path, tmp_path
 def test_one_process_has_no_shards(changes: dict[str, Any], place: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="one process"):
         loop.train(settings(place, tmp_path / "run", **changes))
-
-
-def test_a_comparison_runs_on_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    done = call("compare", "--recipes", "bfloat16/word")
-    assert done.exit_code == 2 and "compare runs in one process" in done.output
 
 
 def test_every_leaf_has_its_turn_once_whatever_the_number_of_ranks() -> None:

@@ -308,7 +308,7 @@ def test_a_full_disk_costs_one_line_and_no_checkpoint(
 ) -> None:
     folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", full_disk)
+        patch.setattr(checkpoint, "write_tensors", full_disk)
         refused = call("resume", str(folder))
     assert refused.exit_code == 2 and refused.stderr.count("\n") == 1
     assert refused.stderr.startswith("RecordError: ") and "space" in refused.stderr

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
+from narrowgauge.cli.launching import OPTIONS
 from narrowgauge.errors import NarrowgaugeError, RankError, ReportedError, Terminated, shortened, suggestion
 
 
@@ -109,6 +110,9 @@ def _with_advice(error: click.ClickException) -> str:
         return error.format_message()
     message = error.format_message()
     # click suggests too many names.
+    if isinstance(error, click.NoSuchOption) and error.option_name in OPTIONS.values():
+        message = f"narrowgauge {context.command.name} runs in one process, and has no {error.option_name}."
+        return f"{message} Leave it out: checkpoints of any number of ranks are read."
     if isinstance(error, click.NoSuchOption):
         flags = [flag for option in context.command.params for flag in (*option.opts, *option.secondary_opts)]
         message = f"No such option '{error.option_name}'. {suggestion(error.option_name, flags)}"

@@ -9,8 +9,9 @@ Source: click's ``shell_complete``; ``docs/start.md`` shows how to enable it.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -112,6 +113,10 @@ def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | Non
         default = (defaults or {}).get(field.name, field.default)
         default = default.to_value() if isinstance(default, Recipe) else default
         shown = "" if default is None else f"  [default: {str(default).lower()}]"
+        # The help of a setting that a rule fills in says which.
+        help = field.metadata["help"]
+        if field.name in (defaults or {}):
+            help = help.partition("  [default")[0]
         kind = kind_of(field)
         switch = kind is bool
         flags.append(
@@ -119,7 +124,7 @@ def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | Non
                 [f"--{name}/--no-{name}" if switch else f"--{name}", field.name],
                 type=RECIPE if kind is Recipe else kind,
                 default=None,
-                help=field.metadata["help"] + shown,
+                help=help + shown,
                 metavar=None if switch else {str: "TEXT", Recipe: "TEXT", int: "N", float: "X"}[kind],
                 shell_complete=completed.get(field.name),
             )
@@ -129,6 +134,31 @@ def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | Non
 
 def of_comparisons() -> list[click.Parameter]:
     """The flags of settings that all runs of a comparison share."""
-    from narrowgauge.trainer.config import COMPARED, OF_A_RUN, OF_RANKS
+    from narrowgauge.trainer.config import COMPARED, OF_A_RUN
 
-    return of_settings(without=(*OF_A_RUN, *OF_RANKS), defaults=COMPARED)
+    return of_settings(without=OF_A_RUN, defaults=COMPARED)
+
+
+def of_ranks() -> list[click.Parameter]:
+    """The flags of settings that whoever resumes a run may choose anew."""
+    from narrowgauge.trainer.config import OF_RANKS, TrainConfig
+
+    others = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in OF_RANKS]
+    return of_settings(without=others, defaults=dict.fromkeys(OF_RANKS, "as in run.toml"))
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # as above
+    """A number of bytes, as ``5GB`` or ``500MB``, powers of 1000 as for ``save_pretrained``; or a plain number."""
+
+    name = "size"
+    _UNITS: ClassVar = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse text."""
+        if not isinstance(value, str):
+            return value
+        match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) *([KMGT]?B|)", value.strip(), re.IGNORECASE | re.ASCII)
+        size = 0 if match is None else int(float(match[1]) * self._UNITS[match[2].upper()])
+        if not 0 < size < 2**63:
+            self.fail(f"{value!r} is no size, such as 5GB or 500MB.", param, ctx)
+        return size

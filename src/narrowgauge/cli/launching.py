@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -19,8 +19,11 @@ from narrowgauge.errors import RankError, ReportedError
 from narrowgauge.runs.record import is_run, read_run, read_settings
 
 if TYPE_CHECKING:
+    from narrowgauge.comparison.comparison import Comparison
     from narrowgauge.distributed.placement import Placement
+    from narrowgauge.experiment.definition import ExperimentConfig
     from narrowgauge.trainer.config import TrainConfig
+    from narrowgauge.trainer.exporting import Dtype
 
 
 @dataclass(frozen=True)
@@ -102,13 +105,13 @@ def require_one_process(command: str) -> None:
         )
 
 
-def start(words: Sequence[str], launch: Launch, folder: Path) -> None:
+def start(words: Sequence[str], launch: Launch, goes_on: Callable[[], str]) -> None:
     """Start a command on the ranks of this machine and wait for them.
 
     Args:
         words: of the command line, with those of ``launch``.
         launch: how many ranks.
-        folder: of the run, for the line about a lost rank.
+        goes_on: a sentence that says how the work goes on, for the line about a lost rank.
     Raises:
         RankError: a rank was lost.
         ReportedError: a rank has printed why it ended.
@@ -117,7 +120,7 @@ def start(words: Sequence[str], launch: Launch, folder: Path) -> None:
     from narrowgauge.distributed.agent import run_on_ranks
 
     own = ["-m", "narrowgauge", *without(words, ("nproc", "max_restarts"))]
-    run_on_ranks(own, launch.nproc, max_restarts=launch.max_restarts, how_to_resume=lambda: how_to_resume(folder))
+    run_on_ranks(own, launch.nproc, max_restarts=launch.max_restarts, how_to_resume=goes_on)
 
 
 def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -153,13 +156,21 @@ def how_to_resume(folder: Path) -> str:
     return f"narrowgauge resume {folder} goes on from step {max(steps, default=0)}."
 
 
-def joined(launch: Launch, config: TrainConfig, folder: Path | None) -> AbstractContextManager[Placement]:
-    """The process group of this rank, whose settings, code and environment are those of rank 0; without ranks, its threads.
+def how_to_compare_on(folder: Path) -> str:
+    """A sentence that says how a comparison goes on."""
+    return f"narrowgauge compare --out {folder} goes on." if (folder / "compare.toml").is_file() else "Start it again."
+
+
+def joined(
+    launch: Launch, goes_on: Callable[[], str], threads: int | None = None, is_order_free: bool = False
+) -> AbstractContextManager[Placement]:
+    """The process group of this rank; without ranks, its threads.
 
     Args:
         launch: the timeout.
-        config: of the run.
-        folder: of the run, if it is known.
+        goes_on: as for :func:`start`.
+        threads: of each rank; None chooses.
+        is_order_free: whether the bits must not depend on the number of threads.
     Returns:
         A context manager that yields the placement.
     """
@@ -167,10 +178,19 @@ def joined(launch: Launch, config: TrainConfig, folder: Path | None) -> Abstract
 
     return groups.process_group(
         timeout_seconds=launch.timeout or groups.TIMEOUT_SECONDS,
-        threads=config.threads,
-        is_order_free=config.recipe.reduction.order_free,
-        how_to_resume=lambda: "" if folder is None else how_to_resume(folder),
+        threads=threads,
+        is_order_free=is_order_free,
+        how_to_resume=goes_on,
     )
+
+
+def joined_run(launch: Launch, config: TrainConfig, folder: Path | None) -> AbstractContextManager[Placement]:
+    """:func:`joined` for a run with these settings in a folder, if that is known."""
+
+    def goes_on() -> str:
+        return "" if folder is None else how_to_resume(folder)
+
+    return joined(launch, goes_on, config.threads, config.recipe.reduction.order_free)
 
 
 def refuse_once() -> None:
@@ -196,14 +216,19 @@ def is_own_run(folder: Path | None) -> bool:
 
     here = read_placement()
     if here.max_attempts and (folder is None or here.job is None):
-        what = "no --out names its run folder" if folder is None else "it has no name (torchrun: --rdzv-id)"
-        raise RankError(f"this job may be started anew, and {what}.", "Set it, so that a restart finds its own run.")
+        raise _not_found_again("run" if folder is None else None)
     if folder is None or here.job is None or not is_run(folder):
         return False
     # A Slurm job may have many steps; torchrun counts no restart when a host joins.
     if here.launcher == "slurm" and not here.attempt:
         return False
     return bool(read_settings(folder).get("machine", {}).get("job") == here.job)
+
+
+def _not_found_again(folder_of: str | None) -> RankError:
+    """A restart cannot tell which folder of a ``run``, say, is its own; or, with None, which job it is."""
+    what = "it has no name (torchrun: --rdzv-id)" if folder_of is None else f"no --out names its {folder_of} folder"
+    return RankError(f"this job may be started anew, and {what}.", "Set it, so that a restart finds its own run.")
 
 
 def is_restart() -> bool:
@@ -245,7 +270,7 @@ def train(config: TrainConfig, launch: Launch) -> Path | None:
         from narrowgauge.distributed.ranks import all_ranks
         from narrowgauge.trainer import loop
 
-        with joined(launch, config, folder):
+        with joined_run(launch, config, folder):
             require_same({**config.to_dict(), **describe_rank()})
             if all_ranks().of_first(lambda: is_own_run(folder)):
                 assert folder is not None
@@ -265,14 +290,14 @@ def _note_restart(is_first: bool) -> None:
         click.echo(f"note: the ranks were started anew{count}; {here.size} go on.", err=True)
 
 
-def resume(folder: Path, config: TrainConfig, launch: Launch, *arguments: Any) -> Path | None:
+def resume(folder: Path, config: TrainConfig, launch: Launch, *arguments: Any, **options: Any) -> Path | None:
     """Resume a run on this rank, or alone.
 
     Args:
         folder: of the run.
         config: its settings.
         launch: the timeout.
-        arguments: of ``loop.resume``.
+        arguments, options: of ``loop.resume``.
     Returns:
         The run folder; None on all ranks but the first.
     """
@@ -280,7 +305,68 @@ def resume(folder: Path, config: TrainConfig, launch: Launch, *arguments: Any) -
     from narrowgauge.distributed.placement import read_placement
     from narrowgauge.trainer import loop
 
-    with joined(launch, config, folder):
+    with joined_run(launch, config, folder):
         require_same({**config.to_dict(), **describe_rank()})
-        resumed = loop.resume(folder, *arguments)
+        resumed = loop.resume(folder, *arguments, **options)
     return resumed if read_placement().is_first else None
+
+
+def compare(
+    config: ExperimentConfig, folder: Path | None, launch: Launch, stream: TextIO
+) -> tuple[Comparison, Path] | None:
+    """Compare on this rank, or alone.
+
+    Args:
+        config: the definition, checked.
+        folder: of the comparison; None takes a free one.
+        launch: the timeout.
+        stream: for the progress display.
+    Returns:
+        The comparison and its page; None on all ranks but the first.
+    """
+    from narrowgauge.distributed.placement import read_placement
+    from narrowgauge.experiment import training
+
+    if read_placement().launcher == "none":
+        return training.run_experiment(config, folder, stream)
+    from narrowgauge.distributed.agreement import describe_rank, require_same
+    from narrowgauge.experiment.shared_training import Lead, follow
+    from narrowgauge.trainer.preflight import require_ranks
+
+    def goes_on() -> str:
+        return "" if folder is None else how_to_compare_on(folder)
+
+    with joined(launch, goes_on, config.base.threads) as here:
+        require_same({**config.to_dict(), **config.base.to_dict(), **describe_rank()})
+        require_ranks(config.base, here.size)
+        if here.max_attempts and folder is None:
+            raise _not_found_again("comparison's")
+        if not here.is_first:
+            follow()
+            return None
+        _note_restart(is_restart())
+        with Lead() as lead:
+            return training.run_experiment(config, folder, stream, lead.train)
+
+
+def export(launch: Launch, folder: Path, out: Path, dtype: Dtype, max_file_bytes: int) -> Path | None:
+    """Export on this rank, which shares the files with the others, or alone.
+
+    Args:
+        launch: the timeout.
+        folder, out, dtype, max_file_bytes: as for ``exporting.export``.
+    Returns:
+        ``out``; None on all ranks but the first.
+    """
+    from narrowgauge.distributed.placement import read_placement
+    from narrowgauge.trainer import exporting
+
+    if read_placement().launcher == "none":
+        return exporting.export(folder, out, dtype, max_file_bytes)
+    from narrowgauge.distributed.agreement import describe_rank, require_same
+    from narrowgauge.distributed.ranks import all_ranks
+
+    with joined(launch, lambda: "Start it again.") as here:
+        require_same({"folder": folder, "out": out, "dtype": dtype, "size": max_file_bytes, **describe_rank()})
+        exporting.export(folder, out, dtype, max_file_bytes, all_ranks().apart())
+    return out if here.is_first else None

@@ -139,7 +139,7 @@ def train(file: Path | None, launch: launching.Launch, **settings: Any) -> None:
         if is_start:
             # All ranks, and those that are started anew, must have the same folder.
             words = [*click.get_current_context().obj, *([] if is_placed else ["--out", str(config.out)])]
-            return launching.start(words, launch, Path(str(config.out)))
+            return launching.start(words, launch, lambda: launching.how_to_resume(Path(str(config.out))))
     _echo_folder(launching.train(config, launch))
 
 
@@ -148,7 +148,7 @@ def _echo_folder(folder: Path | None) -> None:
         click.echo(folder)
 
 
-@main.command("resume")
+@main.command("resume", params=flags.of_ranks())
 @_run_folder
 @click.option("--stop-after", type=click.IntRange(min=1), metavar="N", help="Stop again after this step.")
 @click.option(
@@ -156,7 +156,9 @@ def _echo_folder(folder: Path | None) -> None:
     help="Resume although run.toml was changed or rows are missing; the changes are recorded as a note.",
 )  # fmt: skip
 @launching.options
-def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: launching.Launch) -> None:
+def resume(
+    folder: Path, stop_after: int | None, accept_changes: bool, launch: launching.Launch, **of_ranks: Any
+) -> None:
     """Resume the run in DIR, on any number of ranks; on one, the result is bit-identical to an uninterrupted run."""
     launching.refuse_once()
     from narrowgauge.trainer import preflight
@@ -164,11 +166,16 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: l
 
     if launching.is_restart() and launching.is_finished(folder):
         return _echo_folder(folder)
-    config = TrainConfig.from_dict(preflight.require_resumable(folder).config, str(folder / "run.toml"))
+    given = {name: value for name, value in of_ranks.items() if value is not None}
+    recorded = preflight.require_resumable(folder).config
+    config = TrainConfig.from_dict({**recorded, **given}, str(folder / "run.toml"))
+    config.require_agreement()
     if launching.starts_ranks(launch):
         preflight.require_ranks(config, launch.nproc or 1)
-        return launching.start(click.get_current_context().obj, launch, folder)
-    _echo_folder(launching.resume(folder, config, launch, stop_after, *([True] if accept_changes else [])))
+        words = click.get_current_context().obj
+        return launching.start(words, launch, lambda: launching.how_to_resume(folder))
+    options = {"of_ranks": given} if given else {}
+    _echo_folder(launching.resume(folder, config, launch, stop_after, *([True] if accept_changes else []), **options))
 
 
 @main.command("compare", params=flags.of_comparisons())
@@ -193,6 +200,7 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: l
     help="A TOML file of the same settings (batch_size = 8); flags override it.",
 )  # fmt: skip
 @_as_json
+@launching.options
 def compare(
     recipes: list[Recipe] | None,
     seeds: int | None,
@@ -201,16 +209,18 @@ def compare(
     out: Path | None,
     file: Path | None,
     as_json: bool,
+    launch: launching.Launch,
     **settings: Any,
 ) -> None:
     """Train with several recipes from the same initial weights on the same text, and report what each costs.
 
-    narrowgauge compare --out DIR continues a stopped comparison. To add seeds or recipes, also give --seeds N or --recipes (all
-    of them); all other settings stay as they are.
+    narrowgauge compare --out DIR continues a stopped comparison, on any number of ranks. To add seeds or recipes, also give
+    --seeds N or --recipes (all of them); all other settings stay as they are.
     """
+    launching.refuse_once()
     from narrowgauge.experiment import definition, training
+    from narrowgauge.trainer import preflight
 
-    launching.require_one_process("compare")
     given = {name: value for name, value in settings.items() if value is not None}
     lengths = [f"--{name}" for name, value in (("seconds", seconds), ("tokens", tokens)) if value is not None]
     if lengths and "steps" in given:
@@ -220,7 +230,16 @@ def compare(
     if recipes is None and out is None:
         raise click.UsageError("Missing option '--recipes'.", click.get_current_context())
     config = definition.config_of_flags(recipes, given, file=file, seeds=seeds, seconds=seconds, tokens=tokens, out=out)
-    found, page = training.run_experiment(config, out, sys.stderr if as_json else sys.stdout)
+    if launching.starts_ranks(launch):
+        preflight.require_ranks(config.base, launch.nproc or 1)
+        folder = out or training.free_folder(config.base.model)
+        # All ranks, and those that are started anew, must have the same folder.
+        words = [*click.get_current_context().obj, *([] if out else ["--out", str(folder)])]
+        return launching.start(words, launch, lambda: launching.how_to_compare_on(folder))
+    compared = launching.compare(config, out, launch, sys.stderr if as_json else sys.stdout)
+    if compared is None:
+        return None
+    found, page = compared
     if as_json:
         return tables.write_json(found.rows)
     tables.write(found.table())
@@ -259,16 +278,23 @@ def report(runs: tuple[Path, ...], out: Path | None, pack: Path | None) -> None:
     "--dtype", type=click.Choice(["visible", "float32"]), default="visible", show_default=True,
     help="The weights that the model sees, or the stored ones in float32.",
 )  # fmt: skip
-def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> None:
-    """Export the model of the run in DIR to a Hugging Face folder OUT."""
-    launching.require_one_process("export")
+@click.option(
+    "--max-shard-size", type=flags.Size(), default="5GB", show_default=True, metavar="SIZE",
+    help="Largest file, unless one tensor is larger, as for save_pretrained: 500MB, 5GB.",
+)  # fmt: skip
+@launching.options
+def export(
+    folder: Path, out: Path, dtype: Literal["visible", "float32"], max_shard_size: int, launch: launching.Launch
+) -> None:
+    """Export the model of the run in DIR to a Hugging Face folder OUT; ranks share the files among them."""
+    launching.refuse_once()
     from narrowgauge.trainer import preflight
 
     preflight.refuse_occupied(out)
     preflight.require_trained(folder)
-    from narrowgauge.trainer import exporting
-
-    click.echo(exporting.export(folder, out, dtype))
+    if launching.starts_ranks(launch):
+        return launching.start(click.get_current_context().obj, launch, lambda: "Start it again.")
+    _echo_folder(launching.export(launch, folder, out, dtype, max_shard_size))
 
 
 @main.command("convert")

@@ -160,6 +160,21 @@ def choose_threads(here: Placement, threads: int | None, is_order_free: bool) ->
     return max(1, cores // here.local_size)
 
 
+@contextlib.contextmanager
+def threads_of_run(threads: int | None, is_order_free: bool) -> Iterator[None]:
+    """The number of threads of one of several runs in this process, in a process group or alone; the one before at its end.
+
+    Args:
+        threads, is_order_free: as for :func:`choose_threads`.
+    """
+    before = torch.get_num_threads()
+    _set_threads(choose_threads(read_placement(), threads, is_order_free))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _set_threads(number: int | None) -> None:
     if number is not None:
         torch.set_num_threads(number)

@@ -114,6 +114,11 @@ class Ranks:
             raise theirs
         return found[0]
 
+    def close(self) -> None:
+        """Give a process group of their own back, see :meth:`apart`; the default one stays."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+
     def apart(self) -> Ranks:
         """The same ranks in a process group of their own, whose objects are sent from the CPU."""
         return self if self.size == 1 else Ranks(self.rank, self.size, dist.new_group(backend="gloo"))

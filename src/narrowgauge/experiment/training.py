@@ -15,15 +15,12 @@ A run that diverges and stops is a result like any other, and the comparison con
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import os
-import platform
 import shutil
 import statistics
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -43,8 +40,11 @@ from narrowgauge.report.write import runs_inside
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, disk_errors
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.config import OF_RANKS, TrainConfig
+from narrowgauge.trainer.console import Screen
 
+Train = Callable[[TrainConfig, bool, Screen], None]
+"""Makes a run in its folder, or goes on with it where the second argument says so."""
 CALIBRATION_STEPS = (12, 200)
 """Fewest and most steps of the training that only measures; the first three, which compile, do not count."""
 CALIBRATION_SECONDS = (1.0, 10.0)
@@ -52,7 +52,10 @@ CALIBRATION_SECONDS = (1.0, 10.0)
 
 
 def run_experiment(
-    config: ExperimentConfig, out: str | Path | None = None, stream: TextIO | None = None
+    config: ExperimentConfig,
+    out: str | Path | None = None,
+    stream: TextIO | None = None,
+    train: Train | None = None,
 ) -> tuple[Comparison, Path]:
     """Make the runs of a comparison that have not ended, compare, and write the page.
 
@@ -62,6 +65,7 @@ def run_experiment(
         config: checked.
         out: the folder; new, empty, or of this very comparison. ``None`` takes ``comparisons/MODEL-N``.
         stream: for the progress display; ``None`` for standard output.
+        train: makes a run; ``None`` in this process alone.
     Returns:
         The comparison, and the path of its page.
     Raises:
@@ -77,12 +81,15 @@ def run_experiment(
             Progress(config.plan(folder), folder, stream or sys.stdout) as progress,
             _how_to_resume(config, folder, progress),
         ):
-            config = _calibrated(config, folder, progress)
-            _print_estimate(config, folder, progress)
+            train = train or _train_alone
+            config = _calibrated(config, folder, progress, train)
+            _print_estimate(config, folder, progress, is_alone=train is _train_alone)
             configs = config.of_runs(folder)
             runs = make_runs(
                 config.plan(folder),
-                lambda index: _train(configs[index], _with_same_text(config, configs[index].seed, folder), progress),
+                lambda index: _make(
+                    configs[index], _with_same_text(config, configs[index].seed, folder), progress, train
+                ),
                 progress,
             )
         return compare_and_publish(runs, folder)
@@ -161,7 +168,7 @@ def _require_same(config: ExperimentConfig, out: Path) -> None:
             continue
         recorded = read_run(folder).config
         for key, value in wanted.to_dict().items():
-            if key != "out" and key in recorded and recorded[key] != value:
+            if key not in ("out", *OF_RANKS) and key in recorded and recorded[key] != value:
                 raise RecordError(
                     f"{folder} holds a run with {key} = {recorded[key]!r}, and this comparison takes {value!r}.",
                     "Move that folder away, or choose another --out.",
@@ -179,7 +186,7 @@ def free_folder(model: str) -> Path:
 # ── times ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _calibrated(config: ExperimentConfig, out: Path, progress: Progress) -> ExperimentConfig:
+def _calibrated(config: ExperimentConfig, out: Path, progress: Progress, train: Train) -> ExperimentConfig:
     """With a number of seconds, the definition with the steps that fit into them: measured once, and stored."""
     missing = [recipe for recipe in config.recipes if recipe.title not in config.measured]
     if config.seconds is None or not missing:
@@ -189,7 +196,7 @@ def _calibrated(config: ExperimentConfig, out: Path, progress: Progress) -> Expe
     try:
         for recipe in missing:
             name = recipe.title
-            seconds, is_compiled = _step_seconds(config, recipe, folder, progress)
+            seconds, is_compiled = _step_seconds(config, recipe, folder, progress, train)
             steps = max(1, int(config.seconds / seconds))
             progress.print_once(
                 f"{name}: {seconds:.3g} s per step, so {steps} steps for {config.seconds:g} s of training"
@@ -203,7 +210,9 @@ def _calibrated(config: ExperimentConfig, out: Path, progress: Progress) -> Expe
     return config
 
 
-def _step_seconds(config: ExperimentConfig, recipe: Recipe, folder: Path, progress: Progress) -> tuple[float, bool]:
+def _step_seconds(
+    config: ExperimentConfig, recipe: Recipe, folder: Path, progress: Progress, train: Train
+) -> tuple[float, bool]:
     """The seconds of a recipe's step, measured in runs below ``folder``, and whether it was compiled.
 
     They are a mean, since audited and sampled steps take longer than the median. A step of five times the median or more
@@ -213,14 +222,16 @@ def _step_seconds(config: ExperimentConfig, recipe: Recipe, folder: Path, progre
     progress.print_once(f"measuring the steps of {recipe.title}")
     (fewest, most), (shortest, longest) = CALIBRATION_STEPS, CALIBRATION_SECONDS
     # The first training of a process is slower than later ones, and so are the first steps of every recipe.
-    rough = _mean_seconds(_calibrate(config, recipe, folder / "first", fewest, progress))
+    rough = _mean_seconds(_calibrate(config, recipe, folder / "first", fewest, progress, train))
     duration = min(max(config.seconds / 10, shortest), longest)
     steps = min(max(int(duration / rough), fewest), most)
-    run = _calibrate(config, recipe, folder / "second", steps, progress)
+    run = _calibrate(config, recipe, folder / "second", steps, progress, train)
     return _mean_seconds(run), bool(run.config.get("compile", False))
 
 
-def _calibrate(config: ExperimentConfig, recipe: Recipe, out: Path, steps: int, progress: Progress) -> Run:
+def _calibrate(
+    config: ExperimentConfig, recipe: Recipe, out: Path, steps: int, progress: Progress, train: Train
+) -> Run:
     seed = config.seeds[0]
     of_run = replace(
         config.of_run(recipe, seed, out),
@@ -233,7 +244,7 @@ def _calibrate(config: ExperimentConfig, recipe: Recipe, out: Path, steps: int, 
     )
     # The first training of the calibration, and the comparison's own runs.
     folders = (out.parent / "first", out.parent.parent)
-    _train(of_run, [run for folder in folders for run in _with_same_text(config, seed, folder)], progress)
+    _make(of_run, [run for folder in folders for run in _with_same_text(config, seed, folder)], progress, train)
     return read_run(Path(str(of_run.out)))
 
 
@@ -243,14 +254,14 @@ def _mean_seconds(run: Run) -> float:
     return statistics.fmean(s if s < 5 * median else median for s in seconds)
 
 
-def _print_estimate(config: ExperimentConfig, out: Path, progress: Progress) -> None:
-    """Print how long the remaining runs will take, from a step of each recipe measured here."""
+def _print_estimate(config: ExperimentConfig, out: Path, progress: Progress, *, is_alone: bool) -> None:
+    """Print how long the remaining runs will take, from a step of each recipe measured here; on ranks the runs will tell."""
     configs, ended = config.of_runs(out), [planned.has_ended for planned in config.plan(out)]
     left = {of_run.recipe.title: of_run for of_run, is_done in zip(configs, ended, strict=True) if not is_done}
     estimates: dict[str, RunEstimate] = {}
     if config.seconds is not None:
         estimates = {name: RunEstimate(config.seconds / steps) for name, (steps, _) in config.measured.items()}
-    elif left:
+    elif left and is_alone:
         from narrowgauge.experiment import estimate
 
         progress.status("measuring a step of each recipe")
@@ -266,42 +277,21 @@ def _print_estimate(config: ExperimentConfig, out: Path, progress: Progress) -> 
 # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _train(config: TrainConfig, lenders: Sequence[Path], progress: Progress) -> None:
-    """Train, or resume a run that was stopped; what it prints goes to the progress display."""
+def _train_alone(config: TrainConfig, goes_on: bool, screen: Screen) -> None:
     # Here, since torch takes seconds to load, and a mistake in the definition is reported before.
-    from narrowgauge.trainer import loop, recovery
+    from narrowgauge.experiment.shared_training import train
 
+    train(config, goes_on, screen)
+
+
+def _make(config: TrainConfig, lenders: Sequence[Path], progress: Progress, train: Train) -> None:
+    """Train, or resume a run that was stopped; what it prints goes to the progress display."""
     folder = Path(str(config.out))
-    _start_fresh()
+    goes_on = is_run(folder)
+    if not goes_on:
+        _share_data(folder, lenders)
     with contextlib.redirect_stdout(progress.stdout), contextlib.redirect_stderr(progress.stderr):
-        try:
-            screen = RunProgress(progress, config.steps)
-            if is_run(folder):
-                loop.resume(folder, screen=screen)
-            else:
-                _share_data(folder, lenders)
-                loop.train(config, lent=True, screen=screen)
-        except recovery.DivergenceError:
-            pass  # it is in the record
-        except NarrowgaugeError as error:
-            raise type(error)(f"{folder.name}: {error.message}", error.advice) from error
-
-
-def _start_fresh() -> None:
-    """Release what earlier runs left: their memory, its peak, and their compiled graphs."""
-    import torch
-
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    if platform.libc_ver()[0] == "glibc":
-        # Freed memory returns to the system; then the kernel resets the process's peak (proc(5), clear_refs).
-        ctypes.CDLL(None).malloc_trim(0)
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+        train(config, goes_on, RunProgress(progress, config.steps))
 
 
 def _with_same_text(config: ExperimentConfig, seed: int, out: Path) -> list[Path]:

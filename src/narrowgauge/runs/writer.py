@@ -133,6 +133,18 @@ class RunWriter:
         if summary is not None and summary.get("steps", 0) > step:
             (self.path / "summary.json").unlink()
 
+    def amend(self, run: Row) -> None:
+        """Replace ``run.toml``, where a resume may change what it says.
+
+        Args:
+            run: all settings, as for :meth:`create`; the schema stays the one that the run began with.
+
+        Raises:
+            RecordError: the disk refuses; the file is as it was.
+        """
+        self._run = {**toml_value(run), "schema_version": self._run["schema_version"]}
+        write_whole(self.path / "run.toml", tomli_w.dumps(self._run).encode(), AGAIN)
+
     def _keep(self, name: str, lines: list[tuple[int, int, bool]], number: int) -> None:
         """Truncate a file after that number of lines."""
         self.num_rows[name] = number

@@ -3,6 +3,7 @@
 The settings of a run are stored in its ``run.toml``, which anyone can edit, in its first record and in every checkpoint. If
 they differ, resuming would continue another run than the recorded one, so it is refused with the name of the setting, unless
 the change is accepted explicitly. Other versions or another machine may change bits; a note says so and the run continues.
+How a run is shared out over ranks is no part of it: a resume may choose anew, and ``run.toml`` then says what runs.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from narrowgauge.runs.lines import json_value, restored, toml_value
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import short
 from narrowgauge.runs.writer import require_rows, rows_lost
-from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.config import OF_RANKS, TrainConfig
 
-_NOT_OF_THE_RUN = ("out", "stop_after", "shard", "replicas", "offload", "narrow_gather", "threads", "verify_every")
+_NOT_OF_THE_RUN = ("out", "stop_after", "verify_every", *OF_RANKS)
 """Settings for the location of a run, for pausing it and for the ranks that go on with it."""
 
 _BITS_DEPEND_ON = (
@@ -81,6 +82,41 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
             texts = ["not set" if value is None else short(value) for value in values]
             found.append((field.name, texts[0], texts[1]))
     return found
+
+
+def moved(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """How the ranks and what they share changed since ``run.toml`` was written: name, value before, and value now, as text.
+
+    Args:
+        recorded: the run's ``run.toml``.
+        present: the same for this process, see :func:`describe`.
+    Example:
+        >>> moved({"config": {"shard": "full"}, "machine": {"ranks": 2}}, {"config": {"shard": "none"}, "machine": {}})
+        [('shard', "'full'", "'none'"), ('the number of ranks', '2', '1')]
+    """
+    defaults = TrainConfig().to_dict()
+    values = [
+        {
+            **{name: short(run.get("config", {}).get(name, defaults.get(name, "not set"))) for name in OF_RANKS},
+            "the number of ranks": str(run.get("machine", {}).get("ranks", 1)),
+        }
+        for run in (recorded, present)
+    ]
+    return [(name, before, values[1][name]) for name, before in values[0].items() if before != values[1][name]]
+
+
+def with_present_ranks(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of ``run.toml`` with this process's ranks and settings of what they share; all else as it was.
+
+    Args:
+        recorded, present: as for :func:`moved`.
+    """
+
+    def replaced(table: str, names: tuple[str, ...]) -> dict[str, Any]:
+        kept = {name: value for name, value in recorded.get(table, {}).items() if name not in names}
+        return kept | {name: value for name, value in present.get(table, {}).items() if name in names}
+
+    return {**recorded, "config": replaced("config", OF_RANKS), "machine": replaced("machine", ("ranks",))}
 
 
 def differences(recorded: dict[str, Any], present: dict[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from narrowgauge.checkpoints.manifest import (
     INDEX,
@@ -32,6 +32,7 @@ from narrowgauge.checkpoints.manifest import (
     write_manifest,
 )
 from narrowgauge.checkpoints.reading import load_whole
+from narrowgauge.checkpoints.tensor_files import write_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import (
@@ -81,7 +82,7 @@ def save_checkpoint(
     Args:
         folder: the run folder; the checkpoint goes to ``checkpoints/`` in it.
         step: number of optimizer steps, not negative.
-        tensors: any dtypes and devices; two names must not share memory (tied weights: use one name).
+        tensors: of the dtypes of ``tensor_files.DTYPES``, on any device; what two names share is written twice.
         state: a JSON object. Floats, including NaN, round-trip exactly.
         keep: number of newest checkpoints to keep, at least 1.
 
@@ -91,9 +92,8 @@ def save_checkpoint(
     Raises:
         RecordError: the disk is full or not writable; nothing of the new checkpoint remains.
         ValueError: ``keep`` or ``step`` out of range.
-        RuntimeError: two tensors share memory (from safetensors, which names them).
 
-    Cost: one write, one read from the page cache for the checksum, and three fsyncs.
+    Cost: one write, a checksum of it, and four fsyncs; another thread goes on meanwhile.
 
     Example:
         >>> import tempfile
@@ -228,11 +228,10 @@ def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
 
 
 def _write(folder: Path, step: int, tensors: Mapping[str, torch.Tensor], state: str) -> None:
-    with _safetensors_errors():
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
+    record = write_tensors(folder / TENSORS, tensors)
     (folder / STATE).write_text(state, encoding="utf-8")
-    write_manifest(folder, step, {name: record_of(folder / name) for name in (TENSORS, STATE)})
-    for name in (TENSORS, STATE, MANIFEST):
+    write_manifest(folder, step, {TENSORS: record, STATE: record_of(folder / STATE)})
+    for name in (STATE, MANIFEST):
         sync_file(folder / name)
     sync_folder(folder)
 

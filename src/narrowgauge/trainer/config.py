@@ -37,7 +37,7 @@ UNIT_LEARNING_RATE = 0.5
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
 OF_RANKS = ("shard", "replicas", "offload", "narrow_gather", "threads")
-"""Settings of a run on several ranks; a comparison runs on one process."""
+"""Settings that say how a run is shared out over ranks: whoever goes on with it may choose others."""
 NUM_EVALS = 10
 """Default number of validations per run of a comparison: enough to interpolate the loss at any time."""
 KEPT_CHECKPOINTS = 1
@@ -251,7 +251,7 @@ class TrainConfig:
                 "A run records its recipe by name: take one from narrowgauge show recipes.",
             )
         named = replace(self, model=known_model(self.model)).filled()
-        named._require_agreement()
+        named.require_agreement()
         named._require_sources()
         return replace(
             named, out=free_folder(named.model, self.recipe.name) if named.out is None else named._free_out()
@@ -332,8 +332,12 @@ class TrainConfig:
             raise DataError(f"the settings file {path} cannot be read: {reason}.", "It must be UTF-8 TOML.") from None
         return cls.from_dict(table, str(path))
 
-    def _require_agreement(self) -> None:
-        """Refuse settings that contradict each other."""
+    def require_agreement(self) -> None:
+        """Refuse settings that contradict each other.
+
+        Raises:
+            NarrowgaugeError: two of them do.
+        """
         if self.batch_size % self.gradient_accumulation_steps:
             raise NarrowgaugeError(
                 f"a batch of {self.batch_size} sequences cannot be split into {self.gradient_accumulation_steps} equal "

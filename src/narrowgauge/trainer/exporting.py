@@ -100,7 +100,7 @@ def export(
                 f"{folder} was to be exported by {ranks.size} ranks, and this model's export needs all of it in one process.",
                 "Give the command to one process.",
             )
-        return write_folder(cast(Run, load(folder)), Path(out), dtype)
+        return write_folder(cast(Run, load(folder)), Path(out), dtype, max_file_bytes)
     names = tuple(name for name, _ in run.model.named_parameters())
     source = WeightSource(run.checkpoint, saved, names, run.config.recipe, dtype == "float32")
     return _stream(run, source, Path(out), max_file_bytes, ranks)
@@ -147,12 +147,12 @@ def sample(folder: Path, text: str, tokens: int = 100, temperature: float = 0.8,
     return continue_text(cast(Run, load(folder)), text, tokens, temperature, seed)
 
 
-def write_folder(run: Run, out: Path, dtype: Dtype = "visible") -> Path:
+def write_folder(run: Run, out: Path, dtype: Dtype = "visible", max_file_bytes: int = MAX_FILE_BYTES) -> Path:
     """:func:`export` for a run in memory."""
     _require_dtype(dtype)
     refuse_occupied(out)
     with new_folder(out) as temporary:
-        _write(run, temporary, dtype)
+        _write(run, temporary, dtype, max_file_bytes)
     return out
 
 
@@ -182,11 +182,11 @@ def continue_text(run: Run, text: str, tokens: int, temperature: float, seed: in
     return text + tokenizer.decode(added, skip_special_tokens=True)
 
 
-def _write(run: Run, folder: Path, dtype: Dtype) -> None:
+def _write(run: Run, folder: Path, dtype: Dtype, max_file_bytes: int) -> None:
     weights = _weights(run, dtype)
     is_narrow = all(tensor.dtype == torch.bfloat16 for tensor in weights.values() if tensor.is_floating_point())
     with without_progress_bars():
-        run.model.save_pretrained(folder, state_dict=weights)
+        run.model.save_pretrained(folder, state_dict=weights, max_shard_size=max_file_bytes)
     _write_all_but_weights(run, folder, is_narrow)
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from narrowgauge.distributed.launch import beat
 from narrowgauge.distributed.ranks import all_ranks
@@ -30,7 +30,7 @@ from narrowgauge.runs.record import Run, is_run, read_run, read_settings
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter, remove_leftovers, require_free
 from narrowgauge.spec.models import MODELS, refuse_own_code
-from narrowgauge.trainer.changes import accept, differences
+from narrowgauge.trainer.changes import accept, differences, moved, with_present_ranks
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console, Screen
 from narrowgauge.trainer.data import Dataset, open_data, prepare_data
@@ -136,6 +136,7 @@ def resume(
     stop_after: int | None = None,
     accept_changes: bool = False,
     *,
+    of_ranks: Mapping[str, Any] | None = None,
     screen: Screen | None = None,
 ) -> Path:
     """Resume a run from its latest good checkpoint, with the settings of its ``run.toml``.
@@ -144,6 +145,7 @@ def resume(
         folder: the run folder.
         stop_after: stop with a checkpoint after this step; ``None`` runs to the end.
         accept_changes: resume even if ``run.toml`` was changed or records are missing; events record what.
+        of_ranks: settings of ``OF_RANKS`` to go on with; ``run.toml`` then has them, and an event says since when.
         screen: displays the progress; ``None`` for standard output.
     Returns:
         The run folder.
@@ -156,9 +158,10 @@ def resume(
     with _alone(folder, "write the run", "stop it, then narrowgauge resume"):
         run = require_resumable(folder)
         # Read before anything is written: a damaged record stays as it is.
-        began_with, settings = run.data_fingerprint, {**run.config, "stop_after": stop_after}
+        began_with, settings = run.data_fingerprint, {**run.config, **(of_ranks or {}), "stop_after": stop_after}
         given = {name: value for name, value in settings.items() if value is not None}
         config = TrainConfig.from_dict(given, str(folder / "run.toml"))
+        config.require_agreement()
         with _shown(config, screen) as shown:
             return _go_on(run, config, began_with, accept_changes, shown)
 
@@ -185,8 +188,16 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
         )
     standing = session.standing
     accepted = all_ranks().of_first(lambda: accept(run, session.config, session.step, standing, accept_changes))
+    present = describe(session)
+    changed = moved(run.run, present)
+    since = [
+        f"{name} was {before} up to step {session.step} and is {now} from there on" for name, before, now in changed
+    ]
     with _first_writer(folder, lambda: _rewound(folder, session.step, accept_changes)) as writer:
-        noted += [Event("note", session.step, said) for said in (*accepted, *differences(run.run, describe(session)))]
+        if changed:
+            all_ranks().of_first(lambda: writer.amend(with_present_ranks(run.run, present)))
+        said_now = (*accepted, *since, *differences(run.run, present))
+        noted += [Event("note", session.step, said) for said in said_now]
         for event in noted:
             writer.event(event)
             _note(session, f"{event.message}.")
@@ -338,7 +349,7 @@ def _report(session: Session, reporter: Reporter, row: Row, judgement: StepJudge
 
 
 def _stop(session: Session, reporter: Reporter, signal: int) -> None:
-    session.saver.wait()
+    session.saver.close()
     reporter.event(Event("stop", session.step, "interrupted" if signal else "as requested by stop_after"))
     reporter.console.say(f"Stopped after step {session.step}. Go on with: narrowgauge resume {session.folder}")
     if signal:
@@ -351,7 +362,7 @@ def _finish(session: Session, reporter: Reporter, wall_seconds: float) -> None:
     )
     val_loss = done[-1] if done else _evaluate(session, reporter)
     summary = summarize(session, val_loss, wall_seconds)
-    session.saver.wait()
+    session.saver.close()
     # The summary comes last: it makes the run finished, and a finished run is not resumed to add what is missing.
     reporter.event(Event("finish", session.step, f"validation loss {val_loss:.4f}"))
     reporter.writer.summary(summary)

@@ -1,4 +1,4 @@
-"""Saving beside the training: the copy is taken at the step, and written while the steps go on.
+"""Saving beside the training, on one process or many: the copy is taken at the step, and written while the steps go on.
 
 The tensors are copied to the CPU before :meth:`Saver.save` returns, so that a checkpoint has the bits of its step, however long
 it takes to write. The next save, and the end of a run, wait for the one in flight; if it failed, all ranks raise its error
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import NarrowgaugeError, RecordError
@@ -36,7 +38,7 @@ class Saver:
         self._path = folder
 
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int = 2) -> Path:
-        """Take a copy and begin to write it, once the checkpoint before is written; one process writes it at once.
+        """Take a copy and begin to write it, once the checkpoint before is written.
 
         Args:
             step: number of optimizer steps.
@@ -50,31 +52,31 @@ class Saver:
 
         Cost: a copy of what this rank holds, kept in the memory of the CPU until it is written.
         """
-        if self.ranks.size == 1:
-            whole = {name: local_of(tensor) for name, tensor in tensors.items()}
-            return save_checkpoint(self._folder, step, whole, dict(state), keep)
         self.wait()
-        # Imported here: it takes a second, and one process needs none of it.
-        from narrowgauge.checkpoints.storage import ShardWriter, TakenCopy
-
         self._path = path_of(self._folder, step)
-        path = self._path
+        write = (self._whole if self.ranks.size == 1 else self._shards)(step, tensors, state, keep)
+        # A daemon: a rank that is told to leave must not wait for others that are gone.
+        self._thread = threading.Thread(target=self._write, args=(write,), name="checkpoint", daemon=True)
+        self._thread.start()
+        return self._path
 
-        def new_folder() -> AbstractContextManager[Path]:
-            return new_checkpoint(path, keep)
+    def _whole(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> Callable[[], Any]:
+        """What writes a copy of all tensors."""
+        copy = {name: _copied(local_of(tensor)) for name, tensor in tensors.items()}
+        return partial(save_checkpoint, self._folder, step, copy, dict(state), keep)
+
+    def _shards(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> Callable[[], Any]:
+        """What writes a copy of this rank's part, together with the others."""
+        # Imported here: it takes a second, and one process needs none of it.
+        from narrowgauge.checkpoints.storage import ShardWriter, TakenCopy, save_shards
 
         copy = self.ranks.together(lambda: TakenCopy(tensors))
-        writer = ShardWriter(new_folder, step, json.dumps(state, indent=1))
-        # A daemon: a rank that is told to leave must not wait for others that are gone.
-        self._thread = threading.Thread(target=self._write, args=(copy, writer), name="checkpoint", daemon=True)
-        self._thread.start()
-        return path
+        writer = ShardWriter(partial(new_checkpoint, self._path, keep), step, json.dumps(state, indent=1))
+        return partial(save_shards, copy, writer, self.ranks.group)
 
-    def _write(self, copy: Any, writer: Any) -> None:
-        from narrowgauge.checkpoints.storage import save_shards
-
+    def _write(self, write: Callable[[], Any]) -> None:
         try:
-            save_shards(copy, writer, self.ranks.group)
+            write()
         except BaseException as error:  # raised by wait()
             self._error = error
 
@@ -82,10 +84,10 @@ class Saver:
         """Give the checkpoint in flight a while before this process ends with an error; whether it is written nobody asks.
 
         Args:
-            patience_seconds: the ranks that write it with this one may be gone.
+            patience_seconds: for ranks, since those that write it with this one may be gone.
         """
         if self._thread is not None:
-            self._thread.join(patience_seconds)
+            self._thread.join(patience_seconds if self.ranks.size > 1 else None)
 
     def wait(self) -> None:
         """Wait for the checkpoint in flight, if there is one.
@@ -99,6 +101,19 @@ class Saver:
         self._thread, error, self._error = None, self._error, None
         if error is not None:
             raise save_error(self._path, error) from error
+
+    def close(self) -> None:
+        """Wait for the checkpoint in flight, and give back what the ranks spoke through; all call this.
+
+        Raises:
+            RecordError: it could not be written; on all ranks.
+        """
+        self.wait()
+        self.ranks.close()
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def save_error(path: Path, error: BaseException) -> NarrowgaugeError:

@@ -41,6 +41,9 @@ class SilentWriter:
     def summary(self, row: Row) -> None:
         """Not written."""
 
+    def amend(self, run: Row) -> None:
+        """The first rank does."""
+
     def rewind(self, step: int, *, accept_lost: bool = False) -> None:
         """The first rank does."""
 
