@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,18 @@ def test_a_size_that_is_none_costs_one_line(size: str, calls: dict[str, Calls]) 
     refused = call("export", "runs/a", "out", "--max-shard-size", size)
     assert (refused.exit_code, refused.stderr.count("\n"), calls["export"]) == (2, 1, [])
     assert "is no size, such as 5GB or 500MB." in refused.stderr
+
+
+def test_a_signal_while_the_command_is_loaded_costs_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "narrowgauge.cli.main", Interrupted("narrowgauge.cli.main"))
+    monkeypatch.delitem(sys.modules, "narrowgauge.__main__", raising=False)
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("narrowgauge", run_name="__main__")
+    assert left.value.code == 130
 
 
 def test_sample_passes_on_and_prints(calls: dict[str, Calls]) -> None:

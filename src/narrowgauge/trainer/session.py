@@ -311,9 +311,12 @@ def _mesh(config: TrainConfig, here: Ranks, device: torch.device) -> Any:
         )
     if here.size == 1:
         if config.offload or config.narrow_gather or config.replicas > 1:
-            what = "offload" if config.offload else f"{config.replicas} replicas"
-            what = "narrow_gather" if config.narrow_gather else what
-            raise RankError(f"{what} was requested of one process, which has no shards.", "Start several: --nproc 2.")
+            what, without = ("offload", "--no-offload") if config.offload else ("replicas", "--replicas 1")
+            what, without = ("narrow_gather", "--no-narrow-gather") if config.narrow_gather else (what, without)
+            raise RankError(
+                f"{what} = {getattr(config, what)} was requested of one process, which has no shards.",
+                f"Start several, --nproc 2, or ask for none: {without}.",
+            )
         return None
     return make_mesh(here.size, device.type, sharding=config.shard, replicas=config.replicas)
 
