@@ -6,8 +6,8 @@ within the planner's interval.
 
 Baseline: the trained step itself, compiled, one thread a rank. What is compared is processor time, which other programs on the
 machine change less than the clock's. A fixed piece of work is timed before and after each step, and a step counts relative to it:
-a machine's speed drifts, and the planner predicts a machine, not a minute. The combinations are dealt into two halves; the shares
-of the machine are fitted to each half, and the other half is predicted with them.
+a machine's speed drifts, and the planner predicts a machine, not a minute. Every combination is predicted with the shares of the
+machine that were fitted to all others.
 
 Run: ``./dev bench planned_time [--quick]``. ``--steps FILE`` keeps what was trained, or compares what a former run kept.
 """
@@ -30,12 +30,11 @@ import torch
 import torch.distributed as dist
 from timing import Report, Row, parser
 
-from narrowgauge.planner.calibration import deviations, processor, step_observation
+from narrowgauge.planner.calibration import deviations, priors_of, processor, step_observation
 from narrowgauge.planner.clusters import cluster_of
 from narrowgauge.planner.fitting import Fit, fit_shares
 from narrowgauge.planner.launches import Launch, layout_of
 from narrowgauge.planner.model_configs import read_architecture
-from narrowgauge.planner.shares import shares_of
 from narrowgauge.planner.step_time import UNSTEADY_GROUPS, step_terms
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.profiling.block_benchmark import many_versions, training_session
@@ -165,8 +164,8 @@ _LEFT, _STREAM = torch.ones(384, 384), torch.ones(1 << 21)
 
 def seconds_of(row: Row) -> float:
     """A step's processor time on a machine as fast as when the reference took :data:`REFERENCE_SECONDS`."""
-    ratios = [step / beside for step, beside in zip(row["cpu_seconds"], row["reference_seconds"], strict=True)]
-    return REFERENCE_SECONDS * statistics.median(ratios)
+    # Sums, since the reference is short and a ratio of two times is noisier than the times; the first reference is cold.
+    return REFERENCE_SECONDS * sum(row["cpu_seconds"][1:]) / sum(row["reference_seconds"][1:])
 
 
 def in_processes(combination: Combination, rounds: int) -> Row:
@@ -241,16 +240,14 @@ def launch_of(row: Row) -> Launch:
 
 
 def held_out(launches: Sequence[Launch]) -> list[Row]:
-    """Each launch beside what shares fitted to the other half say of it."""
+    """Each launch beside what shares fitted to all others say of it."""
     chip = launches[0].cluster.groups[0].chip
-    published = shares_of(chip)
-    rows: dict[str, Row] = {}
-    for half in (0, 1):
-        seen = [step_observation(launch) for launch in launches[half::2]]
-        fit = fit_shares(seen, published, deviations(published, chip), "this benchmark")
-        for launch in launches[1 - half :: 2]:
-            rows[launch.name] = _beside(launch, fit)
-    return [rows[launch.name] for launch in launches]
+    published, seen = priors_of(chip), [step_observation(launch) for launch in launches]
+    rows = []
+    for place, launch in enumerate(launches):
+        others = [*seen[:place], *seen[place + 1 :]]
+        rows.append(_beside(launch, fit_shares(others, published, deviations(published, chip), "this benchmark")))
+    return rows
 
 
 def _beside(launch: Launch, fit: Fit) -> Row:
@@ -279,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = steps_of(COMBINATIONS[:4] if options.quick else COMBINATIONS, options.rounds, options.steps)
     report.add("trained steps", [_line(row) for row in rows])
     found = held_out([launch_of(row) for row in rows])
-    report.add("planned, with shares fitted to the other half", found)
+    report.add("planned, with shares fitted to all others", found)
     errors = [abs(row["error"]) for row in found]
     within, inside = sum(error <= PROMISED for error in errors), sum(row["inside"] for row in found)
     said = f"mean {statistics.mean(errors):.1%}, median {statistics.median(errors):.1%}, worst {max(errors):.1%}"

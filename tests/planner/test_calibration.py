@@ -168,7 +168,13 @@ def test_runs_of_two_machines_are_refused(tmp_path: Path) -> None:
 def profile(tmp_path: Path, **changed: Any) -> Path:
     layer = {"pattern": "model.layers.*.mlp.up_proj", "out_features": 320, "in_features": 128, "count": 4}
     layer |= {"parts_seconds": {"output": 2e-3, "grad_input": 2e-3, "grad_weight": 2e-3, "output.left": 1e-4}}
-    row = {"recipe": "bfloat16/word", "num_sequences": 8, "sequence_length": 256, "layers": [layer], "predicted": False}
+    row = {
+        "recipe": "float32/float32",
+        "num_sequences": 8,
+        "sequence_length": 256,
+        "layers": [layer],
+        "predicted": False,
+    }
     file = tmp_path / "profile.json"
     file.write_text(json.dumps([{**row, **changed}]))
     return file
@@ -177,7 +183,7 @@ def profile(tmp_path: Path, **changed: Any) -> Path:
 def test_profiles_calibrate_matmuls(tmp_path: Path) -> None:
     found = calibrate([profile(tmp_path)], processor("AVX2", 1))
     flops = 2 * 8 * 256 * 320 * 128
-    share = found.shares.matmul("bfloat16").value * found.chip.peak_tflops["bfloat16"] * 1e12
+    share = found.shares.matmul("float32").value * found.chip.peak_tflops["float32"] * 1e12
     assert flops / share + found.shares["kernel_seconds"].value == pytest.approx(2e-3, rel=0.05)
 
 

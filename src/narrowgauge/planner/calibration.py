@@ -86,7 +86,7 @@ def calibrate(sources: Sequence[str | Path], chip: Chip | None = None) -> Calibr
     paths = [Path(source).expanduser() for source in sources]
     found = chip or _chip_of(paths)
     observations = [each for path in paths for each in _observations(path, found)]
-    priors = shares_of(found)
+    priors = priors_of(found)
     names = f"fitted to {len(observations)} times of {', '.join(path.name for path in paths[:3])}"
     names += f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     fit = fit_shares(observations, priors, deviations(priors, found), names)
@@ -95,6 +95,19 @@ def calibrate(sources: Sequence[str | Path], chip: Chip | None = None) -> Calibr
 
 def _calibration(name: str, chip: Chip, fit: Fit, sources: Sequence[str]) -> Calibration:
     return Calibration(name, chip, fit.shares, fit.names, fit.error, fit.worst, tuple(sources))
+
+
+def priors_of(chip: Chip) -> Shares:
+    """The shares of a chip before anything is measured.
+
+    Args:
+        chip: of the table, or a processor.
+    Returns:
+        The published ones; a processor computes and sends with the same cores, so neither hides the other.
+    """
+    if chip.vendor != "CPU":
+        return shares_of(chip)
+    return shares_of(chip).replaced({"overlap.shard": Share(0.0, 0.0, 0.0, "the same cores compute and send")})
 
 
 def deviations(shares: Shares, chip: Chip) -> dict[str, float]:
@@ -108,7 +121,8 @@ def deviations(shares: Shares, chip: Chip) -> dict[str, float]:
     """
     names = [name for name in shares.rows if name.startswith("matmul.") or name in _FITTED]
     if chip.name not in CHIPS:
-        return {name: _DERIVED if name in _ALIKE else _UNKNOWN for name in names}
+        known = {**dict.fromkeys(_ALIKE, _DERIVED), "kernel_seconds": 2 * _UNKNOWN}
+        return {name: known.get(name, _UNKNOWN) for name in names}
     rows = {name: shares[name] for name in names}
     return {
         name: max(_LEAST, math.log(max(row.high, 1e-12) / max(row.low, 1e-12)) / (2 * SIGMAS))
@@ -298,7 +312,7 @@ def kept(name: str = HERE) -> Calibration:
             raise ValueError(f"version {content['version']}")
         chip = Chip(**content["chip"])
         rows = {key: Share(**row) for key, row in content["shares"].items()}
-        shares = shares_of(chip).replaced(rows)
+        shares = priors_of(chip).replaced(rows)
         [worst, error] = content["worst"]
         sources = tuple(content["sources"])
         return Calibration(name, chip, shares, tuple(rows), content["error"], (worst, error), sources)

@@ -165,14 +165,13 @@ class _Descent:
     def fit(self, source: str) -> Fit:
         """The fitted shares with their intervals."""
         matrix = self._equations(self._weights())[0]
-        identity = [[float(i == j) for j in range(len(self.names))] for i in range(len(self.names))]
-        inverse = solve(matrix, identity) if self.names else []
         rows = {}
         for k, name in enumerate(self.names):
-            variance = inverse[k][k] if inverse else self.deviations[name] ** 2
             value = self.shares[name].value * math.exp(self.logs[name])
-            # What the fit leaves over is in every prediction, so it widens every share.
-            wide = math.exp(SIGMAS * math.sqrt(min(variance, self.deviations[name] ** 2) + self.spread**2))
+            # Sums of terms add the ends of all shares, as if these were wrong in one direction. What a fit leaves open is not:
+            # where one share is too high another one is too low. So each gets the deviation that it has while the others stay,
+            # and what the fit leaves over, which is in every prediction.
+            wide = math.exp(SIGMAS * math.sqrt(1 / matrix[k][k] + self.spread**2))
             rows[name] = Share(value, value / wide, value * wide, source)
         relative = [math.exp(e) - 1 for e in self.errors]
         worst = max(range(len(relative)), key=lambda k: abs(relative[k]))

@@ -16,6 +16,7 @@ from narrowgauge.planner.shares import Shares, rate_name, shares_of
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import Cast, Compute, Product
 from narrowgauge.spec.formats import get_format
+from narrowgauge.spec.processor import multiplies
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.slots import SLOTS, TENSORS, casts_made, weight_slots
 from narrowgauge.spec.variants import named
@@ -83,6 +84,14 @@ def is_native(product: Product, compute: Compute, chip: Chip) -> bool:
     return has_kernel and all(rate_name(format) in chip.peak_tflops for format in formats)
 
 
+def is_widened(format: str, chip: Chip) -> bool:
+    """Whether a processor multiplies a 16-bit format as float32, for which both operands and the result are converted."""
+    return chip.vendor == "CPU" and bytes_of(format) < 4 and not multiplies(format)
+
+
+_WIDENED_BYTES = 6  # of an operand: read in 16 bits and written in 32; of the result the other way
+
+
 def describe_support(compute: Compute, chip: Chip) -> str:
     """``native``, or ``emulated`` and why."""
     emulated = [product for product in compute.products.values() if not is_native(product, compute, chip)]
@@ -134,6 +143,8 @@ def operation_seconds(
                 seconds[name] = _cast_seconds(name, compute.casts[name], sizes, setting, native, chip, shares)
         moved, extra = _moved_bytes(matmul, product, sizes, setting, native)
         format = product.left.format if native else setting.stream
+        if is_widened(format, chip):
+            format, extra = "float32", extra + _WIDENED_BYTES * sum(sizes.values())
         seconds[matmul] = matmul_seconds(flops, moved, format, chip, shares) + bytes_seconds(extra, chip, shares)
     return seconds
 
