@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -61,6 +62,14 @@ def test_advice_is_the_smallest_change_and_it_is_true() -> None:
     assert search(LARGE, MASTER, cluster_of("A100-SXM4-40GB", 16), 4096)[0].fits
     for wider in ("bfloat16/split", "bfloat16/split8"):
         assert not search(LARGE, parse(wider), cluster, 4096)[0].fits
+
+
+@pytest.mark.parametrize("recipe", ["float8/collage-plus", "float16/split", "scalify-float16/scaled16"])
+def test_advice_names_storages_that_the_compute_supports(recipe: str) -> None:
+    [option] = search(LARGE, parse(recipe), cluster_of("RTX-4090", 8), 4096)
+    assert option.fits is False and option.advice
+    for named in re.findall(r"\(([a-z0-9-]+/[a-z0-9-]+)\)", option.advice):
+        assert parse(named).compute == parse(recipe).compute
 
 
 def test_the_host_holds_states_only_where_it_is_known_to_have_room() -> None:

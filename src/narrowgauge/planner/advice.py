@@ -11,7 +11,7 @@ from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.layouts import Layout, Offload
 from narrowgauge.planner.rank_memory import host_bytes, memory_terms
 from narrowgauge.spec.chips import CHIPS
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import Recipe, is_pair
 from narrowgauge.spec.storages import STORAGES
 
 _MOST_CHIPS = 1 << 14
@@ -83,10 +83,10 @@ def _narrower(recipe: Recipe, fits: Fits[Recipe]) -> Iterator[str]:
     """The widest storage that fits."""
     others = sorted(STORAGES.values(), key=lambda storage: -storage.bytes_per_param)
     for storage in others:
-        is_plain = "/" not in storage.name and storage.visible == recipe.storage.visible
-        is_narrower = is_plain and storage.keeps_updates and storage.bytes_per_param < recipe.bytes_per_param
+        is_possible = is_pair(recipe.compute, storage) and storage.visible == recipe.storage.visible
+        is_narrower = is_possible and storage.keeps_updates and storage.bytes_per_param < recipe.bytes_per_param
         if is_narrower and fits(replace(recipe, storage=storage)):
-            yield f"at {storage.bytes_per_param:g} B/param ({recipe.compute.name}/{storage.name})"
+            yield f"at {storage.bytes_per_param:g} B/param ({recipe.compute.name}/{storage.name.rpartition('/')[2]})"
             return
 
 

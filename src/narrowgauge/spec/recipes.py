@@ -264,16 +264,26 @@ def _kept_for_backward(compute: Compute) -> str:
     return f"{what}, {compute.kept_bytes:g} byte{'' if compute.kept_bytes == 1 else 's'}"
 
 
-def _check_pair(compute: Compute, storage: Storage) -> None:
-    """Refuse a storage that belongs to another compute, or that this compute does not support."""
-    fitting = [n.partition("/")[2] for n in STORAGES if n.startswith(f"{compute.name}/")]
+def is_pair(compute: Compute, storage: Storage) -> bool:
+    """Whether a compute supports a storage.
+
+    Example:
+        >>> from narrowgauge.spec.computes import COMPUTES
+        >>> [is_pair(COMPUTES[name], STORAGES["word"]) for name in ("float8-row", "float8")]
+        [True, False]
+    """
     owner, slash, name = storage.name.rpartition("/")
     if slash:
-        fits = owner == compute.name
-    else:
-        fits = compute.name not in OWN_STORAGES_ONLY and name not in fitting
-    if fits:
+        return owner == compute.name
+    return compute.name not in OWN_STORAGES_ONLY and f"{compute.name}/{name}" not in STORAGES
+
+
+def _check_pair(compute: Compute, storage: Storage) -> None:
+    """Refuse a storage that belongs to another compute, or that this compute does not support."""
+    if is_pair(compute, storage):
         return
+    fitting = [n.partition("/")[2] for n in STORAGES if n.startswith(f"{compute.name}/")]
+    owner, _, name = storage.name.rpartition("/")
     if name in fitting:
         advice = f"Take '{compute.name}/{name}'."
     else:
