@@ -50,5 +50,6 @@ def made_option(
 
 def made_plan(*options: Option, model: str = "llama-8b", tokens: float | None = None) -> Plan:
     """A plan of these options, in their order."""
-    question = Question(read_architecture("llama-8b"), model, (cluster_of("H100-SXM", 8),), 4096, tokens)
-    return Plan(question, options or (made_option(),))
+    shown = options or (made_option(),)
+    clusters = tuple(cluster_of("H100-SXM", number) for number in sorted({8, *(option.num_chips for option in shown)}))
+    return Plan(Question(read_architecture("llama-8b"), model, clusters, 4096, tokens), shown)

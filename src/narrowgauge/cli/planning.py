@@ -25,7 +25,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "recipe", "chip", "chips", "chips_per_node", "interconnect", "dollars_per_hour", "cluster", "sequence_length",
         "tokens_per_step", "tokens", "layout", "minimize", "explain", "html", "toml",
     ),
-    "params": ("recipe", "chip", "chips", "chips_per_node", "cluster", "layout", "explain"),
+    "params": ("recipe", "chip", "chips", "chips_per_node", "cluster", "layout", "explain", "html"),
     "measured": ("at",),
     "regression": ("chip",),
     "calibrate": ("chip",),
@@ -235,11 +235,12 @@ def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
     )
     if asked["toml"]:
         from narrowgauge.planner.train_settings import train_settings
+        from narrowgauge.runs.atomic_io import AGAIN, write_whole
 
         settings = train_settings(found)
         if asked["toml"] == "-":
             return click.echo(settings, nl=False)
-        Path(asked["toml"]).write_text(settings, encoding="utf-8")
+        write_whole(Path(asked["toml"]), settings.encode(), AGAIN)
     if asked["html"]:
         from narrowgauge.report.plan_page import write_plan
 

@@ -12,6 +12,7 @@ from narrowgauge.planner.term_changes import changes
 from narrowgauge.planner.words import amount, axes_text, gigabytes, layout_text, seconds_text
 
 if TYPE_CHECKING:
+    from narrowgauge.planner.clusters import Cluster
     from narrowgauge.planner.plan_report import Plan
 
 _BY_NAME = {cause.name: cause.remedy for cause in CAUSES}
@@ -31,6 +32,8 @@ REMEDIES = {
 }
 """What makes each group of a step smaller."""
 _FEW = 4
+MOST_SHARED = 3
+"""Clusters up to which one configuration for all is looked for."""
 _LEAST_SHARE = 0.005
 USEFUL = ("matmuls", "attention")
 """Groups of a step that are the model's own operations; all others are overhead."""
@@ -131,45 +134,60 @@ def _overheads(option: Option) -> str:
 def _about_pace(option: Option) -> Iterator[str]:
     """Which chips all others wait for, and what that costs a step."""
     for term in option.step or ():
-        if term.name == "for late nodes" or "sets the pace" in term.formula:
-            costs = f"{seconds_text(term.value)} of each step: " if term.value else ""
-            yield f"Synchronization: {costs}{term.formula}. {REMEDIES['waiting'].capitalize()}."
+        if term.name == "for late nodes":
+            remedy = REMEDIES["waiting"].capitalize()
+            yield f"Synchronization: {seconds_text(term.value)} of each step: {term.formula}. {remedy}."
+        elif "sets the pace" in term.formula:
+            yield f"Synchronization: {term.formula}. All chips do the same work: the faster ones wait at every step."
 
 
 def _about_all(plan: Plan) -> Iterator[str]:
     if plan.best.num_chips > 1:
         yield _replicated(plan)
-    for cluster in plan.question.clusters:
-        if any(group.is_network_assumed for group in cluster.groups) and cluster.num_chips > cluster.chips_per_node:
-            rate = cluster.groups[0].network_bytes_per_second * 8e-9 * cluster.groups[0].chips
-            yield (
-                f"The network of {cluster.name} is assumed: {rate:,.0f} Gbit/s a node, as such chips usually have; "
-                "--interconnect says otherwise."
-            )
-    fitting = [option for option in plan.options if option.fits]
-    yield from _about_sizes(fitting)
-    if len({group.chip.name for cluster in plan.question.clusters for group in cluster.groups}) > 1:
+    yield from _about_networks(plan)
+    for kind in dict.fromkeys(map(_kind, plan.question.clusters)):
+        names = {cluster.name for cluster in plan.question.clusters if _kind(cluster) == kind}
+        yield from _about_sizes([option for option in plan.options if option.fits and option.cluster in names])
+    if plan.shared or (
+        1 < len(plan.question.clusters) <= MOST_SHARED and len(set(map(_kind, plan.question.clusters))) > 1
+    ):
         yield _about_shared(plan)
     yield from _about_stability(plan)
+
+
+def _kind(cluster: Cluster) -> tuple[str, ...]:
+    return tuple(group.chip.name for group in cluster.groups)
+
+
+def _about_networks(plan: Plan) -> Iterator[str]:
+    """The rates between nodes that nobody has given."""
+    used = {option.cluster for option in plan.options}
+    assumed = []
+    for cluster in plan.question.clusters:
+        group = cluster.groups[0]
+        if cluster.name in used and group.is_network_assumed and cluster.num_chips > group.chips:
+            assumed.append(
+                f"{group.network_bytes_per_second * 8e-9 * group.chips:,.0f} Gbit/s a node for {cluster.name}"
+            )
+    if assumed:
+        yield f"Networks are assumed, as such chips usually have: {', '.join(assumed)}; --interconnect says otherwise."
 
 
 def _about_sizes(options: list[Option]) -> Iterator[str]:
     """What more of the same chips buy, and which overhead takes the rest."""
     found: dict[int, Option] = {}
     for option in options:
-        if option.recipe == options[0].recipe and option.num_chips not in found:
-            found[option.num_chips] = option
-    sizes = [found[number] for number in sorted(found)]
-    for few, many in pairwise(sizes):
-        assert few.tokens_per_second and many.tokens_per_second and few.step and many.step
+        if option.recipe == options[0].recipe:
+            found.setdefault(option.num_chips, option)
+    for few, many in pairwise(found[number] for number in sorted(found)):
+        assert few.tokens_per_second and many.tokens_per_second
         speed_up = many.tokens_per_second / few.tokens_per_second
         efficiency = speed_up * few.num_chips / many.num_chips
-        # Seconds of one chip per token, before and after.
         grown = _grown(few, many)
         share = f"; the first bottleneck is {grown}: {REMEDIES.get(grown, 'see --explain')}" if grown else ""
         yield (
-            f"From {few.num_chips} to {many.num_chips} chips {options[0].recipe.title} is {speed_up:.3g} times as fast, an "
-            f"efficiency of {efficiency:.0%}{share}."
+            f"From {few.num_chips} to {many.num_chips} chips {few.recipe.title} is {speed_up:.3g} times as fast on "
+            f"{many.cluster}, an efficiency of {efficiency:.0%}{share}."
         )
 
 
@@ -181,7 +199,7 @@ def _grown(few: Option, many: Option) -> str:
     for change in changes(few.step, many.step, scale):
         sums[change.group] = sums.get(change.group, 0.0) + change.difference
     worst = max(sums, key=lambda group: sums[group], default="")
-    return worst if worst and sums[worst] > 0 else ""
+    return worst if worst and sums[worst] > _LEAST_SHARE * many.step.total else ""
 
 
 def _about_shared(plan: Plan) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.terms import Terms
+from narrowgauge.planner.words import gigabytes
 from narrowgauge.spec.recipes import Recipe
 
 MEMORY_GROUPS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
@@ -96,8 +97,8 @@ class Option:
         assert self.capacity_bytes is not None
         largest = _largest(self.memory)
         return (
-            f"needs {self.memory.total / 1e9:,.1f} GB a chip of {self.capacity_bytes / 1e9:,.1f} "
-            f"({largest} {self.memory.groups[largest] / 1e9:,.1f})"
+            f"needs {gigabytes(self.memory.total)} a chip of {gigabytes(self.capacity_bytes)} "
+            f"({largest} {gigabytes(self.memory.groups[largest])})"
         )
 
     @property

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError, suggestion
+from narrowgauge.planner.advice import smallest_changes
+from narrowgauge.planner.answers import MOST_SHARED
 from narrowgauge.planner.architectures import Architecture, of_size
 from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.layouts import Layout
@@ -39,6 +41,7 @@ _PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_ba
 _SHAPE = ("data", "shard", "zero", "tensor", "pipeline", "interleave", "context", "expert")
 _FEW_RECIPES = 4
 _MOST_LAYOUTS = 8
+_TUNING = ("int8-outlier",)
 # Rates that differ by less are equal, and the more free memory decides: the intervals are far wider.
 _NOISE = 0.05
 _SEQUENCE_LENGTH = 4096
@@ -121,7 +124,8 @@ def plan(
     found = _ranked(question, options)
     found = replace(found, trainable=_trainable(found, tokens_per_step))
     kinds = {tuple(group.chip.name for group in place.groups) for place in places}
-    return replace(found, shared=_shared(found, tokens_per_step)) if len(kinds) > 1 else found
+    is_shared = len(kinds) > 1 and len(places) <= MOST_SHARED
+    return replace(found, shared=_shared(found, tokens_per_step)) if is_shared else found
 
 
 def _trainable(found: Plan, tokens_per_step: int | None) -> Option | None:
@@ -178,13 +182,13 @@ def _state_options(question: Question, recipes: Sequence[Recipe], numbers: Seque
         layout = _state_layout(question.fixed, number)
         for recipe in recipes:
             terms = memory_terms(question.architecture, recipe, layout, question.sequence_length)
-            yield Option(
-                recipe,
-                layout,
-                Terms(tuple(term for term in terms if term.group in _STATE)),
-                capacity_bytes=None if cluster is None else cluster.memory_bytes,
-                cluster="" if cluster is None else cluster.name,
-            )
+            state = Terms(tuple(term for term in terms if term.group in _STATE))
+            if cluster is None:
+                yield Option(recipe, layout, state)
+                continue
+            option = Option(recipe, layout, state, cluster.memory_bytes, cluster=cluster.name)
+            given = question.architecture, recipe, layout, cluster, question.sequence_length
+            yield option if option.fits else replace(option, advice=smallest_changes(*given, fixed=question.fixed))
 
 
 def _state_layout(fixed: Mapping[str, Any], number: int | None) -> Layout:
@@ -219,7 +223,7 @@ def _ranked(question: Question, options: Sequence[Option]) -> Plan:
         )
 
     ordered = sorted(options, key=rank)
-    is_one = len({option.recipe for option in ordered}) == 1 and len(question.clusters) <= 1
+    is_one = len({option.recipe for option in ordered}) == 1 and len({option.cluster for option in ordered}) <= 1
     groups: dict[Any, list[Option]] = {}
     for option in ordered:
         place = option.num_chips if option.step is None else 0
@@ -288,7 +292,7 @@ def _shapes_of(options: Sequence[Option]) -> list[dict[str, Any]]:
 def _suited(cluster: Cluster) -> Iterator[Recipe]:
     """Every storage of 16-bit weights, and every other compute with its own storage, that all chips multiply natively.
 
-    Computes that change the whole model are for those who ask for them.
+    Computes that change the whole model, or are for fine-tuning, are for those who ask for them.
     """
     chips = {group.chip.name: group.chip for group in cluster.groups}.values()
     wide = "bfloat16" if all("bfloat16" in chip.peak_tflops for chip in chips) else "float16"
@@ -297,7 +301,7 @@ def _suited(cluster: Cluster) -> Iterator[Recipe]:
     names += [f"{name}/{storage}" for name, storage in DEFAULT_STORAGE.items()]
     for recipe in map(parse, dict.fromkeys(names)):
         is_native = all(describe_support(recipe.compute, chip) == "native" for chip in chips)
-        if is_native and not recipe.compute.transform:
+        if is_native and not recipe.compute.transform and recipe.compute.name not in _TUNING:
             yield recipe
 
 

@@ -184,7 +184,7 @@ def _shown(option: Option, question: Question) -> Row:
         "days": "" if days is None else f"{days:,.3g}" if days < 1000 else f"{days:,.0f}",
         "cost": "" if cost is None else f"{cost:,.0f}",
         "limited_by": option.limited_by if option.fits else "",
-        "why_not": " ".join(filter(None, [option.reason and f"{option.reason};", option.advice]))
+        "why_not": " ".join(filter(None, [option.reason and f"{option.reason}.", option.advice]))
         if option.fits is False
         else "",
     }
