@@ -22,7 +22,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.narrow_gather import gather_narrow
 from narrowgauge.matmul.scopes import compute_in_scope
-from narrowgauge.matmul.swapping import linear_names, swap_linears
+from narrowgauge.matmul.swapping import linear_names, linears_of, swap_linears
 from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import is_sharded, local_of, own_part, placed_like
@@ -122,6 +122,7 @@ def prepare(
     if mesh is not None or policy.reduction.name != "native":
         name = policy.reduction.name
         optimizer.reduction = reduce_gradients_with(model, name, average=average, seed=seed, mesh=mesh)
+        _join_histories(inner, optimizer)
     return model, optimizer
 
 
@@ -175,6 +176,13 @@ def assemble(
     if narrow_gather:
         _gather_narrow(model, policy)
     return model, optimizer
+
+
+def _join_histories(model: nn.Module, optimizer: AdamW) -> None:
+    """Let delayed scales take the maximum over all ranks, before each step."""
+    narrow, reduction = linears_of(model), optimizer.reduction
+    if narrow is not None and reduction.size > 1:
+        optimizer.register_step_pre_hook(lambda *_: narrow.join_histories(reduction.largest))
 
 
 def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> Linears | None:

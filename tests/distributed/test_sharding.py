@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -265,3 +266,30 @@ def test_layers_of_any_model_are_members_of_its_lists() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3)
     assert sharding.layers_of(encoder) == list(encoder.layers)
     assert sharding.layers_of(nn.Sequential(nn.Linear(2, 2))) == []
+
+
+def delayed(rank: int, how: str) -> str:
+    """Weights after three steps of six micro-batches whose largest values differ, in a loop of one's own."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    size = dist.get_world_size()
+    batches = torch.randn(3, 6, 4, 16) * torch.arange(1.0, 7.0).view(1, 6, 1, 1)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+    mesh = init_device_mesh("cpu", (size,)) if size > 1 else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recipe = "float8-delayed/word/reproducible"
+        model, optimizer = ng.prepare(model, recipe, mesh=mesh, shard=how, average=False, compile=False)
+    for leaves in batches.bfloat16():
+        for turn, leaf in enumerate(leaves[rank::size]):
+            with optimizer.reduction.micro_batch(is_last=turn == 6 // size - 1):
+                (model(leaf).float().square().mean() / 6).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return print_of(model, optimizer)
+
+
+@pytest.mark.parametrize("how", sharding.SHARDINGS)
+def test_delayed_scales_are_those_of_all_ranks(how: str, tmp_path: Path) -> None:
+    """In a loop of one's own too: the maximum over all micro-batches, whoever computed them."""
+    assert len({bits for size in (1, 3) for bits in run_ranks(delayed, size, tmp_path, how)}) == 1

@@ -173,7 +173,7 @@ class GradientReduction:
         self._sharded = [p for p in self._trainable if id(p) in sharded]
         if parties is None:
             parties = _parties_of(model, mesh)
-        self.size = parties.size
+        self.size, self._group = parties.size, parties.group
         whole = replicated(parties.group) if parties.size > 1 else ALONE
         self._replicated = Replicated(others, whole, register)
         self._lone = SumAfterBackward(self._replicated, lambda: self.now is not None, self._require_frozen)
@@ -240,6 +240,13 @@ class GradientReduction:
             self._accumulator.discard()
         self._in_step = False
         self._arrivals.discard()
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The elementwise maximum over the ranks whose gradients are summed; all of them call it."""
+        values = values.clone()
+        if self.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+        return values
 
     def bytes_per_param(self) -> float:
         """Bytes per parameter that are kept between micro-batches and steps, counted from live tensors."""
