@@ -54,6 +54,7 @@ def test_small_messages_on_many_nodes_take_a_tree() -> None:
 def test_all_to_all_leaves_the_node_with_what_others_need() -> None:
     assert all_to_all_seconds(32e9, FOUR) == pytest.approx(24e9 / 10e9)
     assert all_to_all_seconds(8e9, NODE) == pytest.approx(7e9 / 100e9)
+    assert all_to_all_seconds(32e9, FOUR, between=0.5) == pytest.approx(12e9 / 10e9)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,19 @@ def test_experts_get_the_tokens_that_chose_them() -> None:
     assert why_not(dense, Layout(shard=16, expert=8), 4096) == "8 expert ranks do not divide 1 expert"
 
 
+def test_a_token_travels_once_to_a_node_or_once_to_each_expert() -> None:
+    shape, cluster = read_architecture("mixtral-8x7b"), cluster_of("H100-SXM", 16, chips_per_node=2)
+    layout = Layout(shard=16, expert=8)
+    times = [
+        by_name(step_terms(shape, WORD, layout, cluster, 4096, exact("H100-SXM", once_per_node=once)))[
+            "tokens between experts"
+        ].value
+        for once in (0.0, 1.0)
+    ]
+    # Two experts on four nodes: 2 × 3/4 copies leave the node, for 3 × (1 - 9/16) nodes.
+    assert times[1] / times[0] == pytest.approx(3 * (1 - 9 / 16) / 1.5, rel=5e-3)
+
+
 def test_failures_and_checkpoints_follow_young_and_daly() -> None:
     cluster = replace(H100, chip_mtbf_hours=1000.0)
     terms = by_name(step_terms(LLAMA, WORD, SHARED, cluster, 8192, exact("H100-SXM", host=1.0, restart_seconds=600.0)))

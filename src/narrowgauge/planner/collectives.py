@@ -163,8 +163,13 @@ def hierarchical_seconds(num_bytes: float, path: Path) -> float:
     return within + between
 
 
-def all_to_all_seconds(num_bytes: float, path: Path) -> float:
+def all_to_all_seconds(num_bytes: float, path: Path, *, between: float = 1.0) -> float:
     """Seconds until every rank has sent each other rank its part of ``num_bytes``.
+
+    Args:
+        num_bytes: that each rank sends.
+        path: of the group.
+        between: share of the bytes for other nodes that travel there, where equal parts for ranks of one node travel once.
 
     Example:
         >>> all_to_all_seconds(8e9, Path(8, 1, 1e9, 1e9, 0.0))
@@ -173,10 +178,10 @@ def all_to_all_seconds(num_bytes: float, path: Path) -> float:
     if path.ranks == 1:
         return 0.0
     within = (path.ranks_per_node - 1) / path.ranks * num_bytes / path.link_bytes_per_second
-    between = (path.ranks - path.ranks_per_node) / path.ranks * num_bytes / path.network_bytes_per_second
+    far = between * (path.ranks - path.ranks_per_node) / path.ranks * num_bytes / path.network_bytes_per_second
     # Sends to all peers are under way at once: latency counts once per doubling.
     latency = math.ceil(math.log2(path.ranks)) * (path.network_latency if path.nodes > 1 else path.link_latency)
-    return max(within, between) + latency
+    return max(within, far) + latency
 
 
 def send_seconds(num_bytes: float, path: Path) -> float:

@@ -157,7 +157,9 @@ class Exchanges:
         layers = self.layers * mixture.num_layers / self.work.architecture.num_layers
         size = self.work.stream_bytes * mixture.experts_per_token / layout.tensor
         count = 6 if layout.recompute == "full" else 4
-        seconds = layout.micro_batches * layers * count * all_to_all_seconds(size, path)
+        # A token that visits several experts of a node may travel there once.
+        once = 1 - self.work.shares["once_per_node"].value * _repeated(mixture.experts_per_token, path.nodes)
+        seconds = layout.micro_batches * layers * count * all_to_all_seconds(size, path, between=once)
         what = f"{layout.micro_batches} × {layers:g} layers × {count} all-to-alls of {_size(size)}"
         under = layout.micro_batches * self.compute
         return self._exchange("tokens between experts", seconds, "expert", under, path, what)
@@ -212,6 +214,20 @@ class Exchanges:
     @property
     def _gradient_bytes(self) -> float:
         return self.work.recipe.reduction.bytes_per_element(self.work.recipe.storage.visible)
+
+
+def _repeated(experts_per_token: int, nodes: int) -> float:
+    """Of the copies of a token for experts of other nodes, the share for nodes that get another copy; experts are drawn evenly.
+
+    Example:
+        >>> _repeated(1, 8), round(_repeated(8, 2), 2)
+        (0.0, 0.75)
+    """
+    if nodes == 1:
+        return 0.0
+    copies = experts_per_token * (nodes - 1) / nodes
+    visited = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts_per_token)
+    return 1 - visited / copies
 
 
 def _size(num_bytes: float) -> str:

@@ -178,6 +178,12 @@ _GENERAL = {
     "overlap.context": Share(0.80, 0.40, 1.0, "ring attention sends the next block meanwhile: an assumption"),
     "overlap.pipeline": Share(0.50, 0.0, 0.95, "interleaved schedules send meanwhile, others wait"),
     "overlap.expert": Share(0.30, 0.0, 0.90, "DeepSeek-V3's DualPipe hides nearly all, others nothing"),
+    "once_per_node": Share(
+        0.50,
+        0.0,
+        1.0,
+        "DeepEP sends a token once to each node (arXiv 2412.19437, 3.2.2), an all-to-all once to each expert",
+    ),
     "spread": Share(
         0.010, 0.004, 0.020, "of the speed of equal chips: an assumption; Sinha et al., SC 2022: up to 8 % by site"
     ),
