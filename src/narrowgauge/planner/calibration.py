@@ -35,9 +35,9 @@ HERE = "here"
 """The name of this machine, as ``--chip here``."""
 _VERSION = 1
 _UNKNOWN, _DERIVED = 1.5, 0.7
-"""Standard deviation of the logarithm of a share of nominal rates: a factor of 4.5 either way for matmuls, memory and what a
-processor computes byte by byte, of 2 for shares that are alike everywhere."""
-_ALIKE = ("attention", "elementwise")
+"""Standard deviation of the logarithm of a share of nominal rates: a factor of 4.5 either way for matmuls, memory and links, of 2
+for the others, which are relative to these."""
+_ALIKE = ("attention", "elementwise", "casts", "loss", "optimizer")
 _POOR = 0.25
 _LEAST = 0.1  # of a share that is published without an interval, or with a narrower one
 # What a step of a run depends on, besides ``matmul.FORMAT``; the others are published or assumed.
@@ -103,11 +103,19 @@ def priors_of(chip: Chip) -> Shares:
     Args:
         chip: of the table, or a processor.
     Returns:
-        The published ones; a processor computes and sends with the same cores, so neither hides the other.
+        The published ones; a processor computes, sends and calls kernels with the same cores, so none of these hides another
+        and nothing waits between them.
     """
     if chip.vendor != "CPU":
         return shares_of(chip)
-    return shares_of(chip).replaced({"overlap.shard": Share(0.0, 0.0, 0.0, "the same cores compute and send")})
+    why = "the same cores compute, send and call kernels"
+    return shares_of(chip).replaced(
+        {
+            "overlap.shard": Share(0.0, 0.0, 0.0, why),
+            "library": Share(1.0, 1.0, 1.0, why),
+            "slowed.link": Share(0.0, 0.0, 0.0, why),
+        }
+    )
 
 
 def deviations(shares: Shares, chip: Chip) -> dict[str, float]:
