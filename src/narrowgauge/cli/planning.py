@@ -18,7 +18,9 @@ from typing import Any
 import click
 
 from narrowgauge.cli import flags
+from narrowgauge.planner.presets import PRESETS
 from narrowgauge.spec import tables
+from narrowgauge.spec.models import MODELS
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "model": (
@@ -70,11 +72,11 @@ def _layout(text: str) -> dict[str, Any]:
     return read_layout(text)
 
 
-@click.command("plan")
+@click.command("plan", epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESETS)}.")
 @click.option(
     "--model",
     metavar="TEXT",
-    shell_complete=flags.models,
+    shell_complete=flags.of([*MODELS, *PRESETS], "file"),
     help="A preset, or a Hugging Face config.json.",
 )
 @click.option("--params", type=_amount(1), metavar="X", help="A number of parameters (10e9): their state alone.")
