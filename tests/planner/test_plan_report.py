@@ -72,7 +72,7 @@ def test_a_plan_says_why_it_is_not_faster() -> None:
     assert (
         "Of a step of 5 s (524,288 tokens), matmuls and attention take 4.5 s; the rest is communication 400 ms" in text
     )
-    assert "limited by matmuls" in text and "1T tokens take 110 days" in text
+    assert "limited by matmuls" in text and "1T tokens take 110 d (99.3 d to 121 d" in text
 
 
 def test_what_does_not_fit_says_what_would() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from narrowgauge.planner.causes import CAUSES
 from narrowgauge.planner.options import OURS, Option
+from narrowgauge.planner.scaling_law import duration
 from narrowgauge.planner.term_changes import changes
 from narrowgauge.planner.words import amount, axes_text, gigabytes, layout_text, seconds_text
 
@@ -112,7 +113,8 @@ def _duration(option: Option, num_tokens: float) -> str:
     days, cost = option.days(num_tokens), option.cost(num_tokens)
     low, high = option.confidence(num_tokens)["days"]
     price = "" if cost is None else f" and ${cost:,.0f}"
-    return f"{amount(num_tokens)} tokens take {days:,.3g} days ({low:,.3g} to {high:,.3g}){price}."
+    took, least, most = (duration(86_400 * found) for found in (days or 0.0, low, high))
+    return f"{amount(num_tokens)} tokens take {took} ({least} to {most} four times of five){price}."
 
 
 def _overheads(option: Option) -> str:

@@ -27,11 +27,10 @@ def train_settings(plan: Plan) -> str:
     best = plan.best
     _require_trainable(plan, best)
     layout = best.layout
-    lines = [
-        f"# {plan.title}",
-        f"# {axes_text(layout)}: start {best.num_chips} ranks, for instance",
-        f"# torchrun --nproc-per-node N --nnodes M -m narrowgauge train --config FILE   (N × M = {best.num_chips})",
-    ]
+    start = "narrowgauge train --config FILE"
+    if best.num_chips > 1:
+        start = f"torchrun --nproc-per-node N --nnodes M -m {start}, with N × M = {best.num_chips}"
+    lines = [f"# {plan.title}", f"# {axes_text(layout)}: {start}"]
     recipe = best.recipe.to_value()
     settings: dict[str, Any] = {
         "model": _trainable_model(plan),
