@@ -24,11 +24,11 @@ def seconds_text(seconds: float) -> str:
     """Seconds of a step or of a part of it.
 
     Example:
-        >>> seconds_text(5.117), seconds_text(0.0123)
-        ('5.12 s', '12.3 ms')
+        >>> seconds_text(5.117), seconds_text(0.0123), seconds_text(4110)
+        ('5.12 s', '12.3 ms', '4,110 s')
     """
     scale, unit = unit_of(seconds, "s")
-    return f"{seconds / scale:,.3g} {unit}"
+    return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds / scale:.3g} {unit}"
 
 
 def amount(number: float) -> str:
