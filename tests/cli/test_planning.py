@@ -71,6 +71,7 @@ def refusal(*words: str) -> str:
         (("--model", "llama-8b", "--chip", "H100-SXM", "--recipe", "bfloat16/wurd"), "Did you mean"),
         (("--model", "gpt2-124m", "--chip", "H100-SXM", "--sequence-length", "4096"), "1,024 positions"),
         (("--measured", "128:10d"), "128 chips only"),
+        (("--measured", ""), "needs times or run folders"),
     ],
 )
 def test_a_mistake_costs_one_line(words: tuple[str, ...], fault: str) -> None:

@@ -48,6 +48,11 @@ def test_the_state_of_ten_billion_parameters() -> None:
     assert found.is_state_only and found.best.step is None and found.best.fits is None
 
 
+def test_the_state_of_a_model_is_that_of_its_parameters() -> None:
+    found = plan("llama-8b", recipes=["bfloat16/master", "bfloat16/word"])
+    assert gigabytes_each(found) == pytest.approx({"master": 128.48, "word": 64.24}, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("chips", "each"),
     [(8, [60, 45, 30, 26.25, 22.5]), (32, [15, 11.25, 7.5, 6.5625, 5.625])],

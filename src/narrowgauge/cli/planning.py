@@ -286,7 +286,10 @@ def _measured(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> N
     else:
         from narrowgauge.runs.record import read_run
 
-        steps = attribution.attribute([read_run(path) for path in (*map(Path, _names(asked["measured"])), *runs)])
+        folders = [*map(Path, _names(asked["measured"])), *runs]
+        if not folders:
+            raise click.UsageError("--measured needs times or run folders.", click.get_current_context())
+        steps = attribution.attribute([read_run(folder) for folder in folders])
         row, sentences = attribution.attribution_dict(steps), attribution.attribution_lines(steps)
     if as_json:
         return tables.write_object(row)

@@ -177,17 +177,19 @@ def _storages() -> Iterator[Recipe]:
 
 
 def _state_options(question: Question, recipes: Sequence[Recipe], numbers: Sequence[int]) -> Iterator[Option]:
+    # Of a model's shape the worst moment would be returned, at which not all gradients exist.
+    size = of_size(question.architecture.num_parameters)
     places: list[tuple[Cluster | None, int | None]] = [(cluster, cluster.num_chips) for cluster in question.clusters]
     for cluster, number in places or [(None, number) for number in numbers] or [(None, None)]:
         layout = _state_layout(question.fixed, number)
         for recipe in recipes:
-            terms = memory_terms(question.architecture, recipe, layout, question.sequence_length)
+            terms = memory_terms(size, recipe, layout, question.sequence_length)
             state = Terms(tuple(term for term in terms if term.group in _STATE))
             if cluster is None:
                 yield Option(recipe, layout, state)
                 continue
             option = Option(recipe, layout, state, cluster.memory_bytes, cluster=cluster.name)
-            given = question.architecture, recipe, layout, cluster, question.sequence_length
+            given = size, recipe, layout, cluster, question.sequence_length
             yield option if option.fits else replace(option, advice=smallest_changes(*given, fixed=question.fixed))
 
 
