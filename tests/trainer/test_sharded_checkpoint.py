@@ -211,7 +211,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for case in CASES:
         model, optimizer = start(case)
         take_steps(model, optimizer, FIRST)
-        Saver(place / "1" / case).save(FIRST.stop, state_tensors(model.named_parameters(), optimizer), {})
+        saver = Saver(place / "1" / case)
+        saver.save(FIRST.stop, state_tensors(model.named_parameters(), optimizer), {})
+        saver.close()
     run_ranks(go_on, 2, place / "again", place / "1", place / "1 to 2", SECOND)
     return place
 

@@ -76,7 +76,9 @@ def rank_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_lost_checkpoint_and_a_wrong_bit_are_told(rank_tries: Any, tmp_path: Path) -> None:
     expected = rank_tries.undisturbed()
-    rank_tries.Saver(tmp_path).save(4, expected[4], {})
+    saver = rank_tries.Saver(tmp_path)
+    saver.save(4, expected[4], {})
+    saver.close()
     assert rank_tries.newest(tmp_path, expected, 4) == 4
     with pytest.raises(rank_tries.Broken, match="lost: the newest checkpoint is of step 4"):
         rank_tries.newest(tmp_path, expected, 6)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,8 @@ class Saver:
 
     def _whole(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> Callable[[], Any]:
         """What writes a copy of all tensors."""
-        copy = {name: _copied(local_of(tensor)) for name, tensor in tensors.items()}
-        return partial(save_checkpoint, self._folder, step, copy, dict(state), keep)
+        copies = {name: _copied(local_of(tensor)) for name, tensor in tensors.items()}
+        return partial(save_checkpoint, self._folder, step, copies, deepcopy(dict(state)), keep)
 
     def _shards(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> Callable[[], Any]:
         """What writes a copy of this rank's part, together with the others."""
