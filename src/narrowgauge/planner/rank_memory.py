@@ -9,7 +9,6 @@ What is between steps is :mod:`narrowgauge.planner.state_bytes`, what layers kee
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,6 +24,9 @@ from narrowgauge.planner.activations import (
 )
 from narrowgauge.planner.architectures import Architecture
 from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.memory_overhead import FIXED as FIXED
+from narrowgauge.planner.memory_overhead import overhead_terms
+from narrowgauge.planner.pipeline_stages import Stage, stages_of
 from narrowgauge.planner.state_bytes import Bytes, ModelState, bytes_of, on_stage, shared, state_of
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.accumulations import ACCUMULATIONS
@@ -32,34 +34,10 @@ from narrowgauge.spec.recipes import Recipe
 
 CHUNK_LOGITS = 1 << 24
 """Logits of one chunk of the chunked loss, as in the trainer."""
-FIXED: dict[str, tuple[float, float, float]] = {
-    "context": (0.7e9, 0.4e9, 1.0e9),
-    "communication buffers": (1.0e9, 0.4e9, 2.0e9),
-    "workspaces": (0.1e9, 0.03e9, 0.3e9),
-    "fragmentation": (0.03, 0.0, 0.08),
-}
-"""Memory that no formula gives, ``(usual, least, most)`` in bytes: of the driver, of collectives where there are several ranks,
-of libraries; and what the allocator cannot use, as a share of all that changes during a step."""
-_FIXED_SOURCE = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
 _ZERO = "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5"
 _KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, section 4; counted in layers that run (planner/activations.py)"
 _FSDP = "torch FSDP2: the layer in use, and the one that is gathered meanwhile"
 _LOSS = "log-softmax in float32: its result, its gradient, and the gradient of the logits"
-
-
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """A stage of one pipeline, as a rank sees it.
-
-    Args:
-        number: from 0.
-        layers: that it holds.
-        in_flight: layers times micro-batches whose activations are held at once.
-    """
-
-    number: int
-    layers: float
-    in_flight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,32 +158,12 @@ def memory_terms(
     figures = _figures(architecture, recipe, sequence_length, attention, kinds)
     options = (attention, kinds, is_loss_chunked, accumulation, fixed or {})
     request = _Request(architecture, recipe, layout, sequence_length, *options, figures)
-    stages = _stages(architecture, layout)
+    stages = stages_of(architecture, layout)
     found = [_worst_moment(request, stage) for stage in stages]
     return max(found, key=lambda terms: terms.total)
 
 
-def _stages(architecture: Architecture, layout: Layout) -> list[_Stage]:
-    """The stages that can be the worst: the first, the second and the last.
-
-    The first holds the activations of as many micro-batches as there are stages, ``L (1 + (p - 1) / (p v))`` layers; the second
-    can have a layer more; the last has the head and the logits.
-
-    Source: Korthikanti et al., arXiv 2205.05198, section 4.2.3; Narayanan et al., arXiv 2104.04473, figure 4, for interleaving.
-    """
-    p, v, total = layout.pipeline, layout.interleave, architecture.num_layers
-    even = total % (p * v) == 0 or p == 1
-    numbers = dict.fromkeys((0, min(1, p - 1), p - 1))
-    stages = []
-    for number in numbers:
-        # Uneven stages leave out a layer beside embedding and head.
-        per_stage = total / p if even else math.ceil((total + 2) / p) - (number in (0, p - 1))
-        held = p - number if v == 1 else (2 * (p - number - 1) + (v - 1) * p + 1) / v
-        stages.append(_Stage(number, per_stage, per_stage * min(held, layout.micro_batches)))
-    return stages
-
-
-def _worst_moment(request: _Request, stage: _Stage) -> Terms:
+def _worst_moment(request: _Request, stage: Stage) -> Terms:
     """The terms of one stage's worst moment, with its overhead."""
     state = _state_terms(request, stage)
     if not request.architecture.has_shape:
@@ -214,28 +172,32 @@ def _worst_moment(request: _Request, stage: _Stage) -> Terms:
     weights, gradients, optimizer = state
     none = replace(gradients, value=0.0, formula=f"none at this moment; {gradients.formula} later")
     early = gradients if _sums_into_gradients(request) else none
-    kept = _activations(request, stage)
+    kept, layer, passing = _activations(request, stage), _one_layer(request), _passing(request)
     forward, backward = _loss(request, stage)
-    last = _last_layer(request, stage)
+    # The planes of a sum exist all the time. Where layers are computed again, one is whole beside the inputs of all.
+    always = (weights, optimizer, *_sum_planes(request, gradients), *buffers)
+    again = (layer,) if request.layout.recompute == "full" else ()
     moments = [
-        (weights, early, optimizer, *kept, *forward, *buffers),
-        (weights, early, optimizer, *kept, *backward, *buffers),
-        (weights, gradients, optimizer, *last, *_sum_planes(request, stage, gradients), *buffers),
+        (early, *always, *kept, *forward),
+        (early, *always, *kept, *backward),
+        (early, *always, *kept, *again, passing, *_head_gradient(request, stage, early)),
+        (gradients, *always, layer, passing),
     ]
     worst = max(moments, key=lambda terms: sum(term.value for term in terms))
-    return Terms((*worst, *_overhead(request, worst)))
+    dynamic = sum(term.value for term in worst if term.group in ("activations", "logits", "buffers", "gradients"))
+    return Terms((*worst, *overhead_terms(dynamic, request.layout.num_ranks, request.fixed)))
 
 
 # ── between steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _state(request: _Request, stage: _Stage) -> Bytes:
+def _state(request: _Request, stage: Stage) -> Bytes:
     layout = request.layout
     experts, rest = on_stage(request.architecture, request.figures.state, layout, stage.layers, stage.number)
     return shared(experts, layout, max(1, layout.shard // layout.expert)) + shared(rest, layout, layout.shard)
 
 
-def _state_terms(request: _Request, stage: _Stage) -> tuple[Term, Term, Term]:
+def _state_terms(request: _Request, stage: Stage) -> tuple[Term, Term, Term]:
     """Weights, gradients and optimizer states of a rank."""
     layout, state, per = request.layout, _state(request, stage), request.figures.per
     count = request.figures.num_parameters
@@ -269,7 +231,7 @@ def host_bytes(architecture: Architecture, recipe: Recipe, layout: Layout, seque
     """
     figures = _figures(architecture, recipe, sequence_length, "flash", "eager")
     request = _Request(architecture, recipe, layout, sequence_length, "flash", "eager", True, "float32", {}, figures)
-    states = [_state(request, stage) for stage in _stages(architecture, layout)]
+    states = [_state(request, stage) for stage in stages_of(architecture, layout)]
     which = {"none": lambda s: 0.0, "optimizer": lambda s: s.optimizer, "all": lambda s: s.total}[layout.offload]
     return float(max(map(which, states)))
 
@@ -283,7 +245,7 @@ def _sums_into_gradients(request: _Request) -> bool:
     return request.layout.micro_batches > 1 and not narrow
 
 
-def _sum_planes(request: _Request, stage: _Stage, gradients: Term) -> tuple[Term, ...]:
+def _sum_planes(request: _Request, gradients: Term) -> tuple[Term, ...]:
     """The planes in which micro-batches' gradients are summed."""
     row = ACCUMULATIONS[request.accumulation]
     if request.layout.micro_batches == 1 or request.recipe.storage.visible == "float32" or not row.planes:
@@ -297,7 +259,7 @@ def _sum_planes(request: _Request, stage: _Stage, gradients: Term) -> tuple[Term
 # ── activations ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _activations(request: _Request, stage: _Stage) -> list[Term]:
+def _activations(request: _Request, stage: Stage) -> list[Term]:
     """What all layers in flight keep, at the end of forward."""
     a, layout, tokens = request.architecture, request.layout, request.tokens
     widths, per_layer, casts = request.figures.widths, request.per_layer, request.casts
@@ -307,8 +269,6 @@ def _activations(request: _Request, stage: _Stage) -> list[Term]:
             Term("activations", "inputs of the layers", stage.in_flight * inputs,
                  f"{stage.in_flight:g} layers in flight × {tokens:g} tokens × {widths.stream * a.hidden_size:g} B"
                  f" / {layout.tensor} tensor ranks", _KORTHIKANTI),
-            Term("activations", "one layer, computed again", tokens * per_layer + casts,
-                 f"{tokens:g} tokens × {per_layer:,.0f} B", _KORTHIKANTI),
         ]  # fmt: skip
     else:
         terms = [
@@ -322,21 +282,34 @@ def _activations(request: _Request, stage: _Stage) -> list[Term]:
     return terms
 
 
-def _last_layer(request: _Request, stage: _Stage) -> list[Term]:
-    """What exists while the first layer's gradients are computed: its activations, and the embedding's gradient."""
+def _one_layer(request: _Request) -> Term:
+    """What one layer keeps: all that exists at the end of backward, or of what is computed again."""
     tokens, per_layer = request.tokens, request.per_layer
-    value = tokens * per_layer + request.casts
-    return [
-        Term(
-            "activations", "the last layer of backward", value, f"{tokens:g} tokens × {per_layer:,.0f} B", _KORTHIKANTI
-        )
-    ]
+    formula = f"{tokens:g} tokens × {per_layer:,.0f} B"
+    return Term("activations", "the layer in backward", tokens * per_layer + request.casts, formula, _KORTHIKANTI)
+
+
+def _passing(request: _Request) -> Term:
+    """Gradients of activations on their way through a layer: of the stream, and of the MLP's inner tensors."""
+    a, widths, layout = request.architecture, request.figures.widths, request.layout
+    size = a.mixture.experts_per_token * a.mixture.expert_size if a.mixture else a.intermediate_size
+    each = widths.stream * a.hidden_size + (2 if a.is_gated else 1) * widths.matmul * size
+    formula = f"{request.tokens:g} tokens × {each:,.0f} B / {layout.tensor}"
+    return Term("activations", "gradients on their way", request.tokens * each / layout.tensor, formula)
+
+
+def _head_gradient(request: _Request, stage: Stage, early: Term) -> list[Term]:
+    """The head's gradient, the first that backward makes, where gradients do not exist already."""
+    if early.value or stage.number != request.layout.pipeline - 1:
+        return []
+    value = request.architecture.vocab_size * request.architecture.hidden_size * request.figures.per.gradients
+    return [Term("gradients", "gradient of the head", value / request.layout.tensor, "the first that backward makes")]
 
 
 # ── logits ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _loss(request: _Request, stage: _Stage) -> tuple[list[Term], list[Term]]:
+def _loss(request: _Request, stage: Stage) -> tuple[list[Term], list[Term]]:
     """What the head and the loss keep at the end of forward, and at the start of backward."""
     a, layout, tokens = request.architecture, request.layout, request.tokens
     if stage.number != layout.pipeline - 1:
@@ -362,18 +335,26 @@ def _chunked(request: _Request, width: float) -> list[Term]:
     """A chunk of logits, and for narrow weights the head in float32 with its gradient."""
     a = request.architecture
     count = min(CHUNK_LOGITS, request.tokens * a.vocab_size)
-    chunk = Term("logits", "a chunk of logits", 12.0 * count, f"{count:,.0f} logits × 12 B", _LOSS)
     head = a.vocab_size * a.hidden_size
     if width == 4:
+        # PyTorch's own chunked loss works in place.
+        chunk = Term("logits", "a chunk of logits", 4.0 * count, f"{count:,.0f} logits × 4 B", "torch 2.13, counted")
         return [chunk, Term("logits", "gradient of the head", 4.0 * head, f"{head:,} × 4 B, made in forward")]
-    formula = f"{head:,} × (4 + 4 + {width:g} + 4) B: the head in float32, its gradient, and a chunk's in both dtypes"
-    return [chunk, Term("logits", "head in float32", (12.0 + width) * head, formula, "trainer/language_model.py")]
+    # The larger of two moments: the chunk's log-softmax backward, and its part of the head's gradient, in both dtypes.
+    earlier = 4 * (count < request.tokens * a.vocab_size)
+    softmax = (4 + width + earlier) * head + 12.0 * count
+    weight = (8 + 2 * width + earlier) * head + width * count
+    formula = f"the larger of {4 + width + earlier:g} × {head:,} + 12 × {count:,.0f} B and {8 + 2 * width + earlier:g} × {head:,} + "
+    formula += f"{width:g} × {count:,.0f} B: the head in float32 and its gradient, a chunk's logits and its gradient"
+    return [
+        Term("logits", "a chunk of logits, head in float32", max(softmax, weight), formula, "trainer/language_model.py")
+    ]
 
 
 # ── transients and overhead ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _buffers(request: _Request, stage: _Stage) -> list[Term]:
+def _buffers(request: _Request, stage: Stage) -> list[Term]:
     """Unsharded layers of ZeRO-3 or offloading, and buckets of gradients on their way."""
     layout, per = request.layout, request.figures.per
     is_shared = layout.zero == 3 and layout.shard > 1
@@ -397,26 +378,7 @@ def _buffers(request: _Request, stage: _Stage) -> list[Term]:
     return terms
 
 
-def _outer_weights(request: _Request, stage: _Stage) -> float:
+def _outer_weights(request: _Request, stage: Stage) -> float:
     state, layout = request.figures.state, request.layout
     parts = [state.embedding] * (stage.number == 0) + [state.head] * (stage.number == layout.pipeline - 1)
     return sum(part.on_rank(layout.tensor).weights for part in parts)
-
-
-def _overhead(request: _Request, terms: tuple[Term, ...]) -> list[Term]:
-    """What no formula gives, as intervals."""
-    dynamic = sum(term.value for term in terms if term.group in ("activations", "logits", "buffers", "gradients"))
-    found = []
-    for name, (usual, least, most) in FIXED.items():
-        if name == "communication buffers" and request.layout.num_ranks == 1:
-            continue
-        factor, text = (
-            (dynamic, " of activations, logits, buffers and gradients") if name == "fragmentation" else (1.0, "")
-        )
-        if name in request.fixed:
-            known = request.fixed[name]
-            usual = least = most = known
-        formula = f"{usual:.0%}{text}" if text else f"{usual / 1e9:g} GB"
-        source = "measured" if name in request.fixed else _FIXED_SOURCE
-        found.append(Term("overhead", name, usual * factor, formula, source, least * factor, most * factor))
-    return found

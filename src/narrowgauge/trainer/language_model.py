@@ -72,16 +72,16 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
     """
     row = MODELS.get(model.strip().lower())
     if row is not None:
-        return _ready(_drawn(_preset_config(row, vocab_size), seed))
+        return ready(drawn(_preset_config(row, vocab_size), seed))
     folder = _folder(model)
     refuse_own_code(folder)
     try:
         if _has_weights(folder):
-            return _ready(_loaded(folder, vocab_size, seed))
+            return ready(_loaded(folder, vocab_size, seed))
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if vocab_size is not None:
             config.vocab_size = vocab_size
-        return _ready(_drawn(config, seed))
+        return ready(drawn(config, seed))
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
@@ -99,13 +99,13 @@ def skeleton(model: str, vocab_size: int) -> PreTrainedModel:
     """
     row = MODELS.get(model.strip().lower())
     if row is not None:
-        return _drawn(_preset_config(row, vocab_size), 0, "meta")
+        return drawn(_preset_config(row, vocab_size), 0, "meta")
     folder = _folder(model)
     refuse_own_code(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not _has_weights(folder):
         config.vocab_size = vocab_size
-    return _drawn(config, 0, "meta")
+    return drawn(config, 0, "meta")
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -366,7 +366,7 @@ def _without_dropout(config: Any) -> Any:
     return config
 
 
-def _drawn(config: PretrainedConfig, seed: int, device: str = "cpu") -> PreTrainedModel:
+def drawn(config: PretrainedConfig, seed: int, device: str = "cpu") -> PreTrainedModel:
     config = _without_dropout(config)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.default_generator.manual_seed(seed)
@@ -399,5 +399,5 @@ def _loaded(folder: Path, vocab_size: int | None, seed: int) -> PreTrainedModel:
     return cast(PreTrainedModel, made)
 
 
-def _ready(model: PreTrainedModel) -> PreTrainedModel:
+def ready(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, model.train())
