@@ -129,7 +129,10 @@ def test_activations_of_published_models() -> None:
 def test_two_layers_are_gathered_at_once() -> None:
     llama = read_architecture("llama-8b")
     terms = {term.name: term.value for term in memory_terms(llama, parse("bfloat16/word"), Layout(shard=8), 8192)}
-    assert terms["two layers, gathered"] == terms["gradients of two layers"] == 2 * 2 * llama.layer_parameters
+    assert terms["two layers, gathered"] == 2 * 2 * llama.layer_parameters
+    large = read_architecture("llama-33b")
+    full = memory_terms(large, parse("bfloat16/master"), Layout(shard=8, recompute="full"), 4096)
+    assert next(t.value for t in full if t.name == "gradients of two layers") == 2 * 2 * large.layer_parameters
     assert terms["outer weights, gathered"] == 2 * llama.outer_parameters
     assert "two layers, gathered" not in {
         t.name for t in memory_terms(llama, parse("bfloat16/word"), Layout(data=8), 8192)

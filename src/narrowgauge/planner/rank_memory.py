@@ -34,6 +34,7 @@ from narrowgauge.spec.recipes import Recipe
 
 CHUNK_LOGITS = 1 << 24
 """Logits of one chunk of the chunked loss, as in the trainer."""
+_ON_THEIR_WAY = "gradients of two layers"
 _ZERO = "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5"
 _KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, section 4; counted in layers that run (planner/activations.py)"
 _FSDP = "torch FSDP2: the layer in use, and the one that is gathered meanwhile"
@@ -175,13 +176,15 @@ def _worst_moment(request: _Request, stage: Stage) -> Terms:
     kept, layer, passing = _activations(request, stage), _one_layer(request), _passing(request)
     forward, backward = _loss(request, stage)
     # The planes of a sum exist all the time. Where layers are computed again, one is whole beside the inputs of all.
-    always = (weights, optimizer, *_sum_planes(request, gradients), *buffers)
+    always = (weights, optimizer, *_sum_planes(request, gradients))
+    # No gradient is on its way before the first layer's backward.
+    gathered = [term for term in buffers if term.name != _ON_THEIR_WAY]
     again = (layer,) if request.layout.recompute == "full" else ()
     moments = [
-        (early, *always, *kept, *forward),
-        (early, *always, *kept, *backward),
-        (early, *always, *kept, *again, passing, *_head_gradient(request, stage, early)),
-        (gradients, *always, layer, passing),
+        (early, *always, *kept, *forward, *gathered),
+        (early, *always, *kept, *backward, *gathered),
+        (early, *always, *kept, *again, passing, *buffers, *_head_gradient(request, stage, early)),
+        (gradients, *always, layer, passing, *buffers),
     ]
     worst = max(moments, key=lambda terms: sum(term.value for term in terms))
     dynamic = sum(term.value for term in worst if term.group in ("activations", "logits", "buffers", "gradients"))
@@ -344,8 +347,10 @@ def _chunked(request: _Request, width: float) -> list[Term]:
     earlier = 4 * (count < request.tokens * a.vocab_size)
     softmax = (4 + width + earlier) * head + 12.0 * count
     weight = (8 + 2 * width + earlier) * head + width * count
-    formula = f"the larger of {4 + width + earlier:g} × {head:,} + 12 × {count:,.0f} B and {8 + 2 * width + earlier:g} × {head:,} + "
-    formula += f"{width:g} × {count:,.0f} B: the head in float32 and its gradient, a chunk's logits and its gradient"
+    sizes = f"{4 + width + earlier:g} h + 12 c and {8 + 2 * width + earlier:g} h + {width:g} c B"
+    formula = (
+        f"the larger of {sizes}: h = {head:,} of the head, in float32 and with its gradient, c = {count:,.0f} logits"
+    )
     return [
         Term("logits", "a chunk of logits, head in float32", max(softmax, weight), formula, "trainer/language_model.py")
     ]
@@ -367,7 +372,7 @@ def _buffers(request: _Request, stage: Stage) -> list[Term]:
         formula = f"2 × {largest:,.0f} parameters × {per.weights:g} B"
         terms.append(Term("buffers", "two layers, gathered", 2 * largest * per.weights, formula, _FSDP))
         formula = f"2 × {largest:,.0f} parameters × {per.gradients:g} B: of the layer, and on their way"
-        terms.append(Term("buffers", "gradients of two layers", 2 * largest * per.gradients, formula, _FSDP))
+        terms.append(Term("buffers", _ON_THEIR_WAY, 2 * largest * per.gradients, formula, _FSDP))
         outer = _outer_weights(request, stage)
         if outer:
             formula = "embedding, head and last norm stay gathered from forward to backward"
