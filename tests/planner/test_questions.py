@@ -91,7 +91,7 @@ def test_thirty_billion_on_eight_times_eighty_gigabytes() -> None:
     # 16 B: 65 GB of state leave room for nothing but what is computed again.
     word, wide = best_of(found, "bfloat16/word"), best_of(found, "bfloat16/master")
     assert wide.layout.recompute == "full" and word.layout.recompute == "none"
-    assert (wide.headroom_bytes or 0.0) < 6e9 < (word.headroom_bytes or 0.0)
+    assert (wide.headroom_bytes or 0.0) < 8e9 < (word.headroom_bytes or 0.0)
     never = plan("llama-33b", recipes=RECIPES, chip="H100-SXM", chips=8, layout=NAMED_LAYOUTS["ddp"])
     assert not any(option.fits for option in never.options)
     assert "Nothing fits" in said(never) and "impossible" in said(never)
@@ -118,7 +118,7 @@ def test_seventy_billion_on_a_node() -> None:
     for option in found.options:
         assert option.fits and (option.layout.recompute == "full" or option.layout.micro_batches == 1)
     roomy = plan("llama-70b", recipes=["bfloat16/word"], chip="H200", chips=8).best
-    assert roomy.fits and roomy.is_certain and roomy.layout.recompute == "none" and roomy.layout.micro_batches > 1
+    assert roomy.fits and roomy.is_certain and roomy.layout.recompute == "none"
 
 
 # ── hardware refresh: 32 × 24 GB ────────────────────────────────────────────────────────────────────────────────────
