@@ -25,7 +25,7 @@ from narrowgauge.spec.models import MODELS
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "model": (
         "recipe", "chip", "chips", "chips_per_node", "interconnect", "dollars_per_hour", "cluster", "sequence_length",
-        "tokens_per_step", "tokens", "layout", "minimize", "explain", "html", "toml",
+        "tokens_per_step", "tokens", "layout", "minimize", "exact", "explain", "html", "toml",
     ),
     "params": ("recipe", "chip", "chips", "chips_per_node", "cluster", "layout", "explain", "html"),
     "measured": ("at",),
@@ -143,6 +143,11 @@ def _layout(text: str) -> dict[str, Any]:
     help="What the best option has least of.  [default: days]",
 )
 @click.option(
+    "--exact",
+    is_flag=True,
+    help="Also count what one layer keeps in the model's own modules; needs PyTorch, some seconds.",
+)
+@click.option(
     "--measured", metavar="N:TIME,…", help="Measured times (128:10d,256:7d), or run folders: what does not scale."
 )
 @click.option(
@@ -247,9 +252,17 @@ def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
         from narrowgauge.report.plan_page import write_plan
 
         write_plan(found, Path(asked["html"]))
+    exact: list[tables.Row] = []
+    counted: list[tables.Table] = []
+    if asked["exact"]:
+        # It needs PyTorch, which a plan does not.
+        from narrowgauge.profiling.exact_memory import exact_rows, exact_table
+
+        exact = exact_rows(found)
+        counted = [exact_table(exact)]
     if as_json:
-        return tables.write_object(found.row())
-    tables.write([*found.tables(), *(found.explanation() if asked["explain"] else [])])
+        return tables.write_object({**found.row(), **({"exact": exact} if exact else {})})
+    tables.write([*found.tables(), *counted, *(found.explanation() if asked["explain"] else [])])
     _echo(["", *found.sentences(), *filter(None, [asked["html"], asked["toml"]])])
     return None
 
