@@ -121,6 +121,39 @@ def test_a_token_travels_once_to_a_node_or_once_to_each_expert() -> None:
     assert times[1] / times[0] == pytest.approx(3 * (1 - 9 / 16) / 1.5, rel=5e-3)
 
 
+def test_experts_have_fewer_copies_than_other_parameters() -> None:
+    """Two replicas of 8 ranks: gradients of experts are summed once, as those of other parameters are."""
+    shape, cluster = read_architecture("mixtral-8x7b"), cluster_of("H100-SXM", 16)
+    summed = []
+    for expert in (1, 8):
+        terms = step_terms(shape, WORD, Layout(data=2, shard=8, expert=expert), cluster, 4096, exact("H100-SXM"))
+        text = by_name(terms)["gradients between replicas"].formula
+        summed.append(float(text.split("an all-reduce of ")[1].split(" MB")[0].replace(",", "")))
+    # Whoever computes with them, each rank is left with an eighth of all gradients, 2 bytes each.
+    assert summed == pytest.approx([shape.num_parameters / 8 * 2 / 1e6] * 2, rel=5e-3)
+    # Where every expert is on one rank alone, only the others are summed.
+    terms = step_terms(shape, WORD, Layout(data=8, zero=0, expert=8), H100, 4096, exact("H100-SXM"))
+    others = (shape.num_parameters - shape.expert_parameters) * 2
+    term = by_name(terms)["gradients between replicas"]
+    assert float(term.formula.split(": ")[1].split(" s,")[0]) < 2.1 * others / 450e9 + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "moved"),
+    [
+        ("bfloat16/word", Layout(shard=8, offload="optimizer"), 4 / 8),
+        ("float32/float32", Layout(shard=8, offload="optimizer"), 8 / 8),
+        ("bfloat16/word", Layout(shard=8, offload="all", micro_batches=3), 3 * 6 / 8),
+        ("bfloat16/word", Layout(shard=8, zero=1, offload="all"), 6),
+    ],
+)
+def test_what_passes_between_chip_and_host(recipe: str, layout: Layout, moved: float) -> None:
+    """Gradients and weights, each once; or weights twice and gradients for each micro-batch, of what a rank holds."""
+    terms = step_terms(LLAMA, parse(recipe), layout, H100, 4096, exact("H100-SXM"))
+    formula = by_name(terms)["weights and gradients from and to the host"].formula
+    assert float(formula.split(" GB")[0]) == pytest.approx(moved * LLAMA.num_parameters / 1e9, rel=5e-3)
+
+
 def test_failures_and_checkpoints_follow_young_and_daly() -> None:
     cluster = replace(H100, chip_mtbf_hours=1000.0)
     terms = by_name(step_terms(LLAMA, WORD, SHARED, cluster, 8192, exact("H100-SXM", host=1.0, restart_seconds=600.0)))

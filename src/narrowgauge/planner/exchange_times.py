@@ -23,6 +23,7 @@ from narrowgauge.planner.collectives import (
     send_seconds,
 )
 from narrowgauge.planner.layer_times import Work
+from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.roofline import bytes_of
 
 
@@ -68,6 +69,18 @@ class Parameters:
     def total(self) -> float:
         """Both."""
         return self.dense + self.experts
+
+    def on_rank(self, layout: Layout, zero: int = 1) -> float:
+        """Parameters that a rank is left with of what the layout shares from a ZeRO stage on.
+
+        Ranks that share experts are among those that share a replica's state, so each expert's state has fewer ranks to lie on.
+
+        Example:
+            >>> Parameters(800.0, 100.0).on_rank(Layout(shard=8, expert=4))
+            150.0
+        """
+        ranks = layout.shard if layout.zero >= zero else 1
+        return self.dense / ranks + self.experts / max(1, ranks // layout.expert)
 
 
 def parameters_of(work: Work, layers: int) -> Parameters:
@@ -198,11 +211,15 @@ class Exchanges:
     def replicas(self) -> Exchange:
         """Gradients summed over replicas, and over context ranks, once per step."""
         layout = self.work.layout
-        sharded = layout.shard if layout.zero >= 1 else 1
-        ranks = layout.data * layout.context * (1 if layout.zero >= 1 else layout.shard)
-        path = self.path(ranks, layout.tensor * sharded)
-        size = parameters_of(self.work, self.layers).total * self._gradient_bytes / sharded
-        seconds = all_reduce_seconds(size, path)
+        owned, found = parameters_of(self.work, self.layers), layout.shard if layout.zero >= 1 else 1
+        every, dense = layout.num_replicas * layout.context, owned.dense / found
+        experts = owned.on_rank(layout) - dense
+        # An expert has fewer copies: one for each group of expert ranks, of which some share its state.
+        copies = max(1, every // (layout.expert * max(1, found // layout.expert)))
+        paths = [self.path(ranks, layout.tensor * (every // ranks)) for ranks in (every // found, copies)]
+        sizes = [number * self._gradient_bytes for number in (dense, experts)]
+        seconds = sum(all_reduce_seconds(size, path) for size, path in zip(sizes, paths, strict=True) if size)
+        path, size = paths[0], sum(sizes)
         under = self.compute * 2 / 3  # the last backward pass
         what = f"an all-reduce of {_size(size)}"
         return self._exchange("gradients between replicas", seconds, "shard", under, path, what)

@@ -30,6 +30,7 @@ from narrowgauge.planner.layer_times import (
     optimizer_seconds,
 )
 from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.roofline import bytes_of
 from narrowgauge.planner.shares import Shares, rate_name, shares_of
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.recipes import Recipe
@@ -243,8 +244,7 @@ def _exchange_term(exchange: Exchange) -> Term:
 def _optimizer_terms(work: Work, layers: int) -> Iterator[Term]:
     layout, storage = work.layout, work.recipe
     owned = parameters_of(work, layers)
-    sharded = layout.shard if layout.zero >= 1 else 1
-    number = owned.dense / sharded + owned.experts / max(1, sharded // layout.expert)
+    number = owned.on_rank(layout)
     if layout.offload == "none":
         seconds = optimizer_seconds(work, number)
         formula = f"{number:.3g} parameters × {storage.bytes_per_param:g} B read and written"
@@ -253,9 +253,11 @@ def _optimizer_terms(work: Work, layers: int) -> Iterator[Term]:
     host = work.nodes.host_bytes_per_second * work.shares["host"].value
     there = number * storage.bytes_per_param * work.shares["host_memory_seconds_per_byte"].value
     yield Term("optimizer", "states in the host's memory", there, f"{number:.3g} parameters on the host", "CPU Adam")
-    moved = number * 4.0
+    width = bytes_of(work.recipe.storage.visible)
+    # Gradients go there and weights come back; all of it: weights twice for each micro-batch, as in FSDP2 a shard of them.
+    moved = 2 * width * number
     if layout.offload == "all":
-        moved += owned.total * 2.0 * 3 * layout.micro_batches
+        moved = layout.micro_batches * width * (2 * owned.on_rank(layout, 3) + owned.on_rank(layout, 2))
     formula = f"{moved / 1e9:.3g} GB at {host / 1e9:.3g} GB/s"
     yield Term("communication", "weights and gradients from and to the host", moved / host, formula, "PCIe")
 
@@ -275,7 +277,7 @@ def _waiting_terms(work: Work, cluster: Cluster, layers: int, seconds: float) ->
         seconds *= 1 + late
     share = work.shares["data"].value
     yield Term("data", "batches and the host", seconds * share, f"{share:.1%} of the step", work.shares["data"].source)
-    owned = parameters_of(work, layers).total / (work.layout.shard if work.layout.zero >= 1 else 1)
+    owned = parameters_of(work, layers).on_rank(work.layout)
     saved = owned * work.recipe.bytes_per_param / (work.nodes.host_bytes_per_second * work.shares["host"].value)
     mtbf = None if cluster.chip_mtbf_hours is None else cluster.chip_mtbf_hours * 3600 / chips
     interval = CHECKPOINT_SECONDS if mtbf is None else math.sqrt(2 * saved * mtbf)
