@@ -20,6 +20,7 @@ from narrowgauge.planner.places import clusters_asked_for, multiples_of, parts_o
         ("zero=4", "0 to 3"),
         ("recompute=some", "none, selective, full"),
         ("fsdp", "Did you mean 'fsdp2'"),
+        ("tensor=2,tensor=4", "tensor = 2 and tensor = 4"),
     ],
 )
 def test_a_wrong_layout_costs_one_line(text: str, advice: str) -> None:

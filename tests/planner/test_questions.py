@@ -88,13 +88,23 @@ def test_thirty_billion_on_eight_times_forty_gigabytes() -> None:
 def test_thirty_billion_on_eight_times_eighty_gigabytes() -> None:
     found = plan("llama-33b", recipes=RECIPES, chip="H100-SXM", chips=8)
     assert all(option.fits and (option.headroom_bytes or 0.0) > 0 for option in found.options)
-    # 16 B: 65 GB of state leave room for nothing but what is computed again.
+    # 16 B: 65 GB of state leave room for what is computed again, or for one micro-batch whose tensors four ranks share.
     word, wide = best_of(found, "bfloat16/word"), best_of(found, "bfloat16/master")
-    assert wide.layout.recompute == "full" and word.layout.recompute == "none"
+    assert wide.layout.recompute == "full" or (wide.layout.tensor > 2 and wide.layout.micro_batches == 1)
+    assert word.layout.recompute == "none" and word.layout.micro_batches > 1
     assert (wide.headroom_bytes or 0.0) < 8e9 < (word.headroom_bytes or 0.0)
+    alone = plan("llama-33b", recipes=["bfloat16/master"], chip="H100-SXM", chips=8, layout=NAMED_LAYOUTS["fsdp2"]).best
+    assert alone.fits and alone.layout.recompute == "full"
     never = plan("llama-33b", recipes=RECIPES, chip="H100-SXM", chips=8, layout=NAMED_LAYOUTS["ddp"])
     assert not any(option.fits for option in never.options)
     assert "Nothing fits" in said(never) and "impossible" in said(never)
+
+
+def test_a_recipe_has_the_same_layout_alone_and_among_others() -> None:
+    """What must compute layers again in the shapes that suit another recipe is searched for by itself."""
+    alone = plan("llama-33b", recipes=["bfloat16/master"], chip="A100-SXM4-80GB", chips=8).best
+    among = best_of(plan("llama-33b", recipes=RECIPES, chip="A100-SXM4-80GB", chips=8), "bfloat16/master")
+    assert among.layout == alone.layout and among.tokens_per_second == alone.tokens_per_second
 
 
 @pytest.mark.parametrize(("chip", "days"), [("A100-SXM4-80GB", 24), ("H100-SXM", 7.5), ("B200", 3.3)])
@@ -242,6 +252,15 @@ def test_eight_to_32_over_slow_links() -> None:
     (sentence,) = [line for line in found.sentences() if line.startswith("From 8 to 32 chips")]
     assert "the first bottleneck is communication" in sentence
     assert re.search(r"overlap|HSDP", sentence), "a mitigation"
+
+
+def test_slow_links_are_named_where_stages_avoid_them() -> None:
+    """The best layout of 32 chips has stages; what grew in it is the last stage, and without stages it is the links."""
+    found = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=[8, 32], interconnect_gbit_per_second=25)
+    many = next(option for option in found.options if option.num_chips == 32)
+    assert many.layout.pipeline > 1
+    (sentence,) = [line for line in found.sentences() if line.startswith("From 8 to 32 chips")]
+    assert "stages of unequal work" in sentence and "it would be communication: overlap" in sentence
 
 
 def test_two_late_machines_of_eight() -> None:

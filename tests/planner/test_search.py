@@ -121,3 +121,16 @@ def test_a_free_batch_may_save_the_sums_of_gradients() -> None:
     given = search(SMALL, MASTER, cluster_of("H100-SXM", 2), 8192, 1 << 22, fixed={"tensor": 1, "shard": 2, "zero": 3})
     assert free[0].memory.total <= given[0].memory.total
     assert isinstance(given[0].layout, Layout) and given[0].tokens_per_step == 1 << 22
+
+
+def test_a_step_has_the_tokens_that_were_asked_for() -> None:
+    """16,384 replicas cannot share 4,096 sequences: layouts in which several chips compute one sequence are taken."""
+    many, model = cluster_of("H100-SXM", 16_384), read_architecture("llama-405b")
+    for asked in (1 << 24, None):
+        best = search(model, WORD, many, 4096, asked)[0]
+        assert best.fits and best.tokens_per_step <= 1 << 25
+    assert best.layout.model_ranks > 1
+    with pytest.raises(
+        RecipeError, match=r"a step of 4,096 tokens was requested on 8 chips, which compute 32,768 at once"
+    ):
+        search(SMALL, WORD, H100, 4096, 4096, fixed={"tensor": 1})

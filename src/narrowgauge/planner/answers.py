@@ -149,7 +149,8 @@ def _about_all(plan: Plan) -> Iterator[str]:
     yield from _about_networks(plan)
     for kind in dict.fromkeys(map(_kind, plan.question.clusters)):
         names = {cluster.name for cluster in plan.question.clusters if _kind(cluster) == kind}
-        yield from _about_sizes([option for option in plan.options if option.fits and option.cluster in names])
+        fitting = [option for option in plan.options if option.fits and option.cluster in names]
+        yield from _about_sizes(fitting, plan.trainable)
     if plan.shared or (
         1 < len(plan.question.clusters) <= MOST_SHARED and len(set(map(_kind, plan.question.clusters))) > 1
     ):
@@ -175,7 +176,7 @@ def _about_networks(plan: Plan) -> Iterator[str]:
         yield f"Networks are assumed, as such chips usually have: {', '.join(assumed)}; --interconnect says otherwise."
 
 
-def _about_sizes(options: list[Option]) -> Iterator[str]:
+def _about_sizes(options: list[Option], trainable: Option | None = None) -> Iterator[str]:
     """What more of the same chips buy, and which overhead takes the rest."""
     found: dict[int, Option] = {}
     for option in options:
@@ -185,12 +186,34 @@ def _about_sizes(options: list[Option]) -> Iterator[str]:
         assert few.tokens_per_second and many.tokens_per_second
         speed_up = many.tokens_per_second / few.tokens_per_second
         efficiency = speed_up * few.num_chips / many.num_chips
-        grown = _grown(few, many)
-        share = f"; the first bottleneck is {grown}: {REMEDIES.get(grown, 'see --explain')}" if grown else ""
+        why = ""
+        if efficiency > 1 and (few.layout.micro_batch, few.layout.recompute) != (
+            many.layout.micro_batch,
+            many.layout.recompute,
+        ):
+            why = " (fewer chips have less room for activations: these compute them again, or smaller micro-batches)"
         yield (
             f"From {few.num_chips} to {many.num_chips} chips {few.recipe.title} is {speed_up:.3g} times as fast on "
-            f"{many.cluster}, an efficiency of {efficiency:.0%}{share}."
+            f"{many.cluster}, an efficiency of {efficiency:.0%}{why}{_bottlenecks(few, many, trainable)}."
         )
+
+
+def _bottlenecks(few: Option, many: Option, trainable: Option | None) -> str:
+    """What takes the rest first, and in the layouts of this project's trainer, if the best is not one of them."""
+    grown = _grown(few, many)
+    if not grown:
+        return ""
+    cause = f"{grown}: {REMEDIES.get(grown, 'see --explain')}"
+    if grown in USEFUL and many.layout.pipeline > few.layout.pipeline:
+        cause = "stages of unequal work, since the last has the head: fewer stages, or fewer layers beside the head"
+    text = f"; the first bottleneck is {cause}"
+    if trainable is not None and (trainable.cluster, trainable.recipe) == (many.cluster, many.recipe):
+        other = _grown(few, trainable)
+        if other and other != grown:
+            text += (
+                f"; with {layout_text(trainable.layout)} it would be {other}: {REMEDIES.get(other, 'see --explain')}"
+            )
+    return text
 
 
 def _grown(few: Option, many: Option) -> str:

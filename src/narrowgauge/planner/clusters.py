@@ -313,4 +313,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return dict(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"cannot read the cluster {path}: {reason}", "It is a TOML file with [[nodes]].") from error
+        raise DataError(
+            f"cannot read the cluster {path}: {reason.rstrip('.')}.", "It is a TOML file with [[nodes]]."
+        ) from error

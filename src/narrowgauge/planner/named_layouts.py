@@ -23,11 +23,11 @@ def read_layout(text: str) -> dict[str, Any]:
     """The fields of a layout that a text asks for.
 
     Args:
-        text: ``FIELD=VALUE`` and names of layouts, separated by commas; later ones win.
+        text: ``FIELD=VALUE`` and names of layouts, separated by commas; fields after a name change what it says.
     Returns:
         Values by field of :class:`~narrowgauge.planner.layouts.Layout`.
     Raises:
-        RecipeError: an unknown field or name, or a value that it cannot have.
+        RecipeError: an unknown field or name, a value that it cannot have, or two values of one field.
 
     Example:
         >>> read_layout("tensor=2, recompute=full")
@@ -36,6 +36,7 @@ def read_layout(text: str) -> dict[str, Any]:
         8
     """
     fields: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, equals, value = (side.strip() for side in part.partition("="))
         if not equals:
@@ -43,7 +44,12 @@ def read_layout(text: str) -> dict[str, Any]:
         elif name not in _FIELDS:
             raise RecipeError(f"a layout has no field '{name}'.", suggestion(name, _FIELDS) or _ADVICE)
         else:
-            fields[name] = _value(name, value)
+            found = _value(name, value)
+            if own.setdefault(name, found) != found:
+                raise RecipeError(
+                    f"{name} = {own[name]} and {name} = {found} were requested of a layout.", "Name it once."
+                )
+            fields[name] = found
     Layout(**{name: value for name, value in fields.items() if name != "interleave"})
     return fields
 

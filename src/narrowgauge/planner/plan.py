@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -263,6 +264,8 @@ def _searched(
     # The usual recipe first: its shapes suit most.
     known.sort(key=lambda recipe: recipe.name != "bfloat16/word")
     shapes: list[dict[str, Any]] = []
+    # Bytes per parameter from which layers are computed again in every layout. Many nodes have too many layouts to try them all.
+    hopeless = math.inf if cluster.num_chips <= cluster.chips_per_node else 0.0
     for recipe in known:
         found = [
             option
@@ -270,11 +273,19 @@ def _searched(
             for option in _search(question, recipe, cluster, {**shape, **question.fixed}, tokens_per_step)
             if option.fits
         ]
-        if not found:
+        # What computes layers again in these shapes may not have to in others.
+        if not found or (_is_again(found) and recipe.bytes_per_param < hopeless):
             found = _search(question, recipe, cluster, question.fixed, tokens_per_step)
-            if len(known) > _FEW_RECIPES and not shapes and found[0].fits:
-                shapes = _shapes_of(found)
+            if _is_again(found):
+                hopeless = min(hopeless, recipe.bytes_per_param)
+            if len(known) > _FEW_RECIPES and found[0].fits and (hopeless or not shapes):
+                shapes += [shape for shape in _shapes_of(found) if shape not in shapes]
         yield from found
+
+
+def _is_again(options: Sequence[Option]) -> bool:
+    """Whether all of these compute layers again."""
+    return all(option.layout.recompute != "none" for option in options)
 
 
 def _search(

@@ -30,6 +30,9 @@ from narrowgauge.spec.recipes import Recipe
 
 TOKENS_PER_STEP = 1 << 22
 """Of an optimizer step where none are given: four million, as Llama 3 begins with (arXiv 2407.21783, section 3.4.1)."""
+TOKENS_PER_CHIP = 1 << 10
+"""Of an optimizer step on many chips: 16 million on 16,384, as Llama 3 405B was trained with (section 3.3.2)."""
+_MOST_OF_IT = 2  # times as many tokens a step may have where none are given, for a layout that is simpler
 LONG_SEQUENCE = 32_768
 """Tokens from which context ranks are tried."""
 _TENSOR = (1, 2, 4, 8)
@@ -108,15 +111,15 @@ def search(
         recipe: how it is computed and stored.
         cluster: the machines; every chip is used.
         sequence_length: in tokens.
-        tokens_per_step: of an optimizer step; None for ``TOKENS_PER_STEP``. A layout takes the nearest number of sequences that
-            its ranks can share.
+        tokens_per_step: of an optimizer step; None for ``TOKENS_PER_STEP``, on many chips ``TOKENS_PER_CHIP``. A layout takes the
+            nearest number of sequences that its ranks can share; one with more replicas than sequences is not taken.
         fixed: fields of :class:`~narrowgauge.planner.layouts.Layout` that must have these values.
         minimize: ``"days"``, ``"cost"`` or ``"chips"`` (fewest seconds a token), or ``"memory"`` (fewest bytes a chip).
         shares: of the chips' printed rates; None for the published ones.
     Returns:
         Options, the best first; or the one that comes nearest to fitting, with advice.
     Raises:
-        RecipeError: no layout has these fixed values on this cluster.
+        RecipeError: no layout has these fixed values on this cluster, or a step has fewer sequences than it has replicas.
         ChipError: a chip does not multiply the recipe's dtype.
 
     Example:
@@ -128,7 +131,8 @@ def search(
         (True, 8)
     """
     check_layout(architecture, recipe, Layout(), cluster, sequence_length)
-    wanted = max(1, round((tokens_per_step or TOKENS_PER_STEP) / sequence_length))
+    usual = max(TOKENS_PER_STEP, TOKENS_PER_CHIP * cluster.num_chips)
+    wanted = max(1, round((tokens_per_step or usual) / sequence_length))
     pinned = dict(fixed or {})
     free = tokens_per_step is None and "micro_batches" not in pinned
     number = architecture.num_parameters
@@ -136,6 +140,7 @@ def search(
     shapes = [shape for shape in _shapes(question) if not why_not(architecture, shape, sequence_length)]
     if not shapes:
         raise _no_shape(question)
+    shapes = _small_enough(shapes, question, is_asked=tokens_per_step is not None)
     fitting = list(_fitting(shapes, question))
     if not fitting:
         return [_nearest(shapes, question)]
@@ -144,6 +149,20 @@ def search(
     else:
         ordered = sorted(fitting, key=lambda layout: question.seconds(layout).total / layout.num_sequences)
     return [_option(layout, question) for layout in ordered[:_MOST_OPTIONS]]
+
+
+def _small_enough(shapes: list[Layout], question: _Question, *, is_asked: bool) -> list[Layout]:
+    """Shapes whose replicas have a sequence each in a step; all of them if none has, unless these tokens were asked for."""
+    each, most = question.fixed.get("micro_batch", 1), question.num_sequences * (1 if is_asked else _MOST_OF_IT)
+    found = [shape for shape in shapes if shape.num_replicas * each <= most]
+    if is_asked and not found:
+        least = each * min(shape.num_replicas for shape in shapes)
+        raise RecipeError(
+            f"a step of {question.num_sequences * question.sequence_length:,} tokens was requested on "
+            f"{question.cluster.num_chips} chips, which compute {least * question.sequence_length:,} at once.",
+            "Ask for as many, or for fewer chips.",
+        )
+    return found or shapes
 
 
 def _fitting(shapes: list[Layout], question: _Question) -> Iterator[Layout]:
