@@ -83,6 +83,9 @@ def test_less_memory_or_less_time() -> None:
     small = search(SMALL, WORD, cluster, 4096, minimize="memory")[0]
     fast = search(SMALL, WORD, cluster, 4096, minimize="days")[0]
     assert small.memory.total <= fast.memory.total
+    # The least of all layouts: everything shared, computed again, one sequence at a time.
+    for layout in (Layout(shard=8, recompute="full"), Layout(tensor=8, zero=0, recompute="full")):
+        assert small.memory.total <= memory_terms(SMALL, WORD, layout, 4096).total
     assert (small.tokens_per_second or 0.0) <= (fast.tokens_per_second or 0.0)
 
 
@@ -134,3 +137,12 @@ def test_a_step_has_the_tokens_that_were_asked_for() -> None:
         RecipeError, match=r"a step of 4,096 tokens was requested on 8 chips, which compute 32,768 at once"
     ):
         search(SMALL, WORD, H100, 4096, 4096, fixed={"tensor": 1})
+
+
+def test_advice_counts_the_chips_that_share_what_one_replica_cannot() -> None:
+    """A layout of eight tensor ranks has one replica, which shares nothing; on more chips its replicas do."""
+    [option] = search(read_architecture("deepseek-v3"), WORD, H100, 4096)
+    assert option.fits is False and option.layout.shard == 1
+    count = int(option.advice.partition(" chips")[0].rpartition("on ")[2])
+    shared = replace(option.layout, shard=count // 8, zero=3)
+    assert memory_terms(read_architecture("deepseek-v3"), WORD, shared, 4096).total < 80 * 2**30

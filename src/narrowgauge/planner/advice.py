@@ -97,7 +97,9 @@ def _more_chips(layout: Layout, cluster: Cluster, fixed: Mapping[str, Any], fits
     chips, node = cluster.num_chips, cluster.chips_per_node
 
     def shared(count: int) -> Layout:
-        return replace(layout, data=1, shard=max(1, count // layout.model_ranks))
+        # A layout of one replica shares nothing yet; as stages do, or fully.
+        zero = layout.zero or (3 if layout.pipeline == 1 else 1)
+        return replace(layout, data=1, shard=max(1, count // layout.model_ranks), zero=zero)
 
     steps = list(range(chips + node, 4 * chips + 1, node))
     steps += [chips << power for power in range(3, 12) if chips << power <= _MOST_CHIPS]

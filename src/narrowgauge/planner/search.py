@@ -143,9 +143,10 @@ def search(
     shapes = _small_enough(shapes, question, is_asked=tokens_per_step is not None)
     fitting = list(_fitting(shapes, question))
     if not fitting:
-        return [_nearest(shapes, question)]
+        return [_nearest(_smallest(shapes, question)[0], question)]
     if minimize == "memory":
-        ordered = sorted(fitting, key=lambda layout: question.memory(layout).total)
+        smallest = [layout for layout in _smallest(shapes, question)[:_MOST_OPTIONS] if question.fits(layout)]
+        ordered = sorted(dict.fromkeys((*smallest, *fitting)), key=lambda layout: question.memory(layout).total)
     else:
         ordered = sorted(fitting, key=lambda layout: question.seconds(layout).total / layout.num_sequences)
     return [_option(layout, question) for layout in ordered[:_MOST_OPTIONS]]
@@ -270,8 +271,8 @@ def _with_batches(shape: Layout, question: _Question, *, sums: bool) -> Iterator
         yield replace(shape, micro_batch=micro_batch, micro_batches=count)
 
 
-def _nearest(shapes: list[Layout], question: _Question) -> Option:
-    """The layout that needs the fewest bytes, with the smallest changes that would make it fit."""
+def _smallest(shapes: list[Layout], question: _Question) -> list[Layout]:
+    """Each shape with all layers computed again and the smallest batch; the one that needs the fewest bytes first."""
     tried = []
     for shape in shapes:
         last = replace(
@@ -281,7 +282,11 @@ def _nearest(shapes: list[Layout], question: _Question) -> Option:
         )
         sums = not question.is_batch_free or shape.pipeline > 1
         tried.append(next(_with_batches(last, question, sums=sums)))
-    layout = min(tried, key=lambda layout: question.memory(layout).total)
+    return sorted(tried, key=lambda layout: question.memory(layout).total)
+
+
+def _nearest(layout: Layout, question: _Question) -> Option:
+    """A layout that does not fit, with the smallest changes that would make it fit."""
     option = replace(_option(layout, question), why_not=_full_host(layout, question))
     given = question.architecture, question.recipe, layout, question.cluster, question.sequence_length
     return replace(option, advice=smallest_changes(*given, fixed=question.fixed))

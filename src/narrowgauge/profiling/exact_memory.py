@@ -37,7 +37,7 @@ def exact_rows(plan: Plan) -> list[Row]:
         DataError: the model is a mixture, or no option has its layers whole on one rank.
     Cost: some seconds for each.
     """
-    options = [option for option in plan.options if option.layout.model_ranks == 1 and option.step is not None][:_MOST]
+    options = [option for option in plan.options if option.layout.runs_here and option.step is not None][:_MOST]
     if plan.trainable is not None:
         options = [plan.trainable, *options][:_MOST]
     if not options or plan.question.architecture.mixture is not None:
