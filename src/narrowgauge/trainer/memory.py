@@ -1,8 +1,8 @@
 """A lower bound of the memory of a batch, to refuse batches that cannot fit before anything is built.
 
 A layer saves about fifty bytes per token and feature for backward (counted for eager Llama blocks in bfloat16, whose process
-grows by 70; in float32 by 90), and the logits exist in several dtypes. The estimate is a lower bound: an accepted batch may
-still be too large, a refused one certainly is. Nothing here needs PyTorch.
+grows by 70; in float32 by 90), and about forty where the compute keeps int8 or float8 codes. The logits exist in several dtypes.
+The estimate is a lower bound: an accepted batch may still be too large, a refused one certainly is. Nothing here needs PyTorch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from narrowgauge.trainer.config import TrainConfig
 
 LARGE_VOCABULARY = 16_384
 """Vocabulary size from which the trainer uses the chunked loss."""
-ACTIVATION_BYTES = 48
+ACTIVATION_BYTES = {False: 44, True: 40}
+"""Bytes per token and feature that a layer of a preset keeps at least, by whether the compute keeps codes."""
+_LEAST_BYTES = {False: 32, True: 26}  # of a model that is read from a folder: an MLP without a gate keeps least
 LOGIT_BYTES = 10
 _CHECKPOINTED_BYTES = 2  # only the layer's input
 _TOKEN_BYTES = 8  # per token of the whole batch, as it is read
@@ -61,14 +63,24 @@ def batch_bytes(sizes: Sizes, config: TrainConfig) -> int:
     Example:
         >>> config = TrainConfig(model="llama-8m", batch_size=8, sequence_length=256)
         >>> batch_bytes(sizes_of("llama-8m"), config) >> 20
-        272
+        256
     """
     tokens = config.micro_batch_size * config.sequence_length
-    kept = ACTIVATION_BYTES * sizes.num_layers
-    if config.activation_checkpointing:
-        kept = ACTIVATION_BYTES + _CHECKPOINTED_BYTES * sizes.num_layers
+    each = kept_bytes(config)
+    kept = each + _CHECKPOINTED_BYTES * sizes.num_layers if config.activation_checkpointing else each * sizes.num_layers
     logits = LOGIT_BYTES * min(sizes.vocab_size, LARGE_VOCABULARY)
     return tokens * (sizes.hidden_size * kept + logits) + config.tokens_per_step * _TOKEN_BYTES
+
+
+def kept_bytes(config: TrainConfig) -> int:
+    """Bytes per token and feature that a layer keeps at least; ``planner/activations.py`` counts what it keeps.
+
+    Example:
+        >>> kept_bytes(TrainConfig(model="llama-8m"))
+        44
+    """
+    by_codes = ACTIVATION_BYTES if config.model in MODELS else _LEAST_BYTES
+    return by_codes[config.recipe.compute.keeps_codes]
 
 
 def free_bytes() -> int | None:
