@@ -86,7 +86,8 @@ def reduce_gradients_with(
             reduction sums.
 
     Example:
-        >>> model = nn.Linear(2, 1, bias=False)
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> reduction = reduce_gradients_with(model, "float32", average=False)
         >>> for k in range(3):
         ...     with reduction.micro_batch(is_last=k == 2):
