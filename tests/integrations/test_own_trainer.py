@@ -1,0 +1,40 @@
+"""The reference for other loops is what the trainer computes, and a plain loop over ``prepare`` repeats it bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from integrations.own_trainer import OwnRun, reference
+
+
+def repeated(run: OwnRun) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A user's loop on the same batches, rates and initial weights; its losses and weights."""
+    model, optimizer = ng.prepare(run.model(), run.recipe, **run.prepare_settings)
+    losses = []
+    for tokens, rate in zip(run.batches, run.rates, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = run.loss(model, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16/word", "bfloat16/split", "float32/float32"])
+def test_a_plain_loop_repeats_the_trainer_bit_for_bit(recipe: str) -> None:
+    run = reference(recipe)
+    losses, state = repeated(run)
+    assert losses == run.losses and losses[-1] < losses[0]
+    assert all(torch.equal(state[name], tensor) for name, tensor in run.state.items()) and len(state) == len(run.state)
+    assert not torch.equal(run.state["lm_head.weight"].float(), run.initial["lm_head.weight"])
+
+
+def test_settings_reach_the_trainer() -> None:
+    run = reference(steps=3, batch_size=2, gradient_accumulation_steps=2, schedule="constant", seed=5)
+    assert [tuple(tokens.shape) for tokens in run.batches] == [(2, 33)] * 3
+    assert run.rates == [0.0015, 0.003, 0.003] and len(run.micro_batches(run.batches[0])) == 2
+    assert not torch.equal(run.initial["lm_head.weight"], reference(steps=3).initial["lm_head.weight"])
