@@ -145,7 +145,7 @@ def _layout(text: str) -> dict[str, Any]:
 @click.option(
     "--exact",
     is_flag=True,
-    help="Also count what one layer keeps in the model's own modules; needs PyTorch, some seconds.",
+    help="Count what a layer keeps in the model's own modules, not by formula; needs PyTorch, some seconds.",
 )
 @click.option(
     "--measured", metavar="N:TIME,…", help="Measured times (128:10d,256:7d), or run folders: what does not scale."
@@ -222,6 +222,12 @@ def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
     from narrowgauge.planner.named_layouts import NAMED_LAYOUTS
     from narrowgauge.planner.plan import plan
 
+    counts = None
+    if asked["exact"]:
+        # It needs PyTorch, which a plan does not.
+        from narrowgauge.profiling.exact_memory import LayerCounts
+
+        counts = LayerCounts(asked["model"])
     # A settings file must be one that train can run.
     layout = {**(NAMED_LAYOUTS["fsdp2"] if asked["toml"] else {}), **(asked["layout"] or {})}
     found = plan(
@@ -239,7 +245,12 @@ def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
         tokens=asked["tokens"],
         minimize=asked["minimize"] or "days",
         layout=layout,
+        counted=counts,
     )
+    if counts is not None:
+        from narrowgauge.profiling.exact_memory import require_counted
+
+        require_counted(found)
     if asked["toml"]:
         from narrowgauge.planner.train_settings import train_settings
         from narrowgauge.runs.atomic_io import AGAIN, write_whole
@@ -252,18 +263,11 @@ def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
         from narrowgauge.report.plan_page import write_plan
 
         write_plan(found, Path(asked["html"]))
-    exact: list[tables.Row] = []
-    counted: list[tables.Table] = []
-    if asked["exact"]:
-        # It needs PyTorch, which a plan does not.
-        from narrowgauge.profiling.exact_memory import exact_rows, exact_table
-
-        exact = exact_rows(found)
-        counted = [exact_table(exact)]
     if as_json:
-        return tables.write_object({**found.row(), **({"exact": exact} if exact else {})})
-    tables.write([*found.tables(), *counted, *(found.explanation() if asked["explain"] else [])])
-    _echo(["", *found.sentences(), *filter(None, [asked["html"], asked["toml"]])])
+        return tables.write_object({**found.row(), **({"counted": counts.rows()} if counts else {})})
+    tables.write([*found.tables(), *(found.explanation() if asked["explain"] else [])])
+    said = [*found.sentences(), *([counts.sentence()] if counts else [])]
+    _echo(["", *said, *filter(None, [asked["html"], asked["toml"]])])
     return None
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from narrowgauge.planner.architectures import Architecture
 from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.layouts import Layout, Offload
+from narrowgauge.planner.memory_figures import LayerCounter
 from narrowgauge.planner.rank_memory import host_bytes, memory_terms
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.recipes import Recipe, is_pair
@@ -27,18 +28,20 @@ def smallest_changes(
     sequence_length: int,
     *,
     fixed: Mapping[str, Any],
+    counted: LayerCounter | None = None,
 ) -> str:
     """What would have to change for a layout to fit, one change at a time.
 
     Args:
         architecture, recipe, layout, cluster, sequence_length: of the plan that does not fit.
         fixed: fields of the layout that were asked for.
+        counted: what a layer keeps, counted in the model's own modules; None for the formulas.
     Returns:
         A sentence; of each kind of change the smallest that suffices.
     """
 
     def needed(recipe: Recipe = recipe, layout: Layout = layout, length: int = sequence_length) -> float:
-        return memory_terms(architecture, recipe, layout, length).total
+        return memory_terms(architecture, recipe, layout, length, counted=counted).total
 
     def held(layout: Layout) -> float:
         return cluster.chips_per_node * host_bytes(architecture, recipe, layout, sequence_length)

@@ -108,8 +108,11 @@ class Layout:
         return waiting / (self.interleave * self.micro_batches + waiting)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every rank computes whole layers of whole sequences: replicas and shards without other axes."""
+        return self.tensor == self.pipeline == self.context == self.expert == 1
+
+    @property
     def runs_here(self) -> bool:
         """Whether this project's trainer runs it: FSDP2 or HSDP without other axes."""
-        return self.tensor == self.pipeline == self.context == self.expert == 1 and (
-            self.zero in (0, 3) or self.shard == 1
-        )
+        return self.is_whole and (self.zero in (0, 3) or self.shard == 1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.memory_figures import COUNTED
 from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.words import gigabytes
 from narrowgauge.spec.recipes import Recipe
@@ -80,6 +81,11 @@ class Option:
         if self.why_not or self.headroom_bytes is None:
             return False if self.why_not else None
         return self.headroom_bytes >= 0
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether what layers keep was counted in the model's own modules, and does not follow from a formula."""
+        return any(term.source == COUNTED for term in self.memory)
 
     @property
     def is_certain(self) -> bool | None:
@@ -177,6 +183,7 @@ class Option:
             "why_not": self.reason,
             "advice": self.advice,
             "memory_bytes": {**dict.fromkeys(MEMORY_GROUPS, 0.0), **self.memory.groups, "total": self.memory.total},
+            "activations_from": "count" if self.is_counted else "formula",
             "headroom_bytes": self.headroom_bytes,
             "tokens_per_step": self.tokens_per_step,
             "step_seconds": None if self.step is None else {**self.step.groups, "total": self.step.total},

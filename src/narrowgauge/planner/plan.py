@@ -14,6 +14,7 @@ from narrowgauge.planner.answers import MOST_SHARED
 from narrowgauge.planner.architectures import Architecture, of_size
 from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.memory_figures import LayerCounter
 from narrowgauge.planner.model_configs import read_architecture
 from narrowgauge.planner.named_layouts import NAMED_LAYOUTS
 from narrowgauge.planner.options import OURS, Option
@@ -66,6 +67,7 @@ def plan(
     minimize: str = "days",
     layout: Mapping[str, Any] | None = None,
     shares: Shares | None = None,
+    counted: LayerCounter | None = None,
 ) -> Plan:
     """Say what fits, how fast, in which layout, and why.
 
@@ -87,6 +89,8 @@ def plan(
         minimize: ``"days"``, ``"cost"``, ``"chips"`` or ``"memory"``.
         layout: fields of the layout that must have these values.
         shares: of the chips' printed rates; the published ones, or for ``"here"`` the calibrated ones, if None.
+        counted: what a layer keeps, counted in the model's own modules (``narrowgauge.profiling.exact_memory.LayerCounts``); the
+            formulas if None.
     Returns:
         The options, best first, and what follows from them.
     Raises:
@@ -117,6 +121,7 @@ def plan(
         minimize,
         dict(layout or {}),
         shares_asked_for(chip) if shares is None else shares,
+        counted,
     )
     known = tuple(map(parse, recipes))
     if params is not None or not places:
@@ -292,7 +297,7 @@ def _search(
     question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any], tokens_per_step: int | None
 ) -> list[Option]:
     given = question.architecture, recipe, cluster, question.sequence_length, tokens_per_step
-    return search(*given, fixed=fixed, minimize=question.minimize, shares=question.shares)
+    return search(*given, fixed=fixed, minimize=question.minimize, shares=question.shares, counted=question.counted)
 
 
 def _shapes_of(options: Sequence[Option]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 from narrowgauge.planner import answers
 from narrowgauge.planner.architectures import Architecture
 from narrowgauge.planner.clusters import Cluster
+from narrowgauge.planner.memory_figures import LayerCounter
 from narrowgauge.planner.options import Option
 from narrowgauge.planner.shares import Shares
 from narrowgauge.planner.terms import Terms
@@ -29,6 +30,7 @@ class Question:
         minimize: an objective of :data:`narrowgauge.planner.plan.OBJECTIVES`.
         fixed: fields of the layout that were asked for.
         shares: of the chips' printed rates; None for the published ones.
+        counted: what a layer keeps, counted in the model's own modules; None for the formulas.
     """
 
     architecture: Architecture
@@ -39,6 +41,7 @@ class Question:
     minimize: str = "days"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     shares: Shares | None = None
+    counted: LayerCounter | None = None
 
     def row(self) -> Row:
         """Plain values, for JSON."""

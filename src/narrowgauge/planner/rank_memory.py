@@ -10,114 +10,24 @@ What is between steps is :mod:`narrowgauge.planner.state_bytes`, what layers kee
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 
-from narrowgauge.planner.activations import (
-    Attention,
-    Kernels,
-    Widths,
-    bytes_per_token,
-    cast_weight_bytes,
-    layer_tensors,
-    widths_of,
-)
+from narrowgauge.planner.activations import Attention, Kernels
 from narrowgauge.planner.architectures import Architecture
+from narrowgauge.planner.head_memory import loss_terms
 from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.memory_figures import COUNTED, KORTHIKANTI, LayerCounter, Request, figures_of
 from narrowgauge.planner.memory_overhead import FIXED as FIXED
 from narrowgauge.planner.memory_overhead import overhead_terms
 from narrowgauge.planner.pipeline_stages import Stage, stages_of
-from narrowgauge.planner.state_bytes import Bytes, ModelState, bytes_of, on_stage, shared, state_of
+from narrowgauge.planner.state_bytes import Bytes, on_stage, shared
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.accumulations import ACCUMULATIONS
 from narrowgauge.spec.recipes import Recipe
 
-CHUNK_LOGITS = 1 << 24
-"""Logits of one chunk of the chunked loss, as in the trainer."""
 _ON_THEIR_WAY = "gradients of two layers"
 _ZERO = "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5"
-_KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, section 4; counted in layers that run (planner/activations.py)"
 _FSDP = "torch FSDP2: the layer in use, and the one that is gathered meanwhile"
-_LOSS = "log-softmax in float32: its result, its gradient, and the gradient of the logits"
-
-
-@dataclass(frozen=True, slots=True)
-class _Figures:
-    """What does not depend on the layout.
-
-    Args:
-        state: of the whole model.
-        per: bytes per parameter of the recipe's storage.
-        widths: of tensors.
-        per_layer, scores: bytes per token that a layer keeps, on average, and of eager attention's scores.
-        casts: bytes of the casts of a layer's weights that autocast keeps.
-        num_parameters: of the model.
-        layer, experts: parameters of the largest layer without experts, and of a layer's experts.
-    """
-
-    state: ModelState
-    per: Bytes
-    widths: Widths
-    num_parameters: int
-    per_layer: float = 0.0
-    scores: float = 0.0
-    casts: float = 0.0
-    layer: int = 0
-    experts: float = 0.0
-
-
-@lru_cache(maxsize=1024)
-def _figures(
-    architecture: Architecture, recipe: Recipe, sequence_length: int, attention: Attention, kernels: Kernels
-) -> _Figures:
-    a, widths = architecture, widths_of(recipe.compute, recipe.storage.visible)
-    known = (state_of(a, recipe), bytes_of(recipe.storage), widths, a.num_parameters)
-    if not a.has_shape:
-        return _Figures(*known)
-    mixtures = a.mixture.num_layers if a.mixture else 0
-    keys = a.mean_keys(sequence_length, is_causal=False)
-    kept = scores = 0.0
-    for is_mixture, count in ((False, a.num_layers - mixtures), (True, mixtures)):
-        if count:
-            tensors = layer_tensors(a, recipe, is_mixture=is_mixture, attention=attention, kernels=kernels)
-            kept += count * bytes_per_token(tensors) / a.num_layers
-            scores += count * sum(tensor.per_key for tensor in tensors) * keys / a.num_layers
-    elements = sum(m.count * m.in_features * m.out_features for m in a.matmuls if m.part != "head") / a.num_layers
-    experts = a.expert_parameters / mixtures if mixtures else 0.0
-    others = (a.dense_layer_parameters * (mixtures < a.num_layers), a.mixture_layer_parameters - round(experts))
-    return _Figures(*known, kept, scores, cast_weight_bytes(a, recipe) * elements, max(others), experts)
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What is planned, with the arguments of :func:`memory_terms`."""
-
-    architecture: Architecture
-    recipe: Recipe
-    layout: Layout
-    sequence_length: int
-    attention: Attention
-    kernels: Kernels
-    is_loss_chunked: bool
-    accumulation: str
-    fixed: Mapping[str, float]
-    figures: _Figures
-
-    @property
-    def tokens(self) -> float:
-        """Of a micro-batch on a rank."""
-        return self.layout.micro_batch * self.sequence_length / self.layout.context
-
-    @property
-    def per_layer(self) -> float:
-        """Bytes per token that a layer keeps on a rank."""
-        scores = 0.0 if self.layout.recompute == "selective" else self.figures.scores
-        return (self.figures.per_layer + scores) / self.layout.tensor
-
-    @property
-    def casts(self) -> float:
-        """Bytes of the casts of one layer's weights on a rank."""
-        return self.figures.casts / self.layout.tensor
 
 
 def memory_terms(
@@ -131,6 +41,7 @@ def memory_terms(
     kernels: Kernels | None = None,
     accumulation: str = "float32",
     fixed: Mapping[str, float] | None = None,
+    counted: LayerCounter | None = None,
 ) -> Terms:
     """The memory of the worst rank at its worst moment.
 
@@ -142,10 +53,12 @@ def memory_terms(
         attention: whether scores are kept.
         is_loss_chunked: whether logits are computed a chunk of tokens at a time. With tensor, pipeline or context parallelism
             they are not.
-        kernels: of norms and activation functions; None for ``"eager"`` where this project's trainer runs the layout, and
-            ``"fused"`` elsewhere.
+        kernels: of norms and activation functions; None for ``"eager"`` where every rank computes whole layers, which are then
+            Hugging Face's, and ``"fused"`` elsewhere, as in Megatron-LM.
         accumulation: the sum of several micro-batches' gradients (``narrowgauge show accumulations``).
         fixed: bytes of overhead by name of ``FIXED`` where they are known, fragmentation as a share; each is then exact.
+        counted: what a layer keeps, counted in the model's own modules; it replaces the formula where kernels are eager, and the
+            terms that follow from it have the source ``COUNTED``.
     Returns:
         Terms in bytes, in the groups of ``MEMORY_GROUPS``.
 
@@ -155,16 +68,16 @@ def memory_terms(
         >>> [memory_terms(of_size(10e9), parse(f"bfloat16/{s}"), Layout(), 0).total / 1e9 for s in ("master", "word", "states8")]
         [160.0, 80.0, 60.0]
     """
-    kinds: Kernels = kernels or ("eager" if layout.runs_here else "fused")
-    figures = _figures(architecture, recipe, sequence_length, attention, kinds)
+    kinds: Kernels = kernels or ("eager" if layout.is_whole else "fused")
+    figures = figures_of(architecture, recipe, sequence_length, attention, kinds, counted)
     options = (attention, kinds, is_loss_chunked, accumulation, fixed or {})
-    request = _Request(architecture, recipe, layout, sequence_length, *options, figures)
+    request = Request(architecture, recipe, layout, sequence_length, *options, figures)
     stages = stages_of(architecture, layout)
     found = [_worst_moment(request, stage) for stage in stages]
     return max(found, key=lambda terms: terms.total)
 
 
-def _worst_moment(request: _Request, stage: Stage) -> Terms:
+def _worst_moment(request: Request, stage: Stage) -> Terms:
     """The terms of one stage's worst moment, with its overhead."""
     state = _state_terms(request, stage)
     if not request.architecture.has_shape:
@@ -174,7 +87,7 @@ def _worst_moment(request: _Request, stage: Stage) -> Terms:
     none = replace(gradients, value=0.0, formula=f"none at this moment; {gradients.formula} later")
     early = gradients if _sums_into_gradients(request) else none
     kept, layer, passing = _activations(request, stage), _one_layer(request), _passing(request)
-    forward, backward = _loss(request, stage)
+    forward, backward = loss_terms(request, stage)
     # The planes of a sum exist all the time. Where layers are computed again, one is whole beside the inputs of all.
     always = (weights, optimizer, *_sum_planes(request, gradients))
     # No gradient is on its way before the first layer's backward.
@@ -194,13 +107,13 @@ def _worst_moment(request: _Request, stage: Stage) -> Terms:
 # ── between steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _state(request: _Request, stage: Stage) -> Bytes:
+def _state(request: Request, stage: Stage) -> Bytes:
     layout = request.layout
     experts, rest = on_stage(request.architecture, request.figures.state, layout, stage.layers, stage.number)
     return shared(experts, layout, max(1, layout.shard // layout.expert)) + shared(rest, layout, layout.shard)
 
 
-def _state_terms(request: _Request, stage: Stage) -> tuple[Term, Term, Term]:
+def _state_terms(request: Request, stage: Stage) -> tuple[Term, Term, Term]:
     """Weights, gradients and optimizer states of a rank."""
     layout, state, per = request.layout, _state(request, stage), request.figures.per
     count = request.figures.num_parameters
@@ -232,14 +145,14 @@ def host_bytes(architecture: Architecture, recipe: Recipe, layout: Layout, seque
         >>> host_bytes(of_size(8e9), parse("bfloat16/word"), Layout(shard=8, offload="optimizer")) / 1e9
         4.0
     """
-    figures = _figures(architecture, recipe, sequence_length, "flash", "eager")
-    request = _Request(architecture, recipe, layout, sequence_length, "flash", "eager", True, "float32", {}, figures)
+    figures = figures_of(architecture, recipe, sequence_length, "flash", "eager")
+    request = Request(architecture, recipe, layout, sequence_length, "flash", "eager", True, "float32", {}, figures)
     states = [_state(request, stage) for stage in stages_of(architecture, layout)]
     which = {"none": lambda s: 0.0, "optimizer": lambda s: s.optimizer, "all": lambda s: s.total}[layout.offload]
     return float(max(map(which, states)))
 
 
-def _sums_into_gradients(request: _Request) -> bool:
+def _sums_into_gradients(request: Request) -> bool:
     """Whether gradients exist during forward: autograd adds to earlier ones, and Megatron-LM has buffers for them."""
     if not request.layout.runs_here:
         return True
@@ -248,7 +161,7 @@ def _sums_into_gradients(request: _Request) -> bool:
     return request.layout.micro_batches > 1 and not narrow
 
 
-def _sum_planes(request: _Request, gradients: Term) -> tuple[Term, ...]:
+def _sum_planes(request: Request, gradients: Term) -> tuple[Term, ...]:
     """The planes in which micro-batches' gradients are summed."""
     row = ACCUMULATIONS[request.accumulation]
     if request.layout.micro_batches == 1 or request.recipe.storage.visible == "float32" or not row.planes:
@@ -262,7 +175,7 @@ def _sum_planes(request: _Request, gradients: Term) -> tuple[Term, ...]:
 # ── activations ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _activations(request: _Request, stage: Stage) -> list[Term]:
+def _activations(request: Request, stage: Stage) -> list[Term]:
     """What all layers in flight keep, at the end of forward."""
     a, layout, tokens = request.architecture, request.layout, request.tokens
     widths, per_layer, casts = request.figures.widths, request.per_layer, request.casts
@@ -271,28 +184,31 @@ def _activations(request: _Request, stage: Stage) -> list[Term]:
         terms = [
             Term("activations", "inputs of the layers", stage.in_flight * inputs,
                  f"{stage.in_flight:g} layers in flight × {tokens:g} tokens × {widths.stream * a.hidden_size:g} B"
-                 f" / {layout.tensor} tensor ranks", _KORTHIKANTI),
+                 f" / {layout.tensor} tensor ranks", KORTHIKANTI),
         ]  # fmt: skip
     else:
         terms = [
             Term("activations", "kept by the layers", stage.in_flight * tokens * per_layer,
                  f"{stage.in_flight:g} layers in flight × {tokens:g} tokens × {per_layer:,.0f} B "
-                 f"({request.kernels} kernels, {request.attention} attention)", _KORTHIKANTI),
+                 f"({request.kernels} kernels, {request.attention} attention)", request.layer_source),
         ]  # fmt: skip
         if casts:
             formula = f"{stage.layers:g} layers × {casts:,.0f} B of casts that autocast keeps for backward"
-            terms.append(Term("activations", "casts of the weights", stage.layers * casts, formula))
+            source = COUNTED if request.figures.is_counted else "definition"
+            terms.append(Term("activations", "casts of the weights", stage.layers * casts, formula, source))
     return terms
 
 
-def _one_layer(request: _Request) -> Term:
+def _one_layer(request: Request) -> Term:
     """What one layer keeps: all that exists at the end of backward, or of what is computed again."""
     tokens, per_layer = request.tokens, request.per_layer
     formula = f"{tokens:g} tokens × {per_layer:,.0f} B"
-    return Term("activations", "the layer in backward", tokens * per_layer + request.casts, formula, _KORTHIKANTI)
+    return Term(
+        "activations", "the layer in backward", tokens * per_layer + request.casts, formula, request.layer_source
+    )
 
 
-def _passing(request: _Request) -> Term:
+def _passing(request: Request) -> Term:
     """Gradients of activations on their way through a layer: of the stream, and of the MLP's inner tensors."""
     a, widths, layout = request.architecture, request.figures.widths, request.layout
     size = a.mixture.experts_per_token * a.mixture.expert_size if a.mixture else a.intermediate_size
@@ -301,7 +217,7 @@ def _passing(request: _Request) -> Term:
     return Term("activations", "gradients on their way", request.tokens * each / layout.tensor, formula)
 
 
-def _head_gradient(request: _Request, stage: Stage, early: Term) -> list[Term]:
+def _head_gradient(request: Request, stage: Stage, early: Term) -> list[Term]:
     """The head's gradient, the first that backward makes, where gradients do not exist already."""
     if early.value or stage.number != request.layout.pipeline - 1:
         return []
@@ -309,57 +225,10 @@ def _head_gradient(request: _Request, stage: Stage, early: Term) -> list[Term]:
     return [Term("gradients", "gradient of the head", value / request.layout.tensor, "the first that backward makes")]
 
 
-# ── logits ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _loss(request: _Request, stage: Stage) -> tuple[list[Term], list[Term]]:
-    """What the head and the loss keep at the end of forward, and at the start of backward."""
-    a, layout, tokens = request.architecture, request.layout, request.tokens
-    if stage.number != layout.pipeline - 1:
-        return [], []
-    widths = request.figures.widths
-    norm = tokens * (4 + 2 * widths.stream) * a.hidden_size
-    hidden = Term("logits", "input of the head", norm / layout.tensor, f"{tokens:g} tokens × {norm / tokens:g} B")
-    if request.is_loss_chunked and layout.model_ranks == 1:
-        both = [hidden, *_chunked(request, widths.matmul)]
-        return both, both
-    narrow = widths.matmul if widths.matmul < 4 else 0.0
-    sizes = (narrow + 8.0, 12.0)
-    texts = ("logits, as float32, log-softmax", _LOSS)
-    forward, backward = (
-        [hidden, Term("logits", "logits", tokens * size * a.vocab_size / layout.tensor,
-                      f"{tokens:g} tokens × {a.vocab_size:,} × {size:g} B / {layout.tensor}: {text}", _LOSS)]
-        for size, text in zip(sizes, texts, strict=True)
-    )  # fmt: skip
-    return forward, backward
-
-
-def _chunked(request: _Request, width: float) -> list[Term]:
-    """A chunk of logits, and for narrow weights the head in float32 with its gradient."""
-    a = request.architecture
-    count = min(CHUNK_LOGITS, request.tokens * a.vocab_size)
-    head = a.vocab_size * a.hidden_size
-    if width == 4:
-        # PyTorch's own chunked loss works in place.
-        chunk = Term("logits", "a chunk of logits", 4.0 * count, f"{count:,.0f} logits × 4 B", "torch 2.13, counted")
-        return [chunk, Term("logits", "gradient of the head", 4.0 * head, f"{head:,} × 4 B, made in forward")]
-    # The larger of two moments: the chunk's log-softmax backward, and its part of the head's gradient, in both dtypes.
-    earlier = 4 * (count < request.tokens * a.vocab_size)
-    softmax = (4 + width + earlier) * head + 12.0 * count
-    weight = (8 + 2 * width + earlier) * head + width * count
-    sizes = f"{4 + width + earlier:g} h + 12 c and {8 + 2 * width + earlier:g} h + {width:g} c B"
-    formula = (
-        f"the larger of {sizes}: h = {head:,} of the head, in float32 and with its gradient, c = {count:,.0f} logits"
-    )
-    return [
-        Term("logits", "a chunk of logits, head in float32", max(softmax, weight), formula, "trainer/language_model.py")
-    ]
-
-
 # ── transients and overhead ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _buffers(request: _Request, stage: Stage) -> list[Term]:
+def _buffers(request: Request, stage: Stage) -> list[Term]:
     """Unsharded layers of ZeRO-3 or offloading, and buckets of gradients on their way."""
     layout, per = request.layout, request.figures.per
     is_shared = layout.zero == 3 and layout.shard > 1
@@ -383,7 +252,7 @@ def _buffers(request: _Request, stage: Stage) -> list[Term]:
     return terms
 
 
-def _outer_weights(request: _Request, stage: Stage) -> float:
+def _outer_weights(request: Request, stage: Stage) -> float:
     state, layout = request.figures.state, request.layout
     parts = [state.embedding] * (stage.number == 0) + [state.head] * (stage.number == layout.pipeline - 1)
     return sum(part.on_rank(layout.tensor).weights for part in parts)

@@ -20,6 +20,7 @@ from narrowgauge.planner.advice import smallest_changes
 from narrowgauge.planner.architectures import Architecture
 from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.memory_figures import LayerCounter
 from narrowgauge.planner.options import Option
 from narrowgauge.planner.rank_memory import host_bytes, memory_terms
 from narrowgauge.planner.roofline import bytes_of
@@ -57,9 +58,10 @@ class _Question:
     is_batch_free: bool
     fixed: Fixed
     shares: Shares | None
+    counted: LayerCounter | None
 
     def memory(self, layout: Layout) -> Terms:
-        return memory_terms(self.architecture, self.recipe, layout, self.sequence_length)
+        return memory_terms(self.architecture, self.recipe, layout, self.sequence_length, counted=self.counted)
 
     def fits(self, layout: Layout) -> bool:
         """Whether the chips hold it, and what is offloaded the hosts."""
@@ -103,6 +105,7 @@ def search(
     fixed: Fixed | None = None,
     minimize: str = "days",
     shares: Shares | None = None,
+    counted: LayerCounter | None = None,
 ) -> list[Option]:
     """The layouts of a recipe on all chips of a cluster.
 
@@ -116,6 +119,7 @@ def search(
         fixed: fields of :class:`~narrowgauge.planner.layouts.Layout` that must have these values.
         minimize: ``"days"``, ``"cost"`` or ``"chips"`` (fewest seconds a token), or ``"memory"`` (fewest bytes a chip).
         shares: of the chips' printed rates; None for the published ones.
+        counted: what a layer keeps, counted in the model's own modules; None for the formulas.
     Returns:
         Options, the best first; or the one that comes nearest to fitting, with advice.
     Raises:
@@ -136,7 +140,7 @@ def search(
     pinned = dict(fixed or {})
     free = tokens_per_step is None and "micro_batches" not in pinned
     number = architecture.num_parameters
-    question = _Question(architecture, recipe, cluster, sequence_length, wanted, number, free, pinned, shares)
+    question = _Question(architecture, recipe, cluster, sequence_length, wanted, number, free, pinned, shares, counted)
     shapes = [shape for shape in _shapes(question) if not why_not(architecture, shape, sequence_length)]
     if not shapes:
         raise _no_shape(question)
@@ -289,7 +293,7 @@ def _nearest(layout: Layout, question: _Question) -> Option:
     """A layout that does not fit, with the smallest changes that would make it fit."""
     option = replace(_option(layout, question), why_not=_full_host(layout, question))
     given = question.architecture, question.recipe, layout, question.cluster, question.sequence_length
-    return replace(option, advice=smallest_changes(*given, fixed=question.fixed))
+    return replace(option, advice=smallest_changes(*given, fixed=question.fixed, counted=question.counted))
 
 
 def _full_host(layout: Layout, question: _Question) -> str:

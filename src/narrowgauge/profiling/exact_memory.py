@@ -1,78 +1,118 @@
-"""``narrowgauge plan --exact``: what one layer keeps, counted in the model's own modules, beside what the plan's formula says."""
+"""``narrowgauge plan --exact``: what one layer keeps, counted in the model's own modules instead of by the plan's formula.
+
+The count holds for layouts whose layers run whole on one rank, as this project's trainer runs them; what libraries with tensor,
+pipeline or context ranks keep is the formula's.
+"""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import DataError
 from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.planner.activations import bytes_per_token, layer_tensors
-from narrowgauge.planner.options import Option
+from narrowgauge.planner.activations import bytes_per_token, cast_weight_bytes, layer_tensors
+from narrowgauge.planner.memory_figures import LayerCount
+from narrowgauge.planner.model_configs import read_architecture
 from narrowgauge.planner.plan_report import Plan
 from narrowgauge.planner.presets import preset
-from narrowgauge.planner.words import gigabytes, layout_text
 from narrowgauge.profiling.block_memory import layer_memory
 from narrowgauge.spec.models import refuse_own_code
-from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.tables import Row
 
-_MOST = 4
-_COLUMNS = (
-    *name_columns(recipe="recipe"), *text_columns(layout="layout"),
-    *number_columns(B_per_token_and_layer_planned="planned", counted="counted", memory_planned="memory", memory_counted="exact"),
-)  # fmt: skip
+_ADVICE = "Add --layout fsdp2."
 
 
-def exact_rows(plan: Plan) -> list[Row]:
-    """Count what one layer keeps in each of the best options that this project's trainer runs.
+class LayerCounts:
+    """Counts one layer of a model for each recipe once; what a plan takes as ``counted``.
 
     Args:
-        plan: of a model whose modules transformers has; without tensor, pipeline and context parallelism.
-    Returns:
-        A row for each of the first four such options: bytes per token and layer, and of the worst rank, planned and counted.
+        model: a preset's name, a Hugging Face ``config.json``, or a folder with one.
     Raises:
-        DataError: the model is a mixture, or no option has its layers whole on one rank.
-    Cost: some seconds for each.
+        DataError: the model is a mixture: which expert gets a token depends on its values.
+    Cost: some seconds for each compute that is planned, whatever the model's size.
+
+    Example:
+        >>> from narrowgauge.spec.notation import parse
+        >>> round(LayerCounts("llama-1m")(parse("bfloat16/word"), 64).bytes_per_token)
+        5656
     """
-    options = [option for option in plan.options if option.layout.runs_here and option.step is not None][:_MOST]
-    if plan.trainable is not None:
-        options = [plan.trainable, *options][:_MOST]
-    if not options or plan.question.architecture.mixture is not None:
-        raise DataError(
-            "--exact was requested, and it counts dense layers that lie whole on one rank.", "Add --layout fsdp2."
-        )
-    config = _config(plan.question.model)
-    return [_row(plan, option, config) for option in options]
+
+    def __init__(self, model: str) -> None:
+        self._architecture = read_architecture(model)
+        if self._architecture.mixture is not None:
+            raise DataError("--exact was requested, and it counts layers without experts.", "Leave --exact out.")
+        self._config = _config(model)
+        self._found: dict[Hashable, LayerCount] = {}
+        self._recipes: dict[Hashable, Recipe] = {}
+
+    def __call__(self, recipe: Recipe, sequence_length: int) -> LayerCount:
+        """What a layer keeps.
+
+        Args:
+            recipe: of the model; recipes that differ in what is kept between steps alone are counted once.
+            sequence_length: tokens of a sequence.
+        Returns:
+            Bytes per token, and bytes that do not depend on the tokens.
+        """
+        vectors = recipe.storage_of("model.norm.weight", 1).visible
+        key = (recipe.compute, recipe.storage.visible, vectors, recipe.keep, recipe.overrides, sequence_length)
+        if key not in self._found:
+            self._found[key] = self._count(recipe, sequence_length)
+            self._recipes[key] = recipe
+        return self._found[key]
+
+    def _count(self, recipe: Recipe, length: int) -> LayerCount:
+        """Two numbers of tokens tell what grows with them from what does not."""
+        with warnings.catch_warnings():
+            # What this processor emulates is of no interest: nothing is computed.
+            warnings.simplefilter("ignore", EmulationNotice)
+            one, two = (
+                sum(each.num_bytes * each.num_tensors for each in layer_memory(self._config, recipe, size, length))
+                for size in (1, 2)
+            )
+        return LayerCount((two - one) / length, 2 * one - two)
+
+    def rows(self) -> list[Row]:
+        """What was counted, and what the plan's formula says of it; bytes of one layer."""
+        return [self._row(self._recipes[key], found) for key, found in self._found.items()]
+
+    def _row(self, recipe: Recipe, found: LayerCount) -> Row:
+        a = self._architecture
+        tensors = layer_tensors(a, recipe, is_mixture=False, attention="flash", kernels="eager")
+        elements = sum(m.count * m.in_features * m.out_features for m in a.matmuls if m.part != "head") / a.num_layers
+        return {
+            "compute": recipe.compute.name,
+            "weights": recipe.storage.visible,
+            "bytes_per_token": found.bytes_per_token,
+            "bytes_per_layer": found.bytes_per_layer,
+            "formula_bytes_per_token": bytes_per_token(tensors),
+            "formula_bytes_per_layer": cast_weight_bytes(a, recipe) * elements,
+        }
+
+    def sentence(self) -> str:
+        """What was counted, beside the formula."""
+        found = [
+            f"{row['compute']} over {row['weights']} weights {row['bytes_per_token']:,.0f} "
+            f"(formula {row['formula_bytes_per_token']:,.0f})"
+            for row in self.rows()
+        ]
+        return f"Counted in the model's own modules, bytes a token and layer: {', '.join(found)}."
 
 
-def exact_table(rows: list[Row]) -> Table:
-    """The rows of :func:`exact_rows` to print."""
-    shown = [{**row, "memory": gigabytes(row["memory"]), "exact": gigabytes(row["exact"])} for row in rows]
-    return Table(_COLUMNS, shown, "One layer, counted with fake tensors in the model's own modules")
+def require_counted(found: Plan) -> None:
+    """Refuse a plan in which nothing was counted.
 
-
-def _row(plan: Plan, option: Option, config: Mapping[str, Any]) -> Row:
-    architecture, layout = plan.question.architecture, option.layout
-    tokens = layout.micro_batch * option.sequence_length
-    with warnings.catch_warnings():
-        # What this processor emulates is of no interest: nothing is computed.
-        warnings.simplefilter("ignore", EmulationNotice)
-        saved = layer_memory(config, option.recipe, layout.micro_batch, option.sequence_length)
-    counted = sum(each.num_bytes * each.num_tensors for each in saved) / tokens
-    tensors = layer_tensors(architecture, option.recipe, is_mixture=False, attention="flash", kernels="eager")
-    planned = bytes_per_token(tensors)
-    layers = 1 if layout.recompute == "full" else architecture.num_layers
-    return {
-        "recipe": option.recipe.title,
-        "layout": layout_text(layout),
-        "planned": round(planned),
-        "counted": round(counted),
-        "memory": option.memory.total,
-        "exact": option.memory.total + (counted - planned) * tokens * layers,
-    }
+    Raises:
+        DataError: no option has its layers whole on one rank.
+    """
+    options = [*found.options, *([found.trainable] if found.trainable else [])]
+    if not any(option.is_counted for option in options):
+        raise DataError("--exact was requested, and it counts layers that lie whole on one rank.", _ADVICE)
 
 
 def _config(model: str) -> Mapping[str, Any]:
