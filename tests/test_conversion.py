@@ -689,6 +689,18 @@ def test_a_lightning_file_of_weights_alone_is_weights(states: Any, tmp_path: Pat
     assert "lr_schedulers" in report.left_out and not any("betas" in what for what in report.left_out)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_tied_weight_saved_under_its_other_name_has_the_optimizers(named: bool, tmp_path: Path) -> None:
+    model, optimizer = trained_elsewhere(named=named)
+    folder = accelerate_folder(tmp_path / "state", model, optimizer, safe=False)
+    (folder / "pytorch_model.bin").unlink()
+    kept = {name: value for name, value in model.state_dict().items() if name != "embedding.weight"}
+    save_file(kept, folder / "model.safetensors")
+    names = [] if named else [name for name, _ in model.named_parameters()]
+    ng.convert(folder, "bfloat16/exact", tmp_path / "out", names=names)
+    assert_all_there(tmp_path / "out", model, optimizer)
+
+
 def test_of_several_optimizers_none_is_taken_for_another(tmp_path: Path) -> None:
     model, optimizer = trained_elsewhere()
     two = [optimizer.state_dict()] * 2

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.conversion.files import find
-from narrowgauge.conversion.source import Source, matched, numbers_of
+from narrowgauge.conversion.source import Source, matched, numbers_of, under_names
 from narrowgauge.errors import DataError
 from narrowgauge.optim.validation import known_row
 from narrowgauge.spec.storages import STATE_NAMES, for_vectors
@@ -63,7 +63,10 @@ def _with_state(
     groups, found = saved["param_groups"], saved["state"]
     for group in groups:
         _require_adam(group, where)
-    names = _names(groups, found, weights, order, where)
+    given = _given_names(groups)
+    listed = given or order()
+    weights = under_names(weights, listed)
+    names = _names(groups, found, weights, listed, is_given=bool(given), where=where)
     weights = matched(weights, list(names.values()), where)
     states = {name: dict(found[key]) for key, name in names.items() if key in found}
     if any("storage" in group for group in groups):
@@ -87,20 +90,28 @@ def _require_adam(group: Mapping[str, Any], where: Path) -> None:
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _given_names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The parameter names that a state itself has, one for each of its keys; empty where it has none."""
+    named = [name for group in groups for name in group.get("param_names") or group["params"]]
+    fits = len(named) == sum(len(group["params"]) for group in groups)
+    return named if fits and all(isinstance(name, str) for name in named) else []
+
+
 def _names(
     groups: Sequence[Mapping[str, Any]],
     states: Mapping[Any, Mapping[str, Any]],
     weights: Mapping[str, Tensor],
-    order: Callable[[], list[str]],
+    order: list[str],
+    *,
+    is_given: bool,
     where: Path,
 ) -> dict[Any, str]:
     """The parameter name of each key of a state: from the state itself, else by the model's order."""
     keys = [key for group in groups for key in group["params"]]
-    named = [name for group in groups for name in group.get("param_names") or group["params"]]
-    if len(named) == len(keys) and all(isinstance(name, str) for name in named):
-        return dict(zip(keys, named, strict=True))
+    if is_given:
+        return dict(zip(keys, order, strict=True))
     shapes = {key: _shape(states[key]) for key in keys if key in states}
-    listed = _by_group(groups, shapes, weights, [name for name in order() if name in weights])
+    listed = _by_group(groups, shapes, weights, [name for name in order if name in weights])
     listed = listed or _by_shape(keys, shapes, weights)
     fits = len(listed) == len(keys) and all(
         shapes.get(key, weights[name].shape) == weights[name].shape for key, name in zip(keys, listed, strict=True)

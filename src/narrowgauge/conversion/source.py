@@ -6,7 +6,7 @@ under the name that the optimizer used.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,27 @@ def numbers_of(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
             seen.add(memory)
     others = {f"model.{name}": value for name, value in weights.items() if not value.is_floating_point()}
     return numbers, others
+
+
+def under_names(weights: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """The weights, a tied one under the name of ``named_parameters()``.
+
+    A safetensors file stores a tied weight once, not always under that name. If exactly one name is without a weight and one
+    weight without a name, they belong together; shapes are checked where states are.
+
+    Args:
+        weights: by name.
+        names: of parameters; empty where they are unknown.
+    Returns:
+        The weights, unchanged where that is not so.
+    Example:
+        >>> list(under_names({"head.weight": torch.ones(2), "norm.weight": torch.ones(2)}, ["embedding.weight", "norm.weight"]))
+        ['embedding.weight', 'norm.weight']
+    """
+    missing, spare = [name for name in names if name not in weights], weights.keys() - set(names)
+    if len(missing) != 1 or len(spare) != 1:
+        return dict(weights)
+    return {missing[0] if name in spare else name: value for name, value in weights.items()}
 
 
 def matched(weights: dict[str, Tensor], owned: Collection[str], where: object) -> dict[str, Tensor]:
