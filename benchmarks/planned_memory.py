@@ -164,22 +164,26 @@ def main() -> None:
     parser.add_argument("--only", default="", help="combinations whose name and recipe contain this")
     parser.add_argument("--terms", action="store_true", help="print the plan's terms")
     arguments = parser.parse_args()
-    errors = []
+    errors, inside = [], []
     for each in COMBINATIONS:
         if arguments.only not in f"{each.name} {each.recipe}":
             continue
         plan, peak = planned(each), measured(each)
         errors.append(plan.total / peak - 1)
+        low, high = plan.interval
+        inside.append(low <= peak <= high)
         shape = f"{each.batch} × {each.length}, {each.micro_batches} micro-batches, {each.ranks} ranks"
         print(
-            f"{each.name:20} {each.recipe:18} {shape:38} {plan.total / 1e6:8.2f} {peak / 1e6:8.2f} MB {errors[-1]:+7.2%}",
+            f"{each.name:20} {each.recipe:18} {shape:38} {plan.total / 1e6:8.2f} {peak / 1e6:8.2f} MB "
+            f"{errors[-1]:+7.2%}{' ' if inside[-1] else '*'}",
             flush=True,
         )
         for term in plan if arguments.terms else ():
             print(f"      {term.value / 1e6:8.2f}  {term.group}: {term.name} = {term.formula}")
     mean = sum(map(abs, errors)) / len(errors)
     print(
-        f"mean {mean:.2%}, worst {max(map(abs, errors)):.2%}, within 3 %: {sum(abs(e) <= 0.03 for e in errors)} of {len(errors)}"
+        f"mean {mean:.2%}, worst {max(map(abs, errors)):.2%}, within 3 %: {sum(abs(e) <= 0.03 for e in errors)} of "
+        f"{len(errors)}, within the plan's interval: {sum(inside)}"
     )
 
 

@@ -23,11 +23,13 @@ def loss_terms(request: Request, stage: Stage) -> tuple[list[Term], list[Term]]:
         both = [hidden, *_chunked(request, widths.matmul)]
         return both, both
     narrow = widths.matmul if widths.matmul < 4 else 0.0
+    # A compiled or fused loss keeps the logits and their gradient alone, in the matmuls' dtype.
+    fused = 2 * tokens * widths.matmul * a.vocab_size / layout.tensor
     sizes = (narrow + 8.0, 12.0)
     texts = ("logits, as float32, log-softmax", _LOSS)
     forward, backward = (
         [hidden, Term("logits", "logits", tokens * size * a.vocab_size / layout.tensor,
-                      f"{tokens:g} tokens × {a.vocab_size:,} × {size:g} B / {layout.tensor}: {text}", _LOSS)]
+                      f"{tokens:g} tokens × {a.vocab_size:,} × {size:g} B / {layout.tensor}: {text}", _LOSS, low=fused)]
         for size, text in zip(sizes, texts, strict=True)
     )  # fmt: skip
     return forward, backward

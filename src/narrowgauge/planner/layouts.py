@@ -24,7 +24,7 @@ class Layout:
 
     Args:
         data: replicas of the whole state.
-        shard: ranks that share a replica's state.
+        shard: ranks that share a replica's state; context ranks, which hold the same weights, share it with them.
         zero: what they share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (FSDP2 with resharding).
         tensor: ranks that share each matrix; norms and residuals between them are shared as well (sequence parallelism).
         pipeline: stages.
@@ -73,6 +73,14 @@ class Layout:
     def num_ranks(self) -> int:
         """Chips that the layout takes."""
         return self.data * self.shard * self.tensor * self.pipeline * self.context
+
+    @property
+    def num_sharing(self) -> int:
+        """Ranks that share a replica's state where ZeRO shares it: other sequences and other parts of them alike.
+
+        Source: torchtitan, docs/fsdp.md and parallel_dims.py (``dp_shard_cp``); Megatron-LM's distributed optimizer.
+        """
+        return self.shard * self.context
 
     @property
     def num_replicas(self) -> int:

@@ -10,10 +10,11 @@ FIXED: dict[str, tuple[float, float, float]] = {
     "context": (0.7e9, 0.4e9, 1.0e9),
     "communication buffers": (1.0e9, 0.4e9, 2.0e9),
     "workspaces": (0.1e9, 0.03e9, 0.3e9),
-    "fragmentation": (0.03, 0.0, 0.08),
+    "fragmentation": (0.03, 0.0, 0.25),
 }
 """Memory that no formula gives, ``(usual, least, most)`` in bytes: of the driver, of collectives where there are several ranks,
-of libraries; and what the allocator cannot use, as a share of all that changes during a step."""
+of libraries; and what the allocator cannot use, as a share of all that changes during a step. It reserves up to a quarter
+more than it hands out in published runs (benchmarks/planned_peaks.py), where the chip has room for it."""
 _FIXED_SOURCE = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
 
 

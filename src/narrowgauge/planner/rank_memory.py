@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from narrowgauge.planner.activations import Attention, Kernels
 from narrowgauge.planner.architectures import Architecture
+from narrowgauge.planner.gathered_memory import ON_THEIR_WAY, ZERO, buffer_terms
 from narrowgauge.planner.head_memory import loss_terms
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory_figures import COUNTED, KORTHIKANTI, LayerCounter, Request, figures_of
@@ -25,9 +26,8 @@ from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.accumulations import ACCUMULATIONS
 from narrowgauge.spec.recipes import Recipe
 
-_ON_THEIR_WAY = "gradients of two layers"
-_ZERO = "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5"
-_FSDP = "torch FSDP2: the layer in use, and the one that is gathered meanwhile"
+_OF_A_STEP = ("activations", "logits", "buffers", "gradients")
+_FORMULA_ERROR = 0.04
 
 
 def memory_terms(
@@ -82,26 +82,37 @@ def _worst_moment(request: Request, stage: Stage) -> Terms:
     state = _state_terms(request, stage)
     if not request.architecture.has_shape:
         return Terms(state)
-    buffers = _buffers(request, stage)
+    buffers = buffer_terms(request, stage)
     weights, gradients, optimizer = state
+    planes = _sum_planes(request, gradients)
     none = replace(gradients, value=0.0, formula=f"none at this moment; {gradients.formula} later")
     early = gradients if _sums_into_gradients(request) else none
+    if planes and not request.layout.runs_here:
+        gradients = early = replace(gradients, value=0.0, formula="each is added to the sum as soon as it is made")
     kept, layer, passing = _activations(request, stage), _one_layer(request), _passing(request)
     forward, backward = loss_terms(request, stage)
     # The planes of a sum exist all the time. Where layers are computed again, one is whole beside the inputs of all.
-    always = (weights, optimizer, *_sum_planes(request, gradients))
+    always = (weights, optimizer, *planes)
     # No gradient is on its way before the first layer's backward.
-    gathered = [term for term in buffers if term.name != _ON_THEIR_WAY]
+    gathered = [term for term in buffers if term.name != ON_THEIR_WAY]
     again = (layer,) if request.layout.recompute == "full" else ()
     moments = [
         (early, *always, *kept, *forward, *gathered),
         (early, *always, *kept, *backward, *gathered),
         (early, *always, *kept, *again, passing, *buffers, *_head_gradient(request, stage, early)),
-        (gradients, *always, layer, passing, *buffers),
+        (gradients, *always, layer, passing, *buffers, *_made_gradients(request, gradients)),
     ]
     worst = max(moments, key=lambda terms: sum(term.value for term in terms))
-    dynamic = sum(term.value for term in worst if term.group in ("activations", "logits", "buffers", "gradients"))
-    return Terms((*worst, *overhead_terms(dynamic, request.layout.num_ranks, request.fixed)))
+    dynamic = sum(term.value for term in worst if term.group in _OF_A_STEP)
+    return Terms((*map(_widened, worst), *overhead_terms(dynamic, request.layout.num_ranks, request.fixed)))
+
+
+def _widened(term: Term) -> Term:
+    """A term with the interval of formulas: steps that were run and counted differ by less (benchmarks/planned_memory.py)."""
+    if term.group not in _OF_A_STEP:
+        return term
+    low, high = term.interval
+    return replace(term, low=low * (1 - _FORMULA_ERROR), high=high * (1 + _FORMULA_ERROR))
 
 
 # ── between steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -110,14 +121,18 @@ def _worst_moment(request: Request, stage: Stage) -> Terms:
 def _state(request: Request, stage: Stage) -> Bytes:
     layout = request.layout
     experts, rest = on_stage(request.architecture, request.figures.state, layout, stage.layers, stage.number)
-    return shared(experts, layout, max(1, layout.shard // layout.expert)) + shared(rest, layout, layout.shard)
+    return shared(experts, layout, max(1, layout.num_sharing // layout.expert)) + shared(
+        rest, layout, layout.num_sharing
+    )
 
 
 def _state_terms(request: Request, stage: Stage) -> tuple[Term, Term, Term]:
     """Weights, gradients and optimizer states of a rank."""
     layout, state, per = request.layout, _state(request, stage), request.figures.per
     count = request.figures.num_parameters
-    ranks = [layout.tensor * layout.pipeline * (layout.shard if layout.zero >= level else 1) for level in (3, 2, 1)]
+    ranks = [
+        layout.tensor * layout.pipeline * (layout.num_sharing if layout.zero >= level else 1) for level in (3, 2, 1)
+    ]
     offloaded = {"none": (), "optimizer": ("optimizer",), "all": ("weights", "gradients", "optimizer")}[layout.offload]
     terms = []
     for group, each, over in zip(
@@ -131,7 +146,7 @@ def _state_terms(request: Request, stage: Stage) -> tuple[Term, Term, Term]:
             value, formula = 0.0, f"in the host's memory ({value / 1e9:.3g} GB a rank)"
         names = {"weights": "weights", "gradients": "gradients", "optimizer": "states beside the weights"}
         terms.append(
-            Term(group, names[group], value, formula, _ZERO if layout.zero and layout.shard > 1 else "definition")
+            Term(group, names[group], value, formula, ZERO if layout.zero and layout.num_sharing > 1 else "definition")
         )
     return terms[0], terms[1], terms[2]
 
@@ -162,14 +177,31 @@ def _sums_into_gradients(request: Request) -> bool:
 
 
 def _sum_planes(request: Request, gradients: Term) -> tuple[Term, ...]:
-    """The planes in which micro-batches' gradients are summed."""
+    """The planes in which micro-batches' gradients are summed.
+
+    Megatron-LM adds each parameter's gradient to its buffer within backward, so the buffer is all there is; this project's
+    trainer adds a micro-batch's gradients when it has all of them.
+
+    Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``_make_backward_post_hook``.
+    """
     row = ACCUMULATIONS[request.accumulation]
     if request.layout.micro_batches == 1 or request.recipe.storage.visible == "float32" or not row.planes:
         return ()
     width = request.figures.per.gradients
     value = gradients.value / width * row.bytes_per_param
-    formula = f"{gradients.value / width:.4g} parameters × {row.bytes_per_param:g} B, beside the last gradients"
+    where = "beside the last gradients" if request.layout.runs_here else "to which each gradient is added"
+    formula = f"{gradients.value / width:.4g} parameters × {row.bytes_per_param:g} B, {where}"
     return (Term("gradients", f"sum in {row.name}", value, formula, row.source),)
+
+
+def _made_gradients(request: Request, gradients: Term) -> list[Term]:
+    """What backward has made of a layer's gradients, where they do not stay."""
+    if gradients.value or request.layout.zero == 3:
+        return []
+    figures, layout = request.figures, request.layout
+    largest = (figures.layer + figures.experts / layout.expert) / layout.tensor
+    formula = f"{largest:,.0f} parameters × {figures.per.gradients:g} B"
+    return [Term("gradients", "gradients of a layer", largest * figures.per.gradients, formula)]
 
 
 # ── activations ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -223,36 +255,3 @@ def _head_gradient(request: Request, stage: Stage, early: Term) -> list[Term]:
         return []
     value = request.architecture.vocab_size * request.architecture.hidden_size * request.figures.per.gradients
     return [Term("gradients", "gradient of the head", value / request.layout.tensor, "the first that backward makes")]
-
-
-# ── transients and overhead ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _buffers(request: Request, stage: Stage) -> list[Term]:
-    """Unsharded layers of ZeRO-3 or offloading, and buckets of gradients on their way."""
-    layout, per = request.layout, request.figures.per
-    is_shared = layout.zero == 3 and layout.shard > 1
-    if not (is_shared or layout.offload != "none"):
-        return []
-    # Experts stay where they are, on the ranks of their own.
-    largest = (request.figures.layer + request.figures.experts / layout.expert) / layout.tensor
-    terms = []
-    if is_shared or layout.offload == "all":
-        formula = f"2 × {largest:,.0f} parameters × {per.weights:g} B"
-        terms.append(Term("buffers", "two layers, gathered", 2 * largest * per.weights, formula, _FSDP))
-        formula = f"2 × {largest:,.0f} parameters × {per.gradients:g} B: of the layer, and on their way"
-        terms.append(Term("buffers", _ON_THEIR_WAY, 2 * largest * per.gradients, formula, _FSDP))
-        outer = _outer_weights(request, stage)
-        if outer:
-            formula = "embedding, head and last norm stay gathered from forward to backward"
-            terms.append(Term("buffers", "outer weights, gathered", outer, formula, _FSDP))
-    elif layout.offload == "optimizer":
-        formula = f"2 × {largest:,.0f} parameters × {per.optimizer:g} B: of the layer that is updated, and the next"
-        terms.append(Term("buffers", "states on their way", 2 * largest * per.optimizer, formula, _ZERO))
-    return terms
-
-
-def _outer_weights(request: Request, stage: Stage) -> float:
-    state, layout = request.figures.state, request.layout
-    parts = [state.embedding] * (stage.number == 0) + [state.head] * (stage.number == layout.pipeline - 1)
-    return sum(part.on_rank(layout.tensor).weights for part in parts)

@@ -83,7 +83,7 @@ class _Question:
         visible = bytes_of(self.recipe.storage.visible)
         rest = max(0.0, self.recipe.bytes_per_param - 2 * visible)
         parts = (visible, 3), (rest, 1)
-        return 0.9 * number * sum(each / (layout.shard if layout.zero >= zero else 1) for each, zero in parts)
+        return 0.9 * number * sum(each / (layout.num_sharing if layout.zero >= zero else 1) for each, zero in parts)
 
     def waiting(self, layout: Layout) -> float:
         """The share of a step that exchanges take."""

@@ -1,0 +1,58 @@
+"""Published peaks of memory beside the planner's: what is claimed of them, and what their source code says."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.model_configs import read_architecture
+from narrowgauge.planner.rank_memory import memory_terms
+from narrowgauge.spec.notation import parse
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def planned_peaks() -> Any:
+    """benchmarks/planned_peaks.py, which imports the reader of the runs from its own folder."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module("planned_peaks")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def test_four_of_five_published_peaks_lie_within_their_interval(planned_peaks: Any) -> None:
+    peaks = planned_peaks.peaks_of(planned_peaks.load())
+    assert len(peaks) == 20
+    assert sum(peak.is_inside for peak in peaks) >= 0.8 * len(peaks)
+    errors = [abs(peak.error) for peak in peaks]
+    assert sum(errors) / len(errors) < 0.15 and max(errors) < 0.3
+
+
+def test_what_is_kept_per_operator(planned_peaks: Any) -> None:
+    """By hand, for a layer of llama-8b: input, wq, wv, w1, w2 and attention in 16 bits, and a statistic for each head."""
+    found = planned_peaks.kept_per_operator(read_architecture("llama-8b"))
+    assert found == 2 * (4096 + 4096 + 1024 + 14_336 + 4096 + 4096) + 4 * 32
+
+
+def test_stages_gather_once_and_share_last() -> None:
+    """Sharing the weights of stages saves what lies between steps, and nothing within them."""
+    model, recipe = read_architecture("llama-70b"), parse("bfloat16/master")
+    terms = memory_terms(model, recipe, Layout(pipeline=4, shard=8, micro_batches=8), 4096)
+    by_name = {term.name: term.value for term in terms}
+    stage = model.num_parameters / 4
+    assert by_name["weights of the stage, gathered"] == pytest.approx(2 * stage, rel=0.05)
+    assert by_name["gradients of the stage, before they are shared"] == pytest.approx(4 * stage, rel=0.05)
+
+
+def test_tensor_ranks_gather_inputs() -> None:
+    model, recipe = read_architecture("llama-8b"), parse("bfloat16/master")
+    terms = memory_terms(model, recipe, Layout(tensor=8, micro_batch=2), 4096)
+    (found,) = (term for term in terms if "gathered" in term.name)
+    assert found.value == 2 * 2 * 4096 * 4096 * 2
