@@ -1,8 +1,9 @@
 """Imports point down, and the tables and records need no PyTorch: held over the syntax trees, and once in fact.
 
 errors ← spec ← runs ← monitor, comparison ← report need no PyTorch. _torch, spec ← numerics ← matmul, transforms, optim,
-distributed (which never import each other) ← gauges ← assembly; runs, optim, distributed ← checkpoints; both ← conversion
-← trainer ← experiment, profiling, integrations ← cli. Everything from the gauges upward may write through `runs`.
+distributed (which never import each other) ← gauges ← assembly; runs, optim, distributed ← checkpoints; both ← conversion,
+and runs ← loggers ← trainer ← experiment, profiling, integrations ← cli. Everything from the gauges upward may write through
+`runs`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ LAYERS = {
     "spec": {"errors", "caching", "spec"},
     "runs": {"runs"},
     "monitor": {"monitor"},
+    "loggers": {"loggers"},
     "comparison": {"comparison"},
     "report": {"report"},
     "planner": {"planner"},
@@ -49,13 +51,14 @@ SEEN_BY_PARTS = {"spec", "_torch", "numerics"}
 RECORDS = {"spec", "runs", "monitor", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
-SEEN_BY_TRAINER = SEEN_BY_GAUGES | {"gauges", "assembly", "checkpoints", "conversion"}
+SEEN_BY_TRAINER = SEEN_BY_GAUGES | {"loggers", "gauges", "assembly", "checkpoints", "conversion"}
 SEEN_BY_EXPERIMENT = SEEN_BY_TRAINER | RECORDS | {"trainer"}
 # What each layer may import besides itself.
 SEES = {
     "spec": set(),
     "runs": {"spec"},
     "monitor": {"spec", "runs"},
+    "loggers": {"spec", "runs"},
     "comparison": {"spec", "runs"},
     "report": RECORDS,
     "planner": {"spec", "runs"},
@@ -149,7 +152,7 @@ def test_every_file_stands_in_a_layer() -> None:
 
 READERS_OF_RECIPES = {
     "", "assembly", "cli.flags", "conversion.folders", "conversion.preflight", "comparison.labels", "experiment.definition",
-    "monitor.alarms", "planner.calibration", "planner.launches", "planner.plan", "trainer.config",
+    "integrations.run_recorder", "monitor.alarms", "planner.calibration", "planner.launches", "planner.plan", "trainer.config",
 }  # fmt: skip
 """Modules at an edge: public functions that accept names, flags, and readers of files. All others get a ``Recipe``."""
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from narrowgauge.gauges.nan_origin.replay import Replay as Replay
     from narrowgauge.gauges.nan_origin.replay import first_bad_value as first_bad_value
     from narrowgauge.gauges.nan_origin.replay import replay as replay
+    from narrowgauge.integrations.run_recorder import RunNotice as RunNotice
+    from narrowgauge.integrations.run_recorder import RunRecorder as RunRecorder
     from narrowgauge.matmul.cast_cache import cached_weights as cached_weights
     from narrowgauge.matmul.inference import inference_bytes as inference_bytes
     from narrowgauge.matmul.inference import quantize_for_inference as quantize_for_inference
@@ -128,6 +130,8 @@ _HOMES = {
     "read_run": "runs.record",
     "Run": "runs.record",
     "RunWriter": "runs.writer",
+    "RunRecorder": "integrations.run_recorder",
+    "RunNotice": "integrations.run_recorder",
     "Alarm": "optim.audit",
     "Reading": "optim.audit",
     "UpdateLossWarning": "optim.audit",

@@ -147,7 +147,7 @@ def test_resume_passes_on(calls: dict[str, Calls]) -> None:
     assert calls["resume"] == [(Path("runs/a"), None), (Path("runs/a"), 30)]
     assert calls["resume"].options == [{}, {}]
     call("resume", "runs/a", "--threads", "2", "--shard", "none", "--no-offload")
-    assert calls["resume"].options[-1] == {"of_ranks": {"threads": 2, "shard": "none", "offload": False}}
+    assert calls["resume"].options[-1] == {"chosen": {"threads": 2, "shard": "none", "offload": False}}
 
 
 def test_export_passes_on(calls: dict[str, Calls]) -> None:

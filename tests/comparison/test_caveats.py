@@ -24,7 +24,7 @@ def test_settings_that_an_older_version_did_not_have_are_no_difference() -> None
     assert not sentence(compare_runs([*MASTER, *word]), "The runs differ")
 
 
-@pytest.mark.parametrize("key", ["gauges_every", "tensorboard", "max_rollbacks"])
+@pytest.mark.parametrize("key", ["gauges_every", "tensorboard", "log_to", "max_rollbacks"])
 def test_settings_that_change_no_bit_may_differ(key: str) -> None:
     word = seeds("bfloat16/word", (4.0, 4.1, 4.2), config={key: 1})
     master = seeds("bfloat16/master", (4.0, 4.1, 4.2), config={key: 2})

@@ -139,12 +139,12 @@ def of_comparisons() -> list[click.Parameter]:
     return of_settings(without=OF_A_RUN, defaults=COMPARED)
 
 
-def of_ranks() -> list[click.Parameter]:
+def of_resumes() -> list[click.Parameter]:
     """The flags of settings that whoever resumes a run may choose anew."""
-    from narrowgauge.trainer.config import OF_RANKS, TrainConfig
+    from narrowgauge.trainer.config import CHOSEN_ANEW, TrainConfig
 
-    others = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in OF_RANKS]
-    return of_settings(without=others, defaults=dict.fromkeys(OF_RANKS, "as in run.toml"))
+    others = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in CHOSEN_ANEW]
+    return of_settings(without=others, defaults=dict.fromkeys(CHOSEN_ANEW, "as in run.toml"))
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # as above

@@ -148,7 +148,7 @@ def _echo_folder(folder: Path | None) -> None:
         click.echo(folder)
 
 
-@main.command("resume", params=flags.of_ranks())
+@main.command("resume", params=flags.of_resumes())
 @_run_folder
 @click.option("--stop-after", type=click.IntRange(min=1), metavar="N", help="Stop again after this step.")
 @click.option(
@@ -156,9 +156,7 @@ def _echo_folder(folder: Path | None) -> None:
     help="Resume although run.toml was changed or rows are missing; the changes are recorded as a note.",
 )  # fmt: skip
 @launching.options
-def resume(
-    folder: Path, stop_after: int | None, accept_changes: bool, launch: launching.Launch, **of_ranks: Any
-) -> None:
+def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: launching.Launch, **chosen: Any) -> None:
     """Resume the run in DIR, on any number of ranks; on one, the result is bit-identical to an uninterrupted run."""
     launching.refuse_once()
     from narrowgauge.trainer import preflight
@@ -166,7 +164,7 @@ def resume(
 
     if launching.is_restart() and launching.is_finished(folder):
         return _echo_folder(folder)
-    given = {name: value for name, value in of_ranks.items() if value is not None}
+    given = {name: value for name, value in chosen.items() if value is not None}
     recorded = preflight.require_resumable(folder).config
     config = TrainConfig.from_dict({**recorded, **given}, str(folder / "run.toml"))
     config.require_agreement()
@@ -174,7 +172,7 @@ def resume(
         preflight.require_ranks(config, launch.nproc or 1)
         words = click.get_current_context().obj
         return launching.start(words, launch, lambda: launching.how_to_resume(folder))
-    options = {"of_ranks": given} if given else {}
+    options = {"chosen": given} if given else {}
     _echo_folder(launching.resume(folder, config, launch, stop_after, *([True] if accept_changes else []), **options))
 
 

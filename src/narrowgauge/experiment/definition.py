@@ -19,7 +19,7 @@ from narrowgauge.experiment.planned_runs import PlannedRun, plan_runs, require_d
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
 from narrowgauge.spec.notation import load_toml, parse_value
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.config import KEPT_CHECKPOINTS, NUM_EVALS, OF_A_RUN, OF_RANKS, TrainConfig
+from narrowgauge.trainer.config import CHOSEN_ANEW, KEPT_CHECKPOINTS, NUM_EVALS, OF_A_RUN, TrainConfig
 from narrowgauge.trainer.memory import require_batch
 
 SCHEMA_VERSION = 1
@@ -147,7 +147,7 @@ class ExperimentConfig:
         for setting in fields(TrainConfig):
             found, wanted = (getattr(one.base, setting.name) for one in (self, other))
             spread = setting.name == "eval_every" and self.num_evals is not None
-            if found != wanted and not spread and setting.name not in (*OF_A_RUN, *OF_RANKS):
+            if found != wanted and not spread and setting.name not in (*OF_A_RUN, *CHOSEN_ANEW):
                 yield _flag(setting.name, found), _flag(setting.name, wanted)
 
     def _length(self) -> str:

@@ -21,7 +21,7 @@ from narrowgauge.distributed.launch import threads_of_run
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError, ReportedError
 from narrowgauge.trainer import loop, recovery
-from narrowgauge.trainer.config import OF_RANKS, TrainConfig
+from narrowgauge.trainer.config import CHOSEN_ANEW, TrainConfig
 from narrowgauge.trainer.console import Screen
 from narrowgauge.trainer.silence import SilentScreen
 
@@ -90,8 +90,8 @@ def train(config: TrainConfig, goes_on: bool, screen: Screen) -> None:
     try:
         with threads_of_run(config.threads, config.recipe.reduction.order_free):
             if goes_on:
-                of_ranks = {name: getattr(config, name) for name in OF_RANKS}
-                loop.resume(folder, of_ranks=of_ranks, screen=screen)
+                chosen = {name: getattr(config, name) for name in CHOSEN_ANEW}
+                loop.resume(folder, chosen=chosen, screen=screen)
             else:
                 loop.train(config, lent=True, screen=screen)
     except recovery.DivergenceError:

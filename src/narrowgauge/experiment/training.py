@@ -40,7 +40,7 @@ from narrowgauge.report.write import runs_inside
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, disk_errors
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.config import OF_RANKS, TrainConfig
+from narrowgauge.trainer.config import CHOSEN_ANEW, TrainConfig
 from narrowgauge.trainer.console import Screen
 
 Train = Callable[[TrainConfig, bool, Screen], None]
@@ -168,7 +168,7 @@ def _require_same(config: ExperimentConfig, out: Path) -> None:
             continue
         recorded = read_run(folder).config
         for key, value in wanted.to_dict().items():
-            if key not in ("out", *OF_RANKS) and key in recorded and recorded[key] != value:
+            if key not in ("out", *CHOSEN_ANEW) and key in recorded and recorded[key] != value:
                 raise RecordError(
                     f"{folder} holds a run with {key} = {recorded[key]!r}, and this comparison takes {value!r}.",
                     "Move that folder away, or choose another --out.",

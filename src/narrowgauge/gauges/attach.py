@@ -72,7 +72,7 @@ class Gauges:
     ) -> None:
         self.model, self.optimizer, self.every, self.on_row = model, optimizer, every, on_row
         self.last: Row | None = None
-        self.alarms = Alarms(_recipe_of(model, optimizer)) if alarms else None
+        self.alarms = Alarms(recipe_in_use(model, optimizer)) if alarms else None
         self._step = 0
         self._handles: list[Any] = []
         self._placed: list[nn.Module] = []
@@ -322,7 +322,7 @@ def _close(number: int) -> None:
     SAMPLING.is_on = bool(_OPEN)
 
 
-def _recipe_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Recipe | None:
+def recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Recipe | None:
     """The compute and storage of a model in a user's training loop, for the alarms; ``None`` where they are not known."""
     narrow = next((module for module in model.modules() if isinstance(module, Linear)), None)
     storage = storages.find(optimizer.param_groups[0]["storage"]) if isinstance(optimizer, Optimizer) else None

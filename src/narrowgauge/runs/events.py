@@ -90,6 +90,11 @@ class Event:
         """The event as a row of ``events.jsonl``; empty columns are left out."""
         return {name: value for name, value in asdict(self).items() if value is not None and value != ""}
 
+    @property
+    def sentence(self) -> str:
+        """What happened and what to do, without the last full stop."""
+        return ". ".join(part.rstrip(".") for part in (self.message, self.advice) if part)
+
     @classmethod
     def from_row(cls, row: Row) -> Event:
         """The event of a row; columns that an event does not have are ignored."""

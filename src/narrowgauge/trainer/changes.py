@@ -17,10 +17,10 @@ from narrowgauge.runs.lines import json_value, restored, toml_value
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import short
 from narrowgauge.runs.writer import require_rows, rows_lost
-from narrowgauge.trainer.config import OF_RANKS, TrainConfig
+from narrowgauge.trainer.config import CHOSEN_ANEW, TrainConfig
 
-_NOT_OF_THE_RUN = ("out", "stop_after", "verify_every", *OF_RANKS)
-"""Settings for the location of a run, for pausing it and for the ranks that go on with it."""
+_NOT_OF_THE_RUN = ("out", "stop_after", "verify_every", *CHOSEN_ANEW)
+"""Settings for the location of a run, for pausing it, and those that whoever goes on with it chooses."""
 
 _BITS_DEPEND_ON = (
     ("versions", "narrowgauge", "narrowgauge"),
@@ -85,7 +85,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def moved(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """How the ranks and what they share changed since ``run.toml`` was written: name, value before, and value now, as text.
+    """What was chosen anew since ``run.toml`` was written, and the ranks: name, value before, and value now, as text.
 
     Args:
         recorded: the run's ``run.toml``.
@@ -97,7 +97,7 @@ def moved(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple
     defaults = TrainConfig().to_dict()
     values = [
         {
-            **{name: short(run.get("config", {}).get(name, defaults.get(name, "not set"))) for name in OF_RANKS},
+            **{name: short(run.get("config", {}).get(name, defaults.get(name, "not set"))) for name in CHOSEN_ANEW},
             "the number of ranks": str(run.get("machine", {}).get("ranks", 1)),
         }
         for run in (recorded, present)
@@ -106,7 +106,7 @@ def moved(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple
 
 
 def with_present_ranks(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of ``run.toml`` with this process's ranks and settings of what they share; all else as it was.
+    """The content of ``run.toml`` with this process's ranks and what it has chosen anew; all else as it was.
 
     Args:
         recorded, present: as for :func:`moved`.
@@ -116,7 +116,7 @@ def with_present_ranks(recorded: Mapping[str, Any], present: Mapping[str, Any]) 
         kept = {name: value for name, value in recorded.get(table, {}).items() if name not in names}
         return kept | {name: value for name, value in present.get(table, {}).items() if name in names}
 
-    return {**recorded, "config": replaced("config", OF_RANKS), "machine": replaced("machine", ("ranks",))}
+    return {**recorded, "config": replaced("config", CHOSEN_ANEW), "machine": replaced("machine", ("ranks",))}
 
 
 def differences(recorded: dict[str, Any], present: dict[str, Any]) -> list[str]:

@@ -8,7 +8,6 @@ rule stated in their help; ``validated`` fills them in, so that the record of a 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, suggestion
+from narrowgauge.loggers.available import LOGGERS, names_in, require_loggers
 from narrowgauge.spec.accumulations import ACCUMULATIONS
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import load_toml, parse, parse_value
@@ -38,6 +38,8 @@ OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
 OF_RANKS = ("shard", "replicas", "offload", "narrow_gather", "threads")
 """Settings that say how a run is shared out over ranks: whoever goes on with it may choose others."""
+CHOSEN_ANEW = (*OF_RANKS, "log_to")
+"""Settings that a resume may choose anew: they say where a run is computed and shown, not what."""
 NUM_EVALS = 10
 """Default number of validations per run of a comparison: enough to interpolate the loss at any time."""
 KEPT_CHECKPOINTS = 1
@@ -142,6 +144,12 @@ class TrainConfig:
     )
     max_rollbacks: int = count(3, "Rollbacks after which a spike stops the run.", 0)
     tensorboard: bool = setting(False, "Also write TensorBoard event files to tensorboard/ in the run folder.")
+    log_to: str = setting(
+        "none",
+        f"Also send metrics and events to loggers, separated by commas: {', '.join(LOGGERS)}.",
+        f"none, or names out of {', '.join(LOGGERS)}",
+        lambda value: set(names_in(value)) <= set(LOGGERS),
+    )
     log_every: int = count(10, "Steps between printed lines; every step is recorded.")
     stop_after: int | None = count(None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
     activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
@@ -165,6 +173,11 @@ class TrainConfig:
     def betas(self) -> tuple[float, float]:
         """``(beta1, beta2)``."""
         return self.beta1, self.beta2
+
+    @property
+    def loggers(self) -> tuple[str, ...]:
+        """The loggers that the run is sent to."""
+        return names_in(["tensorboard" if self.tensorboard else "none", *names_in(self.log_to)])
 
     @property
     def micro_batch_size(self) -> int:
@@ -359,10 +372,7 @@ class TrainConfig:
             raise NarrowgaugeError(
                 "rollback to the last checkpoint was requested, and no checkpoints.", "Set --checkpoint-every."
             )
-        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise NarrowgaugeError(
-                "TensorBoard files were requested, and TensorBoard is not installed.", "pip install tensorboard."
-            )
+        require_loggers(self.loggers)
         model = MODELS.get(self.model)
         if model is not None and self.sequence_length > model.max_positions:
             raise RecipeError(

@@ -22,12 +22,10 @@ from narrowgauge.distributed.launch import beat
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.errors import CorruptionError, DataError, RecordError
-from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.optim import compilation
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, held_folder
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, is_run, read_run, read_settings
-from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter, remove_leftovers, require_free
 from narrowgauge.spec.models import MODELS, refuse_own_code
 from narrowgauge.trainer.changes import accept, differences, moved, with_present_ranks
@@ -136,7 +134,7 @@ def resume(
     stop_after: int | None = None,
     accept_changes: bool = False,
     *,
-    of_ranks: Mapping[str, Any] | None = None,
+    chosen: Mapping[str, Any] | None = None,
     screen: Screen | None = None,
 ) -> Path:
     """Resume a run from its latest good checkpoint, with the settings of its ``run.toml``.
@@ -145,7 +143,7 @@ def resume(
         folder: the run folder.
         stop_after: stop with a checkpoint after this step; ``None`` runs to the end.
         accept_changes: resume even if ``run.toml`` was changed or records are missing; events record what.
-        of_ranks: settings of ``OF_RANKS`` to go on with; ``run.toml`` then has them, and an event says since when.
+        chosen: settings of ``CHOSEN_ANEW`` to go on with; ``run.toml`` then has them, and an event says since when.
         screen: displays the progress; ``None`` for standard output.
     Returns:
         The run folder.
@@ -158,7 +156,7 @@ def resume(
     with _alone(folder, "write the run", "stop it, then narrowgauge resume"):
         run = require_resumable(folder)
         # Read before anything is written: a damaged record stays as it is.
-        began_with, settings = run.data_fingerprint, {**run.config, **(of_ranks or {}), "stop_after": stop_after}
+        began_with, settings = run.data_fingerprint, {**run.config, **(chosen or {}), "stop_after": stop_after}
         given = {name: value for name, value in settings.items() if value is not None}
         config = TrainConfig.from_dict(given, str(folder / "run.toml"))
         config.require_agreement()
@@ -201,7 +199,6 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
         for event in noted:
             writer.event(event)
             _note(session, f"{event.message}.")
-        session.has_saturated = any(event.get("kind") == "warning" for event in run.events)
         writer.event(Event("resume", session.step, f"from step {session.step}"))
         _run(session, writer, screen)
     return folder
@@ -276,8 +273,8 @@ def vocabulary_size(config: TrainConfig) -> int | None:
 def _run(session: Session, writer: RunWriter, console: Screen) -> None:
     config, began = session.config, time.perf_counter() - session.seconds
     with interruptible(console.stopping) as interrupted, session.watched(), Traffic() as session.traffic:
-        tensorboard = config.tensorboard and session.here.is_first
-        reporter = Reporter(writer, console, config.recipe, tensorboard, session.step)
+        loggers = config.loggers if session.here.is_first else ()
+        reporter = Reporter(writer, console, config.recipe, loggers, config.to_dict(), session.step)
         _announce(session, console)
         session.optimizer.on_alarm = lambda alarms: reporter.lost_updates(alarms, session.step + 1)
         recovery = Recovery(session, reporter)
@@ -297,7 +294,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
                 row = train_step(session, judgement)
                 if recovery.takes_over(row):
                     continue
-                _report(session, reporter, row, judgement)
+                reporter.step(row, judgement, session.linears, session.gauges)
                 if _is_due(session.step, config.eval_every) and session.step < config.steps:
                     _evaluate(session, reporter)
                 recovery.after(row, save)
@@ -337,17 +334,6 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _report(session: Session, reporter: Reporter, row: Row, judgement: StepJudgement | None) -> None:
-    """Record a step and the metrics of its gauges."""
-    reporter.step(row, judgement)
-    if row.get("saturated") and not session.has_saturated:
-        session.has_saturated = True
-        reporter.event(Event("warning", session.step, _what_saturated(session)))
-    if session.gauges is not None and session.gauges.last is not None:
-        reading, session.gauges.last = session.gauges.last, None
-        reporter.gauge(reading)
-
-
 def _stop(session: Session, reporter: Reporter, signal: int) -> None:
     session.saver.close()
     reporter.event(Event("stop", session.step, "interrupted" if signal else "as requested by stop_after"))
@@ -363,22 +349,7 @@ def _finish(session: Session, reporter: Reporter, wall_seconds: float) -> None:
     val_loss = done[-1] if done else _evaluate(session, reporter)
     summary = summarize(session, val_loss, wall_seconds)
     session.saver.close()
-    # The summary comes last: it makes the run finished, and a finished run is not resumed to add what is missing.
-    reporter.event(Event("finish", session.step, f"validation loss {val_loss:.4f}"))
-    reporter.writer.summary(summary)
-    reporter.console.summary([summary])
-
-
-def _what_saturated(session: Session) -> str:
-    """The message for values that exceeded their delayed scale."""
-    assert session.linears is not None
-    counts = session.linears.overflows(session.step - 1)
-    name, worst = max(counts.items(), key=lambda item: sum(item[1]))
-    operand = ("input", "weight", "gradient")[worst.index(max(worst))]
-    return (
-        f"{max(worst)} values of the {operand} of '{name}' exceeded their delayed scale and saturated; 'saturated' is the "
-        "count of every step"
-    )
+    reporter.finish(summary)
 
 
 def _evaluate(session: Session, reporter: Reporter) -> float:

@@ -76,8 +76,13 @@ def require_ranks(config: TrainConfig, num_ranks: int) -> None:
 
 
 def _unpacked(folder: Path) -> Run:
-    """The run in a folder; one in a zip file is refused."""
+    """The run in a folder; one in a zip file is refused, and one that the trainer cannot continue."""
     run = read_run(folder)
+    if "recorder" in run.run:
+        raise RecordError(
+            f"{folder} records a loop of its own, in {run.run['recorder'].get('program') or 'a program'}, which has the weights.",
+            "Start that program again; its RunRecorder(resume=True) goes on with the record.",
+        )
     if zip_file_of(folder) is not None:
         raise RecordError(
             f"{folder} is in a zip file, which holds no checkpoints.", "Name the run folder that was packed."

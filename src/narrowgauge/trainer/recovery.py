@@ -21,6 +21,7 @@ from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.checkpoint import go_back
 from narrowgauge.trainer.detours import detours_of
+from narrowgauge.trainer.readings import why_skipped
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.sinks import Reporter
 from narrowgauge.trainer.step import differentiated
@@ -87,7 +88,7 @@ class Recovery:
             return
         spike = row.get("spike")
         if spike is None:
-            self.reporter.event(Event("skip", row["step"], self._why_skipped()))
+            self.reporter.event(Event("skip", row["step"], why_skipped(self.session.optimizer, self.session.here)))
         else:
             message = f"{_symptom(row)}; the batch was skipped and no weight changed"
             values = {"value": spike["value"], "threshold": spike["threshold"]}
@@ -143,16 +144,6 @@ class Recovery:
         where = f"On rank {rank}: " if self.session.here.size > 1 and found.reproduced != "not" else ""
         message = f"{where}{found.message}"
         self.reporter.event(Event("first_bad_value", row["step"], message, tensor=place or None), shown=True)
-
-    def _why_skipped(self) -> str:
-        """Which gradient overflowed, and the new loss scale."""
-        optimizer, here = self.session.optimizer, self.session.here
-        # A rank knows of the rows that it holds.
-        names = list(dict.fromkeys(name for found in here.gather(optimizer.last_overflow) for name in found))
-        scaler = optimizer.loss_scaler
-        where = f" in '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
-        scale = "" if scaler is None else f"; the loss scale is now {float(scaler.scale_tensor):g}"
-        return f"gradients are not finite{where}; no weight changed{scale}"
 
 
 def replay_last_step(session: Session, say: Callable[[str], object] = lambda _: None) -> tuple[int, Replay]:

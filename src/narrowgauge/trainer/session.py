@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import narrowgauge
 from narrowgauge.assembly import assemble
 from narrowgauge.checkpoints.reading import saved_tensors
 from narrowgauge.checkpoints.state_tensors import give_back, load_tensors, require_same_model, state_tensors
-from narrowgauge.distributed.placement import read_placement
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction, reduce_gradients_with
 from narrowgauge.distributed.replicas import Verifier
@@ -48,6 +45,7 @@ from narrowgauge.trainer import language_model
 from narrowgauge.trainer.checkpoint import latest_checkpoint
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset
+from narrowgauge.trainer.description import describe_process
 from narrowgauge.trainer.detours import Detour, batch_index
 from narrowgauge.trainer.leaves import Turn, turns
 from narrowgauge.trainer.saving import Saver
@@ -76,7 +74,6 @@ class Session:
         gauges: the gauges, while attached; see :meth:`watched`.
         detours: batches skipped by rollbacks.
         loss_scale: loss scale of the last step.
-        has_saturated: whether saturation of delayed scales was reported.
         standing: ``settings`` and numbers of ``rows`` stored in the checkpoint it was loaded from, if any.
         saver: writes its checkpoints.
         verifier: compares what the ranks hold and compute.
@@ -100,7 +97,6 @@ class Session:
     gauges: Gauges | None = None
     detours: list[Detour] = field(default_factory=list)
     loss_scale: float = 1.0
-    has_saturated: bool = False
     standing: dict[str, Any] = field(default_factory=dict)
     saver: Saver = field(init=False)
     verifier: Verifier = field(init=False)
@@ -346,21 +342,7 @@ def describe(session: Session) -> dict[str, Any]:
     """The content of ``run.toml``: settings, versions, machine, data."""
     return {
         "config": session.config.to_dict(),
-        "versions": {
-            "narrowgauge": narrowgauge.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            **{name: version(name) for name in ("transformers", "tokenizers", "numpy")},
-        },
-        "machine": {
-            "system": platform.platform(),
-            "processor": platform.machine(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-            "num_threads": torch.get_num_threads(),
-            **({"ranks": session.here.size} if session.here.size > 1 else {}),
-            **({"job": job} if (job := read_placement().job) else {}),
-            "device": torch.cuda.get_device_name() if session.device.type == "cuda" else "cpu",
-        },
+        **describe_process(session.device, session.here.size),
         "data": {"fingerprint": session.data.fingerprint, "tokens": session.data.num_tokens},
         "model": {"num_parameters": sum(p.numel() for _, p in session.named_parameters())},
     }

@@ -1,15 +1,22 @@
-"""Where a run's rows and events go: the run folder, the console, TensorBoard if requested, and the detectors.
+"""Where a run's rows and events go: the run folder, the console, the loggers that were requested, and the detectors.
 
-Everything passes through here once, in the order in which it happens. The run folder comes first, so whatever was shown was
-written. The detectors read only rows that were written, so a resumed run restores them from its own folder.
+Everything passes through here once, in the order in which it happens, whether the trainer runs the loop or a user does
+(:class:`narrowgauge.RunRecorder`). The run folder comes first, so whatever was shown was written. The detectors read only rows
+that were written, so a resumed run restores them from its own folder.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.gauges.attach import Gauges
+from narrowgauge.loggers.available import LOGGERS
+from narrowgauge.loggers.delivery import Delivery
+from narrowgauge.matmul.linears import Linears
 from narrowgauge.monitor.alarms import Alarms
 from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.optim.audit import Alarm
@@ -19,6 +26,7 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.console import Screen
+from narrowgauge.trainer.readings import what_saturated
 
 
 class Reporter:
@@ -28,62 +36,86 @@ class Reporter:
         writer: of the run folder.
         console: shows progress.
         recipe: the run's.
-        tensorboard: also write TensorBoard's files.
+        loggers: names out of :data:`narrowgauge.loggers.available.LOGGERS`; on the first rank alone.
+        settings: of the run, for the loggers.
         step: steps done.
+        is_audited: the optimizer's audit raises ``lost_updates``, so no detector does.
     """
 
     def __init__(
-        self, writer: RunWriter, console: Screen, recipe: Recipe, tensorboard: bool = False, step: int = 0
+        self,
+        writer: RunWriter,
+        console: Screen,
+        recipe: Recipe | None,
+        loggers: Iterable[str] = (),
+        settings: Row | None = None,
+        step: int = 0,
+        is_audited: bool = True,
     ) -> None:
-        self.writer, self.console, self.recipe = writer, console, recipe
-        self.alarms = Alarms(recipe, is_audited=True)
-        self.tensorboard: Any = None
-        if tensorboard:
-            # Imported here, since it is an optional dependency and takes a second to load.
-            from narrowgauge.trainer.tensorboard import TensorBoard
-
-            self.tensorboard = TensorBoard(writer.path / "tensorboard", step)
+        self.writer, self.console, self.recipe, self.is_audited = writer, console, recipe, is_audited
+        self.alarms = Alarms(recipe, is_audited=is_audited)
+        self.has_saturated = False
+        self._step = step
+        self._deliveries = [self._delivery(name, settings or {}, step) for name in loggers]
 
     @property
     def folder(self) -> Path:
         """The run folder."""
         return self.writer.path
 
-    def go_back(self, step: int) -> Run:
+    def go_back(self, step: int, accept_lost: bool = False) -> Run:
         """Delete what came after ``step``, and return what is left."""
         self.writer.sync()
-        self.writer.rewind(step)
-        if self.tensorboard is not None:
-            self.tensorboard.go_back(step)
+        self.writer.rewind(step, accept_lost=accept_lost)
+        self._send("go_back", step)
         return self.rebuild()
 
     def rebuild(self) -> Run:
         """Restore the detectors from the run folder, which the first rank reads, and return its content."""
         run = all_ranks().of_first(lambda: read_run(self.folder))
-        self.alarms = Alarms.rebuilt(self.recipe, run.steps, run.gauges, is_audited=True)
+        self.alarms = Alarms.rebuilt(self.recipe, run.steps, run.gauges, is_audited=self.is_audited)
+        self.has_saturated = self.has_saturated or any(row.get("saturated") for row in run.steps)
         return run
 
-    def step(self, row: Row, judgement: StepJudgement | None = None) -> None:
-        """Write a row of ``steps.jsonl``, show it, and let the detectors read it."""
+    def step(
+        self,
+        row: Row,
+        judgement: StepJudgement | None = None,
+        linears: Linears | None = None,
+        gauges: Gauges | None = None,
+    ) -> None:
+        """Take a row of ``steps.jsonl`` and what the gauges have read in that step.
+
+        Args:
+            row: the row.
+            judgement: of the step, where it was judged before its update.
+            linears: the model's narrow layers, if it has any.
+            gauges: of the model; their reading is taken.
+        """
+        self._step = row["step"]
         self.writer.step(row)
         self.console.step(row)
-        if self.tensorboard is not None:
-            self.tensorboard.step(row)
+        self._send("step", row)
         for event in self.alarms.on_step(row, judgement):
             self.event(event, shown=True)
+        if row.get("saturated") and linears is not None and not self.has_saturated:
+            self.has_saturated = True
+            self.event(Event("warning", row["step"], what_saturated(linears, row["step"])))
+        if gauges is not None and gauges.last is not None:
+            reading, gauges.last = gauges.last, None
+            self.gauge(reading)
+        self._report_failures()
 
     def evaluation(self, row: Row) -> None:
         """Write a row of ``evals.jsonl`` and show it."""
         self.writer.eval(row)
         self.console.evaluation(row)
-        if self.tensorboard is not None:
-            self.tensorboard.evaluation(row)
+        self._send("evaluation", row)
 
     def gauge(self, row: Row) -> None:
         """Write a row of ``gauges.jsonl``, show it, and let the detectors read it."""
         self.writer.gauge(row)
-        if self.tensorboard is not None:
-            self.tensorboard.gauge(row)
+        self._send("gauge", row)
         for event in self.alarms.on_gauges(row):
             self.event(event, shown=True)
 
@@ -92,13 +124,11 @@ class Reporter:
         self.writer.event(event)
         written = event if isinstance(event, Event) else Event.from_row(event)
         if shown:
-            text = ". ".join(sentence.rstrip(".") for sentence in (written.message, written.advice) if sentence)
-            self.console.say(f"{written.kind.replace('_', ' ')}: {text}.")
-        if self.tensorboard is not None:
-            self.tensorboard.event(written)
+            self.console.say(f"{written.kind.replace('_', ' ')}: {written.sentence}.")
+        self._send("event", written)
 
-    def lost_updates(self, alarms: list[Alarm], step: int) -> None:
-        """Write an event for each alarm of the optimizer's audit, and print the worst."""
+    def lost_updates(self, alarms: list[Alarm], step: int, shown: bool = True) -> None:
+        """Write an event for each alarm of the optimizer's audit, and print the worst if ``shown``."""
         for alarm in alarms:
             self.event(
                 Event(
@@ -112,9 +142,50 @@ class Reporter:
             )
         worst = min(alarms, key=lambda a: a.reading.edq)
         more = f" (and {len(alarms) - 1} more tensors, see events.jsonl)" if len(alarms) > 1 else ""
-        self.console.say(f"warning: {worst.message}{more}")
+        if shown:
+            self.console.say(f"warning: {worst.message}{more}")
+
+    def finish(self, summary: Row) -> None:
+        """Write the last event and ``summary.json``, and show it; the loggers end before."""
+        loss = summary.get("val_loss")
+        told = f"after {summary['steps']} steps" if loss is None else f"validation loss {loss:.4f}"
+        # The summary comes last: it makes the run finished, and a finished run is not resumed to add what is missing.
+        self.event(Event("finish", summary["steps"], told))
+        self.close()
+        self.writer.summary(summary)
+        self.console.summary([summary])
 
     def close(self) -> None:
-        """Close TensorBoard's files."""
-        if self.tensorboard is not None:
-            self.tensorboard.close()
+        """Close the loggers, once they have everything."""
+        for delivery in self._deliveries:
+            delivery.close()
+        self._report_failures()
+        self._deliveries.clear()
+
+    # ── the loggers ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _delivery(self, name: str, settings: Row, step: int) -> Delivery:
+        # The package is imported here, once it is asked for, and not in the thread: two threads that import may deadlock.
+        row = LOGGERS[name]
+        try:
+            make = row.load()
+        except Exception as error:
+            return Delivery(row.title, partial(_raise, error))
+        return Delivery(row.title, partial(make, self.folder, settings, step))
+
+    def _send(self, method: str, *arguments: object) -> None:
+        for delivery in self._deliveries:
+            delivery.send(method, *arguments)
+
+    def _report_failures(self) -> None:
+        """Write one event for each logger that has failed; it gets nothing more."""
+        failed = [delivery for delivery in self._deliveries if delivery.failure]
+        self._deliveries = [delivery for delivery in self._deliveries if not delivery.failure]
+        for delivery in failed:
+            message = f"{delivery.title} receives nothing more: {delivery.failure}"
+            advice = "The run folder has everything, and the run goes on"
+            self.event(Event("warning", self._step, message, advice=advice), shown=True)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -6,8 +6,6 @@ The step contains no arithmetic and no format; it uses what ``prepare`` returns 
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -19,10 +17,10 @@ from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.optim.accumulation import backward_in_parts
-from narrowgauge.optim.audit import figures_of
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.leaves import gather_in_order, sum_in_order, turns
+from narrowgauge.trainer.readings import columns_of_step, peak_memory_bytes, summary_of
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.verification import verify
 
@@ -89,15 +87,10 @@ def _also(session: Session, row: Row, judgement: StepJudgement | None) -> Row:
     also: Row = {}
     if judgement is not None and (spike := judgement.judge_norm(row["grad_norm"])) is not None:
         also["spike"] = asdict(spike)
-    if session.optimizer.loss_scaler is not None:
-        also["loss_scale"] = float(session.optimizer.loss_scaler.scale_tensor)
-    if session.linears is not None and (overflows := session.linears.overflows(session.step - 1)):
-        also["saturated"] = sum(sum(counts) for counts in overflows.values())
-    if session.optimizer.last_audit is not None:
-        session.audit_total += session.optimizer.last_audit
-        also |= figures_of(session.optimizer.last_audit)
-        session.optimizer.last_audit = None
-    return also
+    columns, sums = columns_of_step(session.optimizer, session.linears, session.step)
+    if sums is not None:
+        session.audit_total += sums
+    return also | columns
 
 
 def differentiate(session: Session) -> torch.Tensor:
@@ -166,23 +159,21 @@ def evaluate(session: Session) -> float:
 
 def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
     """The record of ``summary.json``."""
-    rates = sorted(session.here.of_first(lambda: [row["tokens_per_second"] for row in read_run(session.folder).steps]))
     sums = (session.accumulator, session.reduction)
     summed = sum(each.bytes_per_param() for each in sums if each is not None)
-    return {
-        "recipe": session.config.recipe.to_value(),
-        "model": session.config.model,
-        "val_loss": val_loss,
-        "steps": session.step,
-        "tokens": session.tokens,
-        "tokens_per_second": rates[len(rates) // 2],
-        "bytes_per_param": session.optimizer.bytes_per_param() + summed,
-        "peak_memory_bytes": peak_memory_bytes(),
-        **figures_of(session.audit_total),
-        "num_skipped": session.optimizer.num_skipped,
-        "weights_fingerprint": session.fingerprint(),
-        "wall_seconds": wall_seconds,
-    }
+    return summary_of(
+        session.here.of_first(lambda: read_run(session.folder).steps),
+        session.audit_total,
+        recipe=session.config.recipe.to_value(),
+        model=session.config.model,
+        val_loss=val_loss,
+        steps=session.step,
+        tokens=session.tokens,
+        bytes_per_param=session.optimizer.bytes_per_param() + summed,
+        num_skipped=session.optimizer.num_skipped,
+        weights_fingerprint=session.fingerprint(),
+        wall_seconds=wall_seconds,
+    )
 
 
 def largest_of_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -190,11 +181,3 @@ def largest_of_ranks(values: torch.Tensor) -> torch.Tensor:
     values = values.clone()
     torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
     return values
-
-
-def peak_memory_bytes() -> int:
-    """Peak memory so far: of the device's tensors on CUDA, of the process elsewhere."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -10,23 +10,25 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+from narrowgauge.loggers.tagged import gauge_numbers, numbers_of
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.schema import EVAL, FIRST_EXPONENT, GAUGE, METRICS, NUM_EXPONENTS, STEP, Column, Row, metric_of
+from narrowgauge.runs.schema import EVAL, FIRST_EXPONENT, GAUGE, NUM_EXPONENTS, STEP, Row
 
 _EDGES = [float(FIRST_EXPONENT + k) for k in range(NUM_EXPONENTS + 1)]
 
 
 class TensorBoard:
-    """Writes TensorBoard's event files.
+    """Writes TensorBoard's event files; a resumed run adds a file, and TensorBoard discards what is taken again.
 
     Args:
-        folder: where they go; a resumed run adds a file to it.
-        step: steps done; TensorBoard discards what earlier files hold of later steps.
+        folder: the run folder; they go to ``tensorboard/`` in it.
+        settings: of the run.
+        step: steps done.
     """
 
-    def __init__(self, folder: Path, step: int = 0) -> None:
-        self.folder = folder
-        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+    def __init__(self, folder: Path, settings: Row, step: int = 0) -> None:
+        self.folder = folder / "tensorboard"
+        self.writer = SummaryWriter(str(self.folder), purge_step=step + 1 if step else None)
 
     def go_back(self, step: int) -> None:
         """Discard what was written of the steps after ``step``."""
@@ -35,11 +37,11 @@ class TensorBoard:
 
     def step(self, row: Row) -> None:
         """Write the scalars of a step."""
-        self._scalars(STEP, row)
+        self._scalars(numbers_of(STEP, row), row["step"])
 
     def evaluation(self, row: Row) -> None:
         """Write the validation loss."""
-        self._scalars(EVAL, row)
+        self._scalars(numbers_of(EVAL, row), row["step"])
 
     def gauge(self, row: Row) -> None:
         """Write histograms of binary exponents, tagged metrics of each tensor, and logits."""
@@ -52,27 +54,16 @@ class TensorBoard:
                 self.writer.add_histogram_raw(
                     tag, _EDGES[0], _EDGES[-1], total, first, second, _EDGES[1:], counts, row["step"]
                 )
-        for table, metrics in METRICS.items():
-            for metric in filter(lambda column: column.tag, metrics.values()):
-                for name in row.get(table, {}):
-                    self._scalar(metric.tag.format(name), metric_of(row, table, name, metric.name), row["step"])
-        for name, value in row.get("logits", {}).items():
-            self._scalar(GAUGE["logits"].tag.format(name), value, row["step"])
+        self._scalars(gauge_numbers(row), row["step"])
 
     def event(self, event: Event) -> None:
         """Write an event as text."""
-        advice = f" {event.advice}" if event.advice else ""
-        self.writer.add_text(f"events/{event.kind}", event.message + advice, event.step)
+        self.writer.add_text(f"events/{event.kind}", event.sentence, event.step)
 
     def close(self) -> None:
         """Flush and close the file."""
         self.writer.close()
 
-    def _scalars(self, table: dict[str, Column], row: Row) -> None:
-        for column in table.values():
-            if column.tag:
-                self._scalar(column.tag, row.get(column.name), row["step"])
-
-    def _scalar(self, name: str, value: float | None, step: int) -> None:
-        if value is not None:
-            self.writer.add_scalar(name, value, step)
+    def _scalars(self, numbers: dict[str, float], step: int) -> None:
+        for tag, value in numbers.items():
+            self.writer.add_scalar(tag, value, step)

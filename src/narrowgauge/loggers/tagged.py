@@ -1,0 +1,37 @@
+"""A row as named numbers: the tags that all loggers share, taken from :mod:`narrowgauge.runs.schema`."""
+
+from __future__ import annotations
+
+from narrowgauge.runs.schema import GAUGE, METRICS, Column, Row, metric_of
+
+
+def numbers_of(table: dict[str, Column], row: Row) -> dict[str, float]:
+    """The tagged columns of a row that have a value.
+
+    Args:
+        table: of the row, such as :data:`narrowgauge.runs.schema.STEP`.
+        row: the row.
+    Example:
+        >>> from narrowgauge.runs.schema import EVAL
+        >>> numbers_of(EVAL, {"step": 3, "val_loss": 2.5})
+        {'validation/loss': 2.5}
+    """
+    found = {column.tag: row.get(column.name) for column in table.values() if column.tag}
+    return {tag: float(value) for tag, value in found.items() if value is not None}
+
+
+def gauge_numbers(row: Row) -> dict[str, float]:
+    """The tagged metrics of each tensor in a row of ``gauges.jsonl``, and those of the logits.
+
+    Example:
+        >>> gauge_numbers({"step": 1, "logits": {"max": 4.0}})
+        {'logits/max': 4.0}
+    """
+    tagged = [(table, metric) for table, metrics in METRICS.items() for metric in metrics.values() if metric.tag]
+    found = {
+        metric.tag.format(name): metric_of(row, table, name, metric.name)
+        for table, metric in tagged
+        for name in row.get(table, {})
+    }
+    found |= {GAUGE["logits"].tag.format(name): value for name, value in row.get("logits", {}).items()}
+    return {tag: float(value) for tag, value in found.items() if value is not None}

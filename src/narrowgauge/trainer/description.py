@@ -1,0 +1,51 @@
+"""The versions and the machine of a run, as ``run.toml`` holds them: what its bits may depend on."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+import narrowgauge
+from narrowgauge.distributed.placement import read_placement
+
+_PACKAGES = ("transformers", "tokenizers", "numpy")
+
+
+def describe_process(device: torch.device, num_ranks: int = 1, packages: tuple[str, ...] = _PACKAGES) -> dict[str, Any]:
+    """The tables ``versions`` and ``machine`` of ``run.toml``.
+
+    Args:
+        device: of the model.
+        num_ranks: processes that train together.
+        packages: whose versions are recorded beside those of PyTorch and Python; those that are missing are left out.
+    Example:
+        >>> sorted(describe_process(torch.device("cpu")))
+        ['machine', 'versions']
+    """
+    return {
+        "versions": {
+            "narrowgauge": narrowgauge.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **{name: found for name in packages if (found := _version(name))},
+        },
+        "machine": {
+            "system": platform.platform(),
+            "processor": platform.machine(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "num_threads": torch.get_num_threads(),
+            **({"ranks": num_ranks} if num_ranks > 1 else {}),
+            **({"job": job} if (job := read_placement().job) else {}),
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        },
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

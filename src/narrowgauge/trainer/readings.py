@@ -1,0 +1,83 @@
+"""What is read after an optimizer step, in the trainer's loop or in a user's: columns of the row, and of the summary."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.distributed.ranks import Ranks
+from narrowgauge.matmul.linears import Linears
+from narrowgauge.optim.audit import figures_of
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.runs.schema import Row
+
+
+def columns_of_step(optimizer: Optimizer, linears: Linears | None, step: int) -> tuple[Row, Tensor | None]:
+    """Columns of some steps only, and the sums behind the audit's.
+
+    Args:
+        optimizer: after its step, settled; its last audit is taken.
+        linears: the model's narrow layers, if it has any.
+        step: steps done.
+    Returns:
+        ``loss_scale``, ``saturated`` and the audit's metrics where they apply; and the audit's float64 ``[8]`` sums.
+    """
+    columns: Row = {}
+    if optimizer.loss_scaler is not None:
+        columns["loss_scale"] = float(optimizer.loss_scaler.scale_tensor)
+    if linears is not None and (overflows := linears.overflows(step - 1)):
+        columns["saturated"] = sum(sum(counts) for counts in overflows.values())
+    sums, optimizer.last_audit = optimizer.last_audit, None
+    return columns | (figures_of(sums) if sums is not None else {}), sums
+
+
+def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
+    """Which gradient overflowed in the last step, and the new loss scale; all ranks call it."""
+    # A rank knows of the rows that it holds.
+    names = list(dict.fromkeys(name for found in ranks.gather(optimizer.last_overflow) for name in found))
+    scaler = optimizer.loss_scaler
+    where = f" in '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
+    scale = "" if scaler is None else f"; the loss scale is now {float(scaler.scale_tensor):g}"
+    return f"gradients are not finite{where}; no weight changed{scale}"
+
+
+def what_saturated(linears: Linears, step: int) -> str:
+    """The message for values that exceeded their delayed scale in the last of ``step`` steps."""
+    counts = linears.overflows(step - 1)
+    name, worst = max(counts.items(), key=lambda item: sum(item[1]))
+    operand = ("input", "weight", "gradient")[worst.index(max(worst))]
+    return (
+        f"{max(worst)} values of the {operand} of '{name}' exceeded their delayed scale and saturated; 'saturated' is the "
+        "count of every step"
+    )
+
+
+def summary_of(rows: Iterable[Row], audit_total: Tensor, **known: Any) -> Row:
+    """The record of ``summary.json``.
+
+    Args:
+        rows: of the run's steps, for its median throughput.
+        audit_total: float64 ``[8]``, the audit's sums over the run.
+        known: its other columns; those that are ``None`` are left out.
+    """
+    rates = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
+    measured = {
+        "tokens_per_second": statistics.median_high(rates) if rates else None,
+        "peak_memory_bytes": peak_memory_bytes(),
+        **figures_of(audit_total),
+    }
+    return {name: value for name, value in known.items() if value is not None} | measured
+
+
+def peak_memory_bytes() -> int:
+    """Peak memory so far: of the device's tensors on CUDA, of the process elsewhere."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,237 @@
+"""A recorded loop has the rows of the trainer's own run, computes the same bits as without, and can be resumed."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from integrations.own_trainer import OwnRun, reference
+from narrowgauge.cli.main import main
+from narrowgauge.loggers.available import LOGGERS, Available
+
+TIMINGS = {"seconds", "tokens_per_second", "peak_memory_bytes", "audit_sums"}
+
+
+class Loop:
+    """A user's loop over the batches of a reference, which saves and loads what a user would."""
+
+    def __init__(self, run: OwnRun) -> None:
+        self.run = run
+        self.model, self.optimizer = ng.prepare(run.model(), run.recipe, **run.prepare_settings)
+
+    def take(self, steps: range, recorder: ng.RunRecorder | None) -> None:
+        for step in steps:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.run.rates[step]
+            loss = self.run.loss(self.model, self.run.batches[step])
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            if recorder is not None:
+                recorder.step(loss, tokens=self.run.settings.tokens_per_step)
+
+    def state(self) -> dict[str, Any]:
+        return {"model": _copied(self.model.state_dict()), "optimizer": _copied(self.optimizer.state_dict())}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def _copied(state: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state)
+
+
+def lasting(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name not in TIMINGS} for row in rows]
+
+
+def recorded(run: OwnRun, folder: Path, **options: Any) -> Loop:
+    loop, steps = Loop(run), len(run.losses)
+    settings = {"model": "tiny", "seed": run.settings.seed, "steps": steps}
+    with ng.RunRecorder(
+        folder, loop.model, loop.optimizer, recipe=run.recipe, settings=settings, **options
+    ) as recorder:
+        loop.take(range(steps), recorder)
+        recorder.evaluate(run.losses[-1])
+    return loop
+
+
+def test_a_recorded_loop_has_the_rows_and_the_bits_of_the_trainer(tmp_path: Path) -> None:
+    run = reference("bfloat16/word")
+    loop = recorded(run, tmp_path / "mine", gauges_every=2)
+    found = ng.read_run(tmp_path / "mine")
+    assert lasting(found.steps) == lasting(run.rows)
+    assert all(torch.equal(loop.model.state_dict()[name], tensor) for name, tensor in run.state.items())
+    assert [row["step"] for row in found.gauges] == [2, 4, 6] and "updates" in found.gauges[0]
+    assert [event["kind"] for event in found.events] == ["start", "finish"]
+    assert found.config["recipe"] == "bfloat16/word" and found.config["steps"] == 6
+    assert found.summary is not None and 8 <= found.summary["bytes_per_param"] < 8.2
+    assert found.summary["edq"] > 0.99 and found.summary["tokens"] == 6 * 128
+
+
+def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path: Path) -> None:
+    run = reference("bfloat16/word")
+    whole = recorded(run, tmp_path / "whole")
+    loop = Loop(run)
+    recorder = ng.RunRecorder(
+        tmp_path / "cut", loop.model, loop.optimizer, recipe=run.recipe, settings={"model": "tiny"}
+    )
+    loop.take(range(3), recorder)
+    checkpoint = loop.state()
+    loop.take(range(3, 5), recorder)
+    recorder.reporter.writer.close()  # the lock ends with the process
+    again = Loop(run)
+    again.load(checkpoint)
+    options: dict[str, Any] = {"recipe": run.recipe, "settings": {"model": "tiny"}, "resume": True}
+    with ng.RunRecorder(tmp_path / "cut", again.model, again.optimizer, **options) as recorder:
+        with pytest.raises(ng.RecordError, match="go_back"):
+            recorder.step(1.0)
+        recorder.go_back(3)
+        again.take(range(3, 6), recorder)
+        recorder.evaluate(run.losses[-1])
+    one, other = (ng.read_run(tmp_path / name) for name in ("whole", "cut"))
+    assert lasting(one.steps) == lasting(other.steps)
+    assert one.summary is not None and other.summary is not None
+    for name in ("edq", "noise", "lost_fraction", "tokens", "weights_fingerprint", "val_loss", "steps"):
+        assert one.summary[name] == other.summary[name], name
+    assert all(torch.equal(again.model.state_dict()[n], t) for n, t in whole.model.state_dict().items())
+    assert [event["kind"] for event in other.events] == ["start", "resume", "finish"]
+
+
+def test_runs_of_own_loops_are_compared_and_shown(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("word", "split")]
+    for folder in folders:
+        recorded(reference(f"bfloat16/{folder.name}"), folder)
+    found = ng.compare_runs([ng.read_run(folder) for folder in folders])
+    assert [row["recipe"] for row in found.rows] == ["bfloat16/word", "bfloat16/split"]
+    assert all(row["val_loss"] is not None and row["tokens_per_second"] > 0 for row in found.rows)
+    result = CliRunner().invoke(main, ["report", *map(str, folders), "--out", str(tmp_path / "page.html")])
+    assert result.exit_code == 0 and "bfloat16/split" in (tmp_path / "page.html").read_text()
+
+
+def test_the_trainer_refuses_what_it_cannot_continue(tmp_path: Path) -> None:
+    model, optimizer = small()
+    ng.RunRecorder(tmp_path / "run", model, optimizer).close(finished=False)
+    for words in (["resume"], ["sample", "--tokens", "1"]):
+        result = CliRunner().invoke(
+            main, [*words[:1], str(tmp_path / "run"), *words[1:], *(["x"] if words[0] == "sample" else [])]
+        )
+        assert result.exit_code == 2 and "RunRecorder(resume=True)" in result.stderr and result.stderr.count("\n") == 1
+
+
+def small(storage: str = "word") -> tuple[nn.Module, ng.Optimizer]:
+    model, optimizer = ng.prepare(nn.Linear(8, 8), f"bfloat16/{storage}", lr=1e-2)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: Any, recorder: ng.RunRecorder, steps: int, scale: float = 1.0) -> None:
+    for _ in range(steps):
+        loss = scale * model(torch.ones(4, 8, dtype=next(model.parameters()).dtype)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        recorder.step(loss)
+
+
+def test_an_optimizer_of_torch_is_recorded_beside_ours(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ng.RunRecorder(tmp_path / "run", model, optimizer, recipe="float32/float32") as recorder:
+        train(model, optimizer, recorder, 3)
+    found = ng.read_run(tmp_path / "run")
+    assert found.summary is not None and 16 <= found.summary["bytes_per_param"] < 17
+    assert "skipped" not in found.steps[0] and found.steps[0]["lr"] == 1e-2
+    assert found.run["optimizer"]["class"] == "AdamW"
+
+
+def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+    model, optimizer = small("split")
+    ng.RunRecorder(tmp_path / "run", model, optimizer).close(finished=False)
+    assert ng.read_run(tmp_path / "run").config["recipe"] == "bfloat16/split"
+    with pytest.raises(ng.RecipeError, match="storage is 'split'"):
+        ng.RunRecorder(tmp_path / "other", model, optimizer, recipe="bfloat16/word")
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(ng.RecordError, match="a run is there already"):
+        ng.RunRecorder(tmp_path / "run", model, optimizer)
+
+
+def test_a_skipped_step_and_a_spike_are_events_and_warnings(tmp_path: Path) -> None:
+    model, optimizer = small()
+    with ng.RunRecorder(tmp_path / "run", model, optimizer, settings={"steps": 6}) as recorder:
+        train(model, optimizer, recorder, 5)
+        with pytest.warns(ng.RunNotice, match="nonfinite"):
+            train(model, optimizer, recorder, 1, scale=float("inf"))
+        with pytest.warns(ng.RunNotice, match="loss spike: the loss jumped to 1e"):
+            recorder.step(1e6)
+    found = ng.read_run(tmp_path / "run")
+    assert [row["skipped"] for row in found.steps[:6]] == [False] * 5 + [True]
+    kinds = {event["kind"]: event for event in found.events}
+    assert "no weight changed" in kinds["skip"]["message"] and kinds["skip"]["step"] == 6
+    assert found.summary is not None and found.summary["num_skipped"] == 1
+
+
+def test_alarms_of_the_audit_are_events_and_go_to_the_handler_that_was_there(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, optimizer = ng.prepare(nn.Linear(64, 64, bias=False), "bfloat16/naive", lr=1e-6, audit_every=1)
+    heard: list[Any] = []
+    optimizer.on_alarm = heard.append
+    recorder = ng.RunRecorder(tmp_path / "run", model, optimizer)
+    for _ in range(6):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        recorder.step(1.0)
+    recorder.close(finished=False)
+    found = ng.read_run(tmp_path / "run")
+    (event,) = [event for event in found.events if event["kind"] == "lost_updates"]
+    assert event["tensor"] == "weight" and event["step"] == 5 and len(heard) == 1
+    assert optimizer.on_alarm == heard.append and found.summary is None and found.events[-1]["kind"] == "stop"
+
+
+class Failing:
+    """A logger whose server goes away at the third step."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any], step: int) -> None:
+        self.closed = 0
+
+    def step(self, row: dict[str, Any]) -> None:
+        if row["step"] == 3:
+            raise ConnectionError("no route to host\nand more")
+
+    def close(self) -> None:
+        raise OSError("not this either")
+
+    evaluation = gauge = event = go_back = lambda self, _: None
+
+
+def test_a_logger_that_fails_is_one_event_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOGGERS, "failing", Available("failing", "Failing", "json", "none:Nothing", ""))
+    monkeypatch.setattr(Available, "load", lambda row: Failing)
+    run = reference("bfloat16/word")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loop = recorded(run, tmp_path / "run", loggers=["failing"])
+    found = ng.read_run(tmp_path / "run")
+    assert lasting(found.steps) == lasting(run.rows) and found.summary is not None
+    (event,) = [event for event in found.events if event["kind"] == "warning"]
+    assert event["message"] == "Failing receives nothing more: no route to host"
+    assert len([each for each in told if issubclass(each.category, ng.RunNotice)]) == 1
+    assert all(torch.equal(loop.model.state_dict()[name], tensor) for name, tensor in run.state.items())
+
+
+@pytest.mark.parametrize(("name", "said"), [("wand", "no logger is named 'wand'"), ("absent", "narrowgauge.loggers.")])
+def test_a_logger_that_is_not_there_is_refused_before_anything_is_written(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LOGGERS, "absent", Available("absent", "Absent", "no_such_package", "none:Nothing", ""))
+    model, optimizer = small()
+    with pytest.raises(ng.NarrowgaugeError, match=said):
+        ng.RunRecorder(tmp_path / "run", model, optimizer, loggers=name)
+    assert not (tmp_path / "run").exists()
