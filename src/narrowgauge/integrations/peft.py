@@ -1,0 +1,239 @@
+"""Adapters over a quantized base: PEFT's LoRA and others, whose frozen linear layers become codes and scales.
+
+``ng.prepare(peft_model, recipe)`` trains the adapters in a storage: they alone have gradients and states. What is left is the
+frozen base, 2 bytes a parameter that no step changes. :func:`quantize_base` stores each of its linear layers in the cast of a
+compute's weights: one byte a parameter, or half a byte and an eighth for scales. A layer of 8 bits multiplies as
+:func:`narrowgauge.quantize_for_inference` does, its input cast too (LLM.int8); one of 4 bits is widened to its input's format
+(as in QLoRA). Backward multiplies the gradient by the widened weight in the gradient's format in either case, so the adapters
+of earlier layers learn.
+
+PEFT is asked for one class, ``peft.tuners.tuners_utils.BaseTunerLayer`` (0.21): its ``get_base_layer()`` tells the base from
+adapters, which stay as they are, active or not.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.errors import FormatError, RecipeError
+from narrowgauge.matmul import inference
+from narrowgauge.matmul.gemm import warn_if_emulated
+from narrowgauge.matmul.linear import is_linear, is_transposed
+from narrowgauge.numerics.plain import linear, matmul
+from narrowgauge.numerics.quantization import padded, quantize, spread
+from narrowgauge.spec.computes import Cast, Compute
+from narrowgauge.spec.variants import get_compute
+
+# The magnitudes of float4_e2m1fn by code; the fourth bit is the sign.
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_ADVICE = (
+    "To merge adapters, call dequantize_base(model) first; add adapters before quantize_base; DoRA, LoHa and LoKr need "
+    "whole weights in each step."
+)
+
+
+class NoWeightError(RecipeError, AttributeError):
+    """A frozen layer's weight was asked for; as an ``AttributeError`` it answers ``hasattr`` with no."""
+
+
+class _Product(torch.autograd.Function):
+    """The product of rows with a frozen layer; the gradient meets the widened weight."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, layer: FrozenLinear) -> Tensor:
+        ctx.layer = layer
+        return layer.multiply(rows).clone()  # PEFT adds to the output in place, which a view from here forbids
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """The gradient of the rows."""
+        return matmul(grads[0], ctx.layer.dequantize().to(grads[0].dtype)), None
+
+
+class FrozenLinear(inference.QuantizedLinear, nn.Linear):
+    """A frozen linear layer with codes and scales instead of a weight, through which gradients flow to its input.
+
+    PEFT takes it for an ``nn.Linear``, so that adapters may be added before or after.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., in]`` to ``[..., out]``, in the input's dtype (under autocast, in that)."""
+        device = input.device.type
+        x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
+        rows = x.reshape(-1, self.in_features)
+        y = cast(Tensor, _Product.apply(rows, self))  # type: ignore[no-untyped-call]
+        if self.bias is not None and self.bias.requires_grad:
+            y = y + self.bias.to(y.dtype)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def frozen_bias(self) -> Tensor | None:
+        """The bias that the product adds; one that trains is added after it."""
+        return None if self.bias is None or self.bias.requires_grad else self.bias
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """The product of ``[rows, in]``, without a gradient."""
+        codes, scales, name = self.weight_codes, self.weight_scales, self.registered_name
+        return inference._product(rows.detach(), codes, scales, self.frozen_bias, name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise NoWeightError(
+                f"the weight of a layer quantized as '{self.compute.name}' was requested; it has codes and scales instead.",
+                _ADVICE,
+            )
+        return super().__getattr__(name)
+
+
+class PackedLinear(FrozenLinear):
+    """A :class:`FrozenLinear` with two codes in a byte.
+
+    Attributes:
+        weight_codes: uint8 ``[out, in / 2]``, padded to whole blocks; the lower half is the even column.
+        weight_scales: the scales of blocks.
+        tensor_scale: float32 ``[1, 1]``, which multiplies all; one where the format has none.
+    """
+
+    exact = (*inference.EXACT, "tensor_scale")
+    tensor_scale: Tensor
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """The product with the widened weight."""
+        return linear(rows, self.dequantize().to(rows.dtype), self.frozen_bias)
+
+    def dequantize(self) -> Tensor:
+        """The weight that codes and scales represent: float32 ``[out, in]``."""
+        magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=self.weight_codes.device)
+        table = torch.cat([magnitudes, -magnitudes])
+        packed = self.weight_codes
+        values = table[torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).int()]
+        values = values * spread(self.weight_scales.float(), values.shape) * self.tensor_scale
+        return values[: self.out_features, : self.in_features]
+
+
+def quantize_base(
+    model: nn.Module, compute: str | Compute = "int8-outlier", keep: tuple[str, ...] | None = None
+) -> nn.Module:
+    """Store the frozen linear layers of a model with adapters as codes and scales, in place.
+
+    Invariant: parameters that train, and the adapters that do not, stay as they are.
+
+    Args:
+        model: a ``PeftModel``, or any model whose frozen weights have ``requires_grad=False``; float32 or 16 bits.
+        compute: whose cast of weights to store: ``int8-outlier`` and what else :func:`narrowgauge.quantize_for_inference`
+            takes, at 1 byte a parameter, or ``nvfp4`` or ``mxfp4`` at 0.56 or 0.53.
+        keep: patterns of names in the base model (shell wildcards) of layers to leave alone; ``None`` uses the compute's own,
+            which is the language model's head.
+    Returns:
+        The model, which trains and saves its adapters as before.
+    Raises:
+        RecipeError: no such compute, or one whose weights cannot be stored; no frozen linear layer.
+
+    Cost: some float32 copies of one weight at a time, here and in each backward.
+    Source: Dettmers et al. 2022, LLM.int8() (2208.07339); Dettmers et al. 2023, QLoRA (2305.14314).
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 8))
+        >>> model[0].requires_grad_(False)
+        Linear(in_features=64, out_features=64, bias=False)
+        >>> quantize_base(model, "nvfp4")[0].weight_codes.shape
+        torch.Size([64, 32])
+    """
+    made = get_compute(compute)
+    is_packed = _is_packed(made.output.right)
+    if not is_packed:
+        inference._checked(made)
+    patterns = made.keep if keep is None else keep
+    layers = [layer for name, layer in _frozen(model) if not any(fnmatch.fnmatchcase(name, each) for each in patterns)]
+    if not layers:
+        raise RecipeError(
+            f"{type(model).__name__} has no frozen linear layer to quantize.",
+            "Give the model that get_peft_model returns, or freeze its base with requires_grad_(False).",
+        )
+    shared: dict[int, Any] = {}
+    for layer in layers:
+        if is_packed:
+            _pack(layer, made, shared)
+        else:
+            inference._quantize(layer, made, shared, layer.weight.nbytes)
+            layer.__class__ = FrozenLinear
+    if not is_packed:
+        warn_if_emulated(made, layers[0].weight_codes.device)
+    return model
+
+
+def dequantize_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Give the layers of :func:`quantize_base` weights again, in place: the values of their codes. Then adapters can be merged.
+
+    Args:
+        model: after :func:`quantize_base`.
+        dtype: of the weights.
+    Returns:
+        The model.
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
+        >>> dequantize_base(quantize_base(model, "int8-row"))[0].weight.dtype
+        torch.bfloat16
+    """
+    for layer in [module for module in model.modules() if isinstance(module, FrozenLinear)]:
+        weight = nn.Parameter(layer.dequantize().to(dtype), requires_grad=False)
+        bias = layer._parameters["bias"]
+        for own in (layer._parameters, layer._buffers):
+            own.clear()
+        layer._load_state_dict_pre_hooks.clear()
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
+        layer.register_parameter("weight", weight)
+        layer.register_parameter("bias", bias)
+    return model
+
+
+def _frozen(model: nn.Module) -> list[tuple[str, Any]]:
+    """The frozen linear layers that belong to no adapter, under the names of the base model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapters: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            adapters |= set(module.modules()) - set(module.get_base_layer().modules())
+    return [
+        (name.removeprefix("base_model.model.").removesuffix(".base_layer"), module)
+        for name, module in model.named_modules()
+        if is_linear(module) and module not in adapters and not cast(Tensor, module.weight).requires_grad
+    ]
+
+
+def _is_packed(right: Cast) -> bool:
+    """Whether a cast's codes are packed two to a byte."""
+    return right.format == "float4_e2m1fn" and right.block is not None
+
+
+def _pack(module: Any, compute: Compute, shared: dict[int, Any]) -> None:
+    """The module as a :class:`PackedLinear`; the same object, so that hooks and references to it hold."""
+    weight, bias, right = module._parameters["weight"], module._parameters["bias"], compute.output.right
+    matrix = weight.detach().t() if is_transposed(module) else weight.detach()
+    if id(weight) not in shared:
+        shared[id(weight)] = (weight, *_packed(matrix, right))  # the weight too: its id stays its own
+    for own in (module._parameters, module._buffers, module._non_persistent_buffers_set):
+        own.clear()
+    module.__class__ = PackedLinear
+    module.compute, module.replaced_bytes = compute, weight.nbytes
+    module.registered_name = inference.custom_ops.register(compute)
+    module.out_features, module.in_features = matrix.shape
+    for name, tensor in zip(PackedLinear.exact, shared[id(weight)][1:], strict=True):
+        module.register_buffer(name, tensor)
+    module.register_parameter("bias", bias)
+
+
+def _packed(matrix: Tensor, right: Cast) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed codes, the scales of blocks, and the tensor's scale of a weight ``[out, in]``."""
+    found = quantize(padded(matrix, right, 1), right)
+    if found.inner is None:
+        raise FormatError(f"{right} has no scales of blocks.")
+    magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=matrix.device)
+    codes = torch.bucketize(found.codes.abs(), magnitudes).to(torch.uint8) + (found.codes < 0).to(torch.uint8) * 8
+    scales = found.inner.to(getattr(torch, right.scale))  # exact: they were made in that format
+    outer = found.codes.new_ones(1, 1) if found.outer is None else found.outer
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous(), scales, outer
