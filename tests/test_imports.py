@@ -1,9 +1,9 @@
 """Imports point down, and the tables and records need no PyTorch: held over the syntax trees, and once in fact.
 
-errors ← spec ← runs ← monitor, comparison ← report need no PyTorch. _torch, spec ← numerics ← matmul, transforms, optim,
-distributed (which never import each other) ← gauges ← assembly; runs, optim, distributed ← checkpoints; both ← conversion,
-and runs ← loggers ← trainer ← experiment, profiling, integrations ← cli. Everything from the gauges upward may write through
-`runs`.
+errors ← spec ← runs ← monitor, comparison, planner ← report need no PyTorch. _torch, spec ← numerics ← matmul, transforms, optim,
+distributed (which never import each other) ← gauges ← assembly; runs, optim, distributed ← checkpoints; both ← conversion;
+runs ← loggers; planner, loggers, conversion ← trainer ← experiment, profiling, integrations ← cli. Everything from the gauges
+upward may write through `runs`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SEEN_BY_PARTS = {"spec", "_torch", "numerics"}
 RECORDS = {"spec", "runs", "monitor", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
-SEEN_BY_TRAINER = SEEN_BY_GAUGES | {"loggers", "gauges", "assembly", "checkpoints", "conversion"}
+SEEN_BY_TRAINER = SEEN_BY_GAUGES | {"loggers", "gauges", "assembly", "checkpoints", "conversion", "planner"}
 SEEN_BY_EXPERIMENT = SEEN_BY_TRAINER | RECORDS | {"trainer"}
 # What each layer may import besides itself.
 SEES = {

@@ -7,7 +7,9 @@ from narrowgauge.planner.pipeline_stages import Stage
 from narrowgauge.planner.terms import Term
 
 CHUNK_LOGITS = 1 << 24
-"""Logits of one chunk of the chunked loss, as in the trainer."""
+"""Logits of one chunk of the trainer's loss, 64 MiB in float32: smaller ones make thin matmuls, larger ones gain little."""
+LARGE_VOCABULARY = 16_384
+"""Vocabulary size from which the trainer uses the chunked loss."""
 _LOSS = "log-softmax in float32: its result, its gradient, and the gradient of the logits"
 
 
@@ -22,10 +24,9 @@ def loss_terms(request: Request, stage: Stage) -> tuple[list[Term], list[Term]]:
     if request.is_loss_chunked and layout.model_ranks == 1:
         both = [hidden, *_chunked(request, widths.matmul)]
         return both, both
-    narrow = widths.matmul if widths.matmul < 4 else 0.0
     # A compiled or fused loss keeps the logits and their gradient alone, in the matmuls' dtype.
     fused = 2 * tokens * widths.matmul * a.vocab_size / layout.tensor
-    sizes = (narrow + 8.0, 12.0)
+    sizes = bytes_per_logit(widths.matmul)
     texts = ("logits, as float32, log-softmax", _LOSS)
     forward, backward = (
         [hidden, Term("logits", "logits", tokens * size * a.vocab_size / layout.tensor,
@@ -33,6 +34,16 @@ def loss_terms(request: Request, stage: Stage) -> tuple[list[Term], list[Term]]:
         for size, text in zip(sizes, texts, strict=True)
     )  # fmt: skip
     return forward, backward
+
+
+def bytes_per_logit(width: float) -> tuple[float, float]:
+    """Bytes per logit of an unchunked loss at the end of forward and at the start of backward, of logits of ``width`` bytes.
+
+    Example:
+        >>> bytes_per_logit(2.0), bytes_per_logit(4.0)
+        ((10.0, 12.0), (8.0, 12.0))
+    """
+    return (width if width < 4 else 0.0) + 8.0, 12.0
 
 
 def _chunked(request: Request, width: float) -> list[Term]:

@@ -30,7 +30,7 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.slots import weight_slots
 from narrowgauge.spec.variants import named
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.memory import Sizes, batch_bytes, free_bytes
+from narrowgauge.trainer.memory import batch_bytes, free_bytes, shape_of
 from narrowgauge.trainer.step import train_step
 
 ROUNDS = 7
@@ -139,7 +139,8 @@ def require_memory(model: Model, recipes: Iterable[Recipe], config: TrainConfig)
     Raises:
         ChipError: it needs more memory than is free.
     """
-    batch = batch_bytes(Sizes(model.num_layers, model.hidden_size, model.vocab_size), config)
+    architecture = shape_of(config.model)
+    batch = 0 if architecture is None else batch_bytes(architecture, config)
     # The float32 weights that a model is initialized in stay until its states are made.
     states = sum(model.num_parameters * each.bytes_per_param for each in compared_steps(recipes))
     states += 8 * model.num_parameters

@@ -32,11 +32,10 @@ from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import DataError, suggestion
 from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.numerics.plain import linear
+from narrowgauge.planner.head_memory import CHUNK_LOGITS
+from narrowgauge.planner.head_memory import LARGE_VOCABULARY as LARGE_VOCABULARY
 from narrowgauge.spec.models import MODELS, Model, refuse_own_code
-from narrowgauge.trainer.memory import LARGE_VOCABULARY as LARGE_VOCABULARY
 
-# Logits of one chunk: 64 MiB in float32. Smaller chunks make thin matmuls, larger ones gain little.
-_CHUNK_ELEMENTS = 1 << 24
 _MIN_CHUNK_TOKENS = 128
 # Operations of some models on the logits after the head, which the chunked loss does not apply.
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier")
@@ -189,7 +188,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias:
         >>> round(chunked_cross_entropy(hidden, weight, torch.arange(4)).item() / 4, 4)  # log(8)
         2.0794
     """
-    size = max(_MIN_CHUNK_TOKENS, _CHUNK_ELEMENTS // weight.shape[0])
+    size = max(_MIN_CHUNK_TOKENS, CHUNK_LOGITS // weight.shape[0])
     wide = hidden.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(hidden.device.type)
     if wide and _NATIVE is not None:
         return _NATIVE(hidden, weight, targets, bias, size)

@@ -1,86 +1,74 @@
 """A lower bound of the memory of a batch, to refuse batches that cannot fit before anything is built.
 
-A layer saves about fifty bytes per token and feature for backward (counted for eager Llama blocks in bfloat16, whose process
-grows by 70; in float32 by 90), and about forty where the compute keeps int8 or float8 codes. The logits exist in several dtypes.
-The estimate is a lower bound: an accepted batch may still be too large, a refused one certainly is. Nothing here needs PyTorch.
+What a layer keeps for backward is the planner's count (:mod:`narrowgauge.planner.activations`), of fused kernels: compiled layers
+keep about that, the modules one operation after the other half as much again. The logits exist in several dtypes. The estimate
+is a lower bound: an accepted batch may still be too large, a refused one certainly is. Nothing here needs PyTorch.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
-from narrowgauge.errors import ChipError
-from narrowgauge.spec.models import MODELS
+from narrowgauge.errors import ChipError, NarrowgaugeError
+from narrowgauge.planner.activations import bytes_per_token, layer_tensors, widths_of
+from narrowgauge.planner.architectures import Architecture
+from narrowgauge.planner.head_memory import LARGE_VOCABULARY, bytes_per_logit
+from narrowgauge.planner.model_configs import read_architecture
 from narrowgauge.trainer.config import TrainConfig
 
-LARGE_VOCABULARY = 16_384
-"""Vocabulary size from which the trainer uses the chunked loss."""
-ACTIVATION_BYTES = {False: 44, True: 40}
-"""Bytes per token and feature that a layer of a preset keeps at least, by whether the compute keeps codes."""
-_LEAST_BYTES = {False: 32, True: 26}  # of a model that is read from a folder: an MLP without a gate keeps least
-LOGIT_BYTES = 10
-_CHECKPOINTED_BYTES = 2  # only the layer's input
 _TOKEN_BYTES = 8  # per token of the whole batch, as it is read
 
 
-class Sizes(NamedTuple):
-    """The sizes of a model that determine the memory of a batch."""
+def shape_of(model: str) -> Architecture | None:
+    """The architecture of a preset or a model folder; ``None`` if its family is not known, or the folder does not say it.
 
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-
-
-def sizes_of(model: str) -> Sizes | None:
-    """The sizes of a preset, or from the ``config.json`` of a folder; ``None`` if it lacks the usual keys."""
-    row = MODELS.get(model)
-    if row is not None:
-        return Sizes(row.num_layers, row.hidden_size, row.vocab_size)
-    path = Path(model).expanduser()
+    Example:
+        >>> shape_of("llama-8m").num_layers, shape_of("no/such/folder")
+        (8, None)
+    """
     try:
-        table = json.loads((path / "config.json" if path.is_dir() else path).read_bytes())
-        layers, width = (table.get(long, table.get(short)) for long, short in _WORDS)
-        return Sizes(int(layers), int(width), int(table["vocab_size"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return read_architecture(model)
+    except NarrowgaugeError:
         return None
 
 
-_WORDS = (("num_hidden_layers", "n_layer"), ("hidden_size", "n_embd"))
-
-
-def batch_bytes(sizes: Sizes, config: TrainConfig) -> int:
+def batch_bytes(architecture: Architecture, config: TrainConfig) -> int:
     """A lower bound of the memory of a step, without weights and states.
 
     Args:
-        sizes: sizes of the model.
-        config: batch size, sequence length, accumulation steps, activation checkpointing.
+        architecture: of the model.
+        config: recipe, batch size, sequence length, accumulation steps, activation checkpointing.
     Returns:
         Bytes.
     Example:
         >>> config = TrainConfig(model="llama-8m", batch_size=8, sequence_length=256)
-        >>> batch_bytes(sizes_of("llama-8m"), config) >> 20
-        256
+        >>> batch_bytes(shape_of("llama-8m"), config) >> 20
+        232
     """
     tokens = config.micro_batch_size * config.sequence_length
-    each = kept_bytes(config)
-    kept = each + _CHECKPOINTED_BYTES * sizes.num_layers if config.activation_checkpointing else each * sizes.num_layers
-    logits = LOGIT_BYTES * min(sizes.vocab_size, LARGE_VOCABULARY)
-    return tokens * (sizes.hidden_size * kept + logits) + config.tokens_per_step * _TOKEN_BYTES
+    widths = widths_of(config.recipe.compute, config.recipe.storage.visible)
+    kept = layer_bytes(architecture, config)
+    if config.activation_checkpointing:
+        layers = kept + widths.stream * architecture.hidden_size * architecture.num_layers
+    else:
+        layers = kept * architecture.num_layers
+    logits = max(bytes_per_logit(widths.matmul)) * min(architecture.vocab_size, LARGE_VOCABULARY)
+    return int(tokens * (layers + logits)) + config.tokens_per_step * _TOKEN_BYTES
 
 
-def kept_bytes(config: TrainConfig) -> int:
-    """Bytes per token and feature that a layer keeps at least; ``planner/activations.py`` counts what it keeps.
+def layer_bytes(architecture: Architecture, config: TrainConfig) -> float:
+    """Bytes per token that a layer keeps at least, by the planner's count of fused kernels.
 
     Example:
-        >>> kept_bytes(TrainConfig(model="llama-8m"))
-        44
+        >>> shape = shape_of("llama-8m")
+        >>> round(layer_bytes(shape, TrainConfig(model="llama-8m")) / shape.hidden_size)
+        34
     """
-    by_codes = ACTIVATION_BYTES if config.model in MODELS else _LEAST_BYTES
-    return by_codes[config.recipe.compute.keeps_codes]
+    mixture = architecture.mixture
+    is_mixture = mixture is not None and mixture.num_layers == architecture.num_layers
+    return bytes_per_token(layer_tensors(architecture, config.recipe, is_mixture=is_mixture, kernels="fused"))
 
 
 def free_bytes() -> int | None:
@@ -116,10 +104,10 @@ def require_batch(config: TrainConfig, otherwise: str = "") -> None:
     Raises:
         ChipError: its activations and logits alone need more memory than is free.
     """
-    sizes, free = sizes_of(config.model), free_bytes()
-    if sizes is None or free is None:
+    architecture, free = shape_of(config.model), free_bytes()
+    if architecture is None or free is None:
         return
-    needed = batch_bytes(sizes, config)
+    needed = batch_bytes(architecture, config)
     if needed <= free:
         return
     # Micro-batches run one after the other, so one of them must fit.
