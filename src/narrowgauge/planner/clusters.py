@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, suggestion
 from narrowgauge.spec.chips import Chip, get_chip
+from narrowgauge.spec.notation import load_toml
 
 HOST_GB_PER_SECOND = {"PCIe3": 15.75, "PCIe4": 31.5, "PCIe5": 63.0, "NVLink-C2C": 450.0}
 """Printed rates of the links to the host in one direction, 10^9 bytes per second; of 16 lanes."""
@@ -305,13 +305,9 @@ def _refuse_unknown(path: Path, table: Mapping[str, Any], known: tuple[str, ...]
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     try:
-        return dict(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError) as error:
+        return load_toml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"cannot read the cluster {path}: {reason.rstrip('.')}.", "It is a TOML file with [[nodes]]."
