@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import narrowgauge
 from narrowgauge.monitor.conditions import CONDITIONS, Detector
@@ -113,6 +114,31 @@ def kinds() -> str:
     return _pairs(("kind", "says"), KINDS)
 
 
+def checks() -> str:
+    """What ``narrowgauge.check`` looks for."""
+    # Imported here since it imports PyTorch, and most pages need none.
+    from narrowgauge.integrations.check_table import CHECKS
+
+    rows = [
+        {
+            "name": row.name,
+            "severity": row.severity,
+            "looks_at": row.looks_at,
+            "docs": _summary(row),
+            "watched": row.watched,
+        }
+        for row in CHECKS.values()
+    ]
+    heads = Column("check", "name", code=True), Column("severity", "severity")
+    return _markdown(rows, *heads, **{"what it finds": "docs", "looks at": "looks_at", "needs steps": "watched"})
+
+
+def _summary(row: Any) -> str:
+    """The first sentence of what a check's function says of itself."""
+    text: str = row.find.__doc__.split("\n")[0]
+    return text.replace("``", "`").rstrip(".")
+
+
 def trips(row: Detector) -> str:
     """When a detector trips, in words."""
     if row.name in ("loss-spike", "gradient-spike"):
@@ -149,5 +175,6 @@ OWN: dict[str, Callable[[], str]] = {
     "conditions": conditions,
     "serious": serious,
     "events": kinds,
+    "checks": checks,
 }
 """The tables that only the documentation shows, by name."""

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from narrowgauge.gauges.nan_origin.replay import Replay as Replay
     from narrowgauge.gauges.nan_origin.replay import first_bad_value as first_bad_value
     from narrowgauge.gauges.nan_origin.replay import replay as replay
+    from narrowgauge.integrations.findings import Finding as Finding
+    from narrowgauge.integrations.findings import Findings as Findings
+    from narrowgauge.integrations.findings import SetUpWarning as SetUpWarning
+    from narrowgauge.integrations.loop_check import check as check
     from narrowgauge.integrations.run_recorder import RunNotice as RunNotice
     from narrowgauge.integrations.run_recorder import RunRecorder as RunRecorder
     from narrowgauge.matmul.cast_cache import cached_weights as cached_weights
@@ -122,6 +126,10 @@ _HOMES = {
     "on_event": "runs.events",
     "Event": "runs.events",
     "Alarms": "monitor.alarms",
+    "check": "integrations.loop_check",
+    "Finding": "integrations.findings",
+    "Findings": "integrations.findings",
+    "SetUpWarning": "integrations.findings",
     "compare": "experiment.harness",
     "compare_runs": "comparison.comparison",
     "Comparison": "comparison.comparison",

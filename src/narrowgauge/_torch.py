@@ -23,13 +23,23 @@ Functions of ``torch.distributed`` and ``torch.distributed.distributed_c10d``, r
 Names of modules under ``torch.compile`` and checkpoints, ``_orig_mod`` and ``_checkpoint_wrapped_module``
     Parameters are named without these prefixes. The way out: longer names.
 
+Frames of ``Tensor.backward``, ``GradScaler.step`` and of what ``torch.compile`` returns; ``Node._input_metadata``
+    Which loss is differentiated, in which format it was reduced, and who calls an optimizer's step, in loops of other people that
+    are watched for a few steps. The way out: checks that see less.
+``Optimizer._optimizer_step_post_hooks``
+    Whether a hook may remove itself now: PyTorch iterates over them while it calls them. The way out: removing it in the next
+    forward pass.
+
 A release that renames one of these fails here, with a plain ImportError or AttributeError, and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -214,3 +224,64 @@ def replace_collectives(
             setattr(dist, name, old)
 
     return restore
+
+
+def _frames(frame: FrameType | None) -> Iterator[tuple[str, FrameType]]:
+    """The frames of a stack from the inside, each as ``torch/path.py:function``."""
+    while frame is not None:
+        path = frame.f_code.co_filename.replace("\\", "/")
+        yield f"{path.rpartition('site-packages/')[2]}:{frame.f_code.co_name}", frame
+        frame = frame.f_back
+
+
+def root_of_backward() -> Tensor | None:
+    """The tensor whose ``backward`` runs now, in this thread or in the one that waits for it; ``None`` if none is found."""
+    here = threading.get_ident()
+    for thread in [here, *(thread for thread in sys._current_frames() if thread != here)]:
+        found: Tensor | None = None  # the outermost: checkpoints have backward passes of their own
+        for place, frame in _frames(sys._current_frames()[thread]):
+            if place.endswith("torch/_tensor.py:backward"):
+                found = frame.f_locals.get("self")
+        if found is not None:
+            return found
+    return None
+
+
+def scalar_dtypes(root: Tensor, most: int = 64) -> set[torch.dtype]:
+    """The formats of a 0-d tensor and of those 0-d tensors that it was computed from, one after another."""
+    found: set[torch.dtype] = {root.dtype}
+    nodes: list[Any] = [root.grad_fn]
+    seen: set[Any] = set()
+    while nodes and len(seen) < most:
+        node = nodes.pop()
+        outputs = getattr(node, "_input_metadata", ())
+        if node is None or node in seen or not outputs or any(len(output.shape) for output in outputs):
+            continue
+        seen.add(node)
+        found.update(output.dtype for output in outputs)
+        nodes += [before for before, _ in node.next_functions]
+    return found
+
+
+def scaler_of_step() -> Any:
+    """The ``GradScaler`` that steps an optimizer now; ``None`` if none does."""
+    for _, frame in _frames(sys._getframe()):
+        if isinstance(scaler := frame.f_locals.get("self"), torch.amp.GradScaler):
+            return scaler
+    return None
+
+
+def is_compiled_step() -> bool:
+    """Whether what ``torch.compile`` made of ``optimizer.step`` itself calls a hook of that step now."""
+    is_step = False
+    for place, _ in _frames(sys._getframe()):
+        if place.startswith("torch/optim/"):
+            is_step = True
+        elif is_step and not place.endswith(":_fn") and not place.startswith("narrowgauge/"):
+            return place.endswith(":compile_wrapper")
+    return False
+
+
+def is_last_hook(optimizer: Any, handle: Any) -> bool:
+    """Whether a hook after an optimizer's steps is the one that is called last."""
+    return bool(next(reversed(optimizer._optimizer_step_post_hooks), None) == handle.id)

@@ -58,6 +58,9 @@ def prepare(
     Invariant: the model computes with each weight in its visible format, and the optimizer holds the remaining bits. Before
     the first step, the stored weights are the given float32 weights, rounded once to the storage's code.
 
+    The defaults are those of training language models; :class:`narrowgauge.AdamW` alone has torch's (``betas`` (0.9, 0.999),
+    decay 0.01 of vectors too, no clipping).
+
     Args:
         model: a float32 model on one device, changed in place. A bfloat16 model is accepted too; its tails start at zero,
             since bits that were rounded away earlier cannot be recovered.

@@ -123,19 +123,23 @@ def _check_statistics(model: nn.Module, recipe: Recipe) -> None:
 def _check_leaves(model: nn.Module, recipe: Recipe) -> None:
     """Refuse modules through which one micro-batch changes what another computes."""
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
-            reason = "whose running statistics depend on which micro-batches a rank has seen"
-            advice = "Replace it by a layer norm or group norm"
-        elif isinstance(module, _DropoutNd) and module.p > 0:
-            reason = "which draws random numbers in the order of a rank's own micro-batches"
-            advice = "Set its p to 0"
-        else:
-            continue
-        raise RecipeError(
-            f"recipe '{recipe.name}' gives the same bits on any number of ranks, and '{name}' is a {kind}, {reason}.",
-            f"{advice}, or take another reduction.",
-        )
+        if found := depends_on_order(module):
+            reason, advice = found
+            raise RecipeError(
+                f"recipe '{recipe.name}' gives the same bits on any number of ranks, and '{name}' is a "
+                f"{type(module).__name__}, {reason}.",
+                f"{advice}, or take another reduction.",
+            )
+
+
+def depends_on_order(module: nn.Module) -> tuple[str, str] | None:
+    """Why what a module computes for a micro-batch depends on those before it, and what to do; ``None`` if it does not."""
+    if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+        reason = "whose running statistics depend on which micro-batches a rank has seen"
+        return reason, "Replace it by a layer norm or group norm"
+    if isinstance(module, _DropoutNd) and module.p > 0:
+        return "which draws random numbers in the order of a rank's own micro-batches", "Set its p to 0"
+    return None
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

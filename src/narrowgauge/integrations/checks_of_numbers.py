@@ -1,0 +1,217 @@
+"""Checks of what rounding loses, by the storage that each optimizer amounts to and by the weights as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.integrations.set_up import NARROW, Held, SetUp, dtype_name, told
+from narrowgauge.numerics.casting import round_to
+from narrowgauge.numerics.shards import local_of
+from narrowgauge.numerics.update_metrics import lost_fraction, update_sums
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.spec.storages import STORAGES
+
+Values = dict[str, Any]
+
+SAMPLE = 1 << 16
+"""Elements of each parameter that are looked at, evenly spread."""
+LOSES, STANDS_STILL = 0.01, 0.9
+"""Shares of lost changes from which a set-up loses updates, and a tensor stands still."""
+# Rules whose every change has about the size of the learning rate; of others it depends on the gradient.
+NORMALIZED = ("adam", "lion", "lamb", "sign", "adan", "sophia", "prodigy")
+DECOUPLED = ("adamw", "lion", "lamb", "muon", "adan")
+
+
+def lost_share(held: Held) -> float | None:
+    """The share of changes that rounding drops in one step of this learning rate.
+
+    Each weight is moved by what the rule would move it at most, or by its gradient where there is one and the rule does not
+    normalize it, and is rounded again as the storage does: the sums are those of the audit.
+
+    Returns:
+        0 … 1; ``None`` where the change is not known yet.
+    """
+    weight = _sample(held.parameter.detach())
+    if not _is_normalized(held):
+        if held.parameter.grad is None:
+            return None
+        change = -held.rate * _sample(held.parameter.grad.detach()).float()
+    else:
+        change = torch.full_like(weight, held.rate, dtype=torch.float32)
+    moved = round_to(weight.float() + change, held.storage.visible).float() - weight.float()
+    share = float(lost_fraction(update_sums(change, moved, moved)))
+    return None if share != share else share
+
+
+def lost_updates(set_up: SetUp) -> Iterator[Values]:
+    """16-bit weights of which nothing else is kept."""
+    short = [each for each in set_up.held if each.is_short and each.parameter.requires_grad]
+    if not short:
+        return
+    shares = {each.name: (lost_share(each), each.parameter.numel()) for each in short}
+    known = [(share, count) for share, count in shares.values() if share is not None]
+    row, sizes = short[0].storage, sum(count for _, count in known)
+    lost = sum(share * count for share, count in known) / sizes if known else None
+    if lost is not None and lost < LOSES:
+        return
+    some = "every update below half a spacing" if lost is None else f"{lost:.0%} of the updates of one step"
+    yield {
+        "where": told(shares),
+        "optimizer": _library(short[0].optimizer),
+        "format": row.visible,
+        "some": some,
+        "rate": max(each.rate for each in short),
+        "cure": row.cure,
+        "bytes": row.bytes_per_param,
+        "cure_bytes": STORAGES[row.cure].bytes_per_param,
+    }
+
+
+def rate_below_spacing(set_up: SetUp) -> Iterator[Values]:
+    """Tensors that no update of the learning rate's size can move."""
+    found: dict[float, list[Held]] = {}
+    for each in set_up.held:
+        if each.rate > 0 and each.parameter.requires_grad and _is_normalized(each) and _keeps_nothing(each):
+            share = lost_share(each)
+            if share is not None and share > STANDS_STILL:
+                found.setdefault(each.rate, []).append(each)
+    for rate, still in found.items():
+        typical = float(_sample(still[0].parameter.detach()).float().abs().median())
+        yield {
+            "where": told(each.name for each in still),
+            "rate": rate,
+            "format": still[0].storage.visible,
+            "spacing": _spacing(typical, still[0]),
+            "typical": typical,
+            "cure": still[0].storage.cure,
+        }
+
+
+def frozen_second_moment(set_up: SetUp) -> Iterator[Values]:
+    """A second moment in so few bits that its decay is rounded away."""
+    for each in set_up.held:
+        betas = each.group.get("betas")
+        bits, where = _second_moment_bits(each), each.name
+        if bits is None or not isinstance(betas, (tuple, list)) or len(betas) < 2:
+            continue
+        if 0 < 1 - float(betas[1]) < 2.0 ** -(bits + 1):
+            row = each.storage
+            yield {
+                "where": f"{where} and all of its group" if len(each.group["params"]) > 1 else where,
+                "beta": float(betas[1]),
+                "bits": bits,
+                "spacing": 2.0 ** -(bits + 1),
+                "highest": 1 - 2.0 ** -(bits + 1),
+                "cure": row.cure,
+            }
+            return
+
+
+def _second_moment_bits(each: Held) -> int | None:
+    """Mantissa bits in which a second moment is kept and rounded to the nearest; ``None`` where it is not, or unknown."""
+    code = each.storage.exp_avg_sq
+    if isinstance(each.optimizer, Optimizer):
+        is_kept = "exp_avg_sq" in dict(each.storage.states) and code.parts == 1 and code.rounding == "nearest"
+        return code.mantissa_bits if is_kept else None
+    state = dict(each.optimizer.state.get(each.parameter, {})).get("exp_avg_sq")
+    dtype = state.dtype if isinstance(state, Tensor) else None
+    if dtype is None and type(each.optimizer).__module__.startswith("torch.optim"):
+        dtype = each.parameter.dtype
+    return {torch.bfloat16: 7, torch.float16: 10}.get(dtype) if dtype is not None else None
+
+
+def eps_underflow(set_up: SetUp) -> Iterator[Values]:
+    """An epsilon that the format of the denominator rounds to zero."""
+    for each in set_up.held:
+        eps, dtype = each.group.get("eps"), each.parameter.dtype
+        if isinstance(each.optimizer, Optimizer) or dtype not in NARROW or not isinstance(eps, float) or eps <= 0:
+            continue
+        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        if each.is_short and eps <= smallest / 2:
+            yield {"where": each.name, "eps": eps, "dtype": dtype_name(dtype), "smallest": smallest}
+            return
+
+
+def swallowed_decay(set_up: SetUp) -> Iterator[Values]:
+    """Weight decay of which every step is below half a spacing."""
+    found = [
+        each for each in set_up.held if _keeps_nothing(each) and each.parameter.requires_grad and _is_swallowed(each)
+    ]
+    if found:
+        group = found[0].group
+        yield {
+            "where": told(each.name for each in found),
+            "step": found[0].rate * float(group["weight_decay"]),
+            "decay": float(group["weight_decay"]),
+            "rate": found[0].rate,
+            "format": found[0].storage.visible,
+            "bits": found[0].storage.weight.mantissa_bits + 2,
+            "cure": found[0].storage.cure,
+        }
+
+
+def _is_swallowed(each: Held) -> bool:
+    kind = type(each.optimizer).__name__.lower()
+    is_decoupled = any(name in kind for name in DECOUPLED) or bool(each.group.get("decoupled_weight_decay"))
+    step = each.rate * float(each.group.get("weight_decay") or 0.0)
+    return is_decoupled and 0 < step < 2.0 ** -(each.storage.weight.mantissa_bits + 2)
+
+
+KINDS = {
+    "norm": "gains near 1, whose spacing of 2^-7 is above most learning rates",
+    "router": "scores whose order decides which expert learns",
+    "embedding": "rows that few tokens of a batch reach, by small updates",
+}
+"""Modules that fail first in 16 bits, and why."""
+
+
+def sensitive_modules(set_up: SetUp) -> Iterator[Values]:
+    """Norms, routers and embeddings whose 16-bit weights are all that is kept."""
+    short = {id(each.parameter) for each in set_up.held if each.is_short}
+    found: dict[str, list[str]] = {}
+    for name, module in set_up.model.named_modules():
+        kind = _kind(name, module)
+        if kind and any(id(p) in short for p in module.parameters(recurse=False)):
+            found.setdefault(kind, []).append(name or type(module).__name__)
+    for kind, names in found.items():
+        dtype = next(each.storage.visible for each in set_up.held if each.is_short)
+        yield {"where": told(names), "kind": kind, "why": KINDS[kind], "format": dtype}
+
+
+def _kind(name: str, module: nn.Module) -> str:
+    own, kind = name.rpartition(".")[2].lower(), type(module).__name__.lower()
+    if "norm" in kind:
+        return "norm"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "router" if own in ("router", "gate", "wg") and ("router" in kind or isinstance(module, nn.Linear)) else ""
+
+
+def _keeps_nothing(each: Held) -> bool:
+    """Whether the visible weight is all that is kept; float32 is too."""
+    row = each.storage
+    return not row.beside and row.weight.rounding == "nearest" and each.parameter.dtype is not torch.float64
+
+
+def _is_normalized(each: Held) -> bool:
+    kind = type(each.optimizer).__name__.lower()
+    return any(name in kind for name in NORMALIZED)
+
+
+def _spacing(value: float, each: Held) -> float:
+    return float(2.0 ** (torch.tensor(value).frexp().exponent.item() - 1 - each.storage.weight.mantissa_bits))
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Elements of what this rank holds, evenly spread and without randomness."""
+    flat = local_of(tensor).flatten()
+    return flat[:: max(1, flat.numel() // SAMPLE)]
+
+
+def _library(optimizer: torch.optim.Optimizer) -> str:
+    package = type(optimizer).__module__.split(".")[0]
+    return f"{package}'s {type(optimizer).__name__}"

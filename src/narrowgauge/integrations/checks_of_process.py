@@ -1,0 +1,116 @@
+"""Checks of what the process and its ranks set: flags of PyTorch, policies of data parallelism, reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from narrowgauge._torch import fsdp_groups
+from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.integrations.set_up import NARROW, SetUp, dtype_name, told
+from narrowgauge.matmul.linears import Layer
+from narrowgauge.trainable import depends_on_order
+
+Values = dict[str, Any]
+
+
+def default_dtype(_: SetUp) -> Iterator[Values]:
+    """A default dtype that is not float32: what a loop makes without saying a format is rounded."""
+    if (dtype := torch.get_default_dtype()) is not torch.float32:
+        yield {"where": "torch.get_default_dtype()", "dtype": dtype_name(dtype)}
+
+
+def fast_float32(set_up: SetUp) -> Iterator[Values]:
+    """Matmuls of float32 weights that are computed in fewer bits."""
+    precision = torch.get_float32_matmul_precision()
+    plain = [m for m in set_up.model.modules() if isinstance(m, nn.Linear) and not isinstance(m, Layer)]
+    is_wide = bool(plain) and all(module.weight.dtype is torch.float32 for module in plain)
+    is_cast = bool(set_up.seen.autocasts - {None}) or "forward" in set_up.model.__dict__
+    if precision != "highest" and is_wide and not is_cast:
+        yield {"where": "torch.get_float32_matmul_precision()", "precision": precision}
+
+
+def half_accumulation(set_up: SetUp) -> Iterator[Values]:
+    """CUDA matmuls that add up in 16 bits."""
+    flags = torch.backends.cuda.matmul
+    wanted = {
+        "allow_fp16_accumulation": (torch.float16, "warning"),
+        "allow_fp16_reduced_precision_reduction": (torch.float16, "note"),
+        "allow_bf16_reduced_precision_reduction": (torch.bfloat16, "note"),
+    }
+    used = {each.parameter.dtype for each in set_up.held if each.parameter.is_cuda}
+    if used:
+        used |= {dtype for dtype in set_up.seen.autocasts if dtype is not None}
+    for flag, (dtype, severity) in wanted.items():
+        if dtype in used and getattr(flags, flag, False):
+            yield {"where": f"torch.backends.cuda.matmul.{flag}", "dtype": dtype_name(dtype), "severity": severity}
+
+
+def flushed(_: SetUp) -> Iterator[Values]:
+    """Subnormal numbers that the CPU flushes to zero."""
+    if (torch.full((8,), 1e-40) * 1.0).count_nonzero() == 0:
+        yield {"where": "torch.set_flush_denormal"}
+
+
+def tuned_kernels(set_up: SetUp) -> Iterator[Values]:
+    """cuDNN choosing among kernels by time, where bits shall not depend on the run."""
+    has_convolution = any(isinstance(module, nn.modules.conv._ConvNd) for module in set_up.model.modules())
+    if torch.backends.cudnn.benchmark and has_convolution and _order_free(set_up):
+        yield {"where": "torch.backends.cudnn.benchmark"}
+
+
+# ── ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cut_again(set_up: SetUp) -> Iterator[Values]:
+    """A policy of data parallelism that casts weights to another format than their storage's."""
+    visible = {each.storage.visible for each in set_up.held}
+    narrow = {name for name in visible if name != "float32"}
+    for where, policy in _policies(set_up.model):
+        dtype = getattr(policy, "param_dtype", None)
+        if dtype is not None and narrow and dtype_name(dtype) not in visible:
+            yield {"where": where, "dtype": dtype_name(dtype), "format": ", ".join(sorted(narrow))}
+
+
+def narrow_sums(set_up: SetUp) -> Iterator[Values]:
+    """Gradients that travel and are summed over ranks in 16 bits, where the weights were to keep more."""
+    many = all_ranks().size
+    for where, policy in _policies(set_up.model):
+        dtype = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
+        if many > 1 and dtype in NARROW and any(each.parameter.dtype is torch.float32 for each in set_up.held):
+            yield {"where": where, "dtype": dtype_name(dtype), "many": many}
+    model = set_up.model
+    for hook, _ in getattr(model, "_comm_hooks", []) if isinstance(model, DistributedDataParallel) else []:
+        name = getattr(hook, "__name__", str(hook))
+        for dtype, word in (("bfloat16", "bf16"), ("float16", "fp16")):
+            if word in name:
+                yield {"where": name, "dtype": dtype, "many": many}
+
+
+def _policies(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The mixed-precision policies of FSDP2, FSDP and DDP in a model, each kind once."""
+    if isinstance(model, DistributedDataParallel) and model.mixed_precision is not None:
+        yield "DistributedDataParallel(mixed_precision=…)", model.mixed_precision
+    if (policy := getattr(model, "mixed_precision", None)) is not None and type(model).__name__.startswith("Fully"):
+        yield "FullyShardedDataParallel(mixed_precision=…)", policy
+    policies = {repr(group.mp_policy): group.mp_policy for _, group in fsdp_groups(model)}
+    yield from (("fully_shard(mp_policy=…)", policy) for policy in policies.values())
+
+
+def order_bound(set_up: SetUp) -> Iterator[Values]:
+    """Modules through which one micro-batch changes what another computes, with an order-free reduction."""
+    if name := _order_free(set_up):
+        found = {n: reason for n, module in set_up.model.named_modules() if (reason := depends_on_order(module))}
+        if found:
+            why, cure = next(iter(found.values()))
+            yield {"where": told(found), "reduction": name, "reason": why, "cure": cure}
+
+
+def _order_free(set_up: SetUp) -> str:
+    """The name of a reduction that gives the same bits in any order; ``""`` without one."""
+    rows = [getattr(getattr(optimizer, "reduction", None), "row", None) for optimizer in set_up.optimizers]
+    return next((row.name for row in rows if row is not None and row.order_free), "")

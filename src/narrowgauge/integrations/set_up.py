@@ -1,0 +1,231 @@
+"""A user's set-up as the checks see it: a model, its optimizers, and which storage each optimizer amounts to.
+
+An optimizer of another library is described by the row of ``STORAGES`` that does the same: ``torch.optim.AdamW`` over bfloat16
+weights is ``naive``, with a master copy it is ``master``, with Kahan's compensation ``kahan``. Every check of numbers reads
+that row alone, so that ours and theirs are judged by one law.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from narrowgauge._torch import plain_name
+from narrowgauge.errors import RecipeError
+from narrowgauge.integrations.loop_watch import Seen
+from narrowgauge.numerics.shards import local_of
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.spec.storages import STORAGES, Storage
+
+NARROW = (torch.bfloat16, torch.float16)
+NAIVE = {torch.bfloat16: "naive", torch.float16: "float16/naive", torch.float32: "float32", torch.float64: "float32"}
+MASTER = {torch.bfloat16: "master", torch.float16: "float16/master"}
+
+# How optimizers of other libraries say that they keep what a narrow weight rounds off: an option of a group or an attribute
+# of the optimizer, the values that mean it, and the storage that it amounts to.
+KEEPERS: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("kahan_sum", (True, None), "kahan"),  # torch-optimi; None is its default, for narrow weights
+    ("use_kahan_summation", (True,), "kahan"),  # AnyPrecisionAdamW
+    ("bf16_stochastic_round", (True,), "stochastic"),  # torchao
+    ("stochastic_rounding", (True,), "stochastic"),
+    ("master_weights", (True,), "master"),  # apex and TransformerEngine
+    ("master_weight_bits", (24,), "split8"),  # FlashOptim
+    ("master_weight_bits", (32,), "exact"),
+)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter in an optimizer.
+
+    Args:
+        name: as the model has it.
+        parameter: the tensor.
+        group: its param group.
+        optimizer: whose.
+        storage: the row that says what is kept of it.
+    """
+
+    name: str
+    parameter: Tensor
+    group: dict[str, Any]
+    optimizer: torch.optim.Optimizer
+    storage: Storage
+
+    @property
+    def rate(self) -> float:
+        """The learning rate, or the one that a schedule multiplies."""
+        return max(float(self.group.get("lr", 0.0)), float(self.group.get("initial_lr", 0.0)))
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a change below half a spacing of a 16-bit weight is lost."""
+        row = self.storage
+        return row.visible != "float32" and not row.beside and row.weight.rounding == "nearest"
+
+
+@dataclass
+class SetUp:
+    """What is checked.
+
+    Args:
+        model: as given, perhaps wrapped.
+        optimizers: as torch's classes, unwrapped.
+        scaler: given by the user.
+        averages: modules or tensors that hold an average of the weights.
+        loss: given by the user.
+        seen: what was watched so far.
+    """
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    scaler: Any = None
+    schedules: list[Any] = field(default_factory=list)
+    averages: list[Any] = field(default_factory=list)
+    loss: Tensor | None = None
+    seen: Seen = field(default_factory=Seen)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The model's parameters by their names without wrappers."""
+        return {_inner_name(name): parameter for name, parameter in self.model.named_parameters()}
+
+    @property
+    def held(self) -> list[Held]:
+        """Every parameter of every optimizer, as often as a group names it."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        return [
+            Held(names.get(id(p), f"param {place}"), p, group, optimizer, storage_of(optimizer, group, p))
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for place, p in enumerate(group["params"])
+        ]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether every optimizer is one of Narrowgauge's."""
+        return all(isinstance(optimizer, Optimizer) for optimizer in self.optimizers)
+
+    def scalers(self) -> list[Any]:
+        """Every loss scaler that is known, each once: given, met in a step, or in an optimizer."""
+        own = [optimizer.loss_scaler for optimizer in self.optimizers if isinstance(optimizer, Optimizer)]
+        found = {id(s): s for s in [self.scaler, *self.seen.scalers, *own] if s is not None}
+        return [scaler for scaler in found.values() if getattr(scaler, "_enabled", True)]
+
+
+def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> Storage:
+    """The row of ``STORAGES`` that an optimizer amounts to, for one parameter."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer._registry.storage_of(group, parameter)
+    if parameter.dtype in NARROW:
+        if _has_master(optimizer, parameter):
+            return STORAGES[MASTER[parameter.dtype]]
+        for option, values, name in KEEPERS:
+            value = group.get(option, getattr(optimizer, option, ...))
+            if any(value is wanted or value == wanted for wanted in values):
+                return STORAGES[name]
+    return STORAGES[NAIVE.get(parameter.dtype, "naive")]
+
+
+def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """Whether a state is the float32 weight itself: within one rounding of the narrow one."""
+    weight = local_of(parameter.detach())
+    for value in dict(optimizer.state.get(parameter, {})).values():
+        if isinstance(value, Tensor) and value.dtype is torch.float32 and value.shape == parameter.shape:
+            near = local_of(value) - weight.float()
+            if weight.count_nonzero() and bool((near.abs() <= 2.0**-7 * weight.float().abs() + 1e-30).all()):
+                return True
+    return False
+
+
+def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers of torch's class that were given, without the wrappers of Accelerate and Lightning.
+
+    Raises:
+        RecipeError: something else was given.
+    """
+    found = []
+    for each in given if isinstance(given, (list, tuple)) else [given]:
+        inner = each
+        while isinstance(deeper := getattr(inner, "optimizer", None), torch.optim.Optimizer) and deeper is not inner:
+            inner = deeper
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise RecipeError(
+                f"check was given a {type(each).__name__} as an optimizer.",
+                "Pass the torch.optim.Optimizer that steps the model, or a list of several.",
+            )
+        found.append(inner)
+    return found
+
+
+def set_up_of(model: Any, optimizer: Any, scheduler: Any, scaler: Any, average: Any, loss: Tensor | None) -> SetUp:
+    """The set-up, with the schedules of these optimizers and the averages of this model that are alive in the process.
+
+    Raises:
+        RecipeError: what was given is no model or no optimizer.
+    """
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"check was given a {type(model).__name__} as a model.", "Pass the torch.nn.Module.")
+    optimizers = optimizers_of(optimizer)
+    alive = list(_alive((LRScheduler, AveragedModel)))
+    schedules = [
+        *_listed(scheduler),
+        *(s for s in alive if any(getattr(s, "optimizer", None) is o for o in optimizers)),
+    ]
+    shapes = _shapes(model)
+    averages = [s for s in alive if isinstance(s, AveragedModel) and s is not model and _shapes(s.module) == shapes]
+    unique = {id(each): each for each in [*_listed(average), *averages]}
+    return SetUp(model, optimizers, scaler, schedules, list(unique.values()), loss)
+
+
+def tensors_of(average: Any) -> list[Tensor]:
+    """The weights of an average: of a module, a mapping (or ``state_dict``) or a list of tensors."""
+    if isinstance(average, nn.Module):
+        return list(average.parameters())
+    values = average.values() if hasattr(average, "values") else average
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _alive(classes: tuple[type, ...]) -> Iterator[Any]:
+    # By type(): isinstance would ask proxies for their __class__, which may run code.
+    return (thing for thing in gc.get_objects() if issubclass(type(thing), classes))
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {_inner_name(name): parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    if given is None:
+        return ()
+    is_many = isinstance(given, (list, tuple)) and not all(isinstance(each, Tensor) for each in given)
+    return list(given) if is_many else [given]
+
+
+def _inner_name(name: str) -> str:
+    """A name without those of compilers, checkpoints and DistributedDataParallel."""
+    return plain_name(name).removeprefix("module.")
+
+
+def told(names: Iterable[str], most: int = 3) -> str:
+    """Some names, and how many others there are.
+
+    Example:
+        >>> told(["a", "b", "c", "d", "e"])
+        'a, b, c and 2 others'
+    """
+    found = list(dict.fromkeys(names))
+    rest = len(found) - most
+    return ", ".join(found[:most]) + (f" and {rest} other{'s' * (rest > 1)}" if rest > 0 else "")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
