@@ -17,9 +17,10 @@ import narrowgauge
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
-from narrowgauge.spec.notation import load_toml, parse, parse_table
+from narrowgauge.spec.notation import parse, parse_table
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.toml_text import load_toml
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.setting import kind_of
 

@@ -17,8 +17,9 @@ from narrowgauge.comparison.labels import run_name
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.experiment.planned_runs import PlannedRun, plan_runs, require_distinct, seed_numbers
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
-from narrowgauge.spec.notation import load_toml, parse_value
+from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.toml_text import load_toml
 from narrowgauge.trainer.config import CHOSEN_ANEW, KEPT_CHECKPOINTS, NUM_EVALS, OF_A_RUN, TrainConfig
 from narrowgauge.trainer.memory import require_batch
 

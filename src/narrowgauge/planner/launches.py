@@ -39,8 +39,9 @@ from narrowgauge.planner.model_configs import read_architecture
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.chips import Chip
-from narrowgauge.spec.notation import load_toml, parse_value
+from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.toml_text import load_toml
 
 Settings = Mapping[str, Any]
 

@@ -20,7 +20,6 @@ with, so that a resume can detect changes of ``run.toml``. NaN and infinities, w
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -31,11 +30,7 @@ from narrowgauge.runs.archive import read_bytes
 from narrowgauge.runs.atomic_io import disk_errors, load_json
 from narrowgauge.runs.lines import read_rows, restored
 from narrowgauge.runs.schema import VERSION, Row, is_whole, short, wrong_value
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from narrowgauge.spec.toml_text import load_toml
 
 SETTINGS = "settings"
 """The column of the first step's row that holds the settings."""
@@ -153,13 +148,13 @@ def read_settings(path: Path) -> Row:
         found = "the folder has no run.toml" if path.is_dir() else "there is no such folder"
         raise RecordError(f"No run in {path}: {found}.", "Name the folder that was given as --out.")
     try:
-        run: Row = tomllib.loads(data.decode())
+        run: Row = load_toml(data.decode())
         _require_whole("schema_version", run["schema_version"])
         _require_known(run["schema_version"], path)
         config: Any = run.get("config")
         for key in ("seed", "steps") if isinstance(config, dict) else ():
             _require_whole(key, config.get(key, 0))
-    except (ValueError, KeyError, RecursionError) as error:
+    except (ValueError, KeyError) as error:
         raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
     return run
 

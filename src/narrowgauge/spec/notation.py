@@ -6,7 +6,6 @@ compute for evaluation.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.recipes import Override, Phase, Recipe, own_name
 from narrowgauge.spec.reductions import REDUCTIONS
 from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.toml_text import load_toml
 
 DEFAULT_STORAGE: dict[str, str] = {
     **dict.fromkeys(COMPUTES, "word"),
@@ -268,19 +268,6 @@ def _listed(entry: Mapping[str, Any]) -> str:
 
 def _compute(table: Mapping[str, Any], key: str, where: str) -> Compute:
     return _find_compute(_text(table, key, where))
-
-
-def load_toml(text: str) -> dict[str, Any]:
-    """Parse TOML text with the standard library, or with ``tomli`` before Python 3.11."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        table: dict[str, Any] = tomllib.loads(text)
-    except RecursionError as error:  # nested deeper than Python goes
-        raise ValueError(str(error)) from error
-    return table
 
 
 _KEYS = ("recipe", "name", "compute", "storage", "reduction", "evaluation", "keep", "override", "phase")

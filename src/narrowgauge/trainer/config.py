@@ -18,8 +18,9 @@ from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, suggest
 from narrowgauge.loggers.available import LOGGERS, names_in, require_loggers
 from narrowgauge.spec.accumulations import ACCUMULATIONS
 from narrowgauge.spec.models import MODELS
-from narrowgauge.spec.notation import load_toml, parse, parse_value
+from narrowgauge.spec.notation import parse, parse_value
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.toml_text import load_toml
 from narrowgauge.trainer.named_files import free_folder, known_model, left_by_a_kill
 from narrowgauge.trainer.setting import about, count, kind_of, require, setting
 
