@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from narrowgauge.planner.clusters import Cluster, Nodes, cluster_of
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model_configs import read_architecture
 from narrowgauge.planner.rank_memory import memory_terms
-from narrowgauge.planner.search import search
+from narrowgauge.planner.search import _Question, search
 from narrowgauge.planner.step_time import step_terms
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
@@ -146,3 +147,32 @@ def test_advice_counts_the_chips_that_share_what_one_replica_cannot() -> None:
     count = int(option.advice.partition(" chips")[0].rpartition("on ")[2])
     shared = replace(option.layout, shard=count // 8, zero=3)
     assert memory_terms(read_architecture("deepseek-v3"), WORD, shared, 4096).total < 80 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "chip", "chips", "given"),
+    [
+        ("llama-8b", "H100-SXM", 8, {}),
+        ("llama-33b", "A100-SXM4-40GB", 16, {}),
+        ("llama-70b", "H100-SXM", 32, {"minimize": "memory"}),
+        ("mixtral-8x7b", "H100-SXM", 16, {}),
+        ("qwen3-8b", "A100-SXM4-40GB", 8, {"fixed": {"offload": "all"}}),
+    ],
+)
+def test_what_is_not_looked_at_would_not_have_been_taken(
+    name: str, chip: str, chips: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the lower bound of the memory and without, the options are the same; and it is a lower bound."""
+    model, cluster, bound = read_architecture(name), cluster_of(chip, chips), _Question.least_bytes
+    looked_at: list[tuple[float, float]] = []
+
+    def without(question: _Question, layout: Layout) -> float:
+        looked_at.append((bound(question, layout), question.memory(layout).total))
+        return 0.0
+
+    for recipe in ("bfloat16/master", "int8-row/word"):
+        pruned = search(model, parse(recipe), cluster, 4096, **given)
+        with monkeypatch.context() as patched:
+            patched.setattr(_Question, "least_bytes", without)
+            assert search(model, parse(recipe), cluster, 4096, **given) == pruned
+    assert len(looked_at) > 5 and all(least <= held for least, held in looked_at)

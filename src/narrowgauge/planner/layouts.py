@@ -16,6 +16,7 @@ from narrowgauge.errors import RecipeError
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 Offload = Literal["none", "optimizer", "all"]
+_COUNTS = ("data", "shard", "tensor", "pipeline", "interleave", "context", "expert", "micro_batch", "micro_batches")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +52,10 @@ class Layout:
     offload: Offload = "none"
 
     def __post_init__(self) -> None:
-        for name in (
-            "data",
-            "shard",
-            "tensor",
-            "pipeline",
-            "interleave",
-            "context",
-            "expert",
-            "micro_batch",
-            "micro_batches",
-        ):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"a layout has {name} = {getattr(self, name)}.", "Use 1 or more.")
+        counts = (self.data, self.shard, self.tensor, self.pipeline, self.interleave, self.context, self.expert)
+        if min(*counts, self.micro_batch, self.micro_batches) < 1:
+            name, value = next((name, getattr(self, name)) for name in _COUNTS if getattr(self, name) < 1)
+            raise RecipeError(f"a layout has {name} = {value}.", "Use 1 or more.")
         if self.interleave > 1 and self.pipeline == 1:
             raise RecipeError(
                 f"a layout interleaves {self.interleave} groups of layers on one stage.", "Use pipeline stages."

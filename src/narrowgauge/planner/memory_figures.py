@@ -74,6 +74,11 @@ class Figures:
     is_counted: bool = False
 
 
+def kernels_of(layout: Layout) -> Kernels:
+    """Hugging Face's modules where every rank computes whole layers, Megatron-LM's fused kernels elsewhere."""
+    return "eager" if layout.is_whole else "fused"
+
+
 def figures_of(
     architecture: Architecture,
     recipe: Recipe,

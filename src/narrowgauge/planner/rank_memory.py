@@ -17,7 +17,7 @@ from narrowgauge.planner.architectures import Architecture
 from narrowgauge.planner.gathered_memory import ON_THEIR_WAY, ZERO, buffer_terms
 from narrowgauge.planner.head_memory import loss_terms
 from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.memory_figures import COUNTED, KORTHIKANTI, LayerCounter, Request, figures_of
+from narrowgauge.planner.memory_figures import COUNTED, KORTHIKANTI, LayerCounter, Request, figures_of, kernels_of
 from narrowgauge.planner.memory_overhead import FIXED as FIXED
 from narrowgauge.planner.memory_overhead import overhead_terms
 from narrowgauge.planner.pipeline_stages import Stage, stages_of
@@ -68,7 +68,7 @@ def memory_terms(
         >>> [memory_terms(of_size(10e9), parse(f"bfloat16/{s}"), Layout(), 0).total / 1e9 for s in ("master", "word", "states8")]
         [160.0, 80.0, 60.0]
     """
-    kinds: Kernels = kernels or ("eager" if layout.is_whole else "fused")
+    kinds: Kernels = kernels or kernels_of(layout)
     figures = figures_of(architecture, recipe, sequence_length, attention, kinds, counted)
     options = (attention, kinds, is_loss_chunked, accumulation, fixed or {})
     request = Request(architecture, recipe, layout, sequence_length, *options, figures)
@@ -112,7 +112,9 @@ def _widened(term: Term) -> Term:
     if term.group not in _OF_A_STEP:
         return term
     low, high = term.interval
-    return replace(term, low=low * (1 - _FORMULA_ERROR), high=high * (1 + _FORMULA_ERROR))
+    # Not dataclasses.replace, which takes most of a search's time.
+    ends = low * (1 - _FORMULA_ERROR), high * (1 + _FORMULA_ERROR)
+    return Term(term.group, term.name, term.value, term.formula, term.source, *ends)
 
 
 # ── between steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────

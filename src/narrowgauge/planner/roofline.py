@@ -136,11 +136,12 @@ def operation_seconds(
     sizes["gradient"] = num_tokens * shape.out_features
     flops = 2.0 * num_tokens * shape.num_weights
     seconds: dict[str, float] = {}
+    casts, made = compute.casts, () if setting.is_plain else casts_made(compute)
     for matmul, product in compute.products.items():
         native = is_native(product, compute, chip)
-        for name in () if setting.is_plain else casts_made(compute):
+        for name in made:
             if SLOTS[name].matmul == matmul:
-                seconds[name] = _cast_seconds(name, compute.casts[name], sizes, setting, native, chip, shares)
+                seconds[name] = _cast_seconds(name, casts[name], sizes, setting, native, chip, shares)
         moved, extra = _moved_bytes(matmul, product, sizes, setting, native)
         format = product.left.format if native else setting.stream
         if is_widened(format, chip):

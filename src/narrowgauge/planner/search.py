@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from narrowgauge.errors import RecipeError
@@ -20,7 +20,7 @@ from narrowgauge.planner.advice import smallest_changes
 from narrowgauge.planner.architectures import Architecture
 from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.memory_figures import LayerCounter
+from narrowgauge.planner.memory_figures import LayerCounter, figures_of, kernels_of
 from narrowgauge.planner.options import Option
 from narrowgauge.planner.rank_memory import host_bytes, memory_terms
 from narrowgauge.planner.roofline import bytes_of
@@ -59,9 +59,16 @@ class _Question:
     fixed: Fixed
     shares: Shares | None
     counted: LayerCounter | None
+    # What was computed already: a layout is asked for its memory and its time several times.
+    memories: dict[Layout, Terms] = field(default_factory=dict)
+    times: dict[Layout, Terms] = field(default_factory=dict)
+    kept: dict[tuple[bool, bool], float] = field(default_factory=dict)
 
     def memory(self, layout: Layout) -> Terms:
-        return memory_terms(self.architecture, self.recipe, layout, self.sequence_length, counted=self.counted)
+        if layout not in self.memories:
+            given = self.architecture, self.recipe, layout, self.sequence_length
+            self.memories[layout] = memory_terms(*given, counted=self.counted)
+        return self.memories[layout]
 
     def fits(self, layout: Layout) -> bool:
         """Whether the chips hold it, and what is offloaded the hosts."""
@@ -74,25 +81,44 @@ class _Question:
         return held * self.cluster.chips_per_node <= self.cluster.host_bytes
 
     def least_bytes(self, layout: Layout) -> float:
-        """A lower bound of the state on a chip, without looking at its parts."""
+        """A lower bound of what a chip holds, without looking at its parts: the state, and what layers keep of a micro-batch."""
+        kept = self.least_activations(layout)
         if layout.offload != "none":
-            return 0.0
+            return kept
         number = self.num_parameters / (layout.tensor * layout.pipeline)
         if self.architecture.mixture:
             number /= layout.expert
         visible = bytes_of(self.recipe.storage.visible)
         rest = max(0.0, self.recipe.bytes_per_param - 2 * visible)
         parts = (visible, 3), (rest, 1)
-        return 0.9 * number * sum(each / (layout.num_sharing if layout.zero >= zero else 1) for each, zero in parts)
+        return kept + 0.9 * number * sum(
+            each / (layout.num_sharing if layout.zero >= zero else 1) for each, zero in parts
+        )
+
+    def least_activations(self, layout: Layout) -> float:
+        """A lower bound: the worst stage has at least its part of the layers, and one micro-batch in flight."""
+        kind = layout.is_whole, layout.recompute == "full"
+        if kind not in self.kept:
+            given = self.architecture, self.recipe, self.sequence_length, "flash", kernels_of(layout), self.counted
+            figures = figures_of(*given)  # type: ignore[arg-type]
+            inputs = figures.widths.stream * self.architecture.hidden_size
+            self.kept[kind] = (
+                inputs if layout.recompute == "full" else figures.per_layer
+            ) * self.architecture.num_layers
+        tokens = layout.micro_batch * self.sequence_length / layout.context
+        return tokens * self.kept[kind] / (layout.tensor * layout.pipeline)
 
     def waiting(self, layout: Layout) -> float:
         """The share of a step that exchanges take."""
         step = self.seconds(layout)
         return step.groups.get("communication", 0.0) / step.total
 
-    def seconds(self, layout: Layout, *, has_intervals: bool = False) -> Terms:
-        given = self.architecture, self.recipe, layout, self.cluster, self.sequence_length, self.shares
-        return step_terms(*given, has_intervals=has_intervals)
+    def seconds(self, layout: Layout) -> Terms:
+        """Of a step, without intervals."""
+        if layout not in self.times:
+            given = self.architecture, self.recipe, layout, self.cluster, self.sequence_length, self.shares
+            self.times[layout] = step_terms(*given, has_intervals=False)
+        return self.times[layout]
 
 
 def search(
@@ -312,7 +338,7 @@ def _option(layout: Layout, question: _Question) -> Option:
         layout,
         question.memory(layout),
         cluster.memory_bytes,
-        question.seconds(layout, has_intervals=True),
+        step_terms(question.architecture, question.recipe, layout, cluster, length, question.shares),
         length,
         question.architecture.flops_per_token(length),
         cluster.peak_flops_per_second,
