@@ -8,9 +8,10 @@ of :mod:`narrowgauge.matmul.scopes` come last.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +28,14 @@ from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import is_sharded, local_of, own_part, placed_like
 from narrowgauge.optim.elementwise_optimizers import AdamW
+from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.processor import multiplies
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainable import require_summable, require_trainable, unwrapped
+
+Made = TypeVar("Made", bound=Optimizer)
 
 
 def prepare(
@@ -129,7 +133,26 @@ def prepare(
     return model, optimizer
 
 
-def assemble(
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter has two dims or more: what :func:`prepare` decays."""
+    return parameter.ndim >= 2
+
+
+def assemble(model: nn.Module, policy: Recipe, **settings: Any) -> tuple[nn.Module, AdamW]:
+    """:func:`prepare` without the sum of gradients over ranks, for callers that divide a step into micro-batches themselves.
+
+    Args:
+        model, policy, settings: as for :func:`assemble_with`.
+    Returns:
+        As :func:`prepare`.
+    Raises:
+        RecipeError: as :func:`prepare`.
+    """
+    return assemble_with(AdamW, model, policy, **settings)
+
+
+def assemble_with(
+    optimizer_class: Callable[..., Made],
     model: nn.Module,
     policy: Recipe,
     *,
@@ -141,15 +164,20 @@ def assemble(
     shard: str = "full",
     offload: bool = False,
     narrow_gather: bool = False,
+    decays: Callable[[str, Tensor], bool] = is_matrix,
+    by_adamw: Callable[[str], bool] = lambda name: False,
     **options: Any,
-) -> tuple[nn.Module, AdamW]:
-    """:func:`prepare` without the sum of gradients over ranks, for callers that divide a step into micro-batches themselves.
+) -> tuple[nn.Module, Made]:
+    """:func:`assemble` for any optimizer of ours.
 
     Args:
+        optimizer_class: the optimizer.
         model, policy, weight_decay, lr, seed, loss_scaler, mesh, shard, offload, narrow_gather: as for :func:`prepare`.
+        decays: whether a parameter is decayed.
+        by_adamw: whether AdamW steps the parameter of a name, where the optimizer has a matrix rule.
         options: other options of the optimizer.
     Returns:
-        As :func:`prepare`.
+        The model and its optimizer.
     Raises:
         RecipeError: as :func:`prepare`.
     """
@@ -162,8 +190,8 @@ def assemble(
     narrow = narrow_linears(model, policy, seed)
     if mesh is not None:
         values = _shard(model, values, mesh, shard, offload)
-    optimizer = AdamW(
-        _groups(model, policy, weight_decay, lr, factors),
+    optimizer = optimizer_class(
+        _groups(model, policy, weight_decay, lr, factors, decays, by_adamw),
         lr=lr,
         weight_decay=weight_decay,
         storage=policy.storage,
@@ -314,19 +342,28 @@ _ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
 
 
 def _groups(
-    model: nn.Module, recipe: Recipe, weight_decay: float, lr: float | Tensor, factors: dict[str, float]
+    model: nn.Module,
+    recipe: Recipe,
+    weight_decay: float,
+    lr: float | Tensor,
+    factors: dict[str, float],
+    decays: Callable[[str, Tensor], bool],
+    by_adamw: Callable[[str], bool],
 ) -> list[dict[str, Any]]:
-    """Named parameter groups by storage, weight decay and learning-rate factor."""
-    groups: dict[tuple[str, bool, float], list[tuple[str, Tensor]]] = {}
+    """Named parameter groups by storage, weight decay, learning-rate factor and rule."""
+    groups: dict[tuple[str, bool, float, bool], list[tuple[str, Tensor]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # The optimizer derives the storage of vectors from the storage of their group.
             storage = recipe.storage_of(name, max(2, parameter.ndim))
-            groups.setdefault((storage.name, parameter.ndim >= 2, factors.get(name, 1.0)), []).append((name, parameter))
+            key = (storage.name, decays(name, parameter), factors.get(name, 1.0), by_adamw(name))
+            groups.setdefault(key, []).append((name, parameter))
     made = []
-    for (storage_name, decayed, factor), members in groups.items():
+    for (storage_name, decayed, factor, is_adamw), members in groups.items():
         decay = weight_decay if decayed else 0.0
         group: dict[str, Any] = {"params": members, "storage": storage_name, "weight_decay": decay}
+        if is_adamw:
+            group["rule"] = "adamw"
         if factors:
             # Weight decay independent of the learning rate: as strong as at 1e-3.
             group |= {"lr": lr * factor, "lr_factor": factor}

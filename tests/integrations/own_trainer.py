@@ -11,6 +11,7 @@ do the same: initial weights, batches, learning rates, settings; and what it mus
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from collections.abc import Mapping
@@ -82,7 +83,7 @@ class OwnRun:
 
     def model(self) -> LlamaForCausalLM:
         """A model of the same configuration in float32 with the initial weights, as a user builds it."""
-        model = LlamaForCausalLM(self.config)
+        model = LlamaForCausalLM(copy.deepcopy(self.config))  # frameworks write to a model's configuration
         model.load_state_dict(self.initial)
         return model.train()
 

@@ -1,0 +1,274 @@
+"""A recipe in Hugging Face's ``Trainer``, and in TRL's, which are subclasses of it.
+
+    class MyTrainer(NarrowgaugeTrainer, SFTTrainer): ...
+
+    trainer = MyTrainer(model=…, args=…, train_dataset=…, recipe="bfloat16/word")
+
+The Trainer keeps its loop, data, schedule, evaluation and checkpoints. What a recipe decides is done once, by us: the model is
+prepared where the Trainer makes its optimizer, after a checkpoint's weights were loaded and before the model is wrapped or
+compiled; autocast stays off, since the recipe casts; gradients are clipped inside the optimizer, in float32; losses are scaled
+by our scaler; gradients of micro-batches are summed in ``accumulation_dtype``.
+
+What of the Trainer is private and overridden here, as of transformers 5.23:
+
+| name | why |
+|---|---|
+| ``_clip_grad_norm``, ``_get_grad_norm`` | they clip gradients in their own format, and read the norm in that format |
+
+Everything else is documented for subclasses: ``create_accelerator_and_postprocess``, ``create_optimizer``, ``training_step``,
+``compute_loss``, ``evaluation_loop``, ``log``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.integrations.huggingface_callback import NarrowgaugeCallback as NarrowgaugeCallback
+from narrowgauge.integrations.huggingface_optimizer import make_optimizer, refuse_contradictions
+from narrowgauge.integrations.huggingface_optimizer import optimizer_factory as optimizer_factory
+from narrowgauge.matmul.linears import Linears
+from narrowgauge.matmul.swapping import linears_of
+from narrowgauge.optim.accumulation import GradientAccumulator
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.spec.notation import parse
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.trainer.step import largest_of_ranks
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+
+class NarrowgaugeTrainer(_Trainer):
+    """A mixin that trains with a recipe: put it before ``Trainer``, ``SFTTrainer``, ``DPOTrainer`` or another subclass.
+
+    Invariant: where the loop does the same arithmetic as ``narrowgauge train`` (same batches, rates and losses), losses and
+    weights have the same bits. ``resume_from_checkpoint`` continues with the same bits.
+
+    Args:
+        positional, named: as for the Trainer that it is mixed with. Of its ``TrainingArguments``, ``learning_rate``,
+            ``weight_decay`` (of what ``get_decay_parameter_names`` says), ``adam_beta1``, ``adam_beta2``,
+            ``adam_epsilon``, ``max_grad_norm``, ``seed``, ``optim`` with ``optim_args`` and ``optim_target_modules`` are
+            obeyed, and ``bf16`` and ``fp16`` agree with the recipe or are refused. ``optimizer_cls_and_kwargs`` may name
+            another optimizer of ours.
+        recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
+        accumulation_dtype: in which format the gradients of a step's micro-batches are summed, a row of
+            ``narrowgauge.ACCUMULATIONS``. ``None`` is float32 in one process, and on several ranks the parameters' own,
+            since DDP sums there.
+        audit_every: steps between audits; 0 disables them.
+        compile: compile the optimizer's kernels; ``None`` decides by the model's size.
+
+    Raises:
+        RecipeError: an argument contradicts the recipe; the message says what to do.
+
+    Cost: as :func:`narrowgauge.prepare`; with micro-batches 4 bytes a parameter for float32 sums.
+
+    Example:
+        >>> from transformers import Trainer
+        >>> class MyTrainer(NarrowgaugeTrainer, Trainer):
+        ...     pass
+        >>> trainer = MyTrainer(model, recipe="float8-row/word")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *positional: Any,
+        recipe: str | Path | Recipe = "bfloat16/word",
+        accumulation_dtype: str | None = None,
+        audit_every: int = 10,
+        compile: bool | None = None,
+        **named: Any,
+    ) -> None:
+        self.recipe = parse(recipe)
+        self._settings = {"audit_every": audit_every, "compile": compile}
+        self._accumulation_dtype = accumulation_dtype
+        self._accumulator: GradientAccumulator | None = None
+        self._linears: Linears | None = None
+        self._norm: Tensor | None = None
+        self._micro_batch = 0
+        self.recipe_optimizer: Optimizer | None = None
+        """The optimizer, without Accelerate's wrapper; ``None`` before training."""
+        super().__init__(*positional, **named)
+        if self.optimizer is not None:
+            raise RecipeError(
+                f"an optimizer was given to a trainer with recipe '{self.recipe.name}', which makes its own.",
+                "Leave out optimizers=…; optimizer_cls_and_kwargs takes a class of Narrowgauge's.",
+            )
+        for name in ("label_smoother", "compute_loss_func"):
+            if callable(loss := getattr(self, name)):
+                setattr(self, name, _InFloat32(loss))
+        self._callback = self._own_callback()
+
+    def _own_callback(self) -> NarrowgaugeCallback:
+        """The callback that was given, or a new one."""
+        given = [each for each in self.callback_handler.callbacks if isinstance(each, NarrowgaugeCallback)]
+        callback = given[0] if given else NarrowgaugeCallback(Path(self.args.output_dir or ".") / "narrowgauge")
+        if not given:
+            self.add_callback(callback)
+        callback.recipe = self.recipe
+        return callback
+
+    # ── before training ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's, without autocast and gradient scaling: the recipe casts, and our optimizer scales."""
+        refuse_contradictions(self.args, self.recipe)
+        asked, self.args.mixed_precision = self.args.mixed_precision, "no"
+        try:
+            super().create_accelerator_and_postprocess()
+        finally:
+            self.args.mixed_precision = asked
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Prepare the model with the recipe, and make its optimizer; called by ``train()``."""
+        if self.optimizer is None:
+            target = self.model if model is None else model
+            assert target is not None
+            decayed = set(self.get_decay_parameter_names(target))
+            optimizer = make_optimizer(
+                target,
+                self.args,
+                self.recipe,
+                decays=lambda name, _: name in decayed,
+                given=self.optimizer_cls_and_kwargs,
+                max_grad_norm=self._max_grad_norm,
+                seed=self.args.seed,
+                **self._settings,
+            )
+            self.optimizer = self.recipe_optimizer = optimizer
+            self._linears = linears_of(target)
+            self._accumulator = self._make_accumulator(target)
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+        return self.optimizer
+
+    @property
+    def _max_grad_norm(self) -> float | None:
+        """What to clip to; 0 in the arguments means not to."""
+        asked = self.args.max_grad_norm
+        return asked if asked and asked > 0 else None
+
+    def _make_accumulator(self, model: nn.Module) -> GradientAccumulator | None:
+        """What sums the micro-batches of a step, if there are several and autograd does not.
+
+        Raises:
+            RecipeError: a format was requested on ranks whose gradients are summed before.
+        """
+        alone, asked = self.args.world_size == 1, self._accumulation_dtype
+        if self.args.gradient_accumulation_steps == 1 or (asked is None and not alone):
+            return None
+        if not alone:
+            raise RecipeError(
+                f"accumulation_dtype='{asked}' was requested on {self.args.world_size} ranks, whose micro-batches DDP sums "
+                "in the gradients' own format.",
+                "Leave it out, or raise per_device_train_batch_size instead of gradient_accumulation_steps.",
+            )
+        parts, seed = self.args.gradient_accumulation_steps, self.args.seed
+        return GradientAccumulator(model.parameters(), asked or "float32", seed, num_micro_batches=parts)
+
+    # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As the Trainer's, for one micro-batch: its gradients go to where the recipe sums them."""
+        if self._linears is not None:
+            self._set_compute(evaluating=False)
+            place = self._micro_batch * self.args.world_size + self.args.process_index
+            self._linears.set_first_sequence(place * self.args.per_device_train_batch_size)
+        if self._micro_batch == 0 and self._accumulator is not None:
+            self._accumulator.step = self.state.global_step
+        # The Trainer counts the tokens of the whole step, where the model's loss asks for them.
+        counted = num_items_in_batch if self._micro_batch == 0 else 0
+        tokens = _num_tokens(inputs) if num_items_in_batch is None else counted
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if self._accumulator is not None:
+            self._accumulator.accumulate()
+        self._micro_batch += 1
+        self._callback.take_micro_batch(loss, tokens)
+        return loss
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As the Trainer's; where the recipe scales losses, backward begins with the scale instead of 1."""
+        found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = found[0] if return_outputs else found
+        scaler = self.recipe_optimizer.loss_scaler if self.recipe_optimizer is not None else None
+        if scaler is not None and loss.requires_grad:
+            loss.register_hook(scaler.scale)
+        return found
+
+    def _before_step(self, *_: Any) -> None:
+        if self._accumulator is not None:
+            self._accumulator.finish()
+        if self._linears is not None and self.args.world_size > 1:
+            self._linears.join_histories(largest_of_ranks)
+
+    def _after_step(self, *_: Any) -> None:
+        assert self.recipe_optimizer is not None
+        self._micro_batch = 0
+        if self._norm is not None and self.recipe_optimizer.grad_norm is not None:
+            self._norm.copy_(self.recipe_optimizer.grad_norm)
+        self._norm = None
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Nothing: the optimizer clips."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | None:
+        """The norm before clipping, 0-d float32, which the step fills in; ``None`` where the optimizer computes none."""
+        assert self.recipe_optimizer is not None
+        self.recipe_optimizer.max_grad_norm = self._max_grad_norm
+        if self._max_grad_norm is None and self.recipe_optimizer.loss_scaler is None:
+            return None
+        self._norm = torch.full((), math.nan, device=self.args.device)
+        return self._norm
+
+    # ── beside the step ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def evaluation_loop(self, *positional: Any, **named: Any) -> Any:
+        """As the Trainer's, in the recipe's compute for evaluation."""
+        self._set_compute(evaluating=True)
+        return super().evaluation_loop(*positional, **named)
+
+    def _set_compute(self, evaluating: bool) -> None:
+        """Set the computes of the narrow layers, where the recipe changes them."""
+        if self._linears is None or not (self.recipe.phases or self.recipe.evaluation):
+            return
+        recipe, progress = self.recipe, self.state.global_step / max(1, self.state.max_steps)
+        if evaluating and recipe.evaluation is not None:
+            recipe = replace(recipe, compute=recipe.evaluation, phases=())
+        self._linears.set_compute(lambda name: recipe.compute_of(name, progress))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As the Trainer's, with what the storage did to the updates: ``edq``, ``lost_fraction``, ``num_skipped`` …"""
+        if "loss" in logs and self.recipe_optimizer is not None:
+            logs |= self._callback.readings(self.recipe_optimizer)
+        super().log(logs, start_time)
+
+
+class _InFloat32:
+    """A loss of a model's outputs that gets them in float32, as from Accelerate's mixed precision."""
+
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        self.loss = loss
+
+    def __call__(self, outputs: Any, *positional: Any, **named: Any) -> Tensor:
+        from accelerate.utils import convert_to_fp32
+
+        return self.loss(convert_to_fp32(outputs), *positional, **named)
+
+
+def _num_tokens(inputs: Any) -> Any:
+    """How many tokens a micro-batch trains on: those with a label, else all."""
+    for name in ("labels", "attention_mask"):
+        if isinstance(given := inputs.get(name), Tensor):
+            return (given != -100).sum() if name == "labels" else given.sum()
+    return inputs["input_ids"].numel() if "input_ids" in inputs else 0

@@ -1,0 +1,293 @@
+"""What ``TrainingArguments`` ask of an optimizer, as one of ours: names, rates, decay, and what is refused.
+
+``TrainingArguments(optim=…)`` is a closed list of names. Those in :data:`OPTIMS` are rules that we have, and are stepped by
+ours in the storage of the recipe; any other asks for another library's formats, which contradicts a recipe, and is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import check_target_module_exists
+
+from narrowgauge.assembly import assemble_with
+from narrowgauge.errors import RecipeError
+from narrowgauge.integrations.carried_state import carry_state
+from narrowgauge.optim.elementwise_optimizers import SGD, AdamW, Lion
+from narrowgauge.optim.matrix_optimizers import Adafactor, GaLore
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.spec.notation import parse
+from narrowgauge.spec.recipes import Recipe
+
+
+def _flag(word: str) -> bool:
+    return word.lower() in ("true", "1", "yes")
+
+
+@dataclass(frozen=True)
+class Optim:
+    """How a name of ``TrainingArguments(optim=…)`` is understood.
+
+    Args:
+        optimizer: our class.
+        words: the names that ``optim_args`` may give, and how each is read.
+        fixed: options that the name implies.
+        in_targets: whether the rule is for ``optim_target_modules`` alone, and AdamW for the rest.
+    """
+
+    optimizer: type[Optimizer]
+    words: Mapping[str, Callable[[str], Any]] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    in_targets: bool = False
+
+
+OPTIMS = {
+    "adamw_torch": Optim(AdamW),
+    "adamw_torch_fused": Optim(AdamW),
+    "lion_32bit": Optim(Lion),
+    "sgd": Optim(SGD, {"momentum": float, "dampening": float, "weight_decay": float, "nesterov": _flag}),
+    "adafactor": Optim(Adafactor, fixed={"scale_parameter": False, "relative_step": False}),
+    "galore_adamw": Optim(GaLore, {"rank": int, "update_proj_gap": int, "scale": float}, in_targets=True),
+}
+"""Names of ``TrainingArguments(optim=…)`` that a recipe can be combined with."""
+
+Chosen = tuple[Any, Mapping[str, Any]]
+
+
+def refuse_contradictions(args: TrainingArguments, recipe: Recipe) -> None:
+    """Refuse training arguments that ask for something else than a recipe does.
+
+    Raises:
+        RecipeError: naming the first of them, and what to do.
+    """
+    for found, asked, reason, advice in _contradictions(args, recipe):
+        if found:
+            raise RecipeError(f"{asked} was requested with recipe '{recipe.name}', {reason}.", advice)
+
+
+def _contradictions(args: TrainingArguments, recipe: Recipe) -> Iterator[tuple[bool, str, str, str]]:
+    """``(whether it was asked, what, why not, what to do)``."""
+    computes = f"which computes in {recipe.dtype}"
+    row = f"Leave {{0}} out, or take a recipe that computes in {{1}}, such as '{{1}}/{recipe.storage.name}'."
+    yield args.fp16 and recipe.dtype != "float16", "fp16=True", computes, row.format("fp16", "float16")
+    bf16 = args.bf16 and recipe.dtype != "bfloat16"
+    yield bf16, "bf16=True", computes, row.format("bf16 out with bf16=False: leave it", "bfloat16")
+    for name in ("fp16_full_eval", "bf16_full_eval"):
+        reason = "which says how evaluation computes"
+        yield getattr(args, name), f"{name}=True", reason, f"Leave {name} out."
+    reason = "whose unit scaling redraws the weights: a folder of save_pretrained would mean another function"
+    yield (
+        recipe.compute.transform == "unit",
+        "a Trainer",
+        reason,
+        "Train it with 'narrowgauge train', which exports it.",
+    )
+    reason = "which shards nothing by DeepSpeed"
+    yield bool(args.deepspeed), "deepspeed", reason, "Start ranks with torchrun, without DeepSpeed."
+    reason = "whose float32 weights are cut before the Trainer shards them"
+    yield (
+        bool(args.fsdp),
+        "fsdp",
+        reason,
+        "Use DDP (torchrun without fsdp), or narrowgauge.prepare(…, mesh=…) in a loop.",
+    )
+    reason = "and DataParallel copies a model at every step"
+    yield args.n_gpu > 1, f"one process for {args.n_gpu} GPUs", reason, "Start it with torchrun, or show it one GPU."
+    reason = "whose reduction needs a loop that hands it each micro-batch"
+    native = recipe.reduction.name == "native"
+    yield not native, f"reduction '{recipe.reduction.name}'", reason, "Leave the reduction out: DDP averages gradients."
+
+
+def chosen_optimizer(args: TrainingArguments, given: Chosen | None = None) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The optimizer that training arguments name, and its options from them.
+
+    Args:
+        args: the training arguments; ``learning_rate``, ``weight_decay``, ``adam_beta1``, ``adam_beta2`` and
+            ``adam_epsilon`` are taken.
+        given: a class of ours and options that go before those of ``args``, instead of ``args.optim``.
+    Returns:
+        The class and its options, ``lr`` and ``weight_decay`` among them.
+    Raises:
+        RecipeError: a name, class or option that is not ours.
+    """
+    if given is not None:
+        made, options = given
+        if not isinstance(made, type) or not issubclass(made, Optimizer):
+            name = getattr(made, "__name__", type(made).__name__)
+            raise RecipeError(
+                f"optimizer_cls_and_kwargs names {name}, which keeps weights and states in formats of its own.",
+                "Name an optimizer of Narrowgauge's, or leave it out for AdamW.",
+            )
+        if taken := {"params", "storage"} & options.keys():
+            raise RecipeError(
+                f"optimizer_cls_and_kwargs gives {' and '.join(sorted(taken))}, which the recipe decides.",
+                "Leave it out.",
+            )
+        return made, {**_from_arguments(made, args), **options}
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in OPTIMS:
+        raise RecipeError(
+            f"optim='{name}' was requested; it keeps weights and states as another library does, and not as the recipe says.",
+            f"Leave optim out for AdamW, or take one of {', '.join(OPTIMS)}.",
+        )
+    optim = OPTIMS[name]
+    if args.optim_target_modules is not None and not optim.in_targets:
+        raise RecipeError(
+            f"optim_target_modules was given to optim='{name}', which steps all modules alike.",
+            "It goes with optim='galore_adamw'.",
+        )
+    words = _read_words(args.optim_args or "", name, optim)
+    return optim.optimizer, {**_from_arguments(optim.optimizer, args), **optim.fixed, **words}
+
+
+def _from_arguments(made: type[Optimizer], args: TrainingArguments) -> dict[str, Any]:
+    """The options that every set of training arguments holds, as far as an optimizer has them."""
+    options: dict[str, Any] = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+    names = inspect.signature(made).parameters
+    if "betas" in names:
+        options["betas"] = (args.adam_beta1, args.adam_beta2)
+    epsilon = "adam_eps" if "adam_eps" in names else "eps"
+    if epsilon in names:
+        options[epsilon] = args.adam_epsilon
+    return options
+
+
+def _read_words(text: str, name: str, optim: Optim) -> dict[str, Any]:
+    """``optim_args`` such as ``"rank=64, scale=0.25"``."""
+    read: dict[str, Any] = {}
+    for word in text.replace(" ", "").split(",") if text else ():
+        key, _, value = word.partition("=")
+        try:
+            read[key] = optim.words[key](value)
+        except (KeyError, ValueError):
+            known = ", ".join(optim.words) or "none"
+            raise RecipeError(
+                f"optim_args gives '{word}' to optim='{name}', whose names are: {known}.", "Each is NAME=NUMBER."
+            ) from None
+    return read
+
+
+def make_optimizer(
+    model: nn.Module,
+    args: TrainingArguments,
+    recipe: Recipe,
+    *,
+    decays: Callable[[str, Tensor], bool],
+    given: Chosen | None = None,
+    **options: Any,
+) -> Optimizer:
+    """Prepare a model with a recipe and make the optimizer that training arguments ask for.
+
+    Args:
+        model: in float32, or in the recipe's visible format; changed in place.
+        args: the training arguments.
+        recipe: the recipe.
+        decays: whether ``weight_decay`` applies to a parameter.
+        given: as for :func:`chosen_optimizer`.
+        options: ``max_grad_norm``, ``seed``, ``audit_every`` and ``compile``, as for :func:`narrowgauge.prepare`.
+    Returns:
+        The optimizer; its ``state_dict()`` holds all that a resumed run needs besides the weights.
+    Raises:
+        RecipeError: as :func:`narrowgauge.prepare`, :func:`chosen_optimizer`, or no module is a target.
+    """
+    refuse_contradictions(args, recipe)
+    made, settings = chosen_optimizer(args, given)
+    is_partial = given is None and OPTIMS[str(getattr(args.optim, "value", args.optim))].in_targets
+    targets = _targets(model, args.optim_target_modules) if is_partial else None
+    optimizer: Optimizer
+    _, optimizer = assemble_with(
+        made,
+        model,
+        recipe,
+        decays=decays,
+        by_adamw=lambda name: targets is not None and name not in targets,
+        **{**options, **settings},
+    )
+    carry_state(optimizer, model)
+    return optimizer
+
+
+def _targets(model: nn.Module, patterns: str | list[str] | None) -> set[str]:
+    """The weights of the linear layers that ``optim_target_modules`` names.
+
+    Raises:
+        RecipeError: it names none.
+    """
+    if patterns is None:
+        raise RecipeError("optim='galore_adamw' was requested without optim_target_modules.", "'all-linear' is one.")
+    everywhere = isinstance(patterns, str) and patterns.replace("_", "-") == "all-linear"
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    found = {f"{name}.weight" for name in linears if everywhere or check_target_module_exists(patterns, name)}
+    if not found:
+        raise RecipeError(
+            f"optim_target_modules={patterns!r} matches no linear layer of {type(model).__name__}.",
+            f"Its names look like '{linears[0]}'." if linears else "",
+        )
+    return found
+
+
+class OptimizerFactory:
+    """What :func:`optimizer_factory` gives a ``Trainer``, which makes one and calls it with the model."""
+
+    def __call__(self, model: nn.Module, *, args: TrainingArguments, recipe: Recipe, **options: Any) -> Optimizer:
+        """The optimizer of a model, which is prepared with the recipe."""
+        # A method of Trainer that reads nothing of the trainer.
+        decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+        return make_optimizer(model, args, recipe, decays=lambda name, _: name in decayed, **options)
+
+
+def optimizer_factory(
+    args: TrainingArguments,
+    recipe: str | Recipe = "bfloat16/word",
+    *,
+    max_grad_norm: float | None = None,
+    seed: int | None = None,
+    audit_every: int = 10,
+    compile: bool | None = None,
+) -> tuple[type[OptimizerFactory], dict[str, Any]]:
+    """A recipe for a plain ``Trainer``, which prepares the model and makes its optimizer when training begins.
+
+    :class:`NarrowgaugeTrainer` does more: it clips in float32, scales losses, sums micro-batches in float32. Use this where
+    the class of the trainer cannot be changed.
+
+    Args:
+        args: the ``TrainingArguments``: ``learning_rate``, ``weight_decay``, ``adam_beta1``, ``adam_beta2``,
+            ``adam_epsilon``, ``optim``, ``optim_args`` and ``optim_target_modules`` are taken.
+        recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
+        max_grad_norm: clip in the optimizer, in float32; ``args.max_grad_norm`` must be 0 then, since the Trainer would clip
+            before, rounding bfloat16 gradients.
+        seed: of stochastic rounding; ``None`` takes ``args.seed``.
+        audit_every, compile: as for :func:`narrowgauge.prepare`.
+    Returns:
+        The value of ``Trainer(optimizer_cls_and_kwargs=…)``.
+    Raises:
+        RecipeError: the arguments contradict the recipe, or gradients would be clipped twice.
+
+    Example:
+        >>> from transformers import TrainingArguments
+        >>> args = TrainingArguments("out", learning_rate=1e-3, max_grad_norm=0, report_to="none")
+        >>> make, settings = optimizer_factory(args, "bfloat16/word", max_grad_norm=1.0)
+        >>> settings["recipe"].name
+        'bfloat16/word'
+    """
+    policy = parse(recipe)
+    refuse_contradictions(args, policy)
+    chosen_optimizer(args)
+    if args.max_grad_norm and args.max_grad_norm > 0:
+        raise RecipeError(
+            f"TrainingArguments(max_grad_norm={args.max_grad_norm:g}) makes a plain Trainer clip gradients in their own "
+            "format, which rounds them.",
+            f"Set max_grad_norm=0 there and pass max_grad_norm={args.max_grad_norm:g} here, or use NarrowgaugeTrainer.",
+        )
+    if args.bf16 and policy.storage.visible != "float32":
+        raise RecipeError(
+            f"bf16=True makes a plain Trainer autocast over the {policy.storage.visible} weights of '{policy.name}'.",
+            "Leave bf16 out, the recipe computes in bfloat16 itself; or use NarrowgaugeTrainer.",
+        )
+    settings = {"max_grad_norm": max_grad_norm, "audit_every": audit_every, "compile": compile}
+    return OptimizerFactory, {"args": args, "recipe": policy, "seed": args.seed if seed is None else seed, **settings}
