@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from narrowgauge.errors import ChipError
 from narrowgauge.planner.clusters import Cluster, Nodes
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.named_layouts import NAMED_LAYOUTS
@@ -217,7 +218,7 @@ def test_sixty_four_chips_in_replicas_of_four_and_twice_the_replicas() -> None:
     fours, more, twos = layouts(64, 16, 4)[0], layouts(128, 32, 4)[0], layouts(64, 32, 2)[0]
     assert fours.fits and more.fits and twos.fits
     # Replicas of two hold twice the state of replicas of four.
-    held = [sum(option.memory.groups[name] for name in ("gradients", "optimizer")) for option in (fours, more, twos)]
+    held = [option.memory.groups["optimizer"] for option in (fours, more, twos)]
     assert held[0] == pytest.approx(held[1]) and held[2] == pytest.approx(2 * held[0], rel=0.02)
 
 
@@ -300,3 +301,20 @@ def test_every_question_is_a_paragraph_of_the_page() -> None:
         "64",
     ):
         assert words in page, f"the page does not answer the question about {words}"
+
+
+def test_states_in_the_hosts_memory_without_a_cluster_file() -> None:
+    """`--host-memory`: 16 B a parameter on 8 × 40 GB fit where a host has a terabyte, and not where it has 64 GB."""
+    asked = {"recipes": ["bfloat16/master"], "chip": "A100-SXM4-40GB", "chips": 8}
+    roomy, tight = (plan("llama-33b", **asked, host_memory_gb=size).best for size in (1024, 64))  # type: ignore[arg-type]
+    assert roomy.fits and roomy.layout.offload != "none"
+    assert tight.fits is False
+    with pytest.raises(ChipError, match="a cluster and host_memory_gb were requested together"):
+        plan("llama-8b", cluster=nodes("H100-SXM", 400), host_memory_gb=64)
+
+
+def test_a_small_step_is_said_where_nobody_asked_for_it() -> None:
+    found = plan("llama-70b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8)
+    assert "fewer than the 524k that training usually takes at least" in said(found)
+    asked = plan("llama-70b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, tokens_per_step=8 * 4096)
+    assert "fewer than" not in said(asked)

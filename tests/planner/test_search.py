@@ -12,7 +12,7 @@ from narrowgauge.planner.clusters import Cluster, Nodes, cluster_of
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model_configs import read_architecture
 from narrowgauge.planner.rank_memory import memory_terms
-from narrowgauge.planner.search import _Question, search
+from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, _Question, search
 from narrowgauge.planner.step_time import step_terms
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
@@ -156,6 +156,7 @@ def test_advice_counts_the_chips_that_share_what_one_replica_cannot() -> None:
         ("llama-33b", "A100-SXM4-40GB", 16, {}),
         ("llama-70b", "H100-SXM", 32, {"minimize": "memory"}),
         ("mixtral-8x7b", "H100-SXM", 16, {}),
+        ("llama-33b", "H100-SXM", 8, {"fixed": {"zero": 1}}),
         ("qwen3-8b", "A100-SXM4-40GB", 8, {"fixed": {"offload": "all"}}),
     ],
 )
@@ -176,3 +177,14 @@ def test_what_is_not_looked_at_would_not_have_been_taken(
             patched.setattr(_Question, "least_bytes", without)
             assert search(model, parse(recipe), cluster, 4096, **given) == pruned
     assert len(looked_at) > 5 and all(least <= held for least, held in looked_at)
+
+
+def test_steps_are_not_smaller_than_half_a_million_tokens_where_any_fit() -> None:
+    """On one chip of a large model a single micro-batch would need no sum of gradients, and 4,096 tokens a step."""
+    options = search(LARGE, MASTER, H100, 4096)
+    assert all(option.tokens_per_step >= LEAST_TOKENS_PER_STEP for option in options)
+    # Where the sum fits nowhere, one micro-batch is all there is.
+    large = search(read_architecture("llama-70b"), WORD, H100, 4096)
+    assert large[0].fits and large[0].tokens_per_step < LEAST_TOKENS_PER_STEP
+    asked = search(LARGE, MASTER, H100, 4096, 8 * 4096)
+    assert asked[0].tokens_per_step == 8 * 4096

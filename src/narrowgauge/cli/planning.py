@@ -24,8 +24,8 @@ from narrowgauge.spec.models import MODELS
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "model": (
-        "recipe", "chip", "chips", "chips_per_node", "interconnect", "dollars_per_hour", "cluster", "sequence_length",
-        "tokens_per_step", "tokens", "layout", "minimize", "exact", "explain", "html", "toml",
+        "recipe", "chip", "chips", "chips_per_node", "interconnect", "dollars_per_hour", "host_memory", "cluster",
+        "sequence_length", "tokens_per_step", "tokens", "layout", "minimize", "exact", "explain", "html", "toml",
     ),
     "params": ("recipe", "chip", "chips", "chips_per_node", "cluster", "layout", "explain", "html"),
     "measured": ("at",),
@@ -129,6 +129,12 @@ def _layout(text: str) -> dict[str, Any]:
     help="Tokens per step.  [default: by chips]",
 )
 @click.option("--tokens", type=_amount(1), metavar="X", help="Tokens of the whole run (300e9), for days and cost.")
+@click.option(
+    "--host-memory",
+    type=_amount(1),
+    metavar="GB",
+    help="Memory of a node's host: layouts that keep states there are searched too.  [default: none]",
+)
 @click.option("--dollars-per-hour", type=_amount(0), metavar="X", help="Price of one chip.")
 @click.option(
     "--layout",
@@ -240,6 +246,7 @@ def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
         chips_per_node=asked["chips_per_node"],
         interconnect_gbit_per_second=asked["interconnect"],
         dollars_per_hour=asked["dollars_per_hour"],
+        host_memory_gb=asked["host_memory"],
         sequence_length=asked["sequence_length"],
         tokens_per_step=asked["tokens_per_step"] and int(asked["tokens_per_step"]),
         tokens=asked["tokens"],

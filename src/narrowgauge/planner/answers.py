@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from narrowgauge.planner.causes import CAUSES
 from narrowgauge.planner.options import OURS, Option
 from narrowgauge.planner.scaling_law import duration
+from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP
 from narrowgauge.planner.term_changes import changes
 from narrowgauge.planner.words import amount, axes_text, gigabytes, layout_text, seconds_text
 
@@ -91,8 +92,20 @@ def _about_best(plan: Plan) -> Iterator[str]:
     yield f"It is limited by {best.limited_by}: {REMEDIES.get(best.limited_by, 'see --explain')}."
     yield _overheads(best)
     yield from _about_pace(best)
+    if plan.question.tokens_per_step is None and best.tokens_per_step < LEAST_TOKENS_PER_STEP:
+        yield _about_small_steps(best)
     if best.runs_with != OURS:
         yield _about_trainer(best, plan.trainable)
+
+
+def _about_small_steps(best: Option) -> str:
+    """A step that is one micro-batch because the sum of several does not fit."""
+    rows = best.layout.micro_batches
+    why = " since a sum of several micro-batches' gradients does not fit" if rows == 1 else ""
+    return (
+        f"A step is {best.tokens_per_step:,} tokens{why}: fewer than the {amount(LEAST_TOKENS_PER_STEP)} that training usually "
+        "takes at least; the learning rate must suit it."
+    )
 
 
 def _about_trainer(best: Option, ours: Option | None) -> str:

@@ -46,6 +46,10 @@ def clusters_asked_for(
         )
     found = [each if isinstance(each, Cluster) else read_cluster(each) for each in listed]
     given: dict[str, Any] = {name: rate for name, rate in rates.items() if rate is not None}
+    if listed and given:
+        raise ChipError(
+            f"a cluster and {next(iter(given))} were requested together.", "Write it into the cluster's file."
+        )
     rows = [_here().chip if each == HERE else each for each in names]
     found += [cluster_of(each, number, chips_per_node, **given) for each in rows for number in numbers or [1]]
     return tuple(found)

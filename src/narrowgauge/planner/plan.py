@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +60,7 @@ def plan(
     chips_per_node: int | None = None,
     interconnect_gbit_per_second: float | None = None,
     dollars_per_hour: float | None = None,
+    host_memory_gb: float | None = None,
     sequence_length: int | None = None,
     tokens_per_step: int | None = None,
     tokens: float | None = None,
@@ -83,6 +83,7 @@ def plan(
         cluster: files or values, instead of ``chip`` and ``chips``.
         chips_per_node, interconnect_gbit_per_second: of the nodes of ``chip``: chips in each, and the rate of a node's network.
         dollars_per_hour: of one chip.
+        host_memory_gb: of one node of ``chip``, in 2^30 bytes; layouts that offload to it are then searched too.
         sequence_length: tokens of a sequence; the model's longest, at most 4096, by default.
         tokens_per_step: tokens of an optimizer step; chosen if None.
         tokens: of the whole run, for days and cost.
@@ -110,7 +111,7 @@ def plan(
     architecture = _architecture(model, params)
     places = clusters_asked_for(
         cluster, chip, chips, chips_per_node, interconnect_gbit_per_second=interconnect_gbit_per_second,
-        dollars_per_hour=dollars_per_hour,
+        dollars_per_hour=dollars_per_hour, host_memory_gb=host_memory_gb,
     )  # fmt: skip
     question = Question(
         architecture,
@@ -122,6 +123,7 @@ def plan(
         dict(layout or {}),
         shares_asked_for(chip) if shares is None else shares,
         counted,
+        tokens_per_step,
     )
     known = tuple(map(parse, recipes))
     if params is not None or not places:
@@ -264,13 +266,12 @@ def _tried(question: Question) -> Iterator[Cluster]:
 def _searched(
     question: Question, cluster: Cluster, recipes: Sequence[Recipe], tokens_per_step: int | None
 ) -> Iterator[Option]:
-    """The layouts of each recipe; of many recipes the later ones try the shapes that suit the first before they search."""
+    """The layouts of each recipe; on many nodes later ones of many recipes try the shapes that suit the first, then search."""
     known = list(recipes or _suited(cluster))
     # The usual recipe first: its shapes suit most.
     known.sort(key=lambda recipe: recipe.name != "bfloat16/word")
     shapes: list[dict[str, Any]] = []
-    # Bytes per parameter from which layers are computed again in every layout. Many nodes have too many layouts to try them all.
-    hopeless = math.inf if cluster.num_chips <= cluster.chips_per_node else 0.0
+    is_one_node = cluster.num_chips <= cluster.chips_per_node
     for recipe in known:
         found = [
             option
@@ -278,19 +279,11 @@ def _searched(
             for option in _search(question, recipe, cluster, {**shape, **question.fixed}, tokens_per_step)
             if option.fits
         ]
-        # What computes layers again in these shapes may not have to in others.
-        if not found or (_is_again(found) and recipe.bytes_per_param < hopeless):
+        if not found:
             found = _search(question, recipe, cluster, question.fixed, tokens_per_step)
-            if _is_again(found):
-                hopeless = min(hopeless, recipe.bytes_per_param)
-            if len(known) > _FEW_RECIPES and found[0].fits and (hopeless or not shapes):
-                shapes += [shape for shape in _shapes_of(found) if shape not in shapes]
+            if len(known) > _FEW_RECIPES and found[0].fits and not shapes and not is_one_node:
+                shapes += _shapes_of(found)
         yield from found
-
-
-def _is_again(options: Sequence[Option]) -> bool:
-    """Whether all of these compute layers again."""
-    return all(option.layout.recompute != "none" for option in options)
 
 
 def _search(

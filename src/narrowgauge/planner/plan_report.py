@@ -31,6 +31,7 @@ class Question:
         fixed: fields of the layout that were asked for.
         shares: of the chips' printed rates; None for the published ones.
         counted: what a layer keeps, counted in the model's own modules; None for the formulas.
+        tokens_per_step: of an optimizer step; None if not asked.
     """
 
     architecture: Architecture
@@ -42,6 +43,7 @@ class Question:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     shares: Shares | None = None
     counted: LayerCounter | None = None
+    tokens_per_step: int | None = None
 
     def row(self) -> Row:
         """Plain values, for JSON."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,9 @@ from narrowgauge.spec.recipes import Recipe
 
 TOKENS_PER_STEP = 1 << 22
 """Of an optimizer step where none are given: four million, as Llama 3 begins with (arXiv 2407.21783, section 3.4.1)."""
+LEAST_TOKENS_PER_STEP = 1 << 19
+"""Of an optimizer step where none are given, if any layout has room for their sum: half a million, the smallest batch of GPT-3's
+models (arXiv 2005.14165, table 2.1); smaller steps train, but not as anybody who asks for no number expects."""
 TOKENS_PER_CHIP = 1 << 10
 """Of an optimizer step on many chips: 16 million on 16,384, as Llama 3 405B was trained with (section 3.3.2)."""
 _MOST_OF_IT = 2  # times as many tokens a step may have where none are given, for a layout that is simpler
@@ -59,6 +62,7 @@ class _Question:
     fixed: Fixed
     shares: Shares | None
     counted: LayerCounter | None
+    is_small_allowed: bool = False
     # What was computed already: a layout is asked for its memory and its time several times.
     memories: dict[Layout, Terms] = field(default_factory=dict)
     times: dict[Layout, Terms] = field(default_factory=dict)
@@ -79,6 +83,10 @@ class _Question:
             return layout.offload == "none" or "offload" in self.fixed
         held = host_bytes(self.architecture, self.recipe, layout, self.sequence_length)
         return held * self.cluster.chips_per_node <= self.cluster.host_bytes
+
+    def surely_fits(self, layout: Layout) -> bool:
+        """Whether the whole interval of its memory fits."""
+        return self.fits(layout) and self.memory(layout).interval[1] < self.cluster.memory_bytes
 
     def least_bytes(self, layout: Layout) -> float:
         """A lower bound of what a chip holds, without looking at its parts: the state, and what layers keep of a micro-batch."""
@@ -140,8 +148,9 @@ def search(
         recipe: how it is computed and stored.
         cluster: the machines; every chip is used.
         sequence_length: in tokens.
-        tokens_per_step: of an optimizer step; None for ``TOKENS_PER_STEP``, on many chips ``TOKENS_PER_CHIP``. A layout takes the
-            nearest number of sequences that its ranks can share; one with more replicas than sequences is not taken.
+        tokens_per_step: of an optimizer step; None for ``TOKENS_PER_STEP``, on many chips ``TOKENS_PER_CHIP``, and never below
+            ``LEAST_TOKENS_PER_STEP`` unless nothing else fits. A layout takes the nearest number of sequences that its
+            ranks can share; one with more replicas than sequences is not taken.
         fixed: fields of :class:`~narrowgauge.planner.layouts.Layout` that must have these values.
         minimize: ``"days"``, ``"cost"`` or ``"chips"`` (fewest seconds a token), or ``"memory"`` (fewest bytes a chip).
         shares: of the chips' printed rates; None for the published ones.
@@ -167,11 +176,16 @@ def search(
     free = tokens_per_step is None and "micro_batches" not in pinned
     number = architecture.num_parameters
     question = _Question(architecture, recipe, cluster, sequence_length, wanted, number, free, pinned, shares, counted)
+    question = replace(question, is_small_allowed=minimize == "memory")
     shapes = [shape for shape in _shapes(question) if not why_not(architecture, shape, sequence_length)]
     if not shapes:
         raise _no_shape(question)
     shapes = _small_enough(shapes, question, is_asked=tokens_per_step is not None)
     fitting = list(_fitting(shapes, question))
+    if not fitting and free:
+        # A step of one micro-batch needs no sum of gradients.
+        question = replace(question, is_small_allowed=True)
+        fitting = list(_fitting(shapes, question))
     if not fitting:
         return [_nearest(_smallest(shapes, question)[0], question)]
     if minimize == "memory":
@@ -179,7 +193,11 @@ def search(
         ordered = sorted(dict.fromkeys((*smallest, *fitting)), key=lambda layout: question.memory(layout).total)
     else:
         ordered = sorted(fitting, key=lambda layout: question.seconds(layout).total / layout.num_sequences)
-    return [_option(layout, question) for layout in ordered[:_MOST_OPTIONS]]
+    ordered = list(dict.fromkeys(ordered))
+    chosen = ordered[:_MOST_OPTIONS]
+    if not any(map(question.surely_fits, chosen)):
+        chosen += [layout for layout in ordered[_MOST_OPTIONS:] if question.surely_fits(layout)][:1]
+    return [_option(layout, question) for layout in chosen]
 
 
 def _small_enough(shapes: list[Layout], question: _Question, *, is_asked: bool) -> list[Layout]:
@@ -274,17 +292,23 @@ def _batches(shape: Layout, question: _Question) -> Iterator[Layout]:
     for offload in _tried(question.fixed, "offload", places):
         for recompute in _tried(question.fixed, "recompute", ("none", "full")):
             for sums in (True, False) if question.is_batch_free and shape.pipeline == 1 else (True,):
-                found = _largest(replace(shape, offload=offload, recompute=recompute), question, sums=sums)
-                if found is not None:
-                    yield found
+                tried = replace(shape, offload=offload, recompute=recompute)
+                found = _largest(tried, question, question.fits, sums=sums)
+                if found is None:
+                    continue
+                yield found
+                # What fits within its interval alone has a smaller one beside it that fits certainly.
+                sure = _largest(tried, question, question.surely_fits, sums=sums)
+                if sure is not None:
+                    yield sure
                     return
 
 
-def _largest(shape: Layout, question: _Question, *, sums: bool) -> Layout | None:
+def _largest(shape: Layout, question: _Question, fits: Callable[[Layout], bool], *, sums: bool) -> Layout | None:
     """With the largest micro-batch that fits; None if none does."""
     found = None
     for layout in _with_batches(shape, question, sums=sums):
-        if not question.fits(layout):
+        if not fits(layout):
             break
         found = layout
     return found
@@ -298,7 +322,10 @@ def _with_batches(shape: Layout, question: _Question, *, sums: bool) -> Iterator
         if micro_batch > per_replica and "micro_batch" not in fixed and micro_batch > 1:
             return
         count = fixed.get("micro_batches", max(1, round(per_replica / micro_batch)) if sums else 1)
-        yield replace(shape, micro_batch=micro_batch, micro_batches=count)
+        layout = replace(shape, micro_batch=micro_batch, micro_batches=count)
+        tokens = layout.num_sequences * question.sequence_length
+        if sums or question.is_small_allowed or tokens >= LEAST_TOKENS_PER_STEP:
+            yield layout
 
 
 def _smallest(shapes: list[Layout], question: _Question) -> list[Layout]:
@@ -310,7 +337,7 @@ def _smallest(shapes: list[Layout], question: _Question) -> list[Layout]:
             offload=question.fixed.get("offload", "none"),
             recompute=question.fixed.get("recompute", "full"),
         )
-        sums = not question.is_batch_free or shape.pipeline > 1
+        sums = not (question.is_batch_free and question.is_small_allowed) or shape.pipeline > 1
         tried.append(next(_with_batches(last, question, sums=sums)))
     return sorted(tried, key=lambda layout: question.memory(layout).total)
 
