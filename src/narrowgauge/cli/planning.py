@@ -28,8 +28,8 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "sequence_length", "tokens_per_step", "tokens", "layout", "minimize", "exact", "explain", "html", "toml",
     ),
     "params": ("recipe", "chip", "chips", "chips_per_node", "cluster", "layout", "explain", "html"),
-    "measured": ("at",),
-    "regression": ("chip",),
+    "measured": ("at", "html"),
+    "regression": ("chip", "html"),
     "calibrate": ("chip",),
 }  # fmt: skip
 """What each question may be asked with; every one also with ``--json``."""
@@ -267,9 +267,9 @@ def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
             return click.echo(settings, nl=False)
         write_whole(Path(asked["toml"]), settings.encode(), AGAIN)
     if asked["html"]:
-        from narrowgauge.report.plan_page import write_plan
+        from narrowgauge.report.plan_page import render_plan, write_page
 
-        write_plan(found, Path(asked["html"]))
+        write_page(render_plan(found), Path(asked["html"]))
     if as_json:
         return tables.write_object({**found.row(), **({"counted": counts.rows()} if counts else {})})
     tables.write([*found.tables(), *(found.explanation() if asked["explain"] else [])])
@@ -301,12 +301,14 @@ def _wrapped(line: str, width: int) -> str:
 def _measured(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
     from narrowgauge.planner import attribution, scaling_answer, scaling_law
 
+    at = asked["at"] or ()
     if ":" in asked["measured"] and not Path(asked["measured"]).exists():
         found = scaling_law.fit(scaling_law.read_points(asked["measured"]))
-        row, sentences = (
-            scaling_answer.to_dict(found, asked["at"] or ()),
-            scaling_answer.lines(found, asked["at"] or ()),
-        )
+        row, sentences = scaling_answer.to_dict(found, at), scaling_answer.lines(found, at)
+        if asked["html"]:
+            from narrowgauge.report.plan_page import render_scaling, write_page
+
+            write_page(render_scaling(found, at), Path(asked["html"]))
     else:
         from narrowgauge.runs.record import read_run
 
@@ -315,9 +317,13 @@ def _measured(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> N
             raise click.UsageError("--measured needs times or run folders.", click.get_current_context())
         steps = attribution.attribute([read_run(folder) for folder in folders])
         row, sentences = attribution.attribution_dict(steps), attribution.attribution_lines(steps)
+        if asked["html"]:
+            from narrowgauge.report.plan_page import render_attribution, write_page
+
+            write_page(render_attribution(steps), Path(asked["html"]))
     if as_json:
         return tables.write_object(row)
-    return _echo(sentences)
+    return _echo([*sentences, *filter(None, [asked["html"]])])
 
 
 def _regression(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
@@ -327,9 +333,13 @@ def _regression(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) ->
     chip, shares = _calibrated(asked["chip"])
     before, after = (read_launch(path, chip) for path in asked["regression"])
     found = compare_launches(before, after, shares)
+    if asked["html"]:
+        from narrowgauge.report.plan_page import render_regression, write_page
+
+        write_page(render_regression(found), Path(asked["html"]))
     if as_json:
         return tables.write_object(regression_dict(found))
-    return _echo(regression_lines(found))
+    return _echo([*regression_lines(found), *filter(None, [asked["html"]])])
 
 
 def _calibrate(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:

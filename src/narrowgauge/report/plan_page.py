@@ -1,32 +1,40 @@
-"""The page of a plan: its answer, options and terms as tables, and bars, roofline and scaling curve as figures."""
+"""The pages of ``narrowgauge plan``: the answer, tables and figures of a plan, of measured times, and of two launches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import markupsafe
 
+from narrowgauge.planner.attribution import Attribution, attribution_lines
 from narrowgauge.planner.plan import sizes_of
-from narrowgauge.planner.plan_report import Plan
+from narrowgauge.planner.plan_report import Plan, terms_table
+from narrowgauge.planner.regression import Regression, regression_lines
+from narrowgauge.planner.scaling_answer import lines
+from narrowgauge.planner.scaling_law import Scaling
 from narrowgauge.report.embedding import digest_of, embedded, packed, plotly_script
+from narrowgauge.report.measured_figures import step_bars, term_bars, time_curve
 from narrowgauge.report.plan_figures import figures_of
 from narrowgauge.report.render import asset, spec_of, template
+from narrowgauge.report.traces import Figure
 from narrowgauge.runs.atomic_io import AGAIN, write_whole
 from narrowgauge.runs.schema import Row
+from narrowgauge.spec.tables import Table
 
 
-def write_plan(plan: Plan, page: Path) -> Path:
-    """Write the page of a plan.
+def write_page(text: str, page: Path) -> Path:
+    """Write a page.
 
     Args:
-        plan: to show.
+        text: the document.
         page: the file; one that exists is replaced.
     Returns:
         The file.
     Raises:
         RecordError: it cannot be written.
     """
-    write_whole(page, render_plan(plan).encode(), AGAIN)
+    write_whole(page, text.encode(), AGAIN)
     return page
 
 
@@ -40,19 +48,86 @@ def render_plan(plan: Plan) -> str:
     Raises:
         NarrowgaugeError: plotly is not installed.
     """
-    figures = figures_of(plan, sizes_of(plan))
-    script, plotly = asset("page.js"), plotly_script()
-    data: Row = {"figures": {figure.name: spec_of(figure) for figure in figures}, "strip": None, "formats": []}
-    links = {"verdict": "Answer", "options": "Options", "figures": "Figures", "terms": "Terms"}
-    page = template("plan.html.j2").render(
-        title=f"Plan of {plan.question.model or 'a model'}",
-        heading=plan.question.model or "A model's state",
+    name = plan.question.model
+    return _rendered(
+        title=f"Plan of {name or 'a model'}",
+        heading=name or "A model's state",
         subtitle=plan.title,
         sentences=plan.sentences(),
+        figures=figures_of(plan, sizes_of(plan)),
         options=plan.tables()[0],
-        figures=figures,
         terms=plan.explanation(),
-        links=links,
+    )
+
+
+def render_scaling(scaling: Scaling, at: Sequence[int] = ()) -> str:
+    """The page of measured times: the law through the points.
+
+    Args:
+        scaling: the fit.
+        at: numbers of chips whose time was asked for.
+    """
+    return _rendered(
+        title="Measured times",
+        heading="Measured times",
+        subtitle=", ".join(map(str, scaling.points)),
+        sentences=lines(scaling, at),
+        figures=[time_curve(scaling, at)],
+    )
+
+
+def render_attribution(found: Attribution) -> str:
+    """The page of run folders: where their steps went."""
+    return _rendered(
+        title="Measured runs",
+        heading="Measured runs",
+        subtitle=", ".join(step.name for step in found.steps),
+        sentences=attribution_lines(found),
+        figures=[step_bars(found)],
+        terms=[terms_table(step.terms, "s", f"A step of {step.name}") for step in found.steps],
+    )
+
+
+def render_regression(found: Regression) -> str:
+    """The page of two launches: each term of the step before and after."""
+    pairs = ((found.before, found.before_step), (found.after, found.after_step))
+    return _rendered(
+        title=f"{found.before.name} and {found.after.name}",
+        heading="A launch changed",
+        subtitle=f"{found.before.name}, then {found.after.name}",
+        sentences=regression_lines(found),
+        figures=[term_bars(found)],
+        terms=[terms_table(step, "s", f"A step of {launch.name}") for launch, step in pairs],
+    )
+
+
+def _rendered(
+    *,
+    title: str,
+    heading: str,
+    subtitle: str,
+    sentences: Sequence[str],
+    figures: Sequence[Figure],
+    options: Table | None = None,
+    terms: Sequence[Table] = (),
+) -> str:
+    script, plotly = asset("page.js"), plotly_script()
+    data: Row = {"figures": {figure.name: spec_of(figure) for figure in figures}, "strip": None, "formats": []}
+    links = {
+        "verdict": "Answer",
+        "options": "Options" if options else "",
+        "figures": "Figures",
+        "terms": terms and "Terms",
+    }
+    page = template("plan.html.j2").render(
+        title=title,
+        heading=heading,
+        subtitle=subtitle,
+        sentences=[sentence.strip() for sentence in sentences],
+        options=options,
+        figures=figures,
+        terms=terms,
+        links={name: label for name, label in links.items() if label},
         policy=f"'{digest_of(script)}' '{plotly.digest}'",
         style=markupsafe.Markup(asset("page.css")),
         script=markupsafe.Markup(script),

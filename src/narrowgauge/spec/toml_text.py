@@ -21,6 +21,7 @@ def load_toml(text: str) -> dict[str, Any]:
         {'chips': 8}
     """
     try:
-        return tomllib.loads(text)
+        table: dict[str, Any] = tomllib.loads(text)
     except RecursionError as error:
         raise ValueError(str(error)) from error
+    return table
