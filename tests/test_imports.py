@@ -37,7 +37,7 @@ LAYERS = {
     "distributed": {"distributed"},
     "checkpoints": {"checkpoints"},
     "gauges": {"gauges"},
-    "assembly": {"assembly", "trainable"},
+    "assembly": {"assembly", "cutting", "trainable"},
     "conversion": {"conversion"},
     "trainer": {"trainer"},
     "experiment": {"experiment"},
@@ -152,8 +152,8 @@ def test_every_file_stands_in_a_layer() -> None:
 
 READERS_OF_RECIPES = {
     "", "assembly", "cli.flags", "conversion.folders", "conversion.preflight", "comparison.labels", "experiment.definition",
-    "integrations.huggingface", "integrations.huggingface_optimizer", "integrations.run_recorder", "monitor.alarms",
-    "planner.calibration", "planner.launches", "planner.plan", "trainer.config",
+    "integrations.huggingface", "integrations.huggingface_optimizer", "integrations.lightning_precision",
+    "integrations.run_recorder", "monitor.alarms", "planner.calibration", "planner.launches", "planner.plan", "trainer.config",
 }  # fmt: skip
 """Modules at an edge: public functions that accept names, flags, and readers of files. All others get a ``Recipe``."""
 

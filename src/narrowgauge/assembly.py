@@ -9,24 +9,24 @@ of :mod:`narrowgauge.matmul.scopes` come last.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.cutting import cut_parameters
 from narrowgauge.distributed import sharding
 from narrowgauge.distributed.reduction import reduce_gradients_with
-from narrowgauge.distributed.sharding import groups_of, has_shards, make_equal, require_mesh
+from narrowgauge.distributed.sharding import make_equal, require_mesh
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.narrow_gather import gather_narrow
 from narrowgauge.matmul.scopes import compute_in_scope
 from narrowgauge.matmul.swapping import linear_names, linears_of, swap_linears
-from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
 from narrowgauge.numerics.scaling import LossScaler
-from narrowgauge.numerics.shards import is_sharded, local_of, own_part, placed_like
+from narrowgauge.numerics.shards import own_part
 from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.computes import Compute
@@ -156,57 +156,115 @@ def assemble_with(
     model: nn.Module,
     policy: Recipe,
     *,
-    weight_decay: float,
-    lr: float | Tensor,
     seed: int = 0,
-    loss_scaler: LossScaler | None = None,
     mesh: Any = None,
     shard: str = "full",
     offload: bool = False,
     narrow_gather: bool = False,
-    decays: Callable[[str, Tensor], bool] = is_matrix,
-    by_adamw: Callable[[str], bool] = lambda name: False,
     **options: Any,
 ) -> tuple[nn.Module, Made]:
     """:func:`assemble` for any optimizer of ours.
 
     Args:
         optimizer_class: the optimizer.
-        model, policy, weight_decay, lr, seed, loss_scaler, mesh, shard, offload, narrow_gather: as for :func:`prepare`.
-        decays: whether a parameter is decayed.
-        by_adamw: whether AdamW steps the parameter of a name, where the optimizer has a matrix rule.
-        options: other options of the optimizer.
+        model, policy, seed, mesh, shard, offload, narrow_gather: as for :func:`prepare`.
+        options: of the optimizer, ``weight_decay``, ``lr`` and ``loss_scaler`` among them; ``decays(name, parameter)``, whether a
+            parameter is decayed; ``by_adamw(name)``, whether AdamW steps it where the optimizer has a matrix rule.
     Returns:
         The model and its optimizer.
     Raises:
         RecipeError: as :func:`prepare`.
     """
-    require_trainable(model, policy)
+    converted = convert_model(model, policy, seed=seed, mesh=mesh, shard=shard, offload=offload)
+    optimizer = optimizer_for(optimizer_class, converted, seed=seed, **options)
+    if narrow_gather:
+        _gather_narrow(model, policy)
+    return model, optimizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Converted:
+    """A model that computes as a recipe says and has no optimizer yet.
+
+    Attributes:
+        model, recipe: the model, and its recipe.
+        values: the float32 weights of what is trained (of a shard, this rank's), before they were rounded.
+        factors: learning-rate factors by parameter name, where the compute has them.
+        linears: the narrow layers that were swapped in.
+    """
+
+    model: nn.Module
+    recipe: Recipe
+    values: dict[Tensor, Tensor]
+    factors: dict[str, float]
+    linears: Linears | None
+
+
+def convert_model(
+    model: nn.Module, recipe: Recipe, *, seed: int = 0, mesh: Any = None, shard: str = "full", offload: bool = False
+) -> Converted:
+    """The half of :func:`assemble` that needs no optimizer, for frameworks that make theirs later.
+
+    Args:
+        model, recipe, seed, mesh, shard, offload: as for :func:`prepare`.
+    Returns:
+        What :func:`optimizer_for` makes an optimizer of.
+    Raises:
+        RecipeError: as :func:`prepare`.
+    """
+    require_trainable(model, recipe)
     if mesh is not None:
         require_mesh(model, mesh, shard)
         make_equal(model, mesh)
-    factors = _rebuild(model, policy, seed)
-    values = _cut_parameters(model, policy)
-    narrow = narrow_linears(model, policy, seed)
+    factors = _rebuild(model, recipe, seed)
+    values = cut_parameters(model, recipe)
+    narrow = narrow_linears(model, recipe, seed)
     if mesh is not None:
         values = _shard(model, values, mesh, shard, offload)
+    _propagate_scales(model, recipe)
+    compute_in_scope(model, recipe)
+    return Converted(model, recipe, values, factors, narrow)
+
+
+def optimizer_for(
+    optimizer_class: Callable[..., Made],
+    converted: Converted,
+    *,
+    weight_decay: float,
+    lr: float | Tensor,
+    seed: int = 0,
+    loss_scaler: LossScaler | None = None,
+    decays: Callable[[str, Tensor], bool] = is_matrix,
+    by_adamw: Callable[[str], bool] = lambda name: False,
+    **options: Any,
+) -> Made:
+    """The optimizer of a converted model.
+
+    Args:
+        converted: the model, whose float32 values the optimizer takes over.
+        optimizer_class, weight_decay, lr, seed, loss_scaler, decays, by_adamw, options: as for :func:`assemble_with`.
+    Returns:
+        The optimizer; the stored weights are the float32 values, rounded once to the storage's code.
+    """
+    policy = converted.recipe
     optimizer = optimizer_class(
-        _groups(model, policy, weight_decay, lr, factors, decays, by_adamw),
+        _groups(converted.model, policy, weight_decay, lr, converted.factors, decays, by_adamw),
         lr=lr,
         weight_decay=weight_decay,
         storage=policy.storage,
         seed=seed,
-        loss_scaler=(loss_scaler or LossScaler()) if any(c.scales_loss for c in policy.computes) else loss_scaler,
+        loss_scaler=(loss_scaler or LossScaler()) if scales_loss(policy) else loss_scaler,
         **options,
     )
-    optimizer.adopt(values)
-    if narrow:
-        narrow.follow(optimizer)
-    _propagate_scales(model, policy)
-    compute_in_scope(model, policy)
-    if narrow_gather:
-        _gather_narrow(model, policy)
-    return model, optimizer
+    optimizer.adopt(converted.values)
+    if converted.linears:
+        converted.linears.follow(optimizer)
+    return optimizer
+
+
+def scales_loss(recipe: Recipe) -> bool:
+    """Whether a recipe's loss must be scaled: one of its computes is float16."""
+    return any(compute.scales_loss for compute in recipe.computes)
 
 
 def _join_histories(model: nn.Module, optimizer: AdamW) -> None:
@@ -270,63 +328,6 @@ def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
         scalify.scalify(model, getattr(torch, recipe.dtype) if recipe.storage.visible != "float32" else None)
 
 
-def _cut_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
-    """Round every parameter to its visible format; returns the float32 values of the trainable ones."""
-    if has_shards(model):
-        return _cut_shards(model, recipe)
-    values: dict[Tensor, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        storage = recipe.storage_of(name, parameter.ndim)
-        if parameter.requires_grad:
-            values[parameter] = parameter.data.float()
-        parameter.data = _visible(parameter.data, storage.visible)
-    return values
-
-
-def _visible(weight: Tensor, dtype: str) -> Tensor:
-    """A weight in its visible format."""
-    if dtype == "float32":
-        return weight.float()
-    return _ROUND[dtype](weight) if weight.dtype is torch.float32 else weight
-
-
-def _cut_shards(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
-    """:func:`_cut_parameters` of a model that the caller has sharded: each of its groups must stay in one format."""
-    visible = {n: recipe.storage_of(n, p.ndim).visible for n, p in model.named_parameters(remove_duplicate=False)}
-    for unit, members in groups_of(model).items():
-        prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is unit)
-        formats = {visible[prefix + name] for name, parameter in members if is_sharded(parameter)}
-        if len(formats) > 1:
-            raise RecipeError(
-                f"recipe '{recipe.name}' stores {' and '.join(sorted(formats))} weights in '{prefix[:-1] or 'the model'}', "
-                "whose parameters fully_shard gathers together, in one format.",
-                "Pass the model as it is before fully_shard, with mesh=...: it is then sharded by format.",
-            )
-    values: dict[Tensor, Tensor] = {}
-    replaced: dict[Tensor, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if parameter not in replaced:
-                replaced[parameter] = _cut_shard(parameter, visible[f"{prefix}.{name}" if prefix else name])
-                if parameter.requires_grad:
-                    values[replaced[parameter]] = parameter.data.float()
-            setattr(module, name, replaced[parameter])
-    return values
-
-
-def _cut_shard(parameter: nn.Parameter, dtype: str) -> nn.Parameter:
-    """A parameter in its visible format: itself, or a new one where a DTensor changes its format."""
-    if str(parameter.dtype).removeprefix("torch.") == dtype:
-        return parameter
-    if not is_sharded(parameter):
-        parameter.data = _visible(parameter.data, dtype)
-        return parameter
-    cut = placed_like(parameter, _visible(local_of(parameter.detach()), dtype))
-    return nn.Parameter(cut, requires_grad=parameter.requires_grad)
-
-
 def _shard(model: nn.Module, values: dict[Tensor, Tensor], mesh: Any, how: str, offload: bool) -> dict[Tensor, Tensor]:
     """Shard a rounded model; returns the float32 values of what this rank holds of its trainable parameters."""
     if how == "none":
@@ -338,7 +339,6 @@ def _shard(model: nn.Module, values: dict[Tensor, Tensor], mesh: Any, how: str, 
 
 # The learning rate at which weight decay has the same strength in a unit-scaled model as in any other.
 _DECAYED_AT = 1e-3
-_ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
 
 
 def _groups(

@@ -198,3 +198,19 @@ def test_a_groups_storage_is_set_before_its_first_step_or_refused() -> None:
 def test_a_parameter_without_values_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"meta device.*to_empty"):
         ng.AdamW([nn.Parameter(torch.ones(3, 2, device="meta", dtype=torch.bfloat16))], storage="word")
+
+
+def test_a_state_that_is_put_back_as_it_was_read_stays_as_it_is() -> None:
+    """Lightning moves each state to the device it is on: two bfloat16 that float32 cannot hold must not be cut again."""
+    weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
+    optimizer = ng.AdamW([weight], storage="collage-plus")
+    values = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    optimizer.adopt({weight: values})
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    before, seen = optimizer.state_dict()["state"][0], weight.detach().clone()
+    for entry in optimizer.state.values():
+        for name, value in entry.items():
+            entry[name] = value
+    after = optimizer.state_dict()["state"][0]
+    assert torch.equal(seen, weight) and all(torch.equal(before[name], after[name]) for name in before)

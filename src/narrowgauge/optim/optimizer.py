@@ -155,7 +155,6 @@ class Optimizer(torch.optim.Optimizer):
         self.max_grad_norm: float | None = options["max_grad_norm"]
         self.audit_every: int = options["audit_every"]
         self.compile: bool | None = options["compile"]
-        self.loss_scaler: LossScaler | None = options["loss_scaler"]
         self.grad_norm: Tensor | None = None
         self.last_control: Tensor | None = None
         # A gradient norm above which a step is skipped; a loop that judges spikes sets it before each step.
@@ -171,10 +170,19 @@ class Optimizer(torch.optim.Optimizer):
         self._names: dict[Tensor, str] = {}
         self._registry = Registry(self.rule, self.rows, self.compile, lambda: self.param_groups, self._names)
         self._states = States(self._registry, self.settle)
-        self._control = StepControl(self.loss_scaler, self._registry.worth_compiling)
+        self.loss_scaler = options["loss_scaler"]
         self._stepped = False
         # Of the last step: its control scalars, its stores, and the largest gradient magnitude of each where it may be skipped.
         self._pending: tuple[Tensor, list[Store], list[Tensor]] | None = None
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """What scales the loss, if anything does; frameworks that make the scaler later set it before the first step."""
+        return self._control.loss_scaler
+
+    @loss_scaler.setter
+    def loss_scaler(self, scaler: LossScaler | None) -> None:
+        self._control = StepControl(scaler, self._registry.worth_compiling)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -126,6 +126,14 @@ class States(MutableMapping[Any, Any]):
                     write(store, name, value)
                     handed[name] = value, value._version
 
+    def is_what_was_read(self, store: Store, name: str, value: Any) -> bool:
+        """Whether a value is put back as it was read: frameworks move each state to where it is already.
+
+        Storing it again would cut it again, and a pair of bfloat16 can hold more than the float32 that was read.
+        """
+        read, version = self._handed.get(store, {}).get(name, (None, 0))
+        return read is not None and value is read and read._version == version
+
     def forget(self, store: Store | None = None) -> None:
         """Forget the tensors that were read: the words have changed."""
         if store is None:
@@ -159,6 +167,8 @@ class Entry(MutableMapping[str, Any]):
         return store.notes[name] if name in store.notes else self._states.read(self._parameter, store, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if (known := self._store) is not None and self._states.is_what_was_read(known, name, value):
+            return
         store = self._store or self._states.begin(self._parameter, name)
         self._states.take_writes()
         if name in _names(store) and name not in store.notes:

@@ -1,0 +1,61 @@
+"""Lightning is installed under two names, ``lightning`` and ``pytorch_lightning``, whose classes are not each other's.
+
+A plugin or callback must be of the classes of the package whose ``Trainer`` it is given to. So each is a class of ours without a
+base, and is joined with the base of the package that the program has imported, when it is asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+
+from narrowgauge.errors import NarrowgaugeError
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def package_in_use() -> str:
+    """The package that the program has imported, ``lightning`` first; else the one that is installed.
+
+    Raises:
+        NarrowgaugeError: neither is installed.
+    """
+    for package in PACKAGES:
+        if package in sys.modules:
+            return package
+    for package in PACKAGES:
+        if find_spec(package.partition(".")[0]) is not None:
+            return package
+    raise NarrowgaugeError("Lightning was not found.", "pip install 'narrowgauge[lightning]'")
+
+
+@cache
+def joined(part: type, name: str, room: str, base: str, package: str) -> type:
+    """A class of ours with the base of a package.
+
+    Args:
+        part: our part of it, which comes first.
+        name: of the class.
+        room, base: where in the package its base is, such as ``"callbacks"``, ``"Callback"``.
+        package: one of :data:`PACKAGES`.
+    Returns:
+        The class, always the same one for the same arguments.
+    """
+    above = getattr(import_module(f"{package}.{room}"), base)
+    made = type(name, (part, above), {"__doc__": part.__doc__, "__module__": part.__module__})
+    return made
+
+
+def trainer_of(module: nn.Module | None) -> Any:
+    """The ``Trainer`` that a module is attached to; ``None`` for a plain module, and for one in Fabric."""
+    if module is None or getattr(module, "fabric", None) is not None:
+        return None
+    try:
+        return getattr(module, "trainer", None)
+    except RuntimeError:  # a LightningModule that is not attached
+        return None

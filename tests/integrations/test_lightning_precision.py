@@ -1,0 +1,376 @@
+"""A recipe in Lightning's Trainer computes what the trainer here computes, bit for bit, and does each thing once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip(
+    "lightning.pytorch", reason="narrowgauge[lightning] is not installed: ./dev test integrations installs it"
+)
+sys.path.insert(0, str(Path(__file__).parent))
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.tuner import Tuner
+from lightning_runs import LitReference, fit, loader, plugin_of, same, stored, trainer_of
+from own_trainer import reference
+
+import narrowgauge as ng
+from narrowgauge.cutting import visible
+from narrowgauge.integrations.lightning_precision import NarrowgaugePrecision
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*num_workers.*"),
+    pytest.mark.filterwarnings("ignore:.*treespec.*"),
+]
+
+RECIPES = [
+    "bfloat16/word", "float8-row/word", "float8-delayed/compact", "int8-row/states8", "bfloat16-mixed", "float16/word",
+    "float16-mixed", "bfloat16/collage-plus", "float32/word", "unit/word",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_trainer_computes_what_ours_computes(recipe: str) -> None:
+    run = reference(recipe, 4)
+    module, trainer = fit(run)
+    assert module.losses == run.losses
+    assert same(module.model.state_dict(), run.state) and same(stored(trainer, module), run.stored)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_micro_batches_are_summed_as_ours_are(dtype: str) -> None:
+    run = reference("int8-row/word", 3, gradient_accumulation_steps=2, accumulation_dtype=dtype)
+    module, _ = fit(run, plugin=plugin_of(run, accumulation_dtype=dtype), accumulate_grad_batches=2)
+    assert same(module.model.state_dict(), run.state)
+
+
+OPTIMIZERS = {
+    "AdamW": lambda m: ng.AdamW(m.parameters(), lr=1e-3, max_grad_norm=1.0, audit_every=2),
+    "SGD": lambda m: ng.SGD(m.parameters(), lr=1e-2, momentum=0.9),
+    "Lion": lambda m: ng.Lion(m.parameters(), lr=1e-3),
+    "Muon": lambda m: ng.Muon(m.parameters(), lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_of_ones_own_starts_from_the_float32_weights(name: str) -> None:
+    run = reference("bfloat16/split", 4)
+    module, trainer = fit(run, OPTIMIZERS[name], steps=1)
+    optimizer = trainer.optimizers[0]
+    assert {group["storage"] for group in optimizer.param_groups} == {"split"}
+    model = run.model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ng.prepare(model, "bfloat16/split")
+    beside = OPTIMIZERS[name](model)
+    beside.param_groups[0]["storage"] = "split"
+    beside.rows["split"] = ng.STORAGES["split"]
+    beside.adopt({p: before[n] for n, p in model.named_parameters()})
+    beside.param_groups[0]["lr"] = run.rates[0]
+    run.loss(model, run.batches[0]).backward()
+    beside.step()
+    assert all(
+        torch.equal(beside.stored(p), q)
+        for p, q in zip(model.parameters(), stored(trainer, module).values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16/word", "float8-delayed/compact", "float16/word", "bfloat16/collage-plus"])
+@pytest.mark.parametrize("make", [None, OPTIMIZERS["AdamW"]], ids=["none", "own"])
+def test_a_resumed_fit_goes_on_with_the_same_bits(recipe: str, make: Any, tmp_path: Path) -> None:
+    run = reference(recipe, 4)
+    whole, trainer = fit(run, make)
+    first, stopped = fit(run, make, steps=2)
+    stopped.save_checkpoint(tmp_path / "two.ckpt")
+    rest, resumed = fit(run, make, resume=tmp_path / "two.ckpt")
+    assert first.losses + rest.losses == whole.losses
+    assert same(stored(trainer, whole), stored(resumed, rest))
+    audits = [{n: r.edq for n, r in ng.audit(t.optimizers[0]).items()} for t in (trainer, resumed)]
+    assert audits[0] == audits[1] and audits[0]
+
+
+def test_a_checkpoint_of_micro_batches_resumes_with_the_same_random_bits(tmp_path: Path) -> None:
+    run = reference("int8-row/word", 4, gradient_accumulation_steps=2, accumulation_dtype="bfloat16-stochastic")
+    options = {"accumulate_grad_batches": 2}
+    whole, _ = fit(run, plugin=plugin_of(run, accumulation_dtype="bfloat16-stochastic"), **options)
+    _, stopped = fit(run, plugin=plugin_of(run, accumulation_dtype="bfloat16-stochastic"), steps=2, **options)
+    stopped.save_checkpoint(tmp_path / "two.ckpt")
+    plugin = plugin_of(run, accumulation_dtype="bfloat16-stochastic")
+    rest, _ = fit(run, plugin=plugin, resume=tmp_path / "two.ckpt", **options)
+    assert same(whole.model.state_dict(), run.state) and same(rest.model.state_dict(), run.state)
+
+
+# ── clipping ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16/word", "float16/word"])
+def test_the_trainers_norm_is_clipped_once_and_by_the_kernel(recipe: str) -> None:
+    run = reference(recipe, 4, max_grad_norm=0.25)
+    settings = {key: value for key, value in run.prepare_settings.items() if key != "max_grad_norm"}
+    module, trainer = fit(run, plugin=NarrowgaugePrecision(recipe, **settings), gradient_clip_val=0.25)
+    assert max(run.grad_norms) > 0.25
+    assert module.losses == run.losses and same(stored(trainer, module), run.stored)
+    assert trainer.optimizers[0].max_grad_norm is None  # only while it steps
+
+
+def test_what_is_said_twice_in_the_same_words_is_done_once() -> None:
+    run = reference("bfloat16/word", 4, max_grad_norm=0.25)
+    module, _ = fit(run, gradient_clip_val=0.25)
+    assert module.losses == run.losses
+
+
+@pytest.mark.parametrize(
+    "options", [{"gradient_clip_val": 0.5}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}]
+)
+def test_two_clippings_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ng.RecipeError, match=r"clips gradients to max_grad_norm = 1\.0 itself"):
+        fit(reference("bfloat16/word", 4), steps=1, **options)
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16/word", "float16/word"])
+def test_values_are_clipped_once_also_where_the_loss_is_scaled(recipe: str) -> None:
+    run, found = reference(recipe, 4), []
+
+    class Watching(LitReference):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            scale = 1.0 if optimizer.loss_scaler is None else float(optimizer.loss_scaler.scale_tensor)
+            found.extend(float(p.grad.abs().max()) / scale for p in self.parameters() if p.grad is not None)
+
+    plugin = NarrowgaugePrecision(recipe, lr=3e-3)
+    fit(run, steps=2, plugin=plugin, module=Watching(run), gradient_clip_val=2**-8, gradient_clip_algorithm="value")
+    assert max(found) == 2**-8
+
+
+# ── loss scaling and manual optimization ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_overflow_skips_the_step_and_lowers_the_scale_once() -> None:
+    run = reference("float16/word", 4)
+    scaler = ng.LossScaler(2.0**22, hysteresis=1)
+    module, trainer = fit(run, plugin=plugin_of(run, loss_scaler=scaler))
+    optimizer = trainer.optimizers[0]
+    assert 0 < optimizer.num_skipped < 4
+    assert float(scaler.scale_tensor) == 2.0 ** (22 - optimizer.num_skipped)
+    assert len(module.losses) == 4
+
+
+class Manual(LitReference):
+    """Two micro-batches a step, by hand, and clipping by hand."""
+
+    def __init__(self, run: Any, make: Any = None, clip: float | None = None) -> None:
+        super().__init__(run, make)
+        self.automatic_optimization, self.clip = False, clip
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        optimizer, tokens = self.optimizers(), self.run.batches[self.global_step]
+        optimizer.zero_grad()
+        for part in tokens.chunk(2):
+            self.manual_backward(self.run.loss(self.model, part))
+        if self.clip:
+            self.clip_gradients(optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16-mixed", "float16-mixed"])
+def test_manual_optimization_is_the_same_arithmetic(recipe: str) -> None:
+    run = reference(
+        recipe, 3, gradient_accumulation_steps=2, max_grad_norm=0.25
+    )  # autograd sums float32 gradients in both
+    plugin = plugin_of(run, max_grad_norm=None)
+    module, _ = fit(run, plugin=plugin, module=Manual(run, clip=0.25))
+    assert same(module.model.state_dict(), run.state)
+
+
+class Two(Manual):
+    """Two optimizers, each of half the model."""
+
+    def configure_optimizers(self) -> Any:
+        body, head = self.model.model.parameters(), self.model.lm_head.parameters()
+        return ng.AdamW(body, lr=1e-3), ng.SGD(head, lr=1e-2)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        pass
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        loss = self.run.loss(self.model, self.run.batches[index])
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+        self.losses.append(float(loss))
+
+
+def test_several_optimizers_share_a_model() -> None:
+    run = reference("bfloat16/word", 4)
+    module, trainer = fit(run, module=Two(run))
+    assert module.losses[-1] < module.losses[0]
+    assert len(trainer.optimizers) == 2 and all(o.num_steps(o.param_groups[0]["params"][0]) for o in trainer.optimizers)
+
+
+def test_several_optimizers_of_a_scaled_loss_are_refused() -> None:
+    run = reference("float16-mixed", 4)
+
+    class Wide(Two):
+        def configure_optimizers(self) -> Any:
+            halves = self.model.model.parameters(), self.model.lm_head.parameters()
+            return tuple(ng.AdamW(half, storage="float32") for half in halves)
+
+    with pytest.raises(ng.RecipeError, match="2 optimizers were given, and the loss"):
+        fit(run, module=Wide(run))
+
+
+# ── what is refused ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("recipe", "make", "says"),
+    [
+        ("bfloat16/word", lambda m: torch.optim.AdamW(m.parameters()), "was given torch.optim.adamw.AdamW"),
+        ("float16-mixed", lambda m: torch.optim.AdamW(m.parameters()), "unscales no loss"),
+        ("bfloat16/word", lambda m: ng.AdamW(m.parameters(), storage="compact"), "built with storage 'compact'"),
+        ("unit/word", lambda m: ng.AdamW(m.parameters()), "by a factor"),
+    ],
+)
+def test_an_optimizer_that_cannot_do_what_the_recipe_says_is_refused(recipe: str, make: Any, says: str) -> None:
+    with pytest.raises(ng.RecipeError, match=says):
+        fit(reference(recipe, 4), make, steps=1)
+
+
+def test_an_optimizer_of_torch_steps_float32_weights() -> None:
+    run = reference("bfloat16-mixed", 4)
+    module, _ = fit(run, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3))
+    assert module.losses[-1] < module.losses[0] and module.losses[0] == run.losses[0]
+
+
+def test_a_recipe_that_changes_and_a_second_recipe_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "late.toml").write_text('recipe = "bfloat16/word"\n[[phase]]\nuntil = 0.5\ncompute = "float8-row"\n')
+    with pytest.raises(ng.RecipeError, match="changes its compute"):
+        NarrowgaugePrecision(tmp_path / "late.toml")
+    run = reference("bfloat16/word", 4)
+    module, _ = fit(run, steps=1)
+    with pytest.raises(ng.RecipeError, match="was converted for 'bfloat16/word' before"):
+        trainer_of(NarrowgaugePrecision("bfloat16/compact"), 1).fit(module, loader())
+
+
+# ── the rest of the Trainer ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_validation_test_and_prediction_leave_training_as_it_is() -> None:
+    run = reference("float8-delayed/word", 4)
+    module = LitReference(run)
+    trainer = trainer_of(plugin_of(run), 4, val_check_interval=2)
+    trainer.fit(module, loader(), loader(1))
+    assert module.losses == run.losses and same(module.model.state_dict(), run.state)
+    found = trainer.test(module, loader(1), verbose=False)[0]["val_loss"]
+    again = trainer_of(plugin_of(run), 4)
+    assert again.validate(module, loader(1), verbose=False)[0]["val_loss"] == found < run.losses[0]
+    assert again.predict(module, loader(1))[0].dtype is torch.bfloat16
+
+
+def is_stored(trainer: pl.Trainer, module: Any) -> bool:
+    """Whether matrices are stored as they are seen; a master of a vector is replaced in the next step."""
+    seen = dict(module.model.named_parameters())
+    return all(
+        torch.equal(visible(value, "bfloat16"), seen[n])
+        for n, value in stored(trainer, module).items()
+        if value.ndim > 1
+    )
+
+
+def test_averages_are_taken_and_given_back_without_a_trace(tmp_path: Path) -> None:
+    run = reference("bfloat16/word", 4)
+    module = LitReference(run)
+    callback = EMAWeightAveraging(decay=0.5)
+    trainer = trainer_of(plugin_of(run), 4, val_check_interval=2, callbacks=[callback])
+    trainer.fit(module, loader(), loader(1))
+    assert module.losses == run.losses  # weights were swapped for two validations, and the tails stayed
+    trainer.optimizers[0].refresh()  # that callback writes through .data, which nobody can notice
+    assert is_stored(trainer, module)
+    assert not same(module.model.state_dict(), run.state)
+
+
+def test_stochastic_weight_averaging_sets_the_weights_at_the_end() -> None:
+    run = reference("bfloat16/word", 4)
+    module = LitReference(run)
+    trainer = trainer_of(
+        plugin_of(run), -1, max_epochs=4, callbacks=[StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2)]
+    )
+    trainer.fit(module, loader(1))
+    assert not same(module.model.state_dict(), run.state)
+    assert is_stored(trainer, module)
+
+
+def test_the_learning_rate_finder_puts_everything_back(tmp_path: Path) -> None:
+    run = reference("bfloat16/word", 4)
+
+    class Free(LitReference):
+        lr = 1e-3
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            pass
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.run.loss(self.model, self.run.batches[0])
+
+        def configure_optimizers(self) -> Any:
+            return ng.AdamW(self.parameters(), lr=self.lr)
+
+    module = Free(run)
+    trainer = trainer_of(plugin_of(run), 4, default_root_dir=tmp_path)
+    found = Tuner(trainer).lr_find(module, loader(), num_training=4, update_attr=False, early_stop_threshold=None)
+    assert found is not None and len(found.results["loss"]) == 4
+    fresh, _ = fit(run, module=Free(run))
+    trainer.fit(module, loader())
+    assert same(module.model.state_dict(), fresh.model.state_dict())
+
+
+def test_a_schedule_and_the_recipes_own_optimizer(tmp_path: Path) -> None:
+    run = reference("bfloat16/word", 4)
+
+    class Scheduled(LitReference):
+        def configure_optimizers(self) -> Any:
+            optimizer = self.trainer.precision_plugin.optimizer(self, lr=1e-2)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.run.rates[min(step, 3)] / 1e-2)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            pass
+
+    saved = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1)
+    module, _ = fit(run, module=Scheduled(run), enable_checkpointing=True, callbacks=[saved])
+    assert module.losses == pytest.approx(run.losses, abs=2e-4)
+    rest, _ = fit(run, module=Scheduled(run), resume=next(tmp_path.glob("*step=2.ckpt")))
+    assert rest.losses == module.losses[2:] and same(rest.model.state_dict(), module.model.state_dict())
+
+
+def test_a_compiled_module_learns_alike() -> None:
+    run = reference("bfloat16/word", 4)
+
+    class Small(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+            self.losses: list[float] = []
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return (self.model(batch).float() - 1).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return ng.AdamW(self.parameters(), lr=1e-2)
+
+    batches = torch.randn(8, 4, 32, generator=torch.Generator().manual_seed(0))
+    weights = []
+    for compiled in (False, True):
+        module = Small()
+        made = torch.compile(module, backend="aot_eager") if compiled else module
+        trainer_of(plugin_of(run), 8).fit(made, torch.utils.data.DataLoader(list(batches), batch_size=None))
+        weights.append([p.detach().float() for p in module.parameters()])
+    assert all(torch.allclose(a, b, atol=2e-2) for a, b in zip(*weights, strict=True))
+    assert module.model[0].weight.dtype is torch.bfloat16
