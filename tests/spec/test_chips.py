@@ -62,3 +62,14 @@ def test_names() -> None:
         get_chip("rtx4090")
     with pytest.raises(ChipError, match="no chip is named ''"):
         get_chip("")
+
+
+def test_a_name_is_not_a_prefix_of_another_number() -> None:
+    assert get_chip("H20").name == "H20-SXM5-96GB" and get_chip("H200").name == "H200-SXM-141GB"
+
+
+@pytest.mark.parametrize(("name", "like", "link"), [("A800", "A100-SXM4-80GB", 200), ("H800", "H100-SXM", 200)])
+def test_chips_with_slower_links_compute_as_those_they_are_made_of(name: str, like: str, link: float) -> None:
+    chip, original = get_chip(name), get_chip(like)
+    assert chip.peak_tflops == original.peak_tflops and chip.memory_bytes == original.memory_bytes
+    assert chip.link_gb_per_second == link < (original.link_gb_per_second or 0)

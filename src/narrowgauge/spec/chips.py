@@ -112,12 +112,18 @@ _CHIPS = (
         ),
     ),
     Chip(
+        "A800-SXM4-80GB", "NVIDIA", "Ampere sm80", "SXM4",
+        memory_gb=80, memory_type="HBM2e", bandwidth_gb_per_second=2039,
+        peak_tflops={"float32": 19.5, "tfloat32": 156, "float16": 312, "bfloat16": 312, "int8": 624},
+        link="NVLink3", link_gb_per_second=200, peer_gb_per_second=200, host_link="PCIe4 x16",
+        evidence="B",
+        notes="an A100 SXM with 400 instead of 600 GB/s of NVLink in both directions",
+        source="aiwiki.ai/wiki/nvidia_a800 (NVLink 400 GB/s, all else unchanged); hmc-tech.com A800 (312 bf16)",
+    ),
+    Chip(
         "H100-SXM5-80GB", "NVIDIA", "Hopper sm90", "SXM5",
         memory_gb=80, memory_type="HBM3", bandwidth_gb_per_second=3350,
-        peak_tflops={
-            "float32": 67, "tfloat32": 494.5, "float16": 989, "bfloat16": 989, "float8_e4m3fn": 1979,
-            "int8": 1979,
-        },
+        peak_tflops={"float32": 67, "tfloat32": 494.5, "float16": 989, "bfloat16": 989, "float8_e4m3fn": 1979, "int8": 1979},
         measured_tflops={"bfloat16": 794.5, "float8_e4m3fn": 1402.6},
         link="NVLink4", link_gb_per_second=450, peer_gb_per_second=450, host_link="PCIe5 x16",
         evidence="A",
@@ -130,10 +136,7 @@ _CHIPS = (
     Chip(
         "H100-PCIe-80GB", "NVIDIA", "Hopper sm90", "PCIe",
         memory_gb=80, memory_type="HBM2e", bandwidth_gb_per_second=2000,
-        peak_tflops={
-            "float32": 51, "tfloat32": 378, "float16": 756, "bfloat16": 756, "float8_e4m3fn": 1513,
-            "int8": 1513,
-        },
+        peak_tflops={"float32": 51, "tfloat32": 378, "float16": 756, "bfloat16": 756, "float8_e4m3fn": 1513, "int8": 1513},
         link="NVLink4 bridge (pairs)", link_gb_per_second=300, peer_gb_per_second=300, host_link="PCIe5 x16",
         evidence="A",
         notes=(
@@ -146,12 +149,30 @@ _CHIPS = (
         ),
     ),
     Chip(
+        "H800-SXM5-80GB", "NVIDIA", "Hopper sm90", "SXM5",
+        memory_gb=80, memory_type="HBM3", bandwidth_gb_per_second=3350,
+        peak_tflops={"float32": 67, "tfloat32": 494.5, "float16": 989, "bfloat16": 989, "float8_e4m3fn": 1979, "int8": 1979},
+        link="NVLink4", link_gb_per_second=200, peer_gb_per_second=200, host_link="PCIe5 x16",
+        evidence="B",
+        notes="an H100 SXM with 400 instead of 900 GB/s of NVLink in both directions, and less float64",
+        source="DeepSeek-AI, Insights into DeepSeek-V3, arXiv 2505.09343, section 4.1; peaks of the H100",
+    ),
+    Chip(
+        "H20-SXM5-96GB", "NVIDIA", "Hopper sm90", "SXM5",
+        memory_gb=96, memory_type="HBM3", bandwidth_gb_per_second=4000,
+        peak_tflops={"float32": 44, "tfloat32": 74, "float16": 148, "bfloat16": 148, "float8_e4m3fn": 296, "int8": 296},
+        link="NVLink4", link_gb_per_second=450, peer_gb_per_second=450, host_link="PCIe5 x16",
+        evidence="B",
+        notes="float8 taken at the printed int8 rate, as on all Hopper chips",
+        source=(
+            "willitrunai.com/es/gpus/h20-96gb (4000 GB/s; fp16 148; int8 296; NVLink 900 GB/s); "
+            "zangshuxian.com/new/674733024499207168 (tf32 74; fp32 44)"
+        ),
+    ),
+    Chip(
         "H200-SXM-141GB", "NVIDIA", "Hopper sm90", "SXM5",
         memory_gb=141, memory_type="HBM3e", bandwidth_gb_per_second=4800,
-        peak_tflops={
-            "float32": 67, "tfloat32": 494.5, "float16": 989, "bfloat16": 989, "float8_e4m3fn": 1979,
-            "int8": 1979,
-        },
+        peak_tflops={"float32": 67, "tfloat32": 494.5, "float16": 989, "bfloat16": 989, "float8_e4m3fn": 1979, "int8": 1979},
         measured_tflops={"bfloat16": 794.5, "float8_e4m3fn": 1453.4},
         link="NVLink4", link_gb_per_second=450, peer_gb_per_second=450, host_link="PCIe5 x16",
         evidence="A",
@@ -232,6 +253,21 @@ _CHIPS = (
         ),
     ),
     Chip(
+        "MI325X", "AMD", "CDNA3 gfx942", "OAM",
+        memory_gb=256, memory_type="HBM3e", bandwidth_gb_per_second=6000,
+        peak_tflops={
+            "float32": 163.4, "tfloat32": 653.7, "float16": 1307.4, "bfloat16": 1307.4, "float8_e4m3fnuz": 2614.9,
+            "int8": 2614.9,
+        },
+        link="xGMI full mesh", link_gb_per_second=448, peer_gb_per_second=64, host_link="PCIe5 x16",
+        evidence="B",
+        notes="an MI300X with more and faster memory; links as there; FP8 is the FNUZ variant not OCP",
+        source=(
+            "awesomeagents.ai/hardware/amd-mi325x (6000 GB/s; 163.4, 653.7, 1307.4, 2614.9 dense); svethardware.cz "
+            "61224 (same CDNA3 silicon; int8 2.6 POPS)"
+        ),
+    ),
+    Chip(
         "MI355X", "AMD", "CDNA4 gfx950", "OAM",
         memory_gb=288, memory_type="HBM3e", bandwidth_gb_per_second=8000,
         peak_tflops={
@@ -250,10 +286,7 @@ _CHIPS = (
     Chip(
         "L4", "NVIDIA", "Ada sm89", "PCIe LP",
         memory_gb=24, memory_type="GDDR6", bandwidth_gb_per_second=300,
-        peak_tflops={
-            "float32": 30.3, "tfloat32": 60, "float16": 121, "bfloat16": 121, "float8_e4m3fn": 242.5,
-            "int8": 242.5,
-        },
+        peak_tflops={"float32": 30.3, "tfloat32": 60, "float16": 121, "bfloat16": 121, "float8_e4m3fn": 242.5, "int8": 242.5},
         link="none", link_gb_per_second=0, peer_gb_per_second=0, host_link="PCIe4 x16",
         evidence="B",
         notes=(
@@ -268,10 +301,7 @@ _CHIPS = (
     Chip(
         "L40S", "NVIDIA", "Ada sm89", "PCIe",
         memory_gb=48, memory_type="GDDR6", bandwidth_gb_per_second=864,
-        peak_tflops={
-            "float32": 91.6, "tfloat32": 183, "float16": 362, "bfloat16": 362, "float8_e4m3fn": 733,
-            "int8": 733,
-        },
+        peak_tflops={"float32": 91.6, "tfloat32": 183, "float16": 362, "bfloat16": 362, "float8_e4m3fn": 733, "int8": 733},
         link="none", link_gb_per_second=0, peer_gb_per_second=0, host_link="PCIe4 x16",
         evidence="A",
         source=(
@@ -342,7 +372,7 @@ CHIPS: dict[str, Chip] = {chip.name: chip for chip in _CHIPS}
 
 
 def get_chip(name: str) -> Chip:
-    """The chip of that name, ignoring case; an unambiguous prefix is enough.
+    """The chip of that name, ignoring case; an unambiguous prefix is enough, and H20 is no prefix of H200.
 
     Raises:
         ChipError: no chip has that name, or several match the prefix.
@@ -355,6 +385,7 @@ def get_chip(name: str) -> Chip:
     found = [chip for known, chip in by_key.items() if key and known.startswith(key)]
     if key in by_key:
         return by_key[key]
+    found = [chip for chip in found if chip.name.lower().startswith(f"{key}-")] or found
     if len(found) == 1:
         return found[0]
     if found:
