@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from narrowgauge.integrations import checks_of_loop as loop
@@ -78,7 +78,7 @@ CHECKS: dict[str, Check] = {
         ),
         Check(
             "lost-updates", "weights, learning rate", "error", numbers.lost_updates,
-            "{optimizer} keeps nothing of a {format} weight but itself: at lr {rate:g} {some} are rounded away.",
+            "{optimizer} keeps nothing of a {format} weight but itself: at lr {rate:g} {some} rounded away.",
             'ng.AdamW(…, storage="{cure}") keeps them in {cure_bytes:g} bytes per parameter, where this takes {bytes:g}; '
             "ng.prepare(float32_model, …) keeps the weights' own low bits too.",
         ),
@@ -248,4 +248,5 @@ CHECKS: dict[str, Check] = {
 
 def found_in(set_up: SetUp) -> list[Finding]:
     """All findings of all checks."""
-    return [finding for row in CHECKS.values() for finding in row.run(set_up)]
+    now = replace(set_up)  # states that the first steps make are looked at again
+    return [finding for row in CHECKS.values() for finding in row.run(now)]

@@ -19,7 +19,8 @@ Values = dict[str, Any]
 
 def autocast_over_narrow(set_up: SetUp) -> Iterator[Values]:
     """Autocast over weights that are in 16 bits already."""
-    narrow = [each for each in set_up.held if each.parameter.dtype in NARROW and each.parameter.ndim > 1]
+    # Over a frozen base it is right: adapters in float32 compute beside it.
+    narrow = [each for each in set_up.trained if each.parameter.dtype in NARROW and each.parameter.ndim > 1]
     kinds = {each.parameter.device.type for each in narrow}
     now = {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
     found = [dtype for dtype in now | set_up.seen.autocasts if dtype is not None]
@@ -36,6 +37,8 @@ def second_clipping(set_up: SetUp) -> Iterator[Values]:
             continue
         norms = [norm for _, norm in set_up.seen.clips]
         # A division by the number of micro-batches leaves norms that differ; clipping leaves one.
+        if all(abs(1 / factor - round(1 / factor)) < 0.01 for factor, _ in set_up.seen.clips):
+            continue
         is_one_norm = len(norms) > 1 and max(norms) - min(norms) < 0.02 * max(norms)
         if is_one_norm or any(abs(norm - wanted) < 0.02 * wanted for norm in norms for wanted in (own, 1.0)):
             factor, norm = min(set_up.seen.clips)
@@ -60,7 +63,9 @@ def compiled_twice(set_up: SetUp) -> Iterator[Values]:
 
 
 def _uses_float16(set_up: SetUp) -> bool:
-    return torch.float16 in set_up.seen.autocasts or any(each.parameter.dtype is torch.float16 for each in set_up.held)
+    # Gradients pass through frozen weights too.
+    used = {parameter.dtype for parameter in set_up.parameters.values()}
+    return torch.float16 in used | set_up.seen.autocasts
 
 
 def needless_scaler(set_up: SetUp) -> Iterator[Values]:
@@ -105,7 +110,7 @@ def narrow_loss(set_up: SetUp) -> Iterator[Values]:
 
 def narrow_accumulation(set_up: SetUp) -> Iterator[Values]:
     """More micro-batches than a sum in 16 bits holds."""
-    narrow = [each.parameter.dtype for each in set_up.held if each.parameter.dtype in NARROW]
+    narrow = [each.parameter.dtype for each in set_up.trained if each.parameter.dtype in NARROW]
     # float16 has three bits more than bfloat16.
     limit = naive_limit() * (8 if narrow and narrow[0] is torch.float16 else 1)
     if narrow and set_up.seen.micro_batches >= limit:

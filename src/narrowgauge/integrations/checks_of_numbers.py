@@ -8,21 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.integrations.set_up import NARROW, Held, SetUp, dtype_name, told
+from narrowgauge.integrations.set_up import NARROW, Held, SetUp, dtype_name, sample, told
 from narrowgauge.numerics.casting import round_to
-from narrowgauge.numerics.shards import local_of
 from narrowgauge.numerics.update_metrics import lost_fraction, update_sums
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.storages import STORAGES
 
 Values = dict[str, Any]
 
-SAMPLE = 1 << 16
-"""Elements of each parameter that are looked at, evenly spread."""
 LOSES, STANDS_STILL = 0.01, 0.9
 """Shares of lost changes from which a set-up loses updates, and a tensor stands still."""
-# Rules whose every change has about the size of the learning rate; of others it depends on the gradient.
-NORMALIZED = ("adam", "lion", "lamb", "sign", "adan", "sophia", "prodigy")
 DECOUPLED = ("adamw", "lion", "lamb", "muon", "adan")
 
 
@@ -35,11 +30,11 @@ def lost_share(held: Held) -> float | None:
     Returns:
         0 … 1; ``None`` where the change is not known yet.
     """
-    weight = _sample(held.parameter.detach())
+    weight = sample(held.parameter.detach())
     if not _is_normalized(held):
         if held.parameter.grad is None:
             return None
-        change = -held.rate * _sample(held.parameter.grad.detach()).float()
+        change = -held.rate * sample(held.parameter.grad.detach()).float()
     else:
         change = torch.full_like(weight, held.rate, dtype=torch.float32)
     moved = round_to(weight.float() + change, held.storage.visible).float() - weight.float()
@@ -49,7 +44,7 @@ def lost_share(held: Held) -> float | None:
 
 def lost_updates(set_up: SetUp) -> Iterator[Values]:
     """16-bit weights of which nothing else is kept."""
-    short = [each for each in set_up.held if each.is_short and each.parameter.requires_grad]
+    short = [each for each in set_up.trained if each.is_short]
     if not short:
         return
     shares = {each.name: (lost_share(each), each.parameter.numel()) for each in short}
@@ -58,7 +53,7 @@ def lost_updates(set_up: SetUp) -> Iterator[Values]:
     lost = sum(share * count for share, count in known) / sizes if known else None
     if lost is not None and lost < LOSES:
         return
-    some = "every update below half a spacing" if lost is None else f"{lost:.0%} of the updates of one step"
+    some = "every update below half a spacing is" if lost is None else f"{lost:.0%} of the updates of one step are"
     yield {
         "where": told(shares),
         "optimizer": _library(short[0].optimizer),
@@ -74,13 +69,13 @@ def lost_updates(set_up: SetUp) -> Iterator[Values]:
 def rate_below_spacing(set_up: SetUp) -> Iterator[Values]:
     """Tensors that no update of the learning rate's size can move."""
     found: dict[float, list[Held]] = {}
-    for each in set_up.held:
-        if each.rate > 0 and each.parameter.requires_grad and _is_normalized(each) and _keeps_nothing(each):
+    for each in set_up.trained:
+        if each.rate > 0 and _is_normalized(each) and _keeps_nothing(each):
             share = lost_share(each)
             if share is not None and share > STANDS_STILL:
                 found.setdefault(each.rate, []).append(each)
     for rate, still in found.items():
-        typical = float(_sample(still[0].parameter.detach()).float().abs().median())
+        typical = float(sample(still[0].parameter.detach()).float().abs().median())
         yield {
             "where": told(each.name for each in still),
             "rate": rate,
@@ -93,7 +88,7 @@ def rate_below_spacing(set_up: SetUp) -> Iterator[Values]:
 
 def frozen_second_moment(set_up: SetUp) -> Iterator[Values]:
     """A second moment in so few bits that its decay is rounded away."""
-    for each in set_up.held:
+    for each in set_up.trained:
         betas = each.group.get("betas")
         bits, where = _second_moment_bits(each), each.name
         if bits is None or not isinstance(betas, (tuple, list)) or len(betas) < 2:
@@ -126,7 +121,7 @@ def _second_moment_bits(each: Held) -> int | None:
 
 def eps_underflow(set_up: SetUp) -> Iterator[Values]:
     """An epsilon that the format of the denominator rounds to zero."""
-    for each in set_up.held:
+    for each in set_up.trained:
         eps, dtype = each.group.get("eps"), each.parameter.dtype
         if isinstance(each.optimizer, Optimizer) or dtype not in NARROW or not isinstance(eps, float) or eps <= 0:
             continue
@@ -139,7 +134,7 @@ def eps_underflow(set_up: SetUp) -> Iterator[Values]:
 def swallowed_decay(set_up: SetUp) -> Iterator[Values]:
     """Weight decay of which every step is below half a spacing."""
     found = [
-        each for each in set_up.held if _keeps_nothing(each) and each.parameter.requires_grad and _is_swallowed(each)
+        each for each in set_up.trained if _keeps_nothing(each) and each.parameter.requires_grad and _is_swallowed(each)
     ]
     if found:
         group = found[0].group
@@ -171,14 +166,14 @@ KINDS = {
 
 def sensitive_modules(set_up: SetUp) -> Iterator[Values]:
     """Norms, routers and embeddings whose 16-bit weights are all that is kept."""
-    short = {id(each.parameter) for each in set_up.held if each.is_short}
+    short = {id(each.parameter) for each in set_up.trained if each.is_short}
     found: dict[str, list[str]] = {}
     for name, module in set_up.model.named_modules():
         kind = _kind(name, module)
         if kind and any(id(p) in short for p in module.parameters(recurse=False)):
             found.setdefault(kind, []).append(name or type(module).__name__)
     for kind, names in found.items():
-        dtype = next(each.storage.visible for each in set_up.held if each.is_short)
+        dtype = next(each.storage.visible for each in set_up.trained if each.is_short)
         yield {"where": told(names), "kind": kind, "why": KINDS[kind], "format": dtype}
 
 
@@ -198,18 +193,13 @@ def _keeps_nothing(each: Held) -> bool:
 
 
 def _is_normalized(each: Held) -> bool:
+    """Whether a rule's changes have at most about the size of the learning rate; of others they follow the gradient."""
     kind = type(each.optimizer).__name__.lower()
-    return any(name in kind for name in NORMALIZED)
+    return "sign" in kind or not ("sgd" in kind or "lbfgs" in kind)
 
 
 def _spacing(value: float, each: Held) -> float:
     return float(2.0 ** (torch.tensor(value).frexp().exponent.item() - 1 - each.storage.weight.mantissa_bits))
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Elements of what this rank holds, evenly spread and without randomness."""
-    flat = local_of(tensor).flatten()
-    return flat[:: max(1, flat.numel() // SAMPLE)]
 
 
 def _library(optimizer: torch.optim.Optimizer) -> str:

@@ -33,6 +33,8 @@ def replaced(set_up: SetUp) -> Iterator[Values]:
 def _unmatched(set_up: SetUp) -> tuple[dict[str, Tensor], list[Held]]:
     held, own = set_up.held, {id(p) for p in set_up.model.parameters()}
     known = {id(each.parameter) for each in held}
+    if not own & known and all(each.parameter.ndim == 1 for each in held):
+        return {}, []  # flat partitions of the weights, as of DeepSpeed and Megatron
     lost = {name: p for name, p in set_up.parameters.items() if p.requires_grad and id(p) not in known}
     return lost, [each for each in held if id(each.parameter) not in own]
 

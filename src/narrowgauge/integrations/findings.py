@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, overload
 
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.spec.tables import Table, name_columns, text_columns
@@ -118,8 +119,10 @@ class Findings(Sequence[Finding]):
         return self
 
     def finish(self) -> None:
-        """:meth:`close` after the last step to watch, and report by a warning and events."""
+        """:meth:`close` after the last step to watch, and report by a warning and events, on the first rank."""
         self.close()
+        if all_ranks().rank != 0:
+            return
         for each in self:
             kind = "note" if each.severity == "note" else "warning"
             emit(Event(kind, self.steps, f"{each.name}: {each.message}", tensor=each.where or None, advice=each.advice))

@@ -64,6 +64,8 @@ class GradientTracker:
         if (number := current_backward()) == self._pass:
             return
         self._pass, gradient = number, self.parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            return
         if gradient is None or not gradient.any():
             self.was_zeroed |= gradient is not None and self._follows_step
             self.num_passes, self.is_stale = 0, False
@@ -72,7 +74,7 @@ class GradientTracker:
         self.num_passes, self._follows_step = self.num_passes + 1, False
 
     def _after(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
+        if parameter.grad is not None and parameter.grad.layout is torch.strided:
             self._computed = parameter.grad.detach().clone()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from narrowgauge.integrations.check_table import found_in
 from narrowgauge.integrations.findings import Finding, Findings
 from narrowgauge.integrations.loop_watch import Seen, Watch
-from narrowgauge.integrations.set_up import SetUp, set_up_of, storage_of
+from narrowgauge.integrations.set_up import SetUp, set_up_of, storage_of, updates_of_averages
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.validation import Range
 
@@ -34,8 +34,8 @@ def check(
 
     Invariant: nothing is changed. Watched steps give the bits of unwatched ones, and every hook is removed after the last.
 
-    Schedules of these optimizers and ``AveragedModel`` s of this model are found by themselves, and a ``GradScaler`` once it
-    has called a watched step.
+    Schedules of these optimizers are found by themselves; so is a ``GradScaler`` that calls a watched step, and an
+    ``AveragedModel`` that is updated while steps are watched.
 
     Args:
         model: as the loop calls it, perhaps wrapped.
@@ -45,7 +45,7 @@ def check(
             ``with ng.check(…) as watched:``.
         scheduler: a learning-rate schedule that is no ``LRScheduler``.
         scaler: a loss scaler.
-        average: an average of the weights that is no ``AveragedModel``: a module, tensors, or a state dict.
+        average: an average of the weights: a module, tensors, or a state dict.
         loss: the loss of a step, before ``backward()``.
     Returns:
         The findings, most serious first; they print as a table. ``ok`` is whether there is nothing worse than a note,
@@ -75,10 +75,14 @@ def _watch(set_up: SetUp, handle: Findings) -> Callable[[], list[Finding]]:
     def is_scaled() -> bool:
         return any(isinstance(scaler, torch.amp.GradScaler) for scaler in set_up.scalers())
 
+    before = updates_of_averages(set_up.model)
     watch = Watch(set_up.model, set_up.optimizers, set_up.seen, is_scaled, handle.steps, handle.finish)
 
     def end() -> list[Finding]:
         watch.remove()
+        now = updates_of_averages(set_up.model)
+        updated = [average for average, count in now.items() if count > before.get(average, 0)]
+        set_up.averages += [each for each in updated if all(each is not known for known in set_up.averages)]
         return found_in(set_up)
 
     return end

@@ -143,7 +143,10 @@ class Watch:
             return
         weight = next(module.parameters(), None)
         kind = "cpu" if weight is None else weight.device.type
-        self.seen.autocasts.add(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+        if torch.is_autocast_enabled(kind):
+            self.seen.autocasts.add(torch.get_autocast_dtype(kind))
+        elif isinstance(module, nn.Linear):  # around a whole model, it may be switched on inside
+            self.seen.autocasts.add(None)
 
     def _in_backward(self, _: Tensor) -> None:
         """Before the first followed gradient of a backward pass arrives."""
@@ -185,7 +188,7 @@ class Watch:
             self._look_at_gradients(place)
         self._before[place] = self._left(optimizer, self._num_skipped[place])
         self._rates_of_pass = None
-        for tracker in self._trackers:
+        for tracker in self._trackers_of(optimizer):
             tracker.stepped()
         self._counts[place] += 1
         self.seen.steps = max(self._counts)
@@ -196,8 +199,7 @@ class Watch:
         optimizer, seen = self._optimizers[place], self.seen
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         seen.gradients |= {id(p): p.grad.dtype for p in parameters if p.grad is not None and p.grad.dtype != p.dtype}
-        own = {id(p) for p in parameters}
-        trackers = [tracker for tracker in self._trackers if id(tracker.parameter) in own and tracker.num_passes]
+        trackers = [tracker for tracker in self._trackers_of(optimizer) if tracker.num_passes]
         if trackers:
             seen.micro_batches = max(seen.micro_batches, min(tracker.num_passes for tracker in trackers))
             seen.stale += any(tracker.is_stale for tracker in trackers)
@@ -207,6 +209,10 @@ class Watch:
             before = self._before[place]
             last = None if before is None else before.request
             seen.is_unscaled |= optimizer.loss_scaler.request is last
+
+    def _trackers_of(self, optimizer: torch.optim.Optimizer) -> list[GradientTracker]:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [tracker for tracker in self._trackers if id(tracker.parameter) in own]
 
     def _look_at_clipping(self, parameters: Sequence[Tensor], trackers: Sequence[GradientTracker]) -> None:
         factor = common_factor(trackers)
@@ -258,7 +264,7 @@ def _written(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[int, 
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+    return [float(group.get("lr") or 0.0) for group in optimizer.param_groups]
 
 
 def _smallest(parameters: Sequence[Tensor]) -> list[Tensor]:

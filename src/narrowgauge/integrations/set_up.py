@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from narrowgauge.spec.storages import STORAGES, Storage
 
 NARROW = (torch.bfloat16, torch.float16)
 NAIVE = {torch.bfloat16: "naive", torch.float16: "float16/naive", torch.float32: "float32", torch.float64: "float32"}
+SAMPLE = 1 << 16
+"""Elements of each parameter that are looked at, evenly spread."""
 MASTER = {torch.bfloat16: "master", torch.float16: "float16/master"}
 
 # How optimizers of other libraries say that they keep what a narrow weight rounds off: an option of a group or an attribute
@@ -62,7 +65,8 @@ class Held:
     @property
     def rate(self) -> float:
         """The learning rate, or the one that a schedule multiplies."""
-        return max(float(self.group.get("lr", 0.0)), float(self.group.get("initial_lr", 0.0)))
+        # Some have None: transformers' Adafactor computes its own.
+        return max(float(self.group.get(name) or 0.0) for name in ("lr", "initial_lr"))
 
     @property
     def is_short(self) -> bool:
@@ -97,9 +101,9 @@ class SetUp:
         """The model's parameters by their names without wrappers."""
         return {_inner_name(name): parameter for name, parameter in self.model.named_parameters()}
 
-    @property
+    @cached_property
     def held(self) -> list[Held]:
-        """Every parameter of every optimizer, as often as a group names it."""
+        """Every parameter of every optimizer, as often as a group names it; as it is at the first look."""
         names = {id(p): name for name, p in self.parameters.items()}
         return [
             Held(names.get(id(p), f"param {place}"), p, group, optimizer, storage_of(optimizer, group, p))
@@ -109,9 +113,9 @@ class SetUp:
         ]
 
     @property
-    def is_ours(self) -> bool:
-        """Whether every optimizer is one of Narrowgauge's."""
-        return all(isinstance(optimizer, Optimizer) for optimizer in self.optimizers)
+    def trained(self) -> list[Held]:
+        """Those that have values and are not frozen."""
+        return [each for each in self.held if each.parameter.requires_grad and not each.parameter.is_meta]
 
     def scalers(self) -> list[Any]:
         """Every loss scaler that is known, each once: given, met in a step, or in an optimizer."""
@@ -136,13 +140,19 @@ def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramete
 
 def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
     """Whether a state is the float32 weight itself: within one rounding of the narrow one."""
-    weight = local_of(parameter.detach())
+    weight = sample(parameter.detach()).float()
     for value in dict(optimizer.state.get(parameter, {})).values():
         if isinstance(value, Tensor) and value.dtype is torch.float32 and value.shape == parameter.shape:
-            near = local_of(value) - weight.float()
-            if weight.count_nonzero() and bool((near.abs() <= 2.0**-7 * weight.float().abs() + 1e-30).all()):
+            is_near = (sample(value) - weight).abs() <= 2.0**-7 * weight.abs() + 1e-30
+            if weight.count_nonzero() and bool(is_near.all()):
                 return True
     return False
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Elements of what this rank holds, evenly spread and without randomness."""
+    flat = local_of(tensor).flatten()
+    return flat[:: max(1, flat.numel() // SAMPLE)]
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
@@ -166,7 +176,7 @@ def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
 
 
 def set_up_of(model: Any, optimizer: Any, scheduler: Any, scaler: Any, average: Any, loss: Tensor | None) -> SetUp:
-    """The set-up, with the schedules of these optimizers and the averages of this model that are alive in the process.
+    """The set-up, with the schedules of these optimizers that are alive in the process.
 
     Raises:
         RecipeError: what was given is no model or no optimizer.
@@ -174,15 +184,18 @@ def set_up_of(model: Any, optimizer: Any, scheduler: Any, scaler: Any, average: 
     if not isinstance(model, nn.Module):
         raise RecipeError(f"check was given a {type(model).__name__} as a model.", "Pass the torch.nn.Module.")
     optimizers = optimizers_of(optimizer)
-    alive = list(_alive((LRScheduler, AveragedModel)))
-    schedules = [
-        *_listed(scheduler),
-        *(s for s in alive if any(getattr(s, "optimizer", None) is o for o in optimizers)),
-    ]
+    alive = [s for s in _alive(LRScheduler) if any(getattr(s, "optimizer", None) is o for o in optimizers)]
+    return SetUp(model, optimizers, scaler, [*_listed(scheduler), *alive], list(_listed(average)), loss)
+
+
+def updates_of_averages(model: nn.Module) -> dict[AveragedModel, int]:
+    """Every ``AveragedModel`` of such a model in the process, with the number of its updates.
+
+    It may be left over from another run of this process: only one whose number grows is an average of this loop.
+    """
     shapes = _shapes(model)
-    averages = [s for s in alive if isinstance(s, AveragedModel) and s is not model and _shapes(s.module) == shapes]
-    unique = {id(each): each for each in [*_listed(average), *averages]}
-    return SetUp(model, optimizers, scaler, schedules, list(unique.values()), loss)
+    alive = [each for each in _alive(AveragedModel) if each is not model and _shapes(each.module) == shapes]
+    return {each: int(each.n_averaged) for each in alive}
 
 
 def tensors_of(average: Any) -> list[Tensor]:
@@ -193,9 +206,9 @@ def tensors_of(average: Any) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _alive(classes: tuple[type, ...]) -> Iterator[Any]:
+def _alive(kind: type) -> Iterator[Any]:
     # By type(): isinstance would ask proxies for their __class__, which may run code.
-    return (thing for thing in gc.get_objects() if issubclass(type(thing), classes))
+    return (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
