@@ -255,7 +255,8 @@ def compare(
     help="Write a zip file that report reads like the folders; a page only with --out.",
 )  # fmt: skip
 def report(runs: tuple[Path, ...], out: Path | None, pack: Path | None) -> None:
-    """Write one HTML page about runs. Each RUN is a run folder, the folder of a comparison, or a zip file of --pack.
+    """Write one HTML page about runs. Each RUN is a run folder, the folder of a comparison, a zip file of --pack, or the log of
+    another framework: a Hugging Face trainer_state.json, a Lightning metrics.csv, TensorBoard event files, or their folder.
 
     --pack writes what a page needs, to share it: settings, logged rows and summaries, without checkpoints and data. run.toml is
     packed unchanged, with the paths of model, data and folder, and the versions and processor of the machine.

@@ -12,6 +12,7 @@ from typing import Any
 
 from narrowgauge.comparison.labels import listed
 from narrowgauge.comparison.run_stats import TIMING_NOISE, RunStats, requested_steps
+from narrowgauge.runs.foreign_logs import is_foreign
 
 # What may differ between compared runs; learning rates and steps are examined separately.
 _FREE = {
@@ -28,13 +29,28 @@ def caveats(groups: Mapping[str, Sequence[RunStats]]) -> list[str]:
     """
     runs = [run for group in groups.values() for run in group]
     sentences = []
-    if unfinished := [_progress(run) for run in runs if not run.counts and not run.divergence]:
+    left_out = [run for run in runs if not run.counts and not run.divergence]
+    if unfinished := [_progress(run) for run in left_out if run.run.summary is None]:
         sentences.append(f"Not finished, and left out of every number: {listed(unfinished)}.")
+    if unknown := [_progress(run) for run in left_out if run.run.summary is not None]:
+        sentences.append(f"No validation loss was recorded, and left out of every number: {listed(unknown)}.")
+    sentences += _other_frameworks(runs)
     if differing := [*_differing_settings(runs), *_differing_texts(runs)]:
         sentences.append(
             f"The runs differ in more than recipe and seed ({'; '.join(differing)}): a difference is not due to the recipe alone."
         )
     return [*sentences, *_unit_scaled_models(runs), *_different_lengths(groups)]
+
+
+def _other_frameworks(runs: Sequence[RunStats]) -> list[str]:
+    """Runs that were read from other frameworks' logs."""
+    foreign = list(dict.fromkeys(run.label for run in runs if is_foreign(run.run)))
+    if not foreign:
+        return []
+    return [
+        f"Read from logs of other frameworks: {listed(foreign)}. Such a log holds no recipe, seed, size or audit, and most do "
+        "not say whether the run had ended: a difference may have any cause."
+    ]
 
 
 def _unit_scaled_models(runs: Sequence[RunStats]) -> list[str]:
@@ -58,7 +74,7 @@ def _unit_scaled_models(runs: Sequence[RunStats]) -> list[str]:
 
 def _different_lengths(groups: Mapping[str, Sequence[RunStats]]) -> list[str]:
     """Numbers of steps that differ, and whether the times are equal."""
-    steps = requested_steps(groups)
+    steps = {label: number for label, number in requested_steps(groups).items() if number is not None}
     if len(set(steps.values())) < 2:
         return []
     lengths = ", ".join(f"{label} {number}" for label, number in steps.items())

@@ -76,7 +76,8 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
         >>> run_labels([Run(Path("a"), {"config": {"recipe": "bf16/word", "lr": lr}}) for lr in rates])
         ['bfloat16/word, lr 0.001', 'bfloat16/word, lr 0.0001']
     """
-    labels = [recipe_name(run.config.get("recipe", run.path.name)) for run in runs]
+    # A folder may have the name of a recipe that it does not hold.
+    labels = [recipe_name(run.config["recipe"]) if "recipe" in run.config else run.path.name for run in runs]
     for distinguish in (_by_settings, _by_folder):
         for label in sorted(_repeated(labels, runs)):
             places = [place for place, name in enumerate(labels) if name == label]

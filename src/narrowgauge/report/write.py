@@ -10,6 +10,7 @@ from narrowgauge.comparison.labels import listed
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.archive import files_in, zip_file_of
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
+from narrowgauge.runs.foreign_logs import is_log
 from narrowgauge.runs.record import Run, is_run, read_run
 
 
@@ -17,7 +18,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     """The runs in folders and zip files, each of a run or a comparison.
 
     Args:
-        paths: run folders, folders that hold some, or zip files of ``--pack``.
+        paths: run folders or logs of other frameworks, folders that hold some, or zip files of ``--pack``.
     Returns:
         The runs, in the order named; those of one folder by name. None twice.
     Raises:
@@ -30,9 +31,9 @@ def run_folders(paths: Sequence[str | Path]) -> dict[Path, Path]:
     """The run folders that paths lead to, each with the path that led to it; see :func:`read_runs`."""
     places: dict[Path, Path] = {}
     for path in map(Path, paths):
-        inside = [path] if is_run(path) else runs_inside(path)
+        inside = [path] if is_run(path) or is_log(path) else runs_inside(path)
         if not inside:
-            found = "neither it nor a folder in it has a run.toml"
+            found = "neither it nor a folder in it has a run.toml, or a log of another framework"
             if not path.exists():
                 found = "there is no such folder"
             elif path.is_file():
@@ -52,7 +53,7 @@ def runs_inside(path: Path) -> list[Path]:
         if not path.is_dir():
             return [file.parent for file in files_in(path) if file.name == "run.toml"]
         folders = sorted(place for place in path.iterdir() if place.is_dir())
-    return [place for place in folders if is_run(place)]
+    return [place for place in folders if is_run(place) or is_log(place)]
 
 
 def title_of(found: Comparison) -> str:

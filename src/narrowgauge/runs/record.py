@@ -110,10 +110,12 @@ def is_run(path: Path) -> bool:
 def read_run(path: str | Path) -> Run:
     """Read a run folder, finished or not, even one that is being written, or one in a zip file (``runs.zip/first``).
 
-    A torn last line is dropped. A damaged line anywhere else is refused, and so is a row with a value of the wrong type.
+    A torn last line is dropped. A damaged line anywhere else is refused, and so is a row with a value of the wrong type. The log
+    of another framework is read too (``runs/foreign_logs.py``); what it does not hold is absent.
 
     Args:
-        path: the run folder, on the disk or in a zip file of ``narrowgauge report --pack``.
+        path: the run folder, on the disk or in a zip file of ``narrowgauge report --pack``; or a Hugging Face
+            ``trainer_state.json``, a Lightning ``metrics.csv`` or TensorBoard event files, or their folder.
 
     Returns:
         Its content.
@@ -130,6 +132,11 @@ def read_run(path: str | Path) -> Run:
         [{'step': 1, 'loss': nan}]
     """
     path = Path(path)
+    # Late, since those readers need this module.
+    from narrowgauge.runs.foreign_logs import is_log, read_log
+
+    if not is_run(path) and is_log(path):
+        return read_log(path)
     run = read_settings(path)
     steps, evals, events = (read_rows(path / f"{name}.jsonl") for name in ("steps", "evals", "events"))
     began_with = steps[0].pop(SETTINGS, None) if steps else None

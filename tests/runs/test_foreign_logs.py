@@ -1,0 +1,132 @@
+"""Logs of other frameworks as runs: their names, their damage, and a page that claims nothing that was not logged.
+
+What Lightning's and Hugging Face's own loggers write is read in ``tests/integrations/test_foreign_runs.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import narrowgauge as ng
+from narrowgauge.errors import RecordError
+from narrowgauge.report.packed_runs import pack
+from narrowgauge.report.write import report
+
+
+def events(folder: Path, scalars: dict[str, dict[int, float]]) -> Path:
+    """What PyTorch's own writer makes of these scalars."""
+    writer: Any = pytest.importorskip("torch.utils.tensorboard").SummaryWriter(str(folder))
+    for tag, series in scalars.items():
+        for step, value in series.items():
+            writer.add_scalar(tag, value, step)
+    writer.close()
+    return folder
+
+
+TITAN = {
+    "loss_metrics/global_avg_loss": {1: 8.0, 2: 7.5},
+    "lr/AdamW": {1: 1e-3, 2: 5e-4},
+    "grad_norm": {1: 2.0, 2: 1.5},
+    "memory/max_active(GiB)": {1: 3.0},
+}
+
+
+def test_an_event_file_is_read_by_the_names_of_torchtitan(tmp_path: Path) -> None:
+    run = ng.read_run(events(tmp_path / "titan", TITAN))
+    assert run.steps == [
+        {"step": 1, "loss": 8.0, "lr": pytest.approx(1e-3), "grad_norm": 2.0},
+        {"step": 2, "loss": 7.5, "lr": pytest.approx(5e-4), "grad_norm": 1.5},
+    ]
+    assert run.evals == [] and run.summary == {"steps": 2}
+
+
+def test_a_page_shows_them_beside_ours_and_claims_nothing_that_was_not_logged(tmp_path: Path) -> None:
+    theirs = events(tmp_path / "theirs", {"train/loss": {1: 3.0, 2: 2.5}, "val/loss": {2: 2.4}})
+    no_eval = events(tmp_path / "no_eval", {"train/loss": {1: 3.0, 2: 2.6}})
+    ours = tmp_path / "ours"
+    with ng.RunWriter.create(ours, {"config": {"recipe": "bfloat16/word", "seed": 0, "steps": 2}}) as writer:
+        for step, loss in ((1, 3.1), (2, 2.7)):
+            writer.step({"step": step, "loss": loss, "lr": 1e-3})
+        writer.eval({"step": 2, "val_loss": 2.6})
+        writer.summary({"val_loss": 2.6, "bytes_per_param": 8.0, "steps": 2})
+    found = ng.compare_runs([ng.read_run(path) for path in (ours, theirs, no_eval)])
+    mine, other, last = found.rows
+    assert (mine["bytes_per_param"], other["bytes_per_param"], other["edq"]) == (8.0, None, None)
+    assert other["val_loss"] == pytest.approx(2.4) and last["val_loss"] is None
+    text = found.text()
+    assert "Read from logs of other frameworks: theirs and no_eval." in text
+    assert "No validation loss was recorded, and left out of every number: no_eval" in text
+    assert "Not finished" not in text and "different numbers of steps" not in text and "cheapest" not in text
+    page = report([ours, theirs, no_eval], tmp_path / "page.html").read_text()
+    assert "theirs" in page and "no_eval" in page
+    assert report([tmp_path], tmp_path / "all.html").exists()  # a folder that holds runs of both kinds
+
+
+def state(**changes: Any) -> str:
+    whole = {"global_step": 1, "max_steps": 2, "log_history": [{"loss": 2.0, "step": 1, "epoch": 0.5}], **changes}
+    return json.dumps(whole)
+
+
+DAMAGED = {
+    "trainer_state.json": {
+        "is damaged": [state()[:-9], "[]", state(log_history=3), state(log_history=[{"loss": 1.0}])],
+        "which is not a number": [state(log_history=[{"loss": "low", "step": 1}])],
+        "holds no loss": [state(log_history=[{"reward": 1.0, "step": 1}])],
+    },
+    "metrics.csv": {
+        "no column 'step'": ["epoch,loss\n0,1.0\n", ""],
+        "which is not a number": ["step,loss\n0,low\n"],
+        "line 3 has not as many values": ["step,loss\n0,1.0\n1\n"],
+        "not a whole number": ["step,loss\n0.5,1.0\n"],
+        "is damaged": ["step,loss\n,1.0\n", "step,loss\n\x000,1.0\n"],
+    },
+}
+CASES = [
+    (file, reason, text) for file, reasons in DAMAGED.items() for reason, texts in reasons.items() for text in texts
+]
+
+
+@pytest.mark.parametrize(("file", "reason", "text"), CASES)
+def test_a_damaged_log_is_refused_in_one_line(file: str, reason: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text(text)
+    for path in (tmp_path, tmp_path / file):
+        with pytest.raises(RecordError, match=reason) as refusal:
+            ng.read_run(path)
+        assert "\n" not in str(refusal.value) and file in str(refusal.value)
+
+
+def test_a_damaged_event_file_is_refused_and_a_torn_end_is_left_out(tmp_path: Path) -> None:
+    (file,) = events(tmp_path, TITAN).iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-5])
+    assert len(ng.read_run(tmp_path).steps) == 2  # the memory was the last scalar
+    file.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
+    with pytest.raises(RecordError, match="crc32") as refusal:
+        ng.read_run(tmp_path)
+    assert str(refusal.value).count("tfevents") == 1
+
+
+def test_logs_are_not_packed(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text(state())
+    with pytest.raises(RecordError, match="only run folders are packed"):
+        pack([tmp_path], tmp_path / "runs.zip")
+    assert not (tmp_path / "runs.zip").exists()
+
+
+def test_a_log_in_a_folder_named_like_a_recipe_is_not_of_that_recipe(tmp_path: Path) -> None:
+    (tmp_path / "float32").mkdir()
+    (tmp_path / "float32" / "metrics.csv").write_text("step,train_loss,val_loss\n0,2.0,\n0,,2.1\n")
+    found = ng.compare_runs([ng.read_run(tmp_path / "float32")])
+    assert [row["recipe"] for row in found.rows] == ["float32"] and found.rows[0]["val_loss"] == 2.1
+
+
+def test_reading_a_log_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,train_loss\n0,2.0\n")
+    code = f"import sys, narrowgauge as ng; print(len(ng.read_run({str(tmp_path)!r}).steps), 'torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["1", "False"]
