@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,12 @@ def test_a_plain_trainer_is_recorded_from_its_log(tmp_path: Path) -> None:
     args.logging_steps = 2
     with pytest.raises(RecipeError, match="logging_steps=1"):
         trainer_of(tmp_path, run, Trainer, mixin=dict(given)).train()
+
+
+def test_the_example_resumes_and_saves(capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "huggingface_trainer.py"
+    assert len(example.read_text().splitlines()) <= 60
+    runpy.run_path(str(example), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert "resumed at step 10: the same bits True" in lines and "saved in torch.bfloat16" in lines
+    assert lines[-1].startswith("a run folder of 20 steps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,12 @@ def test_the_bf16_that_trl_sets_itself_is_refused_where_the_recipe_computes_othe
     with pytest.raises(RecipeError, match="bf16=False"):
         sft(tmp_path, run, words, "float32/word")
     assert sft(tmp_path, run, words, "float32/word", bf16=False).recipe.name == "float32/word"
+
+
+def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "trl_sft.py"
+    assert len(example.read_text().splitlines()) <= 60
+    runpy.run_path(str(example), run_name="__main__")
+    loss, states = capsys.readouterr().out.splitlines()[-2:]
+    first, last = (float(loss.split()[place]) for place in (1, 3))
+    assert last < first and states.startswith("28 adapters have states, 8.0 bytes")
