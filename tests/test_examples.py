@@ -194,3 +194,14 @@ def test_many_ranks_have_the_bits_of_one() -> None:
     assert done.returncode == 0, done.stderr
     one, two = (line.split("  ") for line in done.stdout.splitlines())
     assert (one[0], two[0]) == ("1 rank", "2 ranks") and one[1:] == two[1:] and len(text.splitlines()) < 90
+
+
+def test_lightning_training_learns_with_one_word(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip(
+        "lightning", reason="narrowgauge[lightning] is not installed: ./dev test integrations installs it"
+    )
+    text = (EXAMPLES / "lightning_training.py").read_text()
+    runpy.run_path(str(EXAMPLES / "lightning_training.py"), run_name="__main__")
+    losses, sizes = capsys.readouterr().out.splitlines()[-2:]
+    first, last = (float(losses.split()[place]) for place in (1, 4))
+    assert last < 0.8 * first and len(text.splitlines()) <= 60 and float(sizes.split()[0]) < 8.5

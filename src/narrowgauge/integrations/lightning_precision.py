@@ -145,6 +145,10 @@ class RecipePrecision(_Base):
         self._bind(made)
         return made
 
+    def trained_part(self, module: nn.Module) -> nn.Module:
+        """The model inside a converted module: the module itself, or what a LightningModule wraps."""
+        return self._converted(module).model
+
     def _converted(self, module: nn.Module) -> Converted:
         found = [_CONVERTED[part] for part in module.modules() if part in _CONVERTED]
         if not found:

@@ -173,6 +173,10 @@ class Reporter:
             return Delivery(row.title, partial(_raise, error))
         return Delivery(row.title, partial(make, self.folder, settings, step))
 
+    def add(self, delivery: Delivery) -> None:
+        """Send rows and events from now on to one more logger, such as a framework's own."""
+        self._deliveries.append(delivery)
+
     def _send(self, method: str, *arguments: object) -> None:
         for delivery in self._deliveries:
             delivery.send(method, *arguments)

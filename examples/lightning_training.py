@@ -1,0 +1,54 @@
+"""Train in Lightning with a recipe: one word for the Trainer, a run folder beside its own logs.
+
+    python examples/lightning_training.py
+
+A tiny Llama learns a walk over the vocabulary with float8 matmuls and 8 bytes per parameter. Needs narrowgauge[lightning].
+"""
+
+import tempfile
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import narrowgauge as ng
+from narrowgauge.integrations.lightning_monitor import NarrowgaugeMonitor
+from narrowgauge.integrations.lightning_precision import NarrowgaugePrecision
+
+SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+class Model(pl.LightningModule):
+    """A language model as for any other precision: nothing here knows a format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+
+    def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return ng.AdamW(self.parameters(), lr=3e-3)
+
+
+def main() -> None:
+    pl.seed_everything(0, verbose=False)
+    steps = torch.randint(0, 3, (30, 4, 32))
+    batches = torch.utils.data.DataLoader(list(steps.cumsum(-1) % 64), batch_size=None)
+    folder = Path(tempfile.mkdtemp())
+    trainer = pl.Trainer(
+        plugins=NarrowgaugePrecision("float8-row/word"),
+        callbacks=[NarrowgaugeMonitor(folder / "run", gauges_every=10, tokens=torch.numel)],
+        gradient_clip_val=1.0, max_epochs=1, accelerator="cpu", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Model(), batches)
+    run = ng.read_run(folder / "run")
+    print(f"loss {run.steps[0]['loss']:.2f} at first, {run.steps[-1]['loss']:.2f} after {len(run.steps)} steps")
+    print(f"{run.summary['bytes_per_param']:.1f} bytes per parameter; EDQ {run.summary['edq']:.4f}")
+
+
+if __name__ == "__main__":
+    main()
