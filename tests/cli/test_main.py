@@ -34,7 +34,18 @@ from narrowgauge.trainer.streamed_export import MAX_FILE_BYTES
 
 # The package that is tested, wherever a process is started.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
-TABLES = ("formats", "recipes", "aliases", "gathers", "scales", "storages", "reductions", "chips", "models")
+TABLES = (
+    "formats",
+    "recipes",
+    "aliases",
+    "gathers",
+    "scales",
+    "storages",
+    "reductions",
+    "chips",
+    "models",
+    "frameworks",
+)
 
 
 def call(*words: str) -> Result:

@@ -15,6 +15,7 @@ from narrowgauge.spec import details, formats, notation, propagation, recipes, s
 from narrowgauge.spec.aliases import ALIASES
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.computes import COMPUTES, PLACES
+from narrowgauge.spec.frameworks import FRAMEWORKS
 from narrowgauge.spec.models import MODELS
 
 NAMES = {
@@ -26,6 +27,7 @@ NAMES = {
     "storages": list(recipes.STORAGES),
     "chips": list(CHIPS),
     "models": list(MODELS),
+    "frameworks": list(FRAMEWORKS),
 }
 
 

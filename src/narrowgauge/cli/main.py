@@ -34,7 +34,7 @@ def main(context: click.Context) -> None:
 @main.group("show", invoke_without_command=True)
 @click.pass_context
 def show_group(context: click.Context) -> None:
-    """Print formats, recipes, computes, gathers, storages, reductions, aliases, scales, chips, models; one entry; the machine."""
+    """Print a table (formats, recipes, storages, chips, frameworks, …), one of its rows, or the machine."""
     _help_without_command(context)
 
 
@@ -63,6 +63,7 @@ _add_table("storages", "How weights and moments are stored between steps.")
 _add_table("reductions", "How gradients are summed across ranks, and in which format they travel.")
 _add_table("chips", "Accelerators: memory, bandwidth, peak rates, links.")
 _add_table("models", "Preset models: shapes and parameter counts.")
+_add_table("frameworks", "Checkpoints of other libraries: what is read, written and refused.")
 
 
 @show_group.command("format")
@@ -300,7 +301,6 @@ def export(
 @click.argument("source", metavar="CKPT", type=click.Path(path_type=Path))
 @click.option(
     "--recipe",
-    required=True,
     metavar="TEXT",
     type=flags.RECIPE,
     shell_complete=flags.recipes,
@@ -318,19 +318,29 @@ def export(
     "--names", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False, exists=True),
     help="Parameter names in the model's order, one per line, if CKPT does not contain them.",
 )  # fmt: skip
+@click.option(
+    "--like", metavar="CKPT", type=click.Path(path_type=Path),
+    help="Instead of --recipe: write a copy of this checkpoint of DeepSpeed, Megatron-Core or nanotron, with CKPT's state in it.",
+)  # fmt: skip
 @_as_json
 def convert(
-    source: Path, recipe: Recipe, out: Path | None, optimizer: Path | None, names: Path | None, as_json: bool
+    source: Path,
+    recipe: Recipe | None,
+    out: Path | None,
+    optimizer: Path | None,
+    names: Path | None,
+    like: Path | None,
+    as_json: bool,
 ) -> None:
-    """Convert the training state CKPT (a run, checkpoint, torch.save file or Hugging Face weights) to another storage."""
+    """Convert the training state CKPT (a run, or a checkpoint of another library: see `show frameworks`) to another storage."""
     launching.require_one_process("convert")
     from narrowgauge.conversion.preflight import require_convertible
 
-    require_convertible(source, recipe, out, optimizer)
+    require_convertible(source, recipe, out, optimizer, like)
     from narrowgauge.conversion import states
 
     listed = names.read_text(encoding="utf-8").split() if names is not None else ()
-    report = states.convert(source, recipe, out, optimizer, listed)
+    report = states.convert(source, recipe, out, optimizer, listed, like)
     if as_json:
         tables.write_json(report.row())
     else:

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from narrowgauge.conversion.stand_ins import load_pickle
 from narrowgauge.errors import DataError
 from narrowgauge.runs.atomic_io import load_json
 
@@ -178,7 +179,7 @@ def load(file: Path) -> dict[str, Any]:
     try:
         if file.suffix == ".safetensors":
             return dict(load_file(file))
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        content = load_pickle(file)
     except UNREADABLE as error:
         raise unreadable(file, error) from error
     if not isinstance(content, Mapping):

@@ -1,4 +1,4 @@
-"""Training states of other libraries: ``torch.optim``, bitsandbytes, Hugging Face.
+"""Training states of other libraries: of single files, whose values ``encodings`` decodes, and of sharded checkpoints.
 
 ``torch.optim`` states index their parameters by number; they contain names only if the optimizer was given named
 parameters. Otherwise parameters are matched by the model's order: that of a ``state_dict``, or of the model that a Hugging
@@ -16,16 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.conversion.files import find
+from narrowgauge.conversion.deepspeed_zero import is_zero, open_zero
+from narrowgauge.conversion.encodings import decoded, encoding_of, shape_of, unnested
+from narrowgauge.conversion.files import UNREADABLE, find
+from narrowgauge.conversion.megatron import is_megatron, open_megatron
+from narrowgauge.conversion.nanotron import is_nanotron, open_nanotron
+from narrowgauge.conversion.sharded import Sharded
 from narrowgauge.conversion.source import Source, matched, numbers_of, under_names
-from narrowgauge.errors import DataError
+from narrowgauge.errors import DataError, NarrowgaugeError
 from narrowgauge.optim.validation import known_row
-from narrowgauge.spec.storages import STATE_NAMES, for_vectors
+from narrowgauge.spec.storages import for_vectors
 
-# Values per scale of bitsandbytes, in memory order: from version 0.44 on, and before it.
-_BLOCK_SIZES = (256, 2048)
-_8BIT = "__bnb_optimizer_quant_state__"
-_8BIT_KEYS = {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"}
+# Checkpoints of frameworks that divide parameters over ranks: how each is recognized and opened; see spec/frameworks.py.
+SHARDED: dict[str, tuple[Callable[[Path], bool], Callable[..., Sharded]]] = {
+    "DeepSpeed ZeRO": (is_zero, open_zero),
+    "Megatron-Core": (is_megatron, open_megatron),
+    "nanotron": (is_nanotron, open_nanotron),
+}
 
 
 def read_foreign(path: Path, optimizer: Path | None, names: Sequence[str] = ()) -> Source:
@@ -38,6 +45,12 @@ def read_foreign(path: Path, optimizer: Path | None, names: Sequence[str] = ()) 
     Raises:
         DataError: files that cannot be read, matched or converted.
     """
+    if (row := sharded_format(path)) is not None:
+        if optimizer is not None:
+            raise DataError(
+                f"{path} contains its own optimizer state, and {optimizer} was given too.", "Give one of them."
+            )
+        return open_sharded(row, path).source()
     found = find(path, optimizer)
     numbers, others = numbers_of(found.weights)
     if not numbers:
@@ -48,9 +61,35 @@ def read_foreign(path: Path, optimizer: Path | None, names: Sequence[str] = ()) 
     return replace(source, left_out=(*found.left_out, *_options(found.state["param_groups"])))
 
 
+def sharded_format(path: Path) -> str | None:
+    """The framework that divided a checkpoint over files of ranks, a key of :data:`SHARDED`."""
+    return next((name for name, (is_it, _) in SHARDED.items() if is_it(path)), None) if path.is_dir() else None
+
+
+def open_sharded(framework: str, path: Path, *, writable: bool = False) -> Sharded:
+    """Open a checkpoint of a framework.
+
+    Args:
+        framework: from :func:`sharded_format`.
+        path: its folder.
+        writable: map its files so that they can be written in place.
+    Raises:
+        DataError: it cannot be read, or is refused.
+    """
+    try:
+        return SHARDED[framework][1](path, writable=writable)
+    except NarrowgaugeError:
+        raise
+    except (*UNREADABLE, TypeError, AttributeError, IndexError) as error:
+        raise DataError(
+            f"{path} is not laid out as {framework} does it ({type(error).__name__}: {error}).",
+            "narrowgauge show frameworks lists the versions that are known.",
+        ) from error
+
+
 def _options(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """The options of the source's parameter groups, which are not converted: the new optimizer has its own."""
-    names = ("lr", "betas", "eps", "weight_decay")
+    names = ("lr", "betas", "beta1", "beta2", "eps", "weight_decay")
     found = [name for name in names if any(name in group for group in groups)]
     return [f"{', '.join(found)} of the optimizer"] if found else []
 
@@ -73,13 +112,20 @@ def _with_state(
         storages = {names[key]: known_row(group["storage"], {}) for group in groups for key in group["params"]}
         storages = {n: for_vectors(storage) if weights[n].ndim < 2 else storage for n, storage in storages.items()}
         return Source("narrowgauge", weights, states, storages, others)
-    origin = "bitsandbytes" if any(_8BIT in entry or "state1" in entry for entry in states.values()) else "torch.optim"
-    moments = {name: _moments(name, entry, weights[name], where) for name, entry in states.items()}
-    return Source(origin, weights, moments, others=others)
+    options = {names[key]: group for group in groups for key in group["params"]}
+    origin, read = "torch.optim", dict(weights)
+    moments: dict[str, dict[str, Any]] = {}
+    for name, nested in states.items():
+        entry = unnested(nested)
+        row = encoding_of(entry, options[name])
+        read[name], moments[name] = decoded(row, entry, options[name], weights[name], name, where)
+        origin = row.origin if row.origin != "torch.optim" else origin
+    return Source(origin, read, moments, others=others)
 
 
 def _require_adam(group: Mapping[str, Any], where: Path) -> None:
-    if not {"betas", "eps"} <= set(group) or {"momentum", "rank"} & set(group):
+    betas = {"beta1", "beta2"} if "beta2" in group else {"betas"}  # optimi names them one by one
+    if not betas | {"eps"} <= set(group) or {"momentum", "rank"} & set(group):
         options = ", ".join(str(key) for key in group if key not in ("params", "param_names"))
         raise DataError(
             f"{where} contains the state of an optimizer other than AdamW or Adam: its options are {options}.",
@@ -110,7 +156,7 @@ def _names(
     keys = [key for group in groups for key in group["params"]]
     if is_given:
         return dict(zip(keys, order, strict=True))
-    shapes = {key: _shape(states[key]) for key in keys if key in states}
+    shapes = {key: shape_of(states[key]) for key in keys if key in states}
     listed = _by_group(groups, shapes, weights, [name for name in order if name in weights])
     listed = listed or _by_shape(keys, shapes, weights)
     fits = len(listed) == len(keys) and all(
@@ -146,69 +192,3 @@ def _by_group(
     if kinds in ([{True}, {False}], [{False}, {True}]):
         return [name for kind in kinds for name in order if (weights[name].ndim > 1) in kind]
     return []
-
-
-def _shape(entry: Mapping[str, Any]) -> torch.Size:
-    """The shape of the parameter that a state belongs to."""
-    entry = _unnested(entry)
-    first = entry.get("exp_avg", entry.get("state1"))
-    if first is None:  # ours, packed: any plane except the scales of rows
-        planes = [t for name, t in entry.items() if isinstance(t, Tensor) and name != "step" and "_bound" not in name]
-        first = planes[0] if planes else torch.empty(0, dtype=torch.float32)
-    shape: torch.Size = first.shape
-    return shape
-
-
-def _unnested(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state; bitsandbytes nests most of it one level deeper, where FSDP does not touch it."""
-    return {**{key: value for key, value in entry.items() if key != _8BIT}, **entry.get(_8BIT, {})}
-
-
-# ── values ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _moments(name: str, entry: dict[str, Any], weight: Tensor, where: Path) -> dict[str, Any]:
-    """The float32 moments and the step count of a parameter."""
-    entry = _unnested(entry)
-    is_8bit = "state1" in entry
-    known = _8BIT_KEYS if is_8bit else {"step", *STATE_NAMES}
-    needed = {"step", "state1", "state2"} if is_8bit else known
-    if odd := sorted(set(entry) - known) or sorted(needed - set(entry)):
-        raise DataError(
-            f"the state of '{name}' in {where} {'contains' if odd[0] in entry else 'lacks'} '{odd[0]}'.",
-            f"Only states of Adam and AdamW can be converted: {' and '.join(STATE_NAMES)}.",
-        )
-    if is_8bit:
-        first, second = (_dequantized(entry, part, f"'{name}' in {where}") for part in "12")
-    else:
-        first, second = (entry[state].float() for state in STATE_NAMES)
-    for value in (first, second):
-        if value.shape != weight.shape:
-            raise DataError(
-                f"'{name}' has shape {tuple(weight.shape)}, and its state in {where} has shape {tuple(value.shape)}.",
-                "Give weights and state of one model.",
-            )
-    return {"step": int(entry["step"]), "exp_avg": first, "exp_avg_sq": second}
-
-
-def _dequantized(entry: Mapping[str, Any], part: str, whose: str) -> Tensor:
-    """Dequantize a moment of bitsandbytes: the value of each code in the map, times the absmax of its block.
-
-    Source: Dettmers et al., ICLR 2022 (2110.02861), block-wise dynamic quantization.
-    """
-    codes: Tensor = entry[f"state{part}"]
-    if codes.dtype is not torch.uint8:
-        return codes.float()  # small tensors stay in float32
-    table, scales = entry.get(f"qmap{part}"), entry.get(f"absmax{part}")
-    if table is None or scales is None:
-        raise DataError(
-            f"the 8-bit state of {whose} is not block-wise.", "bitsandbytes writes it with block_wise=True."
-        )
-    size = next((size for size in _BLOCK_SIZES if -(-codes.numel() // size) == scales.numel()), 0)
-    if not size:
-        raise DataError(
-            f"the 8-bit state of {whose} has {scales.numel()} scales for {codes.numel()} values; blocks of "
-            f"{' or '.join(map(str, _BLOCK_SIZES))} values are supported."
-        )
-    values: Tensor = table.float()[codes.flatten().long()] * scales.float().repeat_interleave(size)[: codes.numel()]
-    return values.reshape(codes.shape)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from narrowgauge.errors import DataError
+from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.runs.writer import require_free
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
 
 def require_convertible(
-    source: Path, recipe: str | Path | Recipe, out: Path | None = None, optimizer: Path | None = None
-) -> Recipe:
+    source: Path,
+    recipe: str | Path | Recipe | None,
+    out: Path | None = None,
+    optimizer: Path | None = None,
+    like: Path | None = None,
+) -> Recipe | None:
     """Check the paths of a conversion and parse its recipe.
 
     Args:
@@ -20,18 +24,27 @@ def require_convertible(
         recipe: as in :func:`narrowgauge.prepare`.
         out: folder to create, if given.
         optimizer: file of the optimizer state, if given.
+        like: a checkpoint of another framework to write instead, if given.
     Returns:
-        The recipe.
+        The recipe; ``None`` with ``like``.
     Raises:
-        RecipeError: an unknown recipe.
+        RecipeError: an unknown recipe, or neither or both of ``recipe`` and ``like``.
         RecordError: ``out`` exists and is not empty.
         DataError: a path does not exist.
     """
-    policy = parse(recipe)
+    if (recipe is None) == (like is None):
+        raise RecipeError(
+            f"the target of a conversion is a recipe or a checkpoint of another framework; {'both' if recipe else 'neither'} "
+            "was given.",
+            "Give --recipe NAME, or --like CKPT.",
+        )
+    policy = None if recipe is None else parse(recipe)
     if out is not None:
         require_free(out)
     if not source.exists():
         raise DataError(f"there is nothing to convert: {source} does not exist.", "Give a run, a checkpoint or a file.")
+    if like is not None and not like.is_dir():
+        raise DataError(f"{like} is not a folder.", "Give a checkpoint of DeepSpeed, Megatron-Core or nanotron.")
     if optimizer is not None and not optimizer.is_file():
         raise DataError(f"the optimizer state {optimizer} is not a file.", "Give a file that torch.save wrote.")
     return policy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from narrowgauge.conversion.folders import (
     write_run,
 )
 from narrowgauge.conversion.foreign import read_foreign
+from narrowgauge.conversion.like import write_like
 from narrowgauge.conversion.preflight import require_convertible
 from narrowgauge.conversion.source import Source
 from narrowgauge.distributed.ranks import ALONE, all_ranks
@@ -43,12 +44,13 @@ from narrowgauge.spec.storages import STATE_NAMES, Storage
 
 def convert(
     source: str | Path,
-    recipe: str | Path | Recipe,
+    recipe: str | Path | Recipe | None = None,
     out: str | Path | None = None,
     optimizer: str | Path | None = None,
     names: Sequence[str] = (),
+    like: str | Path | None = None,
 ) -> Report:
-    """Convert a training state to the storage of a recipe.
+    """Convert a training state to the storage of a recipe, or to a checkpoint of another framework.
 
     Invariant: a value that the target represents stays exact; else weights round to nearest and moments as their code rounds.
     The same source and recipe give the same bits. ``out`` is complete or does not exist.
@@ -56,14 +58,18 @@ def convert(
     Args:
         source: a run folder or one of its checkpoints; a ``torch.save`` file of ``{"model": …, "optimizer": …}`` with the
             state of a ``torch.optim`` Adam or AdamW, of a bitsandbytes 8-bit Adam, or of one of our optimizers; a checkpoint
-            of Lightning or of Accelerate's ``save_state``; or only weights: a Hugging Face folder, a safetensors file, a
-            ``torch.save`` file of a ``state_dict``.
+            of Lightning or of Accelerate's ``save_state``; a checkpoint of DeepSpeed ZeRO, Megatron-Core or nanotron; or only
+            weights: a Hugging Face folder, a safetensors file, a ``torch.save`` file of a ``state_dict``.
+            ``narrowgauge show frameworks`` lists all of them.
         recipe: as in :func:`narrowgauge.prepare`.
         out: the folder to create, for :func:`narrowgauge.restore`, and for ``narrowgauge resume`` if the source is a run;
             default: next to the source, named after the recipe.
         optimizer: a ``torch.save`` file with the optimizer state, if separate from the weights.
         names: ``[name for name, _ in model.named_parameters()]``, needed where the optimizer has no parameter names and
             the files do not contain the model's order.
+        like: instead of a recipe, a checkpoint of DeepSpeed, Megatron-Core or nanotron of the same model: ``out`` becomes a
+            copy of it with the weights, moments and step count of the source. They become float32, which holds all of
+            ours; what the model computes with, is rounded to the nearest.
     Returns:
         A report of what was converted, lost and left out; also written to ``out/conversion.json``.
     Raises:
@@ -85,7 +91,10 @@ def convert(
         [1.0, 1.0, 1.0]
     """
     path, state = Path(source), None if optimizer is None else Path(optimizer)
-    policy = require_convertible(path, recipe, None if out is None else Path(out), state)
+    template = None if like is None else Path(like)
+    policy = require_convertible(path, recipe, None if out is None else Path(out), state, template)
+    if policy is None:
+        return write_like(path, _read(path, state, names), _float32, cast("Path", template), out)
     place = Path(out) if out is not None else _default_folder(path, policy)
     require_free(place)
     found = _read(path, state, names)

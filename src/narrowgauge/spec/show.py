@@ -1,4 +1,4 @@
-"""The tables of formats, recipes, aliases, computes, gathers, scales, storages, reductions, chips and models, to print.
+"""The tables of formats, recipes, aliases, computes, gathers, scales, storages, reductions, chips, models and frameworks.
 
 Each table is a list of dicts, derived from the same values that the rest of the package computes with. ``--json`` prints all of
 a dict; a terminal and the documentation print selected columns.
@@ -17,6 +17,7 @@ from narrowgauge.spec.aliases import ALIASES, Alias
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.codes import Code
 from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.frameworks import FRAMEWORKS
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import Storage
@@ -27,7 +28,7 @@ def rows(name: str) -> list[Row]:
     """One table, as plain values that JSON can hold.
 
     Args:
-        name: formats, recipes, aliases, computes, gathers, scales, storages, reductions, chips or models.
+        name: formats, recipes, aliases, computes, gathers, scales, storages, reductions, chips, models or frameworks.
     Returns:
         A dict per row, each with ``name``. ``recipes`` lists each compute with its default storage, and each storage with
         its default compute (:func:`narrowgauge.spec.notation.representative_names`).
@@ -211,6 +212,7 @@ _MAKERS: dict[str, Callable[[], list[Row]]] = {
     "reductions": lambda: [_reduction_row(row) for row in reductions.REDUCTIONS.values()],
     "chips": _chip_rows,
     "models": _model_rows,
+    "frameworks": lambda: [_fields(row) for row in FRAMEWORKS.values()],
 }
 
 _BYTES = Column("B/param", "bytes_per_param", right=True)
@@ -271,5 +273,9 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
             heads="num_heads", kv_heads="num_kv_heads", vocabulary="vocab_size", positions="max_positions",
         ),
         *text_columns(tied="tie_embeddings", source="source"),
+    ),
+    "frameworks": (
+        *name_columns(checkpoints_of="name"),
+        *text_columns(version="version", read="reads", written="writes", rounded="exact", refused="refused", checked="checked"),
     ),
 }  # fmt: skip
