@@ -27,7 +27,7 @@ from narrowgauge.spec.accumulations import ACCUMULATIONS
 from narrowgauge.spec.recipes import Recipe
 
 _OF_A_STEP = ("activations", "logits", "buffers", "gradients")
-_FORMULA_ERROR = 0.04
+_FORMULA_ERROR = 0.05
 
 
 def memory_terms(
