@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import FormatError, RecipeError
-from narrowgauge.matmul import inference
+from narrowgauge.matmul import custom_ops, inference
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import is_linear, is_transposed
 from narrowgauge.numerics.plain import linear, matmul
@@ -54,7 +54,7 @@ class _Product(torch.autograd.Function):
         return matmul(grads[0], ctx.layer.dequantize().to(grads[0].dtype)), None
 
 
-class FrozenLinear(inference.QuantizedLinear, nn.Linear):
+class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
     """A frozen linear layer with codes and scales instead of a weight, through which gradients flow to its input.
 
     PEFT takes it for an ``nn.Linear``, so that adapters may be added before or after.
@@ -220,7 +220,7 @@ def _pack(module: Any, compute: Compute, shared: dict[int, Any]) -> None:
         own.clear()
     module.__class__ = PackedLinear
     module.compute, module.replaced_bytes = compute, weight.nbytes
-    module.registered_name = inference.custom_ops.register(compute)
+    module.registered_name = custom_ops.register(compute)
     module.out_features, module.in_features = matrix.shape
     for name, tensor in zip(PackedLinear.exact, shared[id(weight)][1:], strict=True):
         module.register_buffer(name, tensor)

@@ -30,7 +30,7 @@ from narrowgauge.numerics.quantization import blocked, padded, quantize
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute
 from narrowgauge.spec.variants import get_compute
 
-EXACT = ("weight_codes", "weight_scales")
+EXACT: tuple[str, ...] = ("weight_codes", "weight_scales")
 
 
 class InferenceBytes(NamedTuple):

@@ -239,6 +239,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         self.settle()
+        self._registry.follow()
         if len(self._registry.stores) > sum(len(group["params"]) for group in self.param_groups):
             self._states.discard(self._registry.orphans())
         for group in self.param_groups:

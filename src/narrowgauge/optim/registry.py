@@ -23,6 +23,7 @@ from narrowgauge.optim.external_writes import (
     snapshot_of,
 )
 from narrowgauge.optim.kernel import Kernel, MatrixKernel, StepKernel
+from narrowgauge.optim.replacements import Place, bring, check_heir, heir_of, is_elsewhere, pass_on, places_of, settle
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
 from narrowgauge.optim.stores import Store
@@ -57,6 +58,7 @@ class Registry:
         self.stores: dict[Tensor, Store] = {}
         self.buckets: list[Bucket] = []
         self.kernels: dict[tuple[str, Storage], Kernel] = {}
+        self._places: dict[Tensor, Place] = {}
         self._warned = False
 
     # ── what belongs to a parameter ─────────────────────────────────────────────────────────────────────────────────
@@ -100,11 +102,13 @@ class Registry:
 
     def with_states(self) -> dict[Tensor, None]:
         """The parameters that have a store, in the order in which they got it."""
+        self.follow()
         known = set(self.parameters())
         return {parameter: None for parameter in self.stores if parameter in known}
 
     def get(self, parameter: Tensor) -> Store | None:
         """The store of a parameter, with all writes to it adopted; ``None`` where there is none."""
+        self.follow()
         if (store := self.stores.get(parameter)) is not None:
             self.adopt_writes([store], loaded=False)
         return store
@@ -142,6 +146,8 @@ class Registry:
                 row = row.keeping(rule.kept)
             rules[rule.name] = rule
             alike.setdefault((rule.name, row, parameter.device), []).append(parameter)
+        if alike:
+            self._places = places_of(self._groups()) | {p: self._places[p] for p in self.stores if p in self._places}
         for (name, row, _), members in alike.items():
             stores, buckets = make_stores(members, row, self._kernel(rules[name], row))
             self.buckets += buckets
@@ -202,8 +208,45 @@ class Registry:
             self.buckets += without(bucket, gone) if touched else [bucket]
         return gone
 
+    def follow(self) -> None:
+        """Pass the states of parameters that others have replaced, at their places in the groups, to these.
+
+        Raises:
+            RecipeError: they have another format.
+
+        Cost: a look at one parameter, where none was replaced.
+        """
+        first, groups = next(iter(self.stores), None), self._groups()
+        if first is None or self._is_at(first, groups):
+            return
+        known = places_of(groups)
+        gone = {p: store for p, store in self.stores.items() if p not in known}
+        if not gone:
+            self._places = known
+        heirs = {p: heir_of(store, self._places.get(p), groups) for p, store in gone.items()}
+        replaced = {p: heir for p, heir in heirs.items() if heir is not None and heir not in self.stores}
+        names = self.parameter_names()
+        for old, heir in replaced.items():
+            check_heir(gone[old], heir, names.get(heir, "param"))
+        for group in groups:
+            members = set(group["params"])
+            self.make(group, [heir for heir in replaced.values() if heir in members])
+        lost = [names[heir] for old, heir in replaced.items() if not pass_on(gone[old], self.stores[heir])]
+        self.remove(replaced)
+        if lost:
+            warnings.warn(
+                f"'{lost[0]}' was replaced by a parameter of other values: it starts from these.", stacklevel=3
+            )
+
+    def _is_at(self, parameter: Tensor, groups: Sequence[Group]) -> bool:
+        """Whether a parameter still has the place that it had when its store was made."""
+        number, index = self._places.get(parameter, (0, 0))
+        members = groups[number]["params"] if number < len(groups) else ()
+        return index < len(members) and members[index] is parameter
+
     def orphans(self) -> list[Tensor]:
         """Parameters that have a store and no param group any more."""
+        self.follow()
         known = set(self.parameters()) if self.stores else set()
         return [parameter for parameter in self.stores if parameter not in known]
 
@@ -230,6 +273,8 @@ class Registry:
     def adopt(self, stores: Sequence[Store]) -> None:
         """Adopt the present weights of parameters, known to be modified or not; the first time one was, warn."""
         names = self.parameter_names()
+        brought = self._bring_states()
+        stores = [store for store in stores if store not in brought or not is_unmodified(store)]
         for store in stores:
             check_matches_states(store, names.get(store.owner, "param"))
         found = [names.get(store.owner, "param") for store in stores if adopt_modified(store)]
@@ -241,6 +286,23 @@ class Registry:
                 "that were stored with them. This warning appears once.",
                 stacklevel=2,
             )
+
+    def _bring_states(self) -> set[Store]:
+        """Move states to the devices that their parameters have been moved to; returns the stores of these."""
+        moved = {store for store in self.stores.values() if is_elsewhere(store)}
+        alone = set(moved)
+        if not moved:
+            return moved
+        buckets, self.buckets = self.buckets, []
+        for bucket in buckets:
+            leaving = [member for member in bucket.members if member in moved]
+            staying = [member for member in bucket.members if member not in moved]
+            self.buckets += [bucket] if not leaving else [*without(bucket, staying), *without(bucket, leaving)]
+            for member in leaving:
+                alone.remove(member)
+                settle(member)
+        bring(alone)
+        return moved
 
 
 def read_leading(stores: Sequence[Store], count: int, name: str) -> list[Tensor]:
