@@ -44,7 +44,8 @@ def prepared(run: OwnRun, accelerator: Any, order: str, **options: Any) -> tuple
     """Model and optimizer, prepared by us ``before`` or ``after`` Accelerate prepares them."""
     settings = {**run.prepare_settings, **options}
     if order == "before":
-        return accelerator.prepare(*ng.prepare(run.model(), run.recipe, **settings))
+        model, optimizer = accelerator.prepare(*ng.prepare(run.model(), run.recipe, **settings))
+        return model, optimizer
     model, optimizer = ng.prepare(accelerator.prepare(run.model()), run.recipe, **settings)
     return model, accelerator.prepare(optimizer)
 
@@ -92,7 +93,7 @@ def test_the_loop_has_the_bits_of_the_own_trainer(order: str, precision: str) ->
 def test_save_state_and_load_state_go_on_bit_for_bit(tmp_path: Path) -> None:
     run = reference("bfloat16/word", STEPS)
 
-    def begun() -> tuple[Any, ...]:
+    def begun() -> tuple[Any, Any, Any, Any]:
         forget()
         accelerator = accelerate.Accelerator(cpu=True)
         model, optimizer = prepared(run, accelerator, "before")

@@ -49,13 +49,15 @@ def replace(optimizer: ng.AdamW, change: Callable[[torch.Tensor], torch.Tensor] 
 def test_a_replaced_parameter_goes_on_with_the_same_bits(storage: str, after: int) -> None:
     left, right = made(storage), made(storage)
     for seed in range(after):
-        step(left, seed), step(right, seed)
+        step(left, seed)
+        step(right, seed)
     replace(right)
     if after:
         assert len(right.state_dict()["state"]) == len(SHAPES)
     assert all(map(torch.equal, bits_of(left), bits_of(right)))
     for seed in (7, 8, 9):
-        step(left, seed), step(right, seed)
+        step(left, seed)
+        step(right, seed)
     assert all(map(torch.equal, bits_of(left), bits_of(right)))
     assert list(right.parameter_names().values()) == list(left.parameter_names().values())
 
@@ -95,7 +97,8 @@ def test_one_of_another_shape_or_place_inherits_nothing() -> None:
 def test_a_moved_parameter_keeps_its_states(storage: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = made(storage), made(storage)
     for seed in range(after):
-        step(left, seed), step(right, seed)
+        step(left, seed)
+        step(right, seed)
     moved: list[Any] = [p for group in right.param_groups for p in group["params"]]
     for p in moved:
         p.data = p.data.clone()  # as model.to(device) does
@@ -106,5 +109,6 @@ def test_a_moved_parameter_keeps_its_states(storage: str, after: int, monkeypatc
     waiting.clear()
     step(left, 7)
     for seed in (8, 9):
-        step(left, seed), step(right, seed)
+        step(left, seed)
+        step(right, seed)
     assert all(map(torch.equal, bits_of(left), bits_of(right)))
