@@ -72,11 +72,10 @@ def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_flow_through_the_quantized_base(compute: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 24)).requires_grad_(False)
-    exact = nn.functional.linear(
-        x := torch.randn(2, 8, 40).to(dtype), model[0].weight.to(dtype), model[0].bias.to(dtype)
-    )
-    layer: Any = quantize_base(model, compute)[0]
+    linear, x = nn.Linear(40, 24).requires_grad_(False), torch.randn(2, 8, 40).to(dtype)
+    exact = nn.functional.linear(x, linear.weight.to(dtype), linear.bias.to(dtype))
+    quantize_base(nn.Sequential(linear), compute)
+    layer: Any = linear  # the same object
     x.requires_grad_()
     y, grad = layer(x), torch.randn(2, 8, 24).to(dtype)
     assert y.dtype is dtype and y.shape == exact.shape
@@ -149,7 +148,7 @@ def test_merging_needs_weights_and_gets_them_back() -> None:
         merged = run.loss(model, run.batches[0])
     model.unmerge_adapter()
     assert abs(merged - apart) < 0.02
-    plain = model.merge_and_unload()
+    plain: Any = model.merge_and_unload()
     assert not weights_of(plain)
     with torch.no_grad():
         assert abs(run.loss(plain, run.batches[0]) - apart) < 0.02
