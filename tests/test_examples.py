@@ -60,6 +60,22 @@ def test_own_loop_learns_and_loses_little(capsys: pytest.CaptureFixture[str]) ->
     assert len(losses) == 4 and losses[-1] < losses[0] and lines[-1].startswith("8.")
 
 
+def test_recorded_loop_ends_with_a_run_folder_and_goes_on_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (EXAMPLES / "recorded_loop.py").read_text()
+    monkeypatch.setattr(sys, "argv", ["recorded_loop.py", str(tmp_path / "mine")])
+    said = []
+    for _ in range(2):
+        runpy.run_path(str(EXAMPLES / "recorded_loop.py"), run_name="__main__")
+        said.append(capsys.readouterr().out.splitlines())
+    run = read_run(tmp_path / "mine")
+    assert len(text.splitlines()) <= 60 and said[0] == said[1]
+    assert [row["step"] for row in run.steps] == list(range(1, 201)) and len(run.evals) == 4
+    assert run.summary is not None and run.summary["val_loss"] < run.evals[0]["val_loss"]
+    assert [event["kind"] for event in run.events] == ["start", "finish", "resume", "finish"]
+
+
 def test_own_rule_fits_its_promise_and_learns_alike_in_every_storage(capsys: pytest.CaptureFixture[str]) -> None:
     text = (EXAMPLES / "own_rule.py").read_text()
     rule = [line for line in text[text.index("def scalars") : text.index("OPTIONS")].splitlines() if line.strip()]

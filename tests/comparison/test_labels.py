@@ -26,6 +26,16 @@ def test_runs_of_one_recipe_that_differ_otherwise_are_recipes_of_their_own() -> 
     assert "lr 0.001, 0.0001" in sentence(found, "The runs differ")
 
 
+def test_settings_that_only_some_runs_record_stay_out_of_labels() -> None:
+    many = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    run = made("bfloat16/word", 0, 4.0)
+    whole, own = ({**run.config, "steps": 12, **many}, {**run.config, "steps": 200})
+    runs = [replace(run, run={"config": config}, path=Path(name)) for name, config in (("a", whole), ("b", own))]
+    assert run_labels(runs) == ["bfloat16/word, steps 12", "bfloat16/word, steps 200"]
+    own["steps"] = 12
+    assert run_labels(runs) == ["bfloat16/word (a)", "bfloat16/word (b)"]
+
+
 def test_the_page_and_compare_json_have_the_same_labels() -> None:
     table = {"recipe": "bf16/word", "keep": ["lm_head"]}
     runs = [made("", 0, 4.0, config={"recipe": recipe}) for recipe in ("bf16", "bfloat16/compact", table, "mine")]

@@ -240,7 +240,7 @@ def on_board(folder: Path) -> Any:
 
 
 def test_tensorboard_shows_the_audit_of_each_parameter_and_events_as_text(place: Path, tmp_path: Path) -> None:
-    run = run_with(place, tmp_path / "run", steps=6, audit_every=2, gauges_every=2, tensorboard=True)
+    run = run_with(place, tmp_path / "run", steps=6, audit_every=2, gauges_every=2, log_to="tensorboard")
     found = on_board(run.path)
     name, edq = "model.norm.weight", list(METRICS["updates"]).index("edq")
     points = [(point.step, point.value) for point in found.Scalars(f"edq/{name}")]
@@ -285,6 +285,10 @@ def test_tensorboard_takes_back_what_a_killed_run_did_after_its_checkpoint(
         (
             {"on_spike": "panic"},
             "on_spike = 'panic' was requested; it must be one of report, skip, rollback, stop.",
+        ),
+        (
+            {"log_to": "tensorboard,wand"},
+            "log_to = 'tensorboard,wand' was requested; it must be none, or names out of tensorboard, wandb, mlflow, aim.",
         ),
         (
             {"on_spike": "rollback", "checkpoint_every": 0},

@@ -15,6 +15,9 @@ from narrowgauge.runs.record import Run
 from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
 
+MOST_SETTINGS = 4
+"""Most settings in a label; runs that differ in more are told apart by their folders."""
+
 
 def run_name(recipe: str, seed: int) -> str:
     """The folder of a run below its comparison's.
@@ -93,10 +96,15 @@ def _repeated(labels: Sequence[str], runs: Sequence[Run]) -> set[str]:
 
 
 def _by_settings(runs: Sequence[Run]) -> list[str]:
-    """The settings in which the runs differ, a text per run."""
+    """The settings in which the runs differ, a text per run; none where they are too many to tell.
+
+    Settings that all of them record come first: a loop of one's own records few of those of the trainer.
+    """
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in ("recipe", "seed", "out"))
     differing = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
-    return ["".join(f", {key} {run.config.get(key)}" for key in differing) for run in runs]
+    shared = [key for key in differing if all(key in run.config for run in runs)]
+    told = (shared or differing) if len(shared or differing) <= MOST_SETTINGS else []
+    return ["".join(f", {key} {run.config[key]}" for key in told if key in run.config) for run in runs]
 
 
 def _by_folder(runs: Sequence[Run]) -> list[str]:

@@ -212,7 +212,7 @@ class RunRecorder:
         Raises:
             RecordError: rows up to that step are missing.
         """
-        began = self.num_steps
+        began, goes_on = self.num_steps, self._must_go_back or step > 0
         self._here.of_first(lambda: _make_room(self.folder, step))
         run = self.reporter.go_back(step, accept_lost=True)
         self.num_steps, self._must_go_back = step, False
@@ -223,7 +223,8 @@ class RunRecorder:
         if self._ours is not None:
             self._skipped = self._ours.num_skipped
         message = f"from step {step}" + (f", after {began} were done" if began else "")
-        self.reporter.event(Event("resume", step, message))
+        if goes_on or began:
+            self.reporter.event(Event("resume", step, message))
         self._began = self._since = time.perf_counter()
 
     def close(self, finished: bool = True) -> None:

@@ -51,7 +51,7 @@ class Available:
         title: as its makers write it.
         package: the module that must be installed.
         place: ``module:class`` in this folder.
-        help: where it writes.
+        help: where it writes, from the run folder.
     """
 
     name: str
@@ -75,11 +75,12 @@ class Available:
 LOGGERS: dict[str, Available] = {
     row.name: row
     for row in (
-        Available(
-            "tensorboard", "TensorBoard", "tensorboard", "tensorboard:TensorBoard", "tensorboard/ in the run folder"
-        ),
+        Available("tensorboard", "TensorBoard", "tensorboard", "tensorboard:TensorBoard", "`tensorboard/`"),
+        Available("wandb", "Weights & Biases", "wandb", "wandb:WandbRun", "`wandb/`; and online, unless `WANDB_MODE=offline`"),
+        Available("mlflow", "MLflow", "mlflow", "mlflow:MlflowRun", "`mlflow/mlflow.db`, or where `MLFLOW_TRACKING_URI` says"),
+        Available("aim", "Aim", "aim", "aim:AimRun", "`aim/`, or where `AIM_REPO` says"),
     )
-}
+}  # fmt: skip
 """Every logger, by name."""
 
 

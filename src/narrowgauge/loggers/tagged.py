@@ -1,6 +1,10 @@
-"""A row as named numbers: the tags that all loggers share, taken from :mod:`narrowgauge.runs.schema`."""
+"""What all loggers share: a row as named numbers, by the tags of :mod:`narrowgauge.runs.schema`, and the run's identifier."""
 
 from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
 
 from narrowgauge.runs.schema import GAUGE, METRICS, Column, Row, metric_of
 
@@ -35,3 +39,19 @@ def gauge_numbers(row: Row) -> dict[str, float]:
     }
     found |= {GAUGE["logits"].tag.format(name): value for name, value in row.get("logits", {}).items()}
     return {tag: float(value) for tag, value in found.items() if value is not None}
+
+
+def kept_id(folder: Path, make: Callable[[], str] = lambda: secrets.token_hex(4)) -> str:
+    """The identifier of a run with a logger, made once and kept in ``run_id`` of the logger's folder.
+
+    Args:
+        folder: of the logger, in the run folder.
+        make: makes it.
+    """
+    file = folder / "run_id"
+    if not file.is_file():
+        folder.mkdir(exist_ok=True)
+        made = make()
+        file.write_text(made)
+        return made
+    return file.read_text()
