@@ -119,6 +119,19 @@ def trainer_findings(tmp_path: Path, recipe: str, **options: Any) -> ng.Findings
     return found[0]
 
 
+def test_an_optimizer_that_computes_its_own_rate_is_clean() -> None:
+    from transformers import Adafactor
+
+    model = layers()
+    optimizer = Adafactor(model.parameters())
+    with ng.check(model, optimizer) as watched:
+        for _ in range(3):
+            model(INPUTS).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not names(watched) and "lr none" in str(watched)
+
+
 @pytest.mark.parametrize("recipe", ["bfloat16/word", "float32/float32"])
 def test_the_trainer_is_clean(tmp_path: Path, recipe: str) -> None:
     assert not names(trainer_findings(tmp_path, recipe, gradient_accumulation_steps=2))

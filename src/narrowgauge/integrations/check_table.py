@@ -78,7 +78,7 @@ CHECKS: dict[str, Check] = {
         ),
         Check(
             "lost-updates", "weights, learning rate", "error", numbers.lost_updates,
-            "{optimizer} keeps nothing of a {format} weight but itself: at lr {rate:g} {some} rounded away.",
+            "{optimizer} keeps nothing of a {format} weight but itself: at lr {rate:g} {some} rounded away{then}.",
             'ng.AdamW(…, storage="{cure}") keeps them in {cure_bytes:g} bytes per parameter, where this takes {bytes:g}; '
             "ng.prepare(float32_model, …) keeps the weights' own low bits too.",
         ),
@@ -107,7 +107,7 @@ CHECKS: dict[str, Check] = {
         Check(
             "sensitive-modules", "norms, routers, embeddings", "warning", numbers.sensitive_modules,
             "the weights of this {kind} are {format} and nothing else is kept: {why}.",
-            'Leave them in float32, or use ng.prepare(model, …), which keeps them whole; keep = ["{where}"] in a recipe leaves a '
+            'Leave them in float32, or use ng.prepare(model, …), which keeps them whole; keep = ["{first}"] in a recipe leaves a '
             "module in float32.",
         ),
         Check(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ Values = dict[str, Any]
 
 LOSES, STANDS_STILL = 0.01, 0.9
 """Shares of lost changes from which a set-up loses updates, and a tensor stands still."""
+LATER = 0.1
+"""The part of its peak at which a schedule of the learning rate ends, as a rule."""
 DECOUPLED = ("adamw", "lion", "lamb", "muon", "adan")
 
 
-def lost_share(held: Held) -> float | None:
-    """The share of changes that rounding drops in one step of this learning rate.
+def lost_share(held: Held, part: float = 1.0) -> float | None:
+    """The share of changes that rounding drops in one step of this learning rate, or of a part of it.
 
     Each weight is moved by what the rule would move it at most, or by its gradient where there is one and the rule does not
     normalize it, and is rounded again as the storage does: the sums are those of the audit.
@@ -34,9 +36,9 @@ def lost_share(held: Held) -> float | None:
     if not _is_normalized(held):
         if held.parameter.grad is None:
             return None
-        change = -held.rate * sample(held.parameter.grad.detach()).float()
+        change = -part * held.rate * sample(held.parameter.grad.detach()).float()
     else:
-        change = torch.full_like(weight, held.rate, dtype=torch.float32)
+        change = torch.full_like(weight, part * held.rate, dtype=torch.float32)
     moved = round_to(weight.float() + change, held.storage.visible).float() - weight.float()
     share = float(lost_fraction(update_sums(change, moved, moved)))
     return None if share != share else share
@@ -47,23 +49,29 @@ def lost_updates(set_up: SetUp) -> Iterator[Values]:
     short = [each for each in set_up.trained if each.is_short]
     if not short:
         return
-    shares = {each.name: (lost_share(each), each.parameter.numel()) for each in short}
-    known = [(share, count) for share, count in shares.values() if share is not None]
-    row, sizes = short[0].storage, sum(count for _, count in known)
-    lost = sum(share * count for share, count in known) / sizes if known else None
-    if lost is not None and lost < LOSES:
+    row, lost, later = short[0].storage, _lost_of(short), _lost_of(short, LATER)
+    if lost is not None and later is not None and max(lost, later) < LOSES:
         return
     some = "every update below half a spacing is" if lost is None else f"{lost:.0%} of the updates of one step are"
+    then = "" if later is None else f", and {later:.0%} at a tenth of it, where a schedule ends"
     yield {
-        "where": told(shares),
+        "where": told(each.name for each in short),
+        "severity": "error" if lost is None or lost >= LOSES else "warning",
         "optimizer": _library(short[0].optimizer),
         "format": row.visible,
         "some": some,
+        "then": then,
         "rate": max(each.rate for each in short),
         "cure": row.cure,
         "bytes": row.bytes_per_param,
         "cure_bytes": STORAGES[row.cure].bytes_per_param,
     }
+
+
+def _lost_of(short: Sequence[Held], part: float = 1.0) -> float | None:
+    """:func:`lost_share` of all parameters together; ``None`` where none is known."""
+    known = [(share, each.parameter.numel()) for each in short if (share := lost_share(each, part)) is not None]
+    return sum(share * count for share, count in known) / sum(count for _, count in known) if known else None
 
 
 def rate_below_spacing(set_up: SetUp) -> Iterator[Values]:
@@ -174,7 +182,7 @@ def sensitive_modules(set_up: SetUp) -> Iterator[Values]:
             found.setdefault(kind, []).append(name or type(module).__name__)
     for kind, names in found.items():
         dtype = next(each.storage.visible for each in set_up.trained if each.is_short)
-        yield {"where": told(names), "kind": kind, "why": KINDS[kind], "format": dtype}
+        yield {"where": told(names), "kind": kind, "why": KINDS[kind], "format": dtype, "first": names[0]}
 
 
 def _kind(name: str, module: nn.Module) -> str:

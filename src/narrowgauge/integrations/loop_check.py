@@ -53,7 +53,7 @@ def check(
     Raises:
         RecipeError: the model or the optimizer is none.
 
-    Cost: reads 65,536 elements of each parameter, and the list of the process's objects once: a second. Watched steps copy the
+    Cost: reads 16,384 elements of each parameter, and the list of the process's objects once: a second. Watched steps copy the
         gradients of six small parameters, and wait for the device.
 
     Example:

@@ -27,7 +27,7 @@ from narrowgauge.spec.storages import STORAGES, Storage
 
 NARROW = (torch.bfloat16, torch.float16)
 NAIVE = {torch.bfloat16: "naive", torch.float16: "float16/naive", torch.float32: "float32", torch.float64: "float32"}
-SAMPLE = 1 << 16
+SAMPLE = 1 << 14
 """Elements of each parameter that are looked at, evenly spread."""
 MASTER = {torch.bfloat16: "master", torch.float16: "float16/master"}
 
