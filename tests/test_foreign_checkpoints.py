@@ -21,9 +21,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint import load as load_dcp
-from torch.distributed.checkpoint import save as save_dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import narrowgauge as ng
 from narrowgauge.cli.main import main
@@ -345,9 +345,9 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) ->
     for name, like, error, says in cases:
         with pytest.raises(error, match=says):
             ng.convert(tmp_path / name, out=tmp_path / "new", like=like)
-    for words in ({}, {"recipe": "bfloat16/word", "like": theirs}):
+    for recipe, template in ((None, None), ("bfloat16/word", theirs)):
         with pytest.raises(RecipeError, match=r"(both|neither) was given"):
-            ng.convert(tmp_path / "more.pt", out=tmp_path / "new", **words)
+            ng.convert(tmp_path / "more.pt", recipe, tmp_path / "new", like=template)
     assert sorted(tmp_path.iterdir()) == before
 
 
