@@ -137,12 +137,15 @@ def test_adapters_are_saved_and_loaded_bit_for_bit(tmp_path: Path) -> None:
 
 def test_merging_needs_weights_and_gets_them_back() -> None:
     run = reference()
-    model: Any = ng.prepare(quantize_base(adapted(run.model()), "nvfp4"), "bfloat16/word")[0].eval()
+    model = adapted(run.model())
+    ng.prepare(quantize_base(model, "nvfp4"), "bfloat16/word")
+    model.eval()
     with torch.no_grad():
         apart = run.loss(model, run.batches[0])
     with pytest.raises(RecipeError, match=r"the weight of a layer quantized as 'nvfp4' was requested.*dequantize_base"):
         model.merge_adapter()
-    assert dequantize_base(model) is model and not any(isinstance(module, FrozenLinear) for module in model.modules())
+    dequantize_base(model)
+    assert not any(isinstance(module, FrozenLinear) for module in model.modules())
     model.merge_adapter()
     with torch.no_grad():
         merged = run.loss(model, run.batches[0])
