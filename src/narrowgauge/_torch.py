@@ -12,7 +12,7 @@ in ``_compiler.py``.
 ``torch.library.get_kernel``, ``Library.impl(…, allow_override=True)``
     Replaces fused attention of 16-bit operands by float32 on a CPU that does not multiply them, whoever calls it. The way out:
     PyTorch's own kernel, which is slow there.
-``FSDPModule._get_fsdp_state``, ``FSDPParamGroup`` (``fsdp_params``, ``mesh_info``, ``_reduce_scatter_comm``)
+``FSDPModule._get_fsdp_state``, ``FSDPParamGroup`` (``fsdp_params``, ``mesh_info``, ``mp_policy``, ``_reduce_scatter_comm``)
     Which parameters travel together, in which order, between which ranks, and what summed them before; an all-reduce over
     replicas that has nothing left to sum is sent to a group of one rank. The way out: the mesh as an argument, and zeros on all
     replicas but one.
@@ -133,6 +133,12 @@ def fsdp_groups(model: Any) -> list[tuple[Any, Any]]:
                 groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
             found.update((id(group), (module, group)) for group in groups)
     return list(found.values())
+
+
+def fsdp_dtypes(model: Any) -> set[torch.dtype]:
+    """The dtypes to which FSDP2 casts the parameters it gathers in a model; none where it casts none."""
+    asked = [group.mp_policy.param_dtype for _, group in fsdp_groups(model)]
+    return {dtype for dtype in asked if dtype is not None}
 
 
 def fsdp_parameters(group: Any) -> list[Tensor]:

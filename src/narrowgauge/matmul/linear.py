@@ -7,11 +7,13 @@ place by :func:`narrowgauge.matmul.swapping.swap_linears`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import custom_ops, rng
@@ -221,14 +223,31 @@ def is_plain(compute: Compute, dtype: torch.dtype) -> bool:
 
 def has_plain_product(module: nn.Module) -> bool:
     """Whether a linear layer is :func:`~narrowgauge.numerics.plain.linear` of its input and its weight, and nothing else."""
-    if type(module) is Linear:
+    if isinstance(module, Linear):
         return is_plain(module.compute, getattr(torch, module.compute.dtype)) and not module.is_transposed
     return type(module) is nn.Linear
 
 
+class DeferredLinear(nn.Linear):
+    """A plain linear layer for frameworks that bind ``forward`` to a layer before it can be swapped.
+
+    Swapped, it computes narrowly through the method that was bound, too.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., in]`` to ``[..., out]``."""
+        return Linear.forward(self, input) if isinstance(self, Linear) else nn.Linear.forward(self, input)
+
+
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of a kind that can be swapped."""
-    return type(module) in (nn.Linear, Linear) or type(module).__name__ == "Conv1D"
+    """Whether a module is a linear layer of a kind that can be swapped.
+
+    A subclass of ``nn.Linear`` is one if its product is ``nn.Linear``'s own: a framework's, or one that FSDP2 has wrapped.
+    """
+    if isinstance(module, nn.Linear):
+        inherits = type(module).forward in (nn.Linear.forward, Linear.forward, DeferredLinear.forward)
+        return inherits and not isinstance(module, NonDynamicallyQuantizableLinear)
+    return type(module).__name__ == "Conv1D"
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -236,12 +255,33 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" or bool(getattr(module, "is_transposed", False))
 
 
+@functools.cache
+def _narrow_class(plain: type[Any]) -> type[Linear]:
+    """:class:`Linear`, for a layer of that class; one that keeps what a subclass adds, such as FSDP2's methods."""
+    if issubclass(plain, Linear):
+        return plain
+    if plain is nn.Linear or not issubclass(plain, nn.Linear):
+        return Linear
+    return type(plain.__name__, (Linear, plain), {})
+
+
 def narrowed(name: str, module: nn.Module, compute: Compute) -> Linear:
-    """The module as a :class:`Linear`; the same object, so that hooks and references to it hold."""
+    """The module as a :class:`Linear`; the same object, so that hooks and references to it hold.
+
+    Raises:
+        RecipeError: ``forward`` was replaced on the object itself, so it would go on computing as before.
+    """
+    if "forward" in vars(module) and not isinstance(module, (Linear, DeferredLinear)):
+        raise RecipeError(
+            f"layer '{name}' was to compute as '{compute.name}', and a framework has replaced its forward, which would go on as "
+            "before.",
+            "Prepare the model before the framework gets it; in torchtitan, use with_recipe or NarrowgaugeConverter.",
+        )
     transposed = is_transposed(module)
     weight = cast(Tensor, module.weight)
     sides = weight.shape if transposed else weight.shape[::-1]
-    module.__class__ = Linear
+    kind: Any = type(module)
+    module.__class__ = _narrow_class(kind)
     layer = cast(Linear, module)
     layer.in_features, layer.out_features = sides
     layer.is_transposed = transposed

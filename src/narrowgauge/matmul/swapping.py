@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from narrowgauge._torch import plain_name
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import experts
 from narrowgauge.matmul.gemm import warn_if_emulated
@@ -59,7 +60,7 @@ def swap_linears(
     for name, module in list(model.named_modules()):
         chosen = choose(name) if is_linear(module) else None
         if chosen is not None:
-            layers[name] = narrowed(name, module, chosen)
+            layers[name] = narrowed(plain_name(name), module, chosen)
     layers |= experts.grouped_layers(model, choose)
     if not layers:
         raise RecipeError(
@@ -167,9 +168,9 @@ def _swap_slow_layers(model: nn.Module) -> list[Linear]:
     slow = {
         name: module
         for name, module in model.named_modules()
-        if is_linear(module) and type(module) is not Linear and _is_slow(module.weight)
+        if is_linear(module) and not isinstance(module, Linear) and _is_slow(module.weight)
     }
-    return [narrowed(name, module, COMPUTES["bfloat16"]) for name, module in slow.items()]
+    return [narrowed(plain_name(name), module, COMPUTES["bfloat16"]) for name, module in slow.items()]
 
 
 def _is_slow(weight: Tensor) -> bool:

@@ -1,0 +1,243 @@
+"""torchtitan: its optimizers container, which prepares the model with a recipe.
+
+torchtitan 0.3 builds the optimizers after it has sharded and initialized the model, and before it loads a checkpoint. That is
+the moment for :func:`narrowgauge.prepare`: the weights are float32, already initialized, and each rank holds its shards. The
+layers come from ``torchtitan_converter.py``. A run gets a recipe in one of three ways:
+
+* in a config function: ``with_recipe(llama3_8b(), "float8-row/word")``;
+* with ``NarrowgaugeConverter`` among the model's converters, and ``config.optimizer = narrowgauge_adamw(lr=3e-4)``;
+* on the command line, over any config, by two overrides: see ``docs/integrations/torchtitan.md``.
+
+torchtitan schedules as it is configured to, and clips, unless ``max_grad_norm`` says that the optimizer does: without rounding
+the gradients a second time. :func:`with_recipe` moves the limit there.
+
+Used of torchtitan besides what it documents: ``OptimizersContainer._validate_params``, ``_log_optimizer`` and ``_post_init``,
+which its own subclasses call; looked up in 0.3.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.config.override import derive, override
+from torchtitan.trainer import Trainer
+
+from narrowgauge._torch import fsdp_dtypes, plain_name
+from narrowgauge.assembly import prepare
+from narrowgauge.distributed.sharding import fsdp_modules
+from narrowgauge.errors import RecipeError
+from narrowgauge.integrations.torchtitan_converter import NarrowgaugeConverter, take_request
+from narrowgauge.matmul.linears import Linears
+from narrowgauge.matmul.swapping import linears_of
+from narrowgauge.numerics.shards import is_sharded
+from narrowgauge.spec.notation import parse
+from narrowgauge.spec.recipes import Recipe
+
+NAME = "NarrowgaugeAdamW"
+"""The ``optimizer_name`` of a parameter group."""
+_SETTINGS = {"lr", "betas", "eps", "weight_decay"}
+_IGNORED = {"fused", "foreach"}  # what torchtitan chooses between implementations of torch.optim by
+_STEP, _HISTORY = "narrowgauge.step", "narrowgauge.amax_history"
+
+
+class NarrowgaugeAdamW(OptimizersContainer):
+    """torchtitan's container of one :class:`narrowgauge.AdamW` for each part of the model.
+
+    Invariant: with torchtitan's clipping off (or ``max_grad_norm`` here) a step has the bits of :func:`narrowgauge.prepare`'s
+    optimizer in a plain loop, sharded or not; a run resumed from torchtitan's checkpoint continues with the same bits.
+
+    Args:
+        config: the recipe and AdamW's settings; :func:`narrowgauge_adamw` makes one.
+        model_parts: the model, or its pipeline stages, sharded and initialized by torchtitan; prepared in place.
+    Raises:
+        RecipeError: no recipe or two; settings or parallelism that it cannot be combined with. The message names what to change.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        """torchtitan's, with one parameter group, and the recipe."""
+
+        recipe: str = ""
+        """A recipe's name or ``.toml`` file; empty takes the converter's."""
+        max_grad_norm: float | None = None
+        """Clip here, without rounding; then set ``training.max_norm`` to ``inf``. ``None`` leaves clipping to torchtitan."""
+        seed: int = 0
+        """Of stochastic rounding."""
+        audit_every: int = 10
+        """Steps between audits; 0 never."""
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        settings = _settings_of(config)
+        recipe = _recipe_of(config, model_parts)
+        if len(model_parts) > 1 and config.max_grad_norm is not None:
+            raise RecipeError(
+                f"max_grad_norm was requested of {NAME} for {len(model_parts)} pipeline stages, whose norm it does not see.",
+                "Leave it out, and set training.max_norm.",
+            )
+        self.model_parts, self.optimizers = model_parts, []
+        for place, part in enumerate(model_parts):
+            _require_suitable(part, recipe)
+            # torchtitan divides each loss by the tokens of the whole step, so gradients are added up: without a multiplication
+            # by the factor 1 on the way, which gloo does not have.
+            for module in fsdp_modules(part):
+                module.set_force_sum_reduction_for_comms(True)
+            _, optimizer = prepare(
+                part, recipe, **settings, max_grad_norm=config.max_grad_norm, seed=config.seed,
+                audit_every=config.audit_every, average=False,
+            )  # fmt: skip
+            for group in optimizer.param_groups:
+                group["param_names"] = [plain_name(name) for name in group["param_names"]]
+            self.optimizers.append(optimizer)
+            self._log_optimizer(optimizer, place, [recipe.name] * len(optimizer.param_groups))
+        everything = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._validate_params(everything)
+        self._post_init(everything)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torchtitan's flat state by parameter name, with the step and the delayed scales of narrow layers."""
+        return {**super().state_dict(), **_state_of_layers(self.model_parts)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, bit for bit."""
+        super().load_state_dict(state_dict)
+        for place, linears in _layers(self.model_parts).items():
+            linears.step = int(state_dict[f"{_STEP}.{place}"])
+            prefix = f"{_HISTORY}.{place}."
+            names = {plain_name(name): name for name in linears.layers}
+            linears.load_histories(
+                {names[k.removeprefix(prefix)]: v for k, v in state_dict.items() if k.startswith(prefix)}
+            )
+
+
+def narrowgauge_adamw(recipe: str = "", lr: float = 8e-4, **settings: Any) -> NarrowgaugeAdamW.Config:
+    """The counterpart of torchtitan's ``default_adamw``: a config of the container with a recipe.
+
+    Args:
+        recipe: a recipe's name or ``.toml`` file; empty where the model's converter names it.
+        lr: the peak learning rate; torchtitan's scheduler multiplies it.
+        settings: ``betas``, ``eps``, ``weight_decay`` (of matrices; vectors are not decayed), and fields of
+            :class:`NarrowgaugeAdamW.Config`.
+    Returns:
+        For ``config.optimizer``.
+    """
+    fields = {name: settings.pop(name) for name in ("max_grad_norm", "seed", "audit_every") if name in settings}
+    given = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **settings}
+    group = ParamGroupConfig(pattern=r".*", optimizer_name=NAME, optimizer_kwargs=given)
+    return NarrowgaugeAdamW.Config(param_groups=[group], recipe=recipe, **fields)
+
+
+def with_recipe(config: Trainer.Config, recipe: str, **fields: Any) -> Trainer.Config:
+    """A config of torchtitan's, to train in a recipe: the model, the optimizer and the clipping.
+
+    Args:
+        config: changed in place. Its AdamW settings and schedule are kept; its ``training.max_norm`` becomes the
+            optimizer's ``max_grad_norm``.
+        recipe: a recipe's name or ``.toml`` file.
+        fields: of :class:`NarrowgaugeAdamW.Config`.
+    Returns:
+        The same config.
+    Raises:
+        RecipeError: there is no such recipe, or the model has no linear layers of torchtitan's.
+    """
+    assert config.model_spec is not None
+    config.model_spec.model = NarrowgaugeConverter.Config(recipe=recipe).build().convert(config.model_spec.model)
+    config.optimizer = derive(
+        config.optimizer, NarrowgaugeAdamW.Config, max_grad_norm=config.training.max_norm, **fields
+    )
+    config.training.max_norm = math.inf
+    return config
+
+
+@override(target=OptimizersContainer.Config, exact=True, description="a recipe of Narrowgauge")  # type: ignore[untyped-decorator]
+def optimizer(config: OptimizersContainer.Config, **fields: Any) -> NarrowgaugeAdamW.Config:
+    """For ``--override.imports``: the configured AdamW in the model's recipe.
+
+    Args:
+        config: what the run would have used.
+        fields: of :class:`NarrowgaugeAdamW.Config`.
+    Returns:
+        Its replacement.
+    """
+    replaced: NarrowgaugeAdamW.Config = derive(config, NarrowgaugeAdamW.Config, **fields)
+    return replaced
+
+
+def _settings_of(config: NarrowgaugeAdamW.Config) -> dict[str, Any]:
+    """AdamW's settings, from the one parameter group."""
+    if config.implementation == "fused_opt_states_bf16":
+        raise RecipeError(
+            f"implementation 'fused_opt_states_bf16' was requested of {NAME}, whose recipe says how states are stored.",
+            "Leave it out.",
+        )
+    if len(config.param_groups) != 1 or config.param_groups[0].pattern not in (".*", ""):
+        patterns = ", ".join(repr(group.pattern) for group in config.param_groups) or "none"
+        raise RecipeError(
+            f"{NAME} takes one parameter group of pattern '.*', and was given {patterns}.",
+            "A recipe's keep and overrides say what is stored otherwise; vectors are not decayed.",
+        )
+    (group,) = config.param_groups
+    if group.optimizer_name not in (NAME, "AdamW"):
+        raise RecipeError(f"{NAME} is AdamW, and the optimizer '{group.optimizer_name}' was requested of it.")
+    if strange := sorted(group.optimizer_kwargs.keys() - _SETTINGS - _IGNORED):
+        raise RecipeError(f"{NAME} has no setting '{strange[0]}'; it has {', '.join(sorted(_SETTINGS))}.")
+    if "lr" not in group.optimizer_kwargs:
+        raise RecipeError(f"{NAME} was given no learning rate.", 'Put "lr" into its optimizer_kwargs.')
+    return {name: value for name, value in group.optimizer_kwargs.items() if name in _SETTINGS}
+
+
+def _recipe_of(config: NarrowgaugeAdamW.Config, model_parts: list[nn.Module]) -> Recipe:
+    """The one recipe that was requested: of the optimizer, or of the model's converter."""
+    requested = {recipe for part in model_parts for recipe in take_request(part)} | ({config.recipe} - {""})
+    if len(requested) != 1:
+        found = " and ".join(repr(name) for name in sorted(requested)) or "none"
+        raise RecipeError(
+            f"{NAME} needs one recipe, and {found} was requested.",
+            'Name it once: with_recipe(config, "bfloat16/word"), or a converter.',
+        )
+    return parse(requested.pop())
+
+
+def _require_suitable(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse what the recipe and torchtitan's parallelism would not do together."""
+    if any(compute.scales_loss for compute in recipe.computes):
+        raise RecipeError(
+            f"recipe '{recipe.name}' scales the loss, and torchtitan's loop does not pass the loss through a scaler.",
+            "Choose a bfloat16 or float8 compute.",
+        )
+    parameter: Any
+    for parameter in model.parameters():
+        axes = set(parameter.device_mesh.mesh_dim_names or ()) if is_sharded(parameter) else set()
+        if taken := sorted(axes & {"tp", "ep"}):
+            raise RecipeError(
+                f"recipe '{recipe.name}' was requested of a model with parallel axis '{taken[0]}', whose layers hold parts of "
+                "matrices.",
+                "Use data, context or pipeline parallelism.",
+            )
+    computed = {str(dtype).removeprefix("torch.") for dtype in fsdp_dtypes(model)}
+    if computed - {recipe.dtype}:
+        raise RecipeError(
+            f"recipe '{recipe.name}' computes in {recipe.dtype}, and FSDP2 casts weights to {', '.join(sorted(computed))}.",
+            f"Set training.mixed_precision_param to {recipe.dtype}.",
+        )
+
+
+def _layers(model_parts: list[nn.Module]) -> dict[int, Linears]:
+    """The narrow layers of each part that has some."""
+    found = {place: linears_of(part) for place, part in enumerate(model_parts)}
+    return {place: linears for place, linears in found.items() if linears is not None}
+
+
+def _state_of_layers(model_parts: list[nn.Module]) -> dict[str, Any]:
+    """The step of each part's narrow layers and their delayed scales, under flat names."""
+    state: dict[str, Any] = {}
+    for place, linears in _layers(model_parts).items():
+        state[f"{_STEP}.{place}"] = torch.tensor(linears.step)
+        histories: Mapping[str, Any] = linears.histories()
+        state |= {f"{_HISTORY}.{place}.{plain_name(name)}": value for name, value in histories.items()}
+    return state

@@ -1,0 +1,191 @@
+"""torchtitan 0.3.0's own Trainer on a CPU.
+
+torchtitan runs on accelerators: it imports Triton, asks its device for memory counters, and calls
+``torch.distributed.set_timeout``, which PyTorch 2.13 does not have. Three stand-ins make its Trainer run here with gloo, none of
+them part of a step:
+
+=========================================  =========================================================================
+``…minimal_async_ep.kernels``              the one module that imports Triton, for mixtures of experts; never called
+``torchtitan.tools.utils.device_module``   ``torch.cpu`` with counters that read 0
+``set_pg_timeouts``                        after the first step; does nothing
+=========================================  =========================================================================
+
+Import this module before anything of torchtitan.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+
+class _Anything(ModuleType):
+    """A module whose every name is a decorator."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name)
+
+    def __call__(self, *given: Any, **_: Any) -> Any:
+        return given[0] if given and callable(given[0]) else self
+
+
+class _Cpu(ModuleType):
+    """``torch.cpu``, with what torchtitan reads of a device."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "cpu"
+
+    def get_device_properties(self, device: Any = None) -> Any:
+        return SimpleNamespace(total_memory=1 << 30)
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        return {}
+
+    def empty_cache(self) -> None:
+        return None
+
+    def reset_peak_memory_stats(self) -> None:
+        return None
+
+
+_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
+if importlib.util.find_spec("triton") is None:
+    sys.modules[_KERNELS] = _Anything(_KERNELS)
+
+_tools: Any = importlib.import_module("torchtitan.tools.utils")
+_tools.device_type, _tools.device_module = "cpu", _Cpu("cpu")
+
+from torchtitan import trainer as torchtitan_trainer  # noqa: E402
+from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
+from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
+from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.llama3.config_registry import llama3_debugmodel_ce_loss  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
+
+torchtitan_trainer.dist_utils.set_pg_timeouts = lambda **_: None
+
+
+VOCABULARY, STEPS, SEED = 2048, 3, 7
+
+
+class Words(BaseTokenizer):
+    """A tokenizer that nothing asks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        """Nothing."""
+
+    def __init__(self, config: Config, *, tokenizer_path: str) -> None:
+        super().__init__()
+
+    def encode(self, *_: Any, **__: Any) -> list[int]:
+        return []
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        return ""
+
+    def get_vocab_size(self) -> int:
+        return VOCABULARY
+
+
+def batch_of(step: int, size: int = 4, length: int = 16) -> torch.Tensor:
+    """The tokens of a step on all ranks, int64 ``[size, length + 1]``."""
+    return torch.randint(VOCABULARY, (size, length + 1), generator=torch.Generator().manual_seed(step))
+
+
+class Batches(BaseDataLoader):
+    """:func:`batch_of` each step, shared out over the ranks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """Nothing."""
+
+    def __init__(
+        self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
+    ) -> None:
+        self.step, self.rank, self.share = 0, dp_rank, local_batch_size
+        self.shape = local_batch_size * dp_world_size, seq_len
+
+    def __iter__(self) -> Any:
+        while True:
+            batch = batch_of(self.step, *self.shape)[self.rank * self.share :][: self.share]
+            self.step += 1
+            yield {"input": batch[:, :-1]}, batch[:, 1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step = state_dict["step"]
+
+
+def on_cpu(config: Trainer.Config, folder: Path, ranks: int = 1) -> Trainer.Config:
+    """One of torchtitan's configs with one layer, attention that a CPU can compute, and :class:`Batches`."""
+    model: Any = config.model_spec.model  # type: ignore[union-attr]
+    model.layers = model.layers[:1]
+    for layer in model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.tokenizer, config.dataloader, config.dump_folder = Words.Config(), Batches.Config(), str(folder)
+    config.training.local_batch_size, config.training.seq_len, config.training.steps = 4 // ranks, 16, STEPS
+    config.training.disable_cuda_graphs, config.validator.enable, config.debug.seed = True, False, SEED
+    config.lr_scheduler.decay_ratio, config.optimizer.implementation = 0.5, "for-loop"
+    if ranks > 1:
+        config.parallelism.spmd_backend = "partial_dtensor"  # the default needs a PyTorch after 2.13 on several ranks
+    return config
+
+
+def configured(folder: Path, optimizer: Any = None, ranks: int = 1) -> Trainer.Config:
+    """The debug model of torchtitan's registry :func:`on_cpu`, perhaps with another optimizer."""
+    config = on_cpu(llama3_debugmodel_ce_loss(), folder, ranks)
+    if optimizer is not None:
+        config.optimizer = optimizer
+    return config
+
+
+def train(config: Trainer.Config, steps: int | None = None) -> tuple[Trainer, list[float], list[float]]:
+    """A trainer that has taken all steps, or the first few of them; its losses and gradient norms.
+
+    What :meth:`Trainer.train` does, without its two seconds of sleep at the end.
+    """
+    trainer = config.build()
+    losses: list[float] = []
+    norms: list[float] = []
+
+    def log(step: int, loss: float, largest: float, grad_norm: float, **_: Any) -> None:
+        losses.append(loss)
+        norms.append(grad_norm)
+
+    trainer.metrics_processor.log = log
+    trainer.checkpointer.load(step=config.checkpoint.load_step)
+    batches = trainer.batch_generator(trainer.dataloader)
+    while trainer.step < (steps or config.training.steps):
+        trainer.step += 1
+        trainer.train_step(batches)
+        trainer.checkpointer.save(trainer.step, last_step=trainer.step == config.training.steps)
+    return trainer, losses, norms
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: whole(value).clone() for name, value in trainer.model_parts[0].state_dict().items()}
+
+
+def whole(value: Any) -> torch.Tensor:
+    value = value.detach()
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
