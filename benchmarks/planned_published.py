@@ -113,10 +113,7 @@ def chip_of(run: Run) -> tuple[Chip, Shares]:
     Raises:
         NarrowgaugeError: the chip is limited to a power that is not stated.
     """
-    name, variant = run.machine["chip"], run.machine.get("variant", "")
-    # The H800 is an H100 with half the link: 400 GB/s in both directions (arXiv 2412.19437, section 3.2).
-    is_h800 = name.startswith("H800")
-    chip = replace(get_chip("H100-SXM"), link_gb_per_second=200.0) if is_h800 else get_chip(name)
+    chip, variant = get_chip(run.machine["chip"]), run.machine.get("variant", "")
     shares = shares_of(chip)
     if variant == "power limited":
         raise NarrowgaugeError("the limit of its power is not stated.")
