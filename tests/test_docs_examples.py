@@ -56,12 +56,16 @@ def plain(text: str) -> str:
 
 
 def test_your_own_training_loop_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(examples("compare.md")) == 1
+    assert len(examples("compare.md")) == 2
     run_example("compare.md", 0)
     assert capsys.readouterr().out.startswith(
         "bfloat16/word is the cheapest within the noise: 8.08 bytes per parameter"
     )
     assert (tmp_path / "comparisons" / "mine" / "report.html").is_file()
+
+
+def test_the_log_of_another_framework_is_read() -> None:
+    run_example("compare.md", 1)
 
 
 def test_the_gauges_write_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
