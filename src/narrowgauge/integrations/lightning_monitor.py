@@ -58,9 +58,10 @@ class RunMonitor(_Base):
     ) -> None:
         self.folder = None if folder is None else Path(folder)
         self.recorder: RunRecorder | None = None
-        self._options = {"gauges_every": gauges_every, "loggers": loggers}
+        self._options: dict[str, Any] = {"gauges_every": gauges_every, "loggers": loggers}
         self._names, self._count = (loss, val_loss), tokens
-        self._step, self._loss, self._tokens = 0, None, 0
+        self._step, self._tokens = 0, 0
+        self._loss: Tensor | None = None
         self._rate: float | None = None
 
     # ── what the Trainer calls ──────────────────────────────────────────────────────────────────────────────────────
@@ -147,10 +148,9 @@ class _ToLoggers:
 
     def send(self, method: str, *arguments: Any) -> None:
         """Hand on a row or an event."""
-        made = {"step": _step, "evaluation": _evaluation, "gauge": _gauge, "event": _event}.get(method)
-        if made is None:
+        if method not in _NUMBERS:
             return
-        step, numbers = made(arguments[0])
+        step, numbers = _NUMBERS[method](arguments[0])
         for logger in self._trainer.loggers if numbers else ():
             logger.log_metrics(numbers, step=step)
 
@@ -173,6 +173,15 @@ def _gauge(row: Row) -> tuple[int, dict[str, float]]:
 def _event(event: Event) -> tuple[int, dict[str, float]]:
     value = 1.0 if event.value is None else float(event.value)
     return event.step, {f"events/{event.kind}": value}
+
+
+_NUMBERS: dict[str, Callable[[Any], tuple[int, dict[str, float]]]] = {
+    "step": _step,
+    "evaluation": _evaluation,
+    "gauge": _gauge,
+    "event": _event,
+}
+"""Each method of our loggers that has numbers for Lightning's: the step, and the numbers by their tags."""
 
 
 def _settings(trainer: Any) -> dict[str, Any]:
