@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from narrowgauge.errors import NarrowgaugeError, ReportedError
 
@@ -146,3 +147,11 @@ def all_ranks() -> Ranks:
         Ranks(rank=0, size=1)
     """
     return Ranks(dist.get_rank(), dist.get_world_size()) if has_group() else ALONE
+
+
+def largest_of_ranks(values: Tensor) -> Tensor:
+    """The elementwise maximum over all ranks of the default group; a copy of the values where there is none."""
+    values = values.clone()
+    if has_group():
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values

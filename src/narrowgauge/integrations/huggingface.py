@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.distributed.ranks import largest_of_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.huggingface_callback import NarrowgaugeCallback as NarrowgaugeCallback
 from narrowgauge.integrations.huggingface_optimizer import make_optimizer, refuse_contradictions
@@ -40,7 +41,6 @@ from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.step import largest_of_ranks
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

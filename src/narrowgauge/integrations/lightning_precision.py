@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from narrowgauge.assembly import Converted, convert_model, optimizer_for, scales_loss
-from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.distributed.ranks import all_ranks, largest_of_ranks
 from narrowgauge.distributed.reduction import reduce_gradients_with
 from narrowgauge.distributed.sharding import has_shards, make_equal
 from narrowgauge.errors import RecipeError
@@ -289,6 +289,7 @@ class RecipePrecision(_Base):
         inner = unwrapped(optimizer)
         try:
             if model is None:
+                self._join_scales()
                 given = {} if closure is None else {"closure": closure}
                 return optimizer.step(**given, **kwargs)
             assert closure is not None
@@ -299,15 +300,23 @@ class RecipePrecision(_Base):
                 inner.max_grad_norm = self._limits.pop(inner)
 
     def _summed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure after which ``p.grad`` holds the sum over the step's micro-batches."""
+        """A closure after which ``p.grad`` holds the step's sum, and delayed scales are those of all ranks."""
 
         def run() -> Any:
             result = closure()
             if self._accumulator is not None:
                 self._accumulator.finish()
+            self._join_scales()
             return result
 
         return run
+
+    def _join_scales(self) -> None:
+        """Let delayed scales be those of all ranks."""
+        if all_ranks().size > 1:
+            for converted in self._parts():
+                if converted.linears is not None:
+                    converted.linears.join_histories(largest_of_ranks)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)

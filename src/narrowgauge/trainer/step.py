@@ -13,6 +13,7 @@ from dataclasses import asdict
 
 import torch
 
+from narrowgauge.distributed.ranks import largest_of_ranks
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.monitor.spikes import StepJudgement
@@ -174,10 +175,3 @@ def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
         weights_fingerprint=session.fingerprint(),
         wall_seconds=wall_seconds,
     )
-
-
-def largest_of_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The elementwise maximum over all ranks."""
-    values = values.clone()
-    torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
-    return values
