@@ -398,7 +398,7 @@ def completed(line: str) -> list[str]:
         ("convert a --recipe coll", {"collage-light", "collage-plus"}),
         ("show recipe bfloat16-m", {"bfloat16-mixed"}),
         ("compare --model llama-1", {"llama-1m", "llama-125m", "llama-1b", "llama-13b"}),
-        ("profile --chip h2", {"H200-SXM-141GB"}),
+        ("profile --chip h2", {"H20-SXM5-96GB", "H200-SXM-141GB"}),
         ("show format e4m3", {"e4m3", "e4m3fn", "e4m3fnuz", "e4m3b11fnuz"}),
         ("train --schedule c", {"cosine", "constant"}),
         ("train --recipe mine", {"mine"}),  # no name of ours: the shell looks for a file

@@ -277,7 +277,8 @@ def reproducible(extra: nn.Module) -> tuple[nn.Module, ng.AdamW]:
 
 def tuned_kernels(_: Path) -> ng.Findings:
     model, optimizer = reproducible(nn.Conv1d(32, 32, 1).requires_grad_(False))
-    with setting(lambda on: setattr(torch.backends.cudnn, "benchmark", on), True, False):
+    # Its own context: PyTorch's testing package, which some frameworks import, forbids plain assignments.
+    with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, benchmark=True):
         return ng.check(model, optimizer)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from narrowgauge.comparison.labels import listed
 from narrowgauge.comparison.run_stats import TIMING_NOISE, RunStats, requested_steps
-from narrowgauge.runs.foreign_logs import is_foreign
 
 # What may differ between compared runs; learning rates and steps are examined separately.
 _FREE = {
@@ -44,7 +43,7 @@ def caveats(groups: Mapping[str, Sequence[RunStats]]) -> list[str]:
 
 def _other_frameworks(runs: Sequence[RunStats]) -> list[str]:
     """Runs that were read from other frameworks' logs."""
-    foreign = list(dict.fromkeys(run.label for run in runs if is_foreign(run.run)))
+    foreign = list(dict.fromkeys(run.label for run in runs if run.run.is_foreign))
     if not foreign:
         return []
     return [

@@ -25,7 +25,6 @@ from narrowgauge.comparison.classification import (
 from narrowgauge.comparison.intervals import interval
 from narrowgauge.comparison.labels import counted, listed
 from narrowgauge.comparison.run_stats import TIMING_NOISE, RunStats
-from narrowgauge.runs.foreign_logs import is_foreign
 from narrowgauge.runs.schema import Row
 
 
@@ -105,7 +104,7 @@ def at_equal_time(classes: Classes) -> list[str]:
     found = classes.at_equal_time
     if not found:
         # Your own training loop need not record validations.
-        requested = any("eval_every" in run.run.config or run.run.evals for run in runs if not is_foreign(run.run))
+        requested = any("eval_every" in run.run.config or run.run.evals for run in runs if not run.run.is_foreign)
         if not requested or len({run.label for run in runs}) < 2 or all(run.has_curve for run in runs):
             return []
         return ["Losses at equal time cannot be given: these runs have too few validations (--eval-every)."]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -207,7 +208,7 @@ def _is_normalized(each: Held) -> bool:
 
 
 def _spacing(value: float, each: Held) -> float:
-    return float(2.0 ** (torch.tensor(value).frexp().exponent.item() - 1 - each.storage.weight.mantissa_bits))
+    return 2.0 ** (math.frexp(value)[1] - 1 - each.storage.weight.mantissa_bits)
 
 
 def _library(optimizer: torch.optim.Optimizer) -> str:

@@ -52,7 +52,7 @@ def half_accumulation(set_up: SetUp) -> Iterator[Values]:
 
 def flushed(_: SetUp) -> Iterator[Values]:
     """Subnormal numbers that the CPU flushes to zero."""
-    if (torch.full((8,), 1e-40) * 1.0).count_nonzero() == 0:
+    if (torch.full((8,), 1e-40, dtype=torch.float32) * 1.0).count_nonzero() == 0:
         yield {"where": "torch.set_flush_denormal"}
 
 

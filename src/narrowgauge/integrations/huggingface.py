@@ -228,7 +228,7 @@ class NarrowgaugeTrainer(_Trainer):
         self.recipe_optimizer.max_grad_norm = self._max_grad_norm
         if self._max_grad_norm is None and self.recipe_optimizer.loss_scaler is None:
             return None
-        self._norm = torch.full((), math.nan, device=self.args.device)
+        self._norm = torch.full((), math.nan, dtype=torch.float32, device=self.args.device)
         return self._norm
 
     # ── beside the step ─────────────────────────────────────────────────────────────────────────────────────────────

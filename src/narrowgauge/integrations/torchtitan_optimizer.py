@@ -237,7 +237,7 @@ def _state_of_layers(model_parts: list[nn.Module]) -> dict[str, Any]:
     """The step of each part's narrow layers and their delayed scales, under flat names."""
     state: dict[str, Any] = {}
     for place, linears in _layers(model_parts).items():
-        state[f"{_STEP}.{place}"] = torch.tensor(linears.step)
+        state[f"{_STEP}.{place}"] = torch.tensor(linears.step, dtype=torch.int64)
         histories: Mapping[str, Any] = linears.histories()
         state |= {f"{_HISTORY}.{place}.{plain_name(name)}": value for name, value in histories.items()}
     return state

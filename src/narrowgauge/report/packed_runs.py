@@ -9,7 +9,6 @@ from pathlib import Path, PurePosixPath
 from narrowgauge.errors import RecordError
 from narrowgauge.report.write import read_runs, run_folders
 from narrowgauge.runs.archive import write_zip, zip_file_of
-from narrowgauge.runs.foreign_logs import is_foreign
 from narrowgauge.runs.lines import ROW_FILES
 
 RUN_FILES = ("run.toml", *(f"{name}.jsonl" for name in ROW_FILES), "summary.json")
@@ -33,7 +32,7 @@ def pack(paths: Sequence[str | Path], out: str | Path) -> Path:
     Raises:
         RecordError: a folder holds no run, a record is damaged, or the file cannot be written; nothing is written.
     """
-    if foreign := [run for run in read_runs(paths) if is_foreign(run)]:
+    if foreign := [run for run in read_runs(paths) if run.is_foreign]:
         raise RecordError(
             f"{foreign[0].path} is a log of another framework, and only run folders are packed.",
             "Name the run folders alone; send the log as it is.",

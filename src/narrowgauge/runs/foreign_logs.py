@@ -9,16 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs import huggingface_state, lightning_csv, tensorboard_events
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.foreign_names import NAMES, Log
-from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 
 SOURCE = "source"
 """The table of ``Run.run`` that says where a run of another framework was read from."""
+
+
+class LogRun(NamedTuple):
+    """The run that a log describes: what :class:`narrowgauge.Run` holds, in its order."""
+
+    path: Path
+    run: Row
+    steps: list[Row]
+    evals: list[Row]
+    events: list[Row]
+    summary: Row | None
 
 
 @dataclass(frozen=True)
@@ -53,12 +64,7 @@ def is_log(path: Path) -> bool:
     return _found(path) is not None
 
 
-def is_foreign(run: Run) -> bool:
-    """Whether a run was read from another framework's log."""
-    return SOURCE in run.run
-
-
-def read_log(path: Path) -> Run:
+def read_log(path: Path) -> LogRun:
     """The run that a log describes.
 
     Args:
@@ -85,9 +91,8 @@ def read_log(path: Path) -> Run:
         )
     source = {"format": form.name, "file": str(files[-1])}
     summary = None if log.is_finished is False else _summary(steps, evals)
-    return Run(
-        path if path.is_dir() else path.parent, {SOURCE: source, "config": log.config}, steps, evals, [], summary
-    )
+    folder = path if path.is_dir() else path.parent
+    return LogRun(folder, {SOURCE: source, "config": log.config}, steps, evals, [], summary)
 
 
 def _found(path: Path) -> tuple[LogFormat, list[Path]] | None:

@@ -28,6 +28,7 @@ from typing import Any
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.archive import read_bytes
 from narrowgauge.runs.atomic_io import disk_errors, load_json
+from narrowgauge.runs.foreign_logs import SOURCE, is_log, read_log
 from narrowgauge.runs.lines import read_rows, restored
 from narrowgauge.runs.schema import VERSION, Row, is_whole, short, wrong_value
 from narrowgauge.spec.toml_text import load_toml
@@ -64,6 +65,11 @@ class Run:
             RecordError: a line in the middle of the file is damaged.
         """
         return read_rows(self.path / "gauges.jsonl")
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it was read from another framework's log."""
+        return SOURCE in self.run
 
     @property
     def config(self) -> Row:
@@ -132,11 +138,8 @@ def read_run(path: str | Path) -> Run:
         [{'step': 1, 'loss': nan}]
     """
     path = Path(path)
-    # Late, since those readers need this module.
-    from narrowgauge.runs.foreign_logs import is_log, read_log
-
     if not is_run(path) and is_log(path):
-        return read_log(path)
+        return Run(*read_log(path))
     run = read_settings(path)
     steps, evals, events = (read_rows(path / f"{name}.jsonl") for name in ("steps", "evals", "events"))
     began_with = steps[0].pop(SETTINGS, None) if steps else None

@@ -27,7 +27,7 @@ from narrowgauge.checkpoints.reading import saved_tensors
 from narrowgauge.checkpoints.state_tensors import give_back, load_tensors, require_same_model, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction, reduce_gradients_with
-from narrowgauge.distributed.replicas import Verifier
+from narrowgauge.distributed.replicas import Held, Verifier
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, make_mesh, through_root
 from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.errors import RankError, RecordError
@@ -40,6 +40,7 @@ from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.elementwise_optimizers import AdamW
+from narrowgauge.optim.kept_tensors import kept_tensors
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.checkpoint import latest_checkpoint
@@ -49,7 +50,6 @@ from narrowgauge.trainer.description import describe_process
 from narrowgauge.trainer.detours import Detour, batch_index
 from narrowgauge.trainer.leaves import Turn, turns
 from narrowgauge.trainer.saving import Saver
-from narrowgauge.trainer.verification import verifier_of
 from narrowgauge.transforms.unit_scaling import fix_batch
 
 
@@ -104,7 +104,9 @@ class Session:
 
     def __post_init__(self) -> None:
         self.saver = Saver(self.folder, self.here.apart())
-        self.verifier = verifier_of(self)
+        self.verifier = Verifier(
+            lambda: (Held(*kept) for kept in kept_tensors(self.optimizer)), self.config.verify_every
+        )
 
     @property
     def device(self) -> torch.device:

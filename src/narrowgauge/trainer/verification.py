@@ -10,17 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from narrowgauge.distributed.replicas import Held, Verifier
-from narrowgauge.optim.kept_tensors import kept_tensors
 from narrowgauge.trainer.detours import batch_index
 
 if TYPE_CHECKING:
     from narrowgauge.trainer.session import Session
-
-
-def verifier_of(session: Session) -> Verifier:
-    """The verifier of a run's weights and states."""
-    return Verifier(lambda: (Held(*kept) for kept in kept_tensors(session.optimizer)), session.config.verify_every)
 
 
 def verify(session: Session) -> None:
