@@ -208,7 +208,7 @@ def test_the_loss_is_the_sum_of_the_models_own_mean(tied: bool) -> None:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("native", [True, False])
 def test_chunked_equals_whole(tied: bool, kind: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(language_model, "_CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(language_model, "CHUNK_LOGITS", 1)
     monkeypatch.setattr(language_model, "_MIN_CHUNK_TOKENS", 11)
     if not native:
         monkeypatch.setattr(language_model, "_NATIVE", None)
