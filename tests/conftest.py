@@ -1,4 +1,4 @@
-"""What every test stands on: oracles within reach, one thread per worker, one kernel cache per session, no network.
+"""What every test stands on: one thread per worker, one kernel cache per session, no network.
 
 Everything here is set through the environment, before PyTorch is imported anywhere, so that the processes which tests
 start (trainings, ranks) stand on the same ground.
@@ -14,9 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-# `from oracles.x import y` in any test, whatever its folder.
-sys.path.insert(0, str(Path(__file__).parent))
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 # A forked worker warns about the tokenizers' threads unless told which it wants.

@@ -10,6 +10,7 @@ import torch
 
 from narrowgauge.runs import events
 from narrowgauge.runs.record import read_run
+from optional_packages import absent_packages, reason
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -42,6 +43,8 @@ EXAMPLES = [
 @pytest.mark.filterwarnings("ignore::narrowgauge.optim.audit.UpdateLossWarning")
 @pytest.mark.parametrize(("page", "number"), EXAMPLES, ids=[f"{page}-{number}" for page, number in EXAMPLES])
 def test_every_example_runs_alone(page: str, number: int) -> None:
+    if missing := absent_packages(examples(page)[number]):
+        pytest.skip(reason(missing))
     run_example(page, number)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from own_trainer import OwnRun
 from torch.utils.data import DataLoader
 
+from integrations.own_trainer import OwnRun
 from narrowgauge.integrations.lightning_precision import NarrowgaugePrecision
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 pytest.importorskip(
     "lightning.pytorch", reason="narrowgauge[lightning] is not installed: ./dev test integrations installs it"
 )
-sys.path.insert(0, str(Path(__file__).parent))
 
 from lightning.fabric import Fabric
-from lightning_runs import plugin_of, same
-from own_trainer import OwnRun, reference
 
 import narrowgauge as ng
+from integrations.lightning_runs import plugin_of, same
+from integrations.own_trainer import OwnRun, reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

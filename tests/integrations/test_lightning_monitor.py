@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,12 @@ import pytest
 pytest.importorskip(
     "lightning.pytorch", reason="narrowgauge[lightning] is not installed: ./dev test integrations installs it"
 )
-sys.path.insert(0, str(Path(__file__).parent))
 
 from lightning.pytorch.loggers import CSVLogger
-from lightning_runs import LitReference, fit, loader, plugin_of, trainer_of
-from own_trainer import reference
 
 import narrowgauge as ng
+from integrations.lightning_runs import LitReference, fit, loader, plugin_of, trainer_of
+from integrations.own_trainer import reference
 from narrowgauge.integrations.lightning_monitor import NarrowgaugeMonitor
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*num_workers.*")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,14 @@ import torch
 pytest.importorskip(
     "lightning.pytorch", reason="narrowgauge[lightning] is not installed: ./dev test integrations installs it"
 )
-sys.path.insert(0, str(Path(__file__).parent))
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
-from lightning_runs import LitReference, fit, loader, plugin_of, same, stored, trainer_of
-from own_trainer import reference
 
 import narrowgauge as ng
+from integrations.lightning_runs import LitReference, fit, loader, plugin_of, same, stored, trainer_of
+from integrations.own_trainer import reference
 from narrowgauge.cutting import visible
 from narrowgauge.integrations.lightning_precision import NarrowgaugePrecision
 

@@ -1,0 +1,29 @@
+"""Which packages a piece of code needs and does not find: those of the extra ``integrations`` are not everywhere."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+# What a name or a package needs to be imported, beyond what pip installs on every machine.
+NEEDS = {"Trainer": "accelerate", "TrainingArguments": "accelerate", "torchtitan": "triton"}
+
+
+def absent_packages(code: str | Iterable[ast.AST]) -> list[str]:
+    """The packages that are not installed, of those that code imports anywhere; or that the given statements import."""
+    nodes = ast.walk(ast.parse(code)) if isinstance(code, str) else code
+    needed = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            needed |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            needed.add(node.module.partition(".")[0])
+            needed |= {NEEDS[alias.name] for alias in node.names if alias.name in NEEDS}
+    needed |= {NEEDS[name] for name in needed if name in NEEDS}
+    return sorted(name for name in needed if find_spec(name) is None)
+
+
+def reason(packages: Iterable[str]) -> str:
+    """Why something is skipped."""
+    return f"{', '.join(packages)} not installed: ./dev test integrations installs what is missing"
