@@ -137,7 +137,7 @@ def predict(run: Run) -> Point:
         whole = replace(layout, recompute="full")
         full = step_terms(architecture, recipe, whole, cluster, length, shares, attention=attention)
         terms = Terms(tuple(map(_between, terms, full)))
-    steady = Terms(tuple(term for term in terms if term.group not in UNSTEADY_GROUPS))
+    steady = terms.without(*UNSTEADY_GROUPS)
     tokens = layout.num_sequences * run.step["sequence_length"] / layout.num_ranks
     low, high = steady.interval
     measured = measured_tokens_per_second(run)

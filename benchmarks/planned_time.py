@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _forked import group, in_processes
 from timing import Report, Row, parser
 
 from narrowgauge.planner.calibration import deviations, priors_of, processor, step_observation
@@ -35,7 +34,6 @@ from narrowgauge.planner.clusters import cluster_of
 from narrowgauge.planner.fitting import Fit, fit_shares
 from narrowgauge.planner.launches import Launch, layout_of
 from narrowgauge.planner.model_configs import read_architecture
-from narrowgauge.planner.step_time import UNSTEADY_GROUPS, step_terms
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.profiling.block_benchmark import many_versions, training_session
 from narrowgauge.spec.notation import parse
@@ -168,35 +166,9 @@ def seconds_of(row: Row) -> float:
     return REFERENCE_SECONDS * sum(row["cpu_seconds"][1:]) / sum(row["reference_seconds"][1:])
 
 
-def in_processes(combination: Combination, rounds: int) -> Row:
-    """:func:`trained` in processes of its own, so that no combination finds what another one has compiled or left in memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("fork")
-        ranks = [
-            context.Process(target=_on_rank, args=(rank, Path(folder), combination, rounds))
-            for rank in range(combination.ranks)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        if any(rank.exitcode for rank in ranks):
-            raise RuntimeError(f"{combination.name}: ranks ended with {[rank.exitcode for rank in ranks]}")
-        row: Row = json.loads((Path(folder) / "row").read_text())
-        return row
-
-
-def _on_rank(rank: int, folder: Path, combination: Combination, rounds: int) -> None:
-    if combination.ranks > 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        meeting = f"file://{folder / 'meeting'}"
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=combination.ranks)
-    row = trained(combination, rounds)
-    if rank == 0:
-        (folder / "row").write_text(json.dumps(row))
-    if combination.ranks > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+def _on_rank(rank: int, folder: Path, combination: Combination, rounds: int) -> Row:
+    with group(rank, folder, combination.ranks) if combination.ranks > 1 else nullcontext():
+        return trained(combination, rounds)
 
 
 def steps_of(combinations: Sequence[Combination], rounds: int, file: Path | None) -> list[Row]:
@@ -206,7 +178,8 @@ def steps_of(combinations: Sequence[Combination], rounds: int, file: Path | None
     for combination in combinations:
         if combination not in kept:
             began = time.perf_counter()
-            kept[combination] = in_processes(combination, rounds)
+            # In processes of its own: no combination finds what another one has compiled or left in memory.
+            kept[combination] = in_processes(_on_rank, combination.ranks, combination, rounds)
             print(f"{combination.name}: trained in {time.perf_counter() - began:.0f} s", flush=True)
             if file is not None:
                 file.write_text(json.dumps(list(kept.values())))
@@ -252,10 +225,7 @@ def held_out(launches: Sequence[Launch]) -> list[Row]:
 
 def _beside(launch: Launch, fit: Fit) -> Row:
     assert launch.measured is not None
-    step = step_terms(
-        launch.architecture, launch.recipe, launch.layout, launch.cluster, launch.sequence_length, fit.shares
-    )
-    steady = Terms(tuple(term for term in step if term.group not in UNSTEADY_GROUPS or term.group == "data"))
+    steady = launch.planned_step(fit.shares)
     low, high = steady.interval
     trained = launch.measured.total
     return {

@@ -14,12 +14,8 @@ Run: ``./dev bench ranks [--quick]``. Ranks are processes of this machine with o
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import pickle
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -29,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _forked import group, in_processes
 from timing import Contender, Report, Row, measure, parser
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -79,30 +76,13 @@ class Case:
 
 def on_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
     """What ``function(*arguments)`` returns on the first of so many ranks, forked from this process."""
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("fork")
-        ranks = [
-            context.Process(target=_rank, args=(rank, num_ranks, Path(folder), function, arguments))
-            for rank in range(num_ranks)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        if any(rank.exitcode for rank in ranks):
-            raise RuntimeError(f"ranks ended with {[rank.exitcode for rank in ranks]}")
-        return pickle.loads((Path(folder) / "result").read_bytes())
+    return in_processes(_rank, num_ranks, num_ranks, function, arguments)
 
 
-def _rank(rank: int, num_ranks: int, folder: Path, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+def _rank(rank: int, folder: Path, num_ranks: int, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=num_ranks)
-    result = function(*arguments)
-    if rank == 0:
-        (folder / "result").write_bytes(pickle.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    with group(rank, folder, num_ranks):
+        return function(*arguments)
 
 
 # ── time and bytes ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
@@ -31,6 +31,7 @@ from narrowgauge.conversion.encodings import ENCODINGS
 from narrowgauge.conversion.foreign import SHARDED, read_foreign
 from narrowgauge.conversion.source import Source
 from narrowgauge.conversion.stand_ins import load_pickle
+from narrowgauge.conversion.states import Checkpoint
 from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.spec.frameworks import FRAMEWORKS
 
@@ -252,24 +253,10 @@ def test_a_sharded_checkpoint_is_read_whole_and_exactly(layout: str, tmp_path: P
         assert all(torch.equal(found[kind], values[kind][name]) for kind in KINDS), name
 
 
-class Ours(nn.Module):
-    """A model with given weights, under their own names."""
-
-    def __init__(self, weights: dict[str, Tensor]) -> None:
-        super().__init__()
-        for name, value in weights.items():
-            *path, last = name.split(".")
-            module: nn.Module = self
-            for part in path:
-                if part not in module._modules:
-                    module.add_module(part, nn.Module())
-                module = module.get_submodule(part)
-            module.register_parameter(last, nn.Parameter(value.clone()))
-
-
 def trained_by_us(values: dict[str, Tensor], steps: int, place: Path) -> dict[str, dict[str, Tensor]]:
     """A checkpoint of our own optimizer, and the values that it stores."""
-    model, optimizer = ng.prepare(Ours(values), "bfloat16/word", lr=1e-2, compile=False, audit_every=0)
+    given = Checkpoint({name: value.clone() for name, value in values.items()})
+    model, optimizer = ng.prepare(given, "bfloat16/word", lr=1e-2, compile=False, audit_every=0)
     for step in range(steps):
         torch.manual_seed(step)
         for parameter in model.parameters():

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from benchmark_modules import benchmark_module
+
 MEASURED = {
     "iteration_seconds", "tokens_per_second_per_chip", "model_tflops_per_chip", "hardware_tflops_per_chip",
     "mfu_percent", "hfu_percent", "peak_tflops", "flop_convention",
@@ -21,11 +20,7 @@ MEASURED = {
 @pytest.fixture(scope="module")
 def planners() -> Any:
     """benchmarks/other_planners.py, which imports the reader of the runs from its own folder."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("other_planners")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return benchmark_module("other_planners")
 
 
 @pytest.fixture(scope="module")

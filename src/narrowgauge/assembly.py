@@ -8,6 +8,7 @@ of :mod:`narrowgauge.matmul.scopes` come last.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,6 +132,11 @@ def prepare(
         optimizer.reduction = reduce_gradients_with(model, name, average=average, seed=seed, mesh=mesh)
         _join_histories(inner, optimizer)
     return model, optimizer
+
+
+_OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "max_grad_norm")
+DEFAULTS = {name: inspect.signature(prepare).parameters[name].default for name in _OF_OPTIMIZER}
+"""The defaults of :func:`prepare` for the optimizer's options; the classes of optimizers have those of ``torch.optim``."""
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmark_modules import benchmark_module
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model_configs import read_architecture
 from narrowgauge.planner.rank_memory import memory_terms
 from narrowgauge.spec.notation import parse
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
 def planned_peaks() -> Any:
     """benchmarks/planned_peaks.py, which imports the reader of the runs from its own folder."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("planned_peaks")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return benchmark_module("planned_peaks")
 
 
 def test_four_of_five_published_peaks_lie_within_their_interval(planned_peaks: Any) -> None:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmark_modules import benchmark_module
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> Any:
     """benchmarks/planned_published.py, which imports the reader of the runs from its own folder."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("planned_published")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return benchmark_module("planned_published")
 
 
 @pytest.fixture(scope="module")

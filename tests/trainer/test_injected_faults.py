@@ -6,14 +6,13 @@ the names of other benchmarks are those of modules that tests import.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmark_modules import benchmark_module
 from narrowgauge.monitor.detectors import SERIOUS
 from narrowgauge.runs.events import KINDS
 from narrowgauge.runs.record import Run, read_run
@@ -23,17 +22,7 @@ from trainer.tiny_runs import settings
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def _load(name: str) -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # frozen dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-faults = _load("faults")
+faults = benchmark_module("faults")
 EVERY, AT = 4, 25
 NEEDS_WIDTH = {
     "noise above the updates": "a tiny model's updates at that rate are a third of the noise that the alarm begins at",

@@ -13,21 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from benchmark_modules import BENCHMARKS, benchmark_module
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.writer import RunWriter
 from trainer.tiny_runs import ENVIRONMENT
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
 def tries() -> Any:
-    spec = importlib.util.spec_from_file_location("benchmarks_tries", BENCHMARKS / "tries.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return benchmark_module("tries")
 
 
 def test_some_of_them_in_processes_of_their_own(tmp_path: Path) -> None:

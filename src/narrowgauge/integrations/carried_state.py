@@ -49,10 +49,7 @@ def _taken(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     if optimizer.loss_scaler is not None:
         state["loss_scaler"] = optimizer.loss_scaler.state_dict()
     linears = linears_of(model)
-    if linears is not None:
-        histories = {name: history.clone() for name, history in linears.histories().items()}
-        state |= {"matmul_step": linears.step, "amax_histories": histories}
-    return state
+    return state if linears is None else {**state, **linears.state_dict()}
 
 
 def _give_back(optimizer: Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
@@ -61,5 +58,4 @@ def _give_back(optimizer: Optimizer, model: nn.Module, state: dict[str, Any]) ->
         optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
     linears = linears_of(model)
     if linears is not None and "matmul_step" in state:
-        linears.step = state["matmul_step"]
-        linears.load_histories(state["amax_histories"])
+        linears.load_state_dict(state)

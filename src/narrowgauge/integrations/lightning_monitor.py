@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.integrations.lightning_packages import joined, package_in_use
+from narrowgauge.integrations.lightning_packages import joined_when_asked
 from narrowgauge.integrations.lightning_precision import RecipePrecision
 from narrowgauge.integrations.run_recorder import RunRecorder
 from narrowgauge.loggers.tagged import gauge_numbers, numbers_of
@@ -204,8 +204,4 @@ def _free(folder: Path, goes_on: bool) -> Path:
 if TYPE_CHECKING:
     NarrowgaugeMonitor = RunMonitor
 
-
-def __getattr__(name: str) -> Any:
-    if name != "NarrowgaugeMonitor":
-        raise AttributeError(f"module '{__name__}' has no attribute {name!r}")
-    return joined(RunMonitor, name, "callbacks", "Callback", package_in_use())
+__getattr__ = joined_when_asked(RunMonitor, "NarrowgaugeMonitor", "callbacks", "Callback")

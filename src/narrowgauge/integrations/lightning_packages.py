@@ -7,6 +7,7 @@ base, and is joined with the base of the package that the program has imported, 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -49,6 +50,21 @@ def joined(part: type, name: str, room: str, base: str, package: str) -> type:
     above = getattr(import_module(f"{package}.{room}"), base)
     made = type(name, (part, above), {"__doc__": part.__doc__, "__module__": part.__module__})
     return made
+
+
+def joined_when_asked(part: type, name: str, room: str, base: str) -> Callable[[str], type]:
+    """The ``__getattr__`` of a module with one such class, which is joined when it is first asked for.
+
+    Args:
+        part, name, room, base: as for :func:`joined`.
+    """
+
+    def find(asked: str) -> type:
+        if asked != name:
+            raise AttributeError(f"module '{part.__module__}' has no attribute {asked!r}")
+        return joined(part, name, room, base, package_in_use())
+
+    return find
 
 
 def trainer_of(module: nn.Module | None) -> Any:

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from narrowgauge.assembly import Converted, convert_model, optimizer_for, scales_loss
+from narrowgauge.assembly import DEFAULTS, Converted, convert_model, optimizer_for, scales_loss
 from narrowgauge.distributed.ranks import all_ranks, largest_of_ranks
 from narrowgauge.distributed.reduction import reduce_gradients_with
 from narrowgauge.distributed.sharding import has_shards, make_equal
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.framework_optimizers import bind, require_recipe, restore_audit, saved_audit
-from narrowgauge.integrations.lightning_packages import joined, package_in_use, trainer_of
+from narrowgauge.integrations.lightning_packages import joined_when_asked, trainer_of
+from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.accumulation import GradientAccumulator
@@ -132,9 +133,7 @@ class RecipePrecision(_Base):
             RecipeError: the plugin has not converted this model.
         """
         chosen = {
-            "lr": 1e-3,
-            "betas": (0.9, 0.95),
-            "weight_decay": 0.1,
+            **DEFAULTS,
             **self._clipping(module),
             **self.options,
             **options,
@@ -159,10 +158,10 @@ class RecipePrecision(_Base):
         return found[0]
 
     def _clipping(self, module: nn.Module) -> dict[str, Any]:
-        """The norm to clip to where nothing was said: the Trainer's, or ``prepare``'s where it clips nothing itself."""
+        """No norm to clip to where the Trainer clips itself, else ``prepare``'s."""
         trainer = trainer_of(undistributed(module))
         clips = trainer is not None and trainer.gradient_clip_val
-        return {"max_grad_norm": None if clips else 1.0}
+        return {"max_grad_norm": None} if clips else {}
 
     # ── the optimizers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -234,9 +233,8 @@ class RecipePrecision(_Base):
         _map(data, lambda x: sizes.append(x.shape[0]) if x.ndim else None)
         here = all_ranks()
         leaf = here.rank + here.size * self._micro_batch
-        for converted in self._parts():
-            if converted.linears is not None and sizes:
-                converted.linears.set_first_sequence(leaf * sizes[0])
+        for linears in self._linears() if sizes else ():
+            linears.set_first_sequence(leaf * sizes[0])
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -314,9 +312,8 @@ class RecipePrecision(_Base):
     def _join_scales(self) -> None:
         """Let delayed scales be those of all ranks."""
         if all_ranks().size > 1:
-            for converted in self._parts():
-                if converted.linears is not None:
-                    converted.linears.join_histories(largest_of_ranks)
+            for linears in self._linears():
+                linears.join_histories(largest_of_ranks)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
@@ -374,9 +371,7 @@ class RecipePrecision(_Base):
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
         state["accumulated_steps"] = self._accumulated_steps
-        state["linears"] = [
-            {"step": c.linears.step, "histories": c.linears.histories()} for c in self._parts() if c.linears is not None
-        ]
+        state["linears"] = [linears.state_dict() for linears in self._linears()]
         state["audits"] = [saved_audit(optimizer) for optimizer in self._optimizers]
         return state
 
@@ -387,10 +382,8 @@ class RecipePrecision(_Base):
         self._saved = dict(state_dict)
         if self._accumulator is not None:
             self._accumulator.step = self._saved["accumulated_steps"]
-        with_linears = [c.linears for c in self._parts() if c.linears is not None]
-        for linears, saved in zip(with_linears, state_dict.get("linears", ()), strict=False):
-            linears.step = saved["step"]
-            linears.load_histories(saved["histories"])
+        for linears, saved in zip(self._linears(), state_dict.get("linears", ()), strict=False):
+            linears.load_state_dict(saved)
         for optimizer in self._optimizers:
             self._restore(optimizer)
 
@@ -411,6 +404,9 @@ class RecipePrecision(_Base):
 
     def _parts(self) -> list[Converted]:
         return [_CONVERTED[model] for model in self._models if model in _CONVERTED]
+
+    def _linears(self) -> list[Linears]:
+        return [converted.linears for converted in self._parts() if converted.linears is not None]
 
     @property
     def _accumulated_steps(self) -> int:
@@ -477,8 +473,4 @@ def _clipped_twice(what: str, max_grad_norm: float | None) -> RecipeError:
 if TYPE_CHECKING:
     NarrowgaugePrecision = RecipePrecision
 
-
-def __getattr__(name: str) -> Any:
-    if name != "NarrowgaugePrecision":
-        raise AttributeError(f"module '{__name__}' has no attribute {name!r}")
-    return joined(RecipePrecision, name, "plugins.precision", "Precision", package_in_use())
+__getattr__ = joined_when_asked(RecipePrecision, "NarrowgaugePrecision", "plugins.precision", "Precision")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.assembly import DEFAULTS
 from narrowgauge.integrations.check_table import found_in
 from narrowgauge.integrations.findings import Finding, Findings
 from narrowgauge.integrations.loop_watch import Seen, Watch
@@ -88,8 +89,8 @@ def _watch(set_up: SetUp, handle: Findings) -> Callable[[], list[Finding]]:
     return end
 
 
-# Defaults in which ng.prepare and the optimizer classes differ: the latter have torch.optim's.
-OF_PREPARE = {"betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 1.0}
+# The options whose defaults ng.prepare and the optimizer classes differ in: the latter have torch.optim's.
+DIFFERING = ("betas", "weight_decay", "max_grad_norm")
 
 
 def _described(optimizer: torch.optim.Optimizer) -> str:
@@ -105,7 +106,8 @@ def _described(optimizer: torch.optim.Optimizer) -> str:
     said = [f"{name} {_value(options[name])}" for name in names if name in options]
     package = type(optimizer).__module__.split(".")[0]
     line = f"{package}.{type(optimizer).__name__}, stores {' and '.join(stored)}: {', '.join(said)}"
-    other = [f"{name} {_value(value)}" for name, value in OF_PREPARE.items() if options.get(name, value) != value]
+    of_prepare = {name: DEFAULTS[name] for name in DIFFERING}
+    other = [f"{name} {_value(value)}" for name, value in of_prepare.items() if options.get(name, value) != value]
     return f"{line}; ng.prepare takes {', '.join(other)} by default" if is_ours and other else line
 
 

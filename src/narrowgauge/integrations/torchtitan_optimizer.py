@@ -29,7 +29,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.trainer import Trainer
 
 from narrowgauge._torch import fsdp_dtypes, plain_name
-from narrowgauge.assembly import prepare
+from narrowgauge.assembly import DEFAULTS, prepare
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.torchtitan_converter import NarrowgaugeConverter, take_request
@@ -127,7 +127,7 @@ def narrowgauge_adamw(recipe: str = "", lr: float = 8e-4, **settings: Any) -> Na
         For ``config.optimizer``.
     """
     fields = {name: settings.pop(name) for name in ("max_grad_norm", "seed", "audit_every") if name in settings}
-    given = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **settings}
+    given = {name: DEFAULTS[name] for name in ("betas", "eps", "weight_decay")} | {"lr": lr, **settings}
     group = ParamGroupConfig(pattern=r".*", optimizer_name=NAME, optimizer_kwargs=given)
     return NarrowgaugeAdamW.Config(param_groups=[group], recipe=recipe, **fields)
 

@@ -93,6 +93,16 @@ class Linears:
         if histories := list(self.histories().values()):
             join_histories(histories, largest)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the same bits need after a resume: the step that random bits are keyed by, and copies of the amax histories."""
+        histories = {name: history.clone() for name, history in self.histories().items()}
+        return {"matmul_step": self.step, "amax_histories": histories}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        self.step = state["matmul_step"]
+        self.load_histories(state["amax_histories"])
+
     def load_histories(self, histories: dict[str, Tensor]) -> None:
         """Load what :meth:`histories` returned."""
         for name, history in self.histories().items():

@@ -24,7 +24,6 @@ from narrowgauge.planner.fitting import SIGMAS, Fit, Observation, fit_shares
 from narrowgauge.planner.launches import Launch, read_launch
 from narrowgauge.planner.roofline import Setting, Shape, operation_seconds, setting_of
 from narrowgauge.planner.shares import Share, Shares, shares_of
-from narrowgauge.planner.step_time import UNSTEADY_GROUPS, step_terms
 from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
@@ -156,16 +155,7 @@ def step_observation(launch: Launch) -> Observation:
     assert launch.measured is not None
 
     def predict(shares: Shares) -> float:
-        found = step_terms(
-            launch.architecture,
-            launch.recipe,
-            launch.layout,
-            launch.cluster,
-            launch.sequence_length,
-            shares,
-            has_intervals=False,
-        )
-        return sum(term.value for term in found if term.group not in UNSTEADY_GROUPS or term.group == "data")
+        return launch.planned_step(shares, has_intervals=False).total
 
     return Observation(launch.name, launch.measured.total, predict)
 

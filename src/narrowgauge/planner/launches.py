@@ -36,6 +36,8 @@ from narrowgauge.planner.attribution import MeasuredStep, measured_step
 from narrowgauge.planner.clusters import Cluster, cluster_of, read_cluster
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model_configs import read_architecture
+from narrowgauge.planner.shares import Shares
+from narrowgauge.planner.step_time import step_terms
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.chips import Chip
@@ -69,6 +71,23 @@ class Launch:
     def tokens(self) -> int:
         """Of an optimizer step."""
         return self.layout.num_sequences * self.sequence_length
+
+    def planned_step(self, shares: Shares | None, *, has_intervals: bool = True) -> Terms:
+        """The step as planned, without what a measured step leaves out: checkpoints and failures.
+
+        Args:
+            shares, has_intervals: as for :func:`~narrowgauge.planner.step_time.step_terms`.
+        """
+        step = step_terms(
+            self.architecture,
+            self.recipe,
+            self.layout,
+            self.cluster,
+            self.sequence_length,
+            shares,
+            has_intervals=has_intervals,
+        )
+        return step.without("checkpoints", "faults")
 
 
 def read_launch(path: str | Path, chip: Chip | None = None) -> Launch:

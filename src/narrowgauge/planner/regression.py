@@ -19,7 +19,6 @@ from narrowgauge.planner.launches import Launch
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.scaling_law import duration
 from narrowgauge.planner.shares import Shares
-from narrowgauge.planner.step_time import UNSTEADY_GROUPS, step_terms
 from narrowgauge.planner.term_changes import Change, changes
 from narrowgauge.planner.terms import Terms
 
@@ -102,7 +101,7 @@ def compare_launches(before: Launch, after: Launch, shares: Shares | None = None
     """
     if before.name == after.name:
         before, after = replace(before, name=f"{before.name} (before)"), replace(after, name=f"{after.name} (after)")
-    old, new = (_step(launch, shares) for launch in (before, after))
+    old, new = (launch.planned_step(shares) for launch in (before, after))
     effects = [
         Effect(name, was, now, _alone(moved, before, old, shares))
         for name, was, now, moved in _differing(before, after)
@@ -111,20 +110,12 @@ def compare_launches(before: Launch, after: Launch, shares: Shares | None = None
     return Regression(before, after, old, new, tuple(effects))
 
 
-def _step(launch: Launch, shares: Shares | None) -> Terms:
-    """The modelled step, without what a measured step leaves out: checkpoints and failures."""
-    found = step_terms(
-        launch.architecture, launch.recipe, launch.layout, launch.cluster, launch.sequence_length, shares
-    )
-    return Terms(tuple(term for term in found if term.group not in UNSTEADY_GROUPS or term.group == "data"))
-
-
 def _alone(moved: Launch | None, before: Launch, old: Terms, shares: Shares | None) -> float | None:
     """Seconds that a step of the first launch's tokens grows by."""
     if moved is None:
         return None
     try:
-        return _step(moved, shares).total * before.tokens / moved.tokens - old.total
+        return moved.planned_step(shares).total * before.tokens / moved.tokens - old.total
     except NarrowgaugeError:  # the setting needs another one that changed too
         return None
 

@@ -307,8 +307,3 @@ def _pace(slowest: Nodes, paces: list[tuple[Nodes, tuple[Term, ...]]]) -> Term:
     others = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in alone.items() if name != slowest.chip.name)
     formula = f"{slowest.chip.name} sets the pace; alone: {others}"
     return Term("waiting", f"for {slowest.chip.name}", 0.0, formula, "every step ends with the slowest")
-
-
-def steady_seconds(terms: Terms) -> float:
-    """Seconds of a step without data, checkpoints and failures: what short benchmarks measure."""
-    return sum(seconds for group, seconds in terms.groups.items() if group not in UNSTEADY_GROUPS)

@@ -56,6 +56,10 @@ class Terms:
     def __add__(self, other: Iterable[Term]) -> Terms:
         return Terms((*self.addends, *other))
 
+    def without(self, *groups: str) -> Terms:
+        """The addends of all other groups."""
+        return Terms(tuple(term for term in self.addends if term.group not in groups))
+
     @property
     def total(self) -> float:
         """The sum, in the unit of its addends."""
