@@ -61,7 +61,7 @@ STALL_BOUNDS = {
     "split": (0.0, 0.01),
     "word": (0.0, 0.10),
     "split8": (0.0, 0.12),
-    "compact": (0.0, 0.15),
+    **dict.fromkeys(("compact", "float32-states8"), (0.0, 0.15)),
     **dict.fromkeys(("kahan", "collage-light", "collage-plus"), (0.0, 0.08)),
     **dict.fromkeys(("float8/collage-light", "float8/collage-plus"), (0.5, 1.0)),
     **dict.fromkeys(("float16/master", "float16/split"), (0.0, 0.01)),

@@ -30,7 +30,7 @@ from narrowgauge.spec.storages import STORAGES, Storage
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 CYCLE = 50
 LR = 1e-5
-ASKED = {"split": 0.01, "split8": 0.12, "word": 0.1, "compact": 0.15}
+ASKED = {"split": 0.01, "split8": 0.12, "word": 0.1, "compact": 0.15, "float32-states8": 0.15}
 ASKED |= dict.fromkeys(("float32", "master", "exact"), 0.002)
 ASKED |= dict.fromkeys(("kahan", "collage-light", "collage-plus"), 0.08)
 """The largest error that each storage may have, in the full case."""

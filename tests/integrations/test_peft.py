@@ -184,6 +184,49 @@ def test_float32_adapters_train_in_float32_and_narrow_ones_where_peft_leaves_the
         losses("word")
 
 
+def test_float32_adapters_keep_their_format_beside_moments_of_8_bits(tmp_path: Path) -> None:
+    """As PEFT makes them over a bfloat16 base: stepped, saved and loaded, resumed, merged and unmerged."""
+    run, rank = reference(), 4
+
+    def made(seed: int = 1) -> tuple[Any, ng.AdamW]:
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(run.model().bfloat16(), config).train()
+        mine = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return model, ng.AdamW(mine, lr=1e-2, storage="float32-states8")
+
+    model, optimizer = made()
+    before = weights_of(model)
+    losses = trained(run, model, optimizer)
+    assert losses[-1] < losses[0] and {p.dtype for p in weights_of(model).values()} == {torch.float32}
+    assert not any(torch.equal(value, before[name]) for name, value in weights_of(model).items())
+    adapters = weights_of(model).values()
+    # Weight, gradient and two moments of a byte, and two scales a row: of the second matrices, a row has `rank` elements.
+    wanted = sum(10 * p.numel() + 8 * p.shape[0] for p in adapters) / sum(p.numel() for p in adapters)
+    assert optimizer.bytes_per_param() == pytest.approx(wanted, rel=1e-12) and wanted < 12
+
+    model.save_pretrained(tmp_path)
+    saved = optimizer.state_dict()
+    again, resumed = made(seed=2)
+    own = {id(p) for p in again.parameters() if p.requires_grad}
+    again.load_adapter(tmp_path, "default", is_trainable=True)  # float32 already, so nothing takes their place
+    assert {id(p) for p in again.parameters() if p.requires_grad} == own
+    resumed.load_state_dict(saved)
+    assert trained(run, again, resumed) == trained(run, model, optimizer)
+    assert all(torch.equal(value, weights_of(model)[name]) for name, value in weights_of(again).items())
+
+    bases = weights_of(model, "base_layer")
+    model.merge_adapter()
+    assert not any(
+        torch.equal(value, bases[name]) for name, value in weights_of(model, "base_layer").items() if "q_proj" in name
+    )
+    model.unmerge_adapter()
+    assert all(
+        torch.allclose(value, bases[name], atol=2**-7) for name, value in weights_of(model, "base_layer").items()
+    )
+    assert not weights_of(model.merge_and_unload())
+
+
 @pytest.mark.parametrize(
     ("config", "works"),
     [

@@ -19,6 +19,7 @@ REPRESENTATIVES = {
     "word": "three fields in one word, stochastic, flat",
     "compact": "four lanes, scales by row, stochastic",
     "states8": "scales by row, and nothing beside the weight",
+    "float32-states8": "two halves of rows of whole words, scales by row",
     "stochastic": "nothing beside the weight, flat, stochastic",
     "naive": "nothing beside the weight, to the nearest",
     "kahan": "a second part of the weight, added in float32",

@@ -159,7 +159,13 @@ def test_row_peaks_are_the_largest_magnitudes(shape: tuple[int, int]) -> None:
 
 def test_a_kernel_takes_two_multipliers_for_each_code_and_part_of_the_rows() -> None:
     found = {name: num_scales(STORAGES[name]) for name in REPRESENTATIVES}
-    by_rows = {"compact": 8, "states8": 4, "scalify-float16/scaled16": 4, "float8/collage-plus": 6}
+    by_rows = {
+        "compact": 8,
+        "states8": 4,
+        "float32-states8": 8,
+        "scalify-float16/scaled16": 4,
+        "float8/collage-plus": 6,
+    }
     assert found == {name: by_rows.get(name, 0) for name in REPRESENTATIVES}
     assert num_scales(row_of("tail8+bfloat16+float32")) == 0
 

@@ -200,7 +200,7 @@ def test_plain_states_have_their_own_dtypes() -> None:
     assert dtypes["master"] == dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), single)
     assert dtypes["kahan"] == dict.fromkeys(("weight_low", "exp_avg", "exp_avg_sq"), bfloat16)
     assert dtypes["compact"] == {"tail": torch.int8, "packed": torch.int16}
-    assert dtypes["states8"] == {"packed": torch.int16}
+    assert dtypes["states8"] == dtypes["float32-states8"] == {"packed": torch.int16}
     assert dtypes["split8"] == {"exp_avg": bfloat16, "packed": torch.int32}
     assert dtypes["float16/split"] == {"exp_avg": bfloat16, "exp_avg_sq": single, "tail": torch.int16}
     assert dtypes["float8/collage-plus"] == {"packed": torch.int16, "packed2": torch.int32}
@@ -208,11 +208,14 @@ def test_plain_states_have_their_own_dtypes() -> None:
 
 def test_scales_and_eight_bit_planes_lie_in_rows_and_nothing_else_does() -> None:
     in_rows = {row.name for row in STORAGES.values() if packing.by_rows(row)}
-    assert in_rows == {"compact", "states8", "scalify-float16/scaled16", "float8/collage-light", "float8/collage-plus"}
+    published = {"scalify-float16/scaled16", "float8/collage-light", "float8/collage-plus"}
+    assert in_rows == {"compact", "states8", "float32-states8", *published}
     assert [packing.num_lanes(STORAGES[n]) for n in ("float32", "word", "states8", "compact")] == [1, 2, 2, 4]
+    assert packing.num_parts(STORAGES["float32-states8"]) == packing.num_lanes(STORAGES["float32-states8"]) == 2
     assert packing.matrix_of(STORAGES["compact"], (5, 3, 4)) == (15, 4)
     assert packing.matrix_of(STORAGES["word"], (5, 3, 4)) == (60,)
     assert packing.extent(STORAGES["compact"], (5, 3, 5)) == (8, 3)
     assert packing.extent(STORAGES["states8"], (5, 3, 5)) == (15, 3)
+    assert packing.extent(STORAGES["float32-states8"], (5, 3, 5)) == (8, 5)
     assert packing.extent(STORAGES["word"], (5, 3, 5)) == (38,)
     assert packing.extent(STORAGES["float32"], (5, 3, 5)) == (75,)

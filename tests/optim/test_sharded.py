@@ -51,6 +51,7 @@ KEPT = ("word", "compact", "states8", "exact", "kahan", "float32", "collage-plus
 CASES = [
     *(f"adamw {storage}" for storage in KEPT),
     *(f"lion {storage}" for storage in KEPT),
+    "adamw float32-states8",
     "adamw float8/collage-light",
     "muon word",
     "muon compact",

@@ -298,7 +298,8 @@ def test_what_does_not_fit_is_copied(storage: Storage, shape: tuple[int, ...]) -
     store = alone(gaussian(*shape, dtype=visible(storage)), storage)
     store.gradient = gaussian(*shape, dtype=visible(storage), seed=1)
     assert (store.direct() is None) == (not packing.fits(storage, shape))
-    assert not (packing.fits(storage, shape) and packing.num_parts(storage) > 1)
+    if packing.per_word(storage) > 1:  # of odd rows, whole words fit nowhere; of whole rows, two halves do
+        assert not (packing.fits(storage, shape) and packing.num_parts(storage) > 1)
 
 
 # ── values ──────────────────────────────────────────────────────────────────────────────────────────────────────────

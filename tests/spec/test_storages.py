@@ -24,6 +24,7 @@ FIGURES: dict[str, tuple[float, int, int, tuple[str, ...]]] = {
     "word": (8, 0, 8, ("tail",)),
     "compact": (7, 8, 8, ("tail",)),
     "states8": (6, 8, 0, ()),
+    "float32-states8": (10, 8, 0, ()),
     "no-master": (12, 0, 0, ()),
     "stochastic": (8, 0, 0, ()),
     "kahan": (10, 0, 0, ("weight_low",)),
@@ -87,8 +88,11 @@ def test_throughout_holds_nothing_but_float16() -> None:
 
 
 def test_ours_keep_vectors_whole_and_baselines_as_their_sources_do() -> None:
-    whole = {name for name, row in STORAGES.items() if for_vectors(row).name in ("master", "float16/master")}
+    masters = {"master", "float16/master", "float32"}
+    whole = {name for name, row in STORAGES.items() if for_vectors(row).name in masters}
     assert whole == {
+        "float32",
+        "float32-states8",
         "master",
         "exact",
         "split",
@@ -102,10 +106,7 @@ def test_ours_keep_vectors_whole_and_baselines_as_their_sources_do() -> None:
         "float8/collage-light",
         "float8/collage-plus",
     }
-    assert {name for name, row in STORAGES.items() if for_vectors(row) is row} == set(STORAGES) - whole | {
-        "master",
-        "float16/master",
-    }
+    assert {name for name, row in STORAGES.items() if for_vectors(row) is row} == set(STORAGES) - whole | masters
 
 
 @every_storage
@@ -120,11 +121,11 @@ def test_the_stored_weight_reaches_from_what_the_model_sees_to_its_code(storage:
 
 def test_stochastic_rows_are_those_with_a_stochastic_code() -> None:
     stochastic = {name for name, row in STORAGES.items() if row.is_stochastic}
-    assert stochastic == {"split8", "word", "compact", "states8", "stochastic"}
+    assert stochastic == {"split8", "word", "compact", "states8", "float32-states8", "stochastic"}
 
 
 def test_scaled_names_are_those_kept_relative_to_a_row() -> None:
-    assert STORAGES["compact"].scaled == STORAGES["states8"].scaled == STATE_NAMES
+    assert STORAGES["compact"].scaled == STORAGES["states8"].scaled == STORAGES["float32-states8"].scaled == STATE_NAMES
     assert STORAGES["float8/collage-plus"].scaled == ("weight", *STATE_NAMES)
     assert STORAGES["word"].scaled == STORAGES["collage-plus"].scaled == ()
 

@@ -193,6 +193,11 @@ STORAGES: dict[str, Storage] = {
             source="Narrowgauge; the bytes that FP8 end-to-end training claims",
         ),
         Storage(
+            "float32-states8", "float32", FLOAT32, MOMENT8, SECOND8, vectors="float32", cure="float32",
+            loses="20 bits of each moment, stochastic; the model sees the float32 weight, of which nothing is lost",
+            source="Narrowgauge; what 8-bit optimizers store beside float32 weights (Dettmers et al. 2022, 2110.02861)",
+        ),
+        Storage(
             "no-master", "bfloat16", BFLOAT16, FLOAT32, FLOAT32, vectors=None,
             loses="every update below half a spacing (2^-9 of the weight); moments are float32",
             source="a common meaning of bfloat16 training: moments in float32, no master weights",
