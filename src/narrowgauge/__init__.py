@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from narrowgauge.integrations.findings import Findings as Findings
     from narrowgauge.integrations.findings import SetUpWarning as SetUpWarning
     from narrowgauge.integrations.loop_check import check as check
-    from narrowgauge.integrations.run_recorder import RunNotice as RunNotice
     from narrowgauge.integrations.run_recorder import RunRecorder as RunRecorder
     from narrowgauge.matmul.cast_cache import cached_weights as cached_weights
     from narrowgauge.matmul.inference import inference_bytes as inference_bytes
@@ -91,6 +90,7 @@ if TYPE_CHECKING:
     from narrowgauge.spec.recipes import Recipe as Recipe
     from narrowgauge.spec.storages import STORAGES as STORAGES
     from narrowgauge.spec.storages import Storage as Storage
+    from narrowgauge.trainer.loop_record import RunNotice as RunNotice
 
 __version__ = "0.1.0"
 
@@ -139,7 +139,7 @@ _HOMES = {
     "Run": "runs.record",
     "RunWriter": "runs.writer",
     "RunRecorder": "integrations.run_recorder",
-    "RunNotice": "integrations.run_recorder",
+    "RunNotice": "trainer.loop_record",
     "Alarm": "optim.audit",
     "Reading": "optim.audit",
     "UpdateLossWarning": "optim.audit",

@@ -16,11 +16,11 @@ import narrowgauge as ng
 from comparison.made_runs import SIZES
 from narrowgauge.comparison.comparison import compare_runs
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.experiment import harness
 from narrowgauge.experiment.harness import RunLog, compare
 from narrowgauge.experiment.runner import hold
 from narrowgauge.report.write import read_runs
 from narrowgauge.runs.record import Run, read_run
+from narrowgauge.trainer import loop_record
 
 
 def trained(recipe: str, seed: int, log: RunLog) -> dict[str, float]:
@@ -170,10 +170,10 @@ def test_a_step_does_not_last_as_long_as_the_validation_before_it(monkeypatch: p
             log.step({"loss": 3.0})
             wait(10.0)
             log.eval({"val_loss": 2.5})
-        read.append(read_run(log._writer.path))
+        read.append(read_run(log._record.reporter.folder))
 
     read: list[Run] = []
-    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(loop_record, "time", SimpleNamespace(perf_counter=lambda: now))
     compare(train, ["mine"])
     assert [row["seconds"] for row in read[0].steps] == [1.0, 1.0]
     assert [row["seconds"] for row in read[0].evals] == [1.0, 2.0]

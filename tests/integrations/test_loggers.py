@@ -78,6 +78,8 @@ def read_wandb(folder: Path) -> tuple[Points, list[str]]:
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     assert len({file.name for file in files}) == 1, "the second sitting has another identifier"
     for record in (Record.FromString(data) for file in files for data in wandb_records(file)):
+        if record.HasField("run"):
+            assert record.run.run_group == folder.parent.name
         items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
         for tag, value in items.items():
             if tag.startswith("events/"):
@@ -94,6 +96,7 @@ def read_mlflow(folder: Path) -> tuple[Points, list[str]]:
     (experiment,) = [each for each in client.search_experiments() if each.name == "narrowgauge"]
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.data.params["recipe"] == "bfloat16/word" and run.info.status == "FINISHED"
+    assert run.data.tags["comparison"] == folder.parent.name
     history = {tag: client.get_metric_history(run.info.run_id, tag) for tag in run.data.metrics}
     points = {
         tag: {m.step: m.value for m in sorted(values, key=lambda m: m.timestamp)} for tag, values in history.items()
@@ -109,6 +112,7 @@ def read_aim(folder: Path) -> tuple[Points, list[str]]:
     # Opened for writing: read-only runs come from an index that Aim builds later.
     run = aim.Run(identifier, repo=str(folder / "aim"), system_tracking_interval=None, log_system_params=False)
     assert run["settings"]["betas"] == [0.9, 0.95] and run.name == folder.name
+    assert run["comparison"] == folder.parent.name
     points = {}
     for metric in run.metrics():
         steps, (values, *_) = metric.data.numpy()
@@ -142,6 +146,7 @@ def test_what_a_logger_was_sent_is_read_back_after_a_resume(name: str, tmp_path:
     pytest.importorskip(LOGGERS[name].package, reason=MISSING)
     folder = tmp_path / "run"
     folder.mkdir()
+    (tmp_path / "compare.toml").touch()  # so it is one of a comparison's runs
     deliver(name, folder, range(1, 5))
     deliver(name, folder, range(3, 7), went_back=True, ends=True)
     points, told = READERS[name](folder)

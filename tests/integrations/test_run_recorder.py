@@ -16,7 +16,7 @@ from integrations.own_trainer import OwnRun, reference
 from narrowgauge.cli.main import main
 from narrowgauge.loggers.available import LOGGERS, Available
 
-TIMINGS = {"seconds", "tokens_per_second", "peak_memory_bytes", "audit_sums"}
+NOT_OF_THE_TRAINER = {"seconds", "tokens_per_second", "peak_memory_bytes", "audit_sums"}
 
 
 class Loop:
@@ -50,7 +50,7 @@ def _copied(state: Any) -> Any:
 
 
 def lasting(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if name not in TIMINGS} for row in rows]
+    return [{name: value for name, value in row.items() if name not in NOT_OF_THE_TRAINER} for row in rows]
 
 
 def recorded(run: OwnRun, folder: Path, **options: Any) -> Loop:
@@ -150,6 +150,10 @@ def test_an_optimizer_of_torch_is_recorded_beside_ours(tmp_path: Path) -> None:
     assert found.summary is not None and 16 <= found.summary["bytes_per_param"] < 17
     assert "skipped" not in found.steps[0] and found.steps[0]["lr"] == 1e-2
     assert found.run["optimizer"]["class"] == "AdamW"
+    # It is finished; what it lacks is an evaluation.
+    compared = ng.compare_runs([found])
+    assert "No validation loss was recorded" in compared.text() and "ot finished" not in compared.text()
+    assert "not recorded" in compared.table().plain() and "unfinished" not in compared.table().plain()
 
 
 def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_path: Path) -> None:

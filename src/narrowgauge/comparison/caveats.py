@@ -47,8 +47,8 @@ def _other_frameworks(runs: Sequence[RunStats]) -> list[str]:
     if not foreign:
         return []
     return [
-        f"Read from logs of other frameworks: {listed(foreign)}. Such a log holds no recipe, seed, size or audit, and most do "
-        "not say whether the run had ended: a difference may have any cause."
+        f"Read from logs of other frameworks: {listed(foreign)}. Such a log holds no recipe, size or audit, and no seed, for "
+        "which 0 is taken; most do not say whether the run had ended: a difference may have any cause."
     ]
 
 

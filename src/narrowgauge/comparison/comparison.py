@@ -88,7 +88,7 @@ class Comparison:
         minus = {d.recipe: d.text for d in self.differences}
         columns = (
             Column("recipe", "recipe", code=True),
-            Column("val. loss", _shown_loss, right=True),
+            Column("val. loss", lambda row: _shown_loss(row, self.classes[row["recipe"]].runs), right=True),
             Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True),
             *(Column(SUMMARY[k].label, SUMMARY[k].cell, right=True) for k in ("bytes_per_param", "tokens_per_second")),
             Column("peak MiB", _shown("peak_memory_bytes", "{:,.0f}", 2.0**-20), right=True),
@@ -117,9 +117,11 @@ def _shown(key: str, form: str, factor: float = 1.0) -> Callable[[Row], str]:
     return lambda row: "–" if row.get(key) is None else form.format(row[key] * factor)
 
 
-def _shown_loss(row: Row) -> str:
+def _shown_loss(row: Row, runs: Sequence[RunStats]) -> str:
     if row["val_loss"] is None:
-        return "diverged" if row["diverged"] else "unfinished"
+        if row["diverged"]:
+            return "diverged"
+        return "unfinished" if any(run.run.summary is None for run in runs) else "not recorded"
     spread = "" if row["val_loss_std"] is None else f" (std {shown_loss(row['val_loss_std'])})"
     return f"{shown_loss(row['val_loss'])}{spread}{', diverged' if row['diverged'] else ''}"
 

@@ -17,6 +17,7 @@ from narrowgauge.comparison.labels import run_name
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.experiment.planned_runs import PlannedRun, plan_runs, require_distinct, seed_numbers
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
+from narrowgauge.runs.record import DEFINITION_FILE
 from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.toml_text import load_toml
@@ -24,7 +25,6 @@ from narrowgauge.trainer.config import CHOSEN_ANEW, KEPT_CHECKPOINTS, NUM_EVALS,
 from narrowgauge.trainer.memory import require_batch
 
 SCHEMA_VERSION = 1
-DEFINITION_FILE = "compare.toml"
 
 
 @dataclass(frozen=True)

@@ -7,144 +7,93 @@ them too.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from narrowgauge.comparison.comparison import Comparison, compare_runs
 from narrowgauge.comparison.labels import counted, parsed_recipe, recipe_name
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.experiment.planned_runs import PlannedRun, plan_runs, require_distinct, seed_numbers
 from narrowgauge.experiment.runner import compare_and_publish, hold, make_runs
-from narrowgauge.gauges.attach import Gauges, attach_gauges
-from narrowgauge.optim.audit import figures_of
-from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.gauges.attach import Gauges
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.schema import Row, columns_of
 from narrowgauge.runs.writer import RunWriter, require_free
+from narrowgauge.trainer.loop_record import LoopRecord, Notices
+from narrowgauge.trainer.sinks import Reporter
 
 
 class RunLog:
     """The log of a run, to which a training function writes; it adds step numbers and seconds where they are not given.
 
+    Rows are made as those of :class:`narrowgauge.RunRecorder`: the detectors read them, and what they find is an event and a
+    warning.
+
     Args:
-        writer: of the run folder.
+        record: of the run.
     """
 
-    def __init__(self, writer: RunWriter) -> None:
-        self._writer = writer
-        self._num_steps, self._tokens, self._began = 0, 0.0, time.perf_counter()
-        self._since, self._trained = self._began, 0.0
-        self._rates: list[float] = []
-        self._num_skipped, self._val_loss = 0, None
-        self._gauges: list[Gauges] = []
-        self._audits: dict[Optimizer, Tensor | None] = {}
-        self._audit_sums: Tensor | None = None
+    def __init__(self, record: LoopRecord) -> None:
+        self._record = record
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Log an optimizer step: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, …"""
-        now = time.perf_counter()
-        written: Row = {"step": self._num_steps + 1, "seconds": now - self._since}
-        written |= {**self._audit_of_step(), **_numbers(row, "log.step")}
-        if written.get("tokens") is not None and written["seconds"]:
-            written.setdefault("tokens_per_second", (written["tokens"] - self._tokens) / written["seconds"])
-            self._tokens = written["tokens"]
-        self._num_steps, self._since = int(written["step"]), now
-        self._trained += written["seconds"] or 0.0
-        self._rates += [float(written["tokens_per_second"])] if written.get("tokens_per_second") is not None else []
-        self._num_skipped += bool(written.get("skipped"))
-        self._writer.step(written)
+        """Log an optimizer step: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, …
+
+        After :meth:`watch`, what the optimizer tells is added; so call it before the schedule's step.
+        """
+        self._record.step(_numbers(row, "log.step"))
 
     def eval(self, row: Mapping[str, Any]) -> None:
         """Log a validation: ``val_loss``, and any other metric. Its time is not counted as that of a step."""
-        written = {"step": self._num_steps, "seconds": self._trained, **_numbers(row, "log.eval")}
-        self._val_loss = written.get("val_loss")
-        self._writer.eval(written)
-        self._since = time.perf_counter()
+        self._record.evaluate(_numbers(row, "log.eval"))
 
     def gauge(self, row: Mapping[str, Any]) -> None:
         """Log a row of gauges; ``log.watch(model, optimizer)`` does so by itself."""
-        self._writer.gauge(dict(row))
+        self._record.reporter.gauge(dict(row))
 
     def event(self, event: Event) -> None:
         """Log an event."""
-        self._writer.event(event)
+        self._record.reporter.event(event)
 
-    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int = 20) -> Gauges:
-        """Record the gauges of a model and the audit of its optimizer until the run ends.
+    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int = 20) -> Gauges | None:
+        """Record the gauges of a model, and what its optimizer tells of each step, until the run ends.
 
-        The gauges' rows go to ``gauges.jsonl``; the metrics of an audited step to the row of the ``log.step`` that follows it;
-        those of the whole run and the bytes per parameter to the summary, unless you give them.
+        The gauges' rows go to ``gauges.jsonl``; the learning rate, skipped steps and the audit to the row of the ``log.step``
+        that follows; those of the whole run and the bytes per parameter to the summary, unless you give them.
 
         Args:
             model: before it is compiled, as for :func:`ng.attach_gauges`.
             optimizer: ours, which is audited, or torch's, which is not.
             every: steps from one sample of the gauges to the next; 0 for none.
         Returns:
-            The gauges.
+            The gauges, if there are any.
         """
-        gauges = attach_gauges(model, optimizer, every=every, on_row=self.gauge)
-        self._gauges.append(gauges)
-        if isinstance(gauges.optimizer, Optimizer):
-            self._audits[gauges.optimizer] = None
-        return gauges
-
-    def _audit_of_step(self) -> Row:
-        """The audit of the last step, over all watched optimizers."""
-        found = [sums for optimizer in self._audits if (sums := self._new_audit(optimizer)) is not None]
-        if not found:
-            return {}
-        step = torch.stack(found).sum(0)
-        self._audit_sums = step if self._audit_sums is None else self._audit_sums + step
-        return dict(figures_of(step))
-
-    def _new_audit(self, optimizer: Optimizer) -> Tensor | None:
-        """The audit of the optimizer's last step, if it was audited and not logged yet."""
-        optimizer.settle()
-        sums = optimizer.last_audit
-        if sums is None or sums is self._audits[optimizer]:
-            return None
-        self._audits[optimizer] = sums
-        return sums.to("cpu", torch.float64)
-
-    def _of_run(self) -> Row:
-        """The metrics of the whole run that the watched optimizers know."""
-        known: Row = {} if self._audit_sums is None else dict(figures_of(self._audit_sums))
-        if len(self._audits) == 1:
-            known["bytes_per_param"] = next(iter(self._audits)).bytes_per_param()
-        return known
-
-    def detach(self) -> None:
-        """Remove the gauges from the models."""
-        for gauges in self._gauges:
-            gauges.detach()
-        self._gauges.clear()
-        self._audits.clear()
+        return self._record.watch(model, optimizer, every).gauges
 
     def close(self, returned: Any, recipe: str) -> None:
         """Write the summary of a finished run from what the training function returned."""
         given = returned if isinstance(returned, Mapping) or returned is None else {"val_loss": returned}
         metrics = _numbers(given or {}, f"the training function of {recipe}")
-        metrics.setdefault("val_loss", self._val_loss)
-        if metrics["val_loss"] is None:
+        summary = {**self._record.summary(recipe=recipe), **metrics}
+        if summary.get("val_loss") is None:
             raise NarrowgaugeError(
                 f"the training function gave no validation loss for {recipe}.",
                 'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
             )
-        known: Row = {"recipe": recipe, "steps": self._num_steps, "num_skipped": self._num_skipped}
-        if self._rates:
-            known["tokens_per_second"] = statistics.median(self._rates)
-        known |= {key: value for key, value in self._of_run().items() if value is not None}
-        self._writer.summary({**known, "wall_seconds": time.perf_counter() - self._began, **metrics})
+        self._record.close(lambda: summary)
+
+    def abandon(self) -> None:
+        """End the log of a run that did not finish."""
+        self._record.close(None)
 
 
 _TEXT = columns_of("text", "recipe")
@@ -246,11 +195,13 @@ def _make_run(train_function: Callable[[str, int, RunLog], Any], recipe: str, pl
     known = parsed_recipe(recipe)
     config = {"recipe": recipe if known is None else known.to_value(), "seed": planned.seed}
     with RunWriter.create(planned.folder, {"config": config}) as writer:
-        log = RunLog(writer)
+        reporter = Reporter(writer, Notices(), known, settings=config, is_audited=False)
+        log = RunLog(LoopRecord(reporter, all_ranks()))
         try:
             log.close(train_function(recipe, planned.seed, log), planned.label)
-        finally:
-            log.detach()
+        except BaseException:
+            log.abandon()
+            raise
 
 
 @contextmanager

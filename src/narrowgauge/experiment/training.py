@@ -28,7 +28,6 @@ from typing import TextIO
 from narrowgauge.comparison.comparison import Comparison
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.experiment.definition import (
-    DEFINITION_FILE,
     ExperimentConfig,
     is_comparison,
 )
@@ -38,7 +37,7 @@ from narrowgauge.experiment.progress import Progress, RunProgress
 from narrowgauge.experiment.runner import compare_and_publish, hold, make_runs
 from narrowgauge.report.write import runs_inside
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, disk_errors
-from narrowgauge.runs.record import Run, is_run, read_run
+from narrowgauge.runs.record import DEFINITION_FILE, Run, is_run, read_run
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import CHOSEN_ANEW, TrainConfig
 from narrowgauge.trainer.console import Screen

@@ -1,31 +1,24 @@
 """A run folder for any training loop: what ``narrowgauge train`` records of its own runs.
 
-The recorder has nothing of its own to record. It reads after each step what the trainer reads (the audit, skipped steps, the
-loss scale, the gauges) and hands the row to the trainer's :class:`~narrowgauge.trainer.sinks.Reporter`, which writes it, runs the
-detectors and feeds the loggers. All that a resumed loop needs is in the rows: nothing of the recorder belongs in a checkpoint.
+The rows are made by :mod:`narrowgauge.trainer.loop_record`; here the folder is opened, described, and gone back in. All that a
+resumed loop needs is in the rows: nothing of the recorder belongs in a checkpoint.
 """
 
 from __future__ import annotations
 
 import sys
-import time
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
-from narrowgauge.gauges.attach import attach_gauges, recipe_in_use
+from narrowgauge.gauges.attach import Gauges, recipe_in_use
 from narrowgauge.loggers.available import names_in, require_loggers
-from narrowgauge.matmul.swapping import linears_of
-from narrowgauge.numerics.shards import local_of
-from narrowgauge.numerics.update_metrics import UPDATE_SUMS
-from narrowgauge.optim.audit import Alarm, unwrapped
+from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, is_run, read_run
@@ -35,13 +28,10 @@ from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.changes import differences
 from narrowgauge.trainer.description import describe_process
-from narrowgauge.trainer.readings import columns_of_step, peak_memory_bytes, summary_of, why_skipped
+from narrowgauge.trainer.loop_record import LoopRecord, Notices
+from narrowgauge.trainer.readings import peak_memory_bytes
 from narrowgauge.trainer.silence import SilentScreen, SilentWriter
 from narrowgauge.trainer.sinks import Reporter
-
-
-class RunNotice(UserWarning):
-    """Something in a recorded loop that its user should look at; it is in ``events.jsonl`` too."""
 
 
 class RunRecorder:
@@ -105,36 +95,29 @@ class RunRecorder:
         resume: bool = False,
     ) -> None:
         self.model, self.optimizer = model, unwrapped(optimizer)
-        self.num_steps = self.tokens = 0
         names = names_in(loggers)
         require_loggers(names)
         policy = recipe_in_use(model, self.optimizer) if recipe is None else parse_value(recipe)
         _require_storage(policy, self.optimizer)
-        content = self._description(policy, dict(settings or {}))
-        self.linears = linears_of(model)
-        self._here = all_ranks()
-        writer, found = self._open(Path(folder), content, resume)
+        content, here = self._description(policy, dict(settings or {})), all_ranks()
+        writer, found = _opened(Path(folder), content, resume)
         self.folder = writer.path
-        self.gauges = attach_gauges(model, optimizer, every=gauges_every, alarms=False) if gauges_every else None
-        self.reporter = Reporter(
-            writer,
-            _Notices() if self._here.is_first else SilentScreen(),
-            policy,
-            names if self._here.is_first else (),
-            content["config"],
-            is_audited=self._ours is not None,
-        )
-        self._began = self._since = time.perf_counter()
-        self._seconds = 0.0
-        self._skipped = self._ours.num_skipped if self._ours is not None else 0
+        screen, sent_to = (Notices(), names) if here.is_first else (SilentScreen(), ())
+        is_audited = isinstance(self.optimizer, Optimizer)
+        self.reporter = Reporter(writer, screen, policy, sent_to, content["config"], is_audited=is_audited)
+        self._record = LoopRecord(self.reporter, here)
+        self.gauges: Gauges | None = self._record.watch(model, optimizer, gauges_every).gauges
         self._must_go_back = found is not None and bool(found.steps)
         self._is_open = True
-        if self._ours is not None:
-            self._on_alarm, self._ours.on_alarm = self._ours.on_alarm, self._alarmed
         if found is None:
-            self.reporter.event(Event("start", 0, f"{content['config']['model']} in a loop of its own"))
+            self.event("start", f"{content['config']['model']} in a loop of its own")
         for change in differences(found.run, content) if found is not None else ():
-            self.reporter.event(Event("note", 0, change))
+            self.event("note", change)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps recorded so far."""
+        return self._record.num_steps
 
     # ── the loop calls these ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -165,20 +148,14 @@ class RunRecorder:
                 f"{self.folder} holds steps already, and where the loop goes on from was not said.",
                 "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or 0.",
             )
-        self.num_steps += 1
-        duration = time.perf_counter() - self._since if seconds is None else seconds
-        row: Row = {"step": self.num_steps, "loss": _number(loss), "lr": self._rate() if lr is None else lr}
-        if grad_norm is not None:
-            row["grad_norm"] = _number(grad_norm)
-        if tokens is not None:
-            self.tokens += tokens
-            row |= {"tokens": self.tokens, "tokens_per_second": tokens / max(duration, 1e-9)}
-        row |= {"seconds": duration, "peak_memory_bytes": peak_memory_bytes()}
-        row = {**self._read_optimizer(), **row, **columns}
-        self.reporter.step(row, None, self.linears, self.gauges)
-        if row.get("skipped") and self._ours is not None:
-            self.reporter.event(Event("skip", self.num_steps, why_skipped(self._ours, self._here)))
-        self._since = time.perf_counter()
+        given = {
+            "lr": lr,
+            "grad_norm": None if grad_norm is None else _number(grad_norm),
+            "seconds": seconds,
+            "tokens": None if tokens is None else self._record.tokens + tokens,
+        }
+        known = {name: value for name, value in given.items() if value is not None}
+        self._record.step({"loss": _number(loss), "peak_memory_bytes": peak_memory_bytes(), **known, **columns})
 
     def evaluate(self, loss: float | Tensor, **columns: Any) -> None:
         """Record an evaluation at the current step.
@@ -187,9 +164,7 @@ class RunRecorder:
             loss: validation loss in nats per token.
             columns: further columns of the row.
         """
-        row = {"step": self.num_steps, "val_loss": _number(loss), **({"tokens": self.tokens} if self.tokens else {})}
-        self.reporter.evaluation({**row, **columns})
-        self._since = time.perf_counter()
+        self._record.evaluate({"val_loss": _number(loss), **columns})
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
         """Record an event of the loop's own at the current step.
@@ -213,19 +188,11 @@ class RunRecorder:
             RecordError: rows up to that step are missing.
         """
         began, goes_on = self.num_steps, self._must_go_back or step > 0
-        self._here.of_first(lambda: _make_room(self.folder, step))
-        run = self.reporter.go_back(step, accept_lost=True)
-        self.num_steps, self._must_go_back = step, False
-        self.tokens = int(next((row["tokens"] for row in reversed(run.steps) if row.get("tokens") is not None), 0))
-        self._seconds = sum(row.get("seconds") or 0.0 for row in run.steps)
-        if self.gauges is not None:
-            self.gauges.restart(step)
-        if self._ours is not None:
-            self._skipped = self._ours.num_skipped
-        message = f"from step {step}" + (f", after {began} were done" if began else "")
+        self._record.here.of_first(lambda: _make_room(self.folder, step))
+        self._record.go_back(step)
+        self._must_go_back = False
         if goes_on or began:
-            self.reporter.event(Event("resume", step, message))
-        self._began = self._since = time.perf_counter()
+            self.event("resume", f"from step {step}" + (f", after {began} were done" if began else ""))
 
     def close(self, finished: bool = True) -> None:
         """End the record; a second call does nothing.
@@ -233,21 +200,9 @@ class RunRecorder:
         Args:
             finished: the loop has done its last step, so ``summary.json`` is written; else the run stays one to be resumed.
         """
-        if not self._is_open:
-            return
-        self._is_open = False
-        try:
-            if finished and not self._must_go_back:
-                self.reporter.finish(self._summary())
-            elif not self._must_go_back:
-                self.reporter.event(Event("stop", self.num_steps, "the loop ended before its last step"))
-        finally:
-            self.reporter.close()
-            self.reporter.writer.close()
-            if self.gauges is not None:
-                self.gauges.detach()
-            if self._ours is not None:
-                self._ours.on_alarm = self._on_alarm
+        if self._is_open:
+            self._is_open = False
+            self._record.close(self._summary if finished else None, is_known=not self._must_go_back)
 
     def __enter__(self) -> RunRecorder:
         return self
@@ -255,64 +210,23 @@ class RunRecorder:
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(finished=kind is None)
 
-    # ── what is read ────────────────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def _ours(self) -> Optimizer | None:
-        return self.optimizer if isinstance(self.optimizer, Optimizer) else None
-
-    def _rate(self) -> float:
-        group = self.optimizer.param_groups[0]
-        return float(group["lr"]) / float(group.get("lr_factor", 1.0))
-
-    def _read_optimizer(self) -> Row:
-        """What the optimizer and the narrow layers tell of the step."""
-        ours = self._ours
-        if ours is None:
-            return {}
-        ours.settle()
-        row: Row = {"skipped": ours.num_skipped > self._skipped}
-        if ours.grad_norm is not None:
-            row["grad_norm"] = float(ours.grad_norm)
-        self._skipped = ours.num_skipped
-        columns, sums = columns_of_step(ours, self.linears, self.linears.step if self.linears else self.num_steps)
-        if sums is not None:
-            row["audit_sums"] = dict(zip(UPDATE_SUMS, sums.tolist(), strict=True))
-        return row | columns
-
-    def _alarmed(self, alarms: list[Alarm]) -> None:
-        self._on_alarm(alarms)
-        self.reporter.lost_updates(alarms, self.num_steps + 1, shown=False)
+    # ── what is written ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _summary(self) -> Row:
-        """``summary.json``, from the rows of the folder, so that it is the same however often the loop was resumed."""
-        run = self._here.of_first(lambda: read_run(self.folder))
-        config, total = run.config, torch.zeros(len(UPDATE_SUMS), dtype=torch.float64)
-        for row in run.steps:
-            if sums := row.get("audit_sums"):
-                total += torch.tensor([sums[name] for name in UPDATE_SUMS], dtype=torch.float64)
-        ours, losses = self._ours, [row["val_loss"] for row in run.evals if row.get("val_loss") is not None]
+        ours = self.optimizer if isinstance(self.optimizer, Optimizer) else None
         stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
         stored = {
             name: parameter if ours is None else ours.stored(parameter)
             for name, parameter in self.model.named_parameters()
             if parameter in stepped
         }
-        return summary_of(
-            run.steps,
-            total,
+        config = self._record.here.of_first(lambda: read_run(self.folder)).config
+        return self._record.summary(
             recipe=config.get("recipe"),
             model=config["model"],
-            val_loss=losses[-1] if losses else None,
-            steps=self.num_steps,
-            tokens=self.tokens or None,
-            bytes_per_param=_bytes_per_param(self.optimizer) if ours is None else ours.bytes_per_param(),
-            num_skipped=sum(bool(row.get("skipped")) for row in run.steps),
+            peak_memory_bytes=peak_memory_bytes(),
             weights_fingerprint=fingerprint_whole(stored),
-            wall_seconds=self._seconds + time.perf_counter() - self._began,
         )
-
-    # ── the folder ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _description(self, policy: Recipe | None, settings: dict[str, Any]) -> dict[str, Any]:
         """The content of ``run.toml``."""
@@ -332,25 +246,18 @@ class RunRecorder:
             "recorder": {"program": Path(sys.argv[0]).name},
         }
 
-    def _open(self, folder: Path, content: Row, resume: bool) -> tuple[RunWriter, Run | None]:
-        """The writer on the first rank, one that writes nothing on the others; and the run that goes on."""
-        made: list[RunWriter] = []
 
-        def open_or_create() -> Run | None:
-            goes_on = resume and is_run(folder)
-            made.append(RunWriter.open(folder) if goes_on else RunWriter.create(folder, content))
-            return read_run(folder) if goes_on else None
+def _opened(folder: Path, content: Row, resume: bool) -> tuple[RunWriter, Run | None]:
+    """The writer on the first rank, one that writes nothing on the others; and the run that goes on."""
+    made: list[RunWriter] = []
 
-        found = self._here.of_first(open_or_create)
-        return made[0] if made else cast(RunWriter, SilentWriter(folder)), found
+    def open_or_create() -> Run | None:
+        goes_on = resume and is_run(folder)
+        made.append(RunWriter.open(folder) if goes_on else RunWriter.create(folder, content))
+        return read_run(folder) if goes_on else None
 
-
-class _Notices(SilentScreen):
-    """Shows events as warnings, and nothing else: the loop has its own display."""
-
-    def say(self, line: str) -> None:
-        """Warn."""
-        warnings.warn(line, RunNotice, stacklevel=6)
+    found = all_ranks().of_first(open_or_create)
+    return made[0] if made else cast(RunWriter, SilentWriter(folder)), found
 
 
 def _require_storage(recipe: Recipe | None, optimizer: Any) -> None:
@@ -376,16 +283,6 @@ def _make_room(folder: Path, step: int) -> None:
             "Go back to a checkpoint from before, or record into a new folder.",
         )
     (folder / "summary.json").unlink(missing_ok=True)
-
-
-def _bytes_per_param(optimizer: torch.optim.Optimizer) -> float:
-    """Bytes of weights, gradients and states per parameter, as :meth:`Optimizer.bytes_per_param` counts ours."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [t for p in parameters for t in optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]
-    held = [local_of(t) for t in (*parameters, *parameters, *states)]
-    total: int = sum(t.numel() * t.element_size() for t in held)
-    number: int = sum(local_of(p).numel() for p in parameters)
-    return total / max(1, number)
 
 
 def _number(value: float | Tensor) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import aim
 
-from narrowgauge.loggers.tagged import gauge_numbers, kept_id, numbers_of
+from narrowgauge.loggers.tagged import comparison_of, gauge_numbers, kept_id, numbers_of
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import EVAL, STEP, Row
 
@@ -41,6 +41,8 @@ class AimRun:
         self.run = made[0] if made else aim.Run(known, repo=os.environ.get("AIM_REPO", str(own)), **quiet)
         self.run.name = folder.resolve().name
         self.run["settings"] = settings
+        if group := comparison_of(folder):
+            self.run["comparison"] = group
 
     def step(self, row: Row) -> None:
         """Track the metrics of a step."""

@@ -17,9 +17,9 @@ from pathlib import Path
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param
+from mlflow.entities import Metric, Param, RunTag
 
-from narrowgauge.loggers.tagged import gauge_numbers, kept_id, numbers_of
+from narrowgauge.loggers.tagged import comparison_of, gauge_numbers, kept_id, numbers_of
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import EVAL, STEP, Row
 
@@ -32,6 +32,7 @@ class MlflowRun:
 
     Args:
         folder: the run folder; its name is the run's, and ``MLFLOW_EXPERIMENT_NAME`` the experiment's, ``narrowgauge`` without.
+            Runs of one comparison have its folder's name as their tag ``comparison``.
         settings: of the run, as its parameters.
         step: steps done.
     """
@@ -50,7 +51,9 @@ class MlflowRun:
         found = self.client.get_experiment_by_name(name)
         number = found.experiment_id if found else self.client.create_experiment(name)
         run_id: str = self.client.create_run(number, run_name=folder.resolve().name).info.run_id
-        self.client.log_batch(run_id, params=[Param(key, str(value)[:6000]) for key, value in settings.items()])
+        tags = [RunTag("comparison", group)] if (group := comparison_of(folder)) else []
+        params = [Param(key, str(value)[:6000]) for key, value in settings.items()]
+        self.client.log_batch(run_id, params=params, tags=tags)
         return run_id
 
     def step(self, row: Row) -> None:

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from narrowgauge.runs.record import DEFINITION_FILE
 from narrowgauge.runs.schema import GAUGE, METRICS, Column, Row, metric_of
 
 
@@ -39,6 +40,16 @@ def gauge_numbers(row: Row) -> dict[str, float]:
     }
     found |= {GAUGE["logits"].tag.format(name): value for name, value in row.get("logits", {}).items()}
     return {tag: float(value) for tag, value in found.items() if value is not None}
+
+
+def comparison_of(folder: Path) -> str | None:
+    """The name of the comparison that a run belongs to, which loggers group it by; ``None`` for a run of its own.
+
+    Args:
+        folder: the run folder.
+    """
+    above = folder.resolve().parent
+    return above.name if (above / DEFINITION_FILE).is_file() else None
 
 
 def kept_id(folder: Path, make: Callable[[], str] = lambda: secrets.token_hex(4)) -> str:

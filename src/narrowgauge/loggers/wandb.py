@@ -16,7 +16,7 @@ from pathlib import Path
 import wandb
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.loggers.tagged import gauge_numbers, kept_id, numbers_of
+from narrowgauge.loggers.tagged import comparison_of, gauge_numbers, kept_id, numbers_of
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import EVAL, STEP, Row
 
@@ -25,7 +25,8 @@ class WandbRun:
     """A run of Weights & Biases beside those that the program may have.
 
     Args:
-        folder: the run folder; its name is the run's, and ``WANDB_PROJECT`` the project's, ``narrowgauge`` without.
+        folder: the run folder; its name is the run's, and ``WANDB_PROJECT`` the project's, ``narrowgauge`` without. Runs of
+            one comparison are a group, named after its folder.
         settings: of the run, as its config.
         step: steps done.
     Raises:
@@ -43,6 +44,7 @@ class WandbRun:
             self.run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "narrowgauge"),
                 name=folder.resolve().name,
+                group=comparison_of(folder),
                 id=kept_id(folder / "wandb"),
                 dir=folder,
                 config=settings,

@@ -33,6 +33,9 @@ from narrowgauge.runs.lines import read_rows, restored
 from narrowgauge.runs.schema import VERSION, Row, is_whole, short, wrong_value
 from narrowgauge.spec.toml_text import load_toml
 
+DEFINITION_FILE = "compare.toml"
+"""What a comparison is, in its folder, which holds the folders of its runs."""
+
 SETTINGS = "settings"
 """The column of the first step's row that holds the settings."""
 

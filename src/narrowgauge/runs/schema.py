@@ -137,13 +137,9 @@ _UPDATE = (
     Column("update_to_ulp", "number", "median of the visible weight's change over its spacing, of the sampled rows"),
 )  # fmt: skip
 _MOMENT = (
-    Column(
-        "bias", "number", "sum of the stored second moments of the sampled row over that of an exact float32 shadow"
-    ),
-    Column(
-        "frozen_fraction", "number", "share of them that did not move since the last sample although the shadow did"
-    ),
-)
+    Column("bias", "number", "sum of the stored second moments of the sampled row over that of an exact float32 shadow"),
+    Column("frozen_fraction", "number", "share of them that did not move since the last sample although the shadow did"),
+)  # fmt: skip
 _ATTENTION = (
     Column("max_logit", "number", "largest attention logit of the sampled queries"),
     Column("entropy", "number", "mean entropy of their attention weights, over that of uniform ones"),
@@ -197,6 +193,7 @@ STEP = _table((
     Column("loss_scale", "number", "loss scale after the step", tag="train/loss_scale"),
     Column("saturated", "number", "values beyond a delayed scale, held at its end", "values", tag="train/saturated"),
     *_audit("on an audited step", "update lost {}", "train"),
+    Column("audit_sums", "object", "in a loop of your own: the sums of which the audit's metrics are ratios", checked=False),
     Column(
         "communication_bytes", "number", "bytes that a rank sent in the step, the mean of all ranks", "bytes",
         tag="ranks/communication_bytes",

@@ -69,7 +69,6 @@ def summary_of(rows: Iterable[Row], audit_total: Tensor, **known: Any) -> Row:
     rates = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
     measured = {
         "tokens_per_second": statistics.median_high(rates) if rates else None,
-        "peak_memory_bytes": peak_memory_bytes(),
         **figures_of(audit_total),
     }
     return {name: value for name, value in known.items() if value is not None} | measured

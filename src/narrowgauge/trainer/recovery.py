@@ -16,18 +16,16 @@ import torch
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.nan_origin.replay import Replay, replay
-from narrowgauge.monitor.spikes import Spike, StepJudgement
+from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.checkpoint import go_back
 from narrowgauge.trainer.detours import detours_of
+from narrowgauge.trainer.failed_steps import FailedSteps, is_rescaled, symptom
 from narrowgauge.trainer.readings import why_skipped
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.sinks import Reporter
 from narrowgauge.trainer.step import differentiated
-
-FAILURES = 25
-"""Failed steps in a row after which a run has diverged."""
 
 REPLAYS = 3
 """Failed steps per process that are replayed: each replay takes as long as some steps, and the first shows most."""
@@ -49,7 +47,7 @@ class Recovery:
 
     def __init__(self, session: Session, reporter: Reporter) -> None:
         self.session, self.reporter, self.action = session, reporter, session.config.on_spike
-        self.replays = self.failures = 0
+        self.replays, self.failures = 0, FailedSteps()
         self.stuck = ""  # why a step could not be rolled back
         session.detours = detours_of(reporter.rebuild().events)
 
@@ -66,8 +64,9 @@ class Recovery:
             Whether the run was rolled back, so that the row must not be written.
         """
         self.stuck = ""
-        failed = row["skipped"] and not _is_finite(row) and not self._is_rescaled(row)
-        self.failures = self.failures + 1 if failed else 0
+        scaler = self.session.optimizer.loss_scaler
+        # What was applied although it failed has nothing to replay or to undo.
+        failed = self.failures.take(row, scaler, self.session.loss_scale) and row["skipped"]
         if failed:
             self._investigate(row)
         if self.action == "rollback" and (failed or "spike" in row):
@@ -75,7 +74,7 @@ class Recovery:
         return False
 
     def after(self, row: Row, save: Callable[[], None]) -> None:
-        """Report a step that was not applied, once its row is written; stop if requested.
+        """Report a step that was not applied, or a divergence, once the row is written; stop if requested.
 
         Args:
             row: of the step.
@@ -84,29 +83,29 @@ class Recovery:
             DivergenceError: with ``--on-spike stop``, or where no rollback is left. The checkpoint has the step as skipped, so
                 a resume continues behind it.
         """
-        if not row["skipped"]:
-            return
+        if row["skipped"]:
+            self._tell_skip(row)
+        if event := self.failures.divergence(row, _BACK):
+            self.reporter.event(event, shown=True)
+        if self.stuck or (self.action == "stop" and row["skipped"] and not self._is_rescaled(row)):
+            save()
+            self.session.saver.wait()
+            message = f"{symptom(row)}{self.stuck}"
+            self.reporter.event(Event("divergence", row["step"], message, advice=_BACK))
+            raise DivergenceError(f"stopped after step {row['step']}: {message}.", _BACK)
+
+    def _tell_skip(self, row: Row) -> None:
         spike = row.get("spike")
         if spike is None:
             self.reporter.event(Event("skip", row["step"], why_skipped(self.session.optimizer, self.session.here)))
         else:
-            message = f"{_symptom(row)}; the batch was skipped and no weight changed"
+            message = f"{symptom(row)}; the batch was skipped and no weight changed"
             values = {"value": spike["value"], "threshold": spike["threshold"]}
             self.reporter.event(Event("skip", row["step"], message, **values), shown=True)
-        if self.failures == FAILURES:
-            message = f"the last {FAILURES} steps were not applied: {_symptom(row)}"
-            self.reporter.event(Event("divergence", row["step"], message, advice=_BACK), shown=True)
-        if self.stuck or (self.action == "stop" and (spike is not None or not self._is_rescaled(row))):
-            save()
-            self.session.saver.wait()
-            message = f"{_symptom(row)}{self.stuck}"
-            self.reporter.event(Event("divergence", row["step"], message, advice=_BACK))
-            raise DivergenceError(f"stopped after step {row['step']}: {message}.", _BACK)
 
     def _is_rescaled(self, row: Row) -> bool:
-        """Whether the loss scaler handles the overflow by lowering the scale."""
-        scaler = self.session.optimizer.loss_scaler
-        return scaler is not None and math.isfinite(row["loss"]) and self.session.loss_scale > scaler.floor
+        """Whether the loss scaler handles an overflow; a spike it does not."""
+        return "spike" not in row and is_rescaled(row, self.session.optimizer.loss_scaler, self.session.loss_scale)
 
     def _roll_back(self, row: Row) -> bool:
         session, done = self.session, len(self.session.detours)
@@ -124,7 +123,7 @@ class Recovery:
         event = {
             "kind": "rollback",
             "step": row["step"],
-            "message": f"{_symptom(row)}; the run goes back to step {to} and skips the {_batches(batches)} since",
+            "message": f"{symptom(row)}; the run goes back to step {to} and skips the {_batches(batches)} since",
             "to_step": to,
             "batches": batches,
             **{name: spike[name] for name in ("value", "threshold") if name in spike},
@@ -203,16 +202,3 @@ def _innocence(is_finite: bool, found: Replay) -> tuple[bool, bool, bool]:
 
 def _batches(number: int) -> str:
     return "batch" if number == 1 else f"{number} batches"
-
-
-def _is_finite(row: Row) -> bool:
-    norm = row["grad_norm"]
-    return math.isfinite(row["loss"]) and (norm is None or math.isfinite(norm))
-
-
-def _symptom(row: Row) -> str:
-    """What was wrong with a step, without a full stop."""
-    spike = row.get("spike")
-    if spike is None:
-        return f"the loss is {row['loss']:g} and the gradient norm {row['grad_norm']}"
-    return Spike(**spike).message

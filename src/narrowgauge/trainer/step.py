@@ -170,6 +170,7 @@ def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
         val_loss=val_loss,
         steps=session.step,
         tokens=session.tokens,
+        peak_memory_bytes=peak_memory_bytes(),
         bytes_per_param=session.optimizer.bytes_per_param() + summed,
         num_skipped=session.optimizer.num_skipped,
         weights_fingerprint=session.fingerprint(),

@@ -1,0 +1,87 @@
+"""The record of a loop that is not the trainer's: on several ranks, and where it fails to make progress."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+import narrowgauge as ng
+from narrowgauge.trainer.failed_steps import FAILURES, FailedSteps
+from ranks import run_ranks
+
+OF_THE_CLOCK = {"seconds", "tokens_per_second", "peak_memory_bytes", "wall_seconds"}
+
+
+def record(folder: Path, mesh: Any = None, loss: float = 1.0) -> int:
+    """A recorded loop of four steps with given gradients, one of them infinite in a row of the first rank."""
+    torch.manual_seed(0)
+    model = nn.Linear(24, 18, bias=False).bfloat16()
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    options: dict[str, Any] = {"storage": "word", "max_grad_norm": 1.0, "audit_every": 1, "compile": False}
+    optimizer = ng.AdamW(model.named_parameters(), lr=1e-3, **options)
+    with ng.RunRecorder(folder, model, optimizer, settings={"model": "matrix"}) as recorder:
+        for step in range(4):
+            gradient = torch.randn(18, 24, generator=torch.Generator().manual_seed(step)).bfloat16()
+            gradient[0, 0] = math.inf if step == 2 else 1.0
+            weight = model.weight
+            weight.grad = gradient if mesh is None else distribute_tensor(gradient, mesh, weight.placements)
+            optimizer.step()
+            recorder.step(loss, tokens=8)
+        recorder.evaluate(loss)
+    return recorder.num_steps
+
+
+def record_on_a_rank(rank: int, folder: Path) -> int:
+    return record(folder, init_device_mesh("cpu", (2,)), loss=1.0 + rank)
+
+
+def test_two_ranks_make_the_record_of_one_process_and_the_first_writes_it(tmp_path: Path) -> None:
+    """The audit is that of all rows, wherever they lie; the loss, which differs here, is the first rank's."""
+    record(tmp_path / "one")
+    assert run_ranks(record_on_a_rank, 2, tmp_path, tmp_path / "two") == [4, 4]
+    one, two = (ng.read_run(tmp_path / name) for name in ("one", "two"))
+
+    def lasting(row: Any) -> dict[str, Any]:
+        return {name: value for name, value in row.items() if name not in OF_THE_CLOCK}
+
+    assert [row["skipped"] for row in two.steps] == [False, False, True, False]
+    assert {row["loss"] for row in two.steps} == {1.0} and two.steps[0]["edq"] > 0.99
+    for found, wanted in zip(two.steps, one.steps, strict=True):
+        sums, exact = found.pop("audit_sums", None), wanted.pop("audit_sums", None)
+        assert sums == (None if exact is None else pytest.approx(exact, rel=1e-12))
+        assert lasting(found) == pytest.approx(lasting(wanted), rel=1e-12)
+    assert [event["kind"] for event in two.events] == ["start", "nonfinite", "skip", "finish"]
+    assert two.events == one.events
+    assert one.summary is not None and two.summary is not None
+    for name in ("weights_fingerprint", "num_skipped", "tokens", "val_loss", "steps"):
+        assert two.summary[name] == one.summary[name], name
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.trainer.loop_record.RunNotice")
+def test_a_loop_that_fails_for_long_has_diverged(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    with ng.RunRecorder(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=0.1)) as recorder:
+        for loss in (*[math.nan] * (FAILURES - 1), 1.0, *[math.nan] * (FAILURES + 3)):
+            recorder.step(loss)
+        recorder.evaluate(2.0)
+    run = ng.read_run(tmp_path / "run")
+    (event,) = [event for event in run.events if event["kind"] == "divergence"]
+    assert event["step"] == 2 * FAILURES and "the last 25 steps failed: the loss is nan" in event["message"]
+    assert ng.compare_runs([run]).rows[0]["diverged"]
+
+
+def test_an_overflow_that_lowers_the_loss_scale_is_no_failure() -> None:
+    row, scaler, failed = {"step": 1, "loss": 2.0, "grad_norm": math.inf}, ng.LossScaler(floor=4.0), FailedSteps()
+    assert [failed.take(row, scaler, scale) for scale in (8.0, 4.0, 4.0)] == [False, True, True]
+    assert failed.in_a_row == 2
+    assert failed.take({**row, "loss": math.nan}, scaler, 8.0) and not failed.take({"step": 5})
+    assert failed.in_a_row == 0
