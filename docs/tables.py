@@ -13,6 +13,8 @@ from itertools import groupby
 from typing import Any
 
 import narrowgauge
+from narrowgauge.diagnosis.alignment import STAGES
+from narrowgauge.diagnosis.partings import REASONS
 from narrowgauge.monitor.conditions import CONDITIONS, Detector
 from narrowgauge.monitor.detectors import DETECTORS, SERIOUS
 from narrowgauge.runs import schema
@@ -157,6 +159,29 @@ def trips(row: Detector) -> str:
     return said + (f"; if *{row.condition}*" if row.condition else "")
 
 
+def reasons() -> str:
+    """Why two runs part: what decides it, where it acts, and what to do."""
+    rows = [
+        {
+            "name": row.name,
+            "title": row.title,
+            "decided": ", ".join(f"`{name}`" for name in row.decided_by) or "no setting",
+            "stages": ", ".join(row.stages),
+            "size": row.size,
+            "remedy": row.remedy,
+        }
+        for row in REASONS.values()
+    ]
+    others = {
+        "what it is": "title",
+        "decided by": "decided",
+        "acts at": "stages",
+        "size": "size",
+        "what to do": "remedy",
+    }
+    return _markdown(rows, Column("reason", "name", code=True), **others)
+
+
 def _pairs(heads: tuple[str, str], entries: dict[str, str]) -> str:
     rows = [{"name": name, "says": says} for name, says in entries.items()]
     return _markdown(rows, Column(heads[0], "name", code=True), **{heads[1]: "says"})
@@ -176,5 +201,7 @@ OWN: dict[str, Callable[[], str]] = {
     "serious": serious,
     "events": kinds,
     "checks": checks,
+    "stages": lambda: _pairs(("stage", "what differs there"), STAGES),
+    "reasons": reasons,
 }
 """The tables that only the documentation shows, by name."""

@@ -20,7 +20,7 @@ from narrowgauge.runs.record import read_run, read_settings
 from narrowgauge.runs.writer import RunWriter, require_rows, rows_lost
 
 SETTINGS = {"recipe": "bfloat16/word", "seed": 0, "lr": 1e-3}
-COUNTS = {"steps": 6, "evals": 3, "events": 2, "gauges": 2}
+COUNTS = {"steps": 6, "evals": 3, "events": 2, "gauges": 2, "fingerprints": 2}
 
 
 @pytest.fixture
@@ -36,7 +36,8 @@ def folder(tmp_path: Path) -> Path:
                 writer.eval({"step": step, "val_loss": 3.0})
             if step % 3 == 0:
                 writer.gauge({"step": step, "tensors": {"input:a": [float("nan"), 1.0]}})
-        assert writer.num_rows == {"steps": 8, "evals": 4, "events": 2, "gauges": 2}
+                writer.fingerprint({"step": step, "tensors": {"weight:a": [2**64 - 1, 1.0, 8]}})
+        assert writer.num_rows == {"steps": 8, "evals": 4, "events": 2, "gauges": 2, "fingerprints": 2}
     return path
 
 
@@ -92,7 +93,8 @@ def test_no_flipped_bit_goes_unnoticed(kind: str, folder: Path) -> None:
         file.write_bytes(flipped)
         try:
             run = read_run(folder)
-            assert run.gauges and rows_lost(folder, 6, COUNTS), (place, bytes(flipped))
+            read = run.gauges, run.fingerprints  # these files are read on first use
+            assert read and rows_lost(folder, 6, COUNTS), (place, bytes(flipped))
         except RecordError as error:
             assert f"{kind}.jsonl is damaged" in error.message
 

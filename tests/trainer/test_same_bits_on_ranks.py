@@ -113,7 +113,7 @@ def train_here(rank: int, place: Path, out: Path, changes: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("recipe", ["float32/float32", "bfloat16/word"])
 def test_whole_runs_are_equal(recipe: str, place: Path, tmp_path: Path, one_thread: None) -> None:
-    changes = {**FIVE, "recipe": f"{recipe}/reproducible"}
+    changes = {**FIVE, "recipe": f"{recipe}/reproducible", "fingerprints_every": 2}
     train_here(0, place, tmp_path / "alone", changes)
     for layout, (size, own) in LAYOUTS.items():
         run_ranks(train_here, size, tmp_path / "ranks", place, tmp_path / layout, {**changes, **own})
@@ -124,4 +124,7 @@ def lasting_bits(run: Run) -> list[Any]:
     """What does not depend on time, on memory, or on how the sums of audits were cut."""
     assert run.summary is not None
     steps = [(row["step"], row["loss"], row["grad_norm"], row["lr"], row["skipped"]) for row in run.steps]
-    return [steps, run.evals, run.summary["val_loss"], run.summary["weights_fingerprint"]]
+    # Norms are sums in the order of the machine.
+    prints = [{name: (entry[0], entry[2]) for name, entry in row["tensors"].items()} for row in run.fingerprints]
+    assert len(prints) == 3 and prints[1]
+    return [steps, prints, run.evals, run.summary["val_loss"], run.summary["weights_fingerprint"]]

@@ -70,7 +70,13 @@ def written(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     for number, changes in enumerate(RUNS.values()):
         with pytest.MonkeyPatch.context() as patch:
             jump(patch, 6)
-            loop.train(settings(place, folder / str(number), **{"gauges_every": 2, "audit_every": 2, **changes}))
+            loop.train(
+                settings(
+                    place,
+                    folder / str(number),
+                    **{"gauges_every": 2, "audit_every": 2, "fingerprints_every": 4, **changes},
+                )
+            )
     compare(own_loop, ["bfloat16/word"], out=folder / "own")
     rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in TABLES}
     for kind in TABLES:

@@ -16,7 +16,8 @@ from narrowgauge.comparison.run_stats import TIMING_NOISE, RunStats, requested_s
 # What may differ between compared runs; learning rates and steps are examined separately.
 _FREE = {
     "recipe", "seed", "out", "stop_after", "lr", "warmup_steps", "eval_every", "checkpoint_every", "keep_checkpoints",
-    "log_every", "audit_every", "gauges_every", "tensorboard", "log_to", "steps",
+    "log_every", "audit_every", "gauges_every", "fingerprints_every", "tensorboard", "log_to",
+    "steps",
 }  # fmt: skip
 
 

@@ -196,6 +196,16 @@ def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
 
     Every rank of their meshes calls it, with the same names, and gets the same 16 digits as one process that holds all of it.
 
+    Cost: as :func:`fingerprints_whole`.
+    """
+    return fingerprint_all(fingerprints_whole(named))
+
+
+def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
+    """:func:`~narrowgauge.numerics.summation.fingerprint` of each of several tensors; of a DTensor, that of the whole tensor.
+
+    Every rank of their meshes calls it, with the same names in the same order, and gets the same numbers.
+
     Cost: one read of what this rank holds, and one sum over the ranks of 8 bytes for each tensor.
     """
     numbers: dict[str, int] = {}
@@ -210,7 +220,7 @@ def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
         total = signed.to(named[names[0]].device)
         torch.distributed.all_reduce(total, group=group)
         numbers.update({name: number % (1 << 64) for name, number in zip(names, total.tolist(), strict=True)})
-    return fingerprint_all({name: numbers[name] for name in named})
+    return {name: numbers[name] for name in named}
 
 
 def _own_fingerprint(tensor: Any) -> tuple[int, Any]:

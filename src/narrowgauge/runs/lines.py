@@ -26,9 +26,9 @@ from narrowgauge.runs.schema import NOT_FINITE, TEXT, Row, is_whole, wrong_value
 
 T = TypeVar("T")
 
-ROW_FILES = ("steps", "evals", "events", "gauges")
+ROW_FILES = ("steps", "evals", "events", "gauges", "fingerprints")
 """The kinds of rows; each has a file, ``steps.jsonl`` and so on."""
-STEPWISE = ("steps", "evals", "gauges")
+STEPWISE = ("steps", "evals", "gauges", "fingerprints")
 """The kinds that a resume writes again from its checkpoint on."""
 
 _CHECKSUM = "crc32"

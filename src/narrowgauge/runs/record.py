@@ -7,6 +7,7 @@
     evals.jsonl      a row per evaluation
     events.jsonl     a row per event
     gauges.jsonl     a row per step that the gauges sampled
+    fingerprints.jsonl  a row per step whose tensors were hashed, where that was requested
     summary.json     the metrics of the finished run
     checkpoints/     see trainer/checkpoint.py
     data/            see trainer/data.py
@@ -68,6 +69,15 @@ class Run:
             RecordError: a line in the middle of the file is damaged.
         """
         return read_rows(self.path / "gauges.jsonl")
+
+    @cached_property
+    def fingerprints(self) -> list[Row]:
+        """The rows of ``fingerprints.jsonl``, read on first use.
+
+        Raises:
+            RecordError: a line in the middle of the file is damaged.
+        """
+        return read_rows(self.path / "fingerprints.jsonl")
 
     @property
     def is_foreign(self) -> bool:

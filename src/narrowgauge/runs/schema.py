@@ -1,8 +1,9 @@
 """The schema of a run's record: every column of every file in a run folder, defined once.
 
-Five tables describe what a run writes: :data:`STEP` (``steps.jsonl``), :data:`EVAL` (``evals.jsonl``), :data:`GAUGE`
-(``gauges.jsonl``), :data:`EVENT` (``events.jsonl``) and :data:`SUMMARY` (``summary.json``). The writer and the reader check
-rows against them, the console and TensorBoard take their formats and tags from them, and the documentation prints them.
+Six tables describe what a run writes: :data:`STEP` (``steps.jsonl``), :data:`EVAL` (``evals.jsonl``), :data:`GAUGE`
+(``gauges.jsonl``), :data:`FINGERPRINT` (``fingerprints.jsonl``), :data:`EVENT` (``events.jsonl``) and :data:`SUMMARY`
+(``summary.json``). The writer and the reader check rows against them, the console and TensorBoard take their formats and tags
+from them, and the documentation prints them.
 Rows may hold further columns; nothing checks those.
 
 A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``, and lists its metrics in the order of :data:`METRICS`,
@@ -258,6 +259,23 @@ GAUGE = _table((
 ))  # fmt: skip
 """``gauges.jsonl``: a row per sampled step."""
 
+_PRINT = (
+    Column("fingerprint", "count", "64-bit hash of all bits and their places, alike for every way to shard the tensor"),
+    Column("norm", "number", "square root of the sum of its squares"),
+    Column("numel", "count", "number of its elements", "values"),
+)
+
+FINGERPRINT = _table((
+    _STEP,
+    Column(
+        "tensors", "lists", "fingerprint, norm and size of each tensor of the step, in the order in which they come to be: "
+        "``tokens:batch``, ``output:MODULE``, ``grad:PARAMETER``, then the stored ``weight:``, ``exp_avg:`` and ``exp_avg_sq:``",
+        metrics=_PRINT,
+    ),
+    _CHECKSUM,
+))  # fmt: skip
+"""``fingerprints.jsonl``: a row per step whose tensors were hashed."""
+
 SUMMARY = _table((
     Column("schema_version", "count", "version of the run folder"),
     Column("recipe", "recipe", "the recipe's name, or its table where a name does not define it", checked=False, label="recipe"),
@@ -285,6 +303,7 @@ TABLES: dict[str, dict[str, Column]] = {
     "evals": EVAL,
     "events": EVENT,
     "gauges": GAUGE,
+    "fingerprints": FINGERPRINT,
     "summary": SUMMARY,
 }
 """The table of each file, by the file's stem."""
@@ -336,7 +355,7 @@ def _checked(kind: str, *types: Type) -> frozenset[str]:
 _NUMBERS = {kind: _checked(kind, "count", "number", "flag") for kind in TABLES}
 _TEXTS = {kind: _checked(kind, "text") for kind in TABLES}
 _STEPS = frozenset(kind for kind in TABLES if _checked(kind, "step"))
-_LISTS = _checked("gauges", "lists", "numbers")
+_LISTS = {kind: _checked(kind, "lists", "numbers") for kind in TABLES}
 
 
 def wrong_value(kind: str, row: Row) -> str:
@@ -359,18 +378,18 @@ def wrong_value(kind: str, row: Row) -> str:
     step = row.get("step")
     if kind in _STEPS and not is_whole(step):
         return "no step" if step is None else f"step = {short(step)}, which is not a whole number"
-    return _wrong_list(row) if kind == "gauges" else ""
+    return _wrong_list(kind, row) if _LISTS[kind] else ""
 
 
-def _wrong_list(row: Row) -> str:
-    """The first wrong value in the tables of a ``gauges.jsonl`` row."""
+def _wrong_list(kind: str, row: Row) -> str:
+    """The first wrong value in a row's tables of lists."""
     table: Any
     for key, table in row.items():
-        if key not in _LISTS:
+        if key not in _LISTS[kind]:
             continue
         if not isinstance(table, dict):
             return f"{key} = {short(table)}, which is not a table"
-        lists: Row = {key: list(table.values())} if GAUGE[key].type == "numbers" else table
+        lists: Row = {key: list(table.values())} if TABLES[kind][key].type == "numbers" else table
         for name, values in lists.items():
             if values is None:
                 continue

@@ -113,8 +113,8 @@ class RunWriter:
     def rewind(self, step: int, *, accept_lost: bool = False) -> None:
         """Delete what came after a step, because a resume from its checkpoint writes it again.
 
-        Deletes the rows of steps, evals and gauges after ``step``, and a summary of more steps. Events stay: they record what
-        happened, including what was undone.
+        Deletes the rows of steps, evals, gauges and fingerprints after ``step``, and a summary of more steps. Events stay: they
+        record what happened, including what was undone.
 
         Args:
             step: the last optimizer step to keep.
@@ -173,6 +173,10 @@ class RunWriter:
     def gauge(self, row: Row) -> None:
         """Append a row to ``gauges.jsonl``, as ``ng.attach_gauges`` passes it to ``on_row``."""
         self._append("gauges", row)
+
+    def fingerprint(self, row: Row) -> None:
+        """Append a row to ``fingerprints.jsonl``."""
+        self._append("fingerprints", row)
 
     def summary(self, row: Row) -> None:
         """Write ``summary.json``, replacing an earlier one."""

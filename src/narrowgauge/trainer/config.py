@@ -133,6 +133,9 @@ class TrainConfig:
     )
     audit_every: int = count(10, "Steps between audits of the update; 0: never.", 0)
     gauges_every: int = count(20, "Steps between samples of the gauges; 0: none.", 0)
+    fingerprints_every: int = count(
+        0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.", 0
+    )
     verify_every: int = count(
         1000, "On several ranks, steps between comparisons of what they hold and compute; 0: never.", 0
     )

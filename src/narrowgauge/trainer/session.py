@@ -48,6 +48,7 @@ from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset
 from narrowgauge.trainer.description import describe_process
 from narrowgauge.trainer.detours import Detour, batch_index
+from narrowgauge.trainer.fingerprints import Fingerprints
 from narrowgauge.trainer.leaves import Turn, turns
 from narrowgauge.trainer.saving import Saver
 from narrowgauge.transforms.unit_scaling import fix_batch
@@ -77,6 +78,7 @@ class Session:
         standing: ``settings`` and numbers of ``rows`` stored in the checkpoint it was loaded from, if any.
         saver: writes its checkpoints.
         verifier: compares what the ranks hold and compute.
+        prints: records fingerprints of its steps.
         traffic: counts what is sent between ranks, while a loop runs.
     """
 
@@ -100,6 +102,7 @@ class Session:
     standing: dict[str, Any] = field(default_factory=dict)
     saver: Saver = field(init=False)
     verifier: Verifier = field(init=False)
+    prints: Fingerprints = field(init=False)
     traffic: Traffic | None = None
 
     def __post_init__(self) -> None:
@@ -107,6 +110,8 @@ class Session:
         self.verifier = Verifier(
             lambda: (Held(*kept) for kept in kept_tensors(self.optimizer)), self.config.verify_every
         )
+        every, eager = self.config.fingerprints_every, not self.config.compile
+        self.prints = Fingerprints(self.model, self.optimizer, every, self.here, sees_outputs=eager)
 
     @property
     def device(self) -> torch.device:

@@ -35,6 +35,9 @@ class SilentWriter:
     def gauge(self, row: Row) -> None:
         """Not written."""
 
+    def fingerprint(self, row: Row) -> None:
+        """Not written."""
+
     def event(self, event: Event | Row) -> None:
         """Not written."""
 

@@ -26,6 +26,7 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.console import Screen
+from narrowgauge.trainer.fingerprints import Fingerprints
 from narrowgauge.trainer.readings import what_saturated
 
 
@@ -118,6 +119,12 @@ class Reporter:
         self._send("gauge", row)
         for event in self.alarms.on_gauges(row):
             self.event(event, shown=True)
+
+    def fingerprint(self, prints: Fingerprints) -> None:
+        """Take a row of ``fingerprints.jsonl``, if the step has one."""
+        if prints.last is not None:
+            reading, prints.last = prints.last, None
+            self.writer.fingerprint(reading)
 
     def event(self, event: Event | Row, shown: bool = False) -> None:
         """Write an event, and print it if ``shown``."""

@@ -46,7 +46,9 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         verify(session)
     if session.traffic is not None:
         session.traffic.begin_step()
+    session.prints.begin(session.step + 1)
     total = differentiate(session)
+    session.prints.gradients()
     if session.linears is not None and session.here.size > 1:
         session.linears.join_histories(largest_of_ranks)
     skipped, value = optimizer.num_skipped, None
@@ -61,6 +63,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     # Reading the loss synchronizes anyway; settling here puts a skip and an audit into the record of this step.
     optimizer.settle()
     session.step += 1
+    session.prints.states(session.step)
     session.verifier.after_update(session.step)
     session.tokens += config.tokens_per_step
     value = float(total) if value is None else value
@@ -135,9 +138,12 @@ def losses(session: Session) -> Iterator[torch.Tensor]:
         session.set_compute()
         linears.step = session.step
     for turn, tokens in zip(session.turns, session.batch(), strict=True):
+        first = turn.leaf * config.micro_batch_size
         if linears is not None:
-            linears.set_first_sequence(turn.leaf * config.micro_batch_size)
-        yield session.loss(tokens) / config.tokens_per_step
+            linears.set_first_sequence(first)
+        with session.prints.micro_batch(tokens, first, is_absent=turn.is_absent):
+            loss = session.loss(tokens)
+        yield loss / config.tokens_per_step
 
 
 @torch.no_grad()

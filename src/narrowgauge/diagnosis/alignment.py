@@ -1,0 +1,250 @@
+"""Two runs side by side: what they were given, and the first step and tensor in which they part.
+
+Numbers of a record are written with all their digits, so two runs that computed the same have the same rows. The first row that
+differs names the step; its first column that differs names the *stage* of the step: the learning rate, the loss, the gradient
+norm, the skip. Where both runs recorded fingerprints (``--fingerprints-every``), the first entry that differs names the tensor,
+since entries stand in the order in which a step makes them. Rows are aligned by step; where the tokens of a step differ, no
+step of one is a step of the other, and the difference of settings is the answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row, short
+
+STAGES: dict[str, str] = {
+    "start": "the weights before the first step",
+    "held": "a weight that changed between two steps",
+    "tokens": "the tokens of the step",
+    "output": "the forward pass",
+    "loss": "the loss",
+    "grad": "the gradients",
+    "rate": "the learning rate",
+    "norm": "the gradient norm",
+    "skip": "whether the update was applied",
+    "update": "the update of weights and moments",
+}
+"""The stages of a step in the order in which they come, each with what differs there."""
+
+KINDS: dict[str, str] = {
+    "held": "held", "tokens": "tokens", "output": "output", "grad": "grad", "weight": "update", "exp_avg": "update",
+    "exp_avg_sq": "update",
+}  # fmt: skip
+"""The stage of each kind of fingerprint."""
+
+COLUMNS: dict[str, str] = {
+    "loss": "loss", "lr": "rate", "grad_norm": "norm", "loss_scale": "skip", "skipped": "skip",
+}  # fmt: skip
+"""The columns of a step's row that are compared, in the order of the stages; times and bytes differ in any two runs."""
+
+NOT_COMPARED = frozenset({
+    "out", "stop_after", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard",
+    "log_to", "gauges_every", "audit_every", "verify_every", "fingerprints_every", "max_rollbacks",
+})  # fmt: skip
+"""Settings that change no bit of the training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that the two runs were not given alike.
+
+    Args:
+        name: of the setting, the version, the property of the machine.
+        values: of the two runs, as text.
+        table: of ``run.toml`` that holds it.
+    """
+
+    name: str
+    values: tuple[str, str]
+    table: str = "config"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.values[0]} and {self.values[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where two runs part.
+
+    Args:
+        step: the first step that differs.
+        stage: a key of :data:`STAGES`, the first of the step that is known to differ.
+        tensor: the first fingerprint that differs, as ``KIND:NAME``; empty where none was recorded at that step.
+        values: the column's two values, or the tensor's two norms.
+        numel: the tensor's elements; of a column, the tokens of the step.
+        others: how many more fingerprints of the same kind differ in that step, and how many there are.
+        same_after: entries of the same step, after the first that differs, that do not differ.
+        equal_until: the last step whose fingerprints are all equal; ``None`` where none are.
+    """
+
+    step: int
+    stage: str
+    tensor: str = ""
+    values: tuple[float, float] = (math.nan, math.nan)
+    numel: int = 0
+    others: tuple[int, int] = (0, 0)
+    same_after: int = 0
+    equal_until: int | None = None
+
+    @property
+    def relative(self) -> float:
+        """The difference of the two values over the larger; NaN where they are not known."""
+        one, other = map(abs, self.values)
+        return abs(self.values[0] - self.values[1]) / max(one, other) if max(one, other) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Two runs, aligned.
+
+    Args:
+        differences: what they were not given alike.
+        parting: where they part; ``None`` where all that both recorded is equal.
+        num_common: steps that both recorded.
+        is_complete: both are finished, and the hashes of their final weights are known and equal.
+        has_prints: both recorded fingerprints, of at least one common step.
+        notes: what the records do not hold.
+    """
+
+    differences: tuple[Difference, ...]
+    parting: Parting | None
+    num_common: int
+    is_complete: bool = False
+    has_prints: bool = False
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+
+def align(one: Run, other: Run) -> Alignment:
+    """Align two runs by step.
+
+    Args:
+        one, other: their records, finished or not.
+    Returns:
+        What differs first.
+    """
+    rows = [{int(row["step"]): row for row in run.steps} for run in (one, other)]
+    common = sorted(rows[0].keys() & rows[1].keys())
+    prints = [_by_step(run) for run in (one, other)]
+    found = [*_columns(rows, common), *_prints(prints)]
+    parting = min(found, key=_order, default=None)
+    ends = [(run.summary or {}).get("weights_fingerprint") for run in (one, other)]
+    if parting is None and None not in ends and ends[0] != ends[1]:
+        parting = Parting(common[-1] if common else 0, "update")
+    return Alignment(
+        tuple(differences(one.run, other.run)),
+        parting,
+        len(common),
+        None not in ends and ends[0] == ends[1],
+        bool(prints[0].keys() & prints[1].keys()),
+        tuple(_notes(one, other, common)),
+    )
+
+
+def differences(one: Row, other: Row) -> Iterator[Difference]:
+    """What two runs were not given alike, by their ``run.toml``: settings, data, versions, machine and its arithmetic.
+
+    Args:
+        one, other: the two tables; what one of them lacks is not compared.
+    """
+    for table in ("config", "data", "versions", "machine", "arithmetic"):
+        first, second = (each.get(table) for each in (one, other))
+        if isinstance(first, dict) and isinstance(second, dict):
+            yield from _of_table(table, first, second)
+
+
+def _of_table(table: str, one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[Difference]:
+    names = [name for name in one if name in other]
+    if table == "machine":  # a run of one process has no count of ranks
+        names = [*names, *({"ranks"} & (one.keys() ^ other.keys()))]
+    for name in names:
+        if table == "config" and name in NOT_COMPARED:
+            continue
+        first, second = one.get(name, 1), other.get(name, 1)
+        if isinstance(first, dict) and isinstance(second, dict) and name != "recipe":
+            yield from _of_table(table, first, second, f"{prefix}{name}.")
+        elif first != second:
+            yield Difference(f"{prefix}{name}", (_text(first), _text(second)), table)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) and len(value) <= 40 else short(value)
+
+
+def _columns(rows: list[dict[int, Row]], common: list[int]) -> Iterator[Parting]:
+    """The first step whose rows differ, by its first column that does."""
+    for step in common:
+        first, second = rows[0][step], rows[1][step]
+        for column, stage in COLUMNS.items():
+            values = first.get(column), second.get(column)
+            if values[0] is not None and values[1] is not None and not _same(*values):
+                tokens = int((first.get("tokens") or 0) // max(1, step))
+                yield Parting(step, stage, values=(float(values[0]), float(values[1])), numel=tokens)
+                return
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(one == other) or (one != one and other != other)
+
+
+def _by_step(run: Run) -> dict[int, Row]:
+    """The first row of fingerprints of each step; a resume writes its checkpoint's once more."""
+    found: dict[int, Row] = {}
+    for row in run.fingerprints:
+        found.setdefault(int(row["step"]), row["tensors"])
+    return found
+
+
+def _prints(prints: list[dict[int, Row]]) -> Iterator[Parting]:
+    """The first recorded step whose fingerprints differ, by the first entry that does."""
+    equal: int | None = None
+    for step in sorted(prints[0].keys() & prints[1].keys()):
+        first, second = prints[0][step], prints[1][step]
+        if held := [
+            key for key in {**first, **second} if key.startswith("held:") and (key in first) != (key in second)
+        ]:
+            entry = (first if held[0] in first else second)[held[0]]
+            yield Parting(
+                step, "held", held[0], numel=int(entry[2]), others=(len(held) - 1, len(held)), equal_until=equal
+            )
+            return
+        shared = [key for key in first if key in second]
+        differing = [key for key in shared if first[key][0] != second[key][0]]
+        if not differing:
+            equal = step
+            continue
+        key = differing[0]
+        kind = key.partition(":")[0]
+        same_kind = [name for name in shared if name.startswith(f"{kind}:")]
+        yield Parting(
+            step,
+            "start" if step == 0 else KINDS[kind],
+            key,
+            (first[key][1], second[key][1]),
+            int(first[key][2]),
+            (sum(name in same_kind for name in differing) - 1, len(same_kind)),
+            sum(name not in differing for name in shared[shared.index(key) + 1 :]),
+            equal,
+        )
+        return
+
+
+def _order(parting: Parting) -> tuple[int, int, bool]:
+    """The earlier step comes first, then the earlier stage; of two such, the one that names a tensor."""
+    return parting.step, list(STAGES).index(parting.stage), not parting.tensor
+
+
+def _notes(one: Run, other: Run, common: list[int]) -> Iterator[str]:
+    lengths = [len(run.steps) for run in (one, other)]
+    if not common:
+        yield "the two records have no step in common"
+    elif lengths[0] != lengths[1]:
+        yield f"they recorded {lengths[0]} and {lengths[1]} steps, of which {len(common)} are common"
+    tokens = [{row.get("tokens") for row in chain(run.steps[:1])} for run in (one, other)]
+    if common and tokens[0] != tokens[1]:
+        yield "a step of one has other tokens than a step of the other: steps are not comparable one by one"

@@ -1,0 +1,197 @@
+"""Why two runs part: one table of reasons, and which of them the place of the first difference allows.
+
+Every reason acts at certain stages of a step. A seed acts on the first weights; another order of a sum cannot show before a
+matmul has summed; the limit of the gradient norm cannot show before the update. So the stage in which two runs part rules out
+most reasons, whatever else differs between them; the settings that differ rule out most of the rest; and the size of the first
+difference tells rounding, which is as small as the format says, from anything else. What none of the settings explains is a
+bug, other code, or a fault of the machine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from narrowgauge.diagnosis.alignment import STAGES, Alignment, Difference, Parting
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.runs.record import Run
+from narrowgauge.spec.formats import FORMATS
+from narrowgauge.spec.notation import parse_value
+
+_FORWARD = ("output", "loss", "grad", "norm")
+_ANY = tuple(STAGES)
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One reason why two runs part.
+
+    Args:
+        name: its key.
+        title: what it is, to follow "Cause: ".
+        decided_by: what decides it, as ``table.name`` or ``table.*`` of ``run.toml``; empty for what no setting says.
+        stages: where the first difference may be.
+        size: how large the first difference is: that of ``rounding``, ``above`` it, or ``any``.
+        weight: how likely it is beside the others that are allowed as much.
+        remedy: what to do.
+    """
+
+    name: str
+    title: str
+    decided_by: tuple[str, ...]
+    stages: tuple[str, ...]
+    size: str
+    weight: float
+    remedy: str
+
+
+_ROWS = (
+    Reason(
+        "other-model", "another model", ("config.model",), ("start", *_FORWARD), "any", 1.0,
+        "Compare runs of one model.",
+    ),
+    Reason(
+        "random-numbers",
+        "other random numbers: the seed decides the first weights, the order of the data and stochastic rounding",
+        ("config.seed",), ("start", "tokens", "output", "loss", "update"), "any", 1.0,
+        "Give both runs one --seed.",
+    ),
+    Reason(
+        "data", "other data, or batches of another shape",
+        ("config.data", "config.tokenizer", "config.held_out", "config.batch_size", "config.sequence_length", "data.*"),
+        ("tokens", "loss", "output"), "any", 1.0,
+        "Give both runs the same --data, --batch-size and --sequence-length; the order follows from the seed.",
+    ),
+    Reason(
+        "data-order", "the same data in another order, which no setting says", (), ("tokens",), "any", 1.0,
+        "Look at what reads the data: a resume from another batch, skipped batches (on_spike), a rank that reads another's.",
+    ),
+    Reason(
+        "format", "another number format or cast",
+        ("config.recipe", "config.accumulation_dtype"), ("start", *_FORWARD, "skip", "update"), "any", 1.0,
+        "Expected of two recipes; narrowgauge compare says what each costs.",
+    ),
+    Reason(
+        "optimizer-settings", "other settings of the optimizer",
+        (
+            "config.lr", "config.schedule", "config.warmup_steps", "config.min_lr_ratio", "config.steps", "config.beta1",
+            "config.beta2", "config.eps", "config.weight_decay", "config.max_grad_norm", "config.on_spike",
+        ),
+        ("rate", "skip", "update", "loss"), "any", 1.0,
+        "Give both runs the same settings.",
+    ),
+    Reason(
+        "order-of-sums", "another order of the same sums",
+        (
+            "config.gradient_accumulation_steps", "config.shard", "config.replicas", "config.offload", "config.threads",
+            "machine.ranks", "machine.num_threads", "arithmetic.*",
+        ),
+        (*_FORWARD, "update"), "rounding", 1.0,
+        "Only rounding differs. For equal bits use an order-free reduction (…/reproducible), and the same number of threads.",
+    ),
+    Reason(
+        "kernels", "other kernels or versions of a library",
+        ("config.compile", "config.activation_checkpointing", "config.narrow_gather", "versions.*"),
+        (*_FORWARD, "update"), "rounding", 0.8,
+        "Install the same versions; a compiled and an eager model round differently.",
+    ),
+    Reason(
+        "hardware", "another machine",
+        ("machine.device", "machine.capability", "machine.processor", "machine.system", "arithmetic.*"),
+        (*_FORWARD, "update"), "rounding", 0.7,
+        "Only rounding differs. narrowgauge fingerprint on both machines says which operation.",
+    ),
+    Reason(
+        "nondeterminism", "sums whose order varies from run to run", (), (*_FORWARD, "update"), "rounding", 0.3,
+        "Repeat one of the runs. If it differs from itself, look for atomic additions (torch.use_deterministic_algorithms) and "
+        "for a reduction whose order depends on timing.",
+    ),
+    Reason(
+        "bug", "other code: a bug in one of the two, or a change that no setting records",
+        (), ("held", "output", "loss", "grad", "norm", "rate", "skip", "update"), "above", 0.25,
+        "Look at the code that makes this tensor; run both with one installation.",
+    ),
+    Reason(
+        "silent-corruption", "damaged memory or arithmetic",
+        (), ("held", "output", "loss", "grad", "norm", "update"), "above", 0.1,
+        "Repeat the run that is off from its last checkpoint: damage does not happen twice. Then test the machine.",
+    ),
+    Reason(
+        "other-start", "the runs began from other weights", (), ("start",), "any", 0.5,
+        "Begin both from one checkpoint.",
+    ),
+)  # fmt: skip
+
+REASONS: dict[str, Reason] = {row.name: row for row in _ROWS}
+"""Every reason why two runs part, by name."""
+
+_ENVELOPE = 32.0
+"""How many times the expected rounding of a norm still counts as rounding."""
+
+
+def rounding_of(parting: Parting, runs: tuple[Run, Run]) -> float:
+    """How far rounding alone may move the value by which two runs part, relative to it.
+
+    A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n, and so does a mean over n tokens.
+    ``_ENVELOPE`` times that is allowed, since roundings are not independent.
+    """
+    return _ENVELOPE * max(_roundoff(run) for run in runs) / math.sqrt(max(1, parting.numel))
+
+
+def _roundoff(run: Run) -> float:
+    """Unit roundoff of the tensors between two matmuls."""
+    try:
+        dtype = parse_value(run.run.get("config", {}).get("recipe", "")).compute.dtype
+        return FORMATS[dtype].epsilon / 2
+    except (NarrowgaugeError, KeyError, AttributeError):
+        return FORMATS["bfloat16"].epsilon / 2
+
+
+def is_rounding(parting: Parting, runs: tuple[Run, Run]) -> bool | None:
+    """Whether the first difference is as small as rounding; ``None`` where its size is not known."""
+    return None if math.isnan(parting.relative) else parting.relative <= rounding_of(parting, runs)
+
+
+def weigh(alignment: Alignment, runs: tuple[Run, Run]) -> dict[str, float]:
+    """How likely each reason is, given where the runs part.
+
+    Returns:
+        Reason to probability, the likeliest first; empty where they do not part.
+    """
+    parting = alignment.parting
+    if parting is None:
+        return {}
+    small = is_rounding(parting, runs)
+    weights = {row.name: _weight(row, alignment, parting, small) for row in REASONS.values()}
+    if any(deciding(row, alignment.differences) and weights[row.name] > 0 for row in REASONS.values()):
+        # What was given differently and acts there explains it; that something else happened there as well is unlikely.
+        weights = {
+            name: value * (1.0 if deciding(REASONS[name], alignment.differences) else 0.05)
+            for name, value in weights.items()
+        }
+    total = sum(weights.values())
+    ranked = sorted(weights.items(), key=lambda item: -item[1])
+    return {name: value / total for name, value in ranked if value > 0} if total else {}
+
+
+def _weight(row: Reason, alignment: Alignment, parting: Parting, small: bool | None) -> float:
+    if parting.stage not in row.stages or (row.decided_by and not deciding(row, alignment.differences)):
+        return 0.0
+    fits = small is None or row.size == "any" or small == (row.size == "rounding")
+    weight = row.weight if fits else 0.02 * row.weight
+    return 10 * weight if row.name == "silent-corruption" and _is_alone(parting) else weight
+
+
+def _is_alone(parting: Parting) -> bool:
+    """Whether one weight alone differs, between two steps or although its moments do not: no update does that."""
+    is_weight = parting.tensor.startswith("weight:") and parting.same_after > 0
+    return (parting.stage == "held" or is_weight) and parting.others[0] == 0
+
+
+def deciding(row: Reason, found: tuple[Difference, ...]) -> tuple[Difference, ...]:
+    """The differences between two runs that decide a reason."""
+    return tuple(each for each in found if _is_named(each, row.decided_by))
+
+
+def _is_named(difference: Difference, names: tuple[str, ...]) -> bool:
+    return f"{difference.table}.{difference.name}" in names or f"{difference.table}.*" in names

@@ -1,0 +1,165 @@
+"""The diagnosis of two runs: where they part, why, and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from narrowgauge.diagnosis.alignment import STAGES, Alignment, Parting, align
+from narrowgauge.diagnosis.partings import REASONS, Reason, deciding, is_rounding, rounding_of, weigh
+from narrowgauge.runs.record import Run
+
+CONFIDENCE = 0.7
+"""Below this probability no reason is named."""
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TwoRuns:
+    """What the records of two runs say about their difference.
+
+    Args:
+        names: of the runs.
+        alignment: what they were given, and where they part.
+        reasons: why, with probabilities, the likeliest first; empty where they do not part.
+        evidence: what speaks for the first, a sentence each.
+        next_measurement: what would tell more, or empty.
+    """
+
+    names: tuple[str, str]
+    alignment: Alignment
+    reasons: tuple[tuple[Reason, float], ...]
+    evidence: tuple[str, ...]
+    next_measurement: str
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why they part; ``None`` where they do not, or where it is not known from these records."""
+        known = self.reasons and self.reasons[0][1] >= CONFIDENCE
+        return self.reasons[0][0] if known else None
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        parting = self.alignment.parting
+        if parting is None:
+            return _sameness(self.alignment)
+        where = f"The runs part at step {parting.step}, in {_place(parting)}"
+        if self.reason is None:
+            asked = ", ".join(f"{row.name} {share:.0%}" for row, share in self.reasons[:_NAMED])
+            return f"{where}. Why is not known from these records{f': {asked}' if asked else ''}."
+        return f"{where}. Cause: {self.reason.title} ({self.reason.name}, {self.reasons[0][1]:.0%})."
+
+    def text(self) -> str:
+        """At most ten lines, for a ticket."""
+        lines = [f"{' and '.join(self.names)}: {self.verdict}", *(f"  {said}" for said in self.evidence)]
+        if self.reason is not None:
+            lines.append(f"  what to do: {self.reason.remedy}")
+            if others := ", ".join(f"{row.name} {share:.0%}" for row, share in self.reasons[1:_NAMED] if share >= 0.01):
+                lines.append(f"  it could also be: {others}")
+        if self.next_measurement:
+            lines.append(f"  next: {self.next_measurement}")
+        return "\n".join([*lines, *(f"  note: {said}" for said in self.alignment.notes)][:10])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The diagnosis as values for JSON."""
+        parting = self.alignment.parting
+        return {
+            "runs": list(self.names),
+            "verdict": self.verdict,
+            "same": parting is None,
+            "step": parting and parting.step,
+            "stage": parting and parting.stage,
+            "tensor": (parting and parting.tensor) or None,
+            "relative": None if parting is None or math.isnan(parting.relative) else parting.relative,
+            "reasons": {row.name: share for row, share in self.reasons},
+            "differences": [
+                {"name": each.name, "table": each.table, "values": list(each.values)}
+                for each in self.alignment.differences
+            ],
+            "evidence": list(self.evidence),
+            "next_measurement": self.next_measurement or None,
+            "notes": list(self.alignment.notes),
+        }
+
+
+def compare_two(one: Run, other: Run) -> TwoRuns:
+    """Say where two runs part, and why.
+
+    Invariant: a function of the two records alone; no cause is named below a probability of 0.7.
+
+    Args:
+        one, other: their records, finished or not.
+    Returns:
+        The first step and tensor that differ, the reasons, and what would tell more.
+
+    Cost: one read of both records, and of their fingerprints.
+    """
+    alignment = align(one, other)
+    ranked = tuple((REASONS[name], share) for name, share in weigh(alignment, (one, other)).items())
+    evidence = tuple(_evidence(alignment, ranked, (one, other)))
+    return TwoRuns(_names(one, other), alignment, ranked, evidence, _next(alignment))
+
+
+def _names(one: Run, other: Run) -> tuple[str, str]:
+    """The folders' names; with their parents' where they are alike."""
+    first, second = one.path, other.path
+    if first.name != second.name:
+        return first.name, second.name
+    return str(first), str(second)
+
+
+def _sameness(alignment: Alignment) -> str:
+    if not alignment.num_common and not alignment.has_prints:
+        return "The records have no step in common, so they cannot be compared."
+    given = f", although they were given {_listed(alignment)}" if alignment.differences else ""
+    if alignment.is_complete:
+        return f"The same run, bit for bit to the last weight{given}."
+    return f"The same in all that both recorded ({alignment.num_common} steps){given}."
+
+
+def _listed(alignment: Alignment) -> str:
+    shown = [str(each) for each in alignment.differences[:_NAMED]]
+    more = len(alignment.differences) - len(shown)
+    return ", ".join(shown) + (f" and {more} more differences" if more else "")
+
+
+def _place(parting: Parting) -> str:
+    return f"{parting.tensor} ({STAGES[parting.stage]})" if parting.tensor else STAGES[parting.stage]
+
+
+def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...], runs: tuple[Run, Run]) -> Iterator[str]:
+    parting = alignment.parting
+    given = _listed(alignment)
+    yield f"given differently: {given}" if given else "given alike: settings, data, versions, machine"
+    if parting is None:
+        return
+    if ranked and (decided := deciding(ranked[0][0], alignment.differences)):
+        yield f"of these, {', '.join(each.name for each in decided[:_NAMED])} can act there"
+    if parting.equal_until is not None:
+        yield f"every tensor was equal up to step {parting.equal_until}"
+    if not math.isnan(parting.relative):
+        what = "norm" if parting.tensor else "value"
+        small = "as small as" if is_rounding(parting, runs) else "more than"
+        bound = rounding_of(parting, runs)
+        yield (
+            f"its {what} is {parting.values[0]:.6g} and {parting.values[1]:.6g}: a relative difference of "
+            f"{parting.relative:.2g}, {small} rounding explains ({bound:.2g})"
+        )
+    if parting.tensor:
+        kind, (differing, of) = parting.tensor.partition(":")[0], parting.others
+        yield f"{differing} of the {of - 1} other tensors of its kind ({kind}) differ in that step"
+
+
+def _next(alignment: Alignment) -> str:
+    parting = alignment.parting
+    if parting is None or parting.stage in ("start", "tokens") or parting.equal_until == parting.step - 1:
+        return ""
+    since = 0 if parting.equal_until is None else parting.equal_until
+    if alignment.has_prints and parting.step - since <= 1:
+        return ""
+    hashed = f"nothing was hashed between steps {since} and {parting.step}"
+    why = hashed if alignment.has_prints else "that shows which tensor differs first"
+    return f"repeat both with --fingerprints-every 1 --stop-after {parting.step}: {why}"

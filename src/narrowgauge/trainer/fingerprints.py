@@ -1,0 +1,162 @@
+"""Fingerprints of a training step: what two runs computed, tensor by tensor, in 64 bits each.
+
+Two runs that should be equal differ in every later digit once they differ in one. To find that one, a step can record a hash and
+the norm of each of its tensors, in the order in which they come to be: weights that are not as the last step left them, the
+tokens, what each module with parameters puts out, the gradients from the last parameter to the first, then the stored weights
+and moments after the update. ``narrowgauge diagnose RUN OTHER`` reads on from the first entry that differs.
+
+A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor, so it depends neither on how
+a tensor is sharded nor on which rank computed which micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge._torch import plain_name
+from narrowgauge.distributed.ranks import Ranks
+from narrowgauge.distributed.sharding import fingerprints_whole
+from narrowgauge.numerics.summation import combine, fingerprint
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.runs.schema import Row
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(eq=False)
+class Fingerprints:
+    """Records the fingerprints of a run's steps.
+
+    Args:
+        model, optimizer: of the run; the optimizer stores what the weights are.
+        every: steps between two records; 0 never.
+        here: this process among those that train together; all call every method alike.
+        sees_outputs: the model runs eagerly, so that its modules' outputs exist; a compiled model is not hooked, since hooks
+            would change what is compiled.
+
+    Attributes:
+        is_on: the present step is recorded.
+        last: the newest row, until it is taken.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    every: int
+    here: Ranks
+    sees_outputs: bool = True
+    is_on: bool = False
+    last: Row | None = None
+    _entries: dict[str, list[float]] = field(default_factory=dict)
+    _held: dict[str, list[float]] = field(default_factory=dict)
+    _left: Row = field(default_factory=dict)
+
+    def begin(self, step: int) -> None:
+        """Begin the step that ends as number ``step``, which is recorded or not.
+
+        Where the step before was recorded, weights that have changed since, without an update, are the first entries.
+        """
+        self.is_on, self._entries, self._held = self.every > 0 and step % self.every == 0, {}, {}
+        if self.is_on and self._left.get("step") == step - 1:
+            self._record(self._stored(("weight",)))
+            before = self._left["tensors"]
+            for key, entry in self._entries.items():
+                if entry[0] != before[key][0]:
+                    self._held[key.replace("weight:", "held:", 1)] = entry
+            self._entries = {}
+
+    @contextmanager
+    def micro_batch(self, tokens: Tensor, first_sequence: int, *, is_absent: bool = False) -> Iterator[None]:
+        """Within it the forward pass of one micro-batch is recorded.
+
+        Args:
+            tokens: int64 ``[sequences, tokens]``.
+            first_sequence: its place in the step.
+            is_absent: another rank computes the same micro-batch, and this one does not count.
+        """
+        if is_absent or not self.is_on:
+            yield
+            return
+        self._add("tokens:batch", tokens, first_sequence)
+        handles = []
+        for name, module in self.model.named_modules() if self.sees_outputs else ():
+            if any(True for _ in module.parameters(recurse=False)):
+                hook = partial(self._output, f"output:{plain_name(name)}", first_sequence)
+                handles.append(module.register_forward_hook(hook))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _output(self, key: str, first_sequence: int, module: nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        if type(first) is Tensor and first.is_floating_point():
+            self._add(key, first.detach(), first_sequence)
+
+    def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
+        entry = self._entries.setdefault(key, [0, 0.0, 0])
+        place = first_sequence * (x.numel() // max(1, x.shape[0]))
+        entry[0] = combine([int(entry[0]), fingerprint(x, offset=place)])
+        entry[1] += _sum_of_squares(x)
+        entry[2] += x.numel()
+
+    def before_first(self, step: int) -> None:
+        """Record the state from which a process goes on: the initial one, or a checkpoint's."""
+        self.begin(0)
+        self.states(step)
+
+    def gradients(self) -> None:
+        """Record the step's gradients, before they are clipped."""
+        if not self.is_on:
+            return
+        self._join_outputs()
+        named = {f"grad:{name}": p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        self._record(dict(reversed(named.items())))
+
+    def states(self, step: int) -> None:
+        """Record the stored weights and moments after a step, and close its row."""
+        if not self.is_on:
+            return
+        self._record(self._stored(("weight", *MOMENTS) if step else ("weight",)))
+        self.last = self._left = {"step": step, "tensors": {**self._held, **self._entries}}
+        self._entries, self.is_on = {}, False
+
+    def _stored(self, names: Iterable[str]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for what in names:
+            for name, parameter in self.model.named_parameters():
+                with suppress(KeyError):  # another rule has other states, and a frozen parameter none
+                    found[f"{what}:{plain_name(name)}"] = self.optimizer.stored(parameter, what)
+        return found
+
+    def _record(self, named: Mapping[str, Tensor]) -> None:
+        for key, number in fingerprints_whole(named).items():
+            x = named[key]
+            self._entries[key] = [number, _sum_of_squares(x) ** 0.5, x.numel()]
+
+    def _join_outputs(self) -> None:
+        """Join what the ranks have seen of their own micro-batches."""
+        if self.here.size > 1:
+            found = self.here.gather(self._entries)
+            keys = list(dict.fromkeys(key for each in found for key in each))
+            self._entries = {key: _joined([each[key] for each in found if key in each]) for key in keys}
+        for entry in self._entries.values():
+            entry[1] = entry[1] ** 0.5
+
+
+def _joined(entries: list[list[float]]) -> list[float]:
+    prints, squares, counts = zip(*entries, strict=True)
+    return [combine(int(each) for each in prints), sum(squares), sum(counts)]
+
+
+def _sum_of_squares(x: Tensor) -> float:
+    """In float64, in any order: norms are compared within a tolerance, fingerprints exactly. Of a DTensor, of the whole."""
+    total: Any = x.detach().to(torch.float64).square().sum()
+    return float(total.full_tensor() if hasattr(total, "full_tensor") else total)

@@ -1,0 +1,179 @@
+"""Two runs: the first step and tensor in which they part, and the reason, for records with one known difference each.
+
+The records are written here, entry by entry, so that what differs is known exactly; test_two_trainings.py trains.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from narrowgauge.diagnosis.alignment import STAGES, align
+from narrowgauge.diagnosis.partings import REASONS, weigh
+from narrowgauge.diagnosis.two_runs import compare_two
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.writer import RunWriter
+
+SETTINGS: dict[str, Any] = {"recipe": "bfloat16/word", "seed": 0, "lr": 1e-3, "max_grad_norm": 1.0, "batch_size": 4}
+MACHINE: dict[str, Any] = {"num_threads": 2, "capability": "AVX2", "device": "cpu"}
+NUMEL = 1 << 20
+TENSORS = (
+    "tokens:batch", "output:layers.0", "output:layers.1", "grad:layers.1", "grad:layers.0",
+    "weight:layers.0", "weight:layers.1", "exp_avg:layers.0", "exp_avg:layers.1",
+)  # fmt: skip
+CLIP = TENSORS[5:]
+
+
+def write(
+    folder: Path,
+    *,
+    settings: Any = None,
+    machine: Any = None,
+    data: str = "a",
+    changed: Any = None,
+    prints: bool = True,
+    steps: int = 4,
+) -> Run:
+    """A run of some steps, whose entries differ from those of every other one only where ``changed`` says.
+
+    Args:
+        changed: ``(step, tensor)`` to the factor of that tensor's norm; from then on, all that comes later differs too, unless
+            the key ``"only"`` is there.
+    """
+    changed = dict(changed or {})
+    only = changed.pop("only", False)
+    run = {
+        "config": {**SETTINGS, **(settings or {})},
+        "machine": {**MACHINE, **(machine or {})},
+        "versions": {"torch": "2.13.0"},
+        "data": {"fingerprint": data},
+    }
+    with RunWriter.create(folder, run) as writer:
+        is_off = False
+        for step in range(1, steps + 1):
+            row: dict[str, list[float]] = {}
+            for number, name in enumerate(TENSORS):
+                factor = changed.get((step, name), 1.0)
+                is_off = is_off or (factor != 1.0 and not only)
+                off = factor != 1.0 or (is_off and name != "tokens:batch")
+                row[name] = [
+                    1000 * step + number + 0.5 * off,
+                    2.0 * (factor if factor != 1.0 else 1 + 1e-4 * off),
+                    NUMEL,
+                ]
+                row[name][0] = int(2 * row[name][0])
+            writer.step(
+                {
+                    "step": step,
+                    "loss": 3.0 + row["output:layers.1"][1],
+                    "lr": 1e-3,
+                    "grad_norm": row["grad:layers.0"][1],
+                }
+            )
+            if prints:
+                writer.fingerprint({"step": step, "tensors": row})
+    return read_run(folder)
+
+
+def test_every_reason_acts_at_stages_of_the_table_and_says_what_to_do() -> None:
+    for row in REASONS.values():
+        assert set(row.stages) <= set(STAGES) and row.size in ("any", "rounding", "above"), row.name
+        assert row.remedy.endswith((".", ")")) and 0 < row.weight <= 1, row.name
+    assert all(any(stage in row.stages for row in REASONS.values() if not row.decided_by) for stage in STAGES)
+
+
+def test_equal_records_are_the_same_run_whatever_was_written_about_the_machine(tmp_path: Path) -> None:
+    found = compare_two(write(tmp_path / "a"), write(tmp_path / "b", machine={"num_threads": 1}))
+    assert found.alignment.parting is None and found.reason is None and not found.reasons
+    assert (
+        found.verdict == "The same in all that both recorded (4 steps), although they were given num_threads 2 and 1."
+    )
+
+
+CASES: dict[str, tuple[dict[str, Any], str, str, int, str]] = {
+    "another seed": (
+        {"settings": {"seed": 1}, "changed": {(1, "tokens:batch"): 1.1}}, "random-numbers", "tokens", 1, "tokens:batch",
+    ),
+    "other data": ({"data": "b", "changed": {(1, "tokens:batch"): 1.1}}, "data", "tokens", 1, "tokens:batch"),
+    "other batches": ({"changed": {(2, "tokens:batch"): 1.1}}, "data-order", "tokens", 2, "tokens:batch"),
+    "another recipe": (
+        {"settings": {"recipe": "float8-row/word"}, "changed": {(1, "output:layers.0"): 1.01}},
+        "format", "output", 1, "output:layers.0",
+    ),
+    "fewer threads": (
+        {"machine": {"num_threads": 1}, "changed": {(2, "grad:layers.1"): 1 + 1e-6}},
+        "order-of-sums", "grad", 2, "grad:layers.1",
+    ),
+    "another processor": (
+        {"machine": {"capability": "AVX512"}, "changed": {(2, "output:layers.1"): 1 + 1e-6}},
+        "hardware", "output", 2, "output:layers.1",
+    ),
+    "another rate": (
+        {"settings": {"lr": 2e-3}, "changed": {(1, "weight:layers.0"): 1.001}},
+        "optimizer-settings", "update", 1, "weight:layers.0",
+    ),
+    "a gradient times 1.01": ({"changed": {(3, "grad:layers.0"): 1.01}}, "bug", "grad", 3, "grad:layers.0"),
+    "a flipped bit of a weight": (
+        {"changed": {(3, "weight:layers.1"): 1.5, "only": True}}, "silent-corruption", "update", 3, "weight:layers.1",
+    ),
+    "sums in any order": ({"changed": {(2, "grad:layers.1"): 1 + 1e-6}}, "nondeterminism", "grad", 2, "grad:layers.1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reason_the_step_and_the_tensor_are_named(case: str, tmp_path: Path) -> None:
+    given, reason, stage, step, tensor = CASES[case]
+    found = compare_two(write(tmp_path / "a"), write(tmp_path / "b", **given))
+    parting = found.alignment.parting
+    assert parting is not None
+    assert (parting.stage, parting.step, parting.tensor) == (stage, step, tensor)
+    assert found.reason is not None and found.reason.name == reason, found.text()
+    assert len(found.text().splitlines()) <= 10
+    assert found.to_dict()["reasons"][reason] == pytest.approx(found.reasons[0][1])
+
+
+def test_a_setting_that_cannot_act_there_is_not_the_reason(tmp_path: Path) -> None:
+    """The limit of the gradient norm changes no gradient of the first step: something else does."""
+    found = compare_two(
+        write(tmp_path / "a"),
+        write(tmp_path / "b", settings={"max_grad_norm": 2.0}, changed={(1, "grad:layers.0"): 1.01}),
+    )
+    assert found.reason is not None and found.reason.name == "bug"
+    assert found.evidence[0] == "given differently: max_grad_norm 1.0 and 2.0"
+
+
+def test_without_fingerprints_the_columns_name_step_and_stage_and_the_answer_says_what_to_record(
+    tmp_path: Path,
+) -> None:
+    changed = {(3, "grad:layers.0"): 1.01}
+    found = compare_two(write(tmp_path / "a", prints=False), write(tmp_path / "b", prints=False, changed=changed))
+    parting = found.alignment.parting
+    assert parting is not None and (parting.step, parting.stage, parting.tensor) == (3, "norm", "")
+    assert "--fingerprints-every 1" in found.next_measurement
+
+
+def test_steps_between_two_recorded_ones_are_asked_for(tmp_path: Path) -> None:
+    runs = [
+        write(tmp_path / name, changed=changed) for name, changed in (("a", {}), ("b", {(3, "weight:layers.0"): 1.1}))
+    ]
+    for run in runs:
+        del run.fingerprints[1:3]
+    found = compare_two(*runs)
+    assert found.alignment.parting is not None and found.alignment.parting.equal_until == 1
+    assert "--stop-after 4: nothing was hashed between steps 1 and 4" in found.next_measurement
+
+
+def test_records_without_a_common_step_are_not_compared(tmp_path: Path) -> None:
+    found = compare_two(write(tmp_path / "a", steps=0), write(tmp_path / "b"))
+    assert found.verdict == "The records have no step in common, so they cannot be compared." and not found.reasons
+
+
+def test_probabilities_add_up_and_are_sorted(tmp_path: Path) -> None:
+    runs = (
+        write(tmp_path / "a"),
+        write(tmp_path / "b", machine={"num_threads": 1}, changed={(2, "grad:layers.1"): 1 + 1e-6}),
+    )
+    shares = list(weigh(align(*runs), runs).values())
+    assert sum(shares) == pytest.approx(1.0) and shares == sorted(shares, reverse=True)
