@@ -1,1 +1,1 @@
-"""Diagnosis: from the record of a run to the cause of what went wrong, with its evidence; needs no PyTorch."""
+"""What a run's record says about its cause: signs, causes, and the findings that follow from them."""
