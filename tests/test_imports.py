@@ -2,8 +2,8 @@
 
 errors ← spec ← runs ← monitor, comparison, planner ← report need no PyTorch. _torch, spec ← numerics ← matmul, transforms, optim,
 distributed (which never import each other) ← gauges ← assembly; runs, optim, distributed ← checkpoints; both ← conversion;
-runs ← loggers; planner, loggers, conversion ← trainer ← experiment, profiling, integrations ← cli. Everything from the gauges
-upward may write through `runs`.
+runs ← loggers, machine; planner, loggers, machine, conversion ← trainer ← experiment, profiling, integrations ← cli. Everything
+from the gauges upward may write through `runs`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ LAYERS = {
     "planner": {"planner"},
     "diagnosis": {"diagnosis"},
     "_torch": {"_compiler", "_torch"},
+    "machine": {"machine"},
     "numerics": {"numerics"},
     "matmul": {"matmul"},
     "transforms": {"transforms"},
@@ -51,7 +52,7 @@ SEEN_BY_PARTS = {"spec", "_torch", "numerics"}
 RECORDS = {"spec", "runs", "monitor", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
-SEEN_BY_TRAINER = SEEN_BY_GAUGES | {"loggers", "gauges", "assembly", "checkpoints", "conversion", "planner"}
+SEEN_BY_TRAINER = SEEN_BY_GAUGES | {"loggers", "gauges", "assembly", "checkpoints", "conversion", "planner", "machine"}
 SEEN_BY_EXPERIMENT = SEEN_BY_TRAINER | RECORDS | {"trainer"}
 # What each layer may import besides itself.
 SEES = {
@@ -64,6 +65,7 @@ SEES = {
     "planner": {"spec", "runs"},
     "diagnosis": {"spec", "runs", "monitor"},
     "_torch": {"spec"},
+    "machine": {"spec", "runs", "_torch"},
     "numerics": {"spec", "_torch"},
     **dict.fromkeys(PARTS, SEEN_BY_PARTS),
     "checkpoints": SEEN_BY_CHECKPOINTS,

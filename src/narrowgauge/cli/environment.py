@@ -10,8 +10,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
-import sys
 from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
@@ -23,7 +21,7 @@ from narrowgauge.caching import cache_folder
 from narrowgauge.errors import ChipError
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.formats import FORMATS
-from narrowgauge.spec.processor import instruction_sets, multiplies
+from narrowgauge.spec.processor import instruction_sets, multiplies, processor_name
 
 Environment = dict[str, Any]
 
@@ -63,7 +61,7 @@ def collect(root: Path = Path("/")) -> Environment:
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "packages": {name: _version(name) for name in PACKAGES} | {"torch": _torch_version()},
         "system": platform.platform(),
-        "processor": _processor_name(root),
+        "processor": processor_name(root),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": _memory_bytes(root),
         "instruction_sets": [name for name in _INSTRUCTION_SETS if name in sets],
@@ -155,16 +153,6 @@ def _read(file: Path) -> str:
 def _first_match(file: Path, pattern: str) -> str | None:
     found = re.search(pattern, _read(file), re.MULTILINE)
     return found[1].strip() if found else None
-
-
-def _processor_name(root: Path) -> str:
-    if name := _first_match(root / "proc/cpuinfo", r"^model name\s*:\s*(.+)$"):
-        return name
-    if sys.platform == "darwin":
-        with suppress(OSError, subprocess.SubprocessError):
-            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    return platform.processor() or platform.machine()
 
 
 def _memory_bytes(root: Path) -> int | None:

@@ -94,6 +94,25 @@ def instruction_sets() -> frozenset[str]:
     return frozenset()
 
 
+@lru_cache(None)
+def processor_name(root: Path = Path("/")) -> str:
+    """The name of this processor, as the operating system tells it.
+
+    Args:
+        root: where ``proc`` lies.
+    """
+    with contextlib.suppress(OSError), (root / "proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return value.strip()
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    return platform.processor() or platform.machine()
+
+
 @contextlib.contextmanager
 def pretending(*sets: str) -> Iterator[None]:
     """Assume these instruction sets within the block, for tests.

@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 from narrowgauge.errors import RecordError
+from narrowgauge.runs import arithmetic
 from narrowgauge.runs.lines import json_value, restored, toml_value
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import short
@@ -139,4 +140,16 @@ def differences(recorded: dict[str, Any], present: dict[str, Any]) -> list[str]:
         if before is not None and before != now:
             change = f"the run started with {words} {before} and resumes with {now}"
             sentences.append(f"{change}: bits may differ from an uninterrupted run")
+    if parted := _parted_by(recorded, present):
+        sentences.append(f"this machine's arithmetic is not that of the run's start, in: {parted}")
     return sentences
+
+
+def _parted_by(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """The names of what differs in the measured arithmetic, at most five; a table that cannot be read is not compared."""
+    try:
+        names = [difference.probe.name for difference in arithmetic.differences(recorded, present)]
+    except RecordError:
+        return ""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

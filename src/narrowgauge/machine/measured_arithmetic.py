@@ -1,0 +1,152 @@
+"""Measure this machine's arithmetic, or read what was measured before under the same settings.
+
+Bits depend on the processor, the versions, the threads and the switches, and on nothing else here; so what was measured once is
+cached under them (``NARROWGAUGE_CACHE``), and a run that starts later reads it. A run measures what is missing, for at most a
+second; what it has no time for is measured by the next one, or by ``narrowgauge fingerprint``.
+
+Measuring draws no random numbers and changes no setting of PyTorch, so a run has the same bits with and without it. The one
+exception, the number of threads, is left to the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from narrowgauge.caching import cache_folder
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.machine.functions import FUNCTIONS, measure_function
+from narrowgauge.machine.roundings import ROUNDINGS
+from narrowgauge.machine.software import settings_in_force
+from narrowgauge.machine.sums import SUMS, measure_sum
+from narrowgauge.runs.arithmetic import UNAVAILABLE, Arithmetic
+from narrowgauge.runs.atomic_io import write_whole
+from narrowgauge.spec.probes import PROBES
+
+_BUDGET_SECONDS = 0.7
+_VERSION = 1  # of the probes: one more where a probe's text changes
+_seen: dict[str, Arithmetic] = {}
+
+Measurement = Callable[[torch.device, float], str]
+
+
+def arithmetic_of_run(device: torch.device, budget_seconds: float = _BUDGET_SECONDS) -> Arithmetic:
+    """The arithmetic of a device for the record of a run: cached, or measured within a budget.
+
+    Args:
+        device: of the model.
+        budget_seconds: for what is not cached. A probe that exceeds it is left for the next time.
+    Returns:
+        Results of the probes that a run measures; some may be missing.
+    Cost: less than a millisecond once measured in this process, some once cached.
+    """
+    names = [name for name, probe in PROBES.items() if probe.in_runs]
+    return _measured(device, names, time.perf_counter() + budget_seconds, set())
+
+
+def measure_arithmetic(device: torch.device) -> Arithmetic:
+    """The arithmetic of a device, all of it, measured anew and then cached.
+
+    Args:
+        device: to measure.
+    Cost: about 2 s on an idle CPU.
+    """
+    return _measured(device, list(PROBES), math.inf, set(PROBES))
+
+
+def _measured(device: torch.device, names: list[str], until: float, anew: Collection[str]) -> Arithmetic:
+    with _plain_mode():
+        settings = settings_in_force(device)
+        file = _cache_file(settings)
+        known = {name: text for name, text in _cached(file, settings).results.items() if name not in anew}
+        before = dict(known)
+        for name in names:
+            if name not in known and time.perf_counter() < until:
+                with contextlib.suppress(TimeoutError):
+                    known[name] = _result(name, device, until)
+    found = Arithmetic(settings, {name: known[name] for name in PROBES if name in known})
+    if known != before:
+        _store(file, found)
+    _seen[file.name] = found
+    return found
+
+
+@contextlib.contextmanager
+def _plain_mode() -> Iterator[None]:
+    """Without gradients, and without the caller's autocast."""
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _result(name: str, device: torch.device, until: float) -> str:
+    """The result of one probe, also where PyTorch refuses the operation on this device."""
+    try:
+        return _MEASUREMENTS[name](device, until)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"{UNAVAILABLE}: {(str(error).splitlines() or [type(error).__name__])[0][:80]}"
+
+
+def _sums_by_threads(device: torch.device, until: float) -> str:
+    """The sums whose order 1 and 2 threads do not share."""
+    if device.type != "cpu":
+        return f"{UNAVAILABLE}: of a CPU only"
+    before, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            found.append({name: measure_sum(name, device, until) for name in SUMS})
+    finally:
+        torch.set_num_threads(before)
+    return ", ".join(name for name in SUMS if found[0][name] != found[1][name]) or "none"
+
+
+def _of_function(name: str, device: torch.device, until: float) -> str:
+    return measure_function(name, device)
+
+
+def _of_rounding(name: str, device: torch.device, until: float) -> str:
+    return ROUNDINGS[name](device)
+
+
+_MEASUREMENTS: dict[str, Measurement] = {
+    **{name: partial(_of_rounding, name) for name in ROUNDINGS},
+    **{f"function {name}": partial(_of_function, name) for name in FUNCTIONS},
+    **{name: partial(measure_sum, name) for name in SUMS},
+    "sums by threads": _sums_by_threads,
+}
+
+
+# ── the cache ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _cache_file(settings: dict[str, str]) -> Path:
+    key = hashlib.sha256(json.dumps([_VERSION, settings], sort_keys=True).encode()).hexdigest()[:24]
+    return cache_folder() / "arithmetic" / f"{key}.json"
+
+
+def _cached(file: Path, settings: dict[str, str]) -> Arithmetic:
+    """What was measured under these settings; nothing where the file is missing or damaged."""
+    if file.name in _seen:
+        return _seen[file.name]
+    with contextlib.suppress(OSError, ValueError, NarrowgaugeError):
+        found = Arithmetic.from_toml(json.loads(file.read_text(encoding="utf-8")), str(file))
+        if found.settings == settings:
+            return found
+    return Arithmetic(settings)
+
+
+def _store(file: Path, found: Arithmetic) -> None:
+    """Keep a measurement for later; a folder that cannot be written costs the next run a second."""
+    with contextlib.suppress(OSError, NarrowgaugeError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, (json.dumps(found.to_toml(), indent=1) + "\n").encode())

@@ -1,0 +1,74 @@
+"""``narrowgauge fingerprint``: this machine, two machines, and one line for what it cannot read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from narrowgauge.cli.main import main
+from narrowgauge.machine import measured_arithmetic
+from narrowgauge.runs.arithmetic import Arithmetic
+from narrowgauge.runs.writer import RunWriter
+
+HERE = Arithmetic({"threads": "1", "torch": "2.13.0"}, {"softmax": "pairwise #1", "function exp": "0.50 ulp #2"})
+THERE = Arithmetic({"threads": "2", "torch": "2.13.0"}, {"softmax": "sequential #3", "function exp": "0.50 ulp #2"})
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of this machine and a run of another one."""
+    monkeypatch.setattr(measured_arithmetic, "measure_arithmetic", lambda device: HERE)
+    (tmp_path / "here.json").write_text(json.dumps(HERE.to_toml()))
+    RunWriter.create(tmp_path / "run", {"config": {}, "arithmetic": THERE.to_toml()}).close()
+    return tmp_path
+
+
+def fingerprint(*words: str | Path) -> Result:
+    return CliRunner().invoke(main, ["fingerprint", *map(str, words)])
+
+
+def test_this_machine_is_printed_and_its_json_read_again(machines: Path) -> None:
+    lines = fingerprint().stdout.splitlines()
+    assert "softmax       pairwise #1" in lines and "threads       1" in lines
+    (machines / "again.json").write_text(fingerprint("--json").stdout)
+    agreed = fingerprint(machines / "again.json")
+    assert agreed.stdout.startswith("All 2 measured properties agree.\nMeasured on one of them only: subnormals,")
+
+
+def test_two_machines_are_told_apart(machines: Path) -> None:
+    found = fingerprint(machines / "run")
+    assert "attention weights differ in last bits" in found.stdout
+    assert "1 of 2 measured properties differ.\nSettings that differ: threads 1 and 2.\n" in found.stdout
+    told = json.loads(fingerprint(machines / "here.json", machines / "run" / "run.toml", "--json").stdout)
+    (difference,) = told["differences"]
+    assert difference["probe"] == "softmax" and difference["results"] == ["pairwise #1", "sequential #3"]
+    assert difference["settings"] == told["settings"] == {"threads": ["1", "2"]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist|No such file"),
+        ("{", "is neither JSON nor TOML"),
+        ("a = 1", "no measured arithmetic"),
+        ('{"settings": {}, "results": {"softmax": 3}}', "no measured arithmetic"),
+    ],
+)
+def test_one_line_for_a_file_that_holds_none(machines: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (machines / "odd").write_text(content)
+    found = fingerprint(machines / "odd")
+    assert found.exit_code == 2 and found.stderr.count("\n") <= 2
+    assert any(part in found.stderr for part in message.split("|")), found.stderr
+
+
+def test_what_cannot_be_measured_or_compared_is_refused(machines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = machines / "here.json"
+    assert fingerprint(file, file, file).exit_code == 2
+    assert "nothing is measured" in fingerprint(file, file, "--device", "cpu").stderr
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no CUDA device here" in fingerprint("--device", "cuda").stderr
