@@ -20,6 +20,7 @@ from narrowgauge.monitor.detectors import DETECTORS, SERIOUS
 from narrowgauge.runs import schema
 from narrowgauge.runs.events import KINDS
 from narrowgauge.spec import show
+from narrowgauge.spec.probes import PROBES
 from narrowgauge.spec.tables import Column, Row, Table
 
 TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
@@ -109,6 +110,16 @@ def conditions() -> str:
 def serious() -> str:
     """The kinds of event that need attention at once."""
     return _pairs(("kind", "why it is serious"), SERIOUS)
+
+
+def probes() -> str:
+    """What ``narrowgauge fingerprint`` measures."""
+    rows = [
+        {"name": row.name, "measures": row.measures, "felt": row.felt, "settings": ", ".join(row.settings)}
+        for row in PROBES.values()
+    ]
+    heads = Column("property", "name"), Column("measured", "measures")
+    return _markdown(rows, *heads, **{"a difference in a run": "felt", "may change it": "settings"})
 
 
 def kinds() -> str:
@@ -203,5 +214,6 @@ OWN: dict[str, Callable[[], str]] = {
     "checks": checks,
     "stages": lambda: _pairs(("stage", "what differs there"), STAGES),
     "reasons": reasons,
+    "probes": probes,
 }
 """The tables that only the documentation shows, by name."""

@@ -47,7 +47,7 @@ def settings_in_force(device: torch.device) -> dict[str, str]:
         "matmul precision": torch.get_float32_matmul_precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
         # No function tells: a product does.
-        "subnormals set": "flushed" if float(torch.tensor(2.0**-100) * 2.0**-40) == 0 else "kept",
+        "subnormals set": "flushed" if float(torch.tensor(2.0**-100, dtype=torch.float32) * 2.0**-40) == 0 else "kept",
         **(_cuda_settings() if device.type == "cuda" else {}),
         **{name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
     }

@@ -67,11 +67,11 @@ def measure_sum(name: str, device: torch.device, until: float = math.inf) -> str
 
 def _sizes_of_signed(found: Sum, device: torch.device, until: float, pairs: list[Pair]) -> list[float]:
     """Sizes of subtrees, from a large term, its negative and ones."""
-    places = torch.tensor(found.positions)
+    places = torch.tensor(found.positions, dtype=torch.int64)
     row = torch.zeros(found.length, dtype=torch.float32)
     row[places] = 1.0
     terms = torch.tensor([_LARGE, -_LARGE], dtype=torch.float32)
-    counted = _evaluated(found, row, places[torch.tensor(pairs)], terms, device, until)
+    counted = _evaluated(found, row, places[torch.tensor(pairs, dtype=torch.int64)], terms, device, until)
     return [len(places) - outside for outside in counted.tolist()]
 
 
@@ -84,7 +84,7 @@ def _sizes_of_positive(found: Sum, device: torch.device, until: float, pairs: li
     triples = [(third, *pair) for pair in pairs for third in terms if third not in pair]
     row = torch.full((found.length,), -math.inf, dtype=torch.float32)
     values = torch.tensor([0.0, math.log(_LOST), math.log(_LOST)], dtype=torch.float32)
-    places = torch.tensor(found.positions)[torch.tensor(triples)]
+    places = torch.tensor(found.positions, dtype=torch.int64)[torch.tensor(triples, dtype=torch.int64)]
     outside = _evaluated(found, row, places, values, device, until).view(len(pairs), -1).sum(1)
     return [len(terms) - number for number in outside.tolist()]
 
@@ -105,7 +105,7 @@ def _evaluated(found: Sum, row: Tensor, places: Tensor, values: Tensor, device: 
     results = []
     row, places, values = row.to(device), places.to(device), values.to(device)
     rows = row.repeat(found.num_rows, 1)
-    lines = torch.arange(found.num_rows, device=device)[:, None]
+    lines = torch.arange(found.num_rows, dtype=torch.int64, device=device)[:, None]
     for part in places.split(found.num_rows):
         if time.perf_counter() > until:
             raise TimeoutError
