@@ -31,6 +31,7 @@ def write(
     *,
     settings: Any = None,
     machine: Any = None,
+    arithmetic: Any = None,
     data: str = "a",
     changed: Any = None,
     prints: bool = True,
@@ -49,6 +50,7 @@ def write(
         "machine": {**MACHINE, **(machine or {})},
         "versions": {"torch": "2.13.0"},
         "data": {"fingerprint": data},
+        **({"arithmetic": arithmetic} if arithmetic else {}),
     }
     with RunWriter.create(folder, run) as writer:
         is_off = False
@@ -132,6 +134,32 @@ def test_the_reason_the_step_and_the_tensor_are_named(case: str, tmp_path: Path)
     assert found.reason is not None and found.reason.name == reason, found.text()
     assert len(found.text().splitlines()) <= 10
     assert found.to_dict()["reasons"][reason] == pytest.approx(found.reasons[0][1])
+
+
+ARITHMETIC = {
+    "settings": {"threads": "2", "torch": "2.13.0"},
+    "results": {"sum of a tensor": "sequential #1", "softmax": "8 strided sums #2", "function silu": "1.83 ulp #3"},
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "results", "reason"),
+    [
+        ({"threads": "1"}, {"sum of a tensor": "pairwise #4"}, "order-of-sums"),
+        ({}, {"softmax": "4 strided sums #4"}, "order-of-sums"),
+        ({"capability": "DEFAULT"}, {"softmax": "4 strided sums #4", "function silu": "1.9 ulp #5"}, "hardware"),
+        ({"torch": "2.14.0"}, {"function silu": "1.9 ulp #5"}, "kernels"),
+    ],
+)
+def test_the_measured_arithmetic_tells_orders_machines_and_versions_apart(
+    settings: dict[str, str], results: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    other = {"settings": {**ARITHMETIC["settings"], **settings}, "results": {**ARITHMETIC["results"], **results}}
+    changed = {(2, "output:layers.1"): 1 + 1e-6}
+    first = write(tmp_path / "a", arithmetic=ARITHMETIC)
+    found = compare_two(first, write(tmp_path / "b", arithmetic=other, changed=changed))
+    assert found.reason is not None and found.reason.name == reason
+    assert {each.name for each in found.alignment.differences} == set(results)
 
 
 def test_a_setting_that_cannot_act_there_is_not_the_reason(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from narrowgauge.runs import arithmetic
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, short
 
@@ -152,10 +153,13 @@ def differences(one: Row, other: Row) -> Iterator[Difference]:
     Args:
         one, other: the two tables; what one of them lacks is not compared.
     """
-    for table in ("config", "data", "versions", "machine", "arithmetic"):
+    for table in ("config", "data", "versions", "machine"):
         first, second = (each.get(table) for each in (one, other))
         if isinstance(first, dict) and isinstance(second, dict):
             yield from _of_table(table, first, second)
+    parted = arithmetic.differences(one, other)
+    for each in parted:
+        yield Difference(each.probe.name, (_text(each.one), _text(each.other)), f"arithmetic.{arithmetic.origin(parted)}")
 
 
 def _of_table(table: str, one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[Difference]:

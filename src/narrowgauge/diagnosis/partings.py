@@ -84,20 +84,20 @@ _ROWS = (
         "order-of-sums", "another order of the same sums",
         (
             "config.gradient_accumulation_steps", "config.shard", "config.replicas", "config.offload", "config.threads",
-            "machine.ranks", "machine.num_threads", "arithmetic.*",
+            "machine.ranks", "machine.num_threads", "arithmetic.sums.*",
         ),
         (*_FORWARD, "update"), "rounding", 1.0,
         "Only rounding differs. For equal bits use an order-free reduction (…/reproducible), and the same number of threads.",
     ),
     Reason(
         "kernels", "other kernels or versions of a library",
-        ("config.compile", "config.activation_checkpointing", "config.narrow_gather", "versions.*"),
+        ("config.compile", "config.activation_checkpointing", "config.narrow_gather", "versions.*", "arithmetic.versions.*"),
         (*_FORWARD, "update"), "rounding", 0.8,
         "Install the same versions; a compiled and an eager model round differently.",
     ),
     Reason(
         "hardware", "another machine",
-        ("machine.device", "machine.capability", "machine.processor", "machine.system", "arithmetic.*"),
+        ("machine.device", "machine.capability", "machine.processor", "machine.system", "arithmetic.machine.*"),
         (*_FORWARD, "update"), "rounding", 0.7,
         "Only rounding differs. narrowgauge fingerprint on both machines says which operation.",
     ),

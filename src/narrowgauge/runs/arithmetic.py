@@ -22,7 +22,7 @@ from typing import Any
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import read_settings
-from narrowgauge.spec.probes import PROBES, Probe
+from narrowgauge.spec.probes import PROBES, VERSIONS, Probe
 from narrowgauge.spec.toml_text import load_toml
 
 TABLE = "arithmetic"
@@ -114,6 +114,24 @@ def differences(one: Mapping[str, Any] | Arithmetic, other: Mapping[str, Any] | 
             probe = PROBES.get(name) or Probe(name, "", "", tuple(sorted({*one.settings, *other.settings})), "")
             found.append(Difference(probe, left, right, changed_settings(one, other, probe.settings)))
     return found
+
+
+def origin(found: list[Difference]) -> str:
+    """Where the differences between two machines come from, by the settings that may be why and by what they are.
+
+    Returns:
+        ``versions`` where libraries differ; ``sums`` where nothing but orders of additions differs, as with another number of
+        threads; ``machine`` where functions or roundings do too, as with other vector instructions; empty without a difference.
+    Example:
+        >>> one, other = (Arithmetic({"threads": n}, {"sum of a tensor": order}) for n, order in (("1", "a"), ("2", "b")))
+        >>> origin(differences(one, other))
+        'sums'
+    """
+    if any(name in VERSIONS for difference in found for name, *_ in difference.settings):
+        return "versions"
+    if any(not difference.probe.is_sum for difference in found):
+        return "machine"
+    return "sums" if found else ""
 
 
 def changed_settings(

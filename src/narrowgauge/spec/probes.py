@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 VECTORS = ("processor", "instruction sets", "capability", "ATEN_CPU_CAPABILITY")
 LIBRARIES = ("torch", "mkl", "onednn", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
+VERSIONS = ("torch", "mkl", "onednn", "cuda", "cudnn")
+"""Settings that are versions of a library."""
 ON_GPU = ("device", "cuda", "cudnn", "CUBLAS_WORKSPACE_CONFIG")
 _PYTORCH = ("torch", "threads", *VECTORS, *ON_GPU)
 _MATMUL = (*LIBRARIES, "threads", "processor", "instruction sets", "ATEN_CPU_CAPABILITY", *ON_GPU, "matmul precision")
@@ -32,6 +34,7 @@ class Probe:
         felt: how a difference between two machines shows in a run.
         settings: versions, variables and switches that may change it, by their names in a fingerprint.
         source: of the method.
+        is_sum: whether it is an order of additions, which a number of threads may change.
         in_runs: whether a run measures it where no measurement is cached; else only ``narrowgauge fingerprint`` does.
     """
 
@@ -40,11 +43,12 @@ class Probe:
     felt: str
     settings: tuple[str, ...]
     source: str
+    is_sum: bool = False
     in_runs: bool = True
 
 
 def _sum(name: str, measures: str, felt: str, settings: tuple[str, ...] = _PYTORCH, source: str = _FPREV) -> Probe:
-    return Probe(name, measures, felt, settings, source)
+    return Probe(name, measures, felt, settings, source, is_sum=True)
 
 
 def _function(name: str, felt: str) -> Probe:
@@ -151,7 +155,7 @@ _ROWS = (
     ),
     Probe(
         "sums by threads", "which of these sums 1 and 2 threads add in another order",
-        "a run's bits depend on its number of threads on one of them, and not on the other", _PYTORCH, _FPREV, in_runs=False,
+        "the number of threads decides a run's bits on one of them alone", _PYTORCH, _FPREV, is_sum=True, in_runs=False,
     ),
 )  # fmt: skip
 
