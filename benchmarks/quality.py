@@ -54,9 +54,10 @@ from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.runs.atomic_io import lock
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.learning_rates import UNIT_LEARNING_RATE
 from narrowgauge.spec.notation import DEFAULT_STORAGE, parse
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.trainer.config import UNIT_LEARNING_RATE, TrainConfig
+from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import prepare_data
 from narrowgauge.trainer.loop import resume, train, vocabulary_size
 

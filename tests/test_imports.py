@@ -61,7 +61,7 @@ SEES = {
     "monitor": {"spec", "runs"},
     "loggers": {"spec", "runs"},
     "comparison": {"spec", "runs"},
-    "report": RECORDS,
+    "report": RECORDS | {"diagnosis"},
     "planner": {"spec", "runs"},
     "diagnosis": {"spec", "runs", "monitor"},
     "_torch": {"spec"},
@@ -153,8 +153,8 @@ def test_every_file_stands_in_a_layer() -> None:
 
 
 READERS_OF_RECIPES = {
-    "", "assembly", "cli.flags", "conversion.folders", "conversion.preflight", "comparison.labels", "diagnosis.partings",
-    "experiment.definition",
+    "", "assembly", "cli.flags", "conversion.folders", "conversion.preflight", "comparison.labels", "diagnosis.evidence",
+    "diagnosis.partings", "experiment.definition",
     "integrations.huggingface", "integrations.huggingface_optimizer", "integrations.lightning_precision",
     "integrations.run_recorder", "integrations.torchtitan_converter", "integrations.torchtitan_optimizer", "monitor.alarms",
     "planner.calibration", "planner.launches", "planner.plan", "trainer.config",
@@ -174,6 +174,7 @@ def test_recipes_are_parsed_at_the_edges_alone() -> None:
 
 TWINS = {
     "__init__": "the package of each room",
+    "causes": "why more chips save no time in planner/, and why a run went wrong in diagnosis/",
     "preflight": "what conversion/ and trainer/ check before PyTorch is loaded",
     "step": "one step, of the optimizer in optim/ and of a run in trainer/",
 }

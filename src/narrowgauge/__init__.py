@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from narrowgauge.comparison.comparison import compare_runs as compare_runs
     from narrowgauge.conversion.states import convert as convert
     from narrowgauge.conversion.states import restore as restore
+    from narrowgauge.diagnosis.diagnosis import Diagnosis as Diagnosis
+    from narrowgauge.diagnosis.diagnosis import diagnose as diagnose
     from narrowgauge.distributed.reduction import reduce_gradients_with as reduce_gradients_with
     from narrowgauge.errors import ChipError as ChipError
     from narrowgauge.errors import CorruptionError as CorruptionError
@@ -133,6 +135,8 @@ _HOMES = {
     "compare": "experiment.harness",
     "compare_runs": "comparison.comparison",
     "Comparison": "comparison.comparison",
+    "diagnose": "diagnosis.diagnosis",
+    "Diagnosis": "diagnosis.diagnosis",
     "plan": "planner.plan",
     "Plan": "planner.plan_report",
     "read_run": "runs.record",

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import click
 
 from narrowgauge import __version__
-from narrowgauge.cli import fingerprinting, flags, launching, planning
+from narrowgauge.cli import diagnosing, fingerprinting, flags, launching, planning
 from narrowgauge.cli.exit_status import CommandGroup
 from narrowgauge.spec import details, show, tables
 from narrowgauge.spec.recipes import Recipe
@@ -393,6 +393,8 @@ def profile(as_json: bool, **options: Any) -> None:
 
 main.add_command(planning.plan_command)
 main.add_command(fingerprinting.fingerprint_command)
+main.add_command(diagnosing.diagnose_command)
+show_group.add_command(diagnosing.causes_command)
 
 
 @main.command("sample")

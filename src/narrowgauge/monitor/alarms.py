@@ -232,7 +232,7 @@ class Alarms:
         detector, name = worst.detector, worst.tensor
         spike = sentences.get("loss" if detector.kind == "loss_spike" else "gradient", "")
         fields = {
-            "module": _module_of(name or ""),
+            "module": module_of(name or ""),
             "cure": self.facts.storage.cure if self.facts.storage else "word",
             "safer": SAFER.get(self.facts.compute.partition("+")[0], "bfloat16"),
         }
@@ -248,7 +248,7 @@ _BY_TABLE: dict[str, tuple[Detector, ...]] = {
 }
 
 
-def _module_of(tensor: str) -> str:
+def module_of(tensor: str) -> str:
     """The module of a tensor called ``KIND:MODULE``, ``KIND:PARAMETER`` or ``PARAMETER``, as a recipe's pattern names it."""
     name = tensor.rpartition(":")[2]
     module, _, last = name.rpartition(".")

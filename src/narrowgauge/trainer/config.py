@@ -17,6 +17,7 @@ from typing import Any
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.loggers.available import LOGGERS, names_in, require_loggers
 from narrowgauge.spec.accumulations import ACCUMULATIONS
+from narrowgauge.spec.learning_rates import UNIT_LEARNING_RATE, usual_rate
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import parse, parse_value
 from narrowgauge.spec.recipes import Recipe
@@ -27,13 +28,6 @@ from narrowgauge.trainer.setting import about, count, kind_of, require, setting
 SCHEDULES = ("cosine", "linear", "constant")
 SHARDINGS = ("full", "none")
 SPIKE_ACTIONS = ("report", "skip", "rollback", "stop")
-
-# Peak learning rate by number of parameters, below each bound. Up to 100 million: rates at which small Llamas on source
-# text are stable with every storage; above: the published rates (GPT-3, arXiv 2005.14165, table 2.1).
-LEARNING_RATES = ((4e6, 3e-3), (6e7, 1e-3), (6e8, 6e-4), (math.inf, 3e-4))
-
-# For unit-scaled models of any width: the best rate of those tried at 1 million parameters.
-UNIT_LEARNING_RATE = 0.5
 
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
@@ -241,7 +235,7 @@ class TrainConfig:
         if self.lr is None and self.recipe.compute.transform == "unit":
             filled = replace(filled, lr=UNIT_LEARNING_RATE)
         elif self.lr is None and num_parameters is not None:
-            filled = replace(filled, lr=next(rate for bound, rate in LEARNING_RATES if num_parameters < bound))
+            filled = replace(filled, lr=usual_rate(num_parameters))
         if self.compile is None and (self.steps >= COMPILE_STEPS or num_parameters is not None):
             large = num_parameters is not None and num_parameters >= COMPILE_PARAMETERS
             filled = replace(filled, compile=large or self.steps >= COMPILE_STEPS)

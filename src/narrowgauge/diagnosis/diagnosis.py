@@ -1,0 +1,223 @@
+"""The diagnosis of one run: findings, each with its evidence, what speaks against it, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.diagnosis.causes import HEALTHY, Cause
+from narrowgauge.diagnosis.evidence import Evidence, gather
+from narrowgauge.diagnosis.observations import Observation
+from narrowgauge.diagnosis.posterior import (
+    CONFIDENCE,
+    Measurement,
+    Observations,
+    Ranked,
+    against,
+    explained,
+    likely,
+    next_measurement,
+    ranked,
+)
+from narrowgauge.diagnosis.signs import observe
+from narrowgauge.monitor.alarms import module_of
+from narrowgauge.monitor.detectors import SAFER
+from narrowgauge.runs.record import Run
+
+NUM_ALTERNATIVES = 3
+MAX_LINES = 10
+"""Lines of :meth:`Diagnosis.text`, for a ticket."""
+_CHAIN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One cause of what a run shows.
+
+    Args:
+        cause: what it is.
+        probability: of this cause, among all that the run can have.
+        step: the first step at which it shows.
+        tensor: where it shows first.
+        chain: its signs that are present, by step.
+        against: signs that it predicts and the run lacks.
+        alternatives: the most likely other causes.
+        remedy: what to do, in a recipe's or a setting's words.
+    """
+
+    cause: Cause
+    probability: float
+    step: int | None
+    tensor: str | None
+    chain: tuple[Observation, ...]
+    against: tuple[str, ...]
+    alternatives: tuple[Ranked, ...]
+    remedy: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The finding as values for JSON."""
+        return {
+            "cause": self.cause.name,
+            "title": self.cause.title,
+            "probability": self.probability,
+            "step": self.step,
+            "tensor": self.tensor,
+            "effect": self.cause.effect,
+            "chain": [_sign_dict(sign) for sign in self.chain],
+            "against": list(self.against),
+            "alternatives": {row.cause.name: row.probability for row in self.alternatives},
+            "remedy": self.remedy,
+            "source": self.cause.source,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a run's record says about its causes.
+
+    Args:
+        name: of the run.
+        findings: the most likely one first; empty where nothing is wrong or nothing can be said.
+        verdict: one sentence.
+        causes: every cause that the run can have, with its probability, before anything was explained.
+        next_measurement: what would tell the causes in question apart.
+        missing: what the record does not hold, one sentence each.
+        signs: every sign that is present, by step.
+    """
+
+    name: str
+    findings: tuple[Finding, ...]
+    verdict: str
+    causes: tuple[Ranked, ...]
+    next_measurement: Measurement | None
+    missing: tuple[str, ...]
+    signs: tuple[Observation, ...]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether nothing is wrong, as far as the record says."""
+        return not self.findings and self.causes[0].cause.name == HEALTHY and self.causes[0].probability >= CONFIDENCE
+
+    def to_dict(self) -> dict[str, Any]:
+        """The diagnosis as values for JSON."""
+        measure = self.next_measurement
+        return {
+            "run": self.name,
+            "verdict": self.verdict,
+            "healthy": self.is_healthy,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "causes": {row.cause.name: row.probability for row in self.causes[: NUM_ALTERNATIVES + 1]},
+            "next_measurement": measure
+            and {"what": measure.what, "tells": list(measure.tells), "gain_bits": measure.gain},
+            "signs": [_sign_dict(sign) for sign in self.signs],
+            "missing": list(self.missing),
+        }
+
+    def text(self) -> str:
+        """At most ten lines, for a ticket."""
+        lines = [f"{self.name}: {self.verdict}"]
+        for finding in self.findings[:2]:
+            shown = finding.chain[: _CHAIN if len(self.findings) == 1 else 2]
+            lines += [f"  {_at(sign)}{sign.sentence}" for sign in shown]
+            lines.append(f"  what to do: {finding.remedy}")
+        if not self.findings:
+            lines += [f"  {_at(sign)}{sign.sentence}" for sign in self.signs[:_CHAIN]]
+        if self.next_measurement is not None:
+            lines.append(f"  next: {self.next_measurement.what} (tells {', '.join(self.next_measurement.tells)} apart)")
+        lines += [f"  not recorded: {said}" for said in self.missing]
+        return "\n".join(lines[:MAX_LINES])
+
+
+def diagnose(run: str | Path | Run) -> Diagnosis:
+    """Name the cause of what a run's record shows.
+
+    Invariant: a function of the record alone. Nothing is guessed: below a probability of 0.7 no cause is named.
+
+    Args:
+        run: a run folder, the log of another framework, or what :func:`narrowgauge.read_run` returned.
+    Returns:
+        The findings with their evidence, what else it could be, and what would tell.
+    Raises:
+        RecordError: there is no run, or its record is damaged.
+
+    Cost: below a second for 10,000 steps.
+
+    Example:
+        >>> import tempfile, narrowgauge as ng
+        >>> folder = Path(tempfile.mkdtemp(), "first")
+        >>> with ng.RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
+        ...     for step in range(1, 81):
+        ...         writer.step({"step": step, "loss": 9.0 if step == 60 else 3.0 + 0.01 * (step % 3), "grad_norm": 1.0})
+        >>> ng.diagnose(folder).findings[0].cause.name
+        'bad-data'
+
+    Source: see :mod:`narrowgauge.diagnosis.posterior`.
+    """
+    evidence = gather(run)
+    seen = observe(evidence)
+    causes = ranked(evidence, seen)
+    found = likely(evidence, seen)
+    findings = tuple(_finding(evidence, seen, first, others) for first, others in found)
+    asked = causes if not findings else [found[0][0], *found[0][1]]
+    return Diagnosis(
+        evidence.run.path.name,
+        findings,
+        _verdict(findings, causes),
+        tuple(causes),
+        next_measurement(evidence, seen, asked),
+        evidence.missing,
+        _by_step(row for row in seen.values() if row.state == "present"),
+    )
+
+
+def _finding(evidence: Evidence, seen: Observations, first: Ranked, others: Sequence[Ranked]) -> Finding:
+    chain = _by_step(seen[name] for name in explained(first.cause, seen))
+    tensor = next((sign.tensor for sign in chain if sign.tensor), None)
+    storage = evidence.recipe.storage if evidence.recipe is not None else None
+    fields = {
+        "tensor": tensor or "the tensor",
+        "module": module_of(tensor or "") or "the layer",
+        "cure": storage.cure if storage is not None else "word",
+        "safer": SAFER.get(evidence.compute.partition("+")[0], "bfloat16"),
+    }
+    rest = tuple(row for row in others[:NUM_ALTERNATIVES] if row.probability >= 0.001)
+    step = chain[0].step if chain else None
+    remedy = first.cause.remedy.format(**fields)
+    return Finding(first.cause, first.probability, step, tensor, chain, tuple(against(first.cause, seen)), rest, remedy)
+
+
+def _verdict(findings: Sequence[Finding], causes: Sequence[Ranked]) -> str:
+    if findings:
+        return "; and ".join(_sentence(finding) for finding in findings) + "."
+    first = causes[0]
+    if first.cause.name == HEALTHY and first.probability >= CONFIDENCE:
+        return f"no sign of a fault ({first.probability:.0%})."
+    asked = ", ".join(f"{row.cause.name} {row.probability:.0%}" for row in causes[: NUM_ALTERNATIVES + 1])
+    return f"not known from this record: {asked}."
+
+
+def _sentence(finding: Finding) -> str:
+    since = f" since step {finding.step}" if finding.step is not None else ""
+    where = f", first in {finding.tensor}" if finding.tensor else ""
+    return f"{finding.cause.title} ({finding.cause.name}, {finding.probability:.0%}){since}{where}"
+
+
+def _by_step(signs: Any) -> tuple[Observation, ...]:
+    return tuple(sorted(signs, key=lambda sign: -1 if sign.step is None else sign.step))
+
+
+def _at(sign: Observation) -> str:
+    return f"step {sign.step}: " if sign.step is not None else ""
+
+
+def _sign_dict(sign: Observation) -> dict[str, Any]:
+    return {
+        "sign": sign.sign,
+        "step": sign.step,
+        "tensor": sign.tensor,
+        "value": sign.value,
+        "threshold": sign.threshold,
+        "says": sign.sentence,
+    }

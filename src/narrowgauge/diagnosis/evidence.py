@@ -1,0 +1,255 @@
+"""Evidence: a run's record, read once, in the form in which signs ask for it.
+
+A sign asks for a column of the steps, a metric of the gauges, a kind of event or a setting, by names such as ``steps.grad_norm``,
+``updates.edq``, ``events.loss_spike`` and ``config.lr``. :meth:`Evidence.has` says whether the record holds it, so that what was
+not recorded is unknown, and never taken for absent. Series of gauges are sorted by tensor once, for all signs together.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.monitor.alarms import Alarms
+from narrowgauge.monitor.detectors import DETECTORS
+from narrowgauge.monitor.features import number
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.schema import METRICS, Row
+from narrowgauge.spec.notation import parse_value
+from narrowgauge.spec.recipes import Recipe
+
+Series = dict[str, list[tuple[int, list[float | None]]]]
+"""By tensor: the steps that were sampled, each with the metrics of the table."""
+
+_FIELD = re.compile(r"\\\{[^}]*\\\}")
+
+
+def _template(message: str) -> re.Pattern[str]:
+    """What matches a detector's message, whatever its numbers."""
+    return re.compile(_FIELD.sub(".*", re.escape(message)))
+
+
+_MESSAGES = {name: _template(row.message) for name, row in DETECTORS.items() if row.message != "{spike}"}
+_SAMPLED = {"lost_updates", "noise"}  # the audit and the gauges both see these
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One run, read once.
+
+    Args:
+        run: its record.
+        recipe: what it trained in; ``None`` where the record does not say.
+        missing: what could not be read, and why, one sentence each.
+    """
+
+    run: Run
+    recipe: Recipe | None = None
+    missing: tuple[str, ...] = ()
+    _held: dict[str, bool] = field(default_factory=dict, repr=False)
+
+    # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def setting(self, name: str) -> Any:
+        """A setting of the run, or ``None``."""
+        table = self.run.run.get("config")
+        return table.get(name) if isinstance(table, dict) else None
+
+    def number_of(self, name: str) -> float | None:
+        """A setting that is a number, or ``None``."""
+        return number(self.setting(name))
+
+    @property
+    def compute(self) -> str:
+        """The name of the compute, or empty."""
+        return self.recipe.compute.name if self.recipe is not None else ""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that trained together."""
+        machine = self.run.run.get("machine")
+        ranks = machine.get("ranks", 1) if isinstance(machine, dict) else 1
+        return ranks if isinstance(ranks, int) else 1
+
+    @property
+    def first_step(self) -> int:
+        """The first step that was recorded."""
+        return int(self.run.steps[0]["step"]) if self.run.steps else 0
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """The steps that have a row."""
+        return [int(row["step"]) for row in self.run.steps]
+
+    def column(self, name: str) -> list[float | None]:
+        """A column of ``steps.jsonl``: a value per row, ``None`` where it has none."""
+        return [number(row.get(name)) for row in self.run.steps]
+
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def events(self) -> dict[str, list[Row]]:
+        """The events by kind. Where the record holds none at all, those that its rows of steps raise."""
+        found: dict[str, list[Row]] = {}
+        for row in self.run.events or self._raised():
+            found.setdefault(str(row.get("kind")), []).append(row)
+        return found
+
+    def _raised(self) -> list[Row]:
+        alarms = Alarms(self.recipe)
+        return [event.row() for row in self.run.steps for event in alarms.on_step(row)]
+
+    def raised_by(self, *detectors: str) -> list[Row]:
+        """The events of some detectors, by step.
+
+        Args:
+            detectors: names out of :data:`narrowgauge.monitor.detectors.DETECTORS`.
+        """
+        rows = {id(event): event for name in detectors for event in self._of_detector(name)}
+        return sorted(rows.values(), key=step_of)
+
+    def _of_detector(self, name: str) -> list[Row]:
+        row = DETECTORS[name]
+        found = self.events.get(row.kind, [])
+        if name not in _MESSAGES or row.kind in _SAMPLED:
+            return found
+        if row.tensors:
+            found = [event for event in found if str(event.get("tensor")).partition(":")[0] in row.tensors]
+        return [event for event in found if _MESSAGES[name].search(str(event.get("message", "")))]
+
+    # ── gauges ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def gauges(self) -> list[Row]:
+        """The rows of ``gauges.jsonl``; none where the file is damaged."""
+        try:
+            return self.run.gauges
+        except RecordError:
+            return []
+
+    @cached_property
+    def _series(self) -> dict[str, Series]:
+        tables: dict[str, Series] = {table: {} for table in METRICS}
+        for row in self.gauges:
+            for table, series in tables.items():
+                for name, values in (row.get(table) or {}).items():
+                    if values:
+                        series.setdefault(name, []).append((row["step"], values))
+        return tables
+
+    def metric(self, table: str, metric: str, kind: str = "") -> dict[str, list[tuple[int, float]]]:
+        """One metric of all tensors over the sampled steps.
+
+        Args:
+            table: of the gauges, such as ``updates``.
+            metric: of that table, such as ``edq``.
+            kind: of tensors, such as ``weight``; all if empty.
+        Returns:
+            By tensor: steps and values, without those that are null.
+        """
+        place = list(METRICS[table]).index(metric)
+        found = {}
+        for name, samples in self._series[table].items():
+            if kind and name.partition(":")[0] != kind:
+                continue
+            values = [(step, float(v[place])) for step, v in samples if place < len(v) and v[place] is not None]  # type: ignore[arg-type]
+            if values:
+                found[name] = values
+        return found
+
+    # ── what is held ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def has(self, read: str) -> bool:
+        """Whether the record holds what a sign reads.
+
+        Args:
+            read: ``steps.COLUMN``, ``TABLE.METRIC`` of the gauges, ``logits.METRIC``, ``config.SETTING``, ``events.KIND``,
+                or ``run.recipe``, ``run.ranks`` (several), ``run.ours`` and ``run.blocks`` (block scales).
+        """
+        if read not in self._held:
+            self._held[read] = self._holds(*read.split(".", 1))
+        return self._held[read]
+
+    def _holds(self, table: str, name: str) -> bool:
+        if table == "steps":
+            return any(row.get(name) is not None for row in self.run.steps)
+        if table == "config":
+            return self.setting(name) is not None
+        if table == "run":
+            return self._facts[name]
+        if table == "logits":
+            return any((row.get("logits") or {}).get(name) is not None for row in self.gauges)
+        if table == "events":
+            return self._could_raise(name)
+        place = list(METRICS[table]).index(name)
+        samples = (values for series in self._series[table].values() for _, values in series)
+        return any(place < len(values) and values[place] is not None for values in samples)
+
+    @cached_property
+    def _facts(self) -> dict[str, bool]:
+        return {
+            "recipe": self.recipe is not None,
+            "ranks": self.num_ranks > 1,
+            "ours": not self.run.is_foreign,
+            "blocks": any(row.get("block_scales") for row in self.gauges),
+        }
+
+    def _could_raise(self, kind: str) -> bool:
+        """Whether an event of that kind would have been raised: a detector had what it reads, or one was."""
+        if kind in self.events:
+            return True
+        metrics = {row.metric for row in DETECTORS.values() if row.kind == kind}
+        return any(self.has(_COMPUTED.get(metric, metric)) for metric in metrics)
+
+
+_COMPUTED = {
+    "updates.intended": "updates.edq", "attention.nonfinite": "attention.max_logit", "logits.nonfinite": "logits.log_z",
+    "steps.climb": "steps.loss", "steps.growth": "steps.grad_norm", "steps.halvings": "steps.loss_scale",
+    "steps.skipped": "steps.loss_scale", "steps.nonfinite": "steps.loss",
+}  # fmt: skip
+"""What detectors compute, and the column that they compute it from."""
+
+
+def step_of(event: Row) -> int:
+    """The step of an event; 0 where it has none."""
+    step = event.get("step")
+    return int(step) if isinstance(step, (int, float)) else 0
+
+
+def gather(run: str | Path | Run) -> Evidence:
+    """Read a run.
+
+    Args:
+        run: its folder, the log of another framework, or what :func:`narrowgauge.read_run` returned.
+    Returns:
+        The evidence; what is damaged or was not recorded is listed as missing.
+    Raises:
+        RecordError: there is no run, or its steps cannot be read.
+    """
+    record = run if isinstance(run, Run) else read_run(run)
+    missing, recipe = [], None
+    given = record.run.get("config")
+    name = given.get("recipe") if isinstance(given, dict) else None
+    if name is None:
+        missing.append("the recipe: the record does not name it, so what only some formats can cause is considered too")
+    else:
+        try:
+            recipe = parse_value(name)
+        except NarrowgaugeError as error:
+            missing.append(f"the recipe: {error.message.rstrip('.')}")
+    try:
+        is_watched = bool(record.gauges)
+    except RecordError as error:
+        is_watched = True
+        missing.append(f"the gauges: {error.message.rstrip('.')}")
+    if not is_watched:
+        missing.append("the gauges: no tensor was sampled (--gauges-every 20)")
+    if not record.steps:
+        missing.append("the steps: no row of a step was written")
+    return Evidence(record, recipe, tuple(missing))

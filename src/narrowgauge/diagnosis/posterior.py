@@ -1,0 +1,189 @@
+"""From signs to causes: how likely each cause is, which signs it leaves unexplained, and what to measure next.
+
+The probability of a cause is proportional to its prior times the product, over the signs that are known, of how likely a run with
+this cause shows or lacks each. One cause is taken at a time; the signs that it predicts are then explained, and the rest is asked
+again, so that a run may have several. Where no cause is likely enough, nothing is claimed: the next measurement is the unknown
+sign whose answer is expected to lower the uncertainty over the causes in question most, for its cost.
+
+Source: naive Bayes; explaining away: Pearl 1988; the expected entropy after a test: de Kleer and Williams 1987, Diagnosing
+multiple faults.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from narrowgauge.diagnosis.causes import CAUSES, HEALTHY, Cause
+from narrowgauge.diagnosis.evidence import Evidence
+from narrowgauge.diagnosis.observations import Observation
+from narrowgauge.diagnosis.signs import SIGNS
+
+CONFIDENCE = 0.7
+"""Below this probability nothing is claimed."""
+PREDICTED = 0.3
+"""From this probability on a cause predicts a sign, and explains it where it is present."""
+EXPECTED = 0.6
+"""From this probability on the absence of a sign speaks against a cause."""
+CONSEQUENCE = 0.4
+"""Share of faults that show a sign later on which is none of their own."""
+MAX_FINDINGS = 4
+FLAG, REPLAY, SECOND_RUN = 1.0, 3.0, 10.0
+"""Costs of measurements, relative to each other: a flag of the next run, a replay of a step, another run."""
+_ALIKE = 0.05
+"""A cause less likely than this is not in question."""
+
+Observations = Mapping[str, Observation]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A cause and its probability."""
+
+    cause: Cause
+    probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What would tell the causes in question apart.
+
+    Args:
+        what: what to do, without a full stop.
+        tells: the causes that it tells apart.
+        gain: entropy that it is expected to remove, in bits.
+        cost: relative to a flag of the next run.
+    """
+
+    what: str
+    tells: tuple[str, ...]
+    gain: float
+    cost: float
+
+
+def chance(cause: Cause, sign: str, is_consequence: bool = False) -> float:
+    """How likely a run with this cause shows a sign: as predicted, but not less often than healthy runs do.
+
+    Args:
+        cause: the cause.
+        sign: the sign's name.
+        is_consequence: another cause came before the sign, so that whatever follows may be due to that.
+    """
+    base = max(SIGNS[sign].base_rate, CONSEQUENCE if is_consequence else 0.0)
+    return min(0.9995, max(base, cause.predicts.get(sign, base)))
+
+
+def ranked(evidence: Evidence, seen: Observations, onset: float = math.inf) -> list[Ranked]:
+    """All causes that the run can have, the most likely one first.
+
+    Args:
+        evidence: of the run.
+        seen: by sign; unknown ones do not count.
+        onset: the step at which another cause began: what shows from there on may be a consequence.
+    """
+    logs = {name: _log_likelihood(cause, seen, onset) for name, cause in CAUSES.items() if cause.applies(evidence)}
+    top = max(logs.values())
+    weights = {name: math.exp(log - top) for name, log in logs.items()}
+    total = sum(weights.values())
+    order = sorted(weights, key=weights.__getitem__, reverse=True)
+    return [Ranked(CAUSES[name], weights[name] / total) for name in order]
+
+
+def _log_likelihood(cause: Cause, seen: Observations, onset: float) -> float:
+    log = math.log(cause.prior)
+    for name, observation in seen.items():
+        if observation.state != "unknown":
+            shown = chance(cause, name, observation.step is not None and observation.step >= onset)
+            log += math.log(shown if observation.state == "present" else 1 - shown)
+    return log
+
+
+def explained(cause: Cause, seen: Observations) -> list[str]:
+    """The signs that are present and that a cause predicts."""
+    return [
+        name
+        for name, observation in seen.items()
+        if observation.state == "present" and cause.predicts.get(name, 0.0) >= min(PREDICTED, 3 * SIGNS[name].base_rate)
+    ]
+
+
+def against(cause: Cause, seen: Observations) -> list[str]:
+    """The signs that a cause predicts and that are absent."""
+    return [
+        name for name, probability in cause.predicts.items() if probability >= EXPECTED and seen[name].state == "absent"
+    ]
+
+
+def likely(evidence: Evidence, seen: Observations) -> list[tuple[Ranked, list[Ranked]]]:
+    """The causes that explain a run, one after the other, until nothing is left to explain or none is likely enough.
+
+    Args:
+        evidence: of the run.
+        seen: by sign.
+    Returns:
+        Each cause with all others at the time it was chosen; empty where the run is healthy or nothing is likely enough.
+    """
+    found: list[tuple[Ranked, list[Ranked]]] = []
+    rest, onset = dict(seen), math.inf
+    while len(found) < MAX_FINDINGS:
+        causes = [
+            row
+            for row in ranked(evidence, rest, onset)
+            if row.cause.name not in {first.cause.name for first, _ in found}
+        ]
+        first = causes[0]
+        if first.cause.name == HEALTHY or first.probability < CONFIDENCE:
+            break
+        found.append((first, causes[1:]))
+        onset = min([onset, *(seen[name].step or 0 for name in explained(first.cause, seen))])
+        # Those that it predicts say nothing more about the others, present or not.
+        rest = {name: row for name, row in rest.items() if name not in first.cause.predicts}
+    return found
+
+
+def next_measurement(evidence: Evidence, seen: Observations, causes: Iterable[Ranked]) -> Measurement | None:
+    """What would tell the causes in question apart at the least cost.
+
+    Args:
+        evidence: of the run.
+        seen: by sign.
+        causes: with their probabilities.
+    Returns:
+        The measurement with the largest expected loss of entropy for its cost; ``None`` where one cause alone is in question, or
+        nothing tells them apart.
+    """
+    asked = [row for row in causes if row.probability >= _ALIKE]
+    if len(asked) < 2:
+        return None
+    total = sum(row.probability for row in asked)
+    shares = [(row.cause, row.probability / total) for row in asked]
+    tells = tuple(cause.name for cause, _ in shares)
+    options = [
+        Measurement(f"{SIGNS[name].needs}: {SIGNS[name].meaning}?", tells, _gain(shares, name), FLAG)
+        for name, row in seen.items()
+        if row.state == "unknown" and SIGNS[name].needs
+    ]
+    for cause, share in shares:
+        gain = _entropy([share, 1 - share])
+        if cause.replay and evidence.has("run.ours"):
+            options.append(Measurement(f"a replay of the step: {cause.replay}?", tells, gain, REPLAY))
+        if cause.measure:
+            options.append(Measurement(cause.measure, tells, gain, SECOND_RUN))
+    best = max(options, key=lambda option: option.gain / option.cost, default=None)
+    return best if best is not None and best.gain > 0.01 else None
+
+
+def _gain(shares: list[tuple[Cause, float]], sign: str) -> float:
+    """The entropy over causes, less the one that is expected once a sign is known."""
+    chances = [chance(cause, sign) for cause, _ in shares]
+    shown = sum(share * p for (_, share), p in zip(shares, chances, strict=True))
+    after = 0.0
+    for weight, answers in ((shown, chances), (1 - shown, [1 - p for p in chances])):
+        if weight > 0:
+            after += weight * _entropy([share * p / weight for (_, share), p in zip(shares, answers, strict=True)])
+    return _entropy([share for _, share in shares]) - after
+
+
+def _entropy(shares: Iterable[float]) -> float:
+    return -sum(share * math.log2(share) for share in shares if share > 0)

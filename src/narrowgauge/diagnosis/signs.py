@@ -1,0 +1,32 @@
+"""The table of signs: everything that one run's record can show or not show.
+
+The posterior multiplies the probabilities of signs as if they were independent given a cause. They nearly are: each event of the
+monitor is one sign, and signs that compare (which comes first, which tensor of many) add what no event says.
+"""
+
+from __future__ import annotations
+
+from narrowgauge.diagnosis.evidence import Evidence
+from narrowgauge.diagnosis.observations import Observation, Sign
+from narrowgauge.diagnosis.signs_of_events import SIGNS_OF_EVENTS
+from narrowgauge.diagnosis.signs_of_gauges import SIGNS_OF_GAUGES
+from narrowgauge.diagnosis.signs_of_settings import SIGNS_OF_SETTINGS
+from narrowgauge.diagnosis.signs_of_steps import SIGNS_OF_STEPS
+from narrowgauge.diagnosis.signs_of_time import SIGNS_OF_TIME
+
+SIGNS: dict[str, Sign] = {
+    sign.name: sign
+    for sign in (*SIGNS_OF_EVENTS, *SIGNS_OF_STEPS, *SIGNS_OF_TIME, *SIGNS_OF_GAUGES, *SIGNS_OF_SETTINGS)
+}
+"""All signs by name."""
+
+
+def observe(evidence: Evidence) -> dict[str, Observation]:
+    """Look for every sign in a run.
+
+    Args:
+        evidence: of the run.
+    Returns:
+        An observation per sign, by its name.
+    """
+    return {name: sign.observe(evidence) for name, sign in SIGNS.items()}

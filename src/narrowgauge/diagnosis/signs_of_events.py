@@ -1,0 +1,149 @@
+"""Signs that are events: what the detectors of the monitor raised, and what the trainer wrote.
+
+A detector decides whether something happened, by its own threshold and nowhere else; here its events become signs. Several
+detectors that see one thing make one sign, and one detector of several kinds of tensor makes one sign per kind, since causes
+differ in where they strike.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from narrowgauge.diagnosis.evidence import Evidence, step_of
+from narrowgauge.diagnosis.observations import ABSENT, Observation, Sign, present
+from narrowgauge.monitor.detectors import DETECTORS
+from narrowgauge.monitor.features import number
+from narrowgauge.runs.schema import Row
+
+GAUGES, AUDIT = "--gauges-every 20", "--audit-every 10"
+_GLU = ("input:*down_proj", "input:*.w2", "input:*fc2", "input:*c_proj")
+
+
+def first_of(events: Iterable[Row]) -> Observation:
+    """The first event as an observation."""
+    event = min(events, key=step_of, default=None)
+    if event is None:
+        return ABSENT
+    tensor = event.get("tensor")
+    return present(
+        step_of(event),
+        str(event.get("message", "")).rstrip("."),
+        tensor if isinstance(tensor, str) else None,
+        number(event.get("value")),
+        number(event.get("threshold")),
+    )
+
+
+def is_named(event: Row, patterns: tuple[str, ...]) -> bool:
+    """Whether an event is about a tensor that a pattern matches; any event where there is no pattern."""
+    return not patterns or any(fnmatch.fnmatchcase(str(event.get("tensor") or ""), pattern) for pattern in patterns)
+
+
+def _raised(
+    detectors: tuple[str, ...], on: tuple[str, ...], off: tuple[str, ...], least: int, evidence: Evidence
+) -> Observation:
+    events = [event for event in evidence.raised_by(*detectors) if is_named(event, on)]
+    events = [event for event in events if not (off and is_named(event, off))]
+    return first_of(events[least - 1 :])
+
+
+def _detected(
+    name: str,
+    meaning: str,
+    base_rate: float,
+    *detectors: str,
+    on: tuple[str, ...] = (),
+    off: tuple[str, ...] = (),
+    least: int = 1,
+) -> Sign:
+    """The sign that detectors have raised an event; ``least``: that many of them."""
+    kind = DETECTORS[detectors[0]].kind
+    tables = {DETECTORS[each].table for each in detectors}
+    needs = "" if tables == {"steps"} else AUDIT if kind == "lost_updates" else GAUGES
+    return Sign(name, meaning, (f"events.{kind}",), base_rate, partial(_raised, detectors, on, off, least), needs)
+
+
+def _told(
+    name: str,
+    meaning: str,
+    kind: str,
+    matches: Callable[[str], object],
+    base_rate: float = 0.002,
+    reads: str = "run.ours",
+) -> Sign:
+    """The sign that the run wrote an event of a kind whose message says something."""
+
+    def find(evidence: Evidence) -> Observation:
+        found = evidence.events.get(kind, [])
+        return first_of([event for event in found if matches(str(event.get("message", "")))])
+
+    return Sign(name, meaning, (reads,), base_rate, find)
+
+
+SIGNS_OF_EVENTS: tuple[Sign, ...] = (
+    _detected("updates-lost", "the storage takes less than nine tenths of the update", 0.01, "lost-updates"),
+    _detected("rounding-noise", "the storage adds more rounding noise than update", 0.01, "noise"),
+    _detected("moments-freeze", "second moments no longer follow the gradients", 0.0015, "frozen-moments"),
+    _detected(
+        "gradients-underflow", "a cast rounds much of a gradient to zero", 0.001, "underflow", on=("output_grad:*", "grad:*")
+    ),
+    _detected(
+        "operands-underflow", "a cast rounds much of an input or a weight to zero", 0.0015, "underflow",
+        on=("input:*", "weight:*"),
+    ),
+    _detected("operands-saturate", "a cast saturates much of a tensor", 0.0015, "overflow"),
+    _detected(
+        "gate-outliers", "the input of a down projection, after the gate, has growing outliers", 0.0015,
+        "growing-outliers", "growing-feature", "drowning-feature", on=_GLU,
+    ),
+    _detected(
+        "channel-outliers", "few channels of an input, not after a gate, have growing outliers", 0.002,
+        "growing-outliers", "growing-feature", "drowning-feature", off=_GLU,
+    ),
+    _detected("weight-jumps", "a weight's largest magnitude jumped, as no update makes it", 0.0005, "weight-jump"),
+    _detected("input-jumps", "a layer's largest input jumped", 0.003, "input-jump"),
+    _detected("weights-grow", "a weight grows far beyond what it was", 0.01, "weight-surge", "weight-growth", "weight-peak"),
+    _detected("attention-logits-grow", "attention logits grow", 0.0007, "attention-logits", "attention-growth"),
+    _detected("attention-collapses", "attention settles on one position", 0.0007, "attention-entropy"),
+    _detected("logits-drift", "the model's logits drift away from zero", 0.0015, "logit-drift"),
+    _detected("gradient-is-zero", "a gradient is zero everywhere", 0.001, "dead-gradient"),
+    _detected("parameter-does-not-move", "a parameter received no update", 0.002, "dead-update"),
+    _detected(
+        "values-not-finite", "weights, inputs or logits hold values that are not finite", 0.002,
+        "nonfinite", "nonfinite-logits", "nonfinite-attention",
+    ),
+    _detected(
+        "gradients-not-finite", "gradients hold values that are not finite, beyond the search for a loss scale", 0.002,
+        "nonfinite-gradient", "nonfinite-scaled",
+    ),
+    _detected("loss-scale-falls", "the loss scale is halved again and again", 0.003, "scale-halvings", "scale-skips"),
+    _detected("loss-scale-at-floor", "the loss scale has reached its floor", 0.002, "scale-floor"),
+    _detected("loss-spikes", "the loss jumps far above recent steps", 0.02, "loss-spike"),
+    _detected("gradient-spikes", "the gradient norm jumps far above recent steps", 0.1, "gradient-spike"),
+    _detected(
+        "repeated-spikes", "the loss or the gradient norm jumps three times or more", 0.02, "loss-spike", "gradient-spike",
+        least=3,
+    ),
+    _detected("loss-climbs", "the loss climbs slowly and does not recover", 0.005, "loss-climb"),
+    _detected("gradient-norm-grows", "the gradient norm grows far beyond what it was", 0.01, "gradient-growth"),
+    _detected("step-not-finite", "the loss or the gradient norm of a step is not finite", 0.002, "nonfinite-step"),
+    _told(
+        "ranks-hold-other-values", "ranks that should hold the same values do not", "corruption",
+        lambda said: "differs" in said, reads="run.ranks",
+    ),
+    _told(
+        "computes-other-values", "a rank computes other gradients of the same micro-batch, or memory changed at rest",
+        "corruption", lambda said: "computes" in said or "compute different" in said or "changed in memory" in said,
+        reads="run.ranks",
+    ),
+    _told("rank-is-late", "one rank is the last to arrive in nearly all steps", "straggler", bool, reads="steps.ranks"),
+    _told("settings-changed", "the run was resumed with other settings", "note", lambda said: " from there on" in said, 0.01),
+    _told(
+        "software-changed", "the run was resumed with other versions or on another machine", "note",
+        lambda said: said.startswith("the run started with"), 0.01,
+    ),
+    _told("checkpoint-was-damaged", "a checkpoint did not match its manifest", "checkpoint_damaged", bool),
+)  # fmt: skip
+"""The signs that events are."""

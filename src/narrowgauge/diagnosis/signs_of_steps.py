@@ -1,0 +1,284 @@
+"""Signs in the rows of steps: how a spike begins and ends, and what the gradient norm does.
+
+The detectors say that a loss jumped; these signs say how. A batch that means nothing is over with the next one, an unstable
+update takes many steps to recover from, and gradients that grow come before a loss that does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+
+from narrowgauge.diagnosis.evidence import Evidence, step_of
+from narrowgauge.diagnosis.observations import ABSENT, UNKNOWN, Observation, Sign, present
+from narrowgauge.monitor.features import number
+
+BEFORE = 30
+"""Steps whose median is the level before something."""
+FEWEST = 5
+"""Steps from which a median says something."""
+LEAD = 8
+"""Steps before a spike in which a rising gradient norm counts as its beginning (BLOOM-176B: 2 to 4)."""
+RISE, FALL = 3.0, 30.0
+"""Factors over its level of a gradient norm that leads a spike, and below it of one that has vanished."""
+STEPS_BY = 1.6
+"""Factor between gradient norms of two steps from which a lasting change of level is looked for."""
+SETTLED = 20
+"""Steps after which delayed scales have seen what comes."""
+
+
+def _first_spike(evidence: Evidence) -> tuple[int, float] | None:
+    """The row of the first step whose loss spiked, and the loss above which it was one."""
+    for event in sorted(evidence.raised_by("loss-spike"), key=step_of):
+        limit, step = number(event.get("threshold")), step_of(event)
+        if limit is not None and step in evidence.steps:
+            return evidence.steps.index(step), limit
+    return None
+
+
+def _is_above(loss: float | None, limit: float) -> bool:
+    return loss is not None and not loss <= limit  # NaN counts as above
+
+
+def _spike_width(evidence: Evidence) -> tuple[int, int, bool] | None:
+    """The row of the first spike, how many rows it lasts, and whether the loss came back."""
+    found = _first_spike(evidence)
+    if found is None:
+        return None
+    row, limit = found
+    losses = evidence.column("loss")[row:]
+    width = next((k for k, loss in enumerate(losses) if not _is_above(loss, limit)), len(losses))
+    return row, width, width < len(losses)
+
+
+def _one_batch(evidence: Evidence) -> Observation:
+    found = _spike_width(evidence)
+    if found is None or found[1] > 1 or not found[2]:
+        return ABSENT
+    step = evidence.steps[found[0]]
+    return present(step, f"the loss jumped at step {step} and was back at the next one", value=1.0)
+
+
+def _recovers(evidence: Evidence) -> Observation:
+    found = _spike_width(evidence)
+    if found is None or found[1] < 2 or not found[2]:
+        return ABSENT
+    step = evidence.steps[found[0]]
+    return present(step, f"the loss jumped at step {step} and took {found[1]} steps to recover", value=float(found[1]))
+
+
+def _stays(evidence: Evidence) -> Observation:
+    found = _spike_width(evidence)
+    if found is None or found[2]:
+        return ABSENT
+    step = evidence.steps[found[0]]
+    if found[1] < FEWEST:
+        return UNKNOWN
+    return present(
+        step, f"the loss jumped at step {step} and did not come back in {found[1]} steps", value=float(found[1])
+    )
+
+
+def level_of(values: Sequence[float | None]) -> float | None:
+    """The median of finite values; ``None`` for too few."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return median(known) if len(known) >= FEWEST else None
+
+
+def _leads(evidence: Evidence) -> Observation:
+    found = _first_spike(evidence)
+    if found is None:
+        return ABSENT
+    norms, row = evidence.column("grad_norm"), found[0]
+    level = level_of(norms[max(0, row - BEFORE - LEAD) : max(0, row - LEAD)])
+    if level is None:
+        return UNKNOWN
+    for place in range(max(0, row - LEAD), row):
+        norm = norms[place]
+        if norm is not None and norm > RISE * level:
+            step = evidence.steps[place]
+            said = f"the gradient norm was {norm / level:.0f} times its level at step {step}, {row - place} before the loss"
+            return present(step, said, value=norm, threshold=RISE * level)
+    return ABSENT
+
+
+def _norm_vanishes(evidence: Evidence) -> Observation:
+    norms = evidence.column("grad_norm")
+    for row in range(BEFORE, len(norms) - 2):
+        late = norms[row : row + 3]
+        if any(norm is None or not norm < math.inf for norm in late):
+            continue
+        highest, before = max(norm for norm in late if norm is not None), norms[row - 1]
+        if before is None or not highest * RISE < before:  # no fall: most steps need no median
+            continue
+        level = level_of(norms[row - BEFORE : row])
+        if level is not None and highest * FALL <= level:
+            step = evidence.steps[row]
+            return present(
+                step,
+                f"the gradient norm fell from {level:.3g} to {highest:.3g} at step {step}",
+                None,
+                highest,
+                level / FALL,
+            )
+    return ABSENT
+
+
+def _norm_steps(evidence: Evidence) -> Observation:
+    """A norm that moves to another level at one step and stays there, while the loss goes on as before."""
+    norms, losses = evidence.column("grad_norm"), evidence.column("loss")
+    for row in range(BEFORE, len(norms) - BEFORE):
+        before, now = norms[row - 1], norms[row]
+        if not before or not now or not (now > STEPS_BY * before or before > STEPS_BY * now):
+            continue
+        was, level = norms[row - BEFORE : row], norms[row : row + BEFORE]
+        known = [sorted(value for value in part if value is not None and value > 0) for part in (was, level)]
+        if min(map(len, known)) < BEFORE - 2:
+            continue
+        low, high = (known[0], known[1]) if now > before else (known[1], known[0])
+        # The two levels do not overlap but for single steps.
+        if high[2] <= low[-3] or _moves(losses, row):
+            continue
+        factor = median(known[1]) / median(known[0])
+        if not (factor >= STEPS_BY or factor <= 1 / STEPS_BY):
+            continue
+        step = evidence.steps[row]
+        return present(
+            step,
+            f"the gradient norm is {factor:.3g} times what it was from step {step} on, and the loss as before",
+            None,
+            factor,
+        )
+    return ABSENT
+
+
+def _moves(losses: Sequence[float | None], row: int) -> bool:
+    """Whether the loss is at another level from a row on, beyond its noise."""
+    was, now = level_of(losses[row - 10 : row]), level_of(losses[row : row + 10])
+    known = [value for value in losses[row - BEFORE : row + BEFORE] if value is not None]
+    noise = median(abs(b - a) for a, b in pairwise(known)) if len(known) > 1 else 0.0
+    return was is None or now is None or abs(now - was) > 2 * noise + 0.02 * abs(was)
+
+
+def _exceeds_scales(evidence: Evidence) -> Observation:
+    found = [
+        (step, count)
+        for step, count in zip(evidence.steps, evidence.column("saturated"), strict=True)
+        if count and step > SETTLED
+    ]
+    if len(found) < 3:
+        return ABSENT
+    worst = max(count for _, count in found)
+    said = f"values exceeded their delayed scale in {len(found)} steps, up to {worst:.0f} in one"
+    return present(found[0][0], said, None, worst, 1.0)
+
+
+def _loss_drops(evidence: Evidence) -> Observation:
+    losses = evidence.column("loss")
+    for row in range(BEFORE, len(losses) - 3):
+        late = [loss for loss in losses[row : row + 3] if loss is not None]
+        before = losses[row - 1]
+        if len(late) < 3 or before is None or not max(late) < 0.9 * before:
+            continue
+        level = [loss for loss in losses[row - BEFORE : row] if loss is not None and math.isfinite(loss)]
+        noise = median(abs(b - a) for a, b in pairwise(level)) if len(level) > FEWEST else math.inf
+        if max(late) < min(level) - 3 * noise:
+            step = evidence.steps[row]
+            return present(
+                step,
+                f"the loss fell from {before:.3f} to {max(late):.3f} at step {step}",
+                None,
+                max(late),
+                min(level) - 3 * noise,
+            )
+    return ABSENT
+
+
+def _one_not_finite(evidence: Evidence) -> Observation:
+    losses = evidence.column("loss")
+    bad = [row for row, loss in enumerate(losses) if loss is not None and not math.isfinite(loss)]
+    if len(bad) != 1 or bad[0] + 2 >= len(losses):
+        return ABSENT
+    step = evidence.steps[bad[0]]
+    return present(step, f"the loss of step {step} alone is {losses[bad[0]]}, and those after it are finite")
+
+
+def _loss_not_finite(evidence: Evidence) -> Observation:
+    for step, loss in zip(evidence.steps, evidence.column("loss"), strict=True):
+        if loss is not None and not math.isfinite(loss):
+            return present(step, f"the loss of step {step} is {loss}", value=loss)
+    return ABSENT
+
+
+def _rate_jumps(evidence: Evidence) -> Observation:
+    rates = evidence.column("lr")
+    for row in range(1, len(rates)):
+        before, now = rates[row - 1], rates[row]
+        # A warm-up's second step doubles its first one's rate, and no schedule does more.
+        if before and now and now > 2.5 * before:
+            step = evidence.steps[row]
+            return present(
+                step, f"the learning rate rose from {before:.3g} to {now:.3g} at step {step}", None, now, 2.5 * before
+            )
+    return ABSENT
+
+
+def _not_falling(evidence: Evidence) -> Observation:
+    losses = [loss for loss in evidence.column("loss") if loss is not None and math.isfinite(loss)]
+    if len(losses) < 2 * BEFORE:
+        return UNKNOWN
+    early, late = losses[: len(losses) // 4], losses[-len(losses) // 4 :]
+    noise = median(abs(b - a) for a, b in pairwise(losses))
+    if median(late) < median(early) - noise:
+        return ABSENT
+    said = f"the median loss was {median(early):.3f} in the first quarter and is {median(late):.3f} in the last"
+    return present(evidence.steps[-1], said, None, median(late), median(early))
+
+
+def _repeats(evidence: Evidence) -> Observation:
+    seen: dict[str, int] = {}
+    repeats = []
+    for row in evidence.run.steps:
+        crc = row.get("batch_crc")
+        if isinstance(crc, str):
+            if crc in seen:
+                repeats.append((int(row["step"]), seen[crc]))
+            seen.setdefault(crc, int(row["step"]))
+    if len(repeats) < 2:
+        return ABSENT
+    step, before = repeats[0]
+    said = f"{len(repeats)} batches came more than once; that of step {step} was step {before}'s"
+    return present(step, said, value=float(len(repeats)), threshold=2.0)
+
+
+_LOSS, _NORM = ("steps.loss",), ("steps.grad_norm",)
+LATER = "a run of narrowgauge train of this version, which records {}"
+"""What records a column that older versions lack."""
+
+SIGNS_OF_STEPS: tuple[Sign, ...] = (
+    Sign("spike-of-one-batch", "the loss jumps for one step and is back at the next", _LOSS, 0.01, _one_batch),
+    Sign("spike-recovers-slowly", "the loss jumps and takes several steps to recover", _LOSS, 0.008, _recovers),
+    Sign("spike-stays", "the loss jumps and does not come back", _LOSS, 0.002, _stays),
+    Sign("gradient-leads-spike", "the gradient norm rises before the loss jumps", _LOSS + _NORM, 0.005, _leads),
+    Sign("gradient-vanishes", "the gradient norm falls to a thirtieth at one step, and stays", _NORM, 0.002, _norm_vanishes),
+    Sign(
+        "gradient-norm-steps", "the gradient norm moves to another level at one step, and the loss does not", _LOSS + _NORM,
+        0.005, _norm_steps,
+    ),
+    Sign("loss-not-finite", "the loss of a step is NaN or infinite", _LOSS, 0.001, _loss_not_finite),
+    Sign("one-step-not-finite", "the loss of one step alone is NaN or infinite", _LOSS, 0.001, _one_not_finite),
+    Sign("loss-does-not-fall", "the loss of the last quarter is no lower than that of the first", _LOSS, 0.01, _not_falling),
+    Sign("loss-drops", "the loss falls at one step far below all recent ones", _LOSS, 0.005, _loss_drops),
+    Sign(
+        "scales-are-exceeded", "values exceed delayed scales after the first steps", ("steps.saturated",), 0.15,
+        _exceeds_scales,
+    ),
+    Sign("rate-jumps", "the learning rate jumps as no schedule lets it", ("steps.lr",), 0.002, _rate_jumps),
+    Sign(
+        "batches-repeat", "batches come more than once", ("steps.batch_crc",), 0.002, _repeats,
+        LATER.format("batch_crc"),
+    ),
+)  # fmt: skip
+"""The signs in the rows of steps."""
