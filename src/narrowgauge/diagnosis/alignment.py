@@ -159,7 +159,9 @@ def differences(one: Row, other: Row) -> Iterator[Difference]:
             yield from _of_table(table, first, second)
     parted = arithmetic.differences(one, other)
     for each in parted:
-        yield Difference(each.probe.name, (_text(each.one), _text(each.other)), f"arithmetic.{arithmetic.origin(parted)}")
+        yield Difference(
+            each.probe.name, (_text(each.one), _text(each.other)), f"arithmetic.{arithmetic.origin(parted)}"
+        )
 
 
 def _of_table(table: str, one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[Difference]:
