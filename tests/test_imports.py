@@ -9,6 +9,7 @@ from the gauges upward may write through `runs`.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -92,6 +93,7 @@ def layer_of(module: str) -> str | None:
     return next((layer for layer, names in LAYERS.items() if first in names), None)
 
 
+@functools.cache
 def modules() -> dict[str, tuple[Path, ast.Module]]:
     paths = sorted(path for path in SOURCE.rglob("*.py"))
     return {module_name(path): (path, ast.parse(path.read_text(encoding="utf-8"))) for path in paths}

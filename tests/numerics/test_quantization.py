@@ -720,20 +720,27 @@ def test_compiled_casts_of_whole_groups_give_the_same_bits(dim: int) -> None:
     compiled_equals(casts, *[(awkward(*shape), amax, *random_words(*shape, KEY)) for shape in [(130, 70), (40, 333)]])
 
 
-@pytest.mark.parametrize(("cast", "dim"), paths_of_blocks(), ids=str)
-def test_compiled_casts_in_blocks_give_the_same_bits(cast: Cast, dim: int) -> None:
-    high, wide = sides_of(cast, dim)
+@each_dim
+def test_compiled_casts_in_blocks_give_the_same_bits(dim: int) -> None:
+    """All in one function: a compilation of each took as long as of all."""
+    kinds = [cast for cast, of in paths_of_blocks() if of == dim]
 
-    def cast_blocks(x: Tensor, by_row: Tensor, by_column: Tensor) -> list[Tensor | None]:
-        return list(quantize_blocks(x, cast, (by_row, by_column)))
+    def cast_blocks(*given: Tensor) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for place, cast in enumerate(kinds):
+            x, by_row, by_column = given[3 * place : 3 * place + 3]
+            found += quantize_blocks(x, cast, (by_row, by_column))
+        return found
 
-    cases = []
+    cases: list[tuple[Tensor, ...]] = []
     # No side of a block equals a number of blocks: the compiler would take the two for one.
     for shape in ((384, 640), (640, 384)):
-        words = random_words(*shape, KEY)
-        cases.append(
-            (blocked(awkward(*shape), (high, wide)), blocked(words[0], (high, 1)), blocked(words[1], (1, wide)))
-        )
+        words, given = random_words(*shape, KEY), list[Tensor]()
+        for high, wide in (sides_of(cast, dim) for cast in kinds):
+            given += [blocked(awkward(*shape), (high, wide))]
+            given += [blocked(words[0], (high, 1)), blocked(words[1], (1, wide))]
+        cases.append(tuple(given))
+    assert len(kinds) > 3
     compiled_equals(cast_blocks, *cases)
 
 

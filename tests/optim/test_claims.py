@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
+from narrowgauge._compiler import compiler_missing
 from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import REPRESENTATIVES, kept, parameters, stall, visible_dtype
 from oracles.adamw import AdamW64
@@ -77,7 +78,10 @@ def test_every_storage_is_held_to_something_in_the_stall_case() -> None:
     ],
 )
 def test_second_moment_of_a_constant_gradient(storage: str, beta2: float, bound: float) -> None:
-    """From 5 % below its limit on for four times 1/(1 - beta2) steps or 3,000: where short dithers stop short."""
+    """From 5 % below its limit on, where short dithers stop short: what stands still is off by more than the bound at the end.
+
+    Kernels that are compiled for the comparison with eager ones anyway take the steps of their storages.
+    """
     side = 32 if beta2 > 0.999 else 64
     gradient = torch.full((side, side), 0.013).bfloat16()
     limit = float(gradient[0, 0]) ** 2
@@ -85,14 +89,15 @@ def test_second_moment_of_a_constant_gradient(storage: str, beta2: float, bound:
     weight = torch.nn.Parameter(
         (torch.arange(side * side) + 0x3F00).to(torch.int16).view(torch.bfloat16).view(side, side)
     )
-    optimizer = ng.AdamW([weight], lr=1e-30, betas=(0.9, beta2), storage=storage, compile=False, audit_every=0)
+    compile = storage in ("word", "compact", "collage-plus") and not compiler_missing()
+    optimizer = ng.AdamW([weight], lr=1e-30, betas=(0.9, beta2), storage=storage, compile=compile, audit_every=0)
     # A first step with beta2 = 0 and a gradient of the right size puts the moment near where it will end.
     optimizer.param_groups[0]["betas"] = (0.9, 0.0)
     weight.grad = (gradient.float() * 0.975).to(weight.dtype)
     optimizer.step()
     start = float(optimizer.stored(weight, "exp_avg_sq").double().mean())
     optimizer.param_groups[0]["betas"] = (0.9, beta2)
-    steps = min(4 * round(1 / (1 - beta2)), 3000)
+    steps = min(4 * round(1 / (1 - beta2)), 1500 if beta2 < 0.9999 else 3000)
     for _ in range(steps):
         weight.grad = gradient.clone()
         optimizer.step()
@@ -126,7 +131,7 @@ def test_exact_is_master_to_the_bit(shape: tuple[int, int], lr: float) -> None:
     results = []
     for storage in ("exact", "master"):
         optimizer = ng.AdamW(parameters(storage, [shape]), lr=lr, storage=storage, compile=False, max_grad_norm=1.0)
-        take_steps(optimizer, range(1000), scale=0.01)
+        take_steps(optimizer, range(300), scale=0.01)
         results.append(kept(optimizer))
     assert_same_bits(*results)
 

@@ -155,29 +155,27 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("layout", "storage"),
-    [("contiguous", "word"), ("crossed", "word"), ("expanded", "word"), ("crossed", "compact")],
-)
-def test_a_step_needs_little_memory(layout: str, storage: str) -> None:
-    """Nothing like a copy of 2^24 bfloat16, which is 32 MiB; in a process of its own, whose freed memory goes back at once."""
+def test_a_step_needs_little_memory() -> None:
+    """Nothing like a copy of 2^23 bfloat16, which is 16 MiB; in a process of its own, whose freed memory goes back at once."""
     code = f"""
 import torch, narrowgauge as ng
 def memory(what):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(what))
 torch.set_num_threads(1)
-side = 4096
-weight = torch.nn.Parameter(torch.zeros((side * side,) if {layout!r} == "expanded" else (side, side)).bfloat16())
-optimizer = ng.AdamW([{{"params": [weight], "storage": {storage!r}}}], compile=False, max_grad_norm=1.0, audit_every=1)
-optimizer.adopt({{weight: weight.detach()}})
-weight.grad = {LAYOUTS[layout]}
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
-before = memory("VmRSS")
-optimizer.step()
-print(memory("VmHWM") - before)
+side = 2896
+for layout, storage in (("contiguous", "word"), ("crossed", "word"), ("expanded", "word"), ("crossed", "compact")):
+    weight = torch.nn.Parameter(torch.zeros((side * side,) if layout == "expanded" else (side, side)).bfloat16())
+    optimizer = ng.AdamW([{{"params": [weight], "storage": storage}}], compile=False, max_grad_norm=1.0, audit_every=1)
+    optimizer.adopt({{weight: weight.detach()}})
+    weight.grad = eval({LAYOUTS}[layout])
+    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    before = memory("VmRSS")
+    optimizer.step()
+    print(memory("VmHWM") - before)
 """
     give_back = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | give_back
     )
-    assert int(result.stdout) <= 24 * 1024  # KiB
+    needed = [int(line) for line in result.stdout.split()]
+    assert len(needed) == 4 and max(needed) <= 15 * 1024, needed  # KiB; the chunks alone are 11 MiB
