@@ -23,12 +23,16 @@ Functions of ``torch.distributed`` and ``torch.distributed.distributed_c10d``, r
 Names of modules under ``torch.compile`` and checkpoints, ``_orig_mod`` and ``_checkpoint_wrapped_module``
     Parameters are named without these prefixes. The way out: longer names.
 
-Frames of ``Tensor.backward``, ``GradScaler.step`` and of what ``torch.compile`` returns; ``Node._input_metadata``
+Frames of ``Tensor.backward``, ``torch.autograd.backward``, ``GradScaler.step`` and of what ``torch.compile`` returns;
+``Node._input_metadata``
     Which loss is differentiated, in which format it was reduced, and who calls an optimizer's step, in loops of other people that
     are watched for a few steps. The way out: checks that see less.
 ``Optimizer._optimizer_step_post_hooks``
     Whether a hook may remove itself now: PyTorch iterates over them while it calls them. The way out: removing it in the next
     forward pass.
+``torch.distributed.distributed_c10d._get_default_store``
+    Ranks compare a few numbers in a check that one rank may call alone, where a collective would wait forever. The way out: no
+    such check.
 
 A release that renames one of these fails here, with a plain ImportError or AttributeError, and nowhere else.
 """
@@ -248,9 +252,24 @@ def root_of_backward() -> Tensor | None:
         for place, frame in _frames(sys._current_frames()[thread]):
             if place.endswith("torch/_tensor.py:backward"):
                 found = frame.f_locals.get("self")
+            elif place.endswith("torch/autograd/__init__.py:backward"):
+                found = _first_scalar(frame.f_locals.get("tensors"))
         if found is not None:
             return found
     return None
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def _first_scalar(tensors: Any) -> Tensor | None:
+    """The first 0-d tensor of what ``torch.autograd.backward`` was given."""
+    listed = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
+    return next((each for each in listed if isinstance(each, Tensor) and each.ndim == 0), None)
 
 
 def scalar_dtypes(root: Tensor, most: int = 64) -> set[torch.dtype]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import narrowgauge as ng
+from narrowgauge.distributed.ranks import Ranks
+from narrowgauge.integrations import checks_of_process as process
 from narrowgauge.integrations.check_table import CHECKS
 from narrowgauge.integrations.findings import SEVERITIES
 
@@ -86,6 +91,13 @@ def replaced_parameters(_: Path) -> ng.Findings:
     optimizer = torch.optim.AdamW(model.parameters())
     model[4] = nn.Linear(32, 32)  # a new head of the same size
     return watched(model, optimizer)
+
+
+def recast_parameters(_: Path) -> ng.Findings:
+    model, optimizer = prepared()
+    for name, parameter in list(model[1].named_parameters()):  # as PEFT casts an adapter that it loads
+        setattr(model[1], name, nn.Parameter(parameter.detach().float()))
+    return ng.check(model, optimizer)
 
 
 def parameters_twice(_: Path) -> ng.Findings:
@@ -314,6 +326,23 @@ def narrow_rank_sums(folder: Path) -> ng.Findings:
         return watched(model, torch.optim.AdamW(model.parameters()))
 
 
+def replicas_apart(folder: Path) -> ng.Findings:
+    """As the first of two ranks; the second one, whose model another seed has drawn, was there before."""
+    with one_rank(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "_PATIENCE", timedelta(milliseconds=1))
+        first = ng.prepare(language_model(0), "bfloat16/word", compile=False)
+        second = ng.prepare(language_model(1), "bfloat16/word", compile=False)
+        second[0].load_state_dict(first[0].state_dict())  # as DDP copies
+        for rank, (model, optimizer) in ((1, second), (0, first)):
+            patch.setattr(process, "all_ranks", partial(Ranks, rank, 2))
+            patch.setattr(process, "_calls", count())
+            found = ng.check(nn.parallel.DistributedDataParallel(model), optimizer)
+            if rank == 0:
+                return found
+            assert not found  # whoever is alone knows nothing
+    raise AssertionError
+
+
 def narrow_matmul_sums(_: Path) -> ng.Findings:
     if not torch.cuda.is_available():
         pytest.skip("partial sums in bfloat16 are a setting of CUDA's matmuls")
@@ -325,6 +354,7 @@ OF_NARROW = ("lost-updates", "rate-below-spacing", "frozen-second-moment", "swal
 PROVOKED: dict[str, Loop] = {
     "missing-parameters": missing_parameters,
     "replaced-parameters": replaced_parameters,
+    "recast-parameters": recast_parameters,
     "parameters-twice": parameters_twice,
     "frozen-parameters": frozen_parameters,
     "cast-weights": cast_weights,
@@ -354,6 +384,7 @@ PROVOKED: dict[str, Loop] = {
     "cut-by-policy": cut_by_policy,
     "narrow-rank-sums": narrow_rank_sums,
     "order-bound-modules": order_bound_modules,
+    "replicas-apart": replicas_apart,
 }
 # What a loop that is wrong in one way is wrong in besides: each has torch's optimizers over 16-bit weights.
 FOLLOWS: dict[str, set[str]] = {

@@ -191,3 +191,35 @@ def test_moments_in_fewer_bits_freeze_where_beta2_says_so() -> None:
     for beta, expected in ((0.99, False), (0.999, True)):
         found = ng.check(model, ng.AdamW(model.parameters(), storage="kahan", betas=(0.9, beta)))
         assert ("frozen-second-moment" in names(found)) is expected
+
+
+def test_codes_with_scales_of_blocks_freeze_later_and_in_any_weight() -> None:
+    """As torchao's: float8_e4m3fn, and 16 levels; those of 256 levels are not judged."""
+
+    class Codes:
+        def __init__(self, codes: Tensor, num_levels: int) -> None:
+            self.codes, self.qmap = codes, torch.zeros(num_levels, dtype=torch.float32)
+
+    kinds = {
+        "float8": Codes(torch.zeros(4, dtype=torch.float8_e4m3fn), 0),
+        "4 bits": Codes(torch.zeros(4, dtype=torch.uint8), 16),
+        "8 bits": Codes(torch.zeros(4, dtype=torch.uint8), 256),
+    }
+    for kind, codes in kinds.items():
+        for beta, expected in ((0.95, False), (0.99, kind != "8 bits")):
+            model = layers()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, beta))
+            for parameter in model.parameters():
+                optimizer.state[parameter] = {"exp_avg_sq": codes}
+            found = [each for each in ng.check(model, optimizer) if each.name == "frozen-second-moment"]
+            assert bool(found) is expected, (kind, beta)
+            assert not found or ("3 mantissa bits" in found[0].message and "float32-states8" in found[0].advice)
+
+
+def test_a_loss_of_autograd_backward_is_seen() -> None:
+    model = layers().bfloat16()
+    optimizer = ng.AdamW(model.parameters(), storage="word")
+    with ng.check(model, optimizer) as found:
+        torch.autograd.backward([model(BATCH.bfloat16()).square().mean()])
+        optimizer.step()
+    assert names(found) == ["narrow-loss"]

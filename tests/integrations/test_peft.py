@@ -89,6 +89,24 @@ def test_gradients_flow_through_the_quantized_base(compute: str, dtype: torch.dt
         assert torch.equal(layer(x), y)
 
 
+def test_a_compiled_model_over_codes_is_one_graph_with_the_same_bits() -> None:
+    """Without a code generator, which would round sums in another order: what is asked is that PyTorch can trace it."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64, bias=False)).bfloat16()
+    model: Any = peft.get_peft_model(
+        layers, peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False), autocast_adapter_dtype=False
+    )
+    quantize_base(model.base_model.model[0], "int8-outlier")
+    quantize_base(model.base_model.model[2], "nvfp4")
+    x, found = torch.randn(16, 64, dtype=torch.bfloat16) * 4, []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        y = run(x)
+        y.float().square().mean().backward()
+        found.append([y, *(p.grad for p in model.parameters() if p.requires_grad)])
+        model.zero_grad()
+    assert len(found[0]) == 5 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_codes_are_those_of_the_compute_and_two_share_a_byte() -> None:
     torch.manual_seed(0)
     linear = nn.Linear(50, 6, bias=False).requires_grad_(False)  # no whole number of blocks
@@ -182,6 +200,17 @@ def test_float32_adapters_train_in_float32_and_narrow_ones_where_peft_leaves_the
     assert all(abs(a - b) < 0.02 for a, b in zip(wide, narrow, strict=True))
     with pytest.raises(RecipeError, match=r"storage 'word' holds bfloat16 weights.*storage='float32' takes it"):
         losses("word")
+
+
+def test_an_adapter_that_is_cast_when_it_is_loaded_is_found(tmp_path: Path) -> None:
+    run = reference()
+    model, optimizer = ng.prepare(adapted(run.model()), "bfloat16/word", lr=1e-2)
+    model.save_pretrained(tmp_path)
+    model.load_adapter(tmp_path, "default", is_trainable=True, autocast_adapter_dtype=False)
+    assert not [each for each in ng.check(model, optimizer) if each.severity == "error"]
+    model.load_adapter(tmp_path, "default", is_trainable=True)
+    found = next(each for each in ng.check(model, optimizer) if each.severity == "error")
+    assert found.name == "recast-parameters" and "12 parameters" in found.message and "load_adapter" in found.advice
 
 
 def test_float32_adapters_keep_their_format_beside_moments_of_8_bits(tmp_path: Path) -> None:

@@ -61,6 +61,13 @@ CHECKS: dict[str, Check] = {
             "model.parameters(), …).",
         ),
         Check(
+            "recast-parameters", "model, optimizer", "error", parameters.recast,
+            "{count} parameters of the model were replaced by {now} copies of the {then} ones that the optimizer steps: nothing "
+            "of the model learns by it.",
+            "PEFT's load_adapter does so: pass autocast_adapter_dtype=False, or load before the optimizer is made; "
+            'storage="float32-states8" steps float32 adapters as they are.',
+        ),
+        Check(
             "parameters-twice", "optimizer", "error", parameters.twice,
             "these parameters are listed twice, as tied weights are when modules are listed one by one: each step moves them "
             "twice.",
@@ -90,7 +97,7 @@ CHECKS: dict[str, Check] = {
         ),
         Check(
             "frozen-second-moment", "betas, states", "error", numbers.frozen_second_moment,
-            "beta2 = {beta:g} moves a second moment of {bits} mantissa bits by less than half a spacing: it never falls.",
+            "beta2 = {beta:g} moves a second moment of {bits} mantissa bits by less than half a spacing: {then}.",
             'Take beta2 below {highest:.4g}, or storage="{cure}", whose second moments do not freeze.',
         ),
         Check(
@@ -235,6 +242,12 @@ CHECKS: dict[str, Check] = {
             "narrow-rank-sums", "DDP, FSDP", "warning", process.narrow_sums,
             "gradients are summed over {many} ranks in {dtype}.",
             'reduce_dtype=torch.float32, or a recipe with a reduction: "bfloat16/word/float32".',
+        ),
+        Check(
+            "replicas-apart", "DDP, stored weights", "error", process.replicas_apart,
+            "{count} of {many} ranks store other bits beside the same weights: DDP copies those of the first rank, not what "
+            "optimizers keep below them, and the replicas drift apart.",
+            "Call torch.manual_seed with one seed on every rank before the model is built, or load one checkpoint on all.",
         ),
         Check(
             "order-bound-modules", "dropout, batch norm", "error", process.order_bound,

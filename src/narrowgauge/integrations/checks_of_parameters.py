@@ -26,8 +26,17 @@ def missing(set_up: SetUp) -> Iterator[Values]:
 def replaced(set_up: SetUp) -> Iterator[Values]:
     """Parameters that were replaced after the optimizer was made: it has others of the same shapes."""
     lost, strangers = _unmatched(set_up)
-    if gone := _replaced(lost, strangers):
+    if gone := [name for name in _replaced(lost, strangers) if _recast(lost[name], strangers) is None]:
         yield {"where": told(gone), "count": len(gone)}
+
+
+def recast(set_up: SetUp) -> Iterator[Values]:
+    """The same, where the optimizer's are of another format: a cast that made new tensors."""
+    lost, strangers = _unmatched(set_up)
+    then = {name: dtype for name in _replaced(lost, strangers) if (dtype := _recast(lost[name], strangers)) is not None}
+    if then:
+        name, dtype = next(iter(then.items()))
+        yield {"where": told(then), "count": len(then), "now": dtype_name(lost[name].dtype), "then": dtype_name(dtype)}
 
 
 def _unmatched(set_up: SetUp) -> tuple[dict[str, Tensor], list[Held]]:
@@ -42,6 +51,12 @@ def _unmatched(set_up: SetUp) -> tuple[dict[str, Tensor], list[Held]]:
 def _replaced(lost: dict[str, Tensor], strangers: list[Held]) -> list[str]:
     shapes = {each.parameter.shape for each in strangers}
     return [name for name, p in lost.items() if p.shape in shapes]
+
+
+def _recast(now: Tensor, strangers: list[Held]) -> torch.dtype | None:
+    """The format that a parameter had in its optimizer; ``None`` if that is its own, or of tensors that are alive elsewhere."""
+    formats = {each.parameter.dtype for each in strangers if each.parameter.shape == now.shape}
+    return None if now.dtype in formats else next(iter(formats), None)
 
 
 def twice(set_up: SetUp) -> Iterator[Values]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge._torch import fsdp_groups
-from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.integrations.set_up import NARROW, SetUp, dtype_name, told
+from narrowgauge._torch import default_store, fsdp_groups
+from narrowgauge.distributed.ranks import Ranks, all_ranks
+from narrowgauge.integrations.set_up import NARROW, Held, SetUp, dtype_name, told
 from narrowgauge.matmul.linears import Layer
+from narrowgauge.numerics.shards import is_sharded
+from narrowgauge.numerics.summation import fingerprint, fingerprint_all
+from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.trainable import depends_on_order
 
 Values = dict[str, Any]
@@ -64,6 +69,56 @@ def tuned_kernels(set_up: SetUp) -> Iterator[Values]:
 
 
 # ── ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_COMPARED, _LARGEST = 3, 1 << 20
+"""So many of the smallest matrices are compared across ranks, none with more elements than this."""
+_PATIENCE = timedelta(seconds=10)
+"""How long a rank waits for the others, which may not call the check at all."""
+_calls = count()
+
+
+def replicas_apart(set_up: SetUp) -> Iterator[Values]:
+    """Replicas of DDP whose optimizers store other bits: it copies the weights of its first rank, and nothing beside them."""
+    ranks = all_ranks()
+    if ranks.size == 1 or not any(isinstance(module, DistributedDataParallel) for module in set_up.model.modules()):
+        return
+    mine = _prints(set_up)
+    others = _posted(f"{next(_calls)}/{'/'.join(mine)}", fingerprint_all(mine), ranks) if mine else {}
+    if apart := [rank for rank, print_ in others.items() if print_ != others[ranks.rank]]:
+        yield {"where": told(name.partition("@")[0] for name in mine), "count": len(apart), "many": ranks.size}
+
+
+def _prints(set_up: SetUp) -> dict[str, int]:
+    """Fingerprints of the stored weights of the smallest matrices, by name and step."""
+    found = [
+        each
+        for each in set_up.trained
+        if isinstance(each.optimizer, Optimizer) and each.storage.beside and each.parameter.ndim > 1
+        and 0 < each.parameter.numel() <= _LARGEST and not is_sharded(each.parameter)
+    ]  # fmt: skip
+    found.sort(key=lambda each: each.parameter.numel())
+    return {f"{each.name}@{_step_of(each)}": fingerprint(_stored(each)) for each in found[:_COMPARED]}
+
+
+def _stored(each: Held) -> Tensor:
+    assert isinstance(each.optimizer, Optimizer)
+    return each.optimizer.stored(each.parameter)
+
+
+def _step_of(each: Held) -> int:
+    store = each.optimizer._registry.stores.get(each.parameter) if isinstance(each.optimizer, Optimizer) else None
+    return 0 if store is None else store.step
+
+
+def _posted(key: str, value: str, ranks: Ranks) -> dict[int, str]:
+    """What each rank that came to the same place has posted, without a collective: a rank may have been left out."""
+    store, keys = default_store(), [f"narrowgauge/check/{rank}/{key}" for rank in range(ranks.size)]
+    store.set(keys[ranks.rank], value)
+    try:
+        store.wait(keys, _PATIENCE)
+    except RuntimeError:  # a rank that does not come, or is elsewhere: nothing is known
+        return {ranks.rank: value}
+    return {rank: store.get(each).decode() for rank, each in enumerate(keys)}
 
 
 def cut_again(set_up: SetUp) -> Iterator[Values]:

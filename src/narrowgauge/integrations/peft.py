@@ -31,8 +31,8 @@ from narrowgauge.spec.variants import get_compute
 # The magnitudes of float4_e2m1fn by code; the fourth bit is the sign.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ADVICE = (
-    "To merge adapters, call dequantize_base(model) first; add adapters before quantize_base; DoRA, LoHa and LoKr need "
-    "whole weights in each step."
+    "To merge adapters, call dequantize_base(model) first; add adapters before quantize_base; DoRA, LoHa, LoKr and others "
+    "need whole weights in each step."
 )
 
 
@@ -78,7 +78,7 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
     def multiply(self, rows: Tensor) -> Tensor:
         """The product of ``[rows, in]``, without a gradient."""
         codes, scales, name = self.weight_codes, self.weight_scales, self.registered_name
-        return inference._product(rows.detach(), codes, scales, self.frozen_bias, name)
+        return inference.multiply_codes(rows.detach(), codes, scales, self.frozen_bias, name)
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
@@ -145,7 +145,7 @@ def quantize_base(
     made = get_compute(compute)
     is_packed = _is_packed(made.output.right)
     if not is_packed:
-        inference._checked(made)
+        inference.with_codes(made)
     patterns = made.keep if keep is None else keep
     layers = [layer for name, layer in _frozen(model) if not any(fnmatch.fnmatchcase(name, each) for each in patterns)]
     if not layers:
@@ -158,7 +158,7 @@ def quantize_base(
         if is_packed:
             _pack(layer, made, shared)
         else:
-            inference._quantize(layer, made, shared, layer.weight.nbytes)
+            inference.quantize_layer(layer, made, shared, layer.weight.nbytes)
             layer.__class__ = FrozenLinear
     if not is_packed:
         warn_if_emulated(made, layers[0].weight_codes.device)

@@ -123,8 +123,17 @@ _with_refusal = cast(Callable[..., Tensor], _Product.apply)
 _last_cast = LastCast(cast(Any, _cast))
 
 
-def _product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, compute: str) -> Tensor:
-    """The product, without operators where possible: for a single token they cost more than the arithmetic."""
+def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, compute: str) -> Tensor:
+    """The product of rows with stored codes, without operators where possible: for a single token they cost more than it.
+
+    Args:
+        x: ``[tokens, in]``, in its layer's dtype.
+        codes, scales: as a :class:`QuantizedLinear` stores them.
+        bias: ``[out]``, added in the product, or ``None``.
+        compute: the name under which the operators know the compute.
+    Returns:
+        ``[tokens, out]`` in the dtype of ``x``; its backward pass raises.
+    """
     needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and needs_grad):
         return _with_refusal(x, codes, scales, bias, compute)
@@ -177,7 +186,7 @@ class QuantizedLinear(ExactBuffers):
         device = input.device.type
         x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
         rows = x.reshape(-1, self.in_features)
-        y = _product(rows, self.weight_codes, self.weight_scales, self.bias, self.registered_name)
+        y = multiply_codes(rows, self.weight_codes, self.weight_scales, self.bias, self.registered_name)
         return y.view(*x.shape[:-1], self.out_features)
 
     def dequantize(self) -> Tensor:
@@ -225,7 +234,7 @@ def quantize_for_inference(
         >>> inference_bytes(quantize_for_inference(model))
         InferenceBytes(before=524288, after=264192)
     """
-    made = _checked(compute)
+    made = with_codes(compute)
     choose = chooser(made, keep)
     layers: dict[str, Any] = {
         name: each for name, each in model.named_modules() if is_linear(each) and choose(name) is not None
@@ -237,7 +246,7 @@ def quantize_for_inference(
     for each in layers.values():
         weight = cast(Tensor, each.weight)
         is_gone = not uses[id(weight)] and id(weight) not in shared
-        _quantize(each, made, shared, weight.nbytes if is_gone else 0)
+        quantize_layer(each, made, shared, weight.nbytes if is_gone else 0)
     warn_if_emulated(made, next(iter(layers.values())).weight_codes.device)
     return model.eval()
 
@@ -266,7 +275,16 @@ def inference_bytes(model: nn.Module) -> InferenceBytes:
     return InferenceBytes(after - sum(codes.values()) + replaced, after)
 
 
-def _checked(compute: str | Compute) -> Compute:
+def with_codes(compute: str | Compute) -> Compute:
+    """The compute of that name, if its weights can be stored as codes of one byte.
+
+    Args:
+        compute: a compute, or its name.
+    Returns:
+        The compute.
+    Raises:
+        RecipeError: no such compute, or its weights are no such codes.
+    """
     made = get_compute(compute)
     if made.output.left.smooth:
         raise RecipeError(
@@ -305,8 +323,17 @@ def _check(model: nn.Module, layers: dict[str, Any], choose: Callable[[str], Com
         )
 
 
-def _quantize(module: Any, compute: Compute, shared: dict[int, tuple[Tensor, Tensor]], replaced_bytes: int) -> None:
-    """The module as a :class:`QuantizedLinear`; the same object, so that hooks and references to it hold."""
+def quantize_layer(
+    module: Any, compute: Compute, shared: dict[int, tuple[Tensor, Tensor]], replaced_bytes: int
+) -> None:
+    """Make a linear layer a :class:`QuantizedLinear`: the same object, so that hooks and references to it hold.
+
+    Args:
+        module: ``nn.Linear`` or transformers' ``Conv1D``; changed in place.
+        compute: of :func:`with_codes`.
+        shared: codes and scales by the id of the weight that they store; tied layers share one entry.
+        replaced_bytes: what :func:`inference_bytes` counts as saved here.
+    """
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     matrix = weight.t() if is_transposed(module) else weight
     if id(weight) not in shared:
