@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -284,10 +284,9 @@ def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> Linears | Non
     """Swap the linear layers whose compute differs from PyTorch's own, in any phase or in evaluation."""
     device = next(model.parameters()).device
     moments = [0.0, *(phase.until for phase in recipe.phases)]
-    computes = [recipe, replace(recipe, compute=recipe.evaluation, phases=())] if recipe.evaluation else [recipe]
     wanted: dict[str, Compute] = {}
     for name in linear_names(model):
-        needed = {each.compute_of(name, at).name for each in computes for at in moments}
+        needed = {each.compute_of(name, at).name for each in (recipe, recipe.in_evaluation) for at in moments}
         if needed != {_compute_of_torch(recipe, name, device)}:
             wanted[name] = recipe.compute_of(name, 0.0)
     return swap_linears(model, wanted.get, seed=seed) if wanted else None
@@ -295,7 +294,7 @@ def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> Linears | Non
 
 def _gather_narrow(model: nn.Module, recipe: Recipe) -> None:
     """Gather weights as codes, unless their compute changes."""
-    if recipe.phases or recipe.evaluation not in (None, recipe.compute):
+    if recipe.changes_compute:
         raise RecipeError(
             f"narrow gathers were requested of recipe '{recipe.name}', which changes its compute, and weights are gathered as "
             "the codes of one.",

@@ -1,6 +1,6 @@
 """Fits on two ranks under DDP and FSDP2, in a program of its own: Lightning starts the second process. Prints JSON.
 
-python lightning_ranks.py RECIPE FOLDER
+python lightning_ranks.py FOLDER RECIPE…
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fit(how: str, recipe: str, steps: int, resume: str | None = None) -> tuple[p
     return trainer, module
 
 
-def fits(how: str, recipe: str, folder: Path) -> dict[str, object]:
+def fits(recipe: str, how: str, folder: Path) -> dict[str, object]:
     """Four steps; and two, saved and resumed to four."""
     whole, module = fit(how, recipe, 4)
     found: dict[str, object] = {"losses": module.losses, "whole": weights_of(whole, module)}
@@ -80,8 +80,12 @@ def weights_of(trainer: pl.Trainer, module: Model) -> str:
     return fingerprint_whole({name: trainer.optimizers[0].stored(p) for name, p in module.named_parameters()})
 
 
-def main(recipe: str, folder: str) -> None:
-    found = {how: fits(how, recipe, Path(folder)) for how in ("ddp", "fsdp2")}
+def main(folder: str, *recipes: str) -> None:
+    found = {}
+    for number, recipe in enumerate(recipes):
+        place = Path(folder) / str(number)
+        place.mkdir(exist_ok=True)
+        found[recipe] = {how: fits(recipe, how, place) for how in ("ddp", "fsdp2")}
     if torch.distributed.get_rank() == 0:
         print(json.dumps(found))
 

@@ -20,7 +20,8 @@ import narrowgauge as ng
 from integrations.lightning_runs import LitReference, fit, loader, plugin_of, same, stored, trainer_of
 from integrations.own_trainer import reference
 from narrowgauge.cutting import visible
-from narrowgauge.integrations.lightning_precision import NarrowgaugePrecision
+from narrowgauge.integrations.lightning_packages import joined
+from narrowgauge.integrations.lightning_precision import NarrowgaugePrecision, RecipePrecision
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -28,10 +29,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*treespec.*"),
 ]
 
-RECIPES = [
-    "bfloat16/word", "float8-row/word", "float8-delayed/compact", "int8-row/states8", "bfloat16-mixed", "float16/word",
-    "float16-mixed", "bfloat16/collage-plus", "float32/word", "unit/word",
-]  # fmt: skip
+# One for each thing a plugin does beside others: delayed scales, stochastic casts, autocast with a scaled loss, pairs, factors.
+RECIPES = ["float8-delayed/compact", "int8-row/states8", "float16-mixed", "bfloat16/collage-plus", "unit/word"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -42,17 +41,8 @@ def test_the_trainer_computes_what_ours_computes(recipe: str) -> None:
     assert same(module.model.state_dict(), run.state) and same(stored(trainer, module), run.stored)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_micro_batches_are_summed_as_ours_are(dtype: str) -> None:
-    run = reference("int8-row/word", 3, gradient_accumulation_steps=2, accumulation_dtype=dtype)
-    module, _ = fit(run, plugin=plugin_of(run, accumulation_dtype=dtype), accumulate_grad_batches=2)
-    assert same(module.model.state_dict(), run.state)
-
-
 OPTIMIZERS = {
     "AdamW": lambda m: ng.AdamW(m.parameters(), lr=1e-3, max_grad_norm=1.0, audit_every=2),
-    "SGD": lambda m: ng.SGD(m.parameters(), lr=1e-2, momentum=0.9),
-    "Lion": lambda m: ng.Lion(m.parameters(), lr=1e-3),
     "Muon": lambda m: ng.Muon(m.parameters(), lr=1e-3),
 }
 
@@ -79,8 +69,15 @@ def test_an_optimizer_of_ones_own_starts_from_the_float32_weights(name: str) -> 
     )
 
 
-@pytest.mark.parametrize("recipe", ["bfloat16/word", "float8-delayed/compact", "float16/word", "bfloat16/collage-plus"])
-@pytest.mark.parametrize("make", [None, OPTIMIZERS["AdamW"]], ids=["none", "own"])
+@pytest.mark.parametrize(
+    ("recipe", "make"),
+    [
+        ("float8-delayed/compact", None),
+        ("bfloat16/collage-plus", OPTIMIZERS["AdamW"]),
+        ("float16/word", OPTIMIZERS["AdamW"]),
+    ],
+    ids=["scales-of-no-optimizer", "pairs-of-ones-own", "scaled-loss-of-ones-own"],
+)
 def test_a_resumed_fit_goes_on_with_the_same_bits(recipe: str, make: Any, tmp_path: Path) -> None:
     run = reference(recipe, 4)
     whole, trainer = fit(run, make)
@@ -95,23 +92,21 @@ def test_a_resumed_fit_goes_on_with_the_same_bits(recipe: str, make: Any, tmp_pa
 
 def test_a_checkpoint_of_micro_batches_resumes_with_the_same_random_bits(tmp_path: Path) -> None:
     run = reference("int8-row/word", 4, gradient_accumulation_steps=2, accumulation_dtype="bfloat16-stochastic")
-    options = {"accumulate_grad_batches": 2}
-    whole, _ = fit(run, plugin=plugin_of(run, accumulation_dtype="bfloat16-stochastic"), **options)
-    _, stopped = fit(run, plugin=plugin_of(run, accumulation_dtype="bfloat16-stochastic"), steps=2, **options)
+    halves = {"accumulate_grad_batches": 2}
+    _, stopped = fit(run, plugin=plugin_of(run, accumulation_dtype="bfloat16-stochastic"), steps=2, **halves)
     stopped.save_checkpoint(tmp_path / "two.ckpt")
     plugin = plugin_of(run, accumulation_dtype="bfloat16-stochastic")
-    rest, _ = fit(run, plugin=plugin, resume=tmp_path / "two.ckpt", **options)
-    assert same(whole.model.state_dict(), run.state) and same(rest.model.state_dict(), run.state)
+    rest, _ = fit(run, plugin=plugin, resume=tmp_path / "two.ckpt", **halves)
+    assert same(rest.model.state_dict(), run.state)
 
 
 # ── clipping ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("recipe", ["bfloat16/word", "float16/word"])
-def test_the_trainers_norm_is_clipped_once_and_by_the_kernel(recipe: str) -> None:
-    run = reference(recipe, 4, max_grad_norm=0.25)
+def test_the_trainers_norm_is_clipped_once_and_by_the_kernel() -> None:
+    run = reference("float16/word", 4, max_grad_norm=0.25)
     settings = {key: value for key, value in run.prepare_settings.items() if key != "max_grad_norm"}
-    module, trainer = fit(run, plugin=NarrowgaugePrecision(recipe, **settings), gradient_clip_val=0.25)
+    module, trainer = fit(run, plugin=NarrowgaugePrecision(run.recipe, **settings), gradient_clip_val=0.25)
     assert max(run.grad_norms) > 0.25
     assert module.losses == run.losses and same(stored(trainer, module), run.stored)
     assert trainer.optimizers[0].max_grad_norm is None  # only while it steps
@@ -131,16 +126,15 @@ def test_two_clippings_are_refused(options: dict[str, Any]) -> None:
         fit(reference("bfloat16/word", 4), steps=1, **options)
 
 
-@pytest.mark.parametrize("recipe", ["bfloat16/word", "float16/word"])
-def test_values_are_clipped_once_also_where_the_loss_is_scaled(recipe: str) -> None:
-    run, found = reference(recipe, 4), []
+def test_values_are_clipped_once_where_the_loss_is_scaled() -> None:
+    run, found = reference("float16/word", 4, max_grad_norm=0.25), []
 
     class Watching(LitReference):
         def on_before_zero_grad(self, optimizer: Any) -> None:
-            scale = 1.0 if optimizer.loss_scaler is None else float(optimizer.loss_scaler.scale_tensor)
+            scale = float(optimizer.loss_scaler.scale_tensor)
             found.extend(float(p.grad.abs().max()) / scale for p in self.parameters() if p.grad is not None)
 
-    plugin = NarrowgaugePrecision(recipe, lr=3e-3)
+    plugin = NarrowgaugePrecision("float16/word", lr=3e-3)
     fit(run, steps=2, plugin=plugin, module=Watching(run), gradient_clip_val=2**-8, gradient_clip_algorithm="value")
     assert max(found) == 2**-8
 
@@ -149,7 +143,7 @@ def test_values_are_clipped_once_also_where_the_loss_is_scaled(recipe: str) -> N
 
 
 def test_an_overflow_skips_the_step_and_lowers_the_scale_once() -> None:
-    run = reference("float16/word", 4)
+    run = reference("float16/word", 4, max_grad_norm=0.25)
     scaler = ng.LossScaler(2.0**22, hysteresis=1)
     module, trainer = fit(run, plugin=plugin_of(run, loss_scaler=scaler))
     optimizer = trainer.optimizers[0]
@@ -175,11 +169,9 @@ class Manual(LitReference):
         optimizer.step()
 
 
-@pytest.mark.parametrize("recipe", ["bfloat16-mixed", "float16-mixed"])
-def test_manual_optimization_is_the_same_arithmetic(recipe: str) -> None:
-    run = reference(
-        recipe, 3, gradient_accumulation_steps=2, max_grad_norm=0.25
-    )  # autograd sums float32 gradients in both
+def test_manual_optimization_is_the_same_arithmetic() -> None:
+    # Autograd sums float32 gradients in both.
+    run = reference("bfloat16-mixed", 3, gradient_accumulation_steps=2, max_grad_norm=0.25)
     plugin = plugin_of(run, max_grad_norm=None)
     module, _ = fit(run, plugin=plugin, module=Manual(run, clip=0.25))
     assert same(module.model.state_dict(), run.state)
@@ -246,10 +238,15 @@ def test_an_optimizer_of_torch_steps_float32_weights() -> None:
     assert module.losses[-1] < module.losses[0] and module.losses[0] == run.losses[0]
 
 
-def test_a_recipe_that_changes_and_a_second_recipe_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "late.toml").write_text('recipe = "bfloat16/word"\n[[phase]]\nuntil = 0.5\ncompute = "float8-row"\n')
-    with pytest.raises(ng.RecipeError, match="changes its compute"):
-        NarrowgaugePrecision(tmp_path / "late.toml")
+def test_phases_of_a_training_without_a_known_end_are_refused(tmp_path: Path) -> None:
+    run, plugin = reference("bfloat16/word", 4), NarrowgaugePrecision(changing(tmp_path))
+    with pytest.raises(ng.RecipeError, match=r"has no end\. Give the Trainer max_steps or max_epochs"):
+        fit(run, steps=-1, plugin=plugin)
+    with pytest.raises(ng.RecipeError, match="is manual, so that steps are yours to count"):
+        fit(run, plugin=plugin, module=Manual(run))
+
+
+def test_a_second_recipe_is_refused() -> None:
     run = reference("bfloat16/word", 4)
     module, _ = fit(run, steps=1)
     with pytest.raises(ng.RecipeError, match="was converted for 'bfloat16/word' before"):
@@ -257,6 +254,46 @@ def test_a_recipe_that_changes_and_a_second_recipe_are_refused(tmp_path: Path) -
 
 
 # ── the rest of the Trainer ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def changing(folder: Path) -> str:
+    """A recipe that begins in bfloat16, goes on with delayed float8 and is evaluated in float32."""
+    path = folder / "changing.toml"
+    path.write_text(
+        'recipe = "float8-delayed/word"\nevaluation = "float32"\n[[phase]]\nuntil = 0.3\ncompute = "bfloat16"\n'
+    )
+    return str(path)
+
+
+def test_the_compute_changes_where_ours_does_and_after_a_resume(tmp_path: Path) -> None:
+    run, shown = reference(changing(tmp_path), 6), []
+
+    class Shown(LitReference):
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            shown.append(float(run.loss(self.model, run.batches[0])))
+
+    module = Shown(run)
+    trainer_of(plugin_of(run), 6, val_check_interval=2).fit(module, loader(), loader(1))
+    assert module.losses == run.losses and same(module.model.state_dict(), run.state)
+    found = []
+    for compute in ("float32", "float8-delayed"):
+        ng.linears_of(module).set_compute(lambda name, row=ng.COMPUTES[compute]: row)
+        found.append(float(run.loss(module.model, run.batches[0])))
+    assert shown[-1] == found[0] != found[1]
+    _, stopped = fit(run, callbacks=[Until(3)])
+    stopped.save_checkpoint(tmp_path / "three.ckpt")
+    rest, _ = fit(run, resume=tmp_path / "three.ckpt")
+    assert rest.losses == run.losses[3:] and same(rest.model.state_dict(), run.state)
+
+
+class Until(pl.Callback):
+    """Stops a fit in the middle, with the same end in sight."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop |= trainer.global_step >= self.step
 
 
 def test_validation_test_and_prediction_leave_training_as_it_is() -> None:
@@ -372,3 +409,25 @@ def test_a_compiled_module_learns_alike() -> None:
         weights.append([p.detach().float() for p in module.parameters()])
     assert all(torch.allclose(a, b, atol=2e-2) for a, b in zip(*weights, strict=True))
     assert module.model[0].weight.dtype is torch.bfloat16
+
+
+def test_lightnings_other_package_has_a_plugin_of_its_own_classes() -> None:
+    other = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed: lightning brings it")
+    run = reference("bfloat16/word", 4)
+
+    class Other(other.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = run.model()
+
+        training_step, on_train_batch_start = LitReference.training_step, LitReference.on_train_batch_start
+        configure_optimizers = LitReference.configure_optimizers
+
+    module = Other()
+    module.run, module.make, module.losses = run, None, []
+    plugin = joined(RecipePrecision, "NarrowgaugePrecision", "plugins.precision", "Precision", "pytorch_lightning")
+    options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    chosen = plugin(run.recipe, **run.prepare_settings)
+    trainer = other.Trainer(plugins=chosen, max_steps=4, max_epochs=-1, accelerator="cpu", **options)
+    trainer.fit(module, loader())
+    assert module.losses == run.losses and plugin is not NarrowgaugePrecision

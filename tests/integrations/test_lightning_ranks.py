@@ -21,10 +21,11 @@ def test_ddp_and_fsdp2_agree_and_resume(tmp_path: Path) -> None:
     source = str(Path(narrowgauge.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     program = Path(__file__).with_name("lightning_ranks.py")
-    words = [sys.executable, str(program), "float8-delayed/compact", str(tmp_path)]
+    words = [sys.executable, str(program), str(tmp_path), "float8-delayed/compact", "bfloat16/word/reproducible"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    for each in found.values():
-        assert each["equal"] and each["whole"] == each["resumed"] and each["losses"] == each["parts"]
-    assert found["ddp"] == found["fsdp2"]
+    for recipe in found.values():
+        for each in recipe.values():
+            assert each["equal"] and each["whole"] == each["resumed"] and each["losses"] == each["parts"]
+        assert recipe["ddp"] == recipe["fsdp2"]

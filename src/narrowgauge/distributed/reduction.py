@@ -157,6 +157,7 @@ class GradientReduction:
         self._sums_leaves = EXCHANGES[row.name].sums_leaves
         self._accumulator = None if self._sums_leaves else accumulator
         self._sums, self._in_step, self._is_closed = sums, False, False
+        self._first_step = 0
         self._exchanges: list[Exchange] = []
         self._undo: list[Callable[[], None]] = []
         self._trainable: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
@@ -164,7 +165,7 @@ class GradientReduction:
 
         def register(parties: Parties) -> Exchange:
             exchange = make(parties)
-            exchange.place = len(self._exchanges)
+            exchange.place, exchange.step = len(self._exchanges), self._first_step
             self._exchanges.append(exchange)
             return exchange
 
@@ -224,8 +225,14 @@ class GradientReduction:
         finally:
             self.now = None
 
+    @property
+    def step(self) -> int:
+        """Optimizer steps whose gradients were summed."""
+        return max((exchange.step for exchange in self._exchanges), default=self._first_step)
+
     def set_step(self, step: int) -> None:
         """Set the number of optimizer steps done, where a run goes on: it seeds random bits, and counts by itself otherwise."""
+        self._first_step = step  # of what DDP's buckets make later
         for exchange in self._exchanges:
             exchange.step = step
 

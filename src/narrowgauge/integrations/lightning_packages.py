@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from narrowgauge.errors import NarrowgaugeError
 
@@ -75,3 +75,10 @@ def trainer_of(module: nn.Module | None) -> Any:
         return getattr(module, "trainer", None)
     except RuntimeError:  # a LightningModule that is not attached
         return None
+
+
+def map_tensors(data: Any, function: Callable[[Tensor], Any]) -> Any:
+    """The same structure with a function applied to every tensor."""
+    from lightning_utilities import apply_to_collection  # of both packages
+
+    return apply_to_collection(data, Tensor, function)

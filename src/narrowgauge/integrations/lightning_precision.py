@@ -4,15 +4,15 @@ Lightning converts a module, wraps it for its ranks, and only then asks for opti
 ``convert_module`` rounds the float32 weights, swaps layers, and keeps the float32 values until ``connect`` (in Fabric: the first
 step) gives them to the optimizer. Lightning's own ``bf16-true`` cuts the weights first, and those bits are lost.
 
-What is private in Lightning 2.6.6 and used here: ``_MockOptimizer``, by its name (what ``configure_optimizers`` becomes when it
-returns ``None``). Everything else is a documented hook of ``Precision``.
+Here are Lightning's hooks, in the order of a fit; :mod:`narrowgauge.integrations.lightning_models` has the models,
+:mod:`narrowgauge.integrations.lightning_gradients` what happens to gradients before the step. What is private in Lightning 2.6.6
+and used: ``_MockOptimizer``, by its name (what ``configure_optimizers`` becomes when it returns ``None``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,19 +20,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from narrowgauge.assembly import DEFAULTS, Converted, convert_model, optimizer_for, scales_loss
-from narrowgauge.distributed.ranks import all_ranks, largest_of_ranks
-from narrowgauge.distributed.reduction import reduce_gradients_with
-from narrowgauge.distributed.sharding import has_shards, make_equal
+from narrowgauge.assembly import DEFAULTS, optimizer_for, scales_loss
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.framework_optimizers import bind, require_recipe, restore_audit, saved_audit
-from narrowgauge.integrations.lightning_packages import joined_when_asked, trainer_of
-from narrowgauge.matmul.linears import Linears
+from narrowgauge.integrations.lightning_gradients import MicroBatchSums, RankSums, StepNorms, refuse_second_clipping
+from narrowgauge.integrations.lightning_models import (
+    ConvertedModels,
+    converted_of,
+    number_of_steps,
+    require_constant,
+    take_back,
+)
+from narrowgauge.integrations.lightning_packages import joined_when_asked, map_tensors, trainer_of
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.numerics.scaling import LossScaler
-from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.optim.optimizer import Optimizer
@@ -41,7 +44,6 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainable import unwrapped as undistributed
 
 _Base: Any = object
-_CONVERTED: weakref.WeakKeyDictionary[nn.Module, Converted] = weakref.WeakKeyDictionary()
 
 
 class RecipePrecision(_Base):
@@ -63,7 +65,7 @@ class RecipePrecision(_Base):
             defaults of :func:`narrowgauge.prepare`; the ``Trainer``'s ``gradient_clip_val`` replaces that of ``max_grad_norm``.
 
     Raises:
-        RecipeError: an unknown recipe, or one whose compute changes during training.
+        RecipeError: an unknown recipe.
 
     Source:
         ``lightning.pytorch.plugins.precision.Precision`` and ``HalfPrecision``, Lightning 2.6.6.
@@ -78,43 +80,39 @@ class RecipePrecision(_Base):
         accumulation_dtype: str = "float32",
         **options: Any,
     ) -> None:
-        self.recipe = _constant(parse(recipe))
+        self.recipe = parse(recipe)
         self.precision = f"{self.recipe.dtype.replace('bfloat', 'bf').replace('float', '')}-true"
         if self.recipe.storage.visible == "float32" and self.recipe.dtype != "float32":
             self.precision = self.precision.replace("true", "mixed")
-        self.seed, self.options, self.accumulation_dtype = seed, options, accumulation_dtype
+        self.seed, self.options = seed, options
         self.scaler = (loss_scaler or LossScaler()) if scales_loss(self.recipe) else loss_scaler
-        self._models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self._models = ConvertedModels(self.recipe, seed)
         self._optimizers: list[Optimizer] = []
-        self._limits: dict[Optimizer, float | None] = {}
-        self._accumulator: GradientAccumulator | None = None
-        self._micro_batch = 0
-        self._saved: dict[str, Any] = {}
+        self._sums = MicroBatchSums(accumulation_dtype, seed)
+        self._rank_sums = RankSums(self.recipe.reduction.name, seed)
+        self._norms = StepNorms()
+        self._saved_audits: list[Any] = []
+        self._num_steps = 0.0
         self._quiet = ExitStack()
 
     # ── the model ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Round the weights and swap layers as the recipe says; the float32 values wait for the optimizer."""
-        converted, trainer = _CONVERTED.get(module), trainer_of(module)
-        if converted is not None:
-            _take_back(converted, self._optimizers)
-        if trainer is not None:
-            self._models.clear()  # a Trainer fits one model at a time
+        """Round the weights and swap layers as the recipe says; the float32 values wait for the optimizer.
+
+        Raises:
+            RecipeError: a recipe that Fabric's hooks cannot obey; a model that was converted to another.
+        """
+        if (converted := converted_of(module)) is not None:
+            take_back(converted, self._optimizers)
+        if trainer_of(module) is None:
+            require_constant(self.recipe)
+        else:
+            self._models.forget()  # a Trainer fits one model at a time
             self._optimizers.clear()
-            self._saved, self._accumulator = {}, None
-        if converted is None:
-            if trainer is not None and not any(p.is_meta for p in module.parameters()):
-                module.to(trainer.strategy.root_device)  # kernels are chosen for the device that the model is on
-            _begin_alike(module)
-            _CONVERTED[module] = convert_model(_trained_part(module), self.recipe, seed=self.seed)
-        elif converted.recipe != self.recipe:
-            raise RecipeError(
-                f"recipe '{self.recipe.name}' was requested for a {type(module).__name__} that was converted for "
-                f"'{converted.recipe.name}' before.",
-                "Build it anew, or load it from a checkpoint.",
-            )
-        self._models[module] = None
+            self._saved_audits, self._sums.steps = [], 0
+            self._sums.free()
+        self._models.add(module)
         # Lightning says that this fit runs without an optimizer before it asks the plugin for one.
         self._quiet.close()
         self._quiet.enter_context(warnings.catch_warnings())
@@ -132,13 +130,8 @@ class RecipePrecision(_Base):
         Raises:
             RecipeError: the plugin has not converted this model.
         """
-        chosen = {
-            **DEFAULTS,
-            **self._clipping(module),
-            **self.options,
-            **options,
-        }
-        converted = self._converted(module)
+        chosen = {**DEFAULTS, **self._clipping(module), **self.options, **options}
+        converted = self._models.find(module)
         made = optimizer_for(AdamW, converted, seed=self.seed, loss_scaler=self.scaler, **chosen)
         converted.values.clear()
         self._bind(made)
@@ -146,16 +139,7 @@ class RecipePrecision(_Base):
 
     def trained_part(self, module: nn.Module) -> nn.Module:
         """The model inside a converted module: the module itself, or what a LightningModule wraps."""
-        return self._converted(module).model
-
-    def _converted(self, module: nn.Module) -> Converted:
-        found = [_CONVERTED[part] for part in module.modules() if part in _CONVERTED]
-        if not found:
-            raise RecipeError(
-                f"an optimizer was requested for a {type(module).__name__} that the plugin has not converted.",
-                "Call fabric.setup_module(model) first, or make the optimizer in configure_optimizers().",
-            )
-        return found[0]
+        return self._models.find(module).model
 
     def _clipping(self, module: nn.Module) -> dict[str, Any]:
         """No norm to clip to where the Trainer clips itself, else ``prepare``'s."""
@@ -171,7 +155,8 @@ class RecipePrecision(_Base):
         """Give the optimizers the float32 values; the recipe's own takes the place of none.
 
         Raises:
-            RecipeError: an optimizer that cannot store weights as the recipe says, or several for a scaled loss.
+            RecipeError: an optimizer that cannot store weights as the recipe says, or several for a scaled loss; phases where
+                the Trainer cannot say how far training is; a reduction whose micro-batches Lightning would sum.
         """
         self._quiet.close()
         optimizers = [self.optimizer(model) if type(o).__name__ == "_MockOptimizer" else o for o in optimizers]
@@ -183,9 +168,11 @@ class RecipePrecision(_Base):
                 "to step would change the scale that the gradients of the others have.",
                 "Take a bfloat16 recipe, or one optimizer.",
             )
-        for converted in self._parts():
-            converted.values.clear()  # of parameters that no optimizer steps, or of a model that is only evaluated
-        self._sum_over_ranks(model, optimizers)
+        self._models.drop_values()
+        trainer = self._models.trainer
+        if optimizers and trainer is not None:
+            self._num_steps = number_of_steps(self.recipe, trainer)
+            self._rank_sums.install(model, unwrapped(optimizers[0]), trainer.accumulate_grad_batches)
         return model, optimizers, lr_schedulers
 
     def _bind(self, optimizer: Any) -> None:
@@ -196,7 +183,7 @@ class RecipePrecision(_Base):
         require_recipe(inner, self.recipe)
         if not isinstance(inner, Optimizer):
             return
-        for converted in self._parts():
+        for converted in self._models:
             bind(inner, converted, first=not self._optimizers)
         if self.scaler is not None:
             inner.loss_scaler = self.scaler
@@ -204,37 +191,7 @@ class RecipePrecision(_Base):
         self._optimizers.append(inner)
         self._restore(inner)
 
-    def _sum_over_ranks(self, model: nn.Module, optimizers: list[Any]) -> None:
-        """Sum gradients as the recipe's reduction says, where it is not DDP's or FSDP2's own."""
-        if self.recipe.reduction.name == "native" or not optimizers:
-            return
-        trainer = trainer_of(undistributed(model))
-        if trainer is not None and trainer.accumulate_grad_batches > 1:
-            raise RecipeError(
-                f"recipe '{self.recipe.name}' sums gradients over ranks by '{self.recipe.reduction.name}', and "
-                f"accumulate_grad_batches = {trainer.accumulate_grad_batches} was requested, whose micro-batches Lightning "
-                "does not send.",
-                "Accumulate none, or leave the reduction out of the recipe.",
-            )
-        unwrapped(optimizers[0]).reduction = reduce_gradients_with(model, self.recipe.reduction.name, seed=self.seed)
-
-    # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def convert_input(self, data: Any) -> Any:
-        """Floating-point tensors in the compute's dtype, where the weights are narrow; autocast takes them as they are."""
-        self._place(data)
-        if self.recipe.storage.visible == "float32":
-            return data
-        return _map(data, lambda x: x.to(getattr(torch, self.recipe.dtype)) if x.is_floating_point() else x)
-
-    def _place(self, data: Any) -> None:
-        """Tell the narrow layers which sequences of the step come next: their random bits are counted over all of them."""
-        sizes: list[int] = []
-        _map(data, lambda x: sizes.append(x.shape[0]) if x.ndim else None)
-        here = all_ranks()
-        leaf = here.rank + here.size * self._micro_batch
-        for linears in self._linears() if sizes else ():
-            linears.set_first_sequence(leaf * sizes[0])
+    # ── the computes of a step ─────────────────────────────────────────────────────────────────────────────────────────
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -250,6 +207,45 @@ class RecipePrecision(_Base):
         finally:
             torch.set_default_dtype(before)
 
+    @contextlib.contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        """The compute of the phase that training is in."""
+        self._models.set_compute(self._progress)
+        with self.forward_context():
+            yield
+
+    @contextlib.contextmanager
+    def val_step_context(self) -> Iterator[None]:
+        """The compute of evaluation; a checkpoint that is written after it finds that of training again."""
+        self._models.set_compute(self._progress, evaluating=True)
+        try:
+            with self.forward_context():
+                yield
+        finally:
+            self._models.set_compute(self._progress)
+
+    test_step_context = predict_step_context = val_step_context
+
+    @property
+    def _progress(self) -> float:
+        """The fraction of the fit's steps that are done; without a fit training is over."""
+        trainer = self._models.trainer
+        is_fit = self._num_steps > 0 and trainer.state.fn == "fit"
+        return trainer.global_step / self._num_steps if is_fit else 1.0
+
+    # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def convert_input(self, data: Any) -> Any:
+        """Floating-point tensors in the compute's dtype, where the weights are narrow; autocast takes them as they are."""
+        sizes: list[int] = []
+        map_tensors(data, lambda x: sizes.append(x.shape[0]) if x.ndim else None)
+        if sizes:
+            self._models.place(sizes[0], self._sums.index)
+        if self.recipe.storage.visible == "float32":
+            return data
+        dtype = getattr(torch, self.recipe.dtype)
+        return map_tensors(data, lambda x: x.to(dtype) if x.is_floating_point() else x)
+
     def pre_backward(self, tensor: Tensor, module: nn.Module | None) -> Any:
         """Scale the loss, in the Trainer, whose callbacks see it scaled as with ``16-mixed``."""
         if trainer_of(module) is None:
@@ -258,7 +254,7 @@ class RecipePrecision(_Base):
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Differentiate, and count the micro-batches of the step."""
-        self._micro_batch += 1
+        self._sums.index += 1
         if trainer_of(model) is None:
             self._scaled(tensor).backward(*args, **kwargs)
         else:
@@ -272,11 +268,7 @@ class RecipePrecision(_Base):
         loss = super().post_backward(tensor, module)
         assert module is not None
         if module.automatic_optimization and trainer.accumulate_grad_batches > 1 and all_ranks().size == 1:
-            if self._accumulator is None:
-                parameters = [p for optimizer in self._optimizers for g in optimizer.param_groups for p in g["params"]]
-                self._accumulator = GradientAccumulator(parameters, self.accumulation_dtype, self.seed)
-                self._accumulator.step = int(self._saved.get("accumulated_steps", 0))
-            self._accumulator.accumulate()
+            self._sums.take_in(self._optimizers)
         return loss
 
     def optimizer_step(
@@ -284,36 +276,27 @@ class RecipePrecision(_Base):
     ) -> Any:
         """Step, with the sum of the micro-batches' gradients, clipped once."""
         self._bind(optimizer)
-        inner = unwrapped(optimizer)
         try:
             if model is None:
-                self._join_scales()
+                self._models.join_histories()
                 given = {} if closure is None else {"closure": closure}
                 return optimizer.step(**given, **kwargs)
             assert closure is not None
             return super().optimizer_step(optimizer, model=model, closure=self._summed(closure), **kwargs)
         finally:
-            self._micro_batch = 0
-            if inner in self._limits:
-                inner.max_grad_norm = self._limits.pop(inner)
+            self._sums.index = 0
+            self._norms.end(unwrapped(optimizer))
 
     def _summed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure after which ``p.grad`` holds the step's sum, and delayed scales are those of all ranks."""
 
         def run() -> Any:
             result = closure()
-            if self._accumulator is not None:
-                self._accumulator.finish()
-            self._join_scales()
+            self._sums.finish()
+            self._models.join_histories()
             return result
 
         return run
-
-    def _join_scales(self) -> None:
-        """Let delayed scales be those of all ranks."""
-        if all_ranks().size > 1:
-            for linears in self._linears():
-                linears.join_histories(largest_of_ranks)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
@@ -327,13 +310,10 @@ class RecipePrecision(_Base):
             RecipeError: the optimizer has another ``max_grad_norm`` itself.
         """
         inner = unwrapped(optimizer)
-        if not isinstance(inner, Optimizer):
+        if isinstance(inner, Optimizer):
+            self._norms.set(inner, float(clip_val))
+        else:
             super().clip_grad_by_norm(optimizer, clip_val)
-            return
-        if inner.max_grad_norm not in (None, float(clip_val)):
-            raise _clipped_twice(f"gradient_clip_val = {clip_val}", inner.max_grad_norm)
-        self._limits.setdefault(inner, inner.max_grad_norm)
-        inner.max_grad_norm = float(clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Clip each gradient, where the optimizer does not clip by norm itself.
@@ -341,9 +321,7 @@ class RecipePrecision(_Base):
         Raises:
             RecipeError: it does.
         """
-        inner = unwrapped(optimizer)
-        if isinstance(inner, Optimizer) and inner.max_grad_norm is not None:
-            raise _clipped_twice(f"gradient_clip_val = {clip_val} by value", inner.max_grad_norm)
+        refuse_second_clipping(f"gradient_clip_val = {clip_val} by value", unwrapped(optimizer))
         # Gradients are still scaled here; a power of two moves no bit of the limit.
         scale = 1.0 if self.scaler is None else float(self.scaler.scale_tensor)
         super().clip_grad_by_value(optimizer, clip_val * scale)
@@ -354,9 +332,7 @@ class RecipePrecision(_Base):
         Raises:
             RecipeError: the optimizer clips itself, or the loss is scaled and only the optimizer can unscale.
         """
-        inner = unwrapped(optimizer)
-        if getattr(inner, "max_grad_norm", None) is not None:
-            raise _clipped_twice("fabric.clip_gradients()", inner.max_grad_norm)
+        refuse_second_clipping("fabric.clip_gradients()", unwrapped(optimizer))
         if self.scaler is not None:
             raise RecipeError(
                 "fabric.clip_gradients() was called for a scaled loss, whose gradients the optimizer unscales in its step.",
@@ -370,8 +346,10 @@ class RecipePrecision(_Base):
         state: dict[str, Any] = {"recipe": self.recipe.name}
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
-        state["accumulated_steps"] = self._accumulated_steps
-        state["linears"] = [linears.state_dict() for linears in self._linears()]
+        if self.recipe.phases:
+            state["progress"] = self._progress
+        state["accumulated_steps"], state["reduced_steps"] = self._sums.steps, self._rank_sums.steps
+        state["linears"] = [linears.state_dict() for linears in self._models.linears]
         state["audits"] = [saved_audit(optimizer) for optimizer in self._optimizers]
         return state
 
@@ -379,95 +357,33 @@ class RecipePrecision(_Base):
         """Restore what :meth:`state_dict` gave; what belongs to optimizers follows when their own states are loaded."""
         if self.scaler is not None and "loss_scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["loss_scaler"])
-        self._saved = dict(state_dict)
-        if self._accumulator is not None:
-            self._accumulator.step = self._saved["accumulated_steps"]
-        for linears, saved in zip(self._linears(), state_dict.get("linears", ()), strict=False):
+        if "progress" in state_dict:
+            self._models.set_compute(state_dict["progress"])  # layers have the histories that their compute needs
+        self._sums.steps = int(state_dict.get("accumulated_steps", 0))
+        self._rank_sums.steps = int(state_dict.get("reduced_steps", 0))
+        for linears, saved in zip(self._models.linears, state_dict.get("linears", ()), strict=False):
             linears.load_state_dict(saved)
+        self._saved_audits = list(state_dict.get("audits", ()))
         for optimizer in self._optimizers:
             self._restore(optimizer)
 
     def _restore(self, optimizer: Any) -> None:
         """Give an optimizer its saved audit, which loading its states has emptied."""
         inner = unwrapped(optimizer)
-        for known, saved in zip(self._optimizers, self._saved.get("audits", ()), strict=False):
+        for known, saved in zip(self._optimizers, self._saved_audits, strict=False):
             if known is inner:
                 restore_audit(known, saved)
 
     def teardown(self) -> None:
-        """Free the sums of micro-batches."""
+        """Free the sums of micro-batches, and leave the model's gradients alone."""
         self._quiet.close()
-        self._saved["accumulated_steps"] = self._accumulated_steps
-        self._accumulator = None
-
-    # ── what it holds ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _parts(self) -> list[Converted]:
-        return [_CONVERTED[model] for model in self._models if model in _CONVERTED]
-
-    def _linears(self) -> list[Linears]:
-        return [converted.linears for converted in self._parts() if converted.linears is not None]
-
-    @property
-    def _accumulated_steps(self) -> int:
-        """Steps whose micro-batches were summed: it seeds the sums' random bits."""
-        return int(self._saved.get("accumulated_steps", 0)) if self._accumulator is None else self._accumulator.step
+        self._sums.free()
+        self._rank_sums.close()
 
     @property
     def _device(self) -> torch.device:
-        parts = self._parts()
+        parts = list(self._models)
         return next(parts[-1].model.parameters()).device if parts else torch.device("cpu")
-
-
-def _constant(recipe: Recipe) -> Recipe:
-    """Refuse a recipe whose compute changes: Lightning does not tell a plugin how far training is."""
-    if recipe.phases or recipe.evaluation not in (None, recipe.compute):
-        raise RecipeError(
-            f"recipe '{recipe.name}' changes its compute during training or for evaluation, which a precision plugin cannot.",
-            "Leave out phases and evaluation, or train with narrowgauge train.",
-        )
-    return recipe
-
-
-def _trained_part(module: nn.Module) -> nn.Module:
-    """The model inside a LightningModule that holds nothing else: its names are what a recipe's patterns are written for."""
-    holders = [child for child in module.children() if any(True for _ in child.parameters())]
-    is_lightning = hasattr(module, "training_step") and hasattr(module, "configure_optimizers")
-    alone = is_lightning and len(holders) == 1 and not list(module.parameters(recurse=False))
-    # Patterns cannot name a linear layer that is the whole model.
-    return holders[0] if alone and any(True for _ in holders[0].children()) else module
-
-
-def _take_back(converted: Converted, optimizers: list[Optimizer]) -> None:
-    """Take the stored weights of an earlier fit, so that the optimizer of the next goes on from them."""
-    for optimizer in optimizers:
-        # Lightning has moved the model to the CPU after a fit on another device, where its states do not follow.
-        with contextlib.suppress(RecipeError):
-            for parameter in converted.model.parameters():
-                if parameter in optimizer.state:
-                    converted.values[parameter] = optimizer.stored(parameter)
-
-
-def _begin_alike(module: nn.Module) -> None:
-    """Give every rank the float32 weights of the first, as DDP will do with the rounded ones."""
-    here = all_ranks()
-    if here.size > 1 and not has_shards(module):
-        device = next(module.parameters()).device.type
-        make_equal(module, init_device_mesh(device, (here.size,)))
-
-
-def _map(data: Any, function: Callable[[Tensor], Any]) -> Any:
-    """The same structure with a function applied to every tensor."""
-    from lightning_utilities import apply_to_collection  # of both packages
-
-    return apply_to_collection(data, Tensor, function)
-
-
-def _clipped_twice(what: str, max_grad_norm: float | None) -> RecipeError:
-    return RecipeError(
-        f"{what} was requested of an optimizer that clips gradients to max_grad_norm = {max_grad_norm} itself.",
-        "Leave out one of the two.",
-    )
 
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from narrowgauge.errors import RecipeError
@@ -110,6 +110,16 @@ class Recipe:
     def is_plain(self) -> bool:
         """Whether the full name describes it completely: no exceptions by module, phase or evaluation."""
         return not (self.keep or self.overrides or self.phases or self.evaluation)
+
+    @property
+    def changes_compute(self) -> bool:
+        """Whether a model's matmuls change during a run or for evaluation."""
+        return bool(self.phases) or self.evaluation not in (None, self.compute)
+
+    @property
+    def in_evaluation(self) -> Recipe:
+        """The recipe that evaluation computes by: this one, with its compute for evaluation in place of all phases."""
+        return self if self.evaluation is None else replace(self, compute=self.evaluation, phases=())
 
     @property
     def title(self) -> str:

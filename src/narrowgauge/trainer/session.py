@@ -8,7 +8,6 @@ continues with the same bits as one that was never interrupted.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import platform
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -157,8 +156,7 @@ class Session:
         if self.linears is None:
             return
         recipe, progress = self.config.recipe, self.step / self.config.steps
-        if evaluating and recipe.evaluation is not None:
-            recipe = dataclasses.replace(recipe, compute=recipe.evaluation, phases=())
+        recipe = recipe.in_evaluation if evaluating else recipe
         self.linears.set_compute(lambda name: recipe.compute_of(name, progress))
 
     @contextmanager

@@ -1,0 +1,210 @@
+"""The models that a precision plugin of Lightning's has converted to a recipe.
+
+Lightning converts a module, wraps it for its ranks, and only then asks for optimizers. Until then the float32 values wait here.
+What was converted is noted on the module itself: a second ``Trainer`` finds it there, and nothing outlives the module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from narrowgauge.assembly import Converted, convert_model
+from narrowgauge.distributed.ranks import all_ranks, largest_of_ranks
+from narrowgauge.distributed.sharding import has_shards, make_equal
+from narrowgauge.errors import RecipeError
+from narrowgauge.integrations.lightning_packages import trainer_of
+from narrowgauge.matmul.linears import Linears
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.spec.recipes import Recipe
+
+_NOTE = "_narrowgauge_converted"
+
+
+class ConvertedModels:
+    """The models that one plugin has converted, while they live.
+
+    Args:
+        recipe: what they are converted to.
+        seed: of the stochastic casts.
+    """
+
+    def __init__(self, recipe: Recipe, seed: int) -> None:
+        self.recipe, self.seed = recipe, seed
+        self._modules: list[weakref.ref[nn.Module]] = []
+
+    def __iter__(self) -> Iterator[Converted]:
+        for module in self._living():
+            if (converted := converted_of(module)) is not None:
+                yield converted
+
+    @property
+    def linears(self) -> list[Linears]:
+        """The narrow layers of each model that has some."""
+        return [converted.linears for converted in self if converted.linears is not None]
+
+    @property
+    def trainer(self) -> Any:
+        """The ``Trainer`` of the model that was converted last; ``None`` in Fabric."""
+        return next((trainer_of(module) for module in reversed(list(self._living()))), None)
+
+    def add(self, module: nn.Module) -> None:
+        """Convert a module, unless an earlier fit has.
+
+        Raises:
+            RecipeError: it was converted to another recipe, or cannot be converted to this one.
+        """
+        converted, trainer = converted_of(module), trainer_of(module)
+        if converted is None:
+            if trainer is not None and not any(p.is_meta for p in module.parameters()):
+                module.to(trainer.strategy.root_device)  # kernels are chosen for the device that the model is on
+            _begin_alike(module)
+            made = convert_model(_trained_part(module), self.recipe, seed=self.seed)
+            vars(module)[_NOTE] = _Note(made)
+        elif converted.recipe != self.recipe:
+            raise RecipeError(
+                f"recipe '{self.recipe.name}' was requested for a {type(module).__name__} that was converted for "
+                f"'{converted.recipe.name}' before.",
+                "Build it anew, or load it from a checkpoint.",
+            )
+        if all(module is not known for known in self._living()):
+            self._modules.append(weakref.ref(module))
+
+    def forget(self) -> None:
+        """Forget the models, which stay as they are."""
+        self._modules.clear()
+
+    def drop_values(self) -> None:
+        """Free the float32 values of parameters that no optimizer steps, or of a model that is only evaluated."""
+        for converted in self:
+            converted.values.clear()
+
+    def find(self, module: nn.Module) -> Converted:
+        """What a module, perhaps wrapped, was converted to.
+
+        Raises:
+            RecipeError: it was not.
+        """
+        for part in module.modules():
+            if (converted := converted_of(part)) is not None:
+                return converted
+        raise RecipeError(
+            f"an optimizer was requested for a {type(module).__name__} that the plugin has not converted.",
+            "Call fabric.setup_module(model) first, or make the optimizer in configure_optimizers().",
+        )
+
+    # ── the narrow layers ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def set_compute(self, progress: float, evaluating: bool = False) -> None:
+        """Set the computes of the narrow layers, where the recipe changes them.
+
+        Args:
+            progress: the fraction of all steps that are done.
+            evaluating: whether an evaluation comes next.
+        """
+        if self.recipe.changes_compute:
+            recipe = self.recipe.in_evaluation if evaluating else self.recipe
+            for linears in self.linears:
+                linears.set_compute(lambda name: recipe.compute_of(name, progress))
+
+    def place(self, size: int, micro_batch: int) -> None:
+        """Set which sequences of the step come next: their random bits are counted over all of them.
+
+        Args:
+            size: the number of sequences of a micro-batch.
+            micro_batch: how many of the step came before on this rank.
+        """
+        here = all_ranks()
+        for linears in self.linears:
+            linears.set_first_sequence((here.rank + here.size * micro_batch) * size)
+
+    def join_histories(self) -> None:
+        """Let delayed scales be those of all ranks."""
+        if all_ranks().size > 1:
+            for linears in self.linears:
+                linears.join_histories(largest_of_ranks)
+
+    def _living(self) -> Iterator[nn.Module]:
+        return (module for reference in self._modules if (module := reference()) is not None)
+
+
+class _Note:
+    """What a module was converted to. A copy of the module has other parameters, and so a note that says nothing."""
+
+    def __init__(self, converted: Converted | None = None) -> None:
+        self.converted = converted
+
+    def __reduce__(self) -> tuple[type[_Note], tuple[()]]:
+        return _Note, ()
+
+
+def converted_of(module: nn.Module) -> Converted | None:
+    """What this very module was converted to, if it was."""
+    note: _Note | None = vars(module).get(_NOTE)
+    return None if note is None else note.converted
+
+
+def take_back(converted: Converted, optimizers: Iterable[Optimizer]) -> None:
+    """Take the stored weights of an earlier fit, so that the optimizer of the next goes on from them."""
+    for optimizer in optimizers:
+        # Lightning has moved the model to the CPU after a fit on another device, where its states do not follow.
+        with contextlib.suppress(RecipeError):
+            for parameter in converted.model.parameters():
+                if parameter in optimizer.state:
+                    converted.values[parameter] = optimizer.stored(parameter)
+
+
+def _trained_part(module: nn.Module) -> nn.Module:
+    """The model inside a LightningModule that holds nothing else: its names are what a recipe's patterns are written for."""
+    holders = [child for child in module.children() if any(True for _ in child.parameters())]
+    is_lightning = hasattr(module, "training_step") and hasattr(module, "configure_optimizers")
+    alone = is_lightning and len(holders) == 1 and not list(module.parameters(recurse=False))
+    # Patterns cannot name a linear layer that is the whole model.
+    return holders[0] if alone and any(True for _ in holders[0].children()) else module
+
+
+def _begin_alike(module: nn.Module) -> None:
+    """Give every rank the float32 weights of the first, as DDP will do with the rounded ones."""
+    here = all_ranks()
+    if here.size > 1 and not has_shards(module):
+        device = next(module.parameters()).device.type
+        make_equal(module, init_device_mesh(device, (here.size,)))
+
+
+def require_constant(recipe: Recipe) -> None:
+    """Refuse what Fabric's hooks cannot obey: they learn neither of steps nor of the model that is wrapped for its ranks."""
+    asked = {
+        "phases": bool(recipe.phases),
+        "another compute for evaluation": recipe.evaluation not in (None, recipe.compute),
+        f"reduction '{recipe.reduction.name}'": recipe.reduction.name != "native",
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise RecipeError(
+                f"recipe '{recipe.name}' was given to Fabric and has {what}, of which Fabric tells a plugin nothing.",
+                "Leave it out, or take Lightning's Trainer, or ng.prepare in a loop of your own.",
+            )
+
+
+def number_of_steps(recipe: Recipe, trainer: Any) -> float:
+    """The number of steps of a fit, where a recipe has phases; else 0.
+
+    Raises:
+        RecipeError: the Trainer does not know it.
+    """
+    if not recipe.phases:
+        return 0.0
+    is_manual = not trainer.lightning_module.automatic_optimization
+    steps = 0.0 if is_manual else float(trainer.estimated_stepping_batches)
+    if not 0 < steps < float("inf"):
+        reason = "is manual, so that steps are yours to count" if is_manual else "has no end"
+        raise RecipeError(
+            f"recipe '{recipe.name}' has phases, which are fractions of all steps, and this training {reason}.",
+            "Leave out the phases." if is_manual else "Give the Trainer max_steps or max_epochs.",
+        )
+    return steps
