@@ -20,6 +20,9 @@ in ``_compiler.py``.
     Replicated parameters are summed when a backward pass ends. The way out: a call after it.
 Functions of ``torch.distributed`` and ``torch.distributed.distributed_c10d``, replaced while a run is watched
     PyTorch tells no one in Python what its collectives send and how long they take. The way out: columns that stay empty.
+``DistributedDataParallel`` reads ``_ddp_params_and_buffers_to_ignore``
+    It sends the first rank's buffers to all before each forward pass; a narrow layer's say which sequences of the batch are on
+    this rank. The way out: ``broadcast_buffers=False``, which a user must give.
 Names of modules under ``torch.compile`` and checkpoints, ``_orig_mod`` and ``_checkpoint_wrapped_module``
     Parameters are named without these prefixes. The way out: longer names.
 
@@ -122,6 +125,11 @@ def plain_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def leave_out_of_ddp(model: Any, names: Iterable[str]) -> None:
+    """Let DistributedDataParallel neither send nor sum some of a model's tensors, by their names in it."""
+    model._ddp_params_and_buffers_to_ignore = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names}
 
 
 def fsdp_groups(model: Any) -> list[tuple[Any, Any]]:

@@ -25,7 +25,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.narrow_gather import gather_narrow
 from narrowgauge.matmul.scopes import compute_in_scope
-from narrowgauge.matmul.swapping import linear_names, linears_of, swap_linears
+from narrowgauge.matmul.swapping import keep_ranks_apart, linear_names, linears_of, swap_linears
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import own_part
 from narrowgauge.optim.elementwise_optimizers import AdamW
@@ -225,6 +225,7 @@ def convert_model(
     factors = _rebuild(model, recipe, seed)
     values = cut_parameters(model, recipe)
     narrow = narrow_linears(model, recipe, seed)
+    keep_ranks_apart(model)
     if mesh is not None:
         values = _shard(model, values, mesh, shard, offload)
     _propagate_scales(model, recipe)

@@ -21,8 +21,8 @@ def test_ddp_and_fsdp2_agree_and_resume(tmp_path: Path) -> None:
     source = str(Path(narrowgauge.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     program = Path(__file__).with_name("lightning_ranks.py")
-    words = [sys.executable, str(program), str(tmp_path), "float8-delayed/compact", "bfloat16/word/reproducible"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    words = [sys.executable, str(program), str(tmp_path), "float8-delayed/compact", "int8-row/word/reproducible"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     for recipe in found.values():

@@ -20,6 +20,7 @@ from narrowgauge.distributed.sharding import has_shards, make_equal
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.lightning_packages import trainer_of
 from narrowgauge.matmul.linears import Linears
+from narrowgauge.matmul.swapping import keep_ranks_apart
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.recipes import Recipe
 
@@ -66,6 +67,7 @@ class ConvertedModels:
             _begin_alike(module)
             made = convert_model(_trained_part(module), self.recipe, seed=self.seed)
             vars(module)[_NOTE] = _Note(made)
+            keep_ranks_apart(module)
         elif converted.recipe != self.recipe:
             raise RecipeError(
                 f"recipe '{self.recipe.name}' was requested for a {type(module).__name__} that was converted for "
@@ -174,6 +176,26 @@ def _begin_alike(module: nn.Module) -> None:
     if here.size > 1 and not has_shards(module):
         device = next(module.parameters()).device.type
         make_equal(module, init_device_mesh(device, (here.size,)))
+
+
+def require_averages(recipe: Recipe, trainer: Any, has_narrow_layers: bool) -> None:
+    """Refuse an average that would mix buffers: ``WeightAveraging`` pairs those of the model with those of a copy by position.
+
+    Raises:
+        RecipeError: its copy has buffers, and narrow layers have added theirs between those of the model since.
+    """
+    for callback in trainer.callbacks:
+        average = getattr(callback, "_average_model", None) if _is_weight_averaging(callback) else None
+        if has_narrow_layers and average is not None and any(True for _ in average.module.buffers()):
+            raise RecipeError(
+                f"{type(callback).__name__} was requested for a model with buffers, which it pairs by position with those of a "
+                f"copy made before; recipe '{recipe.name}' has given the model's linear layers others since.",
+                "Take StochasticWeightAveraging, which averages parameters alone, or a recipe that swaps no layers.",
+            )
+
+
+def _is_weight_averaging(callback: Any) -> bool:
+    return any(base.__name__ == "WeightAveraging" for base in type(callback).__mro__)
 
 
 def require_constant(recipe: Recipe) -> None:

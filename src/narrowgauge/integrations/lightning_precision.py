@@ -6,7 +6,8 @@ step) gives them to the optimizer. Lightning's own ``bf16-true`` cuts the weight
 
 Here are Lightning's hooks, in the order of a fit; :mod:`narrowgauge.integrations.lightning_models` has the models,
 :mod:`narrowgauge.integrations.lightning_gradients` what happens to gradients before the step. What is private in Lightning 2.6.6
-and used: ``_MockOptimizer``, by its name (what ``configure_optimizers`` becomes when it returns ``None``).
+and used: ``_MockOptimizer``, by its name (what ``configure_optimizers`` becomes when it returns ``None``), and
+``WeightAveraging._average_model`` (whether its copy has buffers).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from narrowgauge.integrations.lightning_models import (
     ConvertedModels,
     converted_of,
     number_of_steps,
+    require_averages,
     require_constant,
     take_back,
 )
@@ -156,7 +158,8 @@ class RecipePrecision(_Base):
 
         Raises:
             RecipeError: an optimizer that cannot store weights as the recipe says, or several for a scaled loss; phases where
-                the Trainer cannot say how far training is; a reduction whose micro-batches Lightning would sum.
+                the Trainer cannot say how far training is; a reduction whose micro-batches Lightning would sum; an average
+                that would mix buffers.
         """
         self._quiet.close()
         optimizers = [self.optimizer(model) if type(o).__name__ == "_MockOptimizer" else o for o in optimizers]
@@ -171,6 +174,7 @@ class RecipePrecision(_Base):
         self._models.drop_values()
         trainer = self._models.trainer
         if optimizers and trainer is not None:
+            require_averages(self.recipe, trainer, bool(self._models.linears))
             self._num_steps = number_of_steps(self.recipe, trainer)
             self._rank_sums.install(model, unwrapped(optimizers[0]), trainer.accumulate_grad_batches)
         return model, optimizers, lr_schedulers

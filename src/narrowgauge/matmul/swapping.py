@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._torch import plain_name
+from narrowgauge._torch import leave_out_of_ddp, plain_name
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import experts
 from narrowgauge.matmul.gemm import warn_if_emulated
-from narrowgauge.matmul.linear import Linear, is_linear, narrowed
+from narrowgauge.matmul.linear import Linear, NarrowLayer, is_linear, narrowed
 from narrowgauge.matmul.linears import Layer, Linears
 from narrowgauge.numerics.widening import is_widened, widen_attention
 from narrowgauge.spec import variants
@@ -76,6 +76,17 @@ def swap_linears(
     for layer in left:
         layer.set_step(linears.step, seed)
     return linears
+
+
+def keep_ranks_apart(model: nn.Module) -> None:
+    """Let DistributedDataParallel leave the buffers of narrow layers alone, which differ by rank.
+
+    Args:
+        model: what will be wrapped.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NarrowLayer)}
+    if layers:
+        leave_out_of_ddp(model, [f"{name}.{own}" for name in layers for own in ("state", "amax_history")])
 
 
 def swap_experts(
