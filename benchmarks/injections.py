@@ -23,7 +23,14 @@ from faults import Fault, Strike, nothing, once
 
 STRENGTHS = ("weak", "plain", "strong")
 SIX = ("bfloat16/word", "bfloat16/naive", "bfloat16/master", "float8-row/word", "float16/split", "mxfp8/word")
-HALF_PRECISION = ("float16/split", "float16/master", "float16/word", "float16/naive", "float16/kahan", "float16/collage-plus")
+HALF_PRECISION = (
+    "float16/split",
+    "float16/master",
+    "float16/word",
+    "float16/naive",
+    "float16/kahan",
+    "float16/collage-plus",
+)
 NARROW_STORES = (
     "bfloat16/naive", "bfloat16/no-master", "float16/naive", "float8-row/naive", "mxfp8/naive", "float8-delayed/naive",
 )  # fmt: skip
@@ -37,8 +44,10 @@ SCALED = (
 DELAYED = ("float8-delayed/word", "float8-delayed-e5m2/word", "float8-delayed/master", "float8-delayed/split")
 BLOCKS = ("mxfp8/word", "mxfp6/word", "mxfp4/word", "nvfp4/word", "nvfp4/compact", "mxfp8/master")
 FLOAT8_GRADIENTS = ("float8-row/word", "float8-row/master", "float8-row/split")
-REPLICATED = {"shard": "none", "gradient_accumulation_steps": 2, "verify_every": 50}
-STRUCK_AT = 41
+REPLICATED = {"shard": "none", "gradient_accumulation_steps": 2, "verify_every": 40}
+STRUCK_AT, LATE = 31, {"at": 111}
+"""The first spoiled step: after the warm-up; later where a loss scale must have settled first."""
+LONG = {"steps": 160}
 
 Way = tuple[Strike, Mapping[str, Any]]
 
@@ -133,8 +142,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause("gradient-underflow", "2: the left edge of the histogram is cut at 2^-9 (e4m3), 2^-16 (e5m2)", strikes(
         s.unscaled_gradients("float8_e5m2"), s.unscaled_gradients("float8_e4m3fn"),
         s.unscaled_gradients("float8_e4m3fn", 2.0**-4)), FLOAT8_GRADIENTS),
-    Cause("loss-scale-collapse", "3: OPT-175B, GLM-130B", strikes(
-        s.scaled_gradients(1.0, 1.3), s.scaled_gradients(2.0**30), s.scaled_gradients(2.0**120)), HALF_PRECISION),
+    Cause("loss-scale-collapse", "3: OPT-175B, GLM-130B", tuple((strike, LONG) for strike in (
+        s.scaled_gradients(1.0, 1.3), s.scaled_gradients(2.0**30), s.scaled_gradients(2.0**120))), HALF_PRECISION, LATE),
     Cause("lost-updates", "4: |dw| below half a spacing of w", configured("lr", 1e-4, 3e-5, 1e-5), NARROW_STORES, FROM_START),
     Cause("frozen-moments", "Yu et al. 2024: bfloat16 second moments at beta2 0.999 when gradients fall", tuple(
         (s.scaled_gradients(factor), {"beta2": 0.999}) for factor in (2.0**-2, 2.0**-4, 2.0**-6)), NARROW_MOMENTS),
@@ -156,9 +165,9 @@ CAUSES: tuple[Cause, ...] = (
         *(s.drifting_logits(shift) for shift in (-0.1, -0.3, -1.0)))),
     Cause("recovering-spike", "12: BLOOM-176B, loss 2.20 to 5.10 and back within 30 steps", strikes(
         *(around.rate_burst(factor) for factor in (15.0, 30.0, 60.0)))),
-    Cause("fp16-divergence", "13: BLOOM-104B, the loss scale turns long before the loss does", strikes(
-        around.half_precision_divergence(1.15, 30), around.half_precision_divergence(1.3, 20),
-        around.half_precision_divergence(1.6, 10)), HALF_PRECISION),
+    Cause("fp16-divergence", "13: BLOOM-104B, the loss scale turns long before the loss does", tuple((strike, LONG) for strike in (
+        around.half_precision_divergence(1.3, 30), around.half_precision_divergence(1.6, 20),
+        around.half_precision_divergence(2.0, 10))), HALF_PRECISION, LATE),
     Cause("embedding-shock", "14: GLM-130B, the embedding's gradient norm is orders above the others'", strikes(
         *(s.gradients_of("embed_tokens", factor, 20, 3) for factor in (30.0, 200.0, 2000.0)))),
     Cause("frozen-parameter", "15: learned positions whose gradient was 0", strikes(
@@ -171,7 +180,7 @@ CAUSES: tuple[Cause, ...] = (
         *(s.biased_attention(share) for share in (2.0**-9, 2.0**-6, 2.0**-4))), ("bfloat16/word", "bfloat16/naive", "bfloat16/master"),
         {"unseen": "the error is below the last bit of one step's outputs: only a float32 replay of the head shows its sign"}),
     Cause("rank-divergence", "20: BLOOM-176B, norm weights drift apart", tuple((around.on_rank(1, strike), REPLICATED) for strike in (
-        around.drifting_vectors(1.01, 1), around.drifting_vectors(1.001, 1000), around.drifting_vectors(1.02, 1000))),
+        around.drifting_vectors(1.01, 1), around.drifting_vectors(1.01, 1000), around.drifting_vectors(1.03, 1000))),
         ("bfloat16/word", "bfloat16/master"), {"ranks": 2}),
     Cause("silent-corruption", "21: 2604.00726, flipped bits", strikes(
         once(faults.flipped_lower_bit), once(faults.flipped_bit), s.flipped(faults.flipped_bit, 20))),
@@ -242,3 +251,46 @@ def of_half(half: str) -> list[Injection]:
 
 def _digest(name: str) -> bytes:
     return hashlib.blake2b(f"order {name}".encode(), digest_size=8).digest()
+
+
+_FP16 = ("loss_scale", "first_bad_value", "nonfinite", "skip", "divergence", "overflow")
+_SPIKES = ("loss_spike", "gradient_spike", "loss_climb", "divergence")
+LIVE: dict[str, tuple[str, ...]] = {
+    "fp16-overflow": _FP16,
+    "gradient-underflow": ("underflow", "loss_scale"),
+    "loss-scale-collapse": ("loss_scale", "divergence"),
+    "lost-updates": ("lost_updates",),
+    "frozen-moments": ("frozen_moments",),
+    "narrow-accumulation": ("warning",),
+    "narrow-all-reduce": ("warning",),
+    "average-rounding": (),
+    "eps-underflow": ("frozen_moments", "nonfinite", "first_bad_value", *_SPIKES),
+    "eps-too-large": (),
+    "attention-growth": ("attention",),
+    "logit-drift": ("logits",),
+    "recovering-spike": _SPIKES[:2],
+    "fp16-divergence": (*_FP16, *_SPIKES),
+    "embedding-shock": _SPIKES[:2],
+    "frozen-parameter": ("dead_layer",),
+    "glu-outliers": ("outliers",),
+    "massive-activations": ("outliers",),
+    "attention-rounding": (),
+    "rank-divergence": ("corruption",),
+    "silent-corruption": ("corruption", "outliers", "first_bad_value", "nonfinite", *_SPIKES),
+    "software-change": ("note",),
+    "stale-scales": ("overflow", "warning"),
+    "block-range": ("underflow",),
+    "micro-batch-normalization": _SPIKES[:2],
+    "batch-normalization": _SPIKES[:2],
+    "cast-inputs": (),
+    "learning-rate-too-high": (*_SPIKES, "growth", "outliers", "attention"),
+    "learning-rate-too-low": (),
+    "repeated-data": (),
+    "bad-data": _SPIKES,
+    "dead-layer": ("dead_layer",),
+    "resume-changed": ("resume", "note", *_SPIKES),
+    "slow-rank": ("straggler",),
+    "slow-data-loader": (),
+    "throttling": (),
+}
+"""Kinds of event that are a right word while the run goes on; none where no detector is for the cause."""

@@ -17,7 +17,6 @@ from injections_strikes import scaled_gradients, several
 from torch import Tensor
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.numerics.shards import local_of
 from narrowgauge.trainer.session import Session
 
 # ── rates ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -197,6 +196,6 @@ def drifting_vectors(factor: float, length: int) -> Strike:
     def strike(session: Session, since: int) -> None:
         for _, parameter in session.named_parameters() if since < length else ():
             if parameter.ndim == 1:
-                local_of(parameter).mul_(factor)
+                parameter.mul_(factor)
 
     return strike

@@ -1,0 +1,141 @@
+"""What a diagnosis said of a run whose cause is known, and the matrix of many such answers.
+
+Claim: none of its own; ``diagnosis.py`` measures. Baseline: the undisturbed run. Run: ``./dev bench diagnosis``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from injections import LIVE, STRENGTHS, Injection
+from timing import Row
+
+from narrowgauge.runs.record import Run
+
+ANSWERS = ("first", "in the first three", "not known", "healthy", "wrong")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One answer.
+
+    Args:
+        name, cause, strength: of the injection.
+        answer: one of ``ANSWERS``.
+        named: the causes that were named, the most likely first.
+        sure: the probability of the first.
+        live: steps from the injection to the first event of a right kind; ``None``: there was none.
+        unseen: the record of one run cannot show the cause.
+    """
+
+    name: str
+    cause: str
+    strength: str
+    answer: str
+    named: Sequence[str] = ()
+    sure: float | None = None
+    live: int | None = None
+    unseen: bool = False
+
+    def row(self) -> Row:
+        """The table's row of a run."""
+        said = ", ".join(self.named) or "nothing"
+        sure = "" if self.sure is None else f" ({self.sure:.2f})"
+        live = "none" if self.live is None else str(self.live)
+        return {"": self.name, "answer": self.answer, "diagnosis": f"{said}{sure}", "steps to an event": live}
+
+
+def effect(run: Run, twin: Run, injection: Injection) -> str:
+    """What of a run is not as in the same run undisturbed; ``NONE`` where nothing is."""
+    early = [row for row in run.events if row["kind"] == "corruption"]
+    if early:
+        return f"stopped at {early[0]['step']}"
+    ours, theirs = ({row["step"]: row for row in each.steps} for each in (run, twin))
+    both = [step for step in ours if step in theirs]
+    parted = [s for s in both if any(ours[s][name] != theirs[s][name] for name in ("loss", "grad_norm"))]
+    if parted:
+        last = max(both)
+        return f"from step {parted[0]}, loss {ours[last]['loss']:.3g} for {theirs[last]['loss']:.3g}"
+    times = [
+        statistics.median(ours[s]["seconds"] for s in both if (s >= injection.at) is late) for late in (True, False)
+    ]
+    ratio = times[0] / times[1] if times[1] else 0.0
+    return f"step time × {ratio:.2g}" if ratio > 1.25 else "NONE"
+
+
+def injected_outcome(run: Run, injection: Injection) -> Outcome:
+    """What the diagnosis says of a run whose cause is known."""
+    live = next(
+        (e["step"] for e in run.events if e["step"] >= injection.at and e["kind"] in LIVE[injection.cause]), None
+    )
+    named, others, sure = diagnosed(run)
+    return Outcome(
+        injection.name, injection.cause, injection.strength, _answer(injection.cause, named, others), named, sure,
+        None if live is None else live - injection.at, bool(injection.unseen),
+    )  # fmt: skip
+
+
+def healthy_outcome(run: Run, name: str) -> Outcome:
+    """What the diagnosis says of a run in which nothing is wrong."""
+    named, others, sure = diagnosed(run)
+    return Outcome(name, "healthy", "", _answer("healthy", named, others), named, sure)
+
+
+def diagnosed(run: Run) -> tuple[list[str], list[str], float | None]:
+    """The causes that a diagnosis names, those that it leaves open, and how sure it is of the first."""
+    import narrowgauge as ng
+
+    found = ng.diagnose(run)
+    named = [finding.cause for finding in found.findings if finding.cause != "healthy"]
+    others = list(dict.fromkeys(_open_causes(found)))
+    return named, others, found.findings[0].probability if named else None
+
+
+def _open_causes(found: object) -> Iterator[str]:
+    raise NotImplementedError
+
+
+def _answer(cause: str, named: Sequence[str], others: Sequence[str]) -> str:
+    ranked = list(dict.fromkeys([*named, *others]))
+    if named[:1] == [cause]:
+        return "first"
+    if cause in ranked[:3]:
+        return "in the first three"
+    if named:
+        return "wrong"
+    return "healthy" if others[:1] == ["healthy"] or not others else "not known"
+
+
+def counted(outcomes: Sequence[Outcome]) -> list[Row]:
+    """The matrix: a row for each cause."""
+    rows: list[Row] = []
+    for cause in sorted({outcome.cause for outcome in outcomes}):
+        own = [outcome for outcome in outcomes if outcome.cause == cause]
+        steps = sorted(outcome.live for outcome in own if outcome.live is not None)
+        wrong = dict.fromkeys(outcome.named[0] for outcome in own if outcome.answer == "wrong")
+        rows.append({
+            "": cause + (" *" if own[0].unseen else ""), "runs": len(own),
+            **{answer: sum(outcome.answer == answer for outcome in own) for answer in ANSWERS},
+            "named instead": ", ".join(wrong), "event in": f"{len(steps)} of {len(own)}",
+            "median steps to it": str(steps[len(steps) // 2]) if steps else "",
+        })  # fmt: skip
+    return rows
+
+
+def totals(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """The figures that are claimed, over all runs and over those whose cause the record of one run can show."""
+    for words, some in (("all", outcomes), ("shown by one run", [each for each in outcomes if not each.unseen])):
+        if some:
+            first, three = (sum(each.answer in ANSWERS[:k] for each in some) / len(some) for k in (1, 2))
+            yield f"{words}: {len(some)} runs, named first {first:.0%}, in the first three {three:.0%}{_by_strength(some)}"
+
+
+def _by_strength(outcomes: Sequence[Outcome]) -> str:
+    shares = []
+    for strength in STRENGTHS:
+        own = [each for each in outcomes if each.strength == strength]
+        if own:
+            shares.append(f"{strength} {sum(each.answer == 'first' for each in own)} of {len(own)}")
+    return f" (first: {', '.join(shares)})"
