@@ -1,13 +1,15 @@
 """Whether the diagnosis names the cause: every cause injected into real runs, and healthy runs beside them.
 
-``injections.py`` puts each cause into runs of a tiny model at three strengths, over recipes, on one process or two. Half of these
-rows were kept aside while rules were tuned; the matrices of both halves are printed, and the diagnoses of healthy runs. The column
-"took effect" proves that a row tests something: its losses, norms or times are not those of the same run undisturbed.
+``injections.py`` puts each cause into runs of a tiny model at three strengths, over recipes, on one process or two. Half of
+these rows were kept aside while rules were tuned; the matrices of both halves are printed, and the diagnoses of healthy
+runs. The column "took effect" proves that a row tests something: its losses, norms or times are not those of the same run
+undisturbed.
 
-Claim: on the half that was kept aside the cause is named first in 90 % of the runs and among the first three in 98 %, and fewer than
-1 % of healthy runs get a diagnosis.
-Baseline: the undisturbed run with the same recipe. Run: ``./dev bench diagnosis [--keep FOLDER] [--parts …] [--minutes N] [--quick]``.
-With ``--keep`` runs stay, and a second call goes on where the first one was. No times are compared, so ``--rounds`` has no effect.
+Claim: on the half that was kept aside the cause is named first in 90 % of the runs and among the first three in 98 %, and
+fewer than 1 % of healthy runs get a diagnosis.
+Baseline: the undisturbed run with the same recipe.
+Run: ``./dev bench diagnosis [--keep FOLDER] [--parts …] [--minutes N] [--quick]``. With ``--keep`` runs stay, and a second
+call goes on where the first one was. No times are compared, so ``--rounds`` has no effect.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs of the trainer with a cause in them, and healthy ones: a tiny model, on one process or several, in folders that stay.
 
-The text is this Python's own source, its tokens are made once per seed and lent to each run, and a folder that holds a finished run
-is left as it is, so that a benchmark which was stopped goes on where it was.
+The text is this Python's own source, its tokens are made once per seed and lent to each run, and a folder that holds a
+finished run is left as it is, so that a benchmark which was stopped goes on where it was.
 
 Claim: none of its own; ``diagnosis.py`` measures. Baseline: the undisturbed run. Run: ``./dev bench diagnosis``.
 """

@@ -1,7 +1,8 @@
 """How causes get into a running session: strikes for the table of ``injections.py``, beside those of ``faults.py``.
 
-Each follows a published description of its cause (named in the table) and not what a diagnosis looks for. A strike is called before
-every step from its own on, so what grows or comes in bursts is a function of the steps since; what is wrapped once stays.
+Each follows a published description of its cause (named in the table) and not what a diagnosis looks for. A strike is called
+before every step from its own on, so what grows or comes in bursts is a function of the steps since; what is wrapped once
+stays.
 
 Claim: none of its own; ``diagnosis.py`` measures. Baseline: the undisturbed run. Run: ``./dev bench diagnosis``.
 """
