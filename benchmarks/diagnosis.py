@@ -123,7 +123,7 @@ class Runs:
         for row in HEALTHY:
             if time.monotonic() > self.until:
                 break
-            run = self.run(row.injection, "healthy", row.name)
+            run = self.twin(row.injection) if row.is_plain else self.run(row.injection, "healthy", row.name)
             print(f"healthy {row.name}", flush=True)
             if not self.options.only_run:  # type: ignore[attr-defined]
                 outcomes.append(healthy_outcome(run, row.name))

@@ -174,9 +174,15 @@ class Healthy:
         return ".".join(["healthy", self.recipe.replace("/", "-"), *more])
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing but the recipe was chosen: then it is the undisturbed twin of the injections into that recipe."""
+        return not self.settings and not self.resumed and self.ranks == 1
+
+    @property
     def injection(self) -> Injection:
-        """It is run as an injection of nothing is."""
-        given = {**self.settings, **({"gradient_accumulation_steps": 2} if self.ranks > 1 else {})}
+        """It is run as an injection of nothing is; shorter, where it is no twin."""
+        given = {**({} if self.is_plain else {"steps": 60}), **self.settings}
+        given |= {"gradient_accumulation_steps": 2} if self.ranks > 1 else {}
         strike = lambda session, since: None  # noqa: E731
         return Injection("healthy", "none", self.recipe, strike, given, STRUCK_AT, self.ranks, self.resumed)
 

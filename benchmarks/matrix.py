@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from injections import LIVE, STRENGTHS, Injection
 from timing import Row
 
+import narrowgauge as ng
 from narrowgauge.runs.record import Run
 
 ANSWERS = ("first", "in the first three", "not known", "healthy", "wrong")
@@ -72,7 +73,7 @@ def injected_outcome(run: Run, injection: Injection) -> Outcome:
     )
     named, others, sure = diagnosed(run)
     return Outcome(
-        injection.name, injection.cause, injection.strength, _answer(injection.cause, named, others), named, sure,
+        injection.name, injection.cause, injection.strength, _answer(injection.expected, named, others), named, sure,
         None if live is None else live - injection.at, bool(injection.unseen),
     )  # fmt: skip
 
@@ -84,28 +85,24 @@ def healthy_outcome(run: Run, name: str) -> Outcome:
 
 
 def diagnosed(run: Run) -> tuple[list[str], list[str], float | None]:
-    """The causes that a diagnosis names, those that it leaves open, and how sure it is of the first."""
-    import narrowgauge as ng
-
+    """The causes that a diagnosis names, those in question (``healthy`` among them), and how sure it is of the first."""
     found = ng.diagnose(run)
-    named = [finding.cause for finding in found.findings if finding.cause != "healthy"]
-    others = list(dict.fromkeys(_open_causes(found)))
-    return named, others, found.findings[0].probability if named else None
-
-
-def _open_causes(found: object) -> Iterator[str]:
-    raise NotImplementedError
+    named = [finding.cause.name for finding in found.findings]
+    others = [row.cause.name for finding in found.findings[:1] for row in finding.alternatives]
+    asked = [row.cause.name for row in found.causes]
+    return named, others or asked, found.findings[0].probability if named else None
 
 
 def _answer(cause: str, named: Sequence[str], others: Sequence[str]) -> str:
-    ranked = list(dict.fromkeys([*named, *others]))
+    """Which of ``ANSWERS`` it is: a cause in question counts among the first three, named or not."""
     if named[:1] == [cause]:
         return "first"
+    if not named and others[:1] == ["healthy"]:
+        return "healthy"
+    ranked = [other for other in dict.fromkeys([*named, *others]) if other != "healthy"]
     if cause in ranked[:3]:
         return "in the first three"
-    if named:
-        return "wrong"
-    return "healthy" if others[:1] == ["healthy"] or not others else "not known"
+    return "wrong" if named else "not known"
 
 
 def counted(outcomes: Sequence[Outcome]) -> list[Row]:
