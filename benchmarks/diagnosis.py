@@ -74,7 +74,8 @@ class Runs:
     def twin(self, injection: Injection) -> Run:
         """The run without the cause."""
         alone = undisturbed(injection)
-        name = f"{alone.recipe.replace('/', '-')}{f'-{alone.ranks}-ranks' if alone.ranks > 1 else ''}"
+        steps = f"-{alone.settings['steps']}-steps" if "steps" in alone.settings else ""
+        name = f"{alone.recipe.replace('/', '-')}{f'-{alone.ranks}-ranks' if alone.ranks > 1 else ''}{steps}"
         return self.run(alone, "undisturbed", name)
 
     def made(self, rows: Sequence[Injection], part: str) -> Iterator[tuple[Injection, Run]]:
@@ -109,7 +110,7 @@ class Runs:
         outcomes: list[Outcome] = []
         table: list[Row] = []
         for injection, run in made:
-            outcomes.append(injected_outcome(run, injection))
+            outcomes.append(injected_outcome(run, injection, self.twin(injection)))
             table.append(
                 {"": injection.name, "took effect": effect(run, self.twin(injection), injection), **outcomes[-1].row()}
             )

@@ -152,7 +152,10 @@ def injected_run(place: Path, folder: Path, injection: Injection, **changes: Any
 
 def undisturbed(injection: Injection) -> Injection:
     """The same run without the cause: neither its strike, its settings nor a resume."""
-    own = {name: injection.settings[name] for name in injection.settings if injection.ranks > 1}
+    kept = (
+        injection.settings if injection.ranks > 1 else {"steps"} & injection.settings.keys() if injection.at > 1 else ()
+    )
+    own = {name: injection.settings[name] for name in kept}
     recipe = injection.recipe if injection.cause != "narrow-all-reduce" else injection.recipe.rpartition("/")[0]
     return Injection("healthy", "twin", recipe, lambda session, since: None, own, ranks=injection.ranks)
 

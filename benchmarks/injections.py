@@ -173,8 +173,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause("recovering-spike", "12: BLOOM-176B, loss 2.20 to 5.10 and back within 30 steps", strikes(
         *(around.rate_burst(factor) for factor in (15.0, 30.0, 60.0)))),
     Cause("fp16-divergence", "13: BLOOM-104B, the loss scale turns long before the loss", tuple((strike, LONG) for strike in (
-        around.half_precision_divergence(1.3, 30), around.half_precision_divergence(1.6, 20),
-        around.half_precision_divergence(2.0, 10))), HALF_PRECISION, LATE),
+        around.half_precision_divergence(1.6, 20, 30.0), around.half_precision_divergence(2.0, 15, 100.0),
+        around.half_precision_divergence(3.0, 10, 1000.0))), HALF_PRECISION, LATE),
     Cause("embedding-shock", "14: GLM-130B, the embedding's gradient norm is orders above the others'", strikes(
         *(s.gradients_of("embed_tokens", factor, 20, 3) for factor in (30.0, 200.0, 2000.0)))),
     Cause("frozen-parameter", "15: learned positions whose gradient was 0", strikes(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 from faults import Strike, once
-from injections_strikes import scaled_gradients, several
+from injections_strikes import several
 from torch import Tensor
 
 from narrowgauge.distributed.ranks import all_ranks
@@ -40,10 +40,19 @@ def rate_burst(factor: float, length: int = 3) -> Strike:
     return changed_rate(lambda since: factor if since < length else 1.0)
 
 
-def half_precision_divergence(growth: float, after: int) -> Strike:
-    """Gradients that grow, so that the loss scale turns; later the rate of the updates grows too, until nothing is left."""
-    rate = changed_rate(lambda since: min(1.25 ** max(0, since - after), 1e4))
-    return several(scaled_gradients(1.0, growth), rate)
+def half_precision_divergence(growth: float, after: int, most: float) -> Strike:
+    """Gradients that grow 2^12 times, so that the loss scale turns; later the updates grow too, and the loss with them."""
+
+    def begin(session: Session) -> None:
+        true_loss, began = session.loss, session.step
+
+        def loss(tokens: Tensor) -> Tensor:
+            value, now = true_loss(tokens), min(growth ** (session.step - began), 2.0**12)
+            return value.detach() + now * (value - value.detach()) if torch.is_grad_enabled() else value
+
+        session.loss = loss
+
+    return several(once(begin), changed_rate(lambda since: min(1.4 ** max(0, since - after), most)))
 
 
 # ── data and the loss ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -66,12 +66,21 @@ def effect(run: Run, twin: Run, injection: Injection) -> str:
     return f"step time × {ratio:.2g}" if ratio > 1.25 else "NONE"
 
 
-def injected_outcome(run: Run, injection: Injection) -> Outcome:
-    """What the diagnosis says of a run whose cause is known."""
+def injected_outcome(run: Run, injection: Injection, twin: Run | None = None) -> Outcome:
+    """What the diagnosis says of a run whose cause is known.
+
+    Where the undisturbed twin loses updates too, that is right of both runs: the finding is left out, unless it was injected.
+    """
     live = next(
         (e["step"] for e in run.events if e["step"] >= injection.at and e["kind"] in LIVE[injection.cause]), None
     )
     named, others, sure = diagnosed(run)
+    if (
+        twin is not None
+        and injection.expected != "lost-updates"
+        and any(e["kind"] == "lost_updates" for e in twin.events)
+    ):
+        named, others = ([name for name in names if name != "lost-updates"] for names in (named, others))
     return Outcome(
         injection.name, injection.cause, injection.strength, _answer(injection.expected, named, others), named, sure,
         None if live is None else live - injection.at, bool(injection.unseen),
