@@ -71,35 +71,34 @@ def injected_outcome(run: Run, injection: Injection, twin: Run | None = None) ->
 
     Where the undisturbed twin loses updates too, that is right of both runs: the finding is left out, unless it was injected.
     """
-    live = next(
-        (e["step"] for e in run.events if e["step"] >= injection.at and e["kind"] in LIVE[injection.cause]), None
-    )
-    named, others, sure = diagnosed(run)
-    if (
-        twin is not None
-        and injection.expected != "lost-updates"
-        and any(e["kind"] == "lost_updates" for e in twin.events)
-    ):
-        named, others = ([name for name in names if name != "lost-updates"] for names in (named, others))
+    kinds = LIVE[injection.cause]
+    live = next((e["step"] for e in run.events if e["step"] >= injection.at and e["kind"] in kinds), None)
+    named, others = diagnosed(run)
+    loses = twin is not None and any(event["kind"] == "lost_updates" for event in twin.events)
+    if loses and injection.expected != "lost-updates":
+        named.pop("lost-updates", None)
+        others = [name for name in others if name != "lost-updates"]
     return Outcome(
-        injection.name, injection.cause, injection.strength, _answer(injection.expected, named, others), named, sure,
-        None if live is None else live - injection.at, bool(injection.unseen),
+        injection.name, injection.cause, injection.strength, _answer(injection.expected, list(named), others), list(named),
+        next(iter(named.values()), None), None if live is None else live - injection.at, bool(injection.unseen),
     )  # fmt: skip
 
 
 def healthy_outcome(run: Run, name: str) -> Outcome:
     """What the diagnosis says of a run in which nothing is wrong."""
-    named, others, sure = diagnosed(run)
-    return Outcome(name, "healthy", "", _answer("healthy", named, others), named, sure)
+    named, others = diagnosed(run)
+    return Outcome(
+        name, "healthy", "", _answer("healthy", list(named), others), list(named), next(iter(named.values()), None)
+    )
 
 
-def diagnosed(run: Run) -> tuple[list[str], list[str], float | None]:
-    """The causes that a diagnosis names, those in question (``healthy`` among them), and how sure it is of the first."""
+def diagnosed(run: Run) -> tuple[dict[str, float], list[str]]:
+    """The causes that a diagnosis names, with their probabilities, and those in question, ``healthy`` among them."""
     found = ng.diagnose(run)
-    named = [finding.cause.name for finding in found.findings]
+    named = {finding.cause.name: finding.probability for finding in found.findings}
     others = [row.cause.name for finding in found.findings[:1] for row in finding.alternatives]
     asked = [row.cause.name for row in found.causes]
-    return named, others or asked, found.findings[0].probability if named else None
+    return named, others or asked
 
 
 def _answer(cause: str, named: Sequence[str], others: Sequence[str]) -> str:
