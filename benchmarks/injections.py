@@ -11,6 +11,7 @@ Claim: none of its own; ``diagnosis.py`` measures. Baseline: the undisturbed run
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -244,17 +245,18 @@ INJECTIONS: dict[str, Injection] = {
 
 
 def of_half(half: str) -> list[Injection]:
-    """The injections of a half: for each cause and strength one recipe first (by a hash), strong and plain ones before weak ones.
+    """The injections of a half in the order in which they are run: plain ones first, then strong, then weak ones.
 
-    A matrix that is cut short thus has all causes, and each with another recipe.
+    Each cause and strength comes once, then once more in another recipe, so that a matrix which is cut short has all causes;
+    bfloat16 recipes come first, since a CPU emulates all others at several times the cost, and a hash decides between them.
     """
-    rows = sorted((row for row in INJECTIONS.values() if row.half == half), key=lambda row: _digest(row.name))
-    turn: dict[tuple[str, str], int] = {}
+    rows = [row for row in INJECTIONS.values() if row.half == half]
+    rows.sort(key=lambda row: (not row.recipe.startswith("bfloat16/"), _digest(row.name)))
+    turn: Counter[tuple[str, str]] = Counter()
     order = []
     for row in rows:
-        key = (row.cause, row.strength)
-        turn[key] = turn.get(key, -1) + 1
-        order.append((turn[key], ("plain", "strong", "weak").index(row.strength), row))
+        order.append((turn[row.cause, row.strength], ("plain", "strong", "weak").index(row.strength), row))
+        turn[row.cause, row.strength] += 1
     return [row for *_, row in sorted(order, key=lambda item: item[:2])]
 
 
