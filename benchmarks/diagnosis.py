@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from injected_runs import HEALTHY, injected_run, prepare, undisturbed
+from _injected_runs import HEALTHY, injected_run, prepare, undisturbed
+from _matrix import Outcome, counted, effect, healthy_outcome, injected_outcome, totals
 from injections import INJECTIONS, NOT_INJECTED, Injection, of_half
-from matrix import Outcome, counted, effect, healthy_outcome, injected_outcome, totals
 from timing import Report, Row, parser
 
 from narrowgauge.runs.record import Run

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import _injections_strikes as s
+import _injections_surroundings as around
 import faults
-import injections_strikes as s
-import injections_surroundings as around
 import torch
 from faults import Fault, Strike, nothing, once
 

@@ -10,8 +10,8 @@ from benchmark_modules import benchmark_module
 from narrowgauge.diagnosis.causes import CAUSES
 
 injections = benchmark_module("injections")
-matrix = benchmark_module("matrix")
-injected_runs = benchmark_module("injected_runs")
+matrix = benchmark_module("_matrix")
+injected_runs = benchmark_module("_injected_runs")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

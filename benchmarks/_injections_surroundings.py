@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 
 import torch
+from _injections_strikes import several
 from faults import Strike, once
-from injections_strikes import several
 from torch import Tensor
 
 from narrowgauge.distributed.ranks import all_ranks
