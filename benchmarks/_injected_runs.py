@@ -98,13 +98,21 @@ def recorded_as(versions: Mapping[str, str]) -> Iterator[None]:
         loop.describe = true_describe
 
 
+def _mark(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.done")
+
+
+def is_made(folder: Path) -> bool:
+    """Whether a folder holds a run that is done."""
+    return _mark(folder).exists()
+
+
 def made_run(folder: Path, make: Any) -> Run:
     """The run in a folder, made where it is not there whole; one that ended with an error of ours is whole too."""
-    done = folder.with_name(f"{folder.name}.done")
-    if not done.exists():
+    if not is_made(folder):
         shutil.rmtree(folder, ignore_errors=True)
         make()
-        done.touch()
+        _mark(folder).touch()
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         shutil.rmtree(folder / "data", ignore_errors=True)
     return read_run(folder)

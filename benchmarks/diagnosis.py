@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from _injected_runs import HEALTHY, injected_run, prepare, undisturbed
+from _injected_runs import HEALTHY, injected_run, is_made, prepare, undisturbed
 from _matrix import Outcome, counted, effect, healthy_outcome, injected_outcome, totals
 from injections import INJECTIONS, NOT_INJECTED, Injection, of_half
 from timing import Report, Row, parser
@@ -65,29 +65,31 @@ class Runs:
         self.until = time.monotonic() + 60 * options.minutes  # type: ignore[attr-defined]
         prepare(folder / "place")
 
-    def run(self, injection: Injection, part: str, name: str = "") -> Run:
-        """An injection's run."""
+    def run(self, injection: Injection, part: str, name: str = "") -> Run | None:
+        """An injection's run; ``None`` where it is not there and the time is over."""
         every = self.options.gauges_every  # type: ignore[attr-defined]
         folder = self.folder / (part if every == 20 else f"{part}-every-{every}") / (name or injection.name)
+        if time.monotonic() > self.until and not is_made(folder):
+            return None
         return injected_run(self.folder / "place", folder, injection, gauges_every=every)
 
-    def twin(self, injection: Injection) -> Run:
+    def twin(self, injection: Injection) -> Run | None:
         """The run without the cause."""
         alone = undisturbed(injection)
         steps = f"-{alone.settings['steps']}-steps" if "steps" in alone.settings else ""
         name = f"{alone.recipe.replace('/', '-')}{f'-{alone.ranks}-ranks' if alone.ranks > 1 else ''}{steps}"
         return self.run(alone, "undisturbed", name)
 
-    def made(self, rows: Sequence[Injection], part: str) -> Iterator[tuple[Injection, Run]]:
-        """The runs of some injections, while there is time."""
+    def made(self, rows: Sequence[Injection], part: str) -> Iterator[tuple[Injection, Run, Run]]:
+        """The runs of some injections and their twins, while there is time; those that are there in any case."""
         for injection in rows:
-            if time.monotonic() > self.until:
-                return
             began = time.monotonic()
             run = self.run(injection, part)
-            found = effect(run, self.twin(injection), injection)
-            print(f"{part} {injection.name}: {found} ({time.monotonic() - began:.0f} s)", flush=True)
-            yield injection, run
+            twin = self.twin(injection) if run is not None else None
+            if run is not None and twin is not None:
+                found = effect(run, twin, injection)
+                print(f"{part} {injection.name}: {found} ({time.monotonic() - began:.0f} s)", flush=True)
+                yield injection, run, twin
 
     def emit(self, report: Report) -> None:
         """Make the runs part by part, and print their matrices."""
@@ -109,11 +111,9 @@ class Runs:
             return
         outcomes: list[Outcome] = []
         table: list[Row] = []
-        for injection, run in made:
-            outcomes.append(injected_outcome(run, injection, self.twin(injection)))
-            table.append(
-                {"": injection.name, "took effect": effect(run, self.twin(injection), injection), **outcomes[-1].row()}
-            )
+        for injection, run, twin in made:
+            outcomes.append(injected_outcome(run, injection, twin))
+            table.append({"": injection.name, "took effect": effect(run, twin, injection), **outcomes[-1].row()})
         report.add(f"{half}: every run", table)
         report.add(f"{half}: by cause", counted(outcomes))
         for line in totals(outcomes):
@@ -122,11 +122,8 @@ class Runs:
     def _emit_healthy(self, report: Report) -> None:
         outcomes: list[Outcome] = []
         for row in HEALTHY:
-            if time.monotonic() > self.until:
-                break
             run = self.twin(row.injection) if row.is_plain else self.run(row.injection, "healthy", row.name)
-            print(f"healthy {row.name}", flush=True)
-            if not self.options.only_run:  # type: ignore[attr-defined]
+            if run is not None and not self.options.only_run:  # type: ignore[attr-defined]
                 outcomes.append(healthy_outcome(run, row.name))
         if outcomes:
             named = [outcome for outcome in outcomes if outcome.named]
