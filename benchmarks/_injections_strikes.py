@@ -22,7 +22,7 @@ from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
 from narrowgauge.trainer.session import Session
 
 ATTENTION, MLP, DOWN = (f"{faults.LAYER}.{part}" for part in ("self_attn", "mlp", "mlp.down_proj"))
-FIRST_MLP = "model.layers.0.mlp"
+FIRST_MLP, VALUES_OUT = "model.layers.0.mlp", f"{ATTENTION}.o_proj"
 
 
 def several(*strikes: Strike) -> Strike:
@@ -124,7 +124,7 @@ def gain(factor: float) -> Strike:
 
 def biased_attention(share: float) -> Strike:
     """Attention outputs that are all rounded the same way, by a share of their magnitude."""
-    return input_of(f"{ATTENTION}.o_proj", lambda x, since: x - share * x.abs())
+    return input_of(VALUES_OUT, lambda x, since: x - share * x.abs())
 
 
 def narrow_rotary(to: torch.dtype) -> Strike:

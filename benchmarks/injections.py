@@ -214,7 +214,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause("bad-data", "a part of the data means nothing", strikes(
         around.nonsense_tokens(0.25, 30), around.nonsense_tokens(0.6, 30), around.nonsense_tokens(1.0, 30))),
     Cause("dead-layer", "a part of the model gives nothing and learns nothing", strikes(
-        s.silent_module(s.ATTENTION), s.silent_module(s.MLP), s.silent_module(s.ATTENTION, s.MLP))),
+        s.silent_module(s.VALUES_OUT), s.silent_module(s.MLP), s.silent_module(s.VALUES_OUT, s.MLP))),
     Cause("resume-changed", "what a checkpoint did not hold: the data's position, moments, the rate", strikes(
         around.data_from_the_start, around.lost_moments, around.changed_rate(lambda since: 10.0)), SIX, {"resumed": True}),
     Cause("slow-rank", "one rank takes longer in every step", tuple((around.on_rank(1, around.slow_loss(seconds)), REPLICATED)
