@@ -76,8 +76,7 @@ def assert_same(run: OwnRun, losses: list[float], model: nn.Module, optimizer: A
     assert all(torch.equal(value, run.stored[name]) for name, value in stored.items())
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize(("order", "precision"), [("before", "no"), ("after", "no"), ("before", "bf16")])
 def test_the_loop_has_the_bits_of_the_own_trainer(order: str, precision: str) -> None:
     run = reference("bfloat16/word", STEPS)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
@@ -242,8 +241,8 @@ def of_two(rank: int, kind: str, recipe: str, folder: str) -> tuple[list[float],
     return losses, whole, steps(batches[2:])
 
 
-@pytest.mark.parametrize("recipe", ["bfloat16/word", "bfloat16/compact"])
-def test_fsdp2_and_ddp_have_the_same_bits_and_resume(recipe: str, tmp_path: Path) -> None:
+def test_fsdp2_and_ddp_have_the_same_bits_and_resume(tmp_path: Path) -> None:
+    recipe = "bfloat16/compact"  # codes with a scale for each row
     of_kind = {}
     for kind in ("DDP", "FSDP2"):
         results = run_ranks(of_two, 2, tmp_path / kind, kind, recipe, str(tmp_path / kind / "state"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from integrations.huggingface_runs import MyTrainer, arguments, history, plain_a
 from integrations.own_trainer import reference
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.huggingface import NarrowgaugeCallback, optimizer_factory
+from narrowgauge.integrations.huggingface_optimizer import require_whole_weights
 from narrowgauge.spec.recipes import Phase
 
 TWO = {"gradient_accumulation_steps": 2}
@@ -30,19 +32,27 @@ TWO = {"gradient_accumulation_steps": 2}
     ("recipe", "settings", "flags"),
     [
         ("bfloat16/word", {}, {"bf16": True}),
-        ("bfloat16/split", TWO, {}),
+        ("bfloat16/split", {"gradient_accumulation_steps": 4, "accumulation_dtype": "kahan"}, {}),
         ("bfloat16/float32", TWO, {"bf16": True}),
         ("float8-delayed/word", TWO, {"bf16": True}),
         ("float16/compact", TWO, {"fp16": True}),
-        ("bfloat16/word", {"max_grad_norm": 0.1}, {"gradient_checkpointing": True}),
-        ("bfloat16/word", {"shape": {"tie_word_embeddings": True}}, {}),
+        (
+            "bfloat16/word",
+            {"max_grad_norm": 0.1, "shape": {"tie_word_embeddings": True}},
+            {"gradient_checkpointing": True},
+        ),
     ],
 )
 def test_losses_norms_and_weights_are_the_trainers_bit_for_bit(
     tmp_path: Path, recipe: str, settings: dict[str, Any], flags: dict[str, Any]
 ) -> None:
     run = reference(recipe, steps=4, **dict(settings))
-    trainer = trainer_of(tmp_path, run, **flags)
+    mixin: dict[str, Any] = {
+        "recipe": recipe,
+        "audit_every": 2,
+        "accumulation_dtype": settings.get("accumulation_dtype"),
+    }
+    trainer = trainer_of(tmp_path, run, mixin=mixin, **flags)
     trainer.train()
     assert history(trainer, "loss") == run.losses and history(trainer, "grad_norm") == run.grad_norms
     assert same_bits(trainer, run)
@@ -107,6 +117,13 @@ def test_what_contradicts_a_recipe_is_refused_in_one_line(
     with pytest.raises(RecipeError, match=words) as refused:
         trainer_of(tmp_path, run, mixin={"recipe": recipe}, **changes).train()
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("version", "spares", "words"), [(1, False, "FSDP1"), (2, True, "cpu_ram_efficient_loading")])
+def test_shards_that_would_come_before_the_tails_are_refused(version: int, spares: bool, words: str) -> None:
+    plugin = SimpleNamespace(fsdp_version=version, cpu_ram_efficient_loading=spares)
+    with pytest.raises(RecipeError, match=words):
+        require_whole_weights(plugin, ng.parse("bfloat16/word"))
 
 
 def test_an_optimizer_of_others_is_refused(tmp_path: Path) -> None:
@@ -249,13 +266,6 @@ def test_phases_and_the_compute_of_evaluation_are_obeyed(tmp_path: Path) -> None
     trainer.train()
     trainer.evaluate(rows_of(run)[:1])
     assert seen == ["bfloat16", "bfloat16", "float8-row", "float8-row", "bfloat16"]
-
-
-def test_sums_of_micro_batches_have_the_format_that_was_asked(tmp_path: Path) -> None:
-    run = reference("bfloat16/word", steps=2, gradient_accumulation_steps=4, accumulation_dtype="kahan")
-    trainer = trainer_of(tmp_path, run, mixin={"recipe": run.recipe, "accumulation_dtype": "kahan"})
-    trainer.train()
-    assert history(trainer, "loss") == run.losses and same_bits(trainer, run)
 
 
 def test_the_run_folder_is_one_that_reports_and_comparisons_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def test_the_trainer_that_clips_and_casts_too_is_found(tmp_path: Path) -> None:
 # ── Accelerate ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def accelerate_findings(recipe: str, **options: Any) -> ng.Findings:
+def accelerate_findings(recipe: str, overflow: bool = False, **options: Any) -> ng.Findings:
     accelerate = pytest.importorskip("accelerate", reason=INSTALLS.format("huggingface"))
     accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
@@ -157,7 +158,8 @@ def accelerate_findings(recipe: str, **options: Any) -> ng.Findings:
         for batch in data:
             with accelerator.accumulate(model):
                 dtype = next(model.parameters()).dtype
-                accelerator.backward(model(batch.to(dtype)).float().square().mean())
+                factor = math.inf if overflow and accelerator.sync_gradients else 1.0
+                accelerator.backward(model(batch.to(dtype)).float().square().mean() * factor)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
@@ -172,3 +174,7 @@ def test_accelerate_is_clean(recipe: str) -> None:
 
 def test_accelerate_that_casts_again_is_found() -> None:
     assert names(accelerate_findings("bfloat16/word", mixed_precision="bf16")) == ["autocast-over-narrow"]
+
+
+def test_a_schedule_of_accelerate_that_moves_though_the_optimizer_skipped_is_found() -> None:
+    assert names(accelerate_findings("bfloat16/word", overflow=True)) == ["schedule-on-skip"]

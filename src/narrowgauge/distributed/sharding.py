@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.numerics.summation import fingerprint, fingerprint_all
@@ -189,6 +190,13 @@ def make_equal(model: nn.Module, mesh: Any) -> None:
             torch.distributed.broadcast(whole.view(-1).view(torch.uint8), group=group, group_src=0)
             if whole.data_ptr() != data.data_ptr():
                 data.copy_(whole)
+
+
+def begin_alike(model: nn.Module) -> None:
+    """Give every rank the parameters of the first, in full, before they are rounded: DDP would copy the rounded ones alone."""
+    here = all_ranks()
+    if here.size > 1 and not has_shards(model):
+        make_equal(model, make_mesh(here.size, next(model.parameters()).device.type, sharding="none"))
 
 
 def fingerprint_whole(named: Mapping[str, Tensor]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from narrowgauge.integrations.framework_optimizers import restore_audit, saved_audit
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.optim.optimizer import Optimizer
 
@@ -33,27 +34,37 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
     """
 
     def add(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {**state_dict, KEY: _taken(optimizer, model)}
+        return {**state_dict, KEY: carried(optimizer, model)}
+
+    given: dict[str, Any] = {}
 
     def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        _give_back(optimizer, model, state_dict.get(KEY, {}))
+        given.clear()
+        given.update(state_dict.get(KEY, {}))
         return {name: value for name, value in state_dict.items() if name != KEY}
+
+    def put(_: Any) -> None:
+        # Only now: loading states begins an audit of its own.
+        restore(optimizer, model, given)
 
     optimizer.register_state_dict_post_hook(add)
     optimizer.register_load_state_dict_pre_hook(take)
+    optimizer.register_load_state_dict_post_hook(put)
 
 
-def _taken(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    optimizer.settle()
-    state: dict[str, Any] = {"num_skipped": optimizer.num_skipped}
+def carried(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """What a resumed run needs besides weights and states: numbers, and tensors of amax histories."""
+    state = saved_audit(optimizer)
     if optimizer.loss_scaler is not None:
         state["loss_scaler"] = optimizer.loss_scaler.state_dict()
     linears = linears_of(model)
     return state if linears is None else {**state, **linears.state_dict()}
 
 
-def _give_back(optimizer: Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
-    optimizer.num_skipped = state.get("num_skipped", optimizer.num_skipped)
+def restore(optimizer: Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
+    """Give back what :func:`carried` returned."""
+    if "windows" in state:
+        restore_audit(optimizer, state)
     if optimizer.loss_scaler is not None and "loss_scaler" in state:
         optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
     linears = linears_of(model)

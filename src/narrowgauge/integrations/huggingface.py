@@ -14,15 +14,17 @@ What of the Trainer is private and overridden here, as of transformers 5.23:
 | name | why |
 |---|---|
 | ``_clip_grad_norm``, ``_get_grad_norm`` | they clip gradients in their own format, and read the norm in that format |
+| ``_save_optimizer_and_scheduler``, ``_load_optimizer_and_scheduler`` | with FSDP2 they take parameters' states alone |
 
-Everything else is documented for subclasses: ``create_accelerator_and_postprocess``, ``create_optimizer``, ``training_step``,
-``compute_loss``, ``evaluation_loop``, ``log``.
+Everything else is documented for subclasses: ``create_accelerator_and_postprocess``, ``create_optimizer``,
+``create_scheduler``, ``training_step``, ``compute_loss``, ``evaluation_loop``, ``log``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,13 +33,17 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import largest_of_ranks
+from narrowgauge.distributed.sharding import begin_alike, has_shards
 from narrowgauge.errors import RecipeError
+from narrowgauge.integrations.carried_state import carried, restore
 from narrowgauge.integrations.huggingface_callback import NarrowgaugeCallback as NarrowgaugeCallback
-from narrowgauge.integrations.huggingface_optimizer import make_optimizer, refuse_contradictions
+from narrowgauge.integrations.huggingface_optimizer import make_optimizer, refuse_contradictions, require_whole_weights
 from narrowgauge.integrations.huggingface_optimizer import optimizer_factory as optimizer_factory
+from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.optim.accumulation import GradientAccumulator
+from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
@@ -46,6 +52,10 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
+
+
+CARRIED = "narrowgauge.pt"
+"""In a checkpoint of FSDP2, beside the parameters' states: the loss scale, delayed scales and the step of random bits."""
 
 
 class NarrowgaugeTrainer(_Trainer):
@@ -63,7 +73,8 @@ class NarrowgaugeTrainer(_Trainer):
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
         accumulation_dtype: in which format the gradients of a step's micro-batches are summed, a row of
             ``narrowgauge.ACCUMULATIONS``. ``None`` is float32 in one process, and on several ranks the parameters' own,
-            since DDP sums there.
+            where DDP and FSDP2 sum them before they communicate; a row that is named is obeyed there too, and the ranks
+            communicate each micro-batch.
         audit_every: steps between audits; 0 disables them.
         compile: compile the optimizer's kernels; ``None`` decides by the model's size.
 
@@ -94,6 +105,8 @@ class NarrowgaugeTrainer(_Trainer):
         self._accumulator: GradientAccumulator | None = None
         self._linears: Linears | None = None
         self._norm: Tensor | None = None
+        self._prepared: nn.Module | None = None
+        self._scope = ExitStack()
         self._micro_batch = 0
         self.recipe_optimizer: Optimizer | None = None
         """The optimizer, without Accelerate's wrapper; ``None`` before training."""
@@ -122,11 +135,17 @@ class NarrowgaugeTrainer(_Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's, without autocast and gradient scaling: the recipe casts, and our optimizer scales."""
         refuse_contradictions(self.args, self.recipe)
+        config: Any = self.args.accelerator_config
         asked, self.args.mixed_precision = self.args.mixed_precision, "no"
+        sums = config.gradient_accumulation_kwargs
+        if self._accumulation_dtype is not None:
+            # Ranks add up each micro-batch, which is then added in the format that was asked.
+            config.gradient_accumulation_kwargs = {**(sums or {}), "sync_each_batch": True}
         try:
             super().create_accelerator_and_postprocess()
         finally:
-            self.args.mixed_precision = asked
+            self.args.mixed_precision, config.gradient_accumulation_kwargs = asked, sums
+        require_whole_weights(getattr(self.accelerator.state, "fsdp_plugin", None), self.recipe)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Prepare the model with the recipe, and make its optimizer; called by ``train()``."""
@@ -134,6 +153,7 @@ class NarrowgaugeTrainer(_Trainer):
             target = self.model if model is None else model
             assert target is not None
             decayed = set(self.get_decay_parameter_names(target))
+            begin_alike(target)
             optimizer = make_optimizer(
                 target,
                 self.args,
@@ -145,11 +165,21 @@ class NarrowgaugeTrainer(_Trainer):
                 **self._settings,
             )
             self.optimizer = self.recipe_optimizer = optimizer
-            self._linears = linears_of(target)
-            self._accumulator = self._make_accumulator(target)
+            self._linears, self._prepared = linears_of(target), target
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
         return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As the Trainer's, which calls it once the model is wrapped or sharded: what is kept by parameter is made then."""
+        if self.recipe_optimizer is not None and self._prepared is not None:
+            self._scope.close()  # of a training that was interrupted
+            self._micro_batch = 0
+            self._accumulator = self._make_accumulator(self._prepared)
+            if has_shards(self._prepared):
+                own = list(self.recipe_optimizer.parameter_names())
+                self.recipe_optimizer.auditor.join = joined_over_ranks(own)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     @property
     def _max_grad_norm(self) -> float | None:
@@ -158,20 +188,10 @@ class NarrowgaugeTrainer(_Trainer):
         return asked if asked and asked > 0 else None
 
     def _make_accumulator(self, model: nn.Module) -> GradientAccumulator | None:
-        """What sums the micro-batches of a step, if there are several and autograd does not.
-
-        Raises:
-            RecipeError: a format was requested on ranks whose gradients are summed before.
-        """
+        """What sums the micro-batches of a step, if there are several and autograd does not."""
         alone, asked = self.args.world_size == 1, self._accumulation_dtype
         if self.args.gradient_accumulation_steps == 1 or (asked is None and not alone):
             return None
-        if not alone:
-            raise RecipeError(
-                f"accumulation_dtype='{asked}' was requested on {self.args.world_size} ranks, whose micro-batches DDP sums "
-                "in the gradients' own format.",
-                "Leave it out, or raise per_device_train_batch_size instead of gradient_accumulation_steps.",
-            )
         parts, seed = self.args.gradient_accumulation_steps, self.args.seed
         return GradientAccumulator(model.parameters(), asked or "float32", seed, num_micro_batches=parts)
 
@@ -183,17 +203,25 @@ class NarrowgaugeTrainer(_Trainer):
             self._set_compute(evaluating=False)
             place = self._micro_batch * self.args.world_size + self.args.process_index
             self._linears.set_first_sequence(place * self.args.per_device_train_batch_size)
-        if self._micro_batch == 0 and self._accumulator is not None:
-            self._accumulator.step = self.state.global_step
+        if self._micro_batch == 0:
+            self._begin_step()
         # The Trainer counts the tokens of the whole step, where the model's loss asks for them.
         counted = num_items_in_batch if self._micro_batch == 0 else 0
         tokens = _num_tokens(inputs) if num_items_in_batch is None else counted
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         if self._accumulator is not None:
             self._accumulator.accumulate()
+            self._join_histories()  # before DDP gives all ranks the first one's
         self._micro_batch += 1
         self._callback.take_micro_batch(loss, tokens)
         return loss
+
+    def _begin_step(self) -> None:
+        if self._accumulator is not None:
+            self._accumulator.step = self.state.global_step
+        # Casts of weights that are sharded would keep the whole model on each rank.
+        if self.args.gradient_accumulation_steps > 1 and not self._is_sharded:
+            self._scope.enter_context(cached_weights())
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -207,8 +235,12 @@ class NarrowgaugeTrainer(_Trainer):
         return found
 
     def _before_step(self, *_: Any) -> None:
+        self._scope.close()
         if self._accumulator is not None:
             self._accumulator.finish()
+        self._join_histories()
+
+    def _join_histories(self) -> None:
         if self._linears is not None and self.args.world_size > 1:
             self._linears.join_histories(largest_of_ranks)
 
@@ -230,6 +262,27 @@ class NarrowgaugeTrainer(_Trainer):
             return None
         self._norm = torch.full((), math.nan, dtype=torch.float32, device=self.args.device)
         return self._norm
+
+    # ── checkpoints of FSDP2 ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._is_sharded and self.args.should_save:
+            torch.save(carried(*self._carrying), Path(output_dir) / CARRIED)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self._is_sharded and (place := Path(checkpoint) / CARRIED).exists():
+            restore(*self._carrying, torch.load(place, weights_only=True, map_location="cpu"))
+
+    @property
+    def _is_sharded(self) -> bool:
+        return bool(self.is_fsdp_enabled) and self.recipe_optimizer is not None
+
+    @property
+    def _carrying(self) -> tuple[Optimizer, nn.Module]:
+        assert self.recipe_optimizer is not None and self._prepared is not None
+        return self.recipe_optimizer, self._prepared
 
     # ── beside the step ─────────────────────────────────────────────────────────────────────────────────────────────
 

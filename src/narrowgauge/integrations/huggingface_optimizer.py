@@ -89,18 +89,37 @@ def _contradictions(args: TrainingArguments, recipe: Recipe) -> Iterator[tuple[b
     )
     reason = "which shards nothing by DeepSpeed"
     yield bool(args.deepspeed), "deepspeed", reason, "Start ranks with torchrun, without DeepSpeed."
-    reason = "whose float32 weights are cut before the Trainer shards them"
-    yield (
-        bool(args.fsdp),
-        "fsdp",
-        reason,
-        "Use DDP (torchrun without fsdp), or narrowgauge.prepare(…, mesh=…) in a loop.",
-    )
+    is_xla = bool(args.fsdp) and isinstance(args.fsdp_config, dict) and bool(args.fsdp_config.get("xla"))
+    yield is_xla, "FSDP of XLA", "which it would shard first", "Leave xla out of fsdp_config, which means FSDP2."
     reason = "and DataParallel copies a model at every step"
     yield args.n_gpu > 1, f"one process for {args.n_gpu} GPUs", reason, "Start it with torchrun, or show it one GPU."
     reason = "whose reduction needs a loop that hands it each micro-batch"
     native = recipe.reduction.name == "native"
     yield not native, f"reduction '{recipe.reduction.name}'", reason, "Leave the reduction out: DDP averages gradients."
+
+
+def require_whole_weights(plugin: Any, recipe: Recipe) -> None:
+    """Refuse settings of Accelerate's FSDP with which a model is sharded, or is not loaded, before it is prepared.
+
+    Args:
+        plugin: Accelerate's, from training arguments or from ``accelerate launch``; ``None`` where there is none.
+        recipe: the recipe.
+    Raises:
+        RecipeError: naming the setting.
+    """
+    if plugin is None:
+        return
+    if plugin.fsdp_version != 2:
+        raise RecipeError(
+            f"FSDP1 was requested with recipe '{recipe.name}', and it shards a model before there is an optimizer.",
+            "Take FSDP2: leave version out of fsdp_config, or set fsdp_version: 2 for accelerate launch.",
+        )
+    if plugin.cpu_ram_efficient_loading:
+        raise RecipeError(
+            f"FSDP's cpu_ram_efficient_loading was requested with recipe '{recipe.name}', whose tails each rank takes from the "
+            "whole float32 weights; only the first would have them.",
+            "Leave it out: each rank loads the model, then shards it.",
+        )
 
 
 def chosen_optimizer(args: TrainingArguments, given: Chosen | None = None) -> tuple[type[Optimizer], dict[str, Any]]:
@@ -278,6 +297,12 @@ def optimizer_factory(
     policy = parse(recipe)
     refuse_contradictions(args, policy)
     chosen_optimizer(args)
+    if args.fsdp:
+        raise RecipeError(
+            f"fsdp was requested of a plain Trainer with recipe '{policy.name}', whose loss scale and delayed scales its "
+            "checkpoints would leave out.",
+            "Use NarrowgaugeTrainer, or leave fsdp out.",
+        )
     if args.max_grad_norm and args.max_grad_norm > 0:
         raise RecipeError(
             f"TrainingArguments(max_grad_norm={args.max_grad_norm:g}) makes a plain Trainer clip gradients in their own "
