@@ -117,14 +117,12 @@ def wrap_cpu_kernel(name: str, wrapper: Callable[..., Any]) -> None:
     _OVERRIDES.append(library)  # the override lives as long as it does
 
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def plain_name(name: str) -> str:
     """A name without those of compilers and checkpoints around the module."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def leave_out_of_ddp(model: Any, names: Iterable[str]) -> None:

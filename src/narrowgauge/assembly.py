@@ -9,7 +9,7 @@ of :mod:`narrowgauge.matmul.scopes` come last.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -108,11 +108,10 @@ def prepare(
         >>> model.weight.dtype
         torch.bfloat16
     """
-    policy, inner = parse(recipe), unwrapped(model)
-    require_summable(model, policy, mesh)
-    _, optimizer = assemble(
-        inner,
-        policy,
+    return prepare_with(
+        model,
+        parse(recipe),
+        average=average,
         lr=lr,
         betas=betas,
         eps=eps,
@@ -127,11 +126,6 @@ def prepare(
         offload=offload,
         narrow_gather=narrow_gather,
     )
-    if mesh is not None or policy.reduction.name != "native":
-        name = policy.reduction.name
-        optimizer.reduction = reduce_gradients_with(model, name, average=average, seed=seed, mesh=mesh)
-        _join_histories(inner, optimizer)
-    return model, optimizer
 
 
 _OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "max_grad_norm")
@@ -142,6 +136,30 @@ DEFAULTS = {name: inspect.signature(prepare).parameters[name].default for name i
 def is_matrix(name: str, parameter: Tensor) -> bool:
     """Whether a parameter has two dims or more: what :func:`prepare` decays."""
     return parameter.ndim >= 2
+
+
+def prepare_with(
+    model: nn.Module, policy: Recipe, *, average: bool = True, mesh: Any = None, seed: int = 0, **settings: Any
+) -> tuple[nn.Module, AdamW]:
+    """:func:`prepare` for frameworks, in which parameters have options of their own.
+
+    Args:
+        model, average, mesh, seed: as for :func:`prepare`.
+        policy: the recipe.
+        settings: as for :func:`assemble_with`.
+    Returns:
+        As :func:`prepare`.
+    Raises:
+        RecipeError: as :func:`prepare`.
+    """
+    inner = unwrapped(model)
+    require_summable(model, policy, mesh)
+    _, optimizer = assemble(inner, policy, mesh=mesh, seed=seed, **settings)
+    if mesh is not None or policy.reduction.name != "native":
+        name = policy.reduction.name
+        optimizer.reduction = reduce_gradients_with(model, name, average=average, seed=seed, mesh=mesh)
+        _join_histories(inner, optimizer)
+    return model, optimizer
 
 
 def assemble(model: nn.Module, policy: Recipe, **settings: Any) -> tuple[nn.Module, AdamW]:
@@ -175,7 +193,8 @@ def assemble_with(
         optimizer_class: the optimizer.
         model, policy, seed, mesh, shard, offload, narrow_gather: as for :func:`prepare`.
         options: of the optimizer, ``weight_decay``, ``lr`` and ``loss_scaler`` among them; ``decays(name, parameter)``, whether a
-            parameter is decayed; ``by_adamw(name)``, whether AdamW steps it where the optimizer has a matrix rule.
+            parameter is decayed; ``options_of(name)``, the options of a parameter that are not the optimizer's, such as
+            ``{"lr": 1e-4}``, or ``{"rule": "adamw"}`` where the optimizer has a matrix rule.
     Returns:
         The model and its optimizer.
     Raises:
@@ -242,20 +261,20 @@ def optimizer_for(
     seed: int = 0,
     loss_scaler: LossScaler | None = None,
     decays: Callable[[str, Tensor], bool] = is_matrix,
-    by_adamw: Callable[[str], bool] = lambda name: False,
+    options_of: Callable[[str], Mapping[str, Any]] = lambda name: {},
     **options: Any,
 ) -> Made:
     """The optimizer of a converted model.
 
     Args:
         converted: the model, whose float32 values the optimizer takes over.
-        optimizer_class, weight_decay, lr, seed, loss_scaler, decays, by_adamw, options: as for :func:`assemble_with`.
+        optimizer_class, weight_decay, lr, seed, loss_scaler, decays, options_of, options: as for :func:`assemble_with`.
     Returns:
         The optimizer; the stored weights are the float32 values, rounded once to the storage's code.
     """
     policy = converted.recipe
     optimizer = optimizer_class(
-        _groups(converted.model, policy, weight_decay, lr, converted.factors, decays, by_adamw),
+        _groups(converted, {"weight_decay": weight_decay, "lr": lr}, decays, options_of),
         lr=lr,
         weight_decay=weight_decay,
         storage=policy.storage,
@@ -348,31 +367,32 @@ _DECAYED_AT = 1e-3
 
 
 def _groups(
-    model: nn.Module,
-    recipe: Recipe,
-    weight_decay: float,
-    lr: float | Tensor,
-    factors: dict[str, float],
+    converted: Converted,
+    whole: Mapping[str, Any],
     decays: Callable[[str, Tensor], bool],
-    by_adamw: Callable[[str], bool],
+    options_of: Callable[[str], Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Named parameter groups by storage, weight decay, learning-rate factor and rule."""
-    groups: dict[tuple[str, bool, float, bool], list[tuple[str, Tensor]]] = {}
-    for name, parameter in model.named_parameters():
+    """Named parameter groups by storage, weight decay, learning-rate factor and options of their own.
+
+    ``whole`` is the optimizer's ``lr`` and ``weight_decay``.
+    """
+    groups: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
+    for name, parameter in converted.model.named_parameters():
         if parameter.requires_grad:
             # The optimizer derives the storage of vectors from the storage of their group.
-            storage = recipe.storage_of(name, max(2, parameter.ndim))
-            key = (storage.name, decays(name, parameter), factors.get(name, 1.0), by_adamw(name))
+            storage = converted.recipe.storage_of(name, max(2, parameter.ndim))
+            factor = converted.factors.get(name, 1.0)
+            own = tuple(sorted(options_of(name).items()))
+            key = (storage.name, decays(name, parameter), factor, own)
             groups.setdefault(key, []).append((name, parameter))
     made = []
-    for (storage_name, decayed, factor, is_adamw), members in groups.items():
-        decay = weight_decay if decayed else 0.0
-        group: dict[str, Any] = {"params": members, "storage": storage_name, "weight_decay": decay}
-        if is_adamw:
-            group["rule"] = "adamw"
-        if factors:
+    for (storage_name, decayed, factor, own), members in groups.items():
+        options = {**whole, **dict(own)}
+        decay = options["weight_decay"] if decayed else 0.0
+        group: dict[str, Any] = {"params": members, **dict(own), "storage": storage_name, "weight_decay": decay}
+        if converted.factors:
             # Weight decay independent of the learning rate: as strong as at 1e-3.
-            group |= {"lr": lr * factor, "lr_factor": factor}
-            group["weight_decay"] = float(decay * _DECAYED_AT / (lr * factor))
+            rate = options["lr"] * factor
+            group |= {"lr": rate, "lr_factor": factor, "weight_decay": float(decay * _DECAYED_AT / rate)}
         made.append(group)
     return made

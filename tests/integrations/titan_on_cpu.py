@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -74,6 +74,7 @@ _tools.device_type, _tools.device_module = "cpu", _Cpu("cpu")
 
 from torchtitan import trainer as torchtitan_trainer  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_ce_loss  # noqa: E402
@@ -82,7 +83,7 @@ from torchtitan.trainer import Trainer  # noqa: E402
 torchtitan_trainer.dist_utils.set_pg_timeouts = lambda **_: None
 
 
-VOCABULARY, STEPS, SEED = 2048, 3, 7
+VOCABULARY, STEPS, SEED = 256, 4, 7
 
 
 class Words(BaseTokenizer):
@@ -136,16 +137,34 @@ class Batches(BaseDataLoader):
         self.step = state_dict["step"]
 
 
+_SMALLER: dict[int, int] = {2048: VOCABULARY, 768: 192, 256: 64, 131072: 64}
+_FEWER = {"n_heads": 4, "n_kv_heads": 4}
+
+
+def shrink(config: Any) -> None:
+    """Make a config of the debug model one of 86,000 parameters, too few to compile anything for."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        for part in value if isinstance(value, list) else [value]:
+            if is_dataclass(part):
+                shrink(part)
+        if type(value) is int:
+            setattr(config, field.name, _FEWER.get(field.name, _SMALLER.get(value, value)))
+
+
 def on_cpu(config: Trainer.Config, folder: Path, ranks: int = 1) -> Trainer.Config:
-    """One of torchtitan's configs with one layer, attention that a CPU can compute, and :class:`Batches`."""
+    """One of torchtitan's configs, small and with one layer, attention that a CPU can compute, and :class:`Batches`."""
     model: Any = config.model_spec.model  # type: ignore[union-attr]
     model.layers = model.layers[:1]
+    shrink(model)
     for layer in model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        layer.attention.qkv_linear.wqkv.param_init = layer.feed_forward.w1.param_init  # its own knows the large shape
     config.tokenizer, config.dataloader, config.dump_folder = Words.Config(), Batches.Config(), str(folder)
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 4 // ranks, 16, STEPS
     config.training.disable_cuda_graphs, config.validator.enable, config.debug.seed = True, False, SEED
     config.lr_scheduler.decay_ratio, config.optimizer.implementation = 0.5, "for-loop"
+    config.metrics.log_freq = 1
     if ranks > 1:
         config.parallelism.spmd_backend = "partial_dtensor"  # the default needs a PyTorch after 2.13 on several ranks
     return config
@@ -159,27 +178,66 @@ def configured(folder: Path, optimizer: Any = None, ranks: int = 1) -> Trainer.C
     return config
 
 
-def train(config: Trainer.Config, steps: int | None = None) -> tuple[Trainer, list[float], list[float]]:
-    """A trainer that has taken all steps, or the first few of them; its losses and gradient norms.
+def in_groups() -> OptimizersContainer.Config:
+    """torchtitan's AdamW with a higher rate for the embedding, and no decay of norms; vectors elsewhere are decayed."""
+
+    def group(pattern: str, **given: Any) -> ParamGroupConfig:
+        return ParamGroupConfig(pattern=pattern, optimizer_name="AdamW", optimizer_kwargs=given)
+
+    rows = [
+        group("tok_emb", lr=1e-2),
+        group("_norm", lr=1e-3, weight_decay=0.0),
+        group(".*", lr=1e-3, weight_decay=2.0),
+    ]
+    return OptimizersContainer.Config(param_groups=rows)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run has computed; its trainer is closed, and so is the process group that it made."""
+
+    trainer: Trainer
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+    states: dict[str, Any]
+
+
+def train(config: Trainer.Config, steps: int | None = None) -> Trained:
+    """A run of all steps, or of the first few of them.
 
     What :meth:`Trainer.train` does, without its two seconds of sleep at the end.
     """
-    trainer = config.build()
     losses: list[float] = []
     norms: list[float] = []
+    has_group = torch.distributed.is_initialized()  # that of a test's ranks, who end it themselves
+    try:
+        trainer = config.build()
+        log = trainer.metrics_processor.log
 
-    def log(step: int, loss: float, largest: float, grad_norm: float, **_: Any) -> None:
-        losses.append(loss)
-        norms.append(grad_norm)
+        def noted(step: int, loss: float, largest: float, grad_norm: float, **more: Any) -> None:
+            losses.append(loss)
+            norms.append(grad_norm)
+            log(step, loss, largest, grad_norm, **more)
 
-    trainer.metrics_processor.log = log
-    trainer.checkpointer.load(step=config.checkpoint.load_step)
-    batches = trainer.batch_generator(trainer.dataloader)
-    while trainer.step < (steps or config.training.steps):
-        trainer.step += 1
-        trainer.train_step(batches)
-        trainer.checkpointer.save(trainer.step, last_step=trainer.step == config.training.steps)
-    return trainer, losses, norms
+        trainer.metrics_processor.log = noted
+        trainer.checkpointer.load(step=config.checkpoint.load_step)
+        batches = trainer.batch_generator(trainer.dataloader)
+        while trainer.step < (config.training.steps if steps is None else steps):
+            trainer.step += 1
+            trainer.train_step(batches)
+            trainer.checkpointer.save(trainer.step, last_step=trainer.step == config.training.steps)
+        states = {name: _kept(value) for name, value in trainer.optimizers.state_dict().items()}
+        found = Trained(trainer, losses, norms, weights_of(trainer), states)
+        trainer.close()
+        return found
+    finally:
+        if not has_group and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _kept(value: Any) -> Any:
+    return whole(value).clone() if isinstance(value, torch.Tensor) else value
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -39,9 +41,21 @@ def test_a_subclass_that_multiplies_as_its_base_is_swapped_and_keeps_what_it_add
         swap_linears(model, "int8-row")
     layer, x = named[0], torch.randn(4, 32).bfloat16()
     assert isinstance(layer, Linear) and isinstance(layer, Named) and layer.tag() == "32 to 16"
-    assert torch.equal(named(x), plain(x)) and torch.equal(copy.deepcopy(named)(x), plain(x))
+    assert torch.equal(named(x), plain(x))
     swap_linears(named, "bfloat16")
     assert type(named[0]) is type(layer) and layer.compute.name == "bfloat16"
+
+
+def test_a_swapped_subclass_can_be_copied_pickled_and_saved() -> None:
+    named, x = same_weights(Named), torch.randn(4, 32).bfloat16()
+    swap_linears(named, "float8-delayed")
+    named(x).float().sum().backward()
+    torch.save(named, file := io.BytesIO())
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    expected = named(x)
+    for twin in (copy.deepcopy(named), pickle.loads(pickle.dumps(named)), saved):
+        assert type(twin[0]) is type(named[0]) and twin[0].tag() == "32 to 16"
+        assert torch.equal(twin(x), expected) and twin[0].weight is not named[0].weight
 
 
 def test_a_subclass_with_a_product_of_its_own_is_left_alone() -> None:
@@ -71,12 +85,12 @@ def test_a_deferred_layer_computes_narrowly_through_a_forward_that_was_bound_bef
     assert torch.equal(deferred(x), plain(x)) and not torch.equal(deferred(x), wide)
 
 
-def test_a_checkpoint_around_a_block_does_not_change_its_random_bits() -> None:
-    plain, wrapped = (
-        nn.Sequential(wrap(same_weights(nn.Linear))) for wrap in (lambda block: block, checkpoint_wrapper)
-    )
-    for model in (plain, wrapped):
+def test_a_checkpoint_around_a_block_or_a_layer_does_not_change_its_random_bits() -> None:
+    plain, of_block, of_layer = (nn.Sequential(same_weights(nn.Linear)) for _ in range(3))
+    of_block[0], of_layer[0][0] = checkpoint_wrapper(of_block[0]), checkpoint_wrapper(of_layer[0][0])  # type: ignore[index, operator]
+    models = (plain, of_block, of_layer)
+    for model in models:
         swap_linears(model, "int8-row")
-    handles = [linears_of(model) for model in (plain, wrapped)]
-    one, other = (next(iter(handle.layers.values())) for handle in handles if handle is not None)
-    assert torch.equal(one.state, other.state)
+    handles = [linears_of(model) for model in models]
+    one, *others = (next(iter(handle.layers.values())) for handle in handles if handle is not None)
+    assert [torch.equal(one.state, other.state) for other in others] == [True, True]

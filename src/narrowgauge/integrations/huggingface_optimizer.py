@@ -224,7 +224,7 @@ def make_optimizer(
         model,
         recipe,
         decays=decays,
-        by_adamw=lambda name: targets is not None and name not in targets,
+        options_of=lambda name: {} if targets is None or name in targets else {"rule": "adamw"},
         **{**options, **settings},
     )
     carry_state(optimizer, model)

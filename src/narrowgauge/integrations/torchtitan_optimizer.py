@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,20 +30,19 @@ from torchtitan.config.override import derive, override
 from torchtitan.trainer import Trainer
 
 from narrowgauge._torch import fsdp_dtypes, plain_name
-from narrowgauge.assembly import DEFAULTS, prepare
+from narrowgauge.assembly import prepare_with
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.torchtitan_converter import NarrowgaugeConverter, take_request
+from narrowgauge.integrations.torchtitan_groups import KINDS, NAME, ParamGroups
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.swapping import linears_of
-from narrowgauge.numerics.shards import is_sharded
+from narrowgauge.numerics.shards import add_up, is_sharded
+from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
-NAME = "NarrowgaugeAdamW"
-"""The ``optimizer_name`` of a parameter group."""
-_SETTINGS = {"lr", "betas", "eps", "weight_decay"}
-_IGNORED = {"fused", "foreach"}  # what torchtitan chooses between implementations of torch.optim by
 _STEP, _HISTORY = "narrowgauge.step", "narrowgauge.amax_history"
 
 
@@ -61,7 +61,7 @@ class NarrowgaugeAdamW(OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """torchtitan's, with one parameter group, and the recipe."""
+        """torchtitan's, and the recipe."""
 
         recipe: str = ""
         """A recipe's name or ``.toml`` file; empty takes the converter's."""
@@ -73,28 +73,24 @@ class NarrowgaugeAdamW(OptimizersContainer):
         """Steps between audits; 0 never."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
-        settings = _settings_of(config)
+        groups = _groups_of(config, model_parts)
         recipe = _recipe_of(config, model_parts)
-        if len(model_parts) > 1 and config.max_grad_norm is not None:
+        if config.max_grad_norm is not None and _is_staged(model_parts):
             raise RecipeError(
-                f"max_grad_norm was requested of {NAME} for {len(model_parts)} pipeline stages, whose norm it does not see.",
-                "Leave it out, and set training.max_norm.",
+                f"max_grad_norm was requested of {NAME} for a pipeline stage, and the norm of the others is not seen there.",
+                "Set the pipeline's degree before with_recipe; or leave max_grad_norm out, and set training.max_norm.",
             )
-        self.model_parts, self.optimizers = model_parts, []
+        self.recipe, self.model_parts, self.optimizers = recipe, model_parts, []
         for place, part in enumerate(model_parts):
             _require_suitable(part, recipe)
             # torchtitan divides each loss by the tokens of the whole step, so gradients are added up: without a multiplication
             # by the factor 1 on the way, which gloo does not have.
             for module in fsdp_modules(part):
                 module.set_force_sum_reduction_for_comms(True)
-            _, optimizer = prepare(
-                part, recipe, **settings, max_grad_norm=config.max_grad_norm, seed=config.seed,
-                audit_every=config.audit_every, average=False,
-            )  # fmt: skip
-            for group in optimizer.param_groups:
-                group["param_names"] = [plain_name(name) for name in group["param_names"]]
+            optimizer = _optimizer_of(part, recipe, groups, config)
             self.optimizers.append(optimizer)
-            self._log_optimizer(optimizer, place, [recipe.name] * len(optimizer.param_groups))
+            patterns = [groups.pattern_of(group["param_names"][0]) for group in optimizer.param_groups]
+            self._log_optimizer(optimizer, place, [f"{recipe.name}, {pattern}" for pattern in patterns])
         everything = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         self._validate_params(everything)
         self._post_init(everything)
@@ -127,7 +123,7 @@ def narrowgauge_adamw(recipe: str = "", lr: float = 8e-4, **settings: Any) -> Na
         For ``config.optimizer``.
     """
     fields = {name: settings.pop(name) for name in ("max_grad_norm", "seed", "audit_every") if name in settings}
-    given = {name: DEFAULTS[name] for name in ("betas", "eps", "weight_decay")} | {"lr": lr, **settings}
+    given = {**KINDS[NAME].defaults, "lr": lr, **settings}
     group = ParamGroupConfig(pattern=r".*", optimizer_name=NAME, optimizer_kwargs=given)
     return NarrowgaugeAdamW.Config(param_groups=[group], recipe=recipe, **fields)
 
@@ -136,8 +132,9 @@ def with_recipe(config: Trainer.Config, recipe: str, **fields: Any) -> Trainer.C
     """A config of torchtitan's, to train in a recipe: the model, the optimizer and the clipping.
 
     Args:
-        config: changed in place. Its AdamW settings and schedule are kept; its ``training.max_norm`` becomes the
-            optimizer's ``max_grad_norm``.
+        config: changed in place. Its AdamW settings, group by group, and its schedule are kept: what torch's AdamW would decay is
+            decayed, vectors included. Its ``training.max_norm`` becomes the optimizer's ``max_grad_norm``, unless it has pipeline
+            stages, whose one norm only torchtitan sees.
         recipe: a recipe's name or ``.toml`` file.
         fields: of :class:`NarrowgaugeAdamW.Config`.
     Returns:
@@ -147,10 +144,10 @@ def with_recipe(config: Trainer.Config, recipe: str, **fields: Any) -> Trainer.C
     """
     assert config.model_spec is not None
     config.model_spec.model = NarrowgaugeConverter.Config(recipe=recipe).build().convert(config.model_spec.model)
-    config.optimizer = derive(
-        config.optimizer, NarrowgaugeAdamW.Config, max_grad_norm=config.training.max_norm, **fields
-    )
-    config.training.max_norm = math.inf
+    if config.parallelism.pipeline_parallel_degree == 1:
+        fields = {"max_grad_norm": config.training.max_norm, **fields}
+        config.training.max_norm = math.inf
+    config.optimizer = derive(config.optimizer, NarrowgaugeAdamW.Config, **fields)
     return config
 
 
@@ -168,27 +165,51 @@ def optimizer(config: OptimizersContainer.Config, **fields: Any) -> NarrowgaugeA
     return replaced
 
 
-def _settings_of(config: NarrowgaugeAdamW.Config) -> dict[str, Any]:
-    """AdamW's settings, from the one parameter group."""
+def _groups_of(config: NarrowgaugeAdamW.Config, model_parts: list[nn.Module]) -> ParamGroups:
+    """The config's parameter groups, each of which has parameters in the model."""
     if config.implementation == "fused_opt_states_bf16":
         raise RecipeError(
             f"implementation 'fused_opt_states_bf16' was requested of {NAME}, whose recipe says how states are stored.",
             "Leave it out.",
         )
-    if len(config.param_groups) != 1 or config.param_groups[0].pattern not in (".*", ""):
-        patterns = ", ".join(repr(group.pattern) for group in config.param_groups) or "none"
-        raise RecipeError(
-            f"{NAME} takes one parameter group of pattern '.*', and was given {patterns}.",
-            "A recipe's keep and overrides say what is stored otherwise; vectors are not decayed.",
-        )
-    (group,) = config.param_groups
-    if group.optimizer_name not in (NAME, "AdamW"):
-        raise RecipeError(f"{NAME} is AdamW, and the optimizer '{group.optimizer_name}' was requested of it.")
-    if strange := sorted(group.optimizer_kwargs.keys() - _SETTINGS - _IGNORED):
-        raise RecipeError(f"{NAME} has no setting '{strange[0]}'; it has {', '.join(sorted(_SETTINGS))}.")
-    if "lr" not in group.optimizer_kwargs:
-        raise RecipeError(f"{NAME} was given no learning rate.", 'Put "lr" into its optimizer_kwargs.')
-    return {name: value for name, value in group.optimizer_kwargs.items() if name in _SETTINGS}
+    if config.optimizer_factory_kwargs_by_name:
+        raise RecipeError(f"{NAME} has no optimizer_factory_kwargs_by_name.", "Leave them out.")
+    groups = ParamGroups(config.param_groups)
+    groups.require_cover(model_parts)
+    return groups
+
+
+def _optimizer_of(part: nn.Module, recipe: Recipe, groups: ParamGroups, config: NarrowgaugeAdamW.Config) -> AdamW:
+    """The optimizer of a part of the model, which is prepared with the recipe."""
+    _, optimizer = prepare_with(
+        part,
+        recipe,
+        **KINDS[NAME].defaults,
+        options_of=groups.options_of,
+        decays=groups.decays,
+        max_grad_norm=config.max_grad_norm,
+        seed=config.seed,
+        audit_every=config.audit_every,
+        average=False,
+    )
+    for group in optimizer.param_groups:
+        group["param_names"] = [plain_name(name) for name in group["param_names"]]
+    if (linears := linears_of(part)) is not None and (mesh := _mesh_of(part)) is not None:
+        # Delayed scales are those of one rank that had all the data.
+        largest = partial(add_up, groups=mesh.get_all_groups(), how="max")
+        optimizer.register_step_pre_hook(lambda *_: linears.join_histories(largest))
+    return optimizer
+
+
+def _mesh_of(part: nn.Module) -> Any:
+    """The mesh of the ranks that hold a part of the model; ``None`` where nothing is sharded."""
+    return next((p.device_mesh for p in part.parameters() if is_sharded(p)), None)  # type: ignore[attr-defined]
+
+
+def _is_staged(model_parts: list[nn.Module]) -> bool:
+    """Whether this rank holds pipeline stages: several parts, or one that other ranks do not share."""
+    meshes = [mesh for part in model_parts if (mesh := _mesh_of(part)) is not None]
+    return len(model_parts) > 1 or any(mesh.size() < all_ranks().size for mesh in meshes)
 
 
 def _recipe_of(config: NarrowgaugeAdamW.Config, model_parts: list[nn.Module]) -> Recipe:

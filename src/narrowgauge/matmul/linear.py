@@ -262,7 +262,18 @@ def _narrow_class(plain: type[Any]) -> type[Linear]:
         return plain
     if plain is nn.Linear or not issubclass(plain, nn.Linear):
         return Linear
-    return type(plain.__name__, (Linear, plain), {})
+    return type(plain.__name__, (Linear, plain), {"__reduce_ex__": _reduced, "_plain_class": plain})
+
+
+def _reduced(layer: Any, protocol: Any) -> tuple[Any, ...]:
+    """How a layer of such a class is pickled and copied: no module has the class, so it is made again from the plain one."""
+    found = cast(tuple[Any, ...], object.__reduce_ex__(layer, max(2, protocol)))
+    return (_empty_layer, (layer._plain_class,), *found[2:])
+
+
+def _empty_layer(plain: Any) -> Linear:
+    made = _narrow_class(plain)
+    return made.__new__(made)
 
 
 def narrowed(name: str, module: nn.Module, compute: Compute) -> Linear:

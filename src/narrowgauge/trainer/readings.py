@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge._torch import plain_name
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.optim.audit import figures_of
@@ -53,8 +54,8 @@ def what_saturated(linears: Linears, step: int) -> str:
     name, worst = max(counts.items(), key=lambda item: sum(item[1]))
     operand = ("input", "weight", "gradient")[worst.index(max(worst))]
     return (
-        f"{max(worst)} values of the {operand} of '{name}' exceeded their delayed scale and saturated; 'saturated' is the "
-        "count of every step"
+        f"{max(worst)} values of the {operand} of '{plain_name(name)}' exceeded their delayed scale and saturated; 'saturated' "
+        "is the count of every step"
     )
 
 
