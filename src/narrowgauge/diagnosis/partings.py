@@ -99,7 +99,7 @@ _ROWS = (
         "hardware", "another machine",
         ("machine.device", "machine.capability", "machine.processor", "machine.system", "arithmetic.machine.*"),
         (*_FORWARD, "update"), "rounding", 0.7,
-        "Only rounding differs. narrowgauge fingerprint on both machines says which operation.",
+        "Only rounding differs. narrowgauge fingerprint RUN OTHER names the operations.",
     ),
     Reason(
         "nondeterminism", "sums whose order varies from run to run", (), (*_FORWARD, "update"), "rounding", 0.3,
