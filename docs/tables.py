@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 import narrowgauge
+from narrowgauge.diagnosis import cause_tables
 from narrowgauge.diagnosis.alignment import STAGES
 from narrowgauge.diagnosis.partings import REASONS
 from narrowgauge.monitor.conditions import CONDITIONS, Detector
@@ -202,7 +203,19 @@ def _markdown(rows: list[Row], *heads: Column, **others: str) -> str:
     return Table((*heads, *(Column(title, key) for title, key in others.items())), rows).markdown()
 
 
+def causes() -> str:
+    """What ``narrowgauge diagnose`` can name."""
+    return cause_tables.cause_table().markdown()
+
+
+def signs() -> str:
+    """What a record shows or does not show."""
+    return cause_tables.sign_table().markdown()
+
+
 OWN: dict[str, Callable[[], str]] = {
+    "causes": causes,
+    "signs": signs,
     "watched": watched,
     "metrics": metrics,
     **{f"record_{kind}": partial(record, kind) for kind in schema.TABLES},

@@ -14,15 +14,18 @@ from narrowgauge.spec import tables
 
 @click.command("diagnose")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("other", metavar="[OTHER]", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-def diagnose_command(run: Path, as_json: bool) -> None:
+def diagnose_command(run: Path, other: Path | None, as_json: bool) -> None:
     """Name the cause of what the record of RUN shows: evidence, confidence, what else it could be, and what to measure next.
+
+    With OTHER, a run that should have been equal: where the two part, and why.
 
     RUN is a run folder, finished or not, one in a zip file of report --pack, or the log of another framework, as for report.
     """
     from narrowgauge.diagnosis import diagnosis
 
-    found = diagnosis.diagnose(run)
+    found = diagnosis.diagnose(run) if other is None else diagnosis.diagnose(run, other)
     if as_json:
         tables.write_object(found.to_dict())
     else:

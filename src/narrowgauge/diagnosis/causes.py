@@ -104,7 +104,7 @@ _ROWS = (
         "Take storage '{cure}', which keeps what this one rounds away (master, exact and split do too).",
         "Yu et al. 2024, Collage (2405.03637); measured: naive stores 0.15 % of its updates at lr 1e-5",
         {"updates-lost": 0.95, "moments-freeze": 0.05, "loss-does-not-fall": 0.15},
-        possible.rounds_weights, prior=2.0,
+        possible.rounds_weights,
     ),
     Cause(
         "frozen-moments", "second moments no longer follow",
@@ -183,8 +183,10 @@ _ROWS = (
         "Go back to a checkpoint and take compute 'bfloat16'.",
         "BLOOM-104B, chronicles of tr8: the scale turned 2,000 steps before the loss",
         {
-            "loss-scale-falls": 0.9, "loss-spikes": 0.7, "loss-climbs": 0.5, "spike-stays": 0.6, "gradient-spikes": 0.6,
-            "step-not-finite": 0.4, "gradient-norm-grows": 0.5, "loss-does-not-fall": 0.4,
+            "loss-scale-falls": 0.9, "loss-spikes": 0.8, "gradients-overflow-alone": 0.6, "gradient-spikes": 0.6,
+            "spike-stays": 0.4, "spike-of-one-batch": 0.3, "spike-recovers-slowly": 0.3, "gradient-leads-spike": 0.5,
+            "repeated-spikes": 0.4, "step-not-finite": 0.3, "loss-climbs": 0.3, "gradient-norm-grows": 0.2,
+            "loss-does-not-fall": 0.3,
         },
         possible.scales_loss,
     ),
@@ -193,7 +195,10 @@ _ROWS = (
         "rare tokens give the embedding a gradient far above all others, and a spike follows",
         "Shrink the embedding's gradient (GLM: 0.1 of it), or add a norm after the embedding.",
         "GLM-130B (2210.02414); BLOOM's embedding norm",
-        {"embedding-gradient-jumps": 0.95, "gradient-spikes": 0.6, "loss-spikes": 0.3, "gradient-leads-spike": 0.4},
+        {
+            "embedding-gradient-jumps": 0.6, "gradient-bursts": 0.5, "gradient-spikes": 0.7, "repeated-spikes": 0.5,
+            "loss-spikes": 0.2, "gradient-leads-spike": 0.2,
+        },
     ),
     Cause(
         "frozen-parameter", "one parameter does not learn",
@@ -223,7 +228,6 @@ _ROWS = (
         "Take a compute with a scale per row or block ('{safer}'), or leave '{module}' wide.",
         "Sun et al. 2024, Massive activations (2402.17762)",
         {"channels-are-massive": 0.7, "channel-outliers": 0.5, "operands-underflow": 0.3},
-        possible.is_narrow,
     ),
     Cause(
         "attention-rounding", "attention rounds in one direction",
@@ -319,10 +323,11 @@ _ROWS = (
         "Lower --lr by three to ten times, with a longer --warmup-steps.",
         _WORTMAN,
         {
-            "rate-jumps": 0.3, "updates-are-large": 0.6, "rate-is-high": 0.6, "loss-spikes": 0.6, "gradient-spikes": 0.6,
-            "repeated-spikes": 0.5, "spike-stays": 0.35, "spike-recovers-slowly": 0.35, "weights-grow": 0.5, "loss-climbs": 0.3,
-            "loss-does-not-fall": 0.4, "gradient-norm-grows": 0.3, "attention-logits-grow": 0.3, "attention-collapses": 0.3,
-            "logits-drift": 0.2, "input-jumps": 0.2, "gradient-leads-spike": 0.3, **dict.fromkeys(_BROKEN, 0.1),
+            "rate-is-high": 0.75, "rate-jumps": 0.3, "updates-are-large": 0.3, "loss-spikes": 0.4, "gradient-spikes": 0.4,
+            "repeated-spikes": 0.3, "spike-stays": 0.2, "spike-recovers-slowly": 0.2, "weights-grow": 0.3, "loss-climbs": 0.1,
+            "loss-does-not-fall": 0.2, "gradient-norm-grows": 0.15, "attention-logits-grow": 0.05, "attention-collapses": 0.08,
+            "logits-drift": 0.1, "input-jumps": 0.1, "weight-jumps": 0.1, "gradient-leads-spike": 0.15, "gradient-bursts": 0.1,
+            **dict.fromkeys(_BROKEN, 0.1),
         },
         prior=2.0,
     ),
@@ -348,7 +353,7 @@ _ROWS = (
         "PaLM (2204.02311), section 5.1",
         {
             "loss-spikes": 0.8, "gradient-spikes": 0.3, "spike-of-one-batch": 0.8, "one-step-not-finite": 0.2,
-            "step-not-finite": 0.2, "loss-not-finite": 0.2,
+            "step-not-finite": 0.2, "loss-not-finite": 0.2, "loss-climbs": 0.3,
         },
         prior=1.5,
     ),

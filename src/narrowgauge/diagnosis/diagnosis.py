@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from narrowgauge.diagnosis.causes import HEALTHY, Cause
 from narrowgauge.diagnosis.evidence import Evidence, gather
@@ -22,9 +22,10 @@ from narrowgauge.diagnosis.posterior import (
     ranked,
 )
 from narrowgauge.diagnosis.signs import observe
+from narrowgauge.diagnosis.two_runs import TwoRuns, compare_two
 from narrowgauge.monitor.alarms import module_of
 from narrowgauge.monitor.detectors import SAFER
-from narrowgauge.runs.record import Run
+from narrowgauge.runs.record import Run, read_run
 
 NUM_ALTERNATIVES = 3
 MAX_LINES = 10
@@ -85,6 +86,7 @@ class Diagnosis:
         next_measurement: what would tell the causes in question apart.
         missing: what the record does not hold, one sentence each.
         signs: every sign that is present, by step.
+        has_steps: whether the record holds a step at all.
     """
 
     name: str
@@ -94,11 +96,17 @@ class Diagnosis:
     next_measurement: Measurement | None
     missing: tuple[str, ...]
     signs: tuple[Observation, ...]
+    has_steps: bool = True
 
     @property
     def is_healthy(self) -> bool:
         """Whether nothing is wrong, as far as the record says."""
-        return not self.findings and self.causes[0].cause.name == HEALTHY and self.causes[0].probability >= CONFIDENCE
+        return (
+            self.has_steps
+            and not self.findings
+            and self.causes[0].cause.name == HEALTHY
+            and self.causes[0].probability >= CONFIDENCE
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The diagnosis as values for JSON."""
@@ -130,15 +138,24 @@ class Diagnosis:
         return "\n".join(lines[:MAX_LINES])
 
 
-def diagnose(run: str | Path | Run) -> Diagnosis:
+@overload
+def diagnose(run: str | Path | Run) -> Diagnosis: ...
+
+
+@overload
+def diagnose(run: str | Path | Run, other: str | Path | Run) -> TwoRuns: ...
+
+
+def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Diagnosis | TwoRuns:
     """Name the cause of what a run's record shows.
 
     Invariant: a function of the record alone. Nothing is guessed: below a probability of 0.7 no cause is named.
 
     Args:
         run: a run folder, the log of another framework, or what :func:`narrowgauge.read_run` returned.
+        other: a second run that should have been equal: where the two part, and why.
     Returns:
-        The findings with their evidence, what else it could be, and what would tell.
+        The findings with their evidence, what else it could be, and what would tell; of two runs, where they part.
     Raises:
         RecordError: there is no run, or its record is damaged.
 
@@ -155,7 +172,14 @@ def diagnose(run: str | Path | Run) -> Diagnosis:
 
     Source: see :mod:`narrowgauge.diagnosis.posterior`.
     """
-    evidence = gather(run)
+    if other is not None:
+        one, two = (each if isinstance(each, Run) else read_run(each) for each in (run, other))
+        return compare_two(one, two)
+    return _diagnosis(gather(run))
+
+
+def _diagnosis(evidence: Evidence) -> Diagnosis:
+    """What one run's evidence says."""
     seen = observe(evidence)
     causes = ranked(evidence, seen)
     found = likely(evidence, seen)
@@ -164,11 +188,12 @@ def diagnose(run: str | Path | Run) -> Diagnosis:
     return Diagnosis(
         evidence.run.path.name,
         findings,
-        _verdict(findings, causes),
+        _verdict(findings, causes) if evidence.run.steps else "not known from this record, which holds no step.",
         tuple(causes),
         next_measurement(evidence, seen, asked),
         evidence.missing,
         _by_step(row for row in seen.values() if row.state == "present"),
+        bool(evidence.run.steps),
     )
 
 

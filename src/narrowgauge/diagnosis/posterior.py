@@ -24,6 +24,8 @@ CONFIDENCE = 0.7
 """Below this probability nothing is claimed."""
 PREDICTED = 0.3
 """From this probability on a cause predicts a sign, and explains it where it is present."""
+MAJORITY = 0.5
+"""From this probability on the absence of a sign counts."""
 EXPECTED = 0.6
 """From this probability on the absence of a sign speaks against a cause."""
 CONSEQUENCE = 0.4
@@ -95,7 +97,9 @@ def _log_likelihood(cause: Cause, seen: Observations, onset: float) -> float:
     for name, observation in seen.items():
         if observation.state != "unknown":
             shown = chance(cause, name, observation.step is not None and observation.step >= onset)
-            log += math.log(shown if observation.state == "present" else 1 - shown)
+            # What shows in a minority of cases comes together or not at all: its absence counts once, which is next to nothing.
+            absent = 1 - (shown if shown >= MAJORITY else SIGNS[name].base_rate)
+            log += math.log(shown if observation.state == "present" else absent)
     return log
 
 
@@ -132,14 +136,26 @@ def likely(evidence: Evidence, seen: Observations) -> list[tuple[Ranked, list[Ra
             for row in ranked(evidence, rest, onset)
             if row.cause.name not in {first.cause.name for first, _ in found}
         ]
-        first = causes[0]
-        if first.cause.name == HEALTHY or first.probability < CONFIDENCE:
+        first = next((row for row in causes if row.cause.name != HEALTHY), None)
+        if first is None:
             break
-        found.append((first, causes[1:]))
+        share = first.probability / sum(row.probability for row in causes if _is_rival(first.cause, row.cause, rest))
+        if share < CONFIDENCE:
+            break
+        found.append((Ranked(first.cause, share), [row for row in causes if row is not first]))
         onset = min([onset, *(seen[name].step or 0 for name in explained(first.cause, seen))])
         # Those that it predicts say nothing more about the others, present or not.
         rest = {name: row for name, row in rest.items() if name not in first.cause.predicts}
     return found
+
+
+def _is_rival(cause: Cause, other: Cause, seen: Observations) -> bool:
+    """Whether another cause explains a sign that this one does, or is this one, or none at all.
+
+    Others may be there as well: a slow loader and a batch of noise are no alternatives of each other.
+    """
+    explains = set(explained(cause, seen))
+    return other in (cause, CAUSES[HEALTHY]) or bool(explains & set(explained(other, seen)))
 
 
 def next_measurement(evidence: Evidence, seen: Observations, causes: Iterable[Ranked]) -> Measurement | None:

@@ -83,7 +83,7 @@ def _told(
 
 
 SIGNS_OF_EVENTS: tuple[Sign, ...] = (
-    _detected("updates-lost", "the storage takes less than nine tenths of the update", 0.01, "lost-updates"),
+    _detected("updates-lost", "the storage takes less than nine tenths of the update", 0.006, "lost-updates"),
     _detected("rounding-noise", "the storage adds more rounding noise than update", 0.01, "noise"),
     _detected("moments-freeze", "second moments no longer follow the gradients", 0.0015, "frozen-moments"),
     _detected(

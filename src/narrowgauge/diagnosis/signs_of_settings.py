@@ -8,7 +8,7 @@ from narrowgauge.spec.accumulations import naive_limit
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.learning_rates import usual_rate
 
-HIGH_RATE, LOW_RATE = 5.0, 30.0
+HIGH_RATE, LOW_RATE = 10.0, 30.0
 """Factors over and below the usual rate of a model's size: healthy runs were made at 3.3 times it."""
 MANY_RANKS = 8
 """Ranks from which a sum in bfloat16 loses more than a rounding of each addend (§C2: 1.8e-3 to 3.9e-3 up to here)."""
@@ -33,8 +33,8 @@ def _reduces_narrowly(evidence: Evidence) -> Observation:
     if evidence.recipe is None:
         return ABSENT
     reduction = evidence.recipe.reduction
-    coarse = reduction.wire == "int4" or (reduction.name == "native" and _is_narrow(evidence))
-    if not coarse or (reduction.wire != "int4" and evidence.num_ranks < MANY_RANKS):
+    coarse = reduction.wire in ("int4", "int8") or (reduction.name == "native" and _is_narrow(evidence))
+    if not coarse or (reduction.wire not in ("int4", "int8") and evidence.num_ranks < MANY_RANKS):
         return ABSENT
     said = f"gradients of {evidence.num_ranks} ranks are summed with {reduction.error}"
     return present(evidence.first_step, said, None, float(evidence.num_ranks), float(MANY_RANKS))
@@ -97,12 +97,12 @@ SIGNS_OF_SETTINGS: tuple[Sign, ...] = (
         "accumulates-in-bfloat16", "many micro-batches are summed in bfloat16",
         ("config.accumulation_dtype", "config.gradient_accumulation_steps"), 0.002, _accumulates_narrowly,
     ),
-    Sign("reduces-narrowly", "gradients of ranks are summed in few bits", ("run.recipe", "run.ranks"), 0.01, _reduces_narrowly),
+    Sign("reduces-narrowly", "gradients of ranks are summed in few bits", ("run.recipe", "run.ranks"), 0.003, _reduces_narrowly),
     Sign(
         "averages-in-bfloat16", "gradients are averaged over a number of ranks that is no power of two",
         ("run.recipe", "run.ranks"), 0.02, _odd_average,
     ),
-    Sign("rate-is-high", "the learning rate is five times the usual one or more", ("config.lr",), 0.02, _rate_is_high),
+    Sign("rate-is-high", "the learning rate is ten times the usual one or more", ("config.lr",), 0.002, _rate_is_high),
     Sign("rate-is-low", "the learning rate is a thirtieth of the usual one or less", ("config.lr",), 0.02, _rate_is_low),
     Sign("eps-rounds-to-zero", "AdamW's epsilon is zero in its format", ("run.recipe", "config.eps"), 0.001, _eps_is_zero),
 )  # fmt: skip

@@ -25,6 +25,8 @@ RISE, FALL = 3.0, 30.0
 """Factors over its level of a gradient norm that leads a spike, and below it of one that has vanished."""
 STEPS_BY = 1.6
 """Factor between gradient norms of two steps from which a lasting change of level is looked for."""
+BURST = 6.0
+"""Factor over its level of a gradient norm that is a burst where it lasts for two steps."""
 SETTLED = 20
 """Steps after which delayed scales have seen what comes."""
 
@@ -97,7 +99,7 @@ def _leads(evidence: Evidence) -> Observation:
         return UNKNOWN
     for place in range(max(0, row - LEAD), row):
         norm = norms[place]
-        if norm is not None and norm > RISE * level:
+        if norm is not None and RISE * level < norm < math.inf:
             step = evidence.steps[place]
             said = f"the gradient norm was {norm / level:.0f} times its level at step {step}, {row - place} before the loss"
             return present(step, said, value=norm, threshold=RISE * level)
@@ -212,6 +214,30 @@ def _loss_not_finite(evidence: Evidence) -> Observation:
     return ABSENT
 
 
+def _bursts(evidence: Evidence) -> Observation:
+    """Gradients that jump for some steps, more than once, while the loss goes on as before."""
+    if evidence.raised_by("loss-spike"):
+        return ABSENT
+    found, last, length = [], -2, 0
+    norms = evidence.column("grad_norm")
+    for row in range(BEFORE // 3, len(norms)):
+        norm = norms[row]
+        level = None if norm is None or not norm < math.inf else level_of(norms[max(0, row - BEFORE) : row])
+        if norm is None or level is None or norm <= BURST * level:
+            continue
+        length = length + 1 if row == last + 1 else 1
+        last = row
+        if length == 2:
+            found.append((row - 1, norm / level))
+    if len(found) < 2:
+        return ABSENT
+    (row, factor), step = found[0], evidence.steps[found[0][0]]
+    return present(
+        step,
+        f"the gradient norm jumped {len(found)} times for some steps, to {factor:.0f} times its level at step {step}",
+    )
+
+
 def _rate_jumps(evidence: Evidence) -> Observation:
     rates = evidence.column("lr")
     for row in range(1, len(rates)):
@@ -231,7 +257,7 @@ def _not_falling(evidence: Evidence) -> Observation:
         return UNKNOWN
     early, late = losses[: len(losses) // 4], losses[-len(losses) // 4 :]
     noise = median(abs(b - a) for a, b in pairwise(losses))
-    if median(late) < median(early) - noise:
+    if median(late) < median(early) - 2 * noise / math.sqrt(len(late)):
         return ABSENT
     said = f"the median loss was {median(early):.3f} in the first quarter and is {median(late):.3f} in the last"
     return present(evidence.steps[-1], said, None, median(late), median(early))
@@ -266,6 +292,10 @@ SIGNS_OF_STEPS: tuple[Sign, ...] = (
     Sign(
         "gradient-norm-steps", "the gradient norm moves to another level at one step, and the loss does not", _LOSS + _NORM,
         0.005, _norm_steps,
+    ),
+    Sign(
+        "gradient-bursts", "gradients jump for some steps, again and again, and the loss does not", _LOSS + _NORM, 0.003,
+        _bursts,
     ),
     Sign("loss-not-finite", "the loss of a step is NaN or infinite", _LOSS, 0.001, _loss_not_finite),
     Sign("one-step-not-finite", "the loss of one step alone is NaN or infinite", _LOSS, 0.001, _one_not_finite),

@@ -188,6 +188,8 @@ STEP = _table((
         tag="train/tokens_per_second", label="{} tokens/s", show="{:,.0f}".format,
     ),
     Column("seconds", "number", "duration of the step", "s"),
+    Column("data_seconds", "number", "of it, how long the step waited for its tokens", "s"),
+    Column("batch_crc", "text", "checksum of the step's tokens, of all ranks together: equal for equal batches", checked=False),
     _MEMORY,
     Column("skipped", "flag", "the update was not applied"),
     Column("spike", "object", "why --on-spike left the step out: what, value, threshold, z", checked=False),

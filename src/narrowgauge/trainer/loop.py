@@ -319,6 +319,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
         finally:
             session.saver.leave()
             reporter.close()
+            reporter.advise()
 
 
 def _announce(session: Session, console: Screen) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,6 +80,8 @@ class Session:
         verifier: compares what the ranks hold and compute.
         prints: records fingerprints of its steps.
         traffic: counts what is sent between ranks, while a loop runs.
+        batch_crc: checksum of the last step's tokens, of all ranks together.
+        data_seconds: how long that step waited for them.
     """
 
     config: TrainConfig
@@ -103,6 +106,8 @@ class Session:
     verifier: Verifier = field(init=False)
     prints: Fingerprints = field(init=False)
     traffic: Traffic | None = None
+    batch_crc: str = ""
+    data_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.saver = Saver(self.folder, self.here.apart())
@@ -142,7 +147,9 @@ class Session:
         """This rank's micro-batches of the next step: int64 ``[micro_batch_size, sequence_length + 1]`` for each of its turns."""
         c = self.config
         place = batch_index(self.step, self.detours)
-        tokens = torch.from_numpy(self.data.batch(place, c.batch_size, c.sequence_length, c.seed))
+        batch = self.data.batch(place, c.batch_size, c.sequence_length, c.seed)
+        self.batch_crc = f"{zlib.crc32(batch.tobytes()):08x}"
+        tokens = torch.from_numpy(batch)
         leaves = tokens.split(c.micro_batch_size)
         return [leaves[turn.leaf].to(self.device) for turn in self.turns]
 

@@ -18,6 +18,7 @@ from narrowgauge.loggers.available import LOGGERS
 from narrowgauge.loggers.delivery import Delivery
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.monitor.alarms import Alarms
+from narrowgauge.monitor.detectors import SERIOUS
 from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.optim.audit import Alarm
 from narrowgauge.runs.events import Event
@@ -57,6 +58,7 @@ class Reporter:
         self.alarms = Alarms(recipe, is_audited=is_audited)
         self.has_saturated = False
         self._step = step
+        self._serious: list[str] = []
         self._deliveries = [self._delivery(name, settings or {}, step) for name in loggers]
 
     @property
@@ -130,6 +132,8 @@ class Reporter:
         """Write an event, and print it if ``shown``."""
         self.writer.event(event)
         written = event if isinstance(event, Event) else Event.from_row(event)
+        if written.kind in SERIOUS and written.kind not in self._serious:
+            self._serious.append(written.kind)
         if shown:
             self.console.say(f"{written.kind.replace('_', ' ')}: {written.sentence}.")
         self._send("event", written)
@@ -161,6 +165,12 @@ class Reporter:
         self.close()
         self.writer.summary(summary)
         self.console.summary([summary])
+
+    def advise(self) -> None:
+        """Say at the end, where something serious happened, which command names the cause."""
+        if self._serious:
+            kinds = ", ".join(kind.replace("_", " ") for kind in self._serious)
+            self.console.say(f"{kinds}: narrowgauge diagnose {self.folder} names the cause")
 
     def close(self) -> None:
         """Close the loggers, once they have everything."""

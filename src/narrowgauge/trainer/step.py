@@ -82,6 +82,8 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         "seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(),
         "skipped": optimizer.num_skipped > skipped,
+        "data_seconds": session.data_seconds,
+        "batch_crc": session.batch_crc,
     }
     return row | _also(session, row, judgement)
 
@@ -131,13 +133,21 @@ def differentiated(session: Session, scale: Callable[[torch.Tensor], torch.Tenso
         yield loss.detach()
 
 
+def _batch(session: Session) -> list[torch.Tensor]:
+    """This rank's micro-batches; the session then knows how long they took."""
+    began = time.perf_counter()
+    batch = session.batch()
+    session.data_seconds = time.perf_counter() - began
+    return batch
+
+
 def losses(session: Session) -> Iterator[torch.Tensor]:
     """The loss of each of this rank's micro-batches, as its share of the step's; tells the narrow layers where each one is."""
     linears, config = session.linears, session.config
     if linears is not None:
         session.set_compute()
         linears.step = session.step
-    for turn, tokens in zip(session.turns, session.batch(), strict=True):
+    for turn, tokens in zip(session.turns, _batch(session), strict=True):
         first = turn.leaf * config.micro_batch_size
         if linears is not None:
             linears.set_first_sequence(first)
