@@ -6,17 +6,24 @@ What they print is made in :mod:`narrowgauge.diagnosis`, which needs no PyTorch 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from narrowgauge.runs.record import read_run
 from narrowgauge.spec import tables
+
+if TYPE_CHECKING:
+    from narrowgauge.diagnosis.diagnosis import Diagnosis
+    from narrowgauge.diagnosis.two_runs import TwoRuns
 
 
 @click.command("diagnose")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.argument("other", metavar="[OTHER]", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-def diagnose_command(run: Path, other: Path | None, as_json: bool) -> None:
+@click.option("--html", "page", metavar="FILE", type=click.Path(path_type=Path), help="Also write one page about RUN.")
+def diagnose_command(run: Path, other: Path | None, as_json: bool, page: Path | None) -> None:
     """Name the cause of what the record of RUN shows: evidence, confidence, what else it could be, and what to measure next.
 
     With OTHER, a run that should have been equal: where the two part, and why.
@@ -25,7 +32,24 @@ def diagnose_command(run: Path, other: Path | None, as_json: bool) -> None:
     """
     from narrowgauge.diagnosis import diagnosis
 
-    found = diagnosis.diagnose(run) if other is None else diagnosis.diagnose(run, other)
+    if other is not None:
+        if page is not None:
+            raise click.UsageError(
+                "--html writes a page about one run, and two were named.", click.get_current_context()
+            )
+        return _print(diagnosis.diagnose(run, other), as_json)
+    record = read_run(run)
+    found = diagnosis.diagnose(record)
+    _print(found, as_json)
+    if page is not None:
+        from narrowgauge.report.diagnosis_page import render_diagnosis
+        from narrowgauge.report.plan_page import write_page
+
+        click.echo(write_page(render_diagnosis(found, record), page), err=as_json)
+    return None
+
+
+def _print(found: Diagnosis | TwoRuns, as_json: bool) -> None:
     if as_json:
         tables.write_object(found.to_dict())
     else:

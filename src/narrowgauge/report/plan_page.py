@@ -49,7 +49,7 @@ def render_plan(plan: Plan) -> str:
         NarrowgaugeError: plotly is not installed.
     """
     name = plan.question.model
-    return _rendered(
+    return rendered(
         title=f"Plan of {name or 'a model'}",
         heading=name or "A model's state",
         subtitle=plan.title,
@@ -67,7 +67,7 @@ def render_scaling(scaling: Scaling, at: Sequence[int] = ()) -> str:
         scaling: the fit.
         at: numbers of chips whose time was asked for.
     """
-    return _rendered(
+    return rendered(
         title="Measured times",
         heading="Measured times",
         subtitle=", ".join(map(str, scaling.points)),
@@ -78,7 +78,7 @@ def render_scaling(scaling: Scaling, at: Sequence[int] = ()) -> str:
 
 def render_attribution(found: Attribution) -> str:
     """The page of run folders: where their steps went."""
-    return _rendered(
+    return rendered(
         title="Measured runs",
         heading="Measured runs",
         subtitle=", ".join(step.name for step in found.steps),
@@ -91,7 +91,7 @@ def render_attribution(found: Attribution) -> str:
 def render_regression(found: Regression) -> str:
     """The page of two launches: each term of the step before and after."""
     pairs = ((found.before, found.before_step), (found.after, found.after_step))
-    return _rendered(
+    return rendered(
         title=f"{found.before.name} and {found.after.name}",
         heading="A launch changed",
         subtitle=f"{found.before.name}, then {found.after.name}",
@@ -101,7 +101,7 @@ def render_regression(found: Regression) -> str:
     )
 
 
-def _rendered(
+def rendered(
     *,
     title: str,
     heading: str,
@@ -110,14 +110,27 @@ def _rendered(
     figures: Sequence[Figure],
     options: Table | None = None,
     terms: Sequence[Table] = (),
+    parts: str = "Terms",
+    made_from: str = "what was asked, formulas and published figures; nothing was trained for it",
 ) -> str:
+    """A page of one answer: sentences, figures and tables.
+
+    Args:
+        title, heading, subtitle: of the page.
+        sentences: the answer; the first one leads.
+        figures: drawn under it.
+        options: a table to sort.
+        terms: tables to unfold.
+        parts: the heading of those.
+        made_from: what the page was made from, for its footer.
+    """
     script, plotly = asset("page.js"), plotly_script()
     data: Row = {"figures": {figure.name: spec_of(figure) for figure in figures}, "strip": None, "formats": []}
     links = {
         "verdict": "Answer",
         "options": "Options" if options else "",
         "figures": "Figures",
-        "terms": terms and "Terms",
+        "terms": terms and parts,
     }
     page = template("plan.html.j2").render(
         title=title,
@@ -127,6 +140,8 @@ def _rendered(
         options=options,
         figures=figures,
         terms=terms,
+        parts=parts,
+        made_from=made_from,
         links={name: label for name, label in links.items() if label},
         policy=f"'{digest_of(script)}' '{plotly.digest}'",
         style=markupsafe.Markup(asset("page.css")),
