@@ -346,7 +346,8 @@ def test_broken_and_partial_records_say_so_in_one_line(tmp_path: Path) -> None:
 
 def test_a_foreign_log_is_diagnosed_from_what_it_holds(tmp_path: Path) -> None:
     history = [
-        {"step": step, "loss": 9.0 if step == AT else 3.0, "learning_rate": 1e-3} for step in range(1, NUM_STEPS)
+        {"step": step, "loss": 9.0 if step == AT else 4.0 - step / NUM_STEPS, "learning_rate": 1e-3}
+        for step in range(1, NUM_STEPS)
     ]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history, "global_step": NUM_STEPS}))
     found = ng.diagnose(tmp_path)

@@ -306,7 +306,7 @@ _ROWS = (
         "normalized per batch wrongly (batch-normalization)",
         "Divide the summed loss by the tokens of the whole step, as narrowgauge.GradientAccumulator's example does.",
         "numerics, §C2 25",
-        {"gradient-norm-steps": 0.5}, possible.accumulates, prior=0.3,
+        {"loss-is-erratic": 0.6, "gradient-norm-steps": 0.4}, possible.accumulates,
         measure="the same step with another number of micro-batches: a constant factor between gradients",
     ),
     Cause(

@@ -25,6 +25,8 @@ RISE, FALL = 3.0, 30.0
 """Factors over its level of a gradient norm that leads a spike, and below it of one that has vanished."""
 STEPS_BY = 1.6
 """Factor between gradient norms of two steps from which a lasting change of level is looked for."""
+ERRATIC = 0.15
+"""Median difference of two consecutive losses over their level; healthy batches of 256 tokens differ by 0.02."""
 BURST = 6.0
 """Factor over its level of a gradient norm that is a burst where it lasts for two steps."""
 SETTLED = 20
@@ -164,6 +166,18 @@ def _moves(losses: Sequence[float | None], row: int) -> bool:
     return was is None or now is None or abs(now - was) > 2 * noise + 0.02 * abs(was)
 
 
+def _is_erratic(evidence: Evidence) -> Observation:
+    losses = [loss for loss in evidence.column("loss") if loss is not None and math.isfinite(loss)]
+    late = losses[len(losses) // 2 :]
+    if len(late) < BEFORE or evidence.raised_by("loss-spike"):
+        return ABSENT
+    level, noise = median(late), median(abs(b - a) for a, b in pairwise(late))
+    if noise < ERRATIC * level:
+        return ABSENT
+    said = f"the loss differs by {noise / level:.0%} from one step to the next, and no step is a spike"
+    return present(evidence.first_step, said, None, noise, ERRATIC * level)
+
+
 def _exceeds_scales(evidence: Evidence) -> Observation:
     found = [
         (step, count)
@@ -300,6 +314,7 @@ SIGNS_OF_STEPS: tuple[Sign, ...] = (
     Sign("loss-not-finite", "the loss of a step is NaN or infinite", _LOSS, 0.001, _loss_not_finite),
     Sign("one-step-not-finite", "the loss of one step alone is NaN or infinite", _LOSS, 0.001, _one_not_finite),
     Sign("loss-does-not-fall", "the loss of the last quarter is no lower than that of the first", _LOSS, 0.01, _not_falling),
+    Sign("loss-is-erratic", "the loss varies as no mean over a step's tokens does", _LOSS, 0.003, _is_erratic),
     Sign("loss-drops", "the loss falls at one step far below all recent ones", _LOSS, 0.005, _loss_drops),
     Sign(
         "scales-are-exceeded", "values exceed delayed scales after the first steps", ("steps.saturated",), 0.15,
