@@ -8,6 +8,7 @@ import pytest
 
 from benchmark_modules import benchmark_module
 from narrowgauge.diagnosis.causes import CAUSES, HEALTHY
+from narrowgauge.diagnosis.signs_of_steps import level_of
 
 injections = benchmark_module("injections")
 matrix = benchmark_module("_matrix")
@@ -46,3 +47,8 @@ def test_a_fast_injection_takes_effect_and_is_named_first(name: str, tmp_path: P
     run = injected_runs.injected_run(tmp_path / "place", tmp_path / "run", injection)
     outcome = matrix.injected_outcome(run, injection)
     assert outcome.answer == "first", (outcome.named, outcome.sure)
+
+
+def test_gradients_that_are_zero_have_no_level() -> None:
+    # A flipped bit may leave no gradient but zero: nothing is so many times that.
+    assert level_of([0.0] * 20) is None and level_of([2.0] * 20) == 2.0 and level_of([2.0]) is None

@@ -86,9 +86,9 @@ def _stays(evidence: Evidence) -> Observation:
 
 
 def level_of(values: Sequence[float | None]) -> float | None:
-    """The median of finite values; ``None`` for too few."""
+    """The median of finite values; ``None`` for too few, and where it is zero: nothing is so many times that."""
     known = [value for value in values if value is not None and math.isfinite(value)]
-    return median(known) if len(known) >= FEWEST else None
+    return median(known) or None if len(known) >= FEWEST else None
 
 
 def _leads(evidence: Evidence) -> Observation:
