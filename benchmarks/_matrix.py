@@ -29,6 +29,7 @@ class Outcome:
         sure: the probability of the first.
         live: steps from the injection to the first event of a right kind; ``None``: there was none.
         unseen: the record of one run cannot show the cause.
+        in_twin: the diagnosis names the cause in the undisturbed run too, so that a right answer proves nothing.
     """
 
     name: str
@@ -39,13 +40,20 @@ class Outcome:
     sure: float | None = None
     live: int | None = None
     unseen: bool = False
+    in_twin: bool = False
 
     def row(self) -> Row:
         """The table's row of a run."""
         said = ", ".join(self.named) or "nothing"
         sure = "" if self.sure is None else f" ({self.sure:.2f})"
         live = "none" if self.live is None else str(self.live)
-        return {"": self.name, "answer": self.answer, "diagnosis": f"{said}{sure}", "steps to an event": live}
+        return {
+            "": self.name,
+            "answer": self.answer,
+            "diagnosis": f"{said}{sure}",
+            "steps to an event": live,
+            "undisturbed too": "yes" if self.in_twin else "",
+        }
 
 
 def effect(run: Run, twin: Run, injection: Injection) -> str:
@@ -81,6 +89,7 @@ def injected_outcome(run: Run, injection: Injection, twin: Run | None = None) ->
     return Outcome(
         injection.name, injection.cause, injection.strength, _answer(injection.expected, list(named), others), list(named),
         next(iter(named.values()), None), None if live is None else live - injection.at, bool(injection.unseen),
+        twin is not None and injection.expected in diagnosed(twin)[0],
     )  # fmt: skip
 
 
@@ -131,7 +140,13 @@ def counted(outcomes: Sequence[Outcome]) -> list[Row]:
 
 def totals(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """The figures that are claimed, over all runs and over those whose cause the record of one run can show."""
-    for words, some in (("all", outcomes), ("shown by one run", [each for each in outcomes if not each.unseen])):
+    shown = [each for each in outcomes if not each.unseen]
+    parts = {
+        "all": outcomes,
+        "shown by one run": shown,
+        "and not in the twin": [each for each in shown if not each.in_twin],
+    }
+    for words, some in parts.items():
         if some:
             first, three = (sum(each.answer in ANSWERS[:k] for each in some) / len(some) for k in (1, 2))
             yield f"{words}: {len(some)} runs, named first {first:.0%}, in the first three {three:.0%}{_by_strength(some)}"
