@@ -172,7 +172,7 @@ def _is_erratic(evidence: Evidence) -> Observation:
     if len(late) < BEFORE or evidence.raised_by("loss-spike"):
         return ABSENT
     level, noise = median(late), median(abs(b - a) for a, b in pairwise(late))
-    if noise < ERRATIC * level:
+    if noise <= ERRATIC * level or level <= 0:
         return ABSENT
     said = f"the loss differs by {noise / level:.0%} from one step to the next, and no step is a spike"
     return present(evidence.first_step, said, None, noise, ERRATIC * level)

@@ -59,7 +59,7 @@ def _slows_down(evidence: Evidence) -> Observation:
     if quantiles(late, n=10)[0] < SLOWER * quantiles(early, n=4)[2]:
         return ABSENT
     limit = SLOWER * quantiles(early, n=4)[2]
-    begins = next(step for step, seconds in own[third:] if seconds > limit)
+    begins = next((step for step, seconds in own[third:] if seconds > limit), own[-third][0])
     said = f"a step took {median(early):.3g} s at first and takes {median(late):.3g} s at the end"
     return present(begins, said, None, median(late), limit)
 
