@@ -69,14 +69,14 @@ def test_a_comparison_makes_the_same_page_from_its_zip_file(folder: Path, tmp_pa
 
 
 def test_only_what_a_report_needs_is_packed(folder: Path, tmp_path: Path) -> None:
-    rows = [f"{kind}.jsonl" for kind in ("steps", "evals", "events", "gauges")]
+    rows = [f"{kind}.jsonl" for kind in ("steps", "evals", "events", "gauges", "fingerprints")]
     names = names_in(pack([folder], tmp_path / "there.zip"))
     assert names[:2] == ["there/compare.toml", "there/compare.json"]
     run = [f"there/bfloat16-master-seed0/{name}" for name in ("run.toml", *rows, "summary.json")]
-    assert names[2:8] == run
+    assert names[2:9] == run
     with zipfile.ZipFile(tmp_path / "there.zip") as found:
         assert found.read(run[1]) == (tmp_path / run[1]).read_bytes()
-    assert len(names) == 2 + 3 * 6 + 5  # the last run has no summary
+    assert len(names) == 2 + 3 * 7 + 6  # the last run has no summary
     assert names_in(pack([folder / "bfloat16-word-seed0"], tmp_path / "one.zip")) == [
         f"bfloat16-word-seed0/{name}" for name in ("run.toml", *rows, "summary.json")
     ]

@@ -52,7 +52,10 @@ def test_a_value_of_another_type_is_refused_by_the_check_and_by_the_writer(
     found = wrong_value(kind, row)
     assert column.name in found and "which" in found
     with RunWriter.create(tmp_path / "run", {}) as writer:
-        write = {"steps": writer.step, "evals": writer.eval, "events": writer.event, "gauges": writer.gauge}
+        write = {
+            "steps": writer.step, "evals": writer.eval, "events": writer.event, "gauges": writer.gauge,
+            "fingerprints": writer.fingerprint,
+        }  # fmt: skip
         with pytest.raises(RecordError, match=f"Cannot write this row of {kind} to .*which (is|are) not"):
             write.get(kind, writer.summary)(row)
         assert not any(writer.num_rows.values()) and not (tmp_path / "run" / "summary.json").exists()
