@@ -11,8 +11,9 @@ import fnmatch
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from narrowgauge.diagnosis import possible
 from narrowgauge.diagnosis.evidence import Evidence, step_of
-from narrowgauge.diagnosis.observations import ABSENT, Observation, Sign, present
+from narrowgauge.diagnosis.observations import ABSENT, UNKNOWN, Observation, Sign, present
 from narrowgauge.monitor.detectors import DETECTORS
 from narrowgauge.monitor.features import number
 from narrowgauge.runs.schema import Row
@@ -65,6 +66,13 @@ def _detected(
     return Sign(name, meaning, (f"events.{kind}",), base_rate, partial(_raised, detectors, on, off, least), needs)
 
 
+def _saturates(evidence: Evidence) -> Observation:
+    """Delayed scales let a sample's cast saturate in healthy runs too: there the count of every step tells."""
+    if evidence.recipe is not None and possible.is_delayed(evidence):
+        return UNKNOWN
+    return _raised(("overflow",), (), (), 1, evidence)
+
+
 def _told(
     name: str,
     meaning: str,
@@ -93,7 +101,7 @@ SIGNS_OF_EVENTS: tuple[Sign, ...] = (
         "operands-underflow", "a cast rounds much of an input or a weight to zero", 0.0015, "underflow",
         on=("input:*", "weight:*"),
     ),
-    _detected("operands-saturate", "a cast saturates much of a tensor", 0.0015, "overflow"),
+    Sign("operands-saturate", "a cast saturates much of a tensor", ("events.overflow",), 0.0015, _saturates, GAUGES),
     _detected(
         "gate-outliers", "the input of a down projection, after the gate, has growing outliers", 0.0015,
         "growing-outliers", "growing-feature", "drowning-feature", on=_GLU,

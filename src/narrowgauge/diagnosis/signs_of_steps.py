@@ -31,6 +31,8 @@ BURST = 6.0
 """Factor over its level of a gradient norm that is a burst where it lasts for two steps."""
 SETTLED = 20
 """Steps after which delayed scales have seen what comes."""
+EXCEEDS = 50.0
+"""Factor over its level of the count of values beyond a delayed scale; healthy runs of small batches reach 18."""
 
 
 def _first_spike(evidence: Evidence) -> tuple[int, float] | None:
@@ -179,16 +181,15 @@ def _is_erratic(evidence: Evidence) -> Observation:
 
 
 def _exceeds_scales(evidence: Evidence) -> Observation:
-    found = [
-        (step, count)
-        for step, count in zip(evidence.steps, evidence.column("saturated"), strict=True)
-        if count and step > SETTLED
-    ]
-    if len(found) < 3:
-        return ABSENT
-    worst = max(count for _, count in found)
-    said = f"values exceeded their delayed scale in {len(found)} steps, up to {worst:.0f} in one"
-    return present(found[0][0], said, None, worst, 1.0)
+    """A burst: a few values exceed a delayed scale in every step, since the scale is that of earlier ones."""
+    counts = [count or 0.0 for count in evidence.column("saturated")]
+    for row, count in enumerate(counts[SETTLED:], SETTLED):
+        level = max(1.0, median(counts[max(0, row - BEFORE) : row]))
+        if count >= EXCEEDS * level:
+            step = evidence.steps[row]
+            said = f"{count:.0f} values exceeded their delayed scale at step {step}, {count / level:.0f} times as many as before"
+            return present(step, said, None, count, EXCEEDS * level)
+    return ABSENT
 
 
 def _loss_drops(evidence: Evidence) -> Observation:
@@ -317,7 +318,7 @@ SIGNS_OF_STEPS: tuple[Sign, ...] = (
     Sign("loss-is-erratic", "the loss varies as no mean over a step's tokens does", _LOSS, 0.003, _is_erratic),
     Sign("loss-drops", "the loss falls at one step far below all recent ones", _LOSS, 0.005, _loss_drops),
     Sign(
-        "scales-are-exceeded", "values exceed delayed scales after the first steps", ("steps.saturated",), 0.15,
+        "scales-are-exceeded", "a burst of values exceeds delayed scales", ("steps.saturated",), 0.003,
         _exceeds_scales,
     ),
     Sign("rate-jumps", "the learning rate jumps as no schedule lets it", ("steps.lr",), 0.002, _rate_jumps),
