@@ -12,7 +12,7 @@ import pytest
 
 from narrowgauge.diagnosis.alignment import STAGES, align
 from narrowgauge.diagnosis.partings import REASONS, weigh
-from narrowgauge.diagnosis.two_runs import compare_two
+from narrowgauge.diagnosis.two_runs import TwoRuns, compare_two
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter
 
@@ -203,5 +203,38 @@ def test_probabilities_add_up_and_are_sorted(tmp_path: Path) -> None:
         write(tmp_path / "a"),
         write(tmp_path / "b", machine={"num_threads": 1}, changed={(2, "grad:layers.1"): 1 + 1e-6}),
     )
-    shares = list(weigh(align(*runs), runs).values())
+    shares = list(weigh(align(*runs)).values())
     assert sum(shares) == pytest.approx(1.0) and shares == sorted(shares, reverse=True)
+
+
+def test_a_bug_is_found_behind_rounding_that_began_earlier(tmp_path: Path) -> None:
+    """Another number of threads from step 2 on, and at step 4 one gradient that is off by a hundredth."""
+    changed = {(2, "grad:layers.1"): 1 + 1e-6, (4, "grad:layers.0"): 1.01}
+    found = diagnose(tmp_path, machine={"num_threads": 1}, changed=changed)
+    assert found.reason is not None and found.reason.name == "bug", found.text()
+    parting, rounded = found.alignment.parting, found.alignment.rounded
+    assert parting is not None and (parting.step, parting.tensor) == (4, "grad:layers.0")
+    assert rounded is not None and (rounded.step, rounded.tensor) == (2, "grad:layers.1")
+    assert found.to_dict()["rounding_since"] == 2 and not found.next_measurement
+    assert "before, they differ by rounding alone: since step 2" in found.text()
+
+
+def test_differences_that_grow_from_step_to_step_stay_rounding(tmp_path: Path) -> None:
+    changed = {(step, name): 1 + 1e-6 * 5**step for step in range(2, 6) for name in TENSORS if name != "tokens:batch"}
+    found = diagnose(tmp_path, machine={"num_threads": 1}, changed=changed, steps=6)
+    assert found.reason is not None and found.reason.name == "order-of-sums", found.text()
+
+
+def test_the_same_text_in_another_folder_is_no_difference(tmp_path: Path) -> None:
+    changed = {(3, "grad:layers.0"): 1.01}
+    runs = [
+        write(tmp_path / name, settings={"data": f"/{name}/text"}, changed=given)
+        for name, given in (("a", {}), ("b", changed))
+    ]
+    found = compare_two(*runs)
+    assert not found.alignment.differences and found.reason is not None and found.reason.name == "bug"
+
+
+def diagnose(folder: Path, *, steps: int = 4, **given: Any) -> TwoRuns:
+    """An undisturbed run and one with changes."""
+    return compare_two(write(folder / "a", steps=steps), write(folder / "b", steps=steps, **given))

@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import islice, pairwise
+from statistics import median
 from typing import Any
 
+from narrowgauge.diagnosis.envelope import is_beyond, is_rounding, roundoff
 from narrowgauge.runs import arithmetic
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, short
@@ -78,7 +80,7 @@ class Parting:
         stage: a key of :data:`STAGES`, the first of the step that is known to differ.
         tensor: the first fingerprint that differs, as ``KIND:NAME``; empty where none was recorded at that step.
         values: the column's two values, or the tensor's two norms.
-        numel: the tensor's elements; of a column, the tokens of the step.
+        numel: the tensor's elements; of a column, the tokens of the step; 0 where nothing is rounded.
         others: how many more fingerprints of the same kind differ in that step, and how many there are.
         same_after: entries of the same step, after the first that differs, that do not differ.
         equal_until: the last step whose fingerprints are all equal; ``None`` where none are.
@@ -107,6 +109,9 @@ class Alignment:
     Args:
         differences: what they were not given alike.
         parting: where they part; ``None`` where all that both recorded is equal.
+        beyond: where they part is only rounding: the first tensor that later differs by more than rounding has grown to.
+        rounded: where they part first, by rounding, if ``parting`` is a later place beyond it.
+        roundoff: unit roundoff of the tensors between two matmuls.
         num_common: steps that both recorded.
         is_complete: both are finished, and the hashes of their final weights are known and equal.
         has_prints: both recorded fingerprints, of at least one common step.
@@ -116,6 +121,9 @@ class Alignment:
     differences: tuple[Difference, ...]
     parting: Parting | None
     num_common: int
+    beyond: Parting | None = None
+    rounded: Parting | None = None
+    roundoff: float = 0.0
     is_complete: bool = False
     has_prints: bool = False
     notes: tuple[str, ...] = field(default_factory=tuple)
@@ -132,18 +140,21 @@ def align(one: Run, other: Run) -> Alignment:
     rows = [{int(row["step"]): row for row in run.steps} for run in (one, other)]
     common = sorted(rows[0].keys() & rows[1].keys())
     prints = [_by_step(run) for run in (one, other)]
-    found = [*_columns(rows, common), *_prints(prints)]
-    parting = min(found, key=_order, default=None)
+    u = roundoff(one, other)
+    first = min([*_columns(rows, common), *islice(_prints(prints), 1)], key=_order, default=None)
+    small = first is not None and is_rounding(first.relative, first.numel, u)
     ends = [(run.summary or {}).get("weights_fingerprint") for run in (one, other)]
-    if parting is None and None not in ends and ends[0] != ends[1]:
-        parting = Parting(common[-1] if common else 0, "update")
+    if first is None and None not in ends and ends[0] != ends[1]:
+        first = Parting(common[-1] if common else 0, "update")
     return Alignment(
-        tuple(differences(one.run, other.run)),
-        parting,
-        len(common),
-        None not in ends and ends[0] == ends[1],
-        bool(prints[0].keys() & prints[1].keys()),
-        tuple(_notes(one, other, common)),
+        differences=tuple(differences(one.run, other.run)),
+        parting=first,
+        num_common=len(common),
+        beyond=next(_beyond(prints, u), None) if small else None,
+        roundoff=u,
+        is_complete=None not in ends and ends[0] == ends[1],
+        has_prints=bool(prints[0].keys() & prints[1].keys()),
+        notes=tuple(_notes(one, other, common)),
     )
 
 
@@ -153,15 +164,28 @@ def differences(one: Row, other: Row) -> Iterator[Difference]:
     Args:
         one, other: the two tables; what one of them lacks is not compared.
     """
+    same = {
+        name for table, names in _PLACES.items() if one.get(table) and one[table] == other.get(table) for name in names
+    }
     for table in ("config", "data", "versions", "machine"):
         first, second = (each.get(table) for each in (one, other))
         if isinstance(first, dict) and isinstance(second, dict):
-            yield from _of_table(table, first, second)
+            found = _of_table(table, first, second)
+            yield from (each for each in found if not (table == "config" and each.name in same and _are_places(each)))
     parted = arithmetic.differences(one, other)
     for each in parted:
         yield Difference(
             each.probe.name, (_text(each.one), _text(each.other)), f"arithmetic.{arithmetic.origin(parted)}"
         )
+
+
+_PLACES = {"data": ("data", "tokenizer"), "model": ("model",)}
+"""By table of ``run.toml``: settings that may be folders, whose content the table describes."""
+
+
+def _are_places(difference: Difference) -> bool:
+    """Whether both values are paths: the same content in another folder is no difference."""
+    return all("/" in value or "\\" in value for value in difference.values)
 
 
 def _of_table(table: str, one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[Difference]:
@@ -179,7 +203,7 @@ def _of_table(table: str, one: Mapping[str, Any], other: Mapping[str, Any], pref
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) and len(value) <= 40 else short(value)
+    return value if isinstance(value, str) else short(value)
 
 
 def _columns(rows: list[dict[int, Row]], common: list[int]) -> Iterator[Parting]:
@@ -207,7 +231,7 @@ def _by_step(run: Run) -> dict[int, Row]:
 
 
 def _prints(prints: list[dict[int, Row]]) -> Iterator[Parting]:
-    """The first recorded step whose fingerprints differ, by the first entry that does."""
+    """Each recorded step whose fingerprints differ, by the first entry that does."""
     equal: int | None = None
     for step in sorted(prints[0].keys() & prints[1].keys()):
         first, second = prints[0][step], prints[1][step]
@@ -215,29 +239,58 @@ def _prints(prints: list[dict[int, Row]]) -> Iterator[Parting]:
             key for key in {**first, **second} if key.startswith("held:") and (key in first) != (key in second)
         ]:
             entry = (first if held[0] in first else second)[held[0]]
-            yield Parting(
-                step, "held", held[0], numel=int(entry[2]), others=(len(held) - 1, len(held)), equal_until=equal
-            )
-            return
-        shared = [key for key in first if key in second]
-        differing = [key for key in shared if first[key][0] != second[key][0]]
-        if not differing:
-            equal = step
+            others = len(held) - 1, len(held)
+            yield Parting(step, "held", held[0], numel=int(entry[2]), others=others, equal_until=equal)
             continue
-        key = differing[0]
-        kind = key.partition(":")[0]
-        same_kind = [name for name in shared if name.startswith(f"{kind}:")]
-        yield Parting(
-            step,
-            "start" if step == 0 else KINDS[kind],
-            key,
-            (first[key][1], second[key][1]),
-            int(first[key][2]),
-            (sum(name in same_kind for name in differing) - 1, len(same_kind)),
-            sum(name not in differing for name in shared[shared.index(key) + 1 :]),
-            equal,
-        )
-        return
+        differing = [key for key in first if key in second and first[key][0] != second[key][0]]
+        if differing:
+            yield _parting(step, differing[0], first, second, equal)
+        else:
+            equal = step
+
+
+def _parting(step: int, key: str, first: Row, second: Row, equal: int | None) -> Parting:
+    """The parting at one entry of a step."""
+    shared = [name for name in first if name in second]
+    differing = {name for name in shared if first[name][0] != second[name][0]}
+    kind = key.partition(":")[0]
+    alike = [name for name in shared if name.startswith(f"{kind}:")]
+    return Parting(
+        step,
+        "start" if step == 0 else KINDS[kind],
+        key,
+        (first[key][1], second[key][1]),
+        0 if kind == "tokens" else int(first[key][2]),  # whole numbers are not rounded
+        (sum(name in differing for name in alike) - 1, len(alike)),
+        sum(name not in differing for name in shared[shared.index(key) + 1 :]),
+        equal,
+    )
+
+
+def _beyond(prints: list[dict[int, Row]], u: float) -> Iterator[Parting]:
+    """The tensors that suddenly differ by more than rounding, where the step before was recorded too, by step."""
+    steps = sorted(prints[0].keys() & prints[1].keys())
+    for before, step in pairwise(steps):
+        if step != before + 1:
+            continue
+        levels = _levels(prints[0][before], prints[1][before])
+        first, second = prints[0][step], prints[1][step]
+        for key in first:
+            if key in second and levels.get(key.partition(":")[0]):
+                found = _parting(step, key, first, second, None)
+                if is_beyond(found.relative, found.numel, u, levels[key.partition(":")[0]]):
+                    yield found
+
+
+def _levels(first: Row, second: Row) -> dict[str, float]:
+    """The median relative difference of the norms of each kind of tensor in a step."""
+    found: dict[str, list[float]] = {}
+    for key, entry in first.items():
+        if key in second and not key.startswith("tokens:"):
+            norms = entry[1], second[key][1]
+            largest = max(map(abs, norms))
+            found.setdefault(key.partition(":")[0], []).append(abs(norms[0] - norms[1]) / largest if largest else 0.0)
+    return {kind: median(values) for kind, values in found.items()}
 
 
 def _order(parting: Parting) -> tuple[int, int, bool]:
@@ -251,6 +304,6 @@ def _notes(one: Run, other: Run, common: list[int]) -> Iterator[str]:
         yield "the two records have no step in common"
     elif lengths[0] != lengths[1]:
         yield f"they recorded {lengths[0]} and {lengths[1]} steps, of which {len(common)} are common"
-    tokens = [{row.get("tokens") for row in chain(run.steps[:1])} for run in (one, other)]
+    tokens = [{row.get("tokens") for row in run.steps[:1]} for run in (one, other)]
     if common and tokens[0] != tokens[1]:
         yield "a step of one has other tokens than a step of the other: steps are not comparable one by one"

@@ -9,14 +9,10 @@ bug, other code, or a fault of the machine.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from narrowgauge.diagnosis.alignment import STAGES, Alignment, Difference, Parting
-from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.runs.record import Run
-from narrowgauge.spec.formats import FORMATS
-from narrowgauge.spec.notation import parse_value
+from narrowgauge.diagnosis.envelope import is_rounding
 
 _FORWARD = ("output", "loss", "grad", "norm")
 _ANY = tuple(STAGES)
@@ -108,7 +104,7 @@ _ROWS = (
     ),
     Reason(
         "bug", "other code: a bug in one of the two, or a change that no setting records",
-        (), ("held", "output", "loss", "grad", "norm", "rate", "skip", "update"), "above", 0.25,
+        (), ("held", "output", "loss", "grad", "norm", "rate", "skip", "update"), "above", 0.3,
         "Look at the code that makes this tensor; run both with one installation.",
     ),
     Reason(
@@ -125,34 +121,23 @@ _ROWS = (
 REASONS: dict[str, Reason] = {row.name: row for row in _ROWS}
 """Every reason why two runs part, by name."""
 
-_ENVELOPE = 32.0
-"""How many times the expected rounding of a norm still counts as rounding."""
+
+def without_rounding(alignment: Alignment) -> Alignment:
+    """The same alignment where the runs part by more than rounding, if rounding is all that explains where they part first."""
+    first = alignment.parting
+    if (
+        first is None
+        or alignment.beyond is None
+        or any(
+            row.size == "any" and first.stage in row.stages and deciding(row, alignment.differences)
+            for row in REASONS.values()
+        )
+    ):
+        return replace(alignment, beyond=None)
+    return replace(alignment, parting=alignment.beyond, beyond=None, rounded=first)
 
 
-def rounding_of(parting: Parting, runs: tuple[Run, Run]) -> float:
-    """How far rounding alone may move the value by which two runs part, relative to it.
-
-    A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n, and so does a mean over n tokens.
-    ``_ENVELOPE`` times that is allowed, since roundings are not independent.
-    """
-    return _ENVELOPE * max(_roundoff(run) for run in runs) / math.sqrt(max(1, parting.numel))
-
-
-def _roundoff(run: Run) -> float:
-    """Unit roundoff of the tensors between two matmuls."""
-    try:
-        dtype = parse_value(run.run.get("config", {}).get("recipe", "")).compute.dtype
-        return FORMATS[dtype].epsilon / 2
-    except (NarrowgaugeError, KeyError, AttributeError):
-        return FORMATS["bfloat16"].epsilon / 2
-
-
-def is_rounding(parting: Parting, runs: tuple[Run, Run]) -> bool | None:
-    """Whether the first difference is as small as rounding; ``None`` where its size is not known."""
-    return None if math.isnan(parting.relative) else parting.relative <= rounding_of(parting, runs)
-
-
-def weigh(alignment: Alignment, runs: tuple[Run, Run]) -> dict[str, float]:
+def weigh(alignment: Alignment) -> dict[str, float]:
     """How likely each reason is, given where the runs part.
 
     Returns:
@@ -161,9 +146,9 @@ def weigh(alignment: Alignment, runs: tuple[Run, Run]) -> dict[str, float]:
     parting = alignment.parting
     if parting is None:
         return {}
-    small = is_rounding(parting, runs)
+    small = is_rounding(parting.relative, parting.numel, alignment.roundoff)
     weights = {row.name: _weight(row, alignment, parting, small) for row in REASONS.values()}
-    if any(deciding(row, alignment.differences) and weights[row.name] > 0 for row in REASONS.values()):
+    if any(deciding(row, alignment.differences) and weights[row.name] == row.weight for row in REASONS.values()):
         # What was given differently and acts there explains it; that something else happened there as well is unlikely.
         weights = {
             name: value * (1.0 if deciding(REASONS[name], alignment.differences) else 0.05)
@@ -178,7 +163,7 @@ def _weight(row: Reason, alignment: Alignment, parting: Parting, small: bool | N
     if parting.stage not in row.stages or (row.decided_by and not deciding(row, alignment.differences)):
         return 0.0
     fits = small is None or row.size == "any" or small == (row.size == "rounding")
-    weight = row.weight if fits else 0.02 * row.weight
+    weight = row.weight if fits else 0.005 * row.weight
     return 10 * weight if row.name == "silent-corruption" and _is_alone(parting) else weight
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.diagnosis.alignment import STAGES, Alignment, Parting, align
-from narrowgauge.diagnosis.partings import REASONS, Reason, deciding, is_rounding, rounding_of, weigh
+from narrowgauge.diagnosis.envelope import is_rounding, rounding_of
+from narrowgauge.diagnosis.partings import REASONS, Reason, deciding, weigh, without_rounding
 from narrowgauge.runs.record import Run
 
 CONFIDENCE = 0.7
@@ -65,7 +66,7 @@ class TwoRuns:
 
     def to_dict(self) -> dict[str, Any]:
         """The diagnosis as values for JSON."""
-        parting = self.alignment.parting
+        alignment, parting = self.alignment, self.alignment.parting
         return {
             "runs": list(self.names),
             "verdict": self.verdict,
@@ -73,15 +74,15 @@ class TwoRuns:
             "step": parting and parting.step,
             "stage": parting and parting.stage,
             "tensor": (parting and parting.tensor) or None,
+            "rounding_since": alignment.rounded and alignment.rounded.step,
             "relative": None if parting is None or math.isnan(parting.relative) else parting.relative,
             "reasons": {row.name: share for row, share in self.reasons},
             "differences": [
-                {"name": each.name, "table": each.table, "values": list(each.values)}
-                for each in self.alignment.differences
+                {"name": each.name, "table": each.table, "values": list(each.values)} for each in alignment.differences
             ],
             "evidence": list(self.evidence),
             "next_measurement": self.next_measurement or None,
-            "notes": list(self.alignment.notes),
+            "notes": list(alignment.notes),
         }
 
 
@@ -97,9 +98,9 @@ def compare_two(one: Run, other: Run) -> TwoRuns:
 
     Cost: one read of both records, and of their fingerprints.
     """
-    alignment = align(one, other)
-    ranked = tuple((REASONS[name], share) for name, share in weigh(alignment, (one, other)).items())
-    evidence = tuple(_evidence(alignment, ranked, (one, other)))
+    alignment = without_rounding(align(one, other))
+    ranked = tuple((REASONS[name], share) for name, share in weigh(alignment).items())
+    evidence = tuple(_evidence(alignment, ranked))
     return TwoRuns(_names(one, other), alignment, ranked, evidence, _next(alignment))
 
 
@@ -130,7 +131,7 @@ def _place(parting: Parting) -> str:
     return f"{parting.tensor} ({STAGES[parting.stage]})" if parting.tensor else STAGES[parting.stage]
 
 
-def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...], runs: tuple[Run, Run]) -> Iterator[str]:
+def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...]) -> Iterator[str]:
     parting = alignment.parting
     given = _listed(alignment)
     yield f"given differently: {given}" if given else "given alike: settings, data, versions, machine"
@@ -140,13 +141,15 @@ def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...], ru
         yield f"of these, {', '.join(each.name for each in decided[:_NAMED])} can act there"
     if parting.equal_until is not None:
         yield f"every tensor was equal up to step {parting.equal_until}"
-    if not math.isnan(parting.relative):
+    if (rounded := alignment.rounded) is not None:
+        yield f"before, they differ by rounding alone: since step {rounded.step}, first in {_place(rounded)}"
+    small = is_rounding(parting.relative, parting.numel, alignment.roundoff)
+    if small is not None:
         what = "norm" if parting.tensor else "value"
-        small = "as small as" if is_rounding(parting, runs) else "more than"
-        bound = rounding_of(parting, runs)
         yield (
             f"its {what} is {parting.values[0]:.6g} and {parting.values[1]:.6g}: a relative difference of "
-            f"{parting.relative:.2g}, {small} rounding explains ({bound:.2g})"
+            f"{parting.relative:.2g}, {'as small as' if small else 'more than'} rounding explains "
+            f"({rounding_of(parting.numel, alignment.roundoff):.2g})"
         )
     if parting.tensor:
         kind, (differing, of) = parting.tensor.partition(":")[0], parting.others
@@ -156,6 +159,8 @@ def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...], ru
 def _next(alignment: Alignment) -> str:
     parting = alignment.parting
     if parting is None or parting.stage in ("start", "tokens") or parting.equal_until == parting.step - 1:
+        return ""
+    if alignment.rounded is not None:  # the step before was hashed
         return ""
     since = 0 if parting.equal_until is None else parting.equal_until
     if alignment.has_prints and parting.step - since <= 1:
