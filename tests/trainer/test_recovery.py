@@ -99,10 +99,16 @@ def test_a_rollback_goes_round_the_data_and_is_the_same_after_a_resume(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss * 20)
-    whole = run_with(place, tmp_path / "whole", on_spike="rollback")
+    whole = run_with(place, tmp_path / "whole", on_spike="rollback", fingerprints_every=9)
     (back,) = [e for e in whole.events if e["kind"] == "rollback"]
     assert (back["step"], back["to_step"], back["batches"]) == (SPIKE_STEP, 20, 7)
     assert [row["step"] for row in whole.steps] == list(range(1, 35)) and not any(r["skipped"] for r in whole.steps)
+    assert [row["step"] for row in whole.fingerprints] == [
+        0,
+        9,
+        18,
+        SPIKE_STEP,
+    ]  # once: not of the step that was undone
     run_with(place, tmp_path / "cut", on_spike="rollback", stop_after=24)
     loop.resume(tmp_path / "cut")
     assert_same_run(whole, read_run(tmp_path / "cut"))

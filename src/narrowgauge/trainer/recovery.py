@@ -131,6 +131,7 @@ class Recovery:
         self.reporter.event(event, shown=True)
         session.detours = detours_of(self.reporter.go_back(to).events)
         session.restore(lambda path, reason: None)
+        session.prints.last = None  # of the step that was undone
         return True
 
     def _investigate(self, row: Row) -> None:
