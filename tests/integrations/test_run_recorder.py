@@ -15,6 +15,7 @@ import narrowgauge as ng
 from integrations.own_trainer import OwnRun, reference
 from narrowgauge.cli.main import main
 from narrowgauge.loggers.available import LOGGERS, Available
+from narrowgauge.trainer import loop_record
 
 NOT_OF_THE_TRAINER = {"seconds", "tokens_per_second", "peak_memory_bytes", "audit_sums"}
 
@@ -163,6 +164,11 @@ def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_
     with pytest.raises(ng.RecipeError, match="storage is 'split'"):
         ng.RunRecorder(tmp_path / "other", model, optimizer, recipe="bfloat16/word")
     assert not (tmp_path / "other").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop_record, "attach_gauges", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ng.RunRecorder(tmp_path / "other", model, optimizer, gauges_every=1)
+    ng.RunRecorder(tmp_path / "other", model, optimizer).close(finished=False)  # nothing was left, no lock either
     with pytest.raises(ng.RecordError, match="a run is there already"):
         ng.RunRecorder(tmp_path / "run", model, optimizer)
 
@@ -188,6 +194,7 @@ def test_alarms_of_the_audit_are_events_and_go_to_the_handler_that_was_there(tmp
     heard: list[Any] = []
     optimizer.on_alarm = heard.append
     recorder = ng.RunRecorder(tmp_path / "run", model, optimizer)
+    recorder._record.watch(nn.Linear(2, 2), optimizer)  # as a loop does that has two models and one optimizer
     for _ in range(6):
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()

@@ -6,8 +6,10 @@ resumed loop needs is in the rows: nothing of the recorder belongs in a checkpoi
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -104,15 +106,21 @@ class RunRecorder:
         self.folder = writer.path
         screen, sent_to = (Notices(), names) if here.is_first else (SilentScreen(), ())
         is_audited = isinstance(self.optimizer, Optimizer)
-        self.reporter = Reporter(writer, screen, policy, sent_to, content["config"], is_audited=is_audited)
-        self._record = LoopRecord(self.reporter, here)
-        self.gauges: Gauges | None = self._record.watch(model, optimizer, gauges_every).gauges
-        self._must_go_back = found is not None and bool(found.steps)
-        self._is_open = True
-        if found is None:
-            self.event("start", f"{content['config']['model']} in a loop of its own")
-        for change in differences(found.run, content) if found is not None else ():
-            self.event("note", change)
+        with ExitStack() as undo:
+            if found is None and here.is_first:
+                undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            undo.callback(writer.close)
+            self.reporter = Reporter(writer, screen, policy, sent_to, content["config"], is_audited=is_audited)
+            self._record = LoopRecord(self.reporter, here)
+            undo.callback(self._record.close, None, is_known=False)
+            self.gauges: Gauges | None = self._record.watch(model, optimizer, gauges_every).gauges
+            self._must_go_back = found is not None and bool(found.steps)
+            self._is_open = True
+            if found is None:
+                self.event("start", f"{content['config']['model']} in a loop of its own")
+            for change in differences(found.run, content) if found is not None else ():
+                self.event("note", change)
+            undo.pop_all()
 
     @property
     def num_steps(self) -> int:

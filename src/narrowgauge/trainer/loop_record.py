@@ -51,10 +51,11 @@ class Watched:
     Args:
         model: that it trains.
         optimizer: one of Narrowgauge's, or any of ``torch.optim``'s, also inside a framework's; only ours has an audit.
+        is_known: another one reads this optimizer, so that this one has gauges alone.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self.optimizer, self.linears = unwrapped(optimizer), linears_of(model)
+    def __init__(self, model: nn.Module, optimizer: Any, is_known: bool = False) -> None:
+        self.optimizer, self.linears, self._is_known = unwrapped(optimizer), linears_of(model), is_known
         self.gauges: Gauges | None = None
         self.was_skipped = False
         self.scale = 1.0
@@ -63,8 +64,8 @@ class Watched:
 
     @property
     def ours(self) -> Optimizer | None:
-        """The optimizer, if it is one of Narrowgauge's."""
-        return self.optimizer if isinstance(self.optimizer, Optimizer) else None
+        """The optimizer, if it is one of Narrowgauge's that is read here."""
+        return self.optimizer if isinstance(self.optimizer, Optimizer) and not self._is_known else None
 
     def restart(self, step: int | None = None) -> None:
         """Read on from the optimizer's present state, which is that after ``step`` steps."""
@@ -143,7 +144,10 @@ class LoopRecord:
             model, optimizer: as of :class:`Watched`.
             gauges_every: steps between samples of the gauges; 0 for none.
         """
-        found = Watched(model, optimizer)
+        is_known = any(each.optimizer is unwrapped(optimizer) for each in self.watched)
+        found = Watched(model, optimizer, is_known)
+        if is_known and isinstance(found.optimizer, Optimizer):
+            found.optimizer.name_parameters(model)
         if gauges_every:
             found.gauges = attach_gauges(model, optimizer, every=gauges_every, on_row=self.reporter.gauge, alarms=False)
         ours = found.ours
