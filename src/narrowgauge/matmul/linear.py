@@ -133,6 +133,13 @@ class NarrowLayer(ExactBuffers):
         if history is not None and (self.amax_history is None or self.amax_history.shape[-1] < history.shape[-1]):
             self.amax_history = history
 
+    def load_history(self, history: Tensor) -> None:
+        """Take over a saved amax history."""
+        if self.amax_history is None or self.amax_history.shape[-1] < history.shape[-1]:
+            self.amax_history = history.detach().to(self.state.device, copy=True)
+        else:
+            self.amax_history.copy_(history)
+
     def as_streamed(self, x: Tensor) -> Tensor:
         """The input in the dtype in which the model computes around the layer.
 

@@ -104,10 +104,11 @@ class Linears:
         self.load_histories(state["amax_histories"])
 
     def load_histories(self, histories: dict[str, Tensor]) -> None:
-        """Load what :meth:`histories` returned."""
-        for name, history in self.histories().items():
+        """Load what :meth:`histories` returned, also where the compute in force delays no scale: a later one may."""
+        for name, layer in self.layers.items():
             if name in histories:
-                history.copy_(histories[name])
+                layer.load_history(histories[name])
+        self.share_histories()
 
 
 # Layers that count the steps of every optimizer.
