@@ -98,6 +98,8 @@ def test_an_optimizer_for_a_model_that_was_not_set_up_is_refused() -> None:
 def test_what_fabric_tells_no_plugin_is_refused() -> None:
     with pytest.raises(ng.RecipeError, match="has reduction 'reproducible', of which Fabric tells a plugin nothing"):
         Fabric(plugins=NarrowgaugePrecision("bfloat16/word/reproducible")).setup_module(torch.nn.Linear(2, 2))
+    with pytest.raises(ng.RecipeError, match="accumulation_dtype='float32' was requested in Fabric"):
+        Fabric(plugins=NarrowgaugePrecision(accumulation_dtype="float32")).setup_module(torch.nn.Linear(2, 2))
 
 
 def test_a_plugin_travels_to_processes_and_keeps_no_model_alive() -> None:

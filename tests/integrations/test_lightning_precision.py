@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,14 @@ pytest.importorskip(
 )
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 import narrowgauge as ng
 from integrations.lightning_runs import LitReference, fit, loader, plugin_of, same, stored, trainer_of
 from integrations.own_trainer import reference
+from narrowgauge.distributed.ranks import Ranks
+from narrowgauge.integrations import lightning_gradients
+from narrowgauge.integrations.lightning_gradients import MicroBatchSums, RankSums
 from narrowgauge.integrations.lightning_precision import NarrowgaugePrecision
 
 pytestmark = [
@@ -171,6 +176,8 @@ def test_manual_optimization_is_the_same_arithmetic() -> None:
     plugin = plugin_of(run, max_grad_norm=None)
     module, _ = fit(run, plugin=plugin, module=Manual(run, clip=0.25))
     assert same(module.model.state_dict(), run.state)
+    with pytest.raises(ng.RecipeError, match="accumulation_dtype='kahan' was requested for manual optimization"):
+        fit(run, plugin=plugin_of(run, accumulation_dtype="kahan"), module=Manual(run))
 
 
 class Two(Manual):
@@ -240,6 +247,55 @@ def test_phases_of_a_training_without_a_known_end_are_refused(tmp_path: Path) ->
         fit(run, steps=-1, plugin=plugin)
     with pytest.raises(ng.RecipeError, match="is manual, so that steps are yours to count"):
         fit(run, plugin=plugin, module=Manual(run))
+
+
+def test_sums_that_are_made_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = reference("bfloat16/word/reproducible", 4)
+    with pytest.raises(ng.RecipeError, match=r"reduction 'reproducible' .* accumulate_grad_batches = 2"):
+        fit(run, callbacks=[GradientAccumulationScheduler({0: 2})])
+    sums = MicroBatchSums("kahan", 0)
+    sums.index = 1
+    sums.free()
+    assert sums.index == 0
+    monkeypatch.setattr(lightning_gradients, "all_ranks", lambda: Ranks(0, 2))
+    MicroBatchSums(None, 0).take_in([])
+    with pytest.raises(ng.RecipeError, match="accumulation_dtype='kahan' was requested on several ranks"):
+        sums.take_in([])
+
+
+def test_a_resume_of_compressed_gradients_under_ddp_is_said_to_have_other_bits() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        sums = RankSums("compressed8", 0)
+        sums.install(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4)), SimpleNamespace(), 1)
+        with pytest.warns(UserWarning, match="'compressed8' is resumed under DDP"):
+            sums.steps = 2
+        sums.close()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class Begun(LitReference):
+    """Notes the stored weights that a fit begins with."""
+
+    begun: dict[str, torch.Tensor]
+
+    def on_train_start(self) -> None:
+        self.begun = stored(self.trainer, self)
+
+
+def test_a_second_fit_begins_with_the_stored_weights_of_the_first_or_says_that_they_are_gone(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    run = reference("bfloat16/split", 4)
+    plugin, module = plugin_of(run), Begun(run)
+    _, first = fit(run, plugin=plugin, module=module, steps=1)
+    held = stored(first, module)
+    trainer_of(plugin, 1).validate(module, loader(1), verbose=False)
+    fit(run, plugin=plugin, module=module, steps=1)
+    assert same(module.begun, held) and not any("are gone" in str(each.message) for each in recwarn)
+    with pytest.warns(UserWarning, match="fitted from its bfloat16 weights: .* are gone"):
+        fit(run, module=module, steps=1)
 
 
 def test_a_second_recipe_is_refused() -> None:

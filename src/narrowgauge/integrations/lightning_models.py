@@ -7,16 +7,16 @@ What was converted is noted on the module itself: a second ``Trainer`` finds it 
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from narrowgauge.assembly import Converted, convert_model
 from narrowgauge.distributed.ranks import all_ranks, largest_of_ranks
-from narrowgauge.distributed.sharding import has_shards, make_equal
+from narrowgauge.distributed.sharding import begin_alike
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.lightning_packages import trainer_of
 from narrowgauge.matmul.linears import Linears
@@ -64,7 +64,7 @@ class ConvertedModels:
         if converted is None:
             if trainer is not None and not any(p.is_meta for p in module.parameters()):
                 module.to(trainer.strategy.root_device)  # kernels are chosen for the device that the model is on
-            _begin_alike(module)
+            begin_alike(module)
             made = convert_model(_trained_part(module), self.recipe, seed=self.seed)
             vars(module)[_NOTE] = _Note(made)
             keep_ranks_apart(module)
@@ -151,14 +151,32 @@ def converted_of(module: nn.Module) -> Converted | None:
     return None if note is None else note.converted
 
 
-def take_back(converted: Converted, optimizers: Iterable[Optimizer]) -> None:
-    """Take the stored weights of an earlier fit, so that the optimizer of the next goes on from them."""
+def take_back(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Take the stored weights of an earlier fit, so that the optimizer of the next goes on from them.
+
+    Warns where there are none to be taken and no checkpoint brings them.
+
+    Args:
+        module: about to be fitted, else nothing is done.
+        optimizers: of the plugin's last fit.
+    """
+    converted, trainer = converted_of(module), trainer_of(module)
+    if converted is None or (trainer is not None and trainer.state.fn != "fit"):
+        return
     for optimizer in optimizers:
         # Lightning has moved the model to the CPU after a fit on another device, where its states do not follow.
         with contextlib.suppress(RecipeError):
             for parameter in converted.model.parameters():
                 if parameter in optimizer.state:
                     converted.values[parameter] = optimizer.stored(parameter)
+    storage, is_resumed = converted.recipe.storage, trainer is not None and trainer.ckpt_path is not None
+    if storage.beside and not converted.values and not is_resumed:
+        warnings.warn(
+            f"a {type(module).__name__} that was trained or evaluated in '{converted.recipe.name}' before is fitted from its "
+            f"{storage.visible} weights: the bits that were stored beside them are gone. Build it anew, resume from a "
+            "checkpoint, or give the next Trainer the plugin of the last.",
+            stacklevel=2,
+        )
 
 
 def _trained_part(module: nn.Module) -> nn.Module:
@@ -168,14 +186,6 @@ def _trained_part(module: nn.Module) -> nn.Module:
     alone = is_lightning and len(holders) == 1 and not list(module.parameters(recurse=False))
     # Patterns cannot name a linear layer that is the whole model.
     return holders[0] if alone and any(True for _ in holders[0].children()) else module
-
-
-def _begin_alike(module: nn.Module) -> None:
-    """Give every rank the float32 weights of the first, as DDP will do with the rounded ones."""
-    here = all_ranks()
-    if here.size > 1 and not has_shards(module):
-        device = next(module.parameters()).device.type
-        make_equal(module, init_device_mesh(device, (here.size,)))
 
 
 def require_averages(recipe: Recipe, trainer: Any, has_narrow_layers: bool) -> None:

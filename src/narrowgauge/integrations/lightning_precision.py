@@ -23,13 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.assembly import DEFAULTS, optimizer_for, scales_loss
-from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.framework_optimizers import bind, require_recipe, restore_audit, saved_audit
 from narrowgauge.integrations.lightning_gradients import MicroBatchSums, RankSums, StepNorms, refuse_second_clipping
 from narrowgauge.integrations.lightning_models import (
     ConvertedModels,
-    converted_of,
     number_of_steps,
     require_averages,
     require_constant,
@@ -61,8 +59,9 @@ class RecipePrecision(_Base):
         recipe: a name such as ``"float8-row/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
         seed: of the stochastic casts and of the recipe's own optimizer.
         loss_scaler: the scaler of the loss; ``None`` makes one where the compute is float16.
-        accumulation_dtype: how the micro-batches of ``accumulate_grad_batches`` are summed, a row of ``ng.ACCUMULATIONS``; on
-            many ranks DDP and FSDP2 sum them themselves, in the gradients' format.
+        accumulation_dtype: how the micro-batches of ``accumulate_grad_batches`` are summed, a row of ``ng.ACCUMULATIONS``.
+            ``None`` is float32 on one rank, and on several the gradients' own, in which DDP and FSDP2 sum them. A row that is
+            named is refused there, in Fabric and for manual optimization.
         options: of the recipe's own optimizer: ``lr``, ``betas``, ``weight_decay``, ``max_grad_norm`` and others, with the
             defaults of :func:`narrowgauge.prepare`; the ``Trainer``'s ``gradient_clip_val`` replaces that of ``max_grad_norm``.
 
@@ -79,7 +78,7 @@ class RecipePrecision(_Base):
         *,
         seed: int = 0,
         loss_scaler: LossScaler | None = None,
-        accumulation_dtype: str = "float32",
+        accumulation_dtype: str | None = None,
         **options: Any,
     ) -> None:
         self.recipe = parse(recipe)
@@ -105,12 +104,13 @@ class RecipePrecision(_Base):
         Raises:
             RecipeError: a recipe that Fabric's hooks cannot obey; a model that was converted to another.
         """
-        if (converted := converted_of(module)) is not None:
-            take_back(converted, self._optimizers)
-        if trainer_of(module) is None:
+        take_back(module, self._optimizers)
+        if (trainer := trainer_of(module)) is None:
             require_constant(self.recipe)
+            self._sums.require_unnamed("in Fabric, whose hooks do not say which backward pass is a step's last")
         else:
             self._models.forget()  # a Trainer fits one model at a time
+        if trainer is not None and trainer.state.fn == "fit":
             self._optimizers.clear()
             self._saved_audits, self._sums.steps = [], 0
             self._sums.free()
@@ -265,13 +265,16 @@ class RecipePrecision(_Base):
             super().backward(tensor, model, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: nn.Module | None) -> Any:
-        """Take the micro-batch's gradients into the sum, after the callbacks have seen them."""
+        """Take the micro-batch's gradients into the sum, after the callbacks have seen them; refuse sums that are not ours."""
         trainer = trainer_of(module)
         if trainer is None:
             return None
         loss = super().post_backward(tensor, module)
         assert module is not None
-        if module.automatic_optimization and trainer.accumulate_grad_batches > 1 and all_ranks().size == 1:
+        if not module.automatic_optimization:
+            self._sums.require_unnamed("for manual optimization, whose micro-batches are yours to sum")
+        elif trainer.accumulate_grad_batches > 1:
+            self._rank_sums.require_whole_steps(trainer.accumulate_grad_batches)  # a schedule may have set it
             self._sums.take_in(self._optimizers)
         return loss
 
