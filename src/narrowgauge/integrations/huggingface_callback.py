@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.integrations.run_folders import folder_for
 from narrowgauge.integrations.run_recorder import RunRecorder
 from narrowgauge.optim.audit import audit, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.record import is_run
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -103,7 +102,7 @@ class NarrowgaugeCallback(TrainerCallback):
                 "a run folder was requested of a plain Trainer, whose callbacks get losses with log entries alone.",
                 "Set logging_steps=1, or mix in NarrowgaugeTrainer.",
             )
-        folder = _folder_of(self.folder, is_resumed=state.global_step > 0)
+        folder = folder_for(self.folder, goes_on=state.global_step > 0)
         settings, options = _settings(args, state), self._options
         resume = state.global_step > 0
         self.recorder = RunRecorder(
@@ -146,15 +145,6 @@ class NarrowgaugeCallback(TrainerCallback):
         if self.recorder is not None:
             self.recorder.close(finished)
             self.recorder = None
-
-
-def _folder_of(folder: Path, is_resumed: bool) -> Path:
-    """The first free folder of this name and number, or the last taken one of a training that is resumed."""
-    numbered = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
-    taken = list(itertools.takewhile(is_run, numbered))
-    if is_resumed and taken:
-        return taken[-1]
-    return folder if not taken else folder.with_name(f"{folder.name}-{len(taken) + 1}")
 
 
 def _settings(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:

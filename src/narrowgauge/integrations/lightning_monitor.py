@@ -15,10 +15,10 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.lightning_packages import joined_when_asked
 from narrowgauge.integrations.lightning_precision import RecipePrecision
+from narrowgauge.integrations.run_folders import folder_for
 from narrowgauge.integrations.run_recorder import RunRecorder
 from narrowgauge.loggers.tagged import gauge_numbers, numbers_of
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.record import is_run
 from narrowgauge.runs.schema import EVAL, STEP, Row
 
 _Base: Any = object
@@ -78,7 +78,7 @@ class RunMonitor(_Base):
         model = plugin.trained_part(pl_module) if isinstance(plugin, RecipePrecision) else pl_module
         self._step, self._loss, self._tokens = trainer.global_step, None, 0
         goes_on = trainer.global_step > 0
-        folder = _free(self.folder or Path(trainer.default_root_dir) / "narrowgauge", goes_on)
+        folder = folder_for(self.folder or Path(trainer.default_root_dir) / "narrowgauge", goes_on=goes_on)
         self.recorder = RunRecorder(
             trainer.strategy.broadcast(folder),
             model,
@@ -188,17 +188,6 @@ def _settings(trainer: Any) -> dict[str, Any]:
     """The Trainer's settings that comparisons tell apart."""
     names = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "world_size")
     return {name: value for name in names if (value := getattr(trainer, name, None)) is not None}
-
-
-def _free(folder: Path, goes_on: bool) -> Path:
-    """A folder without a record, or the last that has one where a fit goes on."""
-    number, found = 1, folder
-    while is_run(found):
-        number, last = number + 1, found
-        found = folder.with_name(f"{folder.name}-{number}")
-        if goes_on and not is_run(found):
-            return last
-    return found
 
 
 if TYPE_CHECKING:
