@@ -158,11 +158,14 @@ def test_a_class_without_lr_gets_the_arguments_rate_and_a_plain_trainer_is_told(
         trainer_of(tmp_path, run, Trainer, mixin={"callbacks": [NarrowgaugeCallback()]}).train()
 
 
-def test_the_factory_refuses_what_would_round_gradients_or_autocast(tmp_path: Path) -> None:
+def test_the_factory_refuses_what_a_plain_trainer_would_round_autocast_or_not_do(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="max_grad_norm=0 there and pass max_grad_norm=1 here"):
         optimizer_factory(plain_arguments(tmp_path))
     with pytest.raises(RecipeError, match="autocast over the bfloat16 weights"):
         optimizer_factory(plain_arguments(tmp_path, max_grad_norm=0, bf16=True))
+    phases = replace(ng.parse("float8-row/word"), phases=(Phase(0.5, ng.COMPUTES["bfloat16"]),))
+    with pytest.raises(RecipeError, match="has phases"):
+        optimizer_factory(plain_arguments(tmp_path, max_grad_norm=0), phases)
 
 
 def test_decay_names_and_rules_are_those_of_the_arguments(tmp_path: Path) -> None:

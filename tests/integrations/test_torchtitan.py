@@ -237,10 +237,13 @@ def test_the_command_line_names_the_recipe_and_the_record_of_any_config(tmp_path
     assert [row["grad_norm"] for row in ng.read_run(tmp_path / "record").steps] == found.norms
 
 
-def test_with_pipeline_stages_torchtitan_goes_on_clipping(tmp_path: Path) -> None:
+def test_with_pipeline_stages_or_where_asked_torchtitan_goes_on_clipping(tmp_path: Path) -> None:
     config = configured(tmp_path)
     config.parallelism.pipeline_parallel_degree = 2
     optimizer = with_recipe(config, "bfloat16/word").optimizer
+    assert (optimizer.max_grad_norm, config.training.max_norm) == (None, 1.0)
+    config = configured(tmp_path)
+    optimizer = with_recipe(config, "bfloat16/word", max_grad_norm=None).optimizer
     assert (optimizer.max_grad_norm, config.training.max_norm) == (None, 1.0)
 
 
@@ -253,6 +256,8 @@ def test_layers_whose_forward_is_bound_already_are_refused(tmp_path: Path) -> No
 REFUSED = {
     "needs one recipe, and none": narrowgauge_adamw(""),
     "scales the loss": narrowgauge_adamw("float16/word"),
+    "has phases": narrowgauge_adamw("phases.toml"),
+    "reduction 'reproducible'": narrowgauge_adamw("bfloat16/word/reproducible"),
     "computes in float32, and FSDP2 casts weights to bfloat16": narrowgauge_adamw("float32/float32"),
     "has no setting 'amsgrad'": narrowgauge_adamw("bfloat16/word", amsgrad=True),
     "implementation 'fused_opt_states_bf16'": NarrowgaugeAdamW.Config(
@@ -279,7 +284,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_cannot_be_done_is_refused_in_one_line(reason: str, tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_refused_in_one_line(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("phases.toml").write_text('recipe = "float8-row/word"\n[[phase]]\nuntil = 0.5\ncompute = "bfloat16"\n')
     with pytest.raises(RecipeError, match=reason) as refusal:
         train(configured(tmp_path, REFUSED[reason]), 0)
     assert "\n" not in str(refusal.value)

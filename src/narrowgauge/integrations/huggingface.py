@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -293,11 +292,10 @@ class NarrowgaugeTrainer(_Trainer):
 
     def _set_compute(self, evaluating: bool) -> None:
         """Set the computes of the narrow layers, where the recipe changes them."""
-        if self._linears is None or not (self.recipe.phases or self.recipe.evaluation):
+        if self._linears is None or not self.recipe.changes_compute:
             return
         recipe, progress = self.recipe, self.state.global_step / max(1, self.state.max_steps)
-        if evaluating and recipe.evaluation is not None:
-            recipe = replace(recipe, compute=recipe.evaluation, phases=())
+        recipe = recipe.in_evaluation if evaluating else recipe
         self._linears.set_compute(lambda name: recipe.compute_of(name, progress))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

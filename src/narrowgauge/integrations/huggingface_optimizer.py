@@ -297,6 +297,11 @@ def optimizer_factory(
     policy = parse(recipe)
     refuse_contradictions(args, policy)
     chosen_optimizer(args)
+    if policy.changes_compute:
+        raise RecipeError(
+            f"recipe '{policy.name}' has phases or another compute for evaluation, and a plain Trainer does not say when.",
+            "Use NarrowgaugeTrainer, or leave them out of the recipe.",
+        )
     if args.fsdp:
         raise RecipeError(
             f"fsdp was requested of a plain Trainer with recipe '{policy.name}', whose loss scale and delayed scales its "

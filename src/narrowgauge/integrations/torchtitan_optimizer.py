@@ -146,7 +146,8 @@ def with_recipe(config: Trainer.Config, recipe: str, **fields: Any) -> Trainer.C
     config.model_spec.model = NarrowgaugeConverter.Config(recipe=recipe).build().convert(config.model_spec.model)
     if config.parallelism.pipeline_parallel_degree == 1:
         fields = {"max_grad_norm": config.training.max_norm, **fields}
-        config.training.max_norm = math.inf
+        if fields["max_grad_norm"] is not None:
+            config.training.max_norm = math.inf
     config.optimizer = derive(config.optimizer, NarrowgaugeAdamW.Config, **fields)
     return config
 
@@ -230,6 +231,17 @@ def _require_suitable(model: nn.Module, recipe: Recipe) -> None:
         raise RecipeError(
             f"recipe '{recipe.name}' scales the loss, and torchtitan's loop does not pass the loss through a scaler.",
             "Choose a bfloat16 or float8 compute.",
+        )
+    if recipe.changes_compute:
+        raise RecipeError(
+            f"recipe '{recipe.name}' has phases or another compute for evaluation, and torchtitan's loop does not say when.",
+            "Leave them out of the recipe.",
+        )
+    if recipe.reduction.name != "native":
+        raise RecipeError(
+            f"reduction '{recipe.reduction.name}' was requested of a recipe, and torchtitan's loop neither hands it each "
+            "micro-batch nor saves its state.",
+            "Leave the reduction out: FSDP2 sums gradients.",
         )
     parameter: Any
     for parameter in model.parameters():
