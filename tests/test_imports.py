@@ -39,7 +39,7 @@ LAYERS = {
     "distributed": {"distributed"},
     "checkpoints": {"checkpoints"},
     "gauges": {"gauges"},
-    "assembly": {"assembly", "cutting", "trainable"},
+    "assembly": {"assembly", "cutting", "joint_scales", "trainable"},
     "conversion": {"conversion"},
     "trainer": {"trainer"},
     "experiment": {"experiment"},

@@ -20,7 +20,7 @@ in ``_compiler.py``.
     Replicated parameters are summed when a backward pass ends. The way out: a call after it.
 Functions of ``torch.distributed`` and ``torch.distributed.distributed_c10d``, replaced while a run is watched
     PyTorch tells no one in Python what its collectives send and how long they take. The way out: columns that stay empty.
-``DistributedDataParallel`` reads ``_ddp_params_and_buffers_to_ignore``
+``DistributedDataParallel`` reads ``_ddp_params_and_buffers_to_ignore`` (looked up in PyTorch 2.13; only of what it wraps itself)
     It sends the first rank's buffers to all before each forward pass; a narrow layer's say which sequences of the batch are on
     this rank. The way out: ``broadcast_buffers=False``, which a user must give.
 Names of modules under ``torch.compile`` and checkpoints, ``_orig_mod`` and ``_checkpoint_wrapped_module``

@@ -22,10 +22,11 @@ from narrowgauge.distributed import sharding
 from narrowgauge.distributed.reduction import reduce_gradients_with
 from narrowgauge.distributed.sharding import make_equal, require_mesh
 from narrowgauge.errors import RecipeError
+from narrowgauge.joint_scales import join_histories
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.narrow_gather import gather_narrow
 from narrowgauge.matmul.scopes import compute_in_scope
-from narrowgauge.matmul.swapping import keep_ranks_apart, linear_names, linears_of, swap_linears
+from narrowgauge.matmul.swapping import keep_ranks_apart, linear_names, swap_linears
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import own_part
 from narrowgauge.optim.elementwise_optimizers import AdamW
@@ -108,7 +109,7 @@ def prepare(
         >>> model.weight.dtype
         torch.bfloat16
     """
-    return prepare_with(
+    _, optimizer = prepare_with(
         model,
         parse(recipe),
         average=average,
@@ -126,6 +127,8 @@ def prepare(
         offload=offload,
         narrow_gather=narrow_gather,
     )
+    join_histories(unwrapped(model), optimizer)
+    return model, optimizer
 
 
 _OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "max_grad_norm")
@@ -141,7 +144,7 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 def prepare_with(
     model: nn.Module, policy: Recipe, *, average: bool = True, mesh: Any = None, seed: int = 0, **settings: Any
 ) -> tuple[nn.Module, AdamW]:
-    """:func:`prepare` for frameworks, in which parameters have options of their own.
+    """:func:`prepare` for frameworks, in which parameters have options of their own; they join the delayed scales of ranks.
 
     Args:
         model, average, mesh, seed: as for :func:`prepare`.
@@ -158,7 +161,6 @@ def prepare_with(
     if mesh is not None or policy.reduction.name != "native":
         name = policy.reduction.name
         optimizer.reduction = reduce_gradients_with(model, name, average=average, seed=seed, mesh=mesh)
-        _join_histories(inner, optimizer)
     return model, optimizer
 
 
@@ -291,13 +293,6 @@ def optimizer_for(
 def scales_loss(recipe: Recipe) -> bool:
     """Whether a recipe's loss must be scaled: one of its computes is float16."""
     return any(compute.scales_loss for compute in recipe.computes)
-
-
-def _join_histories(model: nn.Module, optimizer: AdamW) -> None:
-    """Let delayed scales take the maximum over all ranks, before each step."""
-    narrow, reduction = linears_of(model), optimizer.reduction
-    if narrow is not None and reduction.size > 1:
-        optimizer.register_step_pre_hook(lambda *_: narrow.join_histories(reduction.largest))
 
 
 def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> Linears | None:

@@ -203,7 +203,7 @@ def test_what_accelerate_hands_back_is_the_model_that_was_given(tmp_path: Path) 
 
 
 def of_two(rank: int, kind: str, recipe: str, folder: str) -> tuple[list[float], list[torch.Tensor], list[float]]:
-    """Losses, whole stored weights and the losses after a resume, of one rank."""
+    """Losses, whole stored weights and delayed scales, and the losses after a resume, of one rank."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
@@ -218,7 +218,10 @@ def of_two(rank: int, kind: str, recipe: str, folder: str) -> tuple[list[float],
     accelerator = accelerate.Accelerator(cpu=plugin is None, fsdp_plugin=plugin)
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(32, 65), nn.GELU(), nn.Linear(65, 32))
-    model, optimizer = accelerator.prepare(*ng.prepare(model, recipe, lr=1e-2))
+    narrow, optimizer = ng.prepare(model, recipe, lr=1e-2)
+    if linears := ng.linears_of(narrow):
+        accelerator.register_for_checkpointing(linears)
+    model, optimizer = accelerator.prepare(narrow, optimizer)
     draw = torch.Generator().manual_seed(1 + rank)
     batches = [(torch.randn(8, 32, generator=draw).bfloat16(), torch.randn(8, 32, generator=draw)) for _ in range(4)]
 
@@ -237,12 +240,13 @@ def of_two(rank: int, kind: str, recipe: str, folder: str) -> tuple[list[float],
     losses += steps(batches[2:])
     stored = [optimizer.optimizer.stored(p) for p in model.parameters()]
     whole = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in stored]
+    whole += [history.clone() for history in linears.histories().values()] if linears else []
     accelerator.load_state(folder)
     return losses, whole, steps(batches[2:])
 
 
-def test_fsdp2_and_ddp_have_the_same_bits_and_resume(tmp_path: Path) -> None:
-    recipe = "bfloat16/compact"  # codes with a scale for each row
+@pytest.mark.parametrize("recipe", ["bfloat16/compact", "float8-delayed/word"])  # scales of rows, and of all ranks
+def test_fsdp2_and_ddp_have_the_same_bits_and_resume(tmp_path: Path, recipe: str) -> None:
     of_kind = {}
     for kind in ("DDP", "FSDP2"):
         results = run_ranks(of_two, 2, tmp_path / kind, kind, recipe, str(tmp_path / kind / "state"))

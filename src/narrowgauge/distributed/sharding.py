@@ -174,6 +174,11 @@ def has_shards(model: nn.Module) -> bool:
     return any(map(is_sharded, model.parameters()))
 
 
+def mesh_of(model: nn.Module) -> Any:
+    """The ``DeviceMesh`` that a model is sharded over: that of its first DTensor; ``None`` where no parameter is one."""
+    return next((p.device_mesh for p in model.parameters() if is_sharded(p)), None)  # type: ignore[attr-defined]
+
+
 def make_equal(model: nn.Module, mesh: Any) -> None:
     """Give every rank of a mesh the parameters and buffers of its first one, so that replicas begin alike.
 

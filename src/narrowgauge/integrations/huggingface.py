@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import largest_of_ranks
-from narrowgauge.distributed.sharding import begin_alike, has_shards
+from narrowgauge.distributed.sharding import has_shards
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.carried_state import carried, restore
 from narrowgauge.integrations.huggingface_callback import NarrowgaugeCallback as NarrowgaugeCallback
@@ -152,7 +152,6 @@ class NarrowgaugeTrainer(_Trainer):
             target = self.model if model is None else model
             assert target is not None
             decayed = set(self.get_decay_parameter_names(target))
-            begin_alike(target)
             optimizer = make_optimizer(
                 target,
                 self.args,

@@ -16,8 +16,10 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import check_target_module_exists
 
 from narrowgauge.assembly import assemble_with
+from narrowgauge.distributed.sharding import begin_alike
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.carried_state import carry_state
+from narrowgauge.joint_scales import join_histories
 from narrowgauge.optim.elementwise_optimizers import SGD, AdamW, Lion
 from narrowgauge.optim.matrix_optimizers import Adafactor, GaLore
 from narrowgauge.optim.optimizer import Optimizer
@@ -218,6 +220,7 @@ def make_optimizer(
     made, settings = chosen_optimizer(args, given)
     is_partial = given is None and OPTIMS[str(getattr(args.optim, "value", args.optim))].in_targets
     targets = _targets(model, args.optim_target_modules) if is_partial else None
+    begin_alike(model)
     optimizer: Optimizer
     _, optimizer = assemble_with(
         made,
@@ -257,7 +260,9 @@ class OptimizerFactory:
         """The optimizer of a model, which is prepared with the recipe."""
         # A method of Trainer that reads nothing of the trainer.
         decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-        return make_optimizer(model, args, recipe, decays=lambda name, _: name in decayed, **options)
+        optimizer = make_optimizer(model, args, recipe, decays=lambda name, _: name in decayed, **options)
+        join_histories(model, optimizer)
+        return optimizer
 
 
 def optimizer_factory(

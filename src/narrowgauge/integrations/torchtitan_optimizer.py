@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,13 +31,14 @@ from torchtitan.trainer import Trainer
 from narrowgauge._torch import fsdp_dtypes, plain_name
 from narrowgauge.assembly import prepare_with
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.sharding import fsdp_modules
+from narrowgauge.distributed.sharding import fsdp_modules, mesh_of
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.torchtitan_converter import NarrowgaugeConverter, take_request
 from narrowgauge.integrations.torchtitan_groups import KINDS, NAME, ParamGroups
+from narrowgauge.joint_scales import join_histories
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.swapping import linears_of
-from narrowgauge.numerics.shards import add_up, is_sharded
+from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
@@ -195,21 +195,14 @@ def _optimizer_of(part: nn.Module, recipe: Recipe, groups: ParamGroups, config: 
     )
     for group in optimizer.param_groups:
         group["param_names"] = [plain_name(name) for name in group["param_names"]]
-    if (linears := linears_of(part)) is not None and (mesh := _mesh_of(part)) is not None:
-        # Delayed scales are those of one rank that had all the data.
-        largest = partial(add_up, groups=mesh.get_all_groups(), how="max")
-        optimizer.register_step_pre_hook(lambda *_: linears.join_histories(largest))
+    if mesh_of(part) is not None:  # the ranks of an unsharded part are not known
+        join_histories(part, optimizer)
     return optimizer
-
-
-def _mesh_of(part: nn.Module) -> Any:
-    """The mesh of the ranks that hold a part of the model; ``None`` where nothing is sharded."""
-    return next((p.device_mesh for p in part.parameters() if is_sharded(p)), None)  # type: ignore[attr-defined]
 
 
 def _is_staged(model_parts: list[nn.Module]) -> bool:
     """Whether this rank holds pipeline stages: several parts, or one that other ranks do not share."""
-    meshes = [mesh for part in model_parts if (mesh := _mesh_of(part)) is not None]
+    meshes = [mesh for part in model_parts if (mesh := mesh_of(part)) is not None]
     return len(model_parts) > 1 or any(mesh.size() < all_ranks().size for mesh in meshes)
 
 
