@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-from narrowgauge.diagnosis.causes import HEALTHY, Cause
+from narrowgauge.diagnosis.causes import Cause
 from narrowgauge.diagnosis.evidence import Evidence, gather
 from narrowgauge.diagnosis.observations import Observation
 from narrowgauge.diagnosis.posterior import (
@@ -17,6 +17,7 @@ from narrowgauge.diagnosis.posterior import (
     Ranked,
     against,
     explained,
+    healthy_share,
     likely,
     next_measurement,
     ranked,
@@ -101,12 +102,7 @@ class Diagnosis:
     @property
     def is_healthy(self) -> bool:
         """Whether nothing is wrong, as far as the record says."""
-        return (
-            self.has_steps
-            and not self.findings
-            and self.causes[0].cause.name == HEALTHY
-            and self.causes[0].probability >= CONFIDENCE
-        )
+        return self.has_steps and not self.findings and healthy_share(self.causes) >= CONFIDENCE
 
     def to_dict(self) -> dict[str, Any]:
         """The diagnosis as values for JSON."""
@@ -216,9 +212,8 @@ def _finding(evidence: Evidence, seen: Observations, first: Ranked, others: Sequ
 def _verdict(findings: Sequence[Finding], causes: Sequence[Ranked]) -> str:
     if findings:
         return "; and ".join(_sentence(finding) for finding in findings) + "."
-    first = causes[0]
-    if first.cause.name == HEALTHY and first.probability >= CONFIDENCE:
-        return f"no sign of a fault ({first.probability:.0%})."
+    if (share := healthy_share(causes)) >= CONFIDENCE:
+        return f"no sign of a fault ({share:.0%})."
     asked = ", ".join(f"{row.cause.name} {row.probability:.0%}" for row in causes[: NUM_ALTERNATIVES + 1])
     return f"not known from this record: {asked}."
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError, RecordError
@@ -86,6 +88,21 @@ class Evidence:
     def steps(self) -> list[int]:
         """The steps that have a row."""
         return [int(row["step"]) for row in self.run.steps]
+
+    @cached_property
+    def is_sparse(self) -> bool:
+        """Whether most rows are more than one step after the row before them, as in a log of every tenth step."""
+        gaps = [now - before for before, now in pairwise(self.steps)]
+        return 2 * sum(gap > 1 for gap in gaps) > len(gaps)
+
+    @cached_property
+    def tokens_per_step(self) -> float | None:
+        """Tokens of a step, the median; ``None`` where the rows do not count them."""
+        known = [
+            (step, count) for step, count in zip(self.steps, self.column("tokens"), strict=True) if count is not None
+        ]
+        rates = [(late - early) / (now - then) for (then, early), (now, late) in pairwise(known) if now > then]
+        return median(rates) if rates and median(rates) > 0 else None
 
     def column(self, name: str) -> list[float | None]:
         """A column of ``steps.jsonl``: a value per row, ``None`` where it has none."""

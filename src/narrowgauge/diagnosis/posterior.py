@@ -12,7 +12,7 @@ multiple faults.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.diagnosis.causes import CAUSES, HEALTHY, Cause
@@ -90,6 +90,17 @@ def ranked(evidence: Evidence, seen: Observations, onset: float = math.inf) -> l
     total = sum(weights.values())
     order = sorted(weights, key=weights.__getitem__, reverse=True)
     return [Ranked(CAUSES[name], weights[name] / total) for name in order]
+
+
+def healthy_share(causes: Sequence[Ranked]) -> float:
+    """How likely nothing is wrong, against the likeliest fault alone: the many others add up to no rival.
+
+    Args:
+        causes: all that a run can have.
+    """
+    healthy = sum(row.probability for row in causes if row.cause.name == HEALTHY)
+    rival = max((row.probability for row in causes if row.cause.name != HEALTHY), default=0.0)
+    return healthy / (healthy + rival) if healthy > 0 else 0.0
 
 
 def _log_likelihood(cause: Cause, seen: Observations, onset: float) -> float:

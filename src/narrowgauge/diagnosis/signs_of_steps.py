@@ -27,6 +27,8 @@ STEPS_BY = 1.6
 """Factor between gradient norms of two steps from which a lasting change of level is looked for."""
 ERRATIC = 0.15
 """Median difference of two consecutive losses over their level; healthy batches of 256 tokens differ by 0.02."""
+SPREAD = 20.0
+"""That difference times the root of a step's tokens, in nats; healthy runs reach 1.7 at 256 tokens and 13 at 2,048."""
 BURST = 6.0
 """Factor over its level of a gradient norm that is a burst where it lasts for two steps."""
 SETTLED = 20
@@ -63,28 +65,39 @@ def _one_batch(evidence: Evidence) -> Observation:
     found = _spike_width(evidence)
     if found is None or found[1] > 1 or not found[2]:
         return ABSENT
+    if _is_between_gaps(evidence, found[0]):
+        return UNKNOWN  # it lasted for one row, which may be one step or as many as lie between two rows
     step = evidence.steps[found[0]]
     return present(step, f"the loss jumped at step {step} and was back at the next one", value=1.0)
 
 
+def _is_between_gaps(evidence: Evidence, row: int) -> bool:
+    """Whether steps beside a row have none of their own."""
+    around = evidence.steps[max(0, row - 1) : row + 2]
+    return any(now - before > 1 for before, now in pairwise(around))
+
+
 def _recovers(evidence: Evidence) -> Observation:
     found = _spike_width(evidence)
-    if found is None or found[1] < 2 or not found[2]:
+    if found is None or not found[2]:
         return ABSENT
-    step = evidence.steps[found[0]]
-    return present(step, f"the loss jumped at step {step} and took {found[1]} steps to recover", value=float(found[1]))
+    row, rows, _ = found
+    if rows < 2:
+        return UNKNOWN if _is_between_gaps(evidence, row) else ABSENT
+    step = evidence.steps[row]
+    width = evidence.steps[row + rows] - step
+    return present(step, f"the loss jumped at step {step} and took {width} steps to recover", value=float(width))
 
 
 def _stays(evidence: Evidence) -> Observation:
     found = _spike_width(evidence)
     if found is None or found[2]:
         return ABSENT
-    step = evidence.steps[found[0]]
     if found[1] < FEWEST:
         return UNKNOWN
-    return present(
-        step, f"the loss jumped at step {step} and did not come back in {found[1]} steps", value=float(found[1])
-    )
+    step = evidence.steps[found[0]]
+    width = evidence.steps[-1] - step + 1
+    return present(step, f"the loss jumped at step {step} and did not come back in {width} steps", value=float(width))
 
 
 def level_of(values: Sequence[float | None]) -> float | None:
@@ -97,6 +110,8 @@ def _leads(evidence: Evidence) -> Observation:
     found = _first_spike(evidence)
     if found is None:
         return ABSENT
+    if evidence.is_sparse:
+        return UNKNOWN  # what leads by two to four steps lies between two rows
     norms, row = evidence.column("grad_norm"), found[0]
     level = level_of(norms[max(0, row - BEFORE - LEAD) : max(0, row - LEAD)])
     if level is None:
@@ -170,11 +185,13 @@ def _moves(losses: Sequence[float | None], row: int) -> bool:
 
 def _is_erratic(evidence: Evidence) -> Observation:
     losses = [loss for loss in evidence.column("loss") if loss is not None and math.isfinite(loss)]
-    late = losses[len(losses) // 2 :]
+    late, tokens = losses[len(losses) // 2 :], evidence.tokens_per_step
+    if tokens is None:
+        return UNKNOWN
     if len(late) < BEFORE or evidence.raised_by("loss-spike"):
         return ABSENT
     level, noise = median(late), median(abs(b - a) for a, b in pairwise(late))
-    if noise <= ERRATIC * level or level <= 0:
+    if noise <= max(ERRATIC * level, SPREAD / math.sqrt(tokens)) or level <= 0:
         return ABSENT
     said = f"the loss differs by {noise / level:.0%} from one step to the next, and no step is a spike"
     return present(evidence.first_step, said, None, noise, ERRATIC * level)
@@ -254,9 +271,15 @@ def _bursts(evidence: Evidence) -> Observation:
 
 
 def _rate_jumps(evidence: Evidence) -> Observation:
-    rates = evidence.column("lr")
+    """A rate that rises at one step, above all earlier ones: what comes back to an earlier rate is a restart."""
+    if evidence.is_sparse:
+        return UNKNOWN
+    rates, highest = evidence.column("lr"), 0.0
     for row in range(1, len(rates)):
         before, now = rates[row - 1], rates[row]
+        highest = max(highest, before or 0.0)
+        if evidence.steps[row] - evidence.steps[row - 1] > 1 or (now or 0.0) <= 1.1 * highest:
+            continue
         # A warm-up's second step doubles its first one's rate, and no schedule does more.
         if before and now and now > 2.5 * before:
             step = evidence.steps[row]
@@ -315,7 +338,7 @@ SIGNS_OF_STEPS: tuple[Sign, ...] = (
     Sign("loss-not-finite", "the loss of a step is NaN or infinite", _LOSS, 0.001, _loss_not_finite),
     Sign("one-step-not-finite", "the loss of one step alone is NaN or infinite", _LOSS, 0.001, _one_not_finite),
     Sign("loss-does-not-fall", "the loss of the last quarter is no lower than that of the first", _LOSS, 0.01, _not_falling),
-    Sign("loss-is-erratic", "the loss varies as no mean over a step's tokens does", _LOSS, 0.003, _is_erratic),
+    Sign("loss-is-erratic", "the loss varies as no mean over a step's tokens does", _LOSS, 0.03, _is_erratic),
     Sign("loss-drops", "the loss falls at one step far below all recent ones", _LOSS, 0.005, _loss_drops),
     Sign(
         "scales-are-exceeded", "a burst of values exceeds delayed scales", ("steps.saturated",), 0.003,

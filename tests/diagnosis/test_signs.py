@@ -1,0 +1,86 @@
+"""Signs of records made by hand: what ordinary runs show is no fault, and what was not recorded is unknown."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+import narrowgauge as ng
+from diagnosis.records import AT, Row, healthy_run, raise_events
+from narrowgauge.diagnosis.evidence import gather
+from narrowgauge.diagnosis.signs import observe
+from narrowgauge.runs.record import Run
+
+
+def state(run: Run | Path, sign: str) -> str:
+    return observe(gather(run))[sign].state
+
+
+def hugging_face_log(folder: Path, rows: list[Row]) -> Path:
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": rows, "global_step": rows[-1]["step"]}))
+    return folder
+
+
+# ── ordinary runs ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_healthy_log_of_another_framework_is_healthy(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    rows = [
+        {"step": step, "loss": 3.0 + math.exp(-step / 200) + draw.gauss(0, 0.02), "learning_rate": 1e-3}
+        for step in range(10, 2001, 10)
+    ]
+    found = ng.diagnose(hugging_face_log(tmp_path, rows))
+    assert found.is_healthy and not found.findings and "no sign of a fault" in found.verdict
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_schedule_that_restarts_is_no_jump_of_the_rate(every: int) -> None:
+    run = healthy_run()
+    for row in run.steps:
+        row["step"] *= every
+        # A warm-up of few rows, and a cosine that begins anew three times.
+        row["lr"] = (
+            3e-3 * min(row["step"] / (3 * every), 1) * (1.01 + math.cos(math.pi * (row["step"] / every % 40) / 40))
+        )
+    run.gauges.clear()
+    assert state(run, "rate-jumps") == ("unknown" if every > 1 else "absent")
+    assert ng.diagnose(run).is_healthy
+
+
+def test_a_rate_above_all_earlier_ones_is_a_jump() -> None:
+    run = healthy_run()
+    for row in run.steps[AT:]:
+        row["lr"] *= 5
+    assert state(run, "rate-jumps") == "present"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(None, "unknown"), (4096, "absent"), (1 << 22, "present")], ids=["none", "few", "many"]
+)
+def test_how_much_a_loss_may_vary_depends_on_the_tokens_of_a_step(tokens: int | None, expected: str) -> None:
+    # Fine-tuning on answers of a few words: 0.5 ± 0.12.
+    run, draw = healthy_run(), random.Random(0)
+    for row in run.steps:
+        row.update(loss=0.5 + draw.gauss(0, 0.12), tokens=None if tokens is None else tokens * row["step"])
+    assert state(run, "loss-is-erratic") == expected
+    assert not ng.diagnose(run).findings  # one sign alone names nothing
+
+
+def test_the_width_of_a_spike_is_counted_in_steps() -> None:
+    for every, expected in ((1, "present"), (100, "unknown")):
+        run = healthy_run()
+        for row in run.steps:
+            row["step"] *= every
+        run.steps[AT]["loss"] += 3.0
+        run.gauges.clear()
+        raise_events(run)
+        assert state(run, "loss-spikes") == "present" and state(run, "spike-of-one-batch") == expected
+        assert state(run, "spike-recovers-slowly") == ("absent" if every == 1 else "unknown")
+    run.steps[AT + 1]["loss"] += 3.0
+    slow = observe(gather(run))["spike-recovers-slowly"]
+    assert slow.state == "present" and slow.value == 200
