@@ -84,3 +84,51 @@ def test_the_width_of_a_spike_is_counted_in_steps() -> None:
     run.steps[AT + 1]["loss"] += 3.0
     slow = observe(gather(run))["spike-recovers-slowly"]
     assert slow.state == "present" and slow.value == 200
+
+
+# ── what was not recorded ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_events_of_one_kind_do_not_stand_for_those_of_others() -> None:
+    run = healthy_run()
+    run.events.append({"kind": "note", "step": 3, "message": "a remark"})
+    run.steps[AT]["loss"] += 3.0
+    for row in run.gauges[5:]:
+        row["attention"]["model.layers.1.self_attn"][1] = 0.01
+    seen = observe(gather(run))
+    assert seen["loss-spikes"].state == "present" and seen["attention-collapses"].state == "present"
+    # Where detectors ran, what they did not raise was not there.
+    run.config["on_spike"] = "report"
+    assert state(run, "loss-spikes") == "absent"
+
+
+def test_ranks_that_were_never_compared_are_not_known_to_agree() -> None:
+    run = healthy_run(verify_every=1000)
+    run.run["machine"]["ranks"] = 2
+    signs = ("ranks-hold-other-values", "computes-other-values")
+    assert [state(run, sign) for sign in signs] == ["unknown", "unknown"]
+    run.events.append(
+        {"kind": "finish", "step": 160, "message": "done"}
+    )  # with a checkpoint, before which states are compared
+    assert [state(run, sign) for sign in signs] == ["absent", "unknown"]
+    run.config["verify_every"] = 100
+    assert [state(run, sign) for sign in signs] == ["absent", "absent"]
+
+
+def test_the_audit_of_all_parameters_shows_what_no_gauge_sampled() -> None:
+    for recipe, column, sign, bad in (
+        ("bfloat16/naive", "edq", "updates-lost", 0.3),
+        ("bfloat16/stochastic", "noise", "rounding-noise", 20.0),
+    ):
+        run = healthy_run(recipe, on_spike="report")
+        run.gauges.clear()
+        assert state(run, sign) == "unknown"
+        for row in run.steps[::10]:
+            row.update(edq=1.0, noise=0.1)
+        assert state(run, sign) == "absent"
+        for row in run.steps[::10][-2:]:
+            row[column] = bad
+        assert state(run, sign) == "absent"  # two audits may be chance
+        run.steps[::10][-3][column] = bad
+        found = observe(gather(run))[sign]
+        assert found.state == "present" and found.step == run.steps[::10][-1]["step"]

@@ -112,15 +112,23 @@ class Evidence:
 
     @cached_property
     def events(self) -> dict[str, list[Row]]:
-        """The events by kind. Where the record holds none at all, those that its rows of steps raise."""
+        """The events by kind. Of a kind that none is recorded of, those that the rows raise: not every writer has detectors."""
         found: dict[str, list[Row]] = {}
-        for row in self.run.events or self._raised():
+        for row in self.run.events:
             found.setdefault(str(row.get("kind")), []).append(row)
-        return found
+        # A run with this setting reacts to what its detectors raise: they ran, and what they did not raise was not there.
+        if self.setting("on_spike") is not None:
+            return found
+        raised: dict[str, list[Row]] = {}
+        for row in self._raised():
+            raised.setdefault(str(row["kind"]), []).append(row)
+        return {**raised, **found}
 
     def _raised(self) -> list[Row]:
-        alarms = Alarms(self.recipe)
-        return [event.row() for row in self.run.steps for event in alarms.on_step(row)]
+        alarms = Alarms(self.recipe, is_audited=self.has("steps.edq"))
+        events = [event for row in self.run.steps for event in alarms.on_step(row)]
+        events += [event for row in self.gauges for event in alarms.on_gauges(row)]
+        return [event.row() for event in events]
 
     def raised_by(self, *detectors: str) -> list[Row]:
         """The events of some detectors, by step.
@@ -222,7 +230,12 @@ class Evidence:
         if kind in self.events:
             return True
         metrics = {row.metric for row in DETECTORS.values() if row.kind == kind}
-        return any(self.has(_COMPUTED.get(metric, metric)) for metric in metrics)
+        return any(self.has(_COMPUTED.get(metric, metric)) or self._is_audited(metric) for metric in metrics)
+
+    def _is_audited(self, metric: str) -> bool:
+        """Whether the audit of all parameters together measures a metric of the updates."""
+        table, _, name = metric.partition(".")
+        return table == "updates" and name in ("edq", "noise") and self.has(f"steps.{name}")
 
 
 _COMPUTED = {

@@ -8,17 +8,21 @@ differ in where they strike.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 from narrowgauge.diagnosis import possible
 from narrowgauge.diagnosis.evidence import Evidence, step_of
 from narrowgauge.diagnosis.observations import ABSENT, UNKNOWN, Observation, Sign, present
+from narrowgauge.monitor.alarms import Alarms
+from narrowgauge.monitor.conditions import CONDITIONS
 from narrowgauge.monitor.detectors import DETECTORS
 from narrowgauge.monitor.features import number
 from narrowgauge.runs.schema import Row
 
-GAUGES, AUDIT = "--gauges-every 20", "--audit-every 10"
+GAUGES, AUDIT, VERIFIED = "--gauges-every 20", "--audit-every 10", "--verify-every 100"
 _GLU = ("input:*down_proj", "input:*.w2", "input:*fc2", "input:*c_proj")
 
 
@@ -66,6 +70,31 @@ def _detected(
     return Sign(name, meaning, (f"events.{kind}",), base_rate, partial(_raised, detectors, on, off, least), needs)
 
 
+def _audited(detector: str, event_sign: Callable[[Evidence], Observation], evidence: Evidence) -> Observation:
+    """What a detector raised; else what the audit of all parameters together shows beyond the detector's own threshold."""
+    found, row = event_sign(evidence), DETECTORS[detector]
+    if found.state == "present":
+        return found
+    facts, length = Alarms(evidence.recipe).facts, 0
+    for step in evidence.run.steps:
+        value = number(step.get(row.field))
+        if value is None:
+            continue
+        applies = not row.condition or CONDITIONS[row.condition][1]({"noise": number(step.get("noise"))}, facts)
+        length = length + 1 if applies and row.trips(value, row.threshold) else 0
+        if length == row.consecutive:
+            at = int(step["step"])
+            said = row.message.format(value=value, limit=row.threshold)
+            return present(at, f"the model {said}", None, value, row.threshold)
+    return ABSENT
+
+
+def _of_updates(name: str, meaning: str, base_rate: float, detector: str) -> Sign:
+    """The sign of a detector whose metric the audit measures too, where no gauge does."""
+    told = _detected(name, meaning, base_rate, detector)
+    return replace(told, find=partial(_audited, detector, told.find), needs=AUDIT)
+
+
 def _saturates(evidence: Evidence) -> Observation:
     """Delayed scales let a sample's cast saturate in healthy runs too: there the count of every step tells."""
     if evidence.recipe is not None and possible.is_delayed(evidence):
@@ -90,9 +119,24 @@ def _told(
     return Sign(name, meaning, (reads,), base_rate, find)
 
 
+def _verified(name: str, meaning: str, matches: Callable[[str], object], is_state: bool) -> Sign:
+    """The sign that ranks were compared and differed; unknown where the run ended before they were."""
+    told = _told(name, meaning, "corruption", matches, reads="run.ranks")
+
+    def find(evidence: Evidence) -> Observation:
+        found = told.find(evidence)
+        every, saves = (evidence.number_of(name) or math.inf for name in ("verify_every", "checkpoint_every"))
+        last = evidence.steps[-1] if evidence.steps else 0
+        # States are compared before each checkpoint too, of which the last is written at the end.
+        saved = is_state and every < math.inf and (saves <= last or "finish" in evidence.events)
+        return UNKNOWN if found is ABSENT and not (every <= last or saved) else found
+
+    return replace(told, find=find, needs=VERIFIED)
+
+
 SIGNS_OF_EVENTS: tuple[Sign, ...] = (
-    _detected("updates-lost", "the storage takes less than nine tenths of the update", 0.006, "lost-updates"),
-    _detected("rounding-noise", "the storage adds more rounding noise than update", 0.01, "noise"),
+    _of_updates("updates-lost", "the storage takes less than nine tenths of the update", 0.006, "lost-updates"),
+    _of_updates("rounding-noise", "the storage adds more rounding noise than update", 0.01, "noise"),
     _detected("moments-freeze", "second moments no longer follow the gradients", 0.0015, "frozen-moments"),
     _detected(
         "gradients-underflow", "a cast rounds much of a gradient to zero", 0.001, "underflow", on=("output_grad:*", "grad:*")
@@ -137,14 +181,13 @@ SIGNS_OF_EVENTS: tuple[Sign, ...] = (
     _detected("loss-climbs", "the loss climbs slowly and does not recover", 0.005, "loss-climb"),
     _detected("gradient-norm-grows", "the gradient norm grows far beyond what it was", 0.01, "gradient-growth"),
     _detected("step-not-finite", "the loss or the gradient norm of a step is not finite", 0.002, "nonfinite-step"),
-    _told(
-        "ranks-hold-other-values", "ranks that should hold the same values do not", "corruption",
-        lambda said: "differs" in said, reads="run.ranks",
+    _verified(
+        "ranks-hold-other-values", "ranks that should hold the same values do not", lambda said: "differs" in said,
+        is_state=True,
     ),
-    _told(
+    _verified(
         "computes-other-values", "a rank computes other gradients of the same micro-batch, or memory changed at rest",
-        "corruption", lambda said: "computes" in said or "compute different" in said or "changed in memory" in said,
-        reads="run.ranks",
+        lambda said: "computes" in said or "compute different" in said or "changed in memory" in said, is_state=False,
     ),
     _told("rank-is-late", "one rank is the last to arrive in nearly all steps", "straggler", bool, reads="steps.ranks"),
     _told("settings-changed", "the run was resumed with other settings", "note", lambda said: " from there on" in said, 0.01),
