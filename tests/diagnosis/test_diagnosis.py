@@ -151,12 +151,12 @@ CASES: dict[str, tuple[str, dict[str, object], Fault]] = {
         "bfloat16/naive", {"lr": 3e-3}, samples(set_updates(edq=0.3)),
     ),
     "frozen-moments": (
-        "bfloat16/naive", {}, samples(lambda row: row["moments"].update({name: [2.0, 0.9] for name in PARAMETERS})),
+        "bfloat16/naive", {"beta2": 0.999}, samples(lambda row: row["moments"].update({name: [2.0, 0.9] for name in PARAMETERS})),
     ),
     "narrow-accumulation": (
         "bfloat16/word", {"accumulation_dtype": "bfloat16", "gradient_accumulation_steps": 32}, lambda run: None,
     ),
-    "eps-underflow": ("bfloat16/float32", {"eps": 0.0}, steps(lambda row: {"loss": math.nan, "grad_norm": math.nan})),
+    "eps-underflow": ("float16/collage-plus", {"eps": 1e-8}, steps(lambda row: {"loss": math.nan, "grad_norm": math.nan})),
     "eps-too-large": (
         "bfloat16/word", {"eps": 1e-3}, always(set_tensors("grad:", rms=1e-5)),
     ),
@@ -281,6 +281,7 @@ def test_the_tables_fit_together() -> None:
     assert sorted(CAUSES) == sorted(NAMES.split())
     for cause in CAUSES.values():
         assert set(cause.predicts) <= set(SIGNS), cause.name
+        assert set(cause.required) <= set(cause.predicts), cause.name
         assert all(0 < chance <= 1 for chance in cause.predicts.values())
         assert cause.predicts or cause.measure or cause.name == HEALTHY, cause.name
         assert not cause.remedy.endswith((",", ";")) and cause.title and cause.source

@@ -132,3 +132,48 @@ def test_the_audit_of_all_parameters_shows_what_no_gauge_sampled() -> None:
         run.steps[::10][-3][column] = bad
         found = observe(gather(run))[sign]
         assert found.state == "present" and found.step == run.steps[::10][-1]["step"]
+
+
+# ── second moments and epsilon ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def frozen(recipe: str, bias: float, **config: object) -> Run:
+    run = healthy_run(recipe, **config)
+    for row in run.gauges[4:]:
+        row["moments"] = {name: [bias, 0.9] for name in row["moments"]}
+    raise_events(run)
+    return run
+
+
+def test_second_moments_freeze_by_beta2_only_where_half_their_spacing_is_larger() -> None:
+    named = ng.diagnose(frozen("bfloat16/naive", 2.0, beta2=0.999)).findings
+    assert [finding.cause.name for finding in named] == ["frozen-moments"]
+    found = ng.diagnose(frozen("bfloat16/naive", 20.0, beta2=0.95))
+    assert [finding.cause.name for finding in found.findings] == ["eps-underflow"]
+    assert "beta2" not in found.text().rpartition("what to do")[2]
+    # float16 has three more bits of mantissa, and a pair of parts more than twice as many.
+    for recipe, beta2, names in (
+        ("float16/naive", 0.999, {"eps-underflow"}),
+        ("float16/naive", 0.9996, {"frozen-moments"}),
+        ("bfloat16/collage-plus", 0.999, {"eps-underflow"}),
+    ):
+        assert {one.cause.name for one in ng.diagnose(frozen(recipe, 20.0, beta2=beta2)).findings} == names, recipe
+
+
+def test_epsilon_is_zero_only_where_the_storage_computes_in_few_bits() -> None:
+    for recipe, eps, expected in (
+        ("float16/collage-plus", 1e-8, "present"),
+        ("float16/collage-plus", 1e-4, "absent"),
+        ("bfloat16/collage-plus", 1e-8, "absent"),
+        ("float16-throughout/naive", 1e-8, "absent"),  # its storage computes in float32
+        ("bfloat16/word", 0.0, "absent"),  # which the optimizer replaces
+    ):
+        assert state(healthy_run(recipe, eps=eps), "eps-rounds-to-zero") == expected, recipe
+
+
+def test_values_that_are_not_finite_alone_name_no_epsilon() -> None:
+    run = healthy_run()
+    for row in run.steps[AT:]:
+        row.update(loss=math.nan, grad_norm=math.nan)
+    found = ng.diagnose(run)
+    assert "eps-underflow" not in {row.cause.name for row in found.causes} and not found.is_healthy

@@ -37,6 +37,7 @@ class Cause:
         prior: how often, relative to the other causes, before anything is known.
         replay: what a replay of the step would show.
         measure: what tells it where no sign of a record does.
+        required: signs of which one at least must be present for the cause to be considered; none: any sign will do.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Cause:
     prior: float = 1.0
     replay: str = ""
     measure: str = ""
+    required: tuple[str, ...] = ()
 
 
 _WIDE = "leave '{module}' wide ([[override]] pattern = \"{module}\", compute = \"bfloat16\"), or take compute '{safer}'"
@@ -109,10 +111,10 @@ _ROWS = (
     Cause(
         "frozen-moments", "second moments no longer follow",
         "with beta2 near 1 a second moment in few bits cannot decrease; step sizes stay those of the past",
-        "Take storage '{cure}', or --beta2 0.95.",
+        "Take storage '{cure}', or a smaller beta2 (0.95).",
         "bfloat16 keeps no relative change below 2^-9, and beta2 = 0.999 lowers a moment by at most 2^-10",
         {"moments-freeze": 0.95, "gradient-norm-steps": 0.3, "gradient-vanishes": 0.2, "updates-lost": 0.5},
-        lambda evidence: evidence.recipe is None or evidence.recipe.storage.exp_avg_sq.rounding == "nearest",
+        possible.cannot_decay,
     ),
     Cause(
         "narrow-accumulation", "micro-batches are summed in bfloat16",
@@ -139,11 +141,13 @@ _ROWS = (
         measure="the ratio of a bucket's average to its sum over the ranks, in float32",
     ),
     Cause(
-        "eps-underflow", "AdamW's epsilon is zero",
-        "a zero gradient is divided by zero: NaN, or an update without a limit",
-        "--eps 1e-8 with float32 states; in float16 at least 1e-4.",
+        "eps-underflow", "epsilon or second moments below the format",
+        "second moments of small gradients stay at the format's smallest value, or are zero and so is epsilon: steps are too "
+        "short, or without a limit, or NaN",
+        "Take storage '{cure}', or one with float32 states (--eps 1e-8); where every operation is in float16, --eps 1e-4.",
         "numerics, §C2 8: float16 Adam gives NaN in its first step",
-        {"eps-rounds-to-zero": 1.0, **_BROKEN},
+        {"eps-rounds-to-zero": 0.45, "second-moments-at-floor": 0.9, "moments-freeze": 0.45, **_BROKEN},
+        required=("eps-rounds-to-zero", "second-moments-at-floor"),
     ),
     Cause(
         "eps-too-large", "AdamW's epsilon exceeds the gradients",

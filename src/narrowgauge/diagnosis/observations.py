@@ -63,6 +63,8 @@ class Sign:
         base_rate: share of the healthy runs that show it.
         find: looks for it; called only where the record holds all that it reads.
         needs: what records it, where not every run does: flags of the next run.
+        given: a sign of which this one says more: it is unknown unless that one is present, and all its probabilities are
+            those among runs that show that one. So nothing is counted twice.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Sign:
     base_rate: float
     find: Callable[[Evidence], Observation]
     needs: str = ""
+    given: str = ""
 
     def observe(self, evidence: Evidence) -> Observation:
         """Look for the sign in a run.

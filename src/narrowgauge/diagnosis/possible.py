@@ -47,6 +47,16 @@ def dithers_weights(evidence: Evidence) -> bool:
     return evidence.recipe is None or evidence.recipe.storage.weight.rounding == "stochastic"
 
 
+def cannot_decay(evidence: Evidence) -> bool:
+    """Whether second moments are rounded to nearest, and beta2 lowers them by less than half their spacing."""
+    beta2 = evidence.number_of("beta2")
+    if evidence.recipe is None or evidence.recipe.storage.exp_avg_sq.rounding != "nearest":
+        return evidence.recipe is None
+    code = evidence.recipe.storage.exp_avg_sq
+    mantissa_bits = code.parts * (code.mantissa_bits + 1) - 1
+    return beta2 is None or 1 - beta2 < 2.0 ** -(mantissa_bits + 1)
+
+
 def on_ranks(evidence: Evidence) -> bool:
     """Whether several processes train together."""
     return evidence.num_ranks > 1

@@ -84,7 +84,11 @@ def ranked(evidence: Evidence, seen: Observations, onset: float = math.inf) -> l
         seen: by sign; unknown ones do not count.
         onset: the step at which another cause began: what shows from there on may be a consequence.
     """
-    logs = {name: _log_likelihood(cause, seen, onset) for name, cause in CAUSES.items() if cause.applies(evidence)}
+    logs = {
+        name: _log_likelihood(cause, seen, onset)
+        for name, cause in CAUSES.items()
+        if cause.applies(evidence) and _is_considered(cause, seen)
+    }
     top = max(logs.values())
     weights = {name: math.exp(log - top) for name, log in logs.items()}
     total = sum(weights.values())
@@ -101,6 +105,11 @@ def healthy_share(causes: Sequence[Ranked]) -> float:
     healthy = sum(row.probability for row in causes if row.cause.name == HEALTHY)
     rival = max((row.probability for row in causes if row.cause.name != HEALTHY), default=0.0)
     return healthy / (healthy + rival) if healthy > 0 else 0.0
+
+
+def _is_considered(cause: Cause, seen: Observations) -> bool:
+    """Whether a sign that a cause requires is present."""
+    return not cause.required or any(name in seen and seen[name].state == "present" for name in cause.required)
 
 
 def _log_likelihood(cause: Cause, seen: Observations, onset: float) -> float:

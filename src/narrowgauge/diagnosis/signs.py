@@ -6,8 +6,10 @@ monitor is one sign, and signs that compare (which comes first, which tensor of 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from narrowgauge.diagnosis.evidence import Evidence
-from narrowgauge.diagnosis.observations import Observation, Sign
+from narrowgauge.diagnosis.observations import UNKNOWN, Observation, Sign
 from narrowgauge.diagnosis.signs_of_events import SIGNS_OF_EVENTS
 from narrowgauge.diagnosis.signs_of_gauges import SIGNS_OF_GAUGES
 from narrowgauge.diagnosis.signs_of_settings import SIGNS_OF_SETTINGS
@@ -29,4 +31,12 @@ def observe(evidence: Evidence) -> dict[str, Observation]:
     Returns:
         An observation per sign, by its name.
     """
-    return {name: sign.observe(evidence) for name, sign in SIGNS.items()}
+    seen: dict[str, Observation] = {}
+
+    def look(sign: Sign) -> Observation:
+        if sign.name not in seen:
+            is_asked = not sign.given or look(SIGNS[sign.given]).state == "present"
+            seen[sign.name] = sign.observe(evidence) if is_asked else replace(UNKNOWN, sign=sign.name)
+        return seen[sign.name]
+
+    return {name: look(sign) for name, sign in SIGNS.items()}

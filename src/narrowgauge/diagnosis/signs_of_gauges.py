@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from statistics import median
 
+from narrowgauge.diagnosis import possible
 from narrowgauge.diagnosis.evidence import Evidence
 from narrowgauge.diagnosis.observations import ABSENT, UNKNOWN, Observation, Sign, present
 from narrowgauge.diagnosis.signs_of_events import GAUGES
+from narrowgauge.monitor.conditions import MAX_BIAS
+from narrowgauge.monitor.detectors import DETECTORS
 
 Samples = dict[str, list[tuple[int, float]]]
 
@@ -145,6 +148,24 @@ def _large_updates(evidence: Evidence) -> Observation:
     )
 
 
+def _at_floor(evidence: Evidence) -> Observation:
+    """Second moments that stay above their exact shadow although their format could follow it: they are at its floor."""
+    if evidence.recipe is None or possible.cannot_decay(evidence):
+        return UNKNOWN
+    frozen = evidence.metric("moments", "frozen_fraction")
+    found = [
+        (step, name, value)
+        for name, samples in evidence.metric("moments", "bias").items()
+        for step, value in samples
+        if value >= MAX_BIAS and dict(frozen.get(name, [])).get(step, 0.0) >= DETECTORS["frozen-moments"].threshold
+    ]
+    if not found:
+        return ABSENT
+    step, name, value = min(found)
+    said = f"the second moments of {name} do not move, and are {value:.1f} times what float32 would hold"
+    return present(step, said, name, value, MAX_BIAS)
+
+
 def _massive_channels(evidence: Evidence) -> Observation:
     """Outliers that are there from the first samples on and stay: no growth, so no detector's."""
     found = []
@@ -222,6 +243,10 @@ SIGNS_OF_GAUGES: tuple[Sign, ...] = (
     Sign(
         "gradients-overflow-alone", "gradients are not finite while all inputs are", ("tensors.nonfinite",), 0.01,
         _grads_finite, GAUGES,
+    ),
+    Sign(
+        "second-moments-at-floor", "second moments are stuck above their true value, and beta2 is not why",
+        ("moments.bias", "events.frozen_moments"), 0.05, _at_floor, GAUGES, given="moments-freeze",
     ),
     Sign("updates-are-large", "half of all weights change by a tenth in a step", _UPDATE, 0.01, _large_updates, GAUGES),
     Sign(

@@ -55,8 +55,11 @@ def _odd_average(evidence: Evidence) -> Observation:
 
 
 def _eps_is_zero(evidence: Evidence) -> Observation:
-    eps = evidence.number_of("eps") or 0.0
-    held = get_format("float16" if evidence.compute == "float16-throughout" else "float32")
+    """Where every operation is rounded to the visible format; in float32 our optimizers replace an epsilon of zero."""
+    eps, storage = evidence.number_of("eps") or 0.0, evidence.recipe.storage if evidence.recipe is not None else None
+    if storage is not None and storage.arithmetic != "expansion":
+        return ABSENT
+    held = get_format(storage.visible if storage is not None else "float32")
     least = (held.smallest_subnormal or 0.0) / 2
     if eps > least:
         return ABSENT
@@ -104,6 +107,6 @@ SIGNS_OF_SETTINGS: tuple[Sign, ...] = (
     ),
     Sign("rate-is-high", "the learning rate is ten times the usual one or more", ("config.lr",), 0.002, _rate_is_high),
     Sign("rate-is-low", "the learning rate is a thirtieth of the usual one or less", ("config.lr",), 0.02, _rate_is_low),
-    Sign("eps-rounds-to-zero", "AdamW's epsilon is zero in its format", ("run.recipe", "config.eps"), 0.001, _eps_is_zero),
+    Sign("eps-rounds-to-zero", "AdamW's epsilon is zero in its format", ("config.eps",), 0.001, _eps_is_zero),
 )  # fmt: skip
 """The signs in the settings."""
