@@ -177,3 +177,44 @@ def test_values_that_are_not_finite_alone_name_no_epsilon() -> None:
         row.update(loss=math.nan, grad_norm=math.nan)
     found = ng.diagnose(run)
     assert "eps-underflow" not in {row.cause.name for row in found.causes} and not found.is_healthy
+
+
+# ── several causes ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def names_of(run: Run) -> set[str]:
+    return {finding.cause.name for finding in ng.diagnose(run).findings}
+
+
+def test_a_setting_has_no_step_and_makes_nothing_its_consequence() -> None:
+    run = healthy_run(lr=0.1)
+    for row in run.steps[AT:]:
+        row["seconds"] *= 2
+    raise_events(run)
+    found = ng.diagnose(run)
+    assert {finding.cause.name: finding.step for finding in found.findings} == {
+        "learning-rate-too-high": None,
+        "throttling": AT + 1,
+    }
+
+
+def test_slow_steps_are_no_consequence_of_a_fault_in_the_arithmetic() -> None:
+    run = healthy_run("bfloat16/naive", beta2=0.95)
+    for row in run.gauges:
+        row["updates"] = {name: [0.3, 0.9, 0.7, 0.9, 1e-3, 0.2] for name in row["updates"]}
+    for row in run.steps:
+        row["data_seconds"] = 0.06
+    raise_events(run)
+    assert names_of(run) == {"lost-updates", "slow-data-loader"}
+
+
+def test_two_causes_between_which_nothing_decides_keep_no_third_back() -> None:
+    run = healthy_run()
+    for row in run.steps:
+        row["data_seconds"] = 0.06
+        if row["step"] >= AT:
+            row.update(loss=math.nan, grad_norm=math.nan)
+    run.gauges.clear()
+    raise_events(run)
+
+    assert names_of(run) == {"slow-data-loader"}

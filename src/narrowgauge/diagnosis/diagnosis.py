@@ -204,7 +204,7 @@ def _finding(evidence: Evidence, seen: Observations, first: Ranked, others: Sequ
         "safer": SAFER.get(evidence.compute.partition("+")[0], "bfloat16"),
     }
     rest = tuple(row for row in others[:NUM_ALTERNATIVES] if row.probability >= 0.001)
-    step = chain[0].step if chain else None
+    step = next((sign.step for sign in chain if sign.step is not None), None)
     remedy = first.cause.remedy.format(**fields)
     return Finding(first.cause, first.probability, step, tensor, chain, tuple(against(first.cause, seen)), rest, remedy)
 

@@ -75,6 +75,11 @@ class Sign:
     needs: str = ""
     given: str = ""
 
+    @property
+    def is_of_time(self) -> bool:
+        """Whether it is about how long steps take: no fault of the arithmetic makes them longer."""
+        return bool({"steps.seconds", "steps.ranks"} & set(self.reads))
+
     def observe(self, evidence: Evidence) -> Observation:
         """Look for the sign in a run.
 

@@ -116,11 +116,16 @@ def _log_likelihood(cause: Cause, seen: Observations, onset: float) -> float:
     log = math.log(cause.prior)
     for name, observation in seen.items():
         if observation.state != "unknown":
-            shown = chance(cause, name, observation.step is not None and observation.step >= onset)
+            shown = chance(cause, name, _may_follow(observation, name, onset))
             # What shows in a minority of cases comes together or not at all: its absence counts once, which is next to nothing.
             absent = 1 - (shown if shown >= MAJORITY else SIGNS[name].base_rate)
             log += math.log(shown if observation.state == "present" else absent)
     return log
+
+
+def _may_follow(observation: Observation, sign: str, onset: float) -> bool:
+    """Whether a sign may be due to what began at a step: those of durations never are, nor those of settings."""
+    return observation.step is not None and observation.step >= onset and not SIGNS[sign].is_of_time
 
 
 def explained(cause: Cause, seen: Observations) -> list[str]:
@@ -151,22 +156,31 @@ def likely(evidence: Evidence, seen: Observations) -> list[tuple[Ranked, list[Ra
     found: list[tuple[Ranked, list[Ranked]]] = []
     rest, onset = dict(seen), math.inf
     while len(found) < MAX_FINDINGS:
-        causes = [
-            row
-            for row in ranked(evidence, rest, onset)
-            if row.cause.name not in {first.cause.name for first, _ in found}
-        ]
-        first = next((row for row in causes if row.cause.name != HEALTHY), None)
-        if first is None:
+        named = {first.cause.name for first, _ in found}
+        causes = [row for row in ranked(evidence, rest, onset) if row.cause.name not in named]
+        chosen = _first_sure(causes, rest)
+        if chosen is None:
             break
-        share = first.probability / sum(row.probability for row in causes if _is_rival(first.cause, row.cause, rest))
-        if share < CONFIDENCE:
-            break
+        first, share = chosen
         found.append((Ranked(first.cause, share), [row for row in causes if row is not first]))
-        onset = min([onset, *(seen[name].step or 0 for name in explained(first.cause, seen))])
+        signs = [name for name in explained(first.cause, rest) if not SIGNS[name].is_of_time]
+        onset = min([onset, *(step for name in signs if (step := seen[name].step) is not None)])
         # Those that it predicts say nothing more about the others, present or not.
         rest = {name: row for name, row in rest.items() if name not in first.cause.predicts}
     return found
+
+
+def _first_sure(causes: Sequence[Ranked], seen: Observations) -> tuple[Ranked, float] | None:
+    """The likeliest cause that is likely enough among its rivals; causes between which nothing decides keep no other back."""
+    unsure: list[Ranked] = []
+    for first in causes:
+        if first.cause.name == HEALTHY or any(_is_rival(row.cause, first.cause, seen) for row in unsure):
+            continue
+        share = first.probability / sum(row.probability for row in causes if _is_rival(first.cause, row.cause, seen))
+        if share >= CONFIDENCE:
+            return first, share
+        unsure.append(first)
+    return None
 
 
 def _is_rival(cause: Cause, other: Cause, seen: Observations) -> bool:

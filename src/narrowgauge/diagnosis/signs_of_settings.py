@@ -1,4 +1,7 @@
-"""Signs in the settings: what is lost by arithmetic alone, whatever the run's rows show."""
+"""Signs in the settings: what is lost by arithmetic alone, whatever the run's rows show.
+
+They have no step: nothing in the rows comes after them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def _accumulates_narrowly(evidence: Evidence) -> Observation:
     said = (
         f"{count:.0f} micro-batches are summed in bfloat16, which loses more than the storage from {naive_limit()} on"
     )
-    return present(evidence.first_step, said, None, count, float(naive_limit()))
+    return present(None, said, None, count, float(naive_limit()))
 
 
 def _is_narrow(evidence: Evidence) -> bool:
@@ -37,7 +40,7 @@ def _reduces_narrowly(evidence: Evidence) -> Observation:
     if not coarse or (reduction.wire not in ("int4", "int8") and evidence.num_ranks < MANY_RANKS):
         return ABSENT
     said = f"gradients of {evidence.num_ranks} ranks are summed with {reduction.error}"
-    return present(evidence.first_step, said, None, float(evidence.num_ranks), float(MANY_RANKS))
+    return present(None, said, None, float(evidence.num_ranks), float(MANY_RANKS))
 
 
 def _odd_average(evidence: Evidence) -> Observation:
@@ -49,9 +52,7 @@ def _odd_average(evidence: Evidence) -> Observation:
         or ranks & (ranks - 1) == 0
     ):
         return ABSENT
-    return present(
-        evidence.first_step, f"1 / {ranks} is no bfloat16, and gradients are averaged in theirs", None, float(ranks)
-    )
+    return present(None, f"1 / {ranks} is no bfloat16, and gradients are averaged in theirs", None, float(ranks))
 
 
 def _eps_is_zero(evidence: Evidence) -> Observation:
@@ -64,7 +65,7 @@ def _eps_is_zero(evidence: Evidence) -> Observation:
     if eps > least:
         return ABSENT
     said = f"eps = {eps:g} is zero in {held.name}, and a zero gradient divides by it"
-    return present(evidence.first_step, said, None, eps, least)
+    return present(None, said, None, eps, least)
 
 
 def _usual_rate(evidence: Evidence) -> tuple[float, float] | None:
@@ -83,7 +84,7 @@ def _rate_is_high(evidence: Evidence) -> Observation:
         return UNKNOWN
     rate, usual = found
     said = f"lr = {rate:g} is {rate / usual:.0f} times the usual rate of a model of this size, {usual:g}"
-    return present(evidence.first_step, said, None, rate, HIGH_RATE * usual) if rate >= HIGH_RATE * usual else ABSENT
+    return present(None, said, None, rate, HIGH_RATE * usual) if rate >= HIGH_RATE * usual else ABSENT
 
 
 def _rate_is_low(evidence: Evidence) -> Observation:
@@ -92,7 +93,7 @@ def _rate_is_low(evidence: Evidence) -> Observation:
         return UNKNOWN
     rate, usual = found
     said = f"lr = {rate:g} is 1/{usual / rate:.0f} of the usual rate of a model of this size, {usual:g}"
-    return present(evidence.first_step, said, None, rate, usual / LOW_RATE) if rate <= usual / LOW_RATE else ABSENT
+    return present(None, said, None, rate, usual / LOW_RATE) if rate <= usual / LOW_RATE else ABSENT
 
 
 SIGNS_OF_SETTINGS: tuple[Sign, ...] = (

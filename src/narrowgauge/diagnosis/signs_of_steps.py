@@ -194,7 +194,7 @@ def _is_erratic(evidence: Evidence) -> Observation:
     if noise <= max(ERRATIC * level, SPREAD / math.sqrt(tokens)) or level <= 0:
         return ABSENT
     said = f"the loss differs by {noise / level:.0%} from one step to the next, and no step is a spike"
-    return present(evidence.first_step, said, None, noise, ERRATIC * level)
+    return present(None, said, None, noise, ERRATIC * level)
 
 
 def _exceeds_scales(evidence: Evidence) -> Observation:
