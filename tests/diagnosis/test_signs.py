@@ -12,7 +12,7 @@ import pytest
 import narrowgauge as ng
 from diagnosis.records import AT, Row, healthy_run, raise_events
 from narrowgauge.diagnosis.evidence import gather
-from narrowgauge.diagnosis.signs import observe
+from narrowgauge.diagnosis.signs import SIGNS, observe
 from narrowgauge.runs.record import Run
 
 
@@ -218,3 +218,62 @@ def test_two_causes_between_which_nothing_decides_keep_no_third_back() -> None:
     raise_events(run)
 
     assert names_of(run) == {"slow-data-loader"}
+
+
+# ── one observation, counted once ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_says_more_of_a_sign_is_unknown_without_it() -> None:
+    seen = observe(gather(healthy_run()))
+    for name, sign in SIGNS.items():
+        if sign.given:
+            assert seen[sign.given].state == "absent" and seen[name].state == "unknown", name
+    run = healthy_run()
+    run.steps[AT].update(loss=math.nan, grad_norm=math.nan)
+    raise_events(run)
+    shown = {name for name, row in observe(gather(run)).items() if row.state == "present"}
+    assert shown == {"loss-not-finite", "one-step-not-finite"}
+    run.steps[AT]["loss"] = 3.0
+    assert state(run, "norm-not-finite") == "present"
+
+
+def test_what_a_resume_changed_is_a_note_until_the_loss_moves() -> None:
+    run = healthy_run()
+    run.events.extend(
+        [
+            {"kind": "resume", "step": AT - 1, "message": f"from step {AT - 1}"},
+            {"kind": "note", "step": AT, "message": f"lr was 0.003 up to step {AT - 1} and is 0.007 from there on"},
+            {
+                "kind": "note",
+                "step": AT,
+                "message": "the run started with torch 2.8.0 and resumes with 2.9.0: bits may differ",
+            },
+        ]
+    )
+    found = ng.diagnose(run)
+    assert found.is_healthy and len(found.notes) == 2 and "note: lr was 0.003" in found.text()
+    assert found.to_dict()["notes"] == list(found.notes)
+    # A spike long before or after a resume is not due to it.
+    run.steps[AT + 60]["loss"] += 3.0
+    raise_events(run)
+    assert names_of(run) == {"bad-data"}
+
+
+def test_a_setting_that_loses_something_is_a_note_until_an_effect_shows() -> None:
+    run = healthy_run("bfloat16/word/compressed8")
+    run.run["machine"]["ranks"] = 2
+    found = ng.diagnose(run)
+    assert found.is_healthy and len(found.notes) == 1 and "narrow-all-reduce" in found.notes[0]
+    for row in run.steps:
+        row["loss"] = 3.0 + 0.01 * (row["step"] % 3)
+    found = ng.diagnose(run)
+    assert not found.notes and found.findings[0].cause.name == "narrow-all-reduce"
+
+
+def test_no_measurement_is_advised_that_the_run_cannot_make() -> None:
+    run = healthy_run()
+    run.gauges.clear()
+    for row in run.steps[AT:]:
+        row.update(loss=math.nan)
+    measure = ng.diagnose(run).next_measurement
+    assert measure is None or ("replay" not in measure.what and "--verify-every" not in measure.what)

@@ -38,6 +38,7 @@ class Cause:
         replay: what a replay of the step would show.
         measure: what tells it where no sign of a record does.
         required: signs of which one at least must be present for the cause to be considered; none: any sign will do.
+        notes: signs that are worth a word where none of the required ones is present: a setting without an effect.
     """
 
     name: str
@@ -51,10 +52,11 @@ class Cause:
     replay: str = ""
     measure: str = ""
     required: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 _WIDE = "leave '{module}' wide ([[override]] pattern = \"{module}\", compute = \"bfloat16\"), or take compute '{safer}'"
-_BROKEN = {"values-not-finite": 0.5, "gradients-not-finite": 0.3, "step-not-finite": 0.5, "loss-not-finite": 0.4}
+_BROKEN = {"values-not-finite": 0.5, "gradients-not-finite": 0.3, "norm-not-finite": 0.3, "loss-not-finite": 0.4}
 """What may follow anything that destroys values."""
 _SPIKE = {"loss-spikes": 0.9, "gradient-spikes": 0.5}
 _WORTMAN = "Wortsman et al. 2023 (2309.14322)"
@@ -70,7 +72,7 @@ _ROWS = (
         "Take compute 'bfloat16', or keep '{module}' in float32 (keep = [\"{module}\"] in a recipe file).",
         "Micikevicius et al. 2018 (1710.03740); BLOOM-104B, chronicles of tr8",
         {
-            "near-float16-maximum": 0.85, "loss-not-finite": 0.85, "step-not-finite": 0.8, "values-not-finite": 0.7,
+            "near-float16-maximum": 0.85, "loss-not-finite": 0.85, "norm-not-finite": 0.2, "values-not-finite": 0.7,
             "input-jumps": 0.3, "gradients-not-finite": 0.3, "loss-scale-falls": 0.5, "loss-scale-at-floor": 0.4,
             "loss-spikes": 0.2,
         },
@@ -83,8 +85,8 @@ _ROWS = (
         "Micikevicius et al. 2018 (1710.03740): 5 % of zero gradients cost accuracy",
         {
             "gradients-underflow": 0.85, "gradient-is-zero": 0.3, "gradient-vanishes": 0.2, "loss-scale-at-floor": 0.2,
-            "all-gradients-are-zero": 0.15, "loss-does-not-fall": 0.15, "parameter-does-not-move": 0.1, "layer-is-dead": 0.1,
-            "one-parameter-is-dead": 0.1,
+            "all-gradients-are-zero": 0.4, "loss-does-not-fall": 0.15, "parameter-does-not-move": 0.1, "layer-is-dead": 0.3,
+            "one-parameter-is-dead": 0.3,
         },
         lambda evidence: possible.is_narrow(evidence) or possible.in_float16(evidence),
         replay="the same gradients in float32 are not zero",
@@ -96,7 +98,7 @@ _ROWS = (
         "OPT-175B's logbook; GLM-130B: 30 steps of warning",
         {
             "loss-scale-falls": 0.95, "gradients-overflow-alone": 0.7, "gradients-not-finite": 0.5, "loss-scale-at-floor": 0.4,
-            "gradient-spikes": 0.3, "step-not-finite": 0.4, "loss-does-not-fall": 0.2,
+            "gradient-spikes": 0.3, "norm-not-finite": 0.4, "loss-does-not-fall": 0.2,
         },
         possible.scales_loss, replay="gradients of the step are finite in float32",
     ),
@@ -121,24 +123,27 @@ _ROWS = (
         "the sum stops growing while addends are added: small gradients are lost, always in the same direction",
         "--accumulation-dtype float32, or kahan for the same bytes.",
         "a bfloat16 sum of equal gradients stops at 256 of them; Micikevicius et al. 2018",
-        {"accumulates-in-bfloat16": 1.0, "loss-does-not-fall": 0.1},
+        {"accumulates-in-bfloat16": 1.0, "loss-does-not-fall": 0.2},
         possible.accumulates, replay="the same gradients summed in float32 differ by more than a rounding",
+        required=("loss-does-not-fall",), notes=("accumulates-in-bfloat16",),
     ),
     Cause(
         "narrow-all-reduce", "gradients of ranks are summed in few bits",
         "every addition rounds; the error grows with the number of ranks, and the curve moves with it",
         "Take reduction 'float32' or 'reproducible' as the third part of the recipe.",
         "numerics, A3: 1.8e-3 to 3.9e-3 at up to 8 ranks in bfloat16",
-        {"reduces-narrowly": 1.0}, possible.on_ranks,
+        {"reduces-narrowly": 1.0, "loss-does-not-fall": 0.2}, possible.on_ranks,
         replay="the same gradients summed in float32 differ by more than a rounding",
+        required=("loss-does-not-fall",), notes=("reduces-narrowly",),
     ),
     Cause(
         "average-rounding", "the average's factor is rounded",
         "1 / ranks is no bfloat16 unless the ranks are a power of two: all gradients are off by up to 0.2 %",
         "Take reduction 'float32' or 'reproducible', or a power of two of ranks.",
         "numerics, A3",
-        {"averages-in-bfloat16": 1.0}, possible.on_ranks, prior=0.3,
+        {"averages-in-bfloat16": 1.0, "loss-does-not-fall": 0.05}, possible.on_ranks, prior=0.3,
         measure="the ratio of a bucket's average to its sum over the ranks, in float32",
+        required=("loss-does-not-fall",), notes=("averages-in-bfloat16",),
     ),
     Cause(
         "eps-underflow", "epsilon or second moments below the format",
@@ -163,7 +168,7 @@ _ROWS = (
         _WORTMAN + "; Zhai et al. 2023 (2303.06296)",
         {
             "attention-logits-grow": 0.65, "attention-collapses": 0.6, "weights-grow": 0.2, "gradient-spikes": 0.2,
-            "loss-spikes": 0.2, "gradient-norm-grows": 0.1, "gradient-leads-spike": 0.1, "repeated-spikes": 0.1,
+            "loss-spikes": 0.2, "gradient-norm-grows": 0.1, "gradient-leads-spike": 0.4, "repeated-spikes": 0.1,
         },
     ),
     Cause(
@@ -188,8 +193,8 @@ _ROWS = (
         "BLOOM-104B, chronicles of tr8: the scale turned 2,000 steps before the loss",
         {
             "loss-scale-falls": 0.9, "loss-spikes": 0.8, "gradients-overflow-alone": 0.6, "gradient-spikes": 0.6,
-            "spike-stays": 0.4, "spike-of-one-batch": 0.3, "spike-recovers-slowly": 0.3, "gradient-leads-spike": 0.5,
-            "repeated-spikes": 0.4, "step-not-finite": 0.3, "loss-climbs": 0.3, "gradient-norm-grows": 0.2,
+            "spike-stays": 0.4, "spike-of-one-batch": 0.1, "spike-recovers-slowly": 0.3, "gradient-leads-spike": 0.5,
+            "repeated-spikes": 0.4, "norm-not-finite": 0.3, "loss-climbs": 0.3, "gradient-norm-grows": 0.2,
             "loss-does-not-fall": 0.3,
         },
         possible.scales_loss,
@@ -201,7 +206,7 @@ _ROWS = (
         "GLM-130B (2210.02414); BLOOM's embedding norm",
         {
             "embedding-gradient-jumps": 0.6, "gradient-bursts": 0.5, "gradient-spikes": 0.7, "repeated-spikes": 0.5,
-            "loss-spikes": 0.2, "gradient-leads-spike": 0.2,
+            "loss-spikes": 0.2, "gradient-leads-spike": 0.7,
         },
     ),
     Cause(
@@ -209,14 +214,14 @@ _ROWS = (
         "its gradient is zero or nearly so, from its initial values, a mask, or since it is detached",
         "Look at how '{module}' is used and initialized; freeze it if that is intended.",
         "OPT-175B's logbook: position embeddings that never moved, unnoticed",
-        {"one-parameter-is-dead": 0.9, "gradient-is-zero": 0.6, "parameter-does-not-move": 0.8},
+        {"one-parameter-is-dead": 0.95, "gradient-is-zero": 0.9, "parameter-does-not-move": 0.8},
     ),
     Cause(
         "dead-layer", "a layer learns nothing",
         "all gradients of an attention or an MLP are zero: it takes memory and time",
         "Look for a zero before '{module}': a gate, a mask, a saturated cast, an output multiplied by zero.",
         "as frozen-parameter",
-        {"layer-is-dead": 0.9, "gradient-is-zero": 0.9, "parameter-does-not-move": 0.7, "loss-spikes": 0.2},
+        {"layer-is-dead": 0.95, "one-parameter-is-dead": 0.45, "gradient-is-zero": 0.9, "parameter-does-not-move": 0.7, "loss-spikes": 0.2},
     ),
     Cause(
         "glu-outliers", "outliers after the gate",
@@ -264,8 +269,8 @@ _ROWS = (
         "Dixit et al. 2021 (2102.11245); Llama 3: six in 54 days",
         {
             "computes-other-values": 0.5, "weight-jumps": 0.85, "input-jumps": 0.3, "loss-spikes": 0.3, "gradient-spikes": 0.3,
-            "values-not-finite": 0.2, "ranks-hold-other-values": 0.2, "checkpoint-was-damaged": 0.1, "spike-stays": 0.2,
-            "spike-recovers-slowly": 0.2, "spike-of-one-batch": 0.2, "gradient-vanishes": 0.1, "all-gradients-are-zero": 0.1,
+            "values-not-finite": 0.2, "ranks-hold-other-values": 0.2, "checkpoint-was-damaged": 0.1, "spike-stays": 0.4,
+            "spike-recovers-slowly": 0.4, "spike-of-one-batch": 0.3, "gradient-vanishes": 0.1, "all-gradients-are-zero": 0.4,
             "gradient-is-zero": 0.1,
         },
         replay="the step computed again differs from what was recorded",
@@ -275,7 +280,8 @@ _ROWS = (
         "a kernel or a library rounds differently: the curve moves where the run was resumed",
         "Resume with the versions in run.toml, and compare the two with narrowgauge diagnose RUN OTHER.",
         "OPT-175B's logbook: Megatron 2.4 to 2.6 by accident",
-        {"software-changed": 0.95, "run-was-resumed": 1.0, "level-moves-at-resume": 0.4}, possible.was_resumed,
+        {"software-changed": 0.95, "level-moves-at-resume": 0.4, "loss-spikes": 0.2, "spike-at-resume": 0.4},
+        possible.was_resumed, required=("level-moves-at-resume", "spike-at-resume"), notes=("software-changed",),
     ),
     Cause(
         "resume-changed", "a resume changed something",
@@ -283,10 +289,10 @@ _ROWS = (
         "Compare run.toml with the checkpoint's settings; resume without --accept-changes.",
         "the run's own notes",
         {
-            "run-was-resumed": 1.0, "settings-changed": 0.5, "level-moves-at-resume": 0.6, "checkpoint-was-damaged": 0.1,
-            "loss-spikes": 0.3,
+            "settings-changed": 0.5, "level-moves-at-resume": 0.6, "checkpoint-was-damaged": 0.1, "loss-spikes": 0.3,
+            "spike-at-resume": 0.9,
         },
-        possible.was_resumed,
+        possible.was_resumed, required=("level-moves-at-resume", "spike-at-resume"), notes=("settings-changed",),
     ),
     Cause(
         "stale-scales", "delayed scales are stale",
@@ -328,9 +334,9 @@ _ROWS = (
         _WORTMAN,
         {
             "rate-is-high": 0.75, "rate-jumps": 0.3, "updates-are-large": 0.3, "loss-spikes": 0.4, "gradient-spikes": 0.4,
-            "repeated-spikes": 0.3, "spike-stays": 0.2, "spike-recovers-slowly": 0.2, "weights-grow": 0.3, "loss-climbs": 0.1,
+            "repeated-spikes": 0.3, "spike-stays": 0.4, "spike-recovers-slowly": 0.4, "spike-of-one-batch": 0.1, "weights-grow": 0.3, "loss-climbs": 0.1,
             "loss-does-not-fall": 0.2, "gradient-norm-grows": 0.15, "attention-logits-grow": 0.05, "attention-collapses": 0.08,
-            "logits-drift": 0.1, "input-jumps": 0.1, "weight-jumps": 0.1, "gradient-leads-spike": 0.15, "gradient-bursts": 0.1,
+            "logits-drift": 0.1, "input-jumps": 0.1, "weight-jumps": 0.1, "gradient-leads-spike": 0.3, "gradient-bursts": 0.1,
             **dict.fromkeys(_BROKEN, 0.1),
         },
         prior=2.0,
@@ -356,8 +362,8 @@ _ROWS = (
         "Look at the data of the step in question; --on-spike skip leaves such batches out.",
         "PaLM (2204.02311), section 5.1",
         {
-            "loss-spikes": 0.8, "gradient-spikes": 0.3, "spike-of-one-batch": 0.8, "one-step-not-finite": 0.2,
-            "step-not-finite": 0.2, "loss-not-finite": 0.2, "loss-climbs": 0.3,
+            "loss-spikes": 0.8, "gradient-spikes": 0.3, "spike-of-one-batch": 0.95, "one-step-not-finite": 0.9,
+            "norm-not-finite": 0.1, "loss-not-finite": 0.2, "loss-climbs": 0.3,
         },
         prior=1.5,
     ),

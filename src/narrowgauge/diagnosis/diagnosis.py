@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-from narrowgauge.diagnosis.causes import Cause
+from narrowgauge.diagnosis.causes import CAUSES, Cause
 from narrowgauge.diagnosis.evidence import Evidence, gather
 from narrowgauge.diagnosis.observations import Observation
 from narrowgauge.diagnosis.posterior import (
@@ -18,6 +18,7 @@ from narrowgauge.diagnosis.posterior import (
     against,
     explained,
     healthy_share,
+    is_considered,
     likely,
     next_measurement,
     ranked,
@@ -87,6 +88,7 @@ class Diagnosis:
         next_measurement: what would tell the causes in question apart.
         missing: what the record does not hold, one sentence each.
         signs: every sign that is present, by step.
+        notes: settings and changes that lose something and show no effect, one sentence each.
         has_steps: whether the record holds a step at all.
     """
 
@@ -97,6 +99,7 @@ class Diagnosis:
     next_measurement: Measurement | None
     missing: tuple[str, ...]
     signs: tuple[Observation, ...]
+    notes: tuple[str, ...] = ()
     has_steps: bool = True
 
     @property
@@ -116,6 +119,7 @@ class Diagnosis:
             "next_measurement": measure
             and {"what": measure.what, "tells": list(measure.tells), "gain_bits": measure.gain},
             "signs": [_sign_dict(sign) for sign in self.signs],
+            "notes": list(self.notes),
             "missing": list(self.missing),
         }
 
@@ -130,6 +134,7 @@ class Diagnosis:
             lines += [f"  {_at(sign)}{sign.sentence}" for sign in self.signs[:_CHAIN]]
         if self.next_measurement is not None:
             lines.append(f"  next: {self.next_measurement.what} (tells {', '.join(self.next_measurement.tells)} apart)")
+        lines += [f"  note: {said}" for said in self.notes]
         lines += [f"  not recorded: {said}" for said in self.missing]
         return "\n".join(lines[:MAX_LINES])
 
@@ -189,8 +194,18 @@ def _diagnosis(evidence: Evidence) -> Diagnosis:
         next_measurement(evidence, seen, asked),
         evidence.missing,
         _by_step(row for row in seen.values() if row.state == "present"),
+        tuple(_notes(evidence, seen)),
         bool(evidence.run.steps),
     )
+
+
+def _notes(evidence: Evidence, seen: Observations) -> Iterator[str]:
+    """What causes without an effect would have been told by."""
+    for cause in CAUSES.values():
+        if cause.applies(evidence) and not is_considered(cause, seen):
+            for name in cause.notes:
+                if seen[name].state == "present":
+                    yield f"{seen[name].sentence} ({cause.name}); no effect shows"
 
 
 def _finding(evidence: Evidence, seen: Observations, first: Ranked, others: Sequence[Ranked]) -> Finding:

@@ -31,8 +31,8 @@ EXPECTED = 0.6
 CONSEQUENCE = 0.4
 """Share of faults that show a sign later on which is none of their own."""
 MAX_FINDINGS = 4
-FLAG, REPLAY, SECOND_RUN = 1.0, 3.0, 10.0
-"""Costs of measurements, relative to each other: a flag of the next run, a replay of a step, another run."""
+FLAG, SECOND_RUN = 1.0, 10.0
+"""Costs of measurements, relative to each other: a flag of the next run, another run."""
 _ALIKE = 0.05
 """A cause less likely than this is not in question."""
 
@@ -67,12 +67,16 @@ class Measurement:
 def chance(cause: Cause, sign: str, is_consequence: bool = False) -> float:
     """How likely a run with this cause shows a sign: as predicted, but not less often than healthy runs do.
 
+    Of a sign that says more of another one, what is predicted holds as it is: that other one is there and this cause's own.
+
     Args:
         cause: the cause.
         sign: the sign's name.
         is_consequence: another cause came before the sign, so that whatever follows may be due to that.
     """
     base = max(SIGNS[sign].base_rate, CONSEQUENCE if is_consequence else 0.0)
+    if SIGNS[sign].given and sign in cause.predicts and not is_consequence:
+        return cause.predicts[sign]
     return min(0.9995, max(base, cause.predicts.get(sign, base)))
 
 
@@ -87,7 +91,7 @@ def ranked(evidence: Evidence, seen: Observations, onset: float = math.inf) -> l
     logs = {
         name: _log_likelihood(cause, seen, onset)
         for name, cause in CAUSES.items()
-        if cause.applies(evidence) and _is_considered(cause, seen)
+        if cause.applies(evidence) and is_considered(cause, seen)
     }
     top = max(logs.values())
     weights = {name: math.exp(log - top) for name, log in logs.items()}
@@ -107,7 +111,7 @@ def healthy_share(causes: Sequence[Ranked]) -> float:
     return healthy / (healthy + rival) if healthy > 0 else 0.0
 
 
-def _is_considered(cause: Cause, seen: Observations) -> bool:
+def is_considered(cause: Cause, seen: Observations) -> bool:
     """Whether a sign that a cause requires is present."""
     return not cause.required or any(name in seen and seen[name].state == "present" for name in cause.required)
 
@@ -212,16 +216,21 @@ def next_measurement(evidence: Evidence, seen: Observations, causes: Iterable[Ra
     options = [
         Measurement(f"{SIGNS[name].needs}: {SIGNS[name].meaning}?", tells, _gain(shares, name), FLAG)
         for name, row in seen.items()
-        if row.state == "unknown" and SIGNS[name].needs
+        if row.state == "unknown" and _can_be_recorded(name, evidence, seen)
     ]
     for cause, share in shares:
-        gain = _entropy([share, 1 - share])
-        if cause.replay and evidence.has("run.ours"):
-            options.append(Measurement(f"a replay of the step: {cause.replay}?", tells, gain, REPLAY))
         if cause.measure:
-            options.append(Measurement(cause.measure, tells, gain, SECOND_RUN))
+            options.append(Measurement(cause.measure, tells, _entropy([share, 1 - share]), SECOND_RUN))
     best = max(options, key=lambda option: option.gain / option.cost, default=None)
     return best if best is not None and best.gain > 0.01 else None
+
+
+def _can_be_recorded(sign: str, evidence: Evidence, seen: Observations) -> bool:
+    """Whether a flag would show a sign: not one that another must come before, nor one of several ranks on one."""
+    row = SIGNS[sign]
+    if row.given and seen[row.given].state != "present":
+        return False
+    return bool(row.needs) and all(evidence.has(read) for read in row.reads if read.startswith("run."))
 
 
 def _gain(shares: list[tuple[Cause, float]], sign: str) -> float:

@@ -172,7 +172,7 @@ SIGNS_OF_EVENTS: tuple[Sign, ...] = (
     ),
     _detected("loss-scale-falls", "the loss scale is halved again and again", 0.003, "scale-halvings", "scale-skips"),
     _detected("loss-scale-at-floor", "the loss scale has reached its floor", 0.002, "scale-floor"),
-    _detected("loss-spikes", "the loss jumps far above recent steps", 0.02, "loss-spike"),
+    _detected("loss-spikes", "the loss jumps far above recent steps", 0.005, "loss-spike"),
     _detected("gradient-spikes", "the gradient norm jumps far above recent steps", 0.1, "gradient-spike"),
     _detected(
         "repeated-spikes", "the loss or the gradient norm jumps three times or more", 0.02, "loss-spike", "gradient-spike",
@@ -180,7 +180,6 @@ SIGNS_OF_EVENTS: tuple[Sign, ...] = (
     ),
     _detected("loss-climbs", "the loss climbs slowly and does not recover", 0.005, "loss-climb"),
     _detected("gradient-norm-grows", "the gradient norm grows far beyond what it was", 0.01, "gradient-growth"),
-    _detected("step-not-finite", "the loss or the gradient norm of a step is not finite", 0.002, "nonfinite-step"),
     _verified(
         "ranks-hold-other-values", "ranks that should hold the same values do not", lambda said: "differs" in said,
         is_state=True,

@@ -246,6 +246,19 @@ def _loss_not_finite(evidence: Evidence) -> Observation:
     return ABSENT
 
 
+def _norm_not_finite(evidence: Evidence) -> Observation:
+    """The detector's, which leaves out steps that the loss scaler skipped, without those whose loss says it already."""
+    finite = {
+        step
+        for step, loss in zip(evidence.steps, evidence.column("loss"), strict=True)
+        if loss is None or math.isfinite(loss)
+    }
+    for event in evidence.raised_by("nonfinite-step"):
+        if step_of(event) in finite:
+            return present(step_of(event), f"the gradient norm of step {step_of(event)} is not finite")
+    return ABSENT
+
+
 def _bursts(evidence: Evidence) -> Observation:
     """Gradients that jump for some steps, more than once, while the loss goes on as before."""
     if evidence.raised_by("loss-spike"):
@@ -322,10 +335,18 @@ LATER = "a run of narrowgauge train of this version, which records {}"
 """What records a column that older versions lack."""
 
 SIGNS_OF_STEPS: tuple[Sign, ...] = (
-    Sign("spike-of-one-batch", "the loss jumps for one step and is back at the next", _LOSS, 0.01, _one_batch),
-    Sign("spike-recovers-slowly", "the loss jumps and takes several steps to recover", _LOSS, 0.008, _recovers),
-    Sign("spike-stays", "the loss jumps and does not come back", _LOSS, 0.002, _stays),
-    Sign("gradient-leads-spike", "the gradient norm rises before the loss jumps", _LOSS + _NORM, 0.005, _leads),
+    Sign(
+        "spike-of-one-batch", "the loss jumps for one step and is back at the next", _LOSS, 0.15, _one_batch, given="loss-spikes",
+    ),
+    Sign(
+        "spike-recovers-slowly", "the loss jumps and takes several steps to recover", _LOSS, 0.2, _recovers,
+        given="loss-spikes",
+    ),
+    Sign("spike-stays", "the loss jumps and does not come back", _LOSS, 0.05, _stays, given="loss-spikes"),
+    Sign(
+        "gradient-leads-spike", "the gradient norm rises before the loss jumps", _LOSS + _NORM, 0.1, _leads,
+        given="loss-spikes",
+    ),
     Sign("gradient-vanishes", "the gradient norm falls to a thirtieth at one step, and stays", _NORM, 0.002, _norm_vanishes),
     Sign(
         "gradient-norm-steps", "the gradient norm moves to another level at one step, and the loss does not", _LOSS + _NORM,
@@ -336,7 +357,14 @@ SIGNS_OF_STEPS: tuple[Sign, ...] = (
         _bursts,
     ),
     Sign("loss-not-finite", "the loss of a step is NaN or infinite", _LOSS, 0.001, _loss_not_finite),
-    Sign("one-step-not-finite", "the loss of one step alone is NaN or infinite", _LOSS, 0.001, _one_not_finite),
+    Sign(
+        "one-step-not-finite", "the loss of one step alone is NaN or infinite", _LOSS, 0.2, _one_not_finite,
+        given="loss-not-finite",
+    ),
+    Sign(
+        "norm-not-finite", "the gradient norm of a step is not finite, and its loss is", (*_LOSS, "events.nonfinite"), 0.002,
+        _norm_not_finite,
+    ),
     Sign("loss-does-not-fall", "the loss of the last quarter is no lower than that of the first", _LOSS, 0.01, _not_falling),
     Sign("loss-is-erratic", "the loss varies as no mean over a step's tokens does", _LOSS, 0.03, _is_erratic),
     Sign("loss-drops", "the loss falls at one step far below all recent ones", _LOSS, 0.005, _loss_drops),

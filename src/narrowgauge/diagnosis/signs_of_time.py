@@ -86,6 +86,16 @@ def _moves_at_resume(evidence: Evidence) -> Observation:
     return ABSENT
 
 
+def _spikes_at_resume(evidence: Evidence) -> Observation:
+    resumes = [step_of(event) for event in evidence.events.get("resume", [])]
+    for spike in evidence.raised_by("loss-spike"):
+        since = next((step for step in resumes if 0 < step_of(spike) - step <= BEFORE), None)
+        if since is not None:
+            step = step_of(spike)
+            return present(step, f"the loss jumped at step {step}, {step - since} steps after the run resumed")
+    return ABSENT
+
+
 def _was_resumed(evidence: Evidence) -> Observation:
     events = evidence.events.get("resume", [])
     return present(step_of(events[0]), f"the run resumed from step {step_of(events[0])}") if events else ABSENT
@@ -107,6 +117,10 @@ SIGNS_OF_TIME: tuple[Sign, ...] = (
     Sign(
         "level-moves-at-resume", "the loss goes on at a higher level after a resume", ("run.ours", "steps.loss"), 0.003,
         _moves_at_resume,
+    ),
+    Sign(
+        "spike-at-resume", "the loss jumps soon after a resume", ("run.ours", "steps.loss"), 0.1, _spikes_at_resume,
+        given="loss-spikes",
     ),
 )  # fmt: skip
 """The signs in the durations of steps, and at resumes."""
