@@ -323,7 +323,7 @@ def test_the_page_holds_the_verdict_the_chain_and_what_to_do(tmp_path: Path) -> 
     assert said.exit_code == 0 and said.output.endswith(f"{page}\n")
     text = page.read_text()
     for words in (
-        "a batch means nothing",
+        "A corrupted batch",
         "spike-of-one-batch",
         "What to do: Look at the data",
         "The first sign was at step 81",

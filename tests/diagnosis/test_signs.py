@@ -81,7 +81,11 @@ def test_the_width_of_a_spike_is_counted_in_steps() -> None:
         raise_events(run)
         assert state(run, "loss-spikes") == "present" and state(run, "spike-of-one-batch") == expected
         assert state(run, "spike-recovers-slowly") == ("absent" if every == 1 else "unknown")
-    run.steps[AT + 1]["loss"] += 3.0
+    run = healthy_run()
+    for row in run.steps:
+        row["step"] *= 100
+    for row in run.steps[AT : AT + 2]:
+        row["loss"] += 3.0
     slow = observe(gather(run))["spike-recovers-slowly"]
     assert slow.state == "present" and slow.value == 200
 
@@ -138,7 +142,7 @@ def test_the_audit_of_all_parameters_shows_what_no_gauge_sampled() -> None:
 
 
 def frozen(recipe: str, bias: float, **config: object) -> Run:
-    run = healthy_run(recipe, **config)
+    run: Run = healthy_run(recipe, **config)
     for row in run.gauges[4:]:
         row["moments"] = {name: [bias, 0.9] for name in row["moments"]}
     raise_events(run)

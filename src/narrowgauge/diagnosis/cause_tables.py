@@ -30,6 +30,8 @@ def _cause_row(cause: Cause) -> Row:
         "prior": cause.prior,
         "replay": cause.replay,
         "measure": cause.measure,
+        "required": list(cause.required),
+        "notes": list(cause.notes),
     }
 
 
@@ -59,6 +61,7 @@ def sign_rows() -> list[Row]:
             "reads": list(sign.reads),
             "base_rate": sign.base_rate,
             "needs": sign.needs,
+            "given": sign.given,
         }
         for sign in SIGNS.values()
     ]
@@ -70,6 +73,6 @@ def sign_table() -> Table:
         *name_columns(sign="name"),
         *text_columns(what_it_says="meaning", reads="reads"),
         *number_columns(of_healthy_runs="base_rate"),
-        *text_columns(recorded_by="needs"),
+        *text_columns(among_runs_with="given", recorded_by="needs"),
     )
     return Table(columns, sign_rows())

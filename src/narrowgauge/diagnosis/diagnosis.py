@@ -85,7 +85,7 @@ class Diagnosis:
         findings: the most likely one first; empty where nothing is wrong or nothing can be said.
         verdict: one sentence.
         causes: every cause that the run can have, with its probability, before anything was explained.
-        next_measurement: what would tell the causes in question apart.
+        next_measurement: what would distinguish the causes in question.
         missing: what the record does not hold, one sentence each.
         signs: every sign that is present, by step.
         notes: settings and changes that lose something and show no effect, one sentence each.
@@ -133,7 +133,9 @@ class Diagnosis:
         if not self.findings:
             lines += [f"  {_at(sign)}{sign.sentence}" for sign in self.signs[:_CHAIN]]
         if self.next_measurement is not None:
-            lines.append(f"  next: {self.next_measurement.what} (tells {', '.join(self.next_measurement.tells)} apart)")
+            lines.append(
+                f"  next: {self.next_measurement.what} (distinguishes {', '.join(self.next_measurement.tells)})"
+            )
         lines += [f"  note: {said}" for said in self.notes]
         lines += [f"  not recorded: {said}" for said in self.missing]
         return "\n".join(lines[:MAX_LINES])
@@ -167,7 +169,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
         >>> folder = Path(tempfile.mkdtemp(), "first")
         >>> with ng.RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
         ...     for step in range(1, 81):
-        ...         writer.step({"step": step, "loss": 9.0 if step == 60 else 3.0 + 0.01 * (step % 3), "grad_norm": 1.0})
+        ...         writer.step({"step": step, "loss": 9.0 if step == 60 else 3.0 + 1.0 / step, "grad_norm": 1.0})
         >>> ng.diagnose(folder).findings[0].cause.name
         'bad-data'
 

@@ -42,7 +42,7 @@ def rounds_weights(evidence: Evidence) -> bool:
     return evidence.recipe is None or evidence.recipe.storage.weight.rounding == "nearest"
 
 
-def dithers_weights(evidence: Evidence) -> bool:
+def rounds_stochastically(evidence: Evidence) -> bool:
     """Whether stored weights are rounded stochastically."""
     return evidence.recipe is None or evidence.recipe.storage.weight.rounding == "stochastic"
 

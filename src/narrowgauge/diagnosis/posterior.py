@@ -49,11 +49,11 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What would tell the causes in question apart.
+    """What would distinguish the causes in question.
 
     Args:
         what: what to do, without a full stop.
-        tells: the causes that it tells apart.
+        tells: the causes that it distinguishes.
         gain: entropy that it is expected to remove, in bits.
         cost: relative to a flag of the next run.
     """
@@ -197,7 +197,7 @@ def _is_rival(cause: Cause, other: Cause, seen: Observations) -> bool:
 
 
 def next_measurement(evidence: Evidence, seen: Observations, causes: Iterable[Ranked]) -> Measurement | None:
-    """What would tell the causes in question apart at the least cost.
+    """What would distinguish the causes in question at the least cost.
 
     Args:
         evidence: of the run.
@@ -205,7 +205,7 @@ def next_measurement(evidence: Evidence, seen: Observations, causes: Iterable[Ra
         causes: with their probabilities.
     Returns:
         The measurement with the largest expected loss of entropy for its cost; ``None`` where one cause alone is in question, or
-        nothing tells them apart.
+        nothing distinguishes them.
     """
     asked = [row for row in causes if row.probability >= _ALIKE]
     if len(asked) < 2:

@@ -229,7 +229,10 @@ def _grads_finite(evidence: Evidence) -> Observation:
 _GRAD, _UPDATE = ("tensors.rms",), ("updates.update_to_weight",)
 
 SIGNS_OF_GAUGES: tuple[Sign, ...] = (
-    Sign("layer-is-dead", "all gradients of an attention or an MLP are zero", _GRAD, 0.1, _layer_dead, GAUGES, "gradient-is-zero"),
+    Sign(
+        "layer-is-dead", "all gradients of an attention or an MLP are zero", _GRAD, 0.1, _layer_dead, GAUGES,
+        "gradient-is-zero",
+    ),
     Sign(
         "one-parameter-is-dead", "one parameter's gradient is zero, and those beside it are not", _GRAD, 0.3, _one_dead,
         GAUGES, "gradient-is-zero",

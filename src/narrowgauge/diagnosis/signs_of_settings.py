@@ -39,7 +39,7 @@ def _reduces_narrowly(evidence: Evidence) -> Observation:
     coarse = reduction.wire in ("int4", "int8") or (reduction.name == "native" and _is_narrow(evidence))
     if not coarse or (reduction.wire not in ("int4", "int8") and evidence.num_ranks < MANY_RANKS):
         return ABSENT
-    said = f"gradients of {evidence.num_ranks} ranks are summed with {reduction.error}"
+    said = f"gradients of {evidence.num_ranks} ranks are summed by '{reduction.name}', whose error is {reduction.error}"
     return present(None, said, None, float(evidence.num_ranks), float(MANY_RANKS))
 
 

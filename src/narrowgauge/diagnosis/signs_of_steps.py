@@ -1,6 +1,6 @@
 """Signs in the rows of steps: how a spike begins and ends, and what the gradient norm does.
 
-The detectors say that a loss jumped; these signs say how. A batch that means nothing is over with the next one, an unstable
+The detectors say that a loss jumped; these signs say how. A corrupted batch is over with the next one, an unstable
 update takes many steps to recover from, and gradients that grow come before a loss that does.
 """
 

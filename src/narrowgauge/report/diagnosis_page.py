@@ -51,7 +51,8 @@ def _sentences(found: Diagnosis, run: Run) -> list[str]:
     said = [part for finding in found.findings for part in _of_finding(finding, run)]
     if found.next_measurement is not None:
         tells = ", ".join(found.next_measurement.tells)
-        said.append(f"Next measurement: {found.next_measurement.what} It tells {tells} apart.")
+        said.append(f"Next measurement: {found.next_measurement.what.rstrip('.?')}, which distinguishes {tells}.")
+    said += [f"Note: {note}." for note in found.notes]
     return [*said, *(f"Not recorded: {missing}." for missing in found.missing)]
 
 
