@@ -17,7 +17,8 @@ from narrowgauge.cli.main import main
 from narrowgauge.loggers.available import LOGGERS, Available
 from narrowgauge.trainer import loop_record
 
-NOT_OF_THE_TRAINER = {"seconds", "tokens_per_second", "peak_memory_bytes", "audit_sums"}
+# Of the clock, or of the trainer or the recorder alone.
+NOT_OF_BOTH = {"seconds", "tokens_per_second", "peak_memory_bytes", "audit_sums", "data_seconds", "batch_crc"}
 
 
 class Loop:
@@ -51,7 +52,7 @@ def _copied(state: Any) -> Any:
 
 
 def lasting(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if name not in NOT_OF_THE_TRAINER} for row in rows]
+    return [{name: value for name, value in row.items() if name not in NOT_OF_BOTH} for row in rows]
 
 
 def recorded(run: OwnRun, folder: Path, **options: Any) -> Loop:
