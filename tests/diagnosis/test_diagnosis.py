@@ -208,7 +208,6 @@ CASES: dict[str, tuple[str, dict[str, object], Fault]] = {
     ))),
     "slow-rank": ("bfloat16/word", {}, both(ranks, late_rank)),
     "slow-data-loader": ("bfloat16/word", {}, lambda run: [row.update(data_seconds=0.06) for row in run.steps] and None),
-    "throttling": ("bfloat16/word", {}, steps(lambda row: {"seconds": row["seconds"] * 1.8})),
 }  # fmt: skip
 """By cause: the recipe, settings, and what the fault writes."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from diagnosis.records import AT, Row, healthy_run, raise_events
+from diagnosis.records import AT, Row, healthy_run, raise_events, update
 from narrowgauge.diagnosis.evidence import gather
 from narrowgauge.diagnosis.signs import SIGNS, observe
 from narrowgauge.runs.record import Run
@@ -192,14 +192,34 @@ def names_of(run: Run) -> set[str]:
 
 def test_a_setting_has_no_step_and_makes_nothing_its_consequence() -> None:
     run = healthy_run(lr=0.1)
-    for row in run.steps[AT:]:
-        row["seconds"] *= 2
+    run.steps[AT]["loss"] += 3.0
     raise_events(run)
     found = ng.diagnose(run)
-    assert {finding.cause.name: finding.step for finding in found.findings} == {
-        "learning-rate-too-high": None,
-        "throttling": AT + 1,
-    }
+    assert {finding.cause.name: finding.step for finding in found.findings} == {"learning-rate-too-high": AT + 1}
+    assert (found.signs[0].sign, found.signs[0].step) == ("rate-is-high", None)
+    for row in run.steps:
+        row["data_seconds"] = 0.06
+    assert names_of(run) == {"learning-rate-too-high", "slow-data-loader"}
+
+
+def test_slower_steps_alone_do_not_say_why() -> None:
+    run = healthy_run()
+    for row in run.steps[AT:]:
+        row["seconds"] *= 1.8
+    found = ng.diagnose(run)
+    assert not found.findings and not found.is_healthy and found.causes[0].cause.name == "throttling"
+    assert found.next_measurement is not None and "clocks" in found.next_measurement.what
+
+
+def test_a_low_rate_is_a_finding_where_weights_hardly_move() -> None:
+    for recipe in ("bfloat16/word", "float32/float32"):
+        run = healthy_run(recipe, lr=1e-5)
+        assert ng.diagnose(run).is_healthy  # fine-tuning
+        for row in run.gauges:
+            row["updates"] = {name: update(update_to_weight=1e-5) for name in row["updates"]}
+        assert state(run, "weights-hardly-move") == "present" and names_of(run) == {"learning-rate-too-low"}
+    del run.steps[50:]
+    assert state(run, "weights-hardly-move") == "unknown"
 
 
 def test_slow_steps_are_no_consequence_of_a_fault_in_the_arithmetic() -> None:

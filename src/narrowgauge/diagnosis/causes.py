@@ -107,7 +107,7 @@ _ROWS = (
         "weights stop where an update is smaller than half their spacing; the loss falls slower or stops",
         "Take storage '{cure}', which keeps what this one rounds away (master, exact and split do too).",
         "Yu et al. 2024, Collage (2405.03637); measured: naive stores 0.15 % of its updates at lr 1e-5",
-        {"updates-lost": 0.95, "moments-freeze": 0.05, "loss-does-not-fall": 0.15},
+        {"updates-lost": 0.95, "weights-hardly-move": 0.3, "moments-freeze": 0.05, "loss-does-not-fall": 0.15},
         possible.rounds_weights,
     ),
     Cause(
@@ -159,7 +159,7 @@ _ROWS = (
         "updates shrink with the gradients: early layers of large models hardly learn",
         "Lower --eps (1e-15 for large models).",
         _WORTMAN,
-        {"gradients-below-eps": 0.97, "loss-does-not-fall": 0.2, "updates-lost": 0.1},
+        {"gradients-below-eps": 0.97, "weights-hardly-move": 0.3, "loss-does-not-fall": 0.2, "updates-lost": 0.1},
     ),
     Cause(
         "attention-growth", "attention logits grow",
@@ -346,12 +346,12 @@ _ROWS = (
         prior=2.0,
     ),
     Cause(
-        "learning-rate-too-low", "the learning rate is too low for the storage",
-        "updates are below what the storage resolves, so that it adds more noise than update, and the loss hardly falls",
-        "Raise --lr, or take storage '{cure}'.",
+        "learning-rate-too-low", "the learning rate is too low",
+        "weights hardly move, or by less than the storage resolves, so that it adds more noise than update",
+        "Raise --lr; where updates drown in rounding noise, storage '{cure}' helps too.",
         "measured: bfloat16 weights rounded stochastically get 20 times as much noise as update at lr 1e-5",
-        {"rounding-noise": 0.7, "rate-is-low": 0.9, "updates-lost": 0.3, "loss-does-not-fall": 0.2},
-        possible.rounds_stochastically,
+        {"rate-is-low": 0.9, "weights-hardly-move": 0.7, "rounding-noise": 0.45, "loss-does-not-fall": 0.2},
+        prior=0.5,
     ),
     Cause(
         "repeated-data", "repeated data",
@@ -386,11 +386,11 @@ _ROWS = (
         {"data-is-slow": 0.97, "steps-slow-down": 0.1},
     ),
     Cause(
-        "throttling", "the machine slows down",
+        "throttling", "the machine is slower: throttling or other programs",
         "clocks fall with heat or other programs come: all steps take longer than they did",
         "Look at clocks, temperatures and other programs on the machine.",
         "seconds of each step, less data and waiting",
-        {"steps-slow-down": 0.95},
+        {"steps-slow-down": 0.95}, measure="the clocks, the temperature and the load of the machine, step by step",
     ),
 )  # fmt: skip
 

@@ -42,11 +42,6 @@ def rounds_weights(evidence: Evidence) -> bool:
     return evidence.recipe is None or evidence.recipe.storage.weight.rounding == "nearest"
 
 
-def rounds_stochastically(evidence: Evidence) -> bool:
-    """Whether stored weights are rounded stochastically."""
-    return evidence.recipe is None or evidence.recipe.storage.weight.rounding == "stochastic"
-
-
 def cannot_decay(evidence: Evidence) -> bool:
     """Whether second moments are rounded to nearest, and beta2 lowers them by less than half their spacing."""
     beta2 = evidence.number_of("beta2")

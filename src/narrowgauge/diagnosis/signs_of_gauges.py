@@ -7,7 +7,7 @@ A sign here compares a tensor with others or with a setting; what one tensor's o
 from __future__ import annotations
 
 import math
-from statistics import median
+from statistics import fmean, median
 
 from narrowgauge.diagnosis import possible
 from narrowgauge.diagnosis.evidence import Evidence
@@ -18,6 +18,8 @@ from narrowgauge.monitor.detectors import DETECTORS
 
 Samples = dict[str, list[tuple[int, float]]]
 
+FEWEST_STEPS = 60
+"""Steps from which it says something that weights hardly moved."""
 FEWEST = 3
 """Samples from which a tensor's level is known."""
 SHOCK = 10.0
@@ -28,6 +30,8 @@ NEAR = 2.0**14
 """Largest magnitude from which a quarter of float16's range is used."""
 LARGE_UPDATE = 0.1
 """Rms of a weight's change over its rms in one step, from which the weight is new in ten steps."""
+SMALL_UPDATES = 0.05
+"""Rms of a matrix's changes, added up over all steps, over its own rms; healthy runs of 60 steps reach 0.42 and more."""
 FEW_CHANNELS = 64.0
 """Largest magnitude over the rms of an input that is massive from the beginning on (healthy inputs reach 39)."""
 WIDE_BLOCKS = 18.0
@@ -148,6 +152,26 @@ def _large_updates(evidence: Evidence) -> Observation:
     )
 
 
+def _hardly_move(evidence: Evidence) -> Observation:
+    """Where all steps together change half of the matrices by less than a twentieth, were they all in one direction."""
+    num_steps = evidence.steps[-1] - evidence.steps[0] + 1 if evidence.steps else 0
+    if num_steps < FEWEST_STEPS:
+        return UNKNOWN
+    matrices = {
+        name: fmean(value for _, value in samples)  # where the first steps moved them, they did move
+        for name, samples in evidence.metric("updates", "update_to_weight").items()
+        if "norm" not in name and not name.endswith(".bias") and len(samples) >= FEWEST
+        if all(math.isfinite(value) for _, value in samples)
+    }
+    if not matrices:
+        return UNKNOWN
+    moved = median(matrices.values()) * num_steps
+    if moved >= SMALL_UPDATES:
+        return ABSENT
+    said = f"{num_steps} steps change half of the weights by {moved:.1%} of their size at most"
+    return present(None, said, None, moved, SMALL_UPDATES)
+
+
 def _at_floor(evidence: Evidence) -> Observation:
     """Second moments that stay above their exact shadow although their format could follow it: they are at its floor."""
     if evidence.recipe is None or possible.cannot_decay(evidence):
@@ -252,6 +276,7 @@ SIGNS_OF_GAUGES: tuple[Sign, ...] = (
         ("moments.bias", "events.frozen_moments"), 0.05, _at_floor, GAUGES, given="moments-freeze",
     ),
     Sign("updates-are-large", "half of all weights change by a tenth in a step", _UPDATE, 0.01, _large_updates, GAUGES),
+    Sign("weights-hardly-move", "all steps together hardly change the weights", _UPDATE, 0.01, _hardly_move, GAUGES),
     Sign(
         "channels-are-massive", "few channels are far above all others from the beginning", ("tensors.outlier",), 0.002,
         _massive_channels, GAUGES,

@@ -107,7 +107,7 @@ SIGNS_OF_SETTINGS: tuple[Sign, ...] = (
         ("run.recipe", "run.ranks"), 0.02, _odd_average,
     ),
     Sign("rate-is-high", "the learning rate is ten times the usual one or more", ("config.lr",), 0.002, _rate_is_high),
-    Sign("rate-is-low", "the learning rate is a thirtieth of the usual one or less", ("config.lr",), 0.02, _rate_is_low),
+    Sign("rate-is-low", "the learning rate is a thirtieth of the usual one or less", ("config.lr",), 0.03, _rate_is_low),
     Sign("eps-rounds-to-zero", "AdamW's epsilon is zero in its format", ("config.eps",), 0.001, _eps_is_zero),
 )  # fmt: skip
 """The signs in the settings."""

@@ -112,7 +112,7 @@ SIGNS_OF_TIME: tuple[Sign, ...] = (
         "ranks-wait", "a fifth of the time or more is spent waiting for the slowest rank", (_TIME, _WAIT), 0.02,
         partial(_waits_for, "wait_seconds", "waiting for the slowest rank"),
     ),
-    Sign("steps-slow-down", "late steps take longer than early ones", (_TIME,), 0.005, _slows_down),
+    Sign("steps-slow-down", "late steps take longer than early ones", (_TIME,), 0.012, _slows_down),
     Sign("run-was-resumed", "the run was resumed", ("run.ours",), 0.2, _was_resumed),
     Sign(
         "level-moves-at-resume", "the loss goes on at a higher level after a resume", ("run.ours", "steps.loss"), 0.003,
