@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import statistics
 from pathlib import Path
 
 import pytest
@@ -301,3 +302,20 @@ def test_no_measurement_is_advised_that_the_run_cannot_make() -> None:
         row.update(loss=math.nan)
     measure = ng.diagnose(run).next_measurement
     assert measure is None or ("replay" not in measure.what and "--verify-every" not in measure.what)
+
+
+# ── evaluations ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_validation_loss_that_parts_from_the_training_loss_is_a_sign() -> None:
+    sign = "validation-parts-from-training"
+    run = healthy_run()
+    assert state(run, sign) == "unknown"
+    for step, gap in ((40, 0.05), (80, 0.06), (120, 0.04), (160, 0.05)):
+        level = statistics.median(row["loss"] for row in run.steps[step - 30 : step])
+        run.evals.append({"step": step, "val_loss": level + gap})
+    assert state(run, sign) == "absent"
+    run.evals[-2]["val_loss"] += 0.2
+    run.evals[-1]["val_loss"] += 0.5
+    seen = observe(gather(run))[sign]
+    assert seen.state == "present" and seen.step == 120 and seen.value == pytest.approx(0.55)

@@ -358,7 +358,7 @@ _ROWS = (
         "a shard is read twice, or the reader begins anew: the training loss falls, and the validation loss does not",
         "Look at the reader's position after a resume, and at duplicates among the shards.",
         "the run's fingerprints of batches",
-        {"batches-repeat": 0.97, "run-was-resumed": 0.3, "loss-drops": 0.3},
+        {"batches-repeat": 0.97, "run-was-resumed": 0.3, "loss-drops": 0.3, "validation-parts-from-training": 0.45},
     ),
     Cause(
         "bad-data", "a corrupted batch",

@@ -162,7 +162,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
     Raises:
         RecordError: there is no run, or its record is damaged.
 
-    Cost: below a second for 10,000 steps.
+    Cost: below a second for 10,000 steps of narrowgauge train; two where detectors have yet to run over the rows.
 
     Example:
         >>> import tempfile, narrowgauge as ng

@@ -195,7 +195,8 @@ class Evidence:
 
         Args:
             read: ``steps.COLUMN``, ``TABLE.METRIC`` of the gauges, ``logits.METRIC``, ``config.SETTING``, ``events.KIND``,
-                or ``run.recipe``, ``run.ranks`` (several), ``run.ours`` and ``run.blocks`` (block scales).
+                or ``run.recipe``, ``run.ranks`` (several), ``run.ours``, ``run.evals`` and ``run.blocks`` (block
+                scales).
         """
         if read not in self._held:
             self._held[read] = self._holds(*read.split(".", 1))
@@ -222,6 +223,7 @@ class Evidence:
             "recipe": self.recipe is not None,
             "ranks": self.num_ranks > 1,
             "ours": not self.run.is_foreign,
+            "evals": bool(self.run.evals),
             "blocks": any(row.get("block_scales") for row in self.gauges),
         }
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from narrowgauge.diagnosis.evidence import Evidence
 from narrowgauge.diagnosis.observations import UNKNOWN, Observation, Sign
+from narrowgauge.diagnosis.signs_of_evals import SIGNS_OF_EVALS
 from narrowgauge.diagnosis.signs_of_events import SIGNS_OF_EVENTS
 from narrowgauge.diagnosis.signs_of_gauges import SIGNS_OF_GAUGES
 from narrowgauge.diagnosis.signs_of_settings import SIGNS_OF_SETTINGS
@@ -18,7 +19,14 @@ from narrowgauge.diagnosis.signs_of_time import SIGNS_OF_TIME
 
 SIGNS: dict[str, Sign] = {
     sign.name: sign
-    for sign in (*SIGNS_OF_EVENTS, *SIGNS_OF_STEPS, *SIGNS_OF_TIME, *SIGNS_OF_GAUGES, *SIGNS_OF_SETTINGS)
+    for sign in (
+        *SIGNS_OF_EVENTS,
+        *SIGNS_OF_STEPS,
+        *SIGNS_OF_EVALS,
+        *SIGNS_OF_TIME,
+        *SIGNS_OF_GAUGES,
+        *SIGNS_OF_SETTINGS,
+    )
 }
 """All signs by name."""
 
