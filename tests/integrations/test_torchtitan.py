@@ -178,7 +178,7 @@ def test_a_record_holds_the_run_beside_torchtitans_own_optimizer(through: tuple[
 
 
 def test_checkpointed_and_compiled_blocks_compute_the_same_bits_and_gauges(
-    through: tuple[Trained, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    through: tuple[Trained, Path], tmp_path: Path
 ) -> None:
     """Compiled by ``aot_eager``: Inductor rounds bfloat16 less often between operators, in torchtitan's own layers."""
 
@@ -188,12 +188,16 @@ def test_checkpointed_and_compiled_blocks_compute_the_same_bits_and_gauges(
     def checkpointed(config: Any) -> None:
         config.activation_checkpoint = FullAC.Config()
 
-    for name in ("capture_scalar_outputs", "skip_fwd_side_effects_in_bwd_under_checkpoint"):  # what torchtitan sets
-        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))
+    names = (
+        "capture_scalar_outputs",
+        "skip_fwd_side_effects_in_bwd_under_checkpoint",
+    )  # what torchtitan sets, for the process
+    flags = torch._dynamo.config
     whole, folder = through
     gauges = without_times(ng.read_run(folder / "narrowgauge").gauges)
     for change in (checkpointed, compiled):
-        found = recorded(tmp_path / change.__name__, change=change)
+        with flags.patch({name: getattr(flags, name) for name in names}):
+            found = recorded(tmp_path / change.__name__, change=change)
         assert found.losses == whole.losses and differing(found.states, whole.states) == []
         assert without_times(ng.read_run(tmp_path / change.__name__ / "narrowgauge").gauges) == gauges
 

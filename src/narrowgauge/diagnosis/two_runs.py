@@ -10,10 +10,9 @@ from typing import Any
 from narrowgauge.diagnosis.alignment import STAGES, Alignment, Parting, align
 from narrowgauge.diagnosis.envelope import is_rounding, rounding_of
 from narrowgauge.diagnosis.partings import REASONS, Reason, deciding, weigh, without_rounding
+from narrowgauge.diagnosis.posterior import CONFIDENCE
 from narrowgauge.runs.record import Run
 
-CONFIDENCE = 0.7
-"""Below this probability no reason is named."""
 _NAMED = 3
 
 
