@@ -238,3 +238,19 @@ def test_the_same_text_in_another_folder_is_no_difference(tmp_path: Path) -> Non
 def diagnose(folder: Path, *, steps: int = 4, **given: Any) -> TwoRuns:
     """An undisturbed run and one with changes."""
     return compare_two(write(folder / "a", steps=steps), write(folder / "b", steps=steps, **given))
+
+
+def test_the_checksum_of_the_tokens_tells_other_batches_where_nothing_was_hashed(tmp_path: Path) -> None:
+    runs = [
+        write(tmp_path / name, prints=False, changed=given)
+        for name, given in (("a", {}), ("b", {(3, TENSORS[2]): 1.1}))
+    ]
+    for run, other in zip(runs, (False, True), strict=True):
+        for row in run.steps:
+            row["batch_crc"] = f"{row['step'] + 7 * (other and row['step'] >= 3):08x}"
+    found = compare_two(*runs)
+    assert found.alignment.parting is not None and (found.alignment.parting.step, found.alignment.parting.stage) == (
+        3,
+        "tokens",
+    )
+    assert found.reason is not None and found.reason.name == "data-order", found.text()

@@ -42,7 +42,7 @@ KINDS: dict[str, str] = {
 """The stage of each kind of fingerprint."""
 
 COLUMNS: dict[str, str] = {
-    "loss": "loss", "lr": "rate", "grad_norm": "norm", "loss_scale": "skip", "skipped": "skip",
+    "batch_crc": "tokens", "loss": "loss", "lr": "rate", "grad_norm": "norm", "loss_scale": "skip", "skipped": "skip",
 }  # fmt: skip
 """The columns of a step's row that are compared, in the order of the stages; times and bytes differ in any two runs."""
 
@@ -214,7 +214,8 @@ def _columns(rows: list[dict[int, Row]], common: list[int]) -> Iterator[Parting]
             values = first.get(column), second.get(column)
             if values[0] is not None and values[1] is not None and not _same(*values):
                 tokens = int((first.get("tokens") or 0) // max(1, step))
-                yield Parting(step, stage, values=(float(values[0]), float(values[1])), numel=tokens)
+                known = (math.nan, math.nan) if stage == "tokens" else (float(values[0]), float(values[1]))
+                yield Parting(step, stage, values=known, numel=tokens)
                 return
 
 
