@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from _forked import group, in_processes
-from faults import struck
+from faults import nothing, struck
 from injections import STRUCK_AT, Injection
 
 from narrowgauge.errors import NarrowgaugeError
@@ -165,7 +165,7 @@ def undisturbed(injection: Injection) -> Injection:
     )
     own = {name: injection.settings[name] for name in kept}
     recipe = injection.recipe if injection.cause != "narrow-all-reduce" else injection.recipe.rpartition("/")[0]
-    return Injection("healthy", "twin", recipe, lambda session, since: None, own, ranks=injection.ranks)
+    return Injection("healthy", "twin", recipe, nothing, own, ranks=injection.ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,8 +194,7 @@ class Healthy:
         """It is run as an injection of nothing is; shorter, where it is no twin."""
         given = {**({} if self.is_plain else {"steps": 60}), **self.settings}
         given |= {"gradient_accumulation_steps": 2} if self.ranks > 1 else {}
-        strike = lambda session, since: None  # noqa: E731
-        return Injection("healthy", "none", self.recipe, strike, given, STRUCK_AT, self.ranks, self.resumed)
+        return Injection("healthy", "none", self.recipe, nothing, given, STRUCK_AT, self.ranks, self.resumed)
 
 
 _RECIPES = (

@@ -9,7 +9,6 @@ Claim: none of its own; ``diagnosis.py`` measures. Baseline: the undisturbed run
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 from faults import Strike, once, scale_gradients, wrap_forward
 from torch import Tensor
 
-from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
 from narrowgauge.trainer.session import Session
 
 ATTENTION, MLP, DOWN = (f"{faults.LAYER}.{part}" for part in ("self_attn", "mlp", "mlp.down_proj"))
@@ -212,39 +210,10 @@ def flipped(strike: Callable[[Session], None], period: int) -> Strike:
 
 def small_loss_scale(scale: float) -> Strike:
     """A loss scale that much too small, from now on."""
-
-    def strike(session: Session) -> None:
-        scaler = session.optimizer.loss_scaler
-        assert scaler is not None
-        scaler.scale_tensor.fill_(scale)
-
-    return once(strike)
-
-
-def _unscaled(to: str) -> Compute:
-    row, static = COMPUTES["float8-row"], Cast(to, "tensor", scaling="static")
-    products = {
-        place: Product(static, getattr(row, place).right, row.grad_input.accumulation)
-        for place in ("grad_input", "grad_weight")
-    }
-    return dataclasses.replace(row, name=f"float8-unscaled-{to}", **products)  # type: ignore[arg-type]
+    return once(faults.set_loss_scale(scale))
 
 
 def unscaled_gradients(to: str, factor: float = 1.0) -> Strike:
     """Narrow layers whose gradients enter without a scale; ``factor`` makes them smaller still."""
-    compute = _unscaled(to)
-
-    def strike(session: Session) -> None:
-        linears = session.linears
-        assert linears is not None
-        keep = COMPUTES["bfloat16"]
-
-        def set_compute(evaluating: bool = False) -> None:
-            linears.set_compute(lambda name: keep if name == "lm_head" else compute)
-
-        session.set_compute = set_compute  # type: ignore[method-assign]
-
-    def shrink(session: Session) -> None:
-        scale_gradients(session, factor)
-
-    return several(once(strike), once(shrink)) if factor != 1.0 else once(strike)
+    strike = once(faults.go_on_in(faults.unscaled(to)))
+    return several(strike, once(lambda session: scale_gradients(session, factor))) if factor != 1.0 else strike

@@ -14,6 +14,7 @@ call goes on where the first one was. No times are compared, so ``--rounds`` has
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -60,14 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Runs:
     """The runs of a folder: made where they are not there, and diagnosed."""
 
-    def __init__(self, folder: Path, options: object) -> None:
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.options = folder, options
-        self.until = time.monotonic() + 60 * options.minutes  # type: ignore[attr-defined]
+        self.until = time.monotonic() + 60 * options.minutes
         prepare(folder / "place")
 
     def run(self, injection: Injection, part: str, name: str = "") -> Run | None:
         """An injection's run; ``None`` where it is not there and the time is over."""
-        every = self.options.gauges_every  # type: ignore[attr-defined]
+        every = self.options.gauges_every
         folder = self.folder / (part if every == 20 else f"{part}-every-{every}") / (name or injection.name)
         if time.monotonic() > self.until and not is_made(folder):
             return None
@@ -93,8 +94,8 @@ class Runs:
 
     def emit(self, report: Report) -> None:
         """Make the runs part by part, and print their matrices."""
-        chosen = self.options.injections  # type: ignore[attr-defined]
-        parts = self.options.parts  # type: ignore[attr-defined]
+        chosen = self.options.injections
+        parts = self.options.parts
         halves = {half: of_half(half) for half in PARTS[:2] if half in parts}
         if chosen:
             halves = {"chosen": [INJECTIONS[name] for name in chosen]}
@@ -107,7 +108,7 @@ class Runs:
 
     def _emit_half(self, report: Report, half: str, rows: Sequence[Injection]) -> None:
         made = list(self.made(rows, half))
-        if self.options.only_run:  # type: ignore[attr-defined]
+        if self.options.only_run:
             return
         outcomes: list[Outcome] = []
         table: list[Row] = []
@@ -123,7 +124,7 @@ class Runs:
         outcomes: list[Outcome] = []
         for row in HEALTHY:
             run = self.twin(row.injection) if row.is_plain else self.run(row.injection, "healthy", row.name)
-            if run is not None and not self.options.only_run:  # type: ignore[attr-defined]
+            if run is not None and not self.options.only_run:
                 outcomes.append(healthy_outcome(run, row.name))
         if outcomes:
             named = [outcome for outcome in outcomes if outcome.named]

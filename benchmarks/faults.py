@@ -197,36 +197,44 @@ def scale_gradients(session: Session, factor: float, growth: float = 1.0) -> Non
     session.loss = loss
 
 
-def _unscaled() -> Compute:
-    """float8-row whose gradients enter as they are: most are below the smallest float8."""
-    row, static = COMPUTES["float8-row"], Cast("float8_e4m3fn", "tensor", scaling="static")
+def unscaled(gradients: str) -> Compute:
+    """float8-row whose gradients enter as they are, in that format: most are below the smallest float8."""
+    row, static = COMPUTES["float8-row"], Cast(gradients, "tensor", scaling="static")
     products = {
         place: Product(static, getattr(row, place).right, row.grad_input.accumulation)
         for place in ("grad_input", "grad_weight")
     }
-    return dataclasses.replace(row, name="float8-unscaled", **products)  # type: ignore[arg-type]
+    return dataclasses.replace(row, name=f"float8-unscaled-{gradients}", **products)  # type: ignore[arg-type]
 
 
-UNSCALED = _unscaled()
+UNSCALED = unscaled("float8_e4m3fn")
 
 
-def small_format(session: Session) -> None:
-    """The narrow layers go on in a compute whose gradients have too little range."""
-    linears = session.linears
-    assert linears is not None
-    keep = COMPUTES["bfloat16"]
+def go_on_in(compute: Compute) -> Callable[[Session], None]:
+    """The narrow layers go on in another compute, except for the head."""
 
-    def set_compute(evaluating: bool = False) -> None:
-        linears.set_compute(lambda name: keep if name == "lm_head" else UNSCALED)
+    def strike(session: Session) -> None:
+        linears = session.linears
+        assert linears is not None
+        keep = COMPUTES["bfloat16"]
 
-    session.set_compute = set_compute  # type: ignore[method-assign]
+        def set_compute(evaluating: bool = False) -> None:
+            linears.set_compute(lambda name: keep if name == "lm_head" else compute)
+
+        session.set_compute = set_compute  # type: ignore[method-assign]
+
+    return strike
 
 
-def small_loss_scale(session: Session) -> None:
-    """A loss scale at which float16 gradients are zero."""
-    scaler = session.optimizer.loss_scaler
-    assert scaler is not None
-    scaler.scale_tensor.fill_(2.0**-20)
+def set_loss_scale(scale: float) -> Callable[[Session], None]:
+    """A loss scale at which float16 gradients are lost."""
+
+    def strike(session: Session) -> None:
+        scaler = session.optimizer.loss_scaler
+        assert scaler is not None
+        scaler.scale_tensor.fill_(scale)
+
+    return strike
 
 
 @torch.no_grad()
@@ -294,7 +302,7 @@ _ROWS = (
         "learning rate × 100", once(large_rate), ("loss_spike", "gradient_spike"), steps=10,
     ),
     Fault(
-        "a format too small for gradients", once(small_format), ("underflow",), "output_grad:model.layers.*", samples=2,
+        "a format too small for gradients", once(go_on_in(UNSCALED)), ("underflow",), "output_grad:model.layers.*", samples=2,
         settings={"recipe": "float8-row/word"},
     ),
     Fault(
@@ -317,7 +325,7 @@ _ROWS = (
         ("loss_scale",), steps=6, settings={"recipe": "float16/split"}, earliest=111,
     ),
     Fault(
-        "a loss scale too small", once(small_loss_scale), ("loss_scale",), settings={"recipe": "float16/split"},
+        "a loss scale too small", once(set_loss_scale(2.0**-20)), ("loss_scale",), settings={"recipe": "float16/split"},
     ),
     Fault(
         "attention logits that grow", growing_attention, ("attention",), f"{LAYER}.self_attn", samples=10,

@@ -98,8 +98,18 @@ class Parting:
     @property
     def relative(self) -> float:
         """The difference of the two values over the larger; NaN where they are not known."""
-        one, other = map(abs, self.values)
-        return abs(self.values[0] - self.values[1]) / max(one, other) if max(one, other) else 0.0
+        return relative_difference(*self.values)
+
+
+def relative_difference(one: float, other: float) -> float:
+    """The difference of two values over the larger magnitude; NaN where one is.
+
+    Example:
+        >>> relative_difference(2.0, 2.5), relative_difference(0.0, 0.0)
+        (0.2, 0.0)
+    """
+    largest = max(abs(one), abs(other))
+    return abs(one - other) / largest if largest else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,24 +284,21 @@ def _beyond(prints: list[dict[int, Row]], u: float) -> Iterator[Parting]:
     for before, step in pairwise(steps):
         if step != before + 1:
             continue
-        levels = _levels(prints[0][before], prints[1][before])
-        first, second = prints[0][step], prints[1][step]
-        for key in first:
-            if key in second and levels.get(key.partition(":")[0]):
-                found = _parting(step, key, first, second, None)
-                if is_beyond(found.relative, found.numel, u, levels[key.partition(":")[0]]):
-                    yield found
+        level = {kind: median(found.values()) for kind, found in _relatives(prints, before).items()}
+        for kind, found in _relatives(prints, step).items():
+            for key, relative in found.items():
+                if is_beyond(relative, int(prints[0][step][key][2]), u, level.get(kind, 0.0)):
+                    yield _parting(step, key, prints[0][step], prints[1][step], None)
 
 
-def _levels(first: Row, second: Row) -> dict[str, float]:
-    """The median relative difference of the norms of each kind of tensor in a step."""
-    found: dict[str, list[float]] = {}
+def _relatives(prints: list[dict[int, Row]], step: int) -> dict[str, dict[str, float]]:
+    """By kind, how much the norm of each tensor differs in a step; tokens have none to compare."""
+    first, second = prints[0][step], prints[1][step]
+    found: dict[str, dict[str, float]] = {}
     for key, entry in first.items():
         if key in second and not key.startswith("tokens:"):
-            norms = entry[1], second[key][1]
-            largest = max(map(abs, norms))
-            found.setdefault(key.partition(":")[0], []).append(abs(norms[0] - norms[1]) / largest if largest else 0.0)
-    return {kind: median(values) for kind, values in found.items()}
+            found.setdefault(key.partition(":")[0], {})[key] = relative_difference(entry[1], second[key][1])
+    return found
 
 
 def _order(parting: Parting) -> tuple[int, int, bool]:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from narrowgauge.diagnosis.alignment import STAGES, Alignment, Difference, Parting
+from narrowgauge.diagnosis.alignment import Alignment, Difference, Parting
 from narrowgauge.diagnosis.envelope import is_rounding
 
 _FORWARD = ("output", "loss", "grad", "norm")
-_ANY = tuple(STAGES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,12 +64,10 @@ class Fingerprints:
         """
         self.is_on, self._entries, self._held = self.every > 0 and step % self.every == 0, {}, {}
         if self.is_on and self._left.get("step") == step - 1:
-            self._record(self._stored(("weight",)))
-            before = self._left["tensors"]
-            for key, entry in self._entries.items():
-                if entry[0] != before[key][0]:
-                    self._held[key.replace("weight:", "held:", 1)] = entry
-            self._entries = {}
+            before, stored = self._left["tensors"], self._stored(("weight",))
+            for key, number in fingerprints_whole(stored).items():
+                if number != before[key][0]:
+                    self._held[key.replace("weight:", "held:", 1)] = _entry(number, stored[key])
 
     @contextmanager
     def micro_batch(self, tokens: Tensor, first_sequence: int, *, is_absent: bool = False) -> Iterator[None]:
@@ -138,8 +136,7 @@ class Fingerprints:
 
     def _record(self, named: Mapping[str, Tensor]) -> None:
         for key, number in fingerprints_whole(named).items():
-            x = named[key]
-            self._entries[key] = [number, _sum_of_squares(x) ** 0.5, x.numel()]
+            self._entries[key] = _entry(number, named[key])
 
     def _join_outputs(self) -> None:
         """Join what the ranks have seen of their own micro-batches."""
@@ -149,6 +146,11 @@ class Fingerprints:
             self._entries = {key: _joined([each[key] for each in found if key in each]) for key in keys}
         for entry in self._entries.values():
             entry[1] = entry[1] ** 0.5
+
+
+def _entry(number: int, x: Tensor) -> list[float]:
+    """What a row holds of a tensor: its fingerprint, norm and number of elements."""
+    return [number, _sum_of_squares(x) ** 0.5, x.numel()]
 
 
 def _joined(entries: list[list[float]]) -> list[float]:
