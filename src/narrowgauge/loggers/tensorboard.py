@@ -6,6 +6,7 @@ The run folder holds the same and more; this is for those who compare runs of se
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
@@ -28,12 +29,23 @@ class TensorBoard:
 
     def __init__(self, folder: Path, settings: Row, step: int = 0) -> None:
         self.folder = folder / "tensorboard"
-        self.writer = SummaryWriter(str(self.folder), purge_step=step + 1 if step else None)
+        self.writer = self._next_file(step + 1 if step else None)
 
     def go_back(self, step: int) -> None:
         """Discard what was written of the steps after ``step``."""
         self.writer.close()
-        self.writer = SummaryWriter(str(self.folder), purge_step=step + 1)
+        self.writer = self._next_file(step + 1)
+
+    def _next_file(self, purge_step: int | None) -> SummaryWriter:
+        """A file that TensorBoard reads after the others of the folder.
+
+        It reads them by name: the second in which a file was made, then host, process and a counter as text, in which 10 is
+        before 9 and process 1000 before 999. So no two files are made in one second.
+        """
+        now = time.time()
+        if any(self.folder.glob(f"events.out.tfevents.{int(now):010d}.*")):
+            time.sleep(1.01 - now % 1.0)
+        return SummaryWriter(str(self.folder), purge_step=purge_step)
 
     def step(self, row: Row) -> None:
         """Write the scalars of a step."""
