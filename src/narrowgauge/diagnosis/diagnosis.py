@@ -162,7 +162,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
     Raises:
         RecordError: there is no run, or its record is damaged.
 
-    Cost: below a second for 10,000 steps of narrowgauge train; two where detectors have yet to run over the rows.
+    Cost: below a second for 10,000 steps; samples of many tensors over which detectors have yet to run take longer.
 
     Example:
         >>> import tempfile, narrowgauge as ng

@@ -53,6 +53,7 @@ class Evidence:
     recipe: Recipe | None = None
     missing: tuple[str, ...] = ()
     _held: dict[str, bool] = field(default_factory=dict, repr=False)
+    _columns: dict[str, list[float | None]] = field(default_factory=dict, repr=False)
 
     # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -105,8 +106,10 @@ class Evidence:
         return median(rates) if rates and median(rates) > 0 else None
 
     def column(self, name: str) -> list[float | None]:
-        """A column of ``steps.jsonl``: a value per row, ``None`` where it has none."""
-        return [number(row.get(name)) for row in self.run.steps]
+        """A column of ``steps.jsonl``: a value per row, ``None`` where it has none; not to be changed."""
+        if name not in self._columns:
+            self._columns[name] = [number(row.get(name)) for row in self.run.steps]
+        return self._columns[name]
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -265,10 +265,13 @@ def _bursts(evidence: Evidence) -> Observation:
         return ABSENT
     found, last, length = [], -2, 0
     norms = evidence.column("grad_norm")
+    finite = [norm if norm is not None and math.isfinite(norm) else math.inf for norm in norms]
     for row in range(BEFORE // 3, len(norms)):
-        norm = norms[row]
-        level = None if norm is None or not norm < math.inf else level_of(norms[max(0, row - BEFORE) : row])
-        if norm is None or level is None or norm <= BURST * level:
+        norm, start = norms[row], max(0, row - BEFORE)
+        if norm is None or not norm < math.inf or norm <= BURST * min(finite[start:row]):
+            continue  # no median is below the minimum: most steps need none
+        level = level_of(norms[start:row])
+        if level is None or norm <= BURST * level:
             continue
         length = length + 1 if row == last + 1 else 1
         last = row

@@ -71,6 +71,7 @@ def whole_lines(file: Path) -> Iterator[tuple[bytes, Row]]:
     Raises:
         RecordError: a line is damaged, or a value has the wrong type.
     """
+    kind = file.stem
 
     def parsed(line: bytes) -> tuple[Row, str]:
         is_checked = has_checksum(line)
@@ -81,7 +82,7 @@ def whole_lines(file: Path) -> Iterator[tuple[bytes, Row]]:
             del row[_CHECKSUM]
         # Visiting each of the hundred thousand numbers of a long run would cost more than parsing them.
         row = restored(row) if any(name in line for name in _QUOTED) else row
-        return row, wrong_value(file.stem, row)
+        return row, wrong_value(kind, row)
 
     return _read(file, parsed)
 
