@@ -2,8 +2,8 @@
 
 errors ← spec ← runs ← monitor, comparison, planner ← report need no PyTorch. _torch, spec ← numerics ← matmul, transforms, optim,
 distributed (which never import each other) ← gauges ← assembly; runs, optim, distributed ← checkpoints; both ← conversion;
-runs ← loggers, machine; planner, loggers, machine, conversion ← trainer ← experiment, profiling, integrations ← cli. Everything
-from the gauges upward may write through `runs`.
+runs ← loggers, machine; planner, loggers, machine, conversion ← trainer ← replays, experiment, profiling, integrations ← cli.
+Everything from the gauges upward may write through `runs`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ LAYERS = {
     "assembly": {"assembly", "cutting", "joint_scales", "trainable"},
     "conversion": {"conversion"},
     "trainer": {"trainer"},
+    "replays": {"replays"},
     "experiment": {"experiment"},
     "profiling": {"profiling"},
     "integrations": {"integrations"},
@@ -74,8 +75,9 @@ SEES = {
     "assembly": SEEN_BY_GAUGES | {"gauges"},
     "conversion": SEEN_BY_GAUGES | {"gauges", "assembly", "checkpoints"},
     "trainer": SEEN_BY_TRAINER,
+    "replays": SEEN_BY_TRAINER | {"trainer", "diagnosis"},
     **dict.fromkeys(("experiment", "profiling", "integrations"), SEEN_BY_EXPERIMENT),
-    "cli": SEEN_BY_EXPERIMENT | {"diagnosis", "experiment", "profiling", "integrations"},
+    "cli": SEEN_BY_EXPERIMENT | {"diagnosis", "replays", "experiment", "profiling", "integrations"},
 }
 
 TORCH_FREE = {"spec", "runs", "monitor", "comparison", "report", "planner", "diagnosis"}

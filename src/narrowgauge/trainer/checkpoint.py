@@ -164,6 +164,33 @@ def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None], ran
     return None
 
 
+def checkpoint_before(folder: Path, step: int, on_damaged: Callable[[Path, str], None]) -> Checkpoint | None:
+    """The newest checkpoint at or before a step that matches its manifest; nothing is written or locked, whoever writes the run.
+
+    Args:
+        folder: the run folder.
+        step: number of optimizer steps.
+        on_damaged: called with each newer checkpoint that does not match, or that its run removes meanwhile, and the reason.
+
+    Returns:
+        The checkpoint, or ``None`` if there is no good one.
+    """
+    place = Path(folder) / _FOLDER
+    with disk_errors(place):
+        listed = _listed(place) if place.is_dir() else []
+    for checkpoint in listed:
+        if checkpoint.step > step:
+            continue
+        try:
+            found = damage(checkpoint.path)
+        except OSError as error:
+            found = error.strerror or str(error)
+        if not found:
+            return checkpoint
+        on_damaged(checkpoint.path, found)
+    return None
+
+
 def _found(place: Path) -> list[Checkpoint]:
     """The checkpoints by name, newest first, once what a killed process left is removed."""
     if not place.is_dir():

@@ -43,7 +43,7 @@ from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.optim.kept_tensors import kept_tensors
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.trainer import language_model
-from narrowgauge.trainer.checkpoint import latest_checkpoint
+from narrowgauge.trainer.checkpoint import Checkpoint, latest_checkpoint
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset
 from narrowgauge.trainer.description import describe_process
@@ -184,12 +184,8 @@ class Session:
         """A 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
         return fingerprint_whole({name: self.optimizer.stored(p) for name, p in self.named_parameters()})
 
-    def save(self, num_rows: Mapping[str, int] | None = None) -> Path:
-        """Write a checkpoint; the previous one is kept until it is complete. On ranks, all call it at the same step.
-
-        Args:
-            num_rows: number of records in each file of the run, which a resume verifies.
-        """
+    def taken(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What a checkpoint holds of this moment: tensors by name, not copied, and a JSON object of everything else."""
         tensors = state_tensors(self.named_parameters(), self.optimizer)
         if self.linears is not None:
             tensors |= {f"matmul.{name}": history for name, history in self.linears.histories().items()}
@@ -201,10 +197,19 @@ class Session:
             "num_skipped": self.optimizer.num_skipped,
             "fingerprint": self.fingerprint(),
             "settings": self.config.to_dict(),
-            "rows": dict(num_rows or {}),
         }
         if self.optimizer.loss_scaler is not None:
             state["loss_scaler"] = self.optimizer.loss_scaler.state_dict()
+        return tensors, state
+
+    def save(self, num_rows: Mapping[str, int] | None = None) -> Path:
+        """Write a checkpoint; the previous one is kept until it is complete. On ranks, all call it at the same step.
+
+        Args:
+            num_rows: number of records in each file of the run, which a resume verifies.
+        """
+        tensors, state = self.taken()
+        state["rows"] = dict(num_rows or {})
         # The checkpoint of an interruption must not replace the one for a rollback.
         extra = self.config.on_spike == "rollback" and self.step % max(1, self.config.checkpoint_every) != 0
         return self.saver.save(self.step, tensors, state, self.config.keep_checkpoints + extra)
@@ -217,9 +222,16 @@ class Session:
         """
         self.saver.wait()
         checkpoint = latest_checkpoint(self.folder, on_damaged, self.saver.ranks)
-        if checkpoint is None:
-            return
-        state, where = checkpoint.state(), f"checkpoint {checkpoint.path.name} of {self.folder}"
+        if checkpoint is not None:
+            self.load(checkpoint)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Load a checkpoint that was found good.
+
+        Raises:
+            RecordError: it belongs to another model, or gives other weights than were saved.
+        """
+        state, where = checkpoint.state(), f"checkpoint {checkpoint.path.name} of {checkpoint.path.parents[1]}"
 
         def load_checked() -> dict[str, Tensor]:
             with disk_errors(checkpoint.path):
@@ -228,6 +240,16 @@ class Session:
                 return load_tensors(checkpoint.path, saved, self.named_parameters(), self.optimizer)
 
         tensors = self.saver.ranks.together(load_checked)
+        self.put(tensors, state)
+        if state["fingerprint"] != self.fingerprint():
+            raise RecordError(
+                f"{where} gives weights {self.fingerprint()}, and {state['fingerprint']} was saved.",
+                "The checkpoint is intact, so the code of the storage has changed: resume with the version that wrote it.",
+            )
+        self.standing = {name: state[name] for name in ("settings", "rows") if name in state}
+
+    def put(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Go to the moment at which :meth:`taken` returned this; the tensors may be used from here on."""
         give_back(tensors, self.named_parameters(), self.optimizer)
         self.verifier.forget()
         self.optimizer.num_skipped = state["num_skipped"]
@@ -241,12 +263,6 @@ class Session:
             histories = {key.removeprefix("matmul."): t for key, t in tensors.items() if key.startswith("matmul.")}
             self.linears.load_histories(histories)
         self.audit_total = torch.tensor(state["audit_total"], dtype=torch.float64)
-        if state["fingerprint"] != self.fingerprint():
-            raise RecordError(
-                f"{where} gives weights {self.fingerprint()}, and {state['fingerprint']} was saved.",
-                "The checkpoint is intact, so the code of the storage has changed: resume with the version that wrote it.",
-            )
-        self.standing = {name: state[name] for name in ("settings", "rows") if name in state}
 
 
 def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
