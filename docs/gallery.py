@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -58,7 +59,8 @@ def page(name: str, gallery: Path = GALLERY) -> str:
     from narrowgauge.report.render import render
     from narrowgauge.report.write import read_runs
 
-    found = read_runs([gallery / f"{name}.zip"])
+    # The page names commands on these runs: as they are typed in a checkout, and without the folders of this machine.
+    found = read_runs([os.path.relpath(gallery / f"{name}.zip")])
     found.sort(key=lambda run: -round((run.summary or {}).get("bytes_per_param", 0.0), 1))  # as the tables list them
     return render(narrowgauge.compare_runs(found), TITLES[name])
 

@@ -40,11 +40,12 @@ def observe(evidence: Evidence) -> dict[str, Observation]:
         An observation per sign, by its name.
     """
     seen: dict[str, Observation] = {}
+    return {name: _look(sign, evidence, seen) for name, sign in SIGNS.items()}
 
-    def look(sign: Sign) -> Observation:
-        if sign.name not in seen:
-            is_asked = not sign.given or look(SIGNS[sign.given]).state == "present"
-            seen[sign.name] = sign.observe(evidence) if is_asked else replace(UNKNOWN, sign=sign.name)
-        return seen[sign.name]
 
-    return {name: look(sign) for name, sign in SIGNS.items()}
+def _look(sign: Sign, evidence: Evidence, seen: dict[str, Observation]) -> Observation:
+    """Look for a sign, unless another one that must be there first is not; ``seen`` holds those that are known."""
+    if sign.name not in seen:
+        is_asked = not sign.given or _look(SIGNS[sign.given], evidence, seen).state == "present"
+        seen[sign.name] = sign.observe(evidence) if is_asked else replace(UNKNOWN, sign=sign.name)
+    return seen[sign.name]

@@ -11,7 +11,9 @@ from functools import cached_property
 
 from narrowgauge.comparison.comparison import Comparison
 from narrowgauge.comparison.run_stats import RunStats
-from narrowgauge.report.samples import Samples, read_samples
+from narrowgauge.diagnosis.diagnosis import Diagnosis, diagnose
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.report.samples import Samples, gauges_for_now, read_samples
 from narrowgauge.report.series import Series, column, number
 from narrowgauge.runs.record import Run
 
@@ -30,14 +32,27 @@ class Group:
     index: int
     stats: tuple[RunStats, ...]
 
-    @cached_property
+    @property
     def samples(self) -> tuple[Samples, ...]:
         """What the page keeps of each run's gauges.
 
         Raises:
             RecordError: a run's gauges are damaged.
         """
-        return tuple(map(read_samples, self.runs))
+        return tuple(samples for samples, _ in self._read)
+
+    @property
+    def diagnoses(self) -> tuple[Diagnosis | str, ...]:
+        """The diagnosis of each run, or why there is none.
+
+        Raises:
+            RecordError: a run's gauges are damaged.
+        """
+        return tuple(found for _, found in self._read)
+
+    @cached_property
+    def _read(self) -> tuple[tuple[Samples, Diagnosis | str], ...]:
+        return tuple(map(_read_once, self.runs))
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -56,6 +71,27 @@ class Group:
     def seeds(self) -> dict[int, Run]:
         """The runs by seed."""
         return {one.seed: one.run for one in self.stats}
+
+
+def _read_once(run: Run) -> tuple[Samples, Diagnosis | str]:
+    """What a page takes from a run's gauges, which are the longest of all rows: read once, and let go."""
+    with gauges_for_now(run):
+        found = diagnosed(run)
+        return read_samples(run), found
+
+
+def diagnosed(run: Run) -> Diagnosis | str:
+    """A run's diagnosis, or why there is none: whatever a record holds, the page on it can be written.
+
+    Args:
+        run: its record.
+    """
+    try:
+        return diagnose(run)
+    except NarrowgaugeError as error:
+        return error.message.rstrip(".")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def groups_of(found: Comparison) -> list[Group]:

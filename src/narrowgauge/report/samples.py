@@ -8,6 +8,7 @@ the next file is opened. A table or a list that is missing or damaged adds nothi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,9 +57,16 @@ def read_samples(run: Run) -> Samples:
 
     Cost: about 1 s per thousand samples of 400 tensors.
     """
+    with gauges_for_now(run):
+        return _sampled(run.gauges)
+
+
+@contextlib.contextmanager
+def gauges_for_now(run: Run) -> Iterator[None]:
+    """Within it, the gauges of a run are read once at most; at its end they are let go, unless somebody held them before."""
     was_held = "gauges" in vars(run)
     try:
-        return _sampled(run.gauges)
+        yield
     finally:
         if not was_held:
             vars(run).pop("gauges", None)

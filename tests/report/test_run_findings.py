@@ -1,0 +1,71 @@
+"""The diagnosis on the report: what was found, where it is marked, and a page whatever the diagnosis does."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from narrowgauge.diagnosis import diagnosis
+from narrowgauge.report import run_findings as section
+from narrowgauge.report.run_findings import run_findings
+from narrowgauge.runs.record import Run
+from report.made_pages import group_runs, page_of
+from report.test_page_in_browser import data_of
+
+MakeRun = Callable[..., Run]
+
+
+def spiked(step: int) -> float:
+    return 9.0 if step == 60 else 2.0 + 5.0 * math.exp(-step / 30)
+
+
+@pytest.fixture
+def runs(make_run: MakeRun) -> list[Run]:
+    """A healthy run, and one with a batch of noise at step 60."""
+    event = {
+        "kind": "loss_spike",
+        "step": 60,
+        "message": "the loss jumped to 9 (threshold 3, z = 40)",
+        "threshold": 3.0,
+    }
+    return [make_run(), make_run("bfloat16/master", loss=spiked, events=(event,))]
+
+
+def test_a_finding_has_its_row_and_its_marks_and_healthy_runs_a_line(runs: list[Run]) -> None:
+    found = run_findings(group_runs(runs))
+    assert [(row.run, row.cause, row.step) for row in found.rows] == [("bfloat16/master", "bad-data", 60)]
+    assert found.rows[0].command == f"narrowgauge diagnose {runs[1].path}" and found.rows[0].remedy
+    assert found.lines == ["No sign of a fault in bfloat16/word."]
+    page = page_of(runs)
+    assert '<table class="events findings"' in page and ">bad-data</span>" in page
+    data = data_of(page)
+    for name in section.MARKED:
+        (mark,) = (trace for trace in data["figures"][name]["data"] if trace.get("yaxis") == "y2")
+        assert mark["x"] == [60, 60] and "bad-data: first sign at step 60" in mark["hovertemplate"]
+    (sign,) = (trace for trace in data["strip"]["data"] if trace["name"] == "first sign")
+    assert (sign["x"], sign["y"]) == ([60], [found.rows[0].line])
+
+
+def test_a_record_that_does_not_tell_is_a_row_without_a_cause_and_without_a_mark(make_run: MakeRun) -> None:
+    # Not falling, and nothing else: several causes explain that.
+    run = make_run(steps=200, loss=lambda step: 3.0 + 0.01 * (step % 3))
+    (row,) = run_findings(group_runs([run])).rows
+    assert row.cause == "" and row.what.startswith("In question: ") and row.remedy.startswith("To tell: ")
+    assert "first sign of what" not in json.dumps(data_of(page_of([run])))
+
+
+def test_a_diagnosis_that_fails_leaves_the_page_as_it_is(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("<b>by zero</b>")
+
+    monkeypatch.setattr(diagnosis, "observe", fail)
+    page = page_of(runs)
+    assert (
+        page.count("the diagnosis failed, which concerns nothing else on this page (ZeroDivisionError: &lt;b&gt;by")
+        == 2
+    )
+    assert "finding-table" not in page and 'id="cost-table"' in page
