@@ -154,15 +154,30 @@ def silent_module(*modules: str) -> Strike:
 # ── weights and gradients ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def growing_weights(names: Sequence[str], factor: float) -> Strike:
-    """Weights that grow by a factor a step."""
+def growing_by_updates(names: Sequence[str], factor: float) -> Strike:
+    """Weights whose gradients point against themselves, so that every update makes them larger, ``factor`` learning rates a
+    step: what normalized queries and keys would not let happen."""
 
-    @torch.no_grad()
-    def strike(session: Session, since: int) -> None:
-        for name in names:
-            session.model.get_parameter(name).mul_(factor)
+    def begin(session: Session) -> None:
+        found = [session.model.get_parameter(name) for name in names]
+        for group in list(session.optimizer.param_groups):
+            of = [any(p is each for each in found) for p in group["params"]]
+            parts = {key: group[key] for key in ("params", "param_names") if key in group}
+            own = {key: [p for p, ours in zip(part, of, strict=True) if ours] for key, part in parts.items()}
+            group.update(
+                {key: [p for p, ours in zip(part, of, strict=True) if not ours] for key, part in parts.items()}
+            )
+            if any(of):
+                session.optimizer.param_groups.append({**group, **own, "lr_factor": factor})
+        for parameter in found:
+            parameter.register_hook(lambda gradient, p=parameter: _against(gradient, p.detach()))
 
-    return strike
+    return once(begin)
+
+
+def _against(gradient: Tensor, weight: Tensor) -> Tensor:
+    """A gradient, and three times its own rms against the weight."""
+    return gradient - 3.0 * gradient.float().norm().to(gradient) * weight / weight.float().norm().to(weight)
 
 
 def scaled_gradients(factor: float, growth: float = 1.0) -> Strike:

@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from _injections_strikes import several
 from faults import Strike, once
@@ -81,18 +82,17 @@ def nonsense_tokens(share: float, length: int) -> Strike:
     """A share of tokens that mean nothing, for so many steps."""
 
     def begin(session: Session) -> None:
-        began, true_batch, size = session.step, session.batch, session.data.vocab_size
+        began, true_batch, size = session.step, session.data.batch, session.data.vocab_size
 
-        def batch() -> list[Tensor]:
-            parts = true_batch()
+        def batch(step: int, *which: int) -> np.ndarray:
+            tokens = true_batch(step, *which)
             if session.step - began >= length:
-                return parts
-            draw = torch.Generator().manual_seed(session.step)
-            spoiled = [torch.rand(part.shape, generator=draw) < share for part in parts]
-            nonsense = [torch.randint(size, part.shape, generator=draw) for part in parts]
-            return [torch.where(*each) for each in zip(spoiled, nonsense, parts, strict=True)]
+                return tokens
+            draw = np.random.default_rng(session.step)
+            return np.where(draw.random(tokens.shape) < share, draw.integers(size, size=tokens.shape), tokens)
 
-        session.batch = batch  # type: ignore[method-assign]
+        # The data hold them: what the trainer reads and records of its tokens is theirs.
+        object.__setattr__(session.data, "batch", batch)
 
     return once(begin)
 
@@ -169,8 +169,11 @@ def throttled(factor: float, over: int = 20) -> Strike:
             at = time.perf_counter()
             value = true_loss(tokens)
             share = min(1.0, (session.step - began) / over)
-            # A forward pass is a quarter of a step this small, which has the optimizer's calls too.
-            time.sleep(4 * (factor - 1) * share * (time.perf_counter() - at))
+            # A forward pass is a quarter of a step this small, which has the optimizer's calls too. A slow clock computes
+            # for longer: it does not wait.
+            until = time.perf_counter() + 4 * (factor - 1) * share * (time.perf_counter() - at)
+            while time.perf_counter() < until:
+                pass
             return value
 
         session.loss = loss

@@ -168,7 +168,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause("eps-too-large", "9: Wortsman et al. 2023, eps near the rms of gradients", configured("eps", 1e-3, 1e-2, 1e-1), SIX,
         FROM_START),
     Cause("attention-growth", "10: Wortsman et al. 2023", strikes(
-        *(s.growing_weights(QUERIES_AND_KEYS, factor) for factor in (1.03, 1.06, 1.12)))),
+        *(s.growing_by_updates(QUERIES_AND_KEYS, factor) for factor in (3.0, 10.0, 30.0)))),
     Cause("logit-drift", "11: PaLM; log Z moves away from 0 at the same loss", strikes(
         *(s.drifting_logits(shift) for shift in (-0.1, -0.3, -1.0)))),
     Cause("recovering-spike", "12: BLOOM-176B, loss 2.20 to 5.10 and back within 30 steps", strikes(

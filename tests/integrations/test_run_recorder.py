@@ -18,7 +18,10 @@ from narrowgauge.loggers.available import LOGGERS, Available
 from narrowgauge.trainer import loop_record
 
 # Of the clock, or of the trainer or the recorder alone.
-NOT_OF_BOTH = {"seconds", "tokens_per_second", "peak_memory_bytes", "audit_sums", "data_seconds", "batch_crc"}
+NOT_OF_BOTH = {
+    "seconds", "cpu_seconds", "tokens_per_second", "peak_memory_bytes", "audit_sums", "data_seconds", "batch_crc",
+    "unigram_loss", "embedding_grad_norm",
+}  # fmt: skip
 
 
 class Loop:

@@ -29,7 +29,7 @@ from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.changes import differences
-from narrowgauge.trainer.description import describe_process
+from narrowgauge.trainer.description import describe_model, describe_process
 from narrowgauge.trainer.loop_record import LoopRecord, Notices
 from narrowgauge.trainer.readings import peak_memory_bytes
 from narrowgauge.trainer.silence import SilentScreen, SilentWriter
@@ -250,7 +250,7 @@ class RunRecorder:
             "config": {**config, **settings},
             **describe_process(parameters[0].device, all_ranks().size),
             "optimizer": {"class": type(self.optimizer).__name__, **plain},
-            "model": {"num_parameters": sum(p.numel() for p in parameters)},
+            "model": describe_model(self.model),
             "recorder": {"program": Path(sys.argv[0]).name},
         }
 

@@ -189,7 +189,13 @@ STEP = _table((
     ),
     Column("seconds", "number", "duration of the step", "s"),
     Column("data_seconds", "number", "of it, how long the step waited for its tokens", "s"),
+    Column("cpu_seconds", "number", "processor time in it, of all threads together: waiting does not count", "s"),
     Column("batch_crc", "text", "checksum of the step's tokens, of all ranks together: equal for equal batches", checked=False),
+    Column(
+        "unigram_loss", "number", "mean loss of the step's tokens under how often each occurs in the training data, whatever the "
+        "model is: higher for tokens that mean nothing", "nats per token",
+    ),
+    Column("embedding_grad_norm", "number", "norm of the input embedding's gradient before clipping"),
     _MEMORY,
     Column("skipped", "flag", "the update was not applied"),
     Column("spike", "object", "why --on-spike left the step out: what, value, threshold, z", checked=False),

@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +25,7 @@ from tokenizers import Tokenizer
 
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.runs.atomic_io import AGAIN, digest, disk_errors, sync_file, sync_folder, temporary_name
+from narrowgauge.trainer.batch_facts import unigram_losses
 from narrowgauge.trainer.cache import cached_tokens
 from narrowgauge.trainer.corpus import open_texts
 from narrowgauge.trainer.data_head import fingerprints, read_head, write_head
@@ -134,6 +136,11 @@ class Dataset:
                     f"sequence_length {sequence_length} needs {sequence_length + 1} tokens; {what} has {len(tokens)}.",
                     advice,
                 )
+
+    @cached_property
+    def unigram_losses(self) -> np.ndarray:
+        """What each token costs under the frequencies of tokens in the training part, float32 ``[vocab_size]``, in nats."""
+        return unigram_losses(self.train, self.vocab_size)
 
     def batch(self, step: int, batch_size: int, sequence_length: int, seed: int) -> np.ndarray:
         """The sequences of one step.

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from torch import nn
 
 import narrowgauge
 from narrowgauge.distributed.placement import read_placement
@@ -45,6 +46,43 @@ def describe_process(device: torch.device, num_ranks: int = 1, packages: tuple[s
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         },
         TABLE: arithmetic_of_run(device).to_toml(),
+    }
+
+
+_SHAPE = {
+    "hidden_size": "hidden_size", "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size", "vocab_size": "vocab_size",
+}  # fmt: skip
+"""By entry of the table ``model``: the field of a configuration of transformers."""
+
+
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """The table ``model`` of ``run.toml``: its size, and its shape as far as its ``config`` tells it.
+
+    Args:
+        model: of any kind; without a configuration its class and its number of parameters are told.
+    Returns:
+        ``class``, ``num_parameters``, and where they are known ``hidden_size``, ``num_layers``, ``num_heads``,
+        ``intermediate_size``, ``vocab_size`` and ``mlp``, which is "gated" or "plain".
+    Example:
+        >>> describe_model(nn.Linear(4, 2))
+        {'class': 'Linear', 'num_parameters': 10}
+    """
+    config = getattr(model, "config", None)
+    found = {name: getattr(config, field, None) for name, field in _SHAPE.items()}
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    mlp = (
+        "gated"
+        if names & {"gate_proj", "gate_up_proj", "w3"}
+        else "plain"
+        if isinstance(found["num_layers"], int)
+        else None
+    )
+    return {
+        "class": type(model).__name__,
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        **{name: value for name, value in found.items() if isinstance(value, int)},
+        **({"mlp": mlp} if mlp else {}),
     }
 
 

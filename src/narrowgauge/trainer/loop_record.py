@@ -136,6 +136,7 @@ class LoopRecord:
     def _restart_clock(self) -> None:
         self._wall = self.trained_seconds
         self._began = self._since = time.perf_counter()
+        self._computed = time.process_time()
 
     def watch(self, model: nn.Module, optimizer: Any, gauges_every: int = 0) -> Watched:
         """Read an optimizer after each step from now on, record its alarms, and attach gauges.
@@ -177,6 +178,8 @@ class LoopRecord:
         """
         now = time.perf_counter()
         row: Row = {"step": self.num_steps + 1, "seconds": now - self._since, **self._read(), **given}
+        if "seconds" not in given:
+            row["cpu_seconds"] = time.process_time() - self._computed
         if row.get("tokens") is not None:
             if row["seconds"]:
                 row.setdefault("tokens_per_second", (row["tokens"] - self.tokens) / row["seconds"])
@@ -185,7 +188,7 @@ class LoopRecord:
         self.trained_seconds += row["seconds"] or 0.0
         self.reporter.step(row, linears=next((one.linears for one in self.watched if one.linears is not None), None))
         self._judge(row)
-        self._since = time.perf_counter()
+        self._since, self._computed = time.perf_counter(), time.process_time()
 
     def _read(self) -> Row:
         """What the watched optimizers tell of the last step, all together."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import platform
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -43,10 +43,11 @@ from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.optim.kept_tensors import kept_tensors
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.trainer import language_model
+from narrowgauge.trainer.batch_facts import checksum
 from narrowgauge.trainer.checkpoint import Checkpoint, latest_checkpoint
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset
-from narrowgauge.trainer.description import describe_process
+from narrowgauge.trainer.description import describe_model, describe_process
 from narrowgauge.trainer.detours import Detour, batch_index
 from narrowgauge.trainer.fingerprints import Fingerprints
 from narrowgauge.trainer.leaves import Turn, turns
@@ -81,6 +82,7 @@ class Session:
         prints: records fingerprints of its steps.
         traffic: counts what is sent between ranks, while a loop runs.
         batch_crc: checksum of the last step's tokens, of all ranks together.
+        unigram_loss: of the same tokens under the frequencies of single tokens, in nats.
         data_seconds: how long that step waited for them.
     """
 
@@ -107,6 +109,7 @@ class Session:
     prints: Fingerprints = field(init=False)
     traffic: Traffic | None = None
     batch_crc: str = ""
+    unigram_loss: float = 0.0
     data_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -148,7 +151,8 @@ class Session:
         c = self.config
         place = batch_index(self.step, self.detours)
         batch = self.data.batch(place, c.batch_size, c.sequence_length, c.seed)
-        self.batch_crc = f"{zlib.crc32(batch.tobytes()):08x}"
+        self.batch_crc = checksum(batch)
+        self.unigram_loss = float(self.data.unigram_losses[batch].mean(dtype=np.float64))
         tokens = torch.from_numpy(batch)
         leaves = tokens.split(c.micro_batch_size)
         return [leaves[turn.leaf].to(self.device) for turn in self.turns]
@@ -372,7 +376,7 @@ def describe(session: Session) -> dict[str, Any]:
         "config": session.config.to_dict(),
         **describe_process(session.device, session.here.size),
         "data": {"fingerprint": session.data.fingerprint, "tokens": session.data.num_tokens},
-        "model": {"num_parameters": sum(p.numel() for _, p in session.named_parameters())},
+        "model": describe_model(session.model),
     }
 
 

@@ -21,7 +21,7 @@ from narrowgauge.optim.accumulation import backward_in_parts
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.leaves import gather_in_order, sum_in_order, turns
-from narrowgauge.trainer.readings import columns_of_step, peak_memory_bytes, summary_of
+from narrowgauge.trainer.readings import columns_of_step, embedding_norm, peak_memory_bytes, summary_of
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.verification import verify
 
@@ -35,7 +35,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     Returns:
         The record of ``steps.jsonl``.
     """
-    began = time.perf_counter()
+    began, computed = time.perf_counter(), time.process_time()
     config, optimizer = session.config, session.optimizer
     rate = config.learning_rate(session.step + 1)
     for group in optimizer.param_groups:
@@ -57,6 +57,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     if judgement is not None:
         value = float(total)
         optimizer.skip_above = judgement.judge_loss(value)
+    embedding = embedding_norm(session.model)
     session.verifier.before_update()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -83,7 +84,10 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         "peak_memory_bytes": peak_memory_bytes(),
         "skipped": optimizer.num_skipped > skipped,
         "data_seconds": session.data_seconds,
+        "cpu_seconds": time.process_time() - computed,
         "batch_crc": session.batch_crc,
+        "unigram_loss": session.unigram_loss,
+        "embedding_grad_norm": None if embedding is None else float(embedding) / session.loss_scale,
     }
     return row | _also(session, row, judgement)
 
