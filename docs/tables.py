@@ -14,8 +14,8 @@ from typing import Any
 
 import narrowgauge
 from narrowgauge.diagnosis import cause_tables
-from narrowgauge.diagnosis.alignment import STAGES
 from narrowgauge.diagnosis.partings import REASONS
+from narrowgauge.diagnosis.stages import STAGES
 from narrowgauge.monitor.conditions import CONDITIONS, Detector
 from narrowgauge.monitor.detectors import DETECTORS, SERIOUS
 from narrowgauge.runs import schema

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.diagnosis.alignment import STAGES, align
+from narrowgauge.diagnosis.alignment import align
 from narrowgauge.diagnosis.partings import REASONS, weigh
+from narrowgauge.diagnosis.stages import STAGES
 from narrowgauge.diagnosis.two_runs import TwoRuns, compare_two
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter
@@ -116,7 +117,12 @@ CASES: dict[str, tuple[dict[str, Any], str, str, int, str]] = {
         {"settings": {"lr": 2e-3}, "changed": {(1, "weight:layers.0"): 1.001}},
         "optimizer-settings", "update", 1, "weight:layers.0",
     ),
-    "a gradient times 1.01": ({"changed": {(3, "grad:layers.0"): 1.01}}, "bug", "grad", 3, "grad:layers.0"),
+    "a gradient times 1.01": (
+        {"changed": {(3, "grad:layers.0"): 1.01, (4, "grad:layers.0"): 1.01}}, "bug", "grad", 3, "grad:layers.0",
+    ),
+    "a gradient that is off in one step": (
+        {"changed": {(3, "grad:layers.0"): 1.01}}, "silent-corruption", "grad", 3, "grad:layers.0",
+    ),
     "a flipped bit of a weight": (
         {"changed": {(3, "weight:layers.1"): 1.5, "only": True}}, "silent-corruption", "update", 3, "weight:layers.1",
     ),
@@ -166,7 +172,11 @@ def test_a_setting_that_cannot_act_there_is_not_the_reason(tmp_path: Path) -> No
     """The limit of the gradient norm changes no gradient of the first step: something else does."""
     found = compare_two(
         write(tmp_path / "a"),
-        write(tmp_path / "b", settings={"max_grad_norm": 2.0}, changed={(1, "grad:layers.0"): 1.01}),
+        write(
+            tmp_path / "b",
+            settings={"max_grad_norm": 2.0},
+            changed={(step, "grad:layers.0"): 1.01 for step in range(1, 5)},
+        ),
     )
     assert found.reason is not None and found.reason.name == "bug"
     assert found.evidence[0] == "given differently: max_grad_norm 1.0 and 2.0"
@@ -226,7 +236,7 @@ def test_differences_that_grow_from_step_to_step_stay_rounding(tmp_path: Path) -
 
 
 def test_the_same_text_in_another_folder_is_no_difference(tmp_path: Path) -> None:
-    changed = {(3, "grad:layers.0"): 1.01}
+    changed = {(3, "grad:layers.0"): 1.01, (4, "grad:layers.0"): 1.01}
     runs = [
         write(tmp_path / name, settings={"data": f"/{name}/text"}, changed=given)
         for name, given in (("a", {}), ("b", changed))
@@ -254,3 +264,73 @@ def test_the_checksum_of_the_tokens_tells_other_batches_where_nothing_was_hashed
         "tokens",
     )
     assert found.reason is not None and found.reason.name == "data-order", found.text()
+
+
+KINDS_OF_RANKS = ("held", "tokens", "output", "sent", "grad", "clip", "weight", "exp_avg")
+NO_CLIP = {(4, kind): {1: 7} for kind in ("weight", "exp_avg")} | {(4, "clip"): {1: 1.0}}
+ON_RANKS: dict[str, tuple[dict[tuple[int, str], dict[int, float]], str, str, str]] = {
+    "no clip on one of three": (NO_CLIP, "one-rank", "clip", "it applied no clip in the second run"),
+    "another gradient sent by one of three": (
+        {(4, "sent"): {1: 7}, (4, "grad"): {0: 7, 1: 7, 2: 7}}, "one-rank", "grad", "only rank 1 differs",
+    ),
+    "other tokens on one of three": ({(4, "tokens"): {1: 7}}, "data-order", "tokens", "only rank 1 differs"),
+    "a weight that changed at rest on one of three": ({(4, "held"): {1: 7}}, "silent-corruption", "held", "only rank 1"),
+}  # fmt: skip
+
+
+def with_ranks(run: Run, changed: dict[tuple[int, str], dict[int, float]], num_ranks: int = 3) -> Run:
+    """A run whose rows also hold hashes by rank, and which clips by a half on each."""
+    for row in run.fingerprints:
+        step = row["step"]
+        row["ranks"] = {
+            kind: [
+                changed.get((step, kind), {}).get(rank, 0.5 if kind == "clip" else 100 * step + rank)
+                for rank in range(num_ranks)
+            ]
+            for kind in KINDS_OF_RANKS
+        }
+    return run
+
+
+@pytest.mark.parametrize("case", ON_RANKS)
+def test_the_rank_is_named_that_alone_is_not_as_in_the_other_run(case: str, tmp_path: Path) -> None:
+    changed, reason, stage, said = ON_RANKS[case]
+    found = compare_two(with_ranks(write(tmp_path / "a"), {}), with_ranks(write(tmp_path / "b"), changed))
+    parting = found.alignment.parting
+    assert parting is not None and (parting.step, parting.stage, parting.ranks) == (4, stage, (1,)), found.text()
+    assert found.reason is not None and found.reason.name == reason, found.text()
+    if stage != "clip":
+        assert said in found.text()
+    else:  # the ranks of the second run do not even agree with each other
+        assert "1 on rank 1, 0.5 on rank 2; rank 1 applied no clip" in found.text()
+    assert "rank 1" in found.verdict and found.to_dict()["ranks"] == [1]
+
+
+def test_another_layout_of_the_same_run_is_no_difference_of_one_rank(tmp_path: Path) -> None:
+    """Shards hash other parts than replicas do, on every rank; and three ranks are not compared with two."""
+    other_parts = {(step, kind): dict.fromkeys(range(3), 7) for step in range(1, 5) for kind in ("grad", "weight")}
+    one = with_ranks(write(tmp_path / "a"), {})
+    for other in (with_ranks(write(tmp_path / "b"), other_parts), with_ranks(write(tmp_path / "c"), {}, 2)):
+        assert compare_two(one, other).alignment.parting is None
+
+
+def test_runs_with_other_batches_are_compared_at_equal_tokens_too(tmp_path: Path) -> None:
+    """Twice the batch: step 2 of one has seen what step 1 of the other has, and the mean of its two losses is compared."""
+    one = write(tmp_path / "a", steps=8, prints=False)
+    other = write(tmp_path / "b", settings={"batch_size": 8}, prints=False, changed={(1, "output:layers.1"): 1.05})
+    for run, tokens in ((one, 64), (other, 128)):
+        for row in run.steps:
+            row["tokens"] = tokens * row["step"]
+    found = compare_two(one, other)
+    assert found.reason is not None and found.reason.name == "data", found.text()
+    seen = found.alignment.at_tokens
+    assert seen is not None and seen.steps == ((2, 1), (4, 2), (6, 3), (8, 4)) and seen.tokens[-1] == 512
+    losses = [row["loss"] for row in one.steps]
+    assert seen.losses[1] == (pytest.approx(sum(losses[2:4]) / 2), other.steps[1]["loss"])
+    assert (
+        "at equal tokens (4 places, steps 2 and 1 to steps 8 and 4, 512 tokens) the loss of the second" in found.text()
+    )
+    assert "compared at equal tokens too" in found.text() and found.to_dict()["equal_tokens"]["places"] == 4
+    for row in other.steps:
+        row["tokens"] += 1
+    assert "nowhere have both seen equally many" in compare_two(one, other).text()

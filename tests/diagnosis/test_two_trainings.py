@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from narrowgauge.diagnosis.diagnosis import diagnose
 from narrowgauge.diagnosis.two_runs import compare_two
+from narrowgauge.errors import CorruptionError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.detours import Detour
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.step import train_step
+from ranks import run_ranks
 from trainer.tiny_runs import settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -109,7 +112,7 @@ def test_the_same_run_twice_is_the_same_and_hashes_change_no_bit(place: Path, pl
     assert compare_two(plain, unhashed).alignment.is_complete and unhashed.fingerprints == []
 
 
-def test_a_clip_that_is_dropped_without_a_setting_is_a_bug_in_the_update(place: Path, tmp_path: Path) -> None:
+def test_a_clip_that_is_dropped_without_a_setting_is_a_bug_in_the_clip(place: Path, tmp_path: Path) -> None:
     runs = [
         run_with(place, tmp_path / name, strike, max_grad_norm=0.1)
         for name, strike in (("a", None), ("b", dropped_clip))
@@ -117,7 +120,34 @@ def test_a_clip_that_is_dropped_without_a_setting_is_a_bug_in_the_update(place: 
     found = compare_two(*runs)
     assert found.reason is not None and found.reason.name == "bug", found.text()
     assert found.alignment.parting is not None
-    assert (found.alignment.parting.step, found.alignment.parting.stage) == (AT, "update")
+    assert (found.alignment.parting.step, found.alignment.parting.stage) == (AT, "clip")
+    assert found.alignment.parting.tensor == "clip:factor"
+
+
+def on_ranks(rank: int, place: Path, folder: Path, shard: str) -> list[str]:
+    """What is said of a run on two ranks and of one on whose rank 1 gradients are not clipped from step ``AT`` on."""
+    given = {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2, "shard": shard, "recipe": "bfloat16/word"}
+    torch.set_num_threads(1)
+    plain = run_with(place, folder / shard / "plain", None, **given)
+
+    def only_here(session: Session) -> None:
+        if rank == 1:
+            dropped_clip(session)
+
+    with pytest.raises(CorruptionError, match="rank 1 applied no clip"):
+        run_with(place, folder / shard / "dropped", only_here, **given)
+    found = compare_two(plain, read_run(folder / shard / "dropped"))
+    alone = diagnose(folder / shard / "dropped")
+    return [found.text(), alone.findings[0].cause.name if alone.findings else "", alone.text()]
+
+
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_a_clip_that_one_rank_leaves_out_is_named_with_step_and_rank(shard: str, place: Path, tmp_path: Path) -> None:
+    """On replicas, whose weights drift apart, and on shards, where no other rank holds what the update spoiled."""
+    said, cause, alone = run_ranks(on_ranks, 2, tmp_path / "meeting", place, tmp_path, shard)[0]
+    assert f"part at step {AT}, in clip:factor (the factor that clips the gradients) of rank 1" in said, said
+    assert "(one-rank, " in said and "rank 1 applied no clip" in said
+    assert cause == "rank-divergence" and f"since step {AT}" in alone, alone
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ ONLY_OWN_LOOPS = {("evals", "tokens_per_second"), ("evals", "peak_memory_bytes")
 ONLY_RANKS = {
     "steps": {"communication_bytes", "communication_seconds", "wait_seconds", "ranks"},
     "events": {"rank"},
+    "fingerprints": {"ranks", "parted"},
 }
 """Columns of runs on several ranks."""
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from narrowgauge.diagnosis.alignment import Alignment, Difference, Parting
+from narrowgauge.diagnosis.alignment import Alignment
 from narrowgauge.diagnosis.envelope import is_rounding
+from narrowgauge.diagnosis.given import Difference
+from narrowgauge.diagnosis.stages import Parting
 
 _FORWARD = ("output", "loss", "grad", "norm")
 
@@ -29,6 +31,7 @@ class Reason:
         size: how large the first difference is: that of ``rounding``, ``above`` it, or ``any``.
         weight: how likely it is beside the others that are allowed as much.
         remedy: what to do.
+        of_one_rank: it is one where one rank alone is not as in the other run, or as the other ranks.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Reason:
     size: str
     weight: float
     remedy: str
+    of_one_rank: bool = False
 
 
 _ROWS = (
@@ -72,7 +76,7 @@ _ROWS = (
             "config.lr", "config.schedule", "config.warmup_steps", "config.min_lr_ratio", "config.steps", "config.beta1",
             "config.beta2", "config.eps", "config.weight_decay", "config.max_grad_norm", "config.on_spike",
         ),
-        ("rate", "skip", "update", "loss"), "any", 1.0,
+        ("rate", "skip", "clip", "update", "loss"), "any", 1.0,
         "Give both runs the same settings.",
     ),
     Reason(
@@ -103,8 +107,13 @@ _ROWS = (
     ),
     Reason(
         "bug", "other code: a bug in one of the two, or a change that no setting records",
-        (), ("held", "output", "loss", "grad", "norm", "rate", "skip", "update"), "above", 0.3,
+        (), ("held", "output", "loss", "grad", "norm", "rate", "skip", "clip", "update"), "above", 0.3,
         "Look at the code that makes this tensor; run both with one installation.",
+    ),
+    Reason(
+        "one-rank", "one rank does not do what the others do", (), ("output", "grad", "skip", "clip", "update"), "above", 1.0,
+        "Look at what this rank alone does to its gradients: clipping, hooks, a reduction that it leaves out.",
+        of_one_rank=True,
     ),
     Reason(
         "silent-corruption", "damaged memory or arithmetic",
@@ -163,7 +172,22 @@ def _weight(row: Reason, alignment: Alignment, parting: Parting, small: bool | N
         return 0.0
     fits = small is None or row.size == "any" or small == (row.size == "rounding")
     weight = row.weight if fits else 0.005 * row.weight
-    return 10 * weight if row.name == "silent-corruption" and _is_alone(parting) else weight
+    return weight * _of_rank(row, parting) * _of_damage(row, parting)
+
+
+def _of_rank(row: Reason, parting: Parting) -> float:
+    """How much likelier, or less so, a reason is where one rank alone is off."""
+    is_one = bool(parting.ranks or parting.said)
+    if row.of_one_rank:
+        return float(is_one)
+    return 0.2 if is_one and row.name in ("bug", "nondeterminism") else 1.0
+
+
+def _of_damage(row: Reason, parting: Parting) -> float:
+    """How much likelier damage is where one weight alone is off, or one gradient in one step; and code, where it is off again."""
+    if row.name == "silent-corruption":
+        return 10.0 if _is_alone(parting) or parting.recurs is False else 0.1 if parting.recurs else 1.0
+    return 0.1 if row.name in ("bug", "one-rank") and parting.recurs is False else 1.0
 
 
 def _is_alone(parting: Parting) -> bool:

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.diagnosis.alignment import STAGES, Alignment, Parting, align
+from narrowgauge.diagnosis.alignment import Alignment, align
 from narrowgauge.diagnosis.envelope import is_rounding, rounding_of
 from narrowgauge.diagnosis.partings import REASONS, Reason, deciding, weigh, without_rounding
 from narrowgauge.diagnosis.posterior import CONFIDENCE
+from narrowgauge.diagnosis.stages import STAGES, Parting
+from narrowgauge.runs.odd_ranks import APPLIED_NO_CLIP, in_words
 from narrowgauge.runs.record import Run
 
 _NAMED = 3
@@ -73,6 +75,8 @@ class TwoRuns:
             "step": parting and parting.step,
             "stage": parting and parting.stage,
             "tensor": (parting and parting.tensor) or None,
+            "ranks": list(parting.ranks) if parting else [],
+            "equal_tokens": alignment.at_tokens and alignment.at_tokens.to_dict(),
             "rounding_since": alignment.rounded and alignment.rounded.step,
             "relative": None if parting is None or math.isnan(parting.relative) else parting.relative,
             "reasons": {row.name: share for row, share in self.reasons},
@@ -127,7 +131,8 @@ def _listed(alignment: Alignment) -> str:
 
 
 def _place(parting: Parting) -> str:
-    return f"{parting.tensor} ({STAGES[parting.stage]})" if parting.tensor else STAGES[parting.stage]
+    place = f"{parting.tensor} ({STAGES[parting.stage]})" if parting.tensor else STAGES[parting.stage]
+    return f"{place} of {in_words(parting.ranks)}" if parting.ranks else place
 
 
 def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...]) -> Iterator[str]:
@@ -138,6 +143,9 @@ def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...]) ->
         return
     if ranked and (decided := deciding(ranked[0][0], alignment.differences)):
         yield f"of these, {', '.join(each.name for each in decided[:_NAMED])} can act there"
+    yield from _of_ranks(parting)
+    if alignment.at_tokens is not None:
+        yield str(alignment.at_tokens)
     if parting.equal_until is not None:
         yield f"every tensor was equal up to step {parting.equal_until}"
     if (rounded := alignment.rounded) is not None:
@@ -150,9 +158,23 @@ def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...]) ->
             f"{parting.relative:.2g}, {'as small as' if small else 'more than'} rounding explains "
             f"({rounding_of(parting.numel, alignment.roundoff):.2g})"
         )
-    if parting.tensor:
+    if parting.others[1]:
         kind, (differing, of) = parting.tensor.partition(":")[0], parting.others
         yield f"{differing} of the {of - 1} other tensors of its kind ({kind}) differ in that step"
+
+
+def _of_ranks(parting: Parting) -> Iterator[str]:
+    """What is known of single ranks."""
+    if parting.said:
+        yield parting.said
+    elif parting.ranks and parting.stage == "clip":
+        which = ("the first run", "the second run")
+        did = [f"by {value:.6g} in {run}" for value, run in zip(parting.values, which, strict=True)]
+        none = [run for value, run in zip(parting.values, which, strict=True) if value == max(parting.values) == 1.0]
+        told = f"; it {APPLIED_NO_CLIP} in {none[0]}" if none else ""
+        yield f"{in_words(parting.ranks)} multiplied its gradients {' and '.join(did)}{told}"
+    elif parting.ranks:
+        yield f"only {in_words(parting.ranks)} differs: the other ranks computed what they did in the other run"
 
 
 def _next(alignment: Alignment) -> str:

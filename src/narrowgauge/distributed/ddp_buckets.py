@@ -57,7 +57,7 @@ class BucketSums:
             index = bucket.index()
             if index not in self._exchanges:
                 self._exchanges[index] = self._make()
-            self._exchanges[index].add(flat, flat)
+            self._exchanges[index].take(flat, flat)
             self._summed.update(bucket.parameters())
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(flat)

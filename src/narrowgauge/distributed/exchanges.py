@@ -10,7 +10,7 @@ gradient of the whole, cut into ``shards`` parts, and is given the sum of the pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,14 +109,22 @@ class Exchange:
     Attributes:
         sums_leaves: whether it also sums micro-batches, so that each one's gradient must be given to it by itself.
         step, place: optimizer steps done, and this exchange's number among a model's; they seed random bits.
+        on_gradient: takes what this rank is about to send, where somebody looks at it.
     """
 
     sums_leaves = False
     step = 0
     place = 0
+    on_gradient: Callable[[Tensor], None] | None = None
 
     def __init__(self, parties: Parties, row: Reduction, average: bool, seed: int) -> None:
         self.parties, self.row, self.average, self.seed = parties, row, average, seed
+
+    def take(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
+        """:meth:`add`, and show the gradient to whoever looks at what ranks send."""
+        if self.on_gradient is not None:
+            self.on_gradient(gradient)
+        self.add(gradient, output, is_last=is_last)
 
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
         """Take in a gradient, and put this rank's part of the sum over ranks into ``output``.

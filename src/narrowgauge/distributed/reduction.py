@@ -131,7 +131,7 @@ class _GroupExchange(GroupSum):
         now = self.reduction.now if self.reduction.now is not None else _MicroBatch()
         if now.is_absent:
             gradient.zero_()
-        self.exchange.add(gradient, output, is_last=now.is_last)
+        self.exchange.take(gradient, output, is_last=now.is_last)
 
 
 class GradientReduction:
@@ -235,6 +235,17 @@ class GradientReduction:
         self._first_step = step  # of what DDP's buckets make later
         for exchange in self._exchanges:
             exchange.step = step
+
+    @contextlib.contextmanager
+    def shown_to(self, look: Callable[[Tensor], None]) -> Iterator[None]:
+        """Within it ``look`` is called with each flat gradient that this rank sends into a sum, before it is sent."""
+        for exchange in self._exchanges:
+            exchange.on_gradient = look
+        try:
+            yield
+        finally:
+            for exchange in self._exchanges:
+                exchange.on_gradient = None
 
     def discard(self) -> None:
         """Forget the micro-batches since the last step, and all gradients."""

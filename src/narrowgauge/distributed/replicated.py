@@ -99,7 +99,7 @@ class Replicated:
                 part.zero_()
             else:
                 part.copy_(_dense(parameter.grad).reshape(-1))
-        exchange.add(flat, flat, is_last=is_last)
+        exchange.take(flat, flat, is_last=is_last)
         return flat
 
     def _hand_out(self, bucket: Sequence[Tensor], total: Tensor, used: dict[Tensor, bool]) -> None:

@@ -219,6 +219,14 @@ def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
 
     Every rank of their meshes calls it, with the same names in the same order, and gets the same numbers.
 
+    Cost: as :func:`fingerprints_whole_and_own`.
+    """
+    return fingerprints_whole_and_own(named)[0]
+
+
+def fingerprints_whole_and_own(named: Mapping[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
+    """:func:`fingerprints_whole`, and the fingerprint of what this rank holds of each tensor, from the same read.
+
     Cost: one read of what this rank holds, and one sum over the ranks of 8 bytes for each tensor.
     """
     numbers: dict[str, int] = {}
@@ -227,13 +235,14 @@ def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
         numbers[name], group = _own_fingerprint(tensor)
         if group is not None:
             waiting.setdefault(group, []).append(name)
+    own = dict(numbers)
     for group, names in waiting.items():
         # As signed numbers, whose sums wrap modulo 2^64 like the fingerprints'.
         signed = torch.tensor([numbers[name] - (numbers[name] >> 63 << 64) for name in names], dtype=torch.int64)
         total = signed.to(named[names[0]].device)
         torch.distributed.all_reduce(total, group=group)
         numbers.update({name: number % (1 << 64) for name, number in zip(names, total.tolist(), strict=True)})
-    return {name: numbers[name] for name in named}
+    return {name: numbers[name] for name in named}, own
 
 
 def _own_fingerprint(tensor: Any) -> tuple[int, Any]:

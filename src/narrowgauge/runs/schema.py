@@ -277,9 +277,15 @@ FINGERPRINT = _table((
     _STEP,
     Column(
         "tensors", "lists", "fingerprint, norm and size of each tensor of the step, in the order in which they come to be: "
-        "``tokens:batch``, ``output:MODULE``, ``grad:PARAMETER``, then the stored ``weight:``, ``exp_avg:`` and ``exp_avg_sq:``",
+        "``tokens:batch``, ``output:MODULE``, ``grad:PARAMETER``, ``clip:factor``, then the stored ``weight:``, ``exp_avg:`` and "
+        "``exp_avg_sq:``; before them ``held:PARAMETER``, what changed since the last update",
         metrics=_PRINT,
     ),
+    Column(
+        "ranks", "lists", "on several ranks, one 64-bit hash a rank of its own part of each kind of tensor, of what it ``sent`` "
+        "into the sum of the gradients, and the factor of its ``clip``",
+    ),
+    Column("parted", "lists", "tensors that ranks must hold alike and do not: the hash of each rank"),
     _CHECKSUM,
 ))  # fmt: skip
 """``fingerprints.jsonl``: a row per step whose tensors were hashed."""

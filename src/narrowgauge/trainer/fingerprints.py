@@ -6,13 +6,13 @@ tokens, what each module with parameters puts out, the gradients from the last p
 and moments after the update. ``narrowgauge diagnose RUN OTHER`` reads on from the first entry that differs.
 
 A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor, so it depends neither on how
-a tensor is sharded nor on which rank computed which micro-batch.
+a tensor is sharded nor on which rank computed which micro-batch. Beside it, each rank hashes its own part (rank_fingerprints.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 from narrowgauge._torch import plain_name
 from narrowgauge.distributed.ranks import Ranks
-from narrowgauge.distributed.sharding import fingerprints_whole
+from narrowgauge.distributed.reduction import GradientReduction
+from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.numerics.summation import combine, fingerprint
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
+from narrowgauge.trainer.rank_fingerprints import RankFingerprints
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -56,18 +58,29 @@ class Fingerprints:
     _entries: dict[str, list[float]] = field(default_factory=dict)
     _held: dict[str, list[float]] = field(default_factory=dict)
     _left: Row = field(default_factory=dict)
+    _ranks: RankFingerprints = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ranks = RankFingerprints(self.here)
 
     def begin(self, step: int) -> None:
         """Begin the step that ends as number ``step``, which is recorded or not.
 
-        Where the step before was recorded, weights that have changed since, without an update, are the first entries.
+        Where the step before was recorded, weights and moments that have changed since, without an update, are the first entries.
         """
         self.is_on, self._entries, self._held = self.every > 0 and step % self.every == 0, {}, {}
+        self._ranks.begin()
         if self.is_on and self._left.get("step") == step - 1:
-            before, stored = self._left["tensors"], self._stored(("weight",))
-            for key, number in fingerprints_whole(stored).items():
-                if number != before[key][0]:
-                    self._held[key.replace("weight:", "held:", 1)] = _entry(number, stored[key])
+            stored = self._stored(self._kept_after(step - 1))
+            whole, own = fingerprints_whole_and_own(stored)
+            for key, number in whole.items():
+                if number != self._left["whole"][key]:
+                    self._held[_held_key(key)] = _entry(number, stored[key])
+            self._ranks.changed({key: number for key, number in own.items() if number != self._left["own"][key]})
+
+    def sending(self, reduction: GradientReduction | None) -> AbstractContextManager[None]:
+        """Within it what this rank sends into the sum of the gradients is recorded."""
+        return reduction.shown_to(self._ranks.sent) if self.is_on and reduction is not None else nullcontext()
 
     @contextmanager
     def micro_batch(self, tokens: Tensor, first_sequence: int, *, is_absent: bool = False) -> Iterator[None]:
@@ -122,9 +135,25 @@ class Fingerprints:
         """Record the stored weights and moments after a step, and close its row."""
         if not self.is_on:
             return
-        self._record(self._stored(("weight", *MOMENTS) if step else ("weight",)))
-        self.last = self._left = {"step": step, "tensors": {**self._held, **self._entries}}
+        if step:
+            self._clip()
+        whole, own = self._record(self._stored(self._kept_after(step)))
+        self._left = {"step": step, "whole": whole, "own": own}
+        held = {key: entry for each in self.here.gather(self._held) for key, entry in each.items()}
+        self.last = {"step": step, "tensors": {**held, **self._entries}, **self._ranks.row()}
         self._entries, self.is_on = {}, False
+
+    def _kept_after(self, step: int) -> tuple[str, ...]:
+        """What is stored of each parameter after a step: moments too, once there was one."""
+        return ("weight", *MOMENTS) if step else ("weight",)
+
+    def _clip(self) -> None:
+        """Record by what the update multiplied the gradients, which are all that rounds it."""
+        if (control := self.optimizer.last_control) is None:
+            return
+        numel = sum(int(entry[2]) for key, entry in self._entries.items() if key.startswith("grad:"))
+        self._ranks.factor = float(control[0])
+        self._entries["clip:factor"] = [fingerprint(control[:1]), self._ranks.factor, numel]
 
     def _stored(self, names: Iterable[str]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -134,18 +163,27 @@ class Fingerprints:
                     found[f"{what}:{plain_name(name)}"] = self.optimizer.stored(parameter, what)
         return found
 
-    def _record(self, named: Mapping[str, Tensor]) -> None:
-        for key, number in fingerprints_whole(named).items():
+    def _record(self, named: Mapping[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
+        whole, own = fingerprints_whole_and_own(named)
+        for key, number in whole.items():
             self._entries[key] = _entry(number, named[key])
+        self._ranks.held(named, own)
+        return whole, own
 
     def _join_outputs(self) -> None:
         """Join what the ranks have seen of their own micro-batches."""
         if self.here.size > 1:
+            self._ranks.seen(self._entries)
             found = self.here.gather(self._entries)
             keys = list(dict.fromkeys(key for each in found for key in each))
             self._entries = {key: _joined([each[key] for each in found if key in each]) for key in keys}
         for entry in self._entries.values():
             entry[1] = entry[1] ** 0.5
+
+
+def _held_key(key: str) -> str:
+    """``held:NAME`` of a weight, ``held:exp_avg:NAME`` of a moment."""
+    return key.replace("weight:", "held:", 1) if key.startswith("weight:") else f"held:{key}"
 
 
 def _entry(number: int, x: Tensor) -> list[float]:

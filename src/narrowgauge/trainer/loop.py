@@ -297,7 +297,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
                 if recovery.takes_over(row):
                     continue
                 reporter.step(row, judgement, session.linears, session.gauges)
-                reporter.fingerprint(session.prints)
+                reporter.fingerprint(session.prints, must_agree=config.verify_every > 0)
                 if _is_due(session.step, config.eval_every) and session.step < config.steps:
                     _evaluate(session, reporter)
                 recovery.after(row, save)

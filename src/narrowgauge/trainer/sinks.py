@@ -28,6 +28,7 @@ from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.console import Screen
 from narrowgauge.trainer.fingerprints import Fingerprints
+from narrowgauge.trainer.rank_fingerprints import require_alike
 from narrowgauge.trainer.readings import what_saturated
 
 
@@ -122,11 +123,20 @@ class Reporter:
         for event in self.alarms.on_gauges(row):
             self.event(event, shown=True)
 
-    def fingerprint(self, prints: Fingerprints) -> None:
-        """Take a row of ``fingerprints.jsonl``, if the step has one."""
+    def fingerprint(self, prints: Fingerprints, must_agree: bool = False) -> None:
+        """Take a row of ``fingerprints.jsonl``, if the step has one.
+
+        Args:
+            prints: of the run.
+            must_agree: refuse to go on where ranks hold other values, as where they are verified.
+        Raises:
+            CorruptionError: they do, on all ranks.
+        """
         if prints.last is not None:
             reading, prints.last = prints.last, None
             self.writer.fingerprint(reading)
+            if must_agree:
+                require_alike(reading)
 
     def event(self, event: Event | Row, shown: bool = False) -> None:
         """Write an event, and print it if ``shown``."""

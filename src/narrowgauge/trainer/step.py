@@ -47,7 +47,8 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     if session.traffic is not None:
         session.traffic.begin_step()
     session.prints.begin(session.step + 1)
-    total = differentiate(session)
+    with session.prints.sending(session.reduction):
+        total = differentiate(session)
     session.prints.gradients()
     if session.linears is not None and session.here.size > 1:
         session.linears.join_histories(largest_of_ranks)

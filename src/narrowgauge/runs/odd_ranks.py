@@ -1,0 +1,81 @@
+"""Which of several ranks is not like the others.
+
+Ranks that must hold the same are right where most of them agree. Between two that disagree nothing but the values tells; of two
+factors that clip the gradients, the one that clips nothing is the wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from narrowgauge.runs.schema import Row
+
+APPLIED_NO_CLIP = "applied no clip"
+
+
+def odd_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
+    """The ranks that hold another value than more than half of all; none where no value is held by so many.
+
+    Args:
+        values: of each rank, by rank; ``None`` of one that holds nothing, and does not count.
+    Example:
+        >>> odd_ranks([7, 7, 8]), odd_ranks([7, 8]), odd_ranks([None, 7, 7, 8])
+        ((2,), (), (3,))
+    """
+    known = [value for value in values if value is not None]
+    most = max(known, key=known.count, default=None)
+    if 2 * known.count(most) <= len(known):
+        return ()
+    return tuple(rank for rank, value in enumerate(values) if value not in (None, most))
+
+
+def unclipped_ranks(factors: Sequence[float | None]) -> tuple[int, ...]:
+    """The ranks that clipped nothing where others clipped.
+
+    Args:
+        factors: by which each rank multiplied its gradients.
+    Example:
+        >>> unclipped_ranks([0.5, 1.0]), unclipped_ranks([1.0, 1.0]), unclipped_ranks([0.5, 0.25])
+        ((1,), (), ())
+    """
+    largest = max((factor for factor in factors if factor is not None), default=None)
+    odd = tuple(rank for rank, factor in enumerate(factors) if factor == largest and factor is not None)
+    return odd if len(odd) < len(factors) and largest == 1.0 else ()
+
+
+def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
+    """Where the ranks of one run part in a step: what differs, on which ranks, in words.
+
+    Args:
+        row: of ``fingerprints.jsonl``.
+    Returns:
+        ``KIND:NAME``, the ranks that are alone with their value (none where that is not known), and a sentence without its
+        full stop. Empty where ranks hold alike what they must.
+    Example:
+        >>> parted_in({"step": 4, "ranks": {"clip": [0.5, 1.0]}})[2]
+        'the factor that clips the gradients differs in step 4: 0.5 on rank 0, 1 on rank 1; rank 1 applied no clip'
+    """
+    factors = (row.get("ranks") or {}).get("clip") or []
+    if len(set(map(repr, factors))) > 1:
+        unclipped = unclipped_ranks(factors)
+        odd = unclipped or odd_ranks(factors)
+        told = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in enumerate(factors) if factor is not None)
+        which = f"; {in_words(odd)} {APPLIED_NO_CLIP}" if unclipped else ""
+        return "clip:factor", odd, f"the factor that clips the gradients differs in step {row['step']}: {told}{which}"
+    for key, numbers in (row.get("parted") or {}).items():
+        odd = odd_ranks(numbers)
+        kind, _, name = key.partition(":")
+        who = f"differs on {in_words(odd)} from the others" if odd else "differs between ranks"
+        return key, odd, f"{kind} {name} {who} after step {row['step']}"
+    return "", (), ""
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    """Ranks for a sentence.
+
+    Example:
+        >>> in_words((1,)), in_words((1, 2))
+        ('rank 1', 'ranks 1 and 2')
+    """
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
