@@ -316,21 +316,6 @@ def test_the_command_prints_ten_lines_or_json(tmp_path: Path) -> None:
     assert found["findings"][0]["cause"] == "bad-data" and found["findings"][0]["step"] == AT
 
 
-def test_the_page_holds_the_verdict_the_chain_and_what_to_do(tmp_path: Path) -> None:
-    page = tmp_path / "why.html"
-    said = call("diagnose", str(written(tmp_path / "run")), "--html", str(page))
-    assert said.exit_code == 0 and said.output.endswith(f"{page}\n")
-    text = page.read_text()
-    for words in (
-        "A corrupted batch",
-        "spike-of-one-batch",
-        "What to do: Look at the data",
-        "The first sign was at step 81",
-    ):
-        assert words in text
-    assert 'src="http' not in text and "<script" in text
-
-
 def test_broken_and_partial_records_say_so_in_one_line(tmp_path: Path) -> None:
     folder = written(tmp_path / "run")
     gauges, rows = folder / "gauges.jsonl", folder / "steps.jsonl"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.argument("other", metavar="[OTHER]", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-@click.option("--html", "page", metavar="FILE", type=click.Path(path_type=Path), help="Also write one page about RUN.")
+@click.option("--html", "page", metavar="FILE", type=click.Path(path_type=Path), help="Also write one page.")
 def diagnose_command(run: Path, other: Path | None, as_json: bool, page: Path | None) -> None:
     """Name the cause of what the record of RUN shows: evidence, confidence, what else it could be, and what to measure next.
 
@@ -32,21 +32,28 @@ def diagnose_command(run: Path, other: Path | None, as_json: bool, page: Path | 
     """
     from narrowgauge.diagnosis import diagnosis
 
-    if other is not None:
-        if page is not None:
-            raise click.UsageError(
-                "--html writes a page about one run, and two were named.", click.get_current_context()
-            )
-        return _print(diagnosis.diagnose(run, other), as_json)
     record = read_run(run)
-    found = diagnosis.diagnose(record)
-    _print(found, as_json)
-    if page is not None:
-        from narrowgauge.report.diagnosis_page import render_diagnosis
-        from narrowgauge.report.plan_page import write_page
+    if other is None:
+        found = diagnosis.diagnose(record)
+        _print(found, as_json)
+        if page is not None:
+            from narrowgauge.report.diagnosis_page import render_diagnosis
 
-        click.echo(write_page(render_diagnosis(found, record), page), err=as_json)
-    return None
+            _write(render_diagnosis(found, record), page, as_json)
+        return
+    second = read_run(other)
+    both = diagnosis.diagnose(record, second)
+    _print(both, as_json)
+    if page is not None:
+        from narrowgauge.report.diagnosis_page import render_two
+
+        _write(render_two(both, record, second), page, as_json)
+
+
+def _write(text: str, page: Path, as_json: bool) -> None:
+    from narrowgauge.report.plan_page import write_page
+
+    click.echo(write_page(text, page), err=as_json)
 
 
 def _print(found: Diagnosis | TwoRuns, as_json: bool) -> None:

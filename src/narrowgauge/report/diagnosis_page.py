@@ -1,24 +1,63 @@
-"""The page of a diagnosis: what went wrong, the timeline with the first sign, the chain of events, and what to change."""
+"""The page of a diagnosis, the postmortem of a run: what went wrong, when it began, what followed, what to change, what else it
+could be, when it could have been known, and ten lines for a ticket. Of two runs: where they part, and why.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import markupsafe
+
+from narrowgauge.diagnosis.alignment import Parting
 from narrowgauge.diagnosis.diagnosis import Diagnosis, Finding
 from narrowgauge.diagnosis.observations import Observation
-from narrowgauge.errors import RecordError
-from narrowgauge.monitor.features import number
-from narrowgauge.planner.scaling_law import duration
-from narrowgauge.report.marks import colour, plain
-from narrowgauge.report.plan_page import rendered
-from narrowgauge.report.traces import Figure, layout_of
+from narrowgauge.diagnosis.two_runs import TwoRuns
+from narrowgauge.report.embedding import digest_of, embedded, packed, plotly_script
+from narrowgauge.report.hindsight import Hindsight, earlier, hindsight, hindsight_table, trained_after
+from narrowgauge.report.render import asset, spec_of, template
+from narrowgauge.report.timelines import chain_figure, pair_figures, timelines
+from narrowgauge.report.traces import Figure
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import STEP, Row
-from narrowgauge.spec.tables import Column, Table, text_columns
+from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
 
-_SHOWN = ("loss", "grad_norm", "loss_scale", "seconds")
-_MOST_POINTS = 2000
+
+@dataclass(frozen=True)
+class Part:
+    """A section of the page.
+
+    Args:
+        name: its anchor.
+        title: its heading.
+        label: its link; the title if empty.
+        text: as it is, to be copied.
+        chains: signs by step, each list with its caption.
+        figures, tables: drawn under it.
+        sentences: a list.
+        reading: how to read it.
+        folded: whether its tables are unfolded by a click.
+    """
+
+    name: str
+    title: str
+    link: str = ""
+    text: str = ""
+    chains: Sequence[tuple[str, Sequence[Observation]]] = ()
+    figures: Sequence[Figure] = ()
+    tables: Sequence[Table] = ()
+    sentences: Sequence[str] = ()
+    reading: str = ""
+    folded: bool = False
+
+    @property
+    def label(self) -> str:
+        """What its link says."""
+        return self.link or self.title
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to show."""
+        return not (self.text or self.chains or self.figures or self.tables or self.sentences)
 
 
 def render_diagnosis(found: Diagnosis, run: Run) -> str:
@@ -31,125 +70,214 @@ def render_diagnosis(found: Diagnosis, run: Run) -> str:
         The document, 2 MB of which are Plotly.
     Raises:
         NarrowgaugeError: plotly is not installed.
+
+    Cost: that of the diagnosis some five times for each finding, which finds when it could have been made.
     """
-    figures = [figure for name in _SHOWN if (figure := _timeline(found, run, name)) is not None]
-    return rendered(
-        title=f"Diagnosis of {found.name}",
-        heading=found.name,
-        subtitle=" · ".join(
-            str(word) for word in (run.run.get("config", {}).get("recipe"), f"{len(run.steps)} steps") if word
+    known = [(finding, hindsight(finding, run)) for finding in found.findings]
+    parts = [
+        Part("change", "What to change", sentences=_changes(found)),
+        Part("timeline", "Timeline", figures=timelines(known, run)),
+        Part(
+            "chain",
+            "The chain of events",
+            "Chain",
+            chains=[(finding.cause.name, finding.chain) for finding in found.findings if finding.chain],
+            figures=chain_figure(found.findings),
         ),
-        sentences=[found.verdict, *_sentences(found, run)],
-        figures=figures,
-        terms=[*map(_chain, found.findings), *_all_signs(found)],
-        parts="Evidence",
+        Part("else", "What else it could be", "Alternatives", tables=_alternatives(found), sentences=_doubts(found)),
+        Part("earlier", "Caught earlier", tables=_hindsights(known, run), sentences=_earlier(known, run)),
+        Part("ticket", "For a ticket", "Ticket", text=found.text()),
+        Part("missing", "What the record does not say", "Missing", sentences=_missing(found)),
+        Part("signs", "Every sign of the record", "Signs", tables=_signs(found), folded=True),
+    ]
+    config = run.run.get("config")
+    recipe = config.get("recipe") if isinstance(config, dict) else None
+    return _document(
+        heading=found.name,
+        subtitle=" · ".join(str(word) for word in (recipe, f"{len(run.steps):,} steps") if word),
+        lead=found.verdict[:1].upper() + found.verdict[1:],
+        sentences=[f"{_capital(finding.cause.title)}: {finding.cause.effect}." for finding in found.findings],
+        parts=parts,
         made_from="the record of the run; nothing was computed again",
     )
 
 
-def _sentences(found: Diagnosis, run: Run) -> list[str]:
-    said = [part for finding in found.findings for part in _of_finding(finding, run)]
-    if found.next_measurement is not None:
-        tells = ", ".join(found.next_measurement.tells)
-        said.append(f"Next measurement: {found.next_measurement.what.rstrip('.?')}, which distinguishes {tells}.")
-    said += [f"Note: {note}." for note in found.notes]
-    return [*said, *(f"Not recorded: {missing}." for missing in found.missing)]
+def render_two(found: TwoRuns, one: Run, other: Run) -> str:
+    """The page of two runs as one HTML document, which fetches nothing.
 
-
-def _of_finding(finding: Finding, run: Run) -> list[str]:
-    said = [
-        f"{finding.cause.title.capitalize()}: {finding.cause.effect}.",
-        f"What to do: {finding.remedy}",
+    Args:
+        found: of the two.
+        one, other: their records.
+    Returns:
+        The document, 2 MB of which are Plotly.
+    Raises:
+        NarrowgaugeError: plotly is not installed.
+    """
+    parting = found.alignment.parting
+    remedy = [found.reason.remedy] if found.reason is not None else []
+    parts = [
+        Part("change", "What to do", sentences=[*remedy, *([_next_step(found)] if found.next_measurement else [])]),
+        Part("timeline", "Timeline", figures=pair_figures(found, one, other)),
+        Part("evidence", "Evidence", sentences=[_capital(said) for said in found.evidence]),
+        Part("else", "What else it could be", "Alternatives", tables=_reasons(found)),
+        Part("given", "What they were given differently", "Differences", tables=_differences(found)),
+        Part("earlier", "Caught earlier", sentences=_since(found, parting, one, other) if parting is not None else ()),
+        Part("ticket", "For a ticket", "Ticket", text=found.text()),
+        Part("missing", "What the records do not say", "Missing", sentences=found.alignment.notes),
     ]
-    others = ", ".join(f"{row.cause.name} {row.probability:.1%}" for row in finding.alternatives)
-    if others:
-        said.append(f"What else it could be: {others}.")
-    if finding.against:
-        said.append(
-            f"What speaks against it: {', '.join(finding.against)} would be expected, and the record shows none."
-        )
-    if finding.step is not None and (cost := cost_since(run, finding.step)):
-        said.append(cost)
+    return _document(
+        heading=" and ".join(found.names),
+        subtitle=f"{found.alignment.num_common:,} steps in common",
+        lead=found.verdict,
+        sentences=[],
+        parts=parts,
+        made_from="the records of the two runs; nothing was computed again",
+    )
+
+
+def _document(
+    *, heading: str, subtitle: str, lead: str, sentences: Sequence[str], parts: Sequence[Part], made_from: str
+) -> str:
+    script, plotly = asset("page.js"), plotly_script()
+    shown = [part for part in parts if not part.is_empty]
+    figures: Row = {figure.name: spec_of(figure) for part in shown for figure in part.figures}
+    page = template("diagnosis.html.j2").render(
+        title=f"Diagnosis of {heading}",
+        heading=heading,
+        subtitle=subtitle,
+        lead=lead,
+        sentences=sentences,
+        parts=shown,
+        made_from=made_from,
+        policy=f"'{digest_of(script)}' '{plotly.digest}'",
+        style=markupsafe.Markup(asset("page.css")),
+        script=markupsafe.Markup(script),
+        data=markupsafe.Markup(embedded({"figures": figures, "strip": None, "formats": []})),
+        gauges=packed([]),
+        plotly=plotly.packed,
+    )
+    return page.lstrip()
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+# ── one run ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _changes(found: Diagnosis) -> list[str]:
+    several = len(found.findings) > 1
+    said = [f"{finding.cause.name}: {finding.remedy}" if several else finding.remedy for finding in found.findings]
+    if not said and found.next_measurement is not None:
+        said.append(f"Nothing yet. Measure first: {found.next_measurement.what.rstrip('.?')}.")
     return said
 
 
-def cost_since(run: Run, step: int) -> str:
-    """What was trained after a first sign, and what watching for it cost: one sentence, or empty.
-
-    Args:
-        run: the record.
-        step: of the first sign.
-    """
-    later = [row for row in run.steps if row["step"] > step]
-    if not later or step <= run.steps[0]["step"]:
-        return ""
-    seconds = math.fsum(number(row.get("seconds")) or 0.0 for row in later)
-    said = f"The first sign was at step {step}; the {len(later)} steps after it took {duration(seconds)}"
-    watched = math.fsum(number(row.get("seconds")) or 0.0 for row in _gauges(run) if row["step"] <= step)
-    return f"{said}, and {'the gauges up to it ' + duration(watched) if watched else 'the rows of steps showed it for nothing'}."
+_SHARE = (*text_columns(cause="cause", what_it_does="does"), *number_columns(probability="share"))
 
 
-def _gauges(run: Run) -> list[Row]:
-    try:
-        return run.gauges
-    except RecordError:
-        return []
+def _alternatives(found: Diagnosis) -> list[Table]:
+    """The rivals of each finding; of a record that does not tell, the causes in question."""
+    tables = []
+    for finding in found.findings:
+        rows = [
+            {"cause": row.cause.name, "does": row.cause.effect, "share": f"{row.probability:.1%}"}
+            for row in finding.alternatives
+            if row.cause.effect
+        ]
+        if rows:
+            tables.append(Table(_SHARE, rows, f"Instead of {finding.cause.name} ({finding.probability:.0%})"))
+    if not found.findings and not found.is_healthy:
+        rows = [
+            {"cause": row.cause.name, "does": row.cause.effect, "share": f"{row.probability:.0%}"}
+            for row in found.causes[:4]
+        ]
+        tables.append(Table(_SHARE, rows, "In question"))
+    return tables
 
 
-def _timeline(found: Diagnosis, run: Run, name: str) -> Figure | None:
-    """A column over the steps, with a line where each finding begins."""
-    rows = [
-        (row["step"], value)
-        for row in run.steps
-        if (value := number(row.get(name))) is not None and math.isfinite(value)
+def _doubts(found: Diagnosis) -> list[str]:
+    said = [
+        f"What speaks against {finding.cause.name}: {', '.join(finding.against)} would be expected, and the record shows none."
+        for finding in found.findings
+        if finding.against
     ]
-    if len(rows) < 2:
-        return None
-    rows = rows[:: 1 + len(rows) // _MOST_POINTS]
-    column = STEP[name]
-    layout = layout_of(
-        "step", f"{name.replace('_', ' ')}{f' ({column.unit})' if column.unit else ''}", log_y=name != "loss"
-    )
-    data: list[Row] = [
-        {
-            "type": "scatter", "mode": "lines", "x": [step for step, _ in rows], "y": [value for _, value in rows],
-            "name": plain(name), "meta": {"group": -1}, "line": {"color": colour(0), "width": 1.5},
-        }
-    ]  # fmt: skip
-    for place, finding in enumerate(found.findings):
-        if finding.step is not None:
-            data.append(_mark(finding.step, f"{finding.cause.name}: first sign", place + 1))
-    layout["showlegend"] = True
-    return Figure(f"timeline-{name.replace('_', '-')}", column.help[:1].upper() + column.help[1:], _HOW, data, layout)
+    if (measure := found.next_measurement) is not None:
+        said.append(f"Next measurement: {measure.what.rstrip('.?')}, which distinguishes {', '.join(measure.tells)}.")
+    return said
 
 
-_HOW = "The upright lines are the first signs of the findings."
+def _hindsights(known: Sequence[tuple[Finding, Hindsight | None]], run: Run) -> list[Table]:
+    return [hindsight_table(finding, run, when) for finding, when in known if when is not None]
 
 
-def _mark(step: int, name: str, place: int) -> Row:
-    return {
-        "type": "scatter", "mode": "lines", "x": [step, step], "y": [0, 1], "yaxis": "y2", "name": plain(name),
-        "meta": {"group": -1}, "line": {"color": colour(place), "width": 2, "dash": "dot"},
-    }  # fmt: skip
-
-
-_COLUMNS = (Column("step", "step", right=True), *text_columns(sign="sign", what_shows="says", tensor="tensor"))
-
-
-def _table(title: str, signs: Sequence[Observation]) -> Table:
-    rows = [
-        {
-            name: getattr(sign, key)
-            for name, key in (("step", "step"), ("sign", "sign"), ("says", "sentence"), ("tensor", "tensor"))
-        }
-        for sign in signs
+def _earlier(known: Sequence[tuple[Finding, Hindsight | None]], run: Run) -> list[str]:
+    said = [each for finding, when in known if when is not None for each in earlier(finding, run, when)]
+    said += [
+        f"{finding.cause.name} is a matter of settings and was there before the first step: narrowgauge diagnose after some "
+        "steps says so."
+        for finding, when in known
+        if when is None
     ]
-    return Table(_COLUMNS, rows, title)
+    return list(dict.fromkeys(said))
 
 
-def _chain(finding: Finding) -> Table:
-    return _table(f"The chain of {finding.cause.name}", finding.chain)
+def _missing(found: Diagnosis) -> list[str]:
+    return [*(f"Note: {note}." for note in found.notes), *(f"Not recorded: {missing}." for missing in found.missing)]
 
 
-def _all_signs(found: Diagnosis) -> list[Table]:
-    return [_table("Every sign of the record", found.signs)] if found.signs else []
+_SIGN = (
+    *text_columns(sign="sign"),
+    *number_columns(step="step"),
+    *text_columns(what_shows="sentence", tensor="tensor"),
+    *number_columns(value="value", threshold="threshold"),
+)
+
+
+def _signs(found: Diagnosis) -> list[Table]:
+    names = ("sign", "step", "sentence", "tensor", "value", "threshold")
+    rows = [{name: getattr(sign, name) for name in names} for sign in found.signs]
+    return [Table(_SIGN, rows, "All signs that are present")] if rows else []
+
+
+# ── two runs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _next_step(found: TwoRuns) -> str:
+    return f"Next measurement: {found.next_measurement}."
+
+
+_REASON = (*text_columns(reason="reason", what_it_is="is", remedy="remedy"), *number_columns(probability="share"))
+
+
+def _reasons(found: TwoRuns) -> list[Table]:
+    rows = [
+        {"reason": reason.name, "is": reason.title, "remedy": reason.remedy, "share": f"{share:.1%}"}
+        for reason, share in found.reasons
+        if share >= 0.001
+    ]
+    return [Table(_REASON, rows, "Reasons")] if rows else []
+
+
+_GIVEN = text_columns(what="name", table="table", first="first", second="second")
+
+
+def _differences(found: TwoRuns) -> list[Table]:
+    rows = [
+        {"name": each.name, "table": each.table, "first": each.values[0], "second": each.values[1]}
+        for each in found.alignment.differences
+    ]
+    return [Table(_GIVEN, rows, "Differences")] if rows else []
+
+
+def _since(found: TwoRuns, parting: Parting, one: Run, other: Run) -> list[str]:
+    said = [
+        f"Trained after they parted, by {name}: {trained_after(run, parting.step)}."
+        for name, run in zip(found.names, (one, other), strict=True)
+    ]
+    if not found.alignment.has_prints:
+        said.append(
+            "--fingerprints-every N in both names the tensor, at the cost of one more read of every tensor in each N-th step."
+        )
+    return [*said, "narrowgauge diagnose RUN OTHER reads two runs while they are training, and costs them nothing."]

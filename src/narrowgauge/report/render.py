@@ -53,7 +53,8 @@ def render(found: Comparison, title: str = "") -> str:
         RecordError: a run's record is damaged.
         NarrowgaugeError: plotly is not installed.
 
-    Cost: about two seconds per ten thousand steps, a third of them for the diagnosis; the document is 2 MB for Plotly and some 0.1 MB per run.
+    Cost: about two seconds per ten thousand steps, a third of them the diagnosis; the document is 2 MB for Plotly and some
+        0.1 MB per run.
     """
     groups = groups_of(found)
     named = run_names(groups)
