@@ -67,10 +67,8 @@ def effect(run: Run, twin: Run, injection: Injection) -> str:
     if parted:
         last = max(both)
         return f"from step {parted[0]}, loss {ours[last]['loss']:.3g} for {theirs[last]['loss']:.3g}"
-    times = [
-        statistics.median(ours[s]["seconds"] for s in both if (s >= injection.at) is late) for late in (True, False)
-    ]
-    ratio = times[0] / times[1] if times[1] else 0.0
+    late, soon = ([ours[s]["seconds"] for s in both if (s >= injection.at) is after] for after in (True, False))
+    ratio = statistics.median(late) / statistics.median(soon) if late and soon else 0.0
     return f"step time × {ratio:.2g}" if ratio > 1.25 else "NONE"
 
 
