@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from narrowgauge.runs.record import read_run
+from narrowgauge.errors import RecordError
+from narrowgauge.runs.archive import zip_file_of
+from narrowgauge.runs.foreign_logs import is_log
+from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.spec import tables
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ def diagnose_command(run: Path, other: Path | None, as_json: bool, page: Path | 
     """
     from narrowgauge.diagnosis import diagnosis
 
-    record = read_run(run)
+    record = _record(run)
     if other is None:
         found = diagnosis.diagnose(record)
         _print(found, as_json)
@@ -41,13 +44,29 @@ def diagnose_command(run: Path, other: Path | None, as_json: bool, page: Path | 
 
             _write(render_diagnosis(found, record), page, as_json)
         return
-    second = read_run(other)
+    second = _record(other)
     both = diagnosis.diagnose(record, second)
     _print(both, as_json)
     if page is not None:
         from narrowgauge.report.diagnosis_page import render_two
 
         _write(render_two(both, record, second), page, as_json)
+
+
+def _record(path: Path) -> Run:
+    """The run that a path names, or the only one in a folder or zip file."""
+    if not is_run(path) and not is_log(path) and (path.is_dir() or zip_file_of(path) == path):
+        from narrowgauge.report.write import runs_inside
+
+        inside = runs_inside(path)
+        if len(inside) > 1:
+            names = ", ".join(place.name for place in inside[:6]) + (", …" if len(inside) > 6 else "")
+            raise RecordError(
+                f"One run was asked about, and {path} holds {len(inside)}: {names}.",
+                f"Name one: narrowgauge diagnose {inside[0]}; narrowgauge report {path} has the findings of all.",
+            )
+        path = inside[0] if inside else path
+    return read_run(path)
 
 
 def _write(text: str, page: Path, as_json: bool) -> None:

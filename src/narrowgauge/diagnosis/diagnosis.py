@@ -32,6 +32,8 @@ from narrowgauge.runs.record import Run, read_run
 NUM_ALTERNATIVES = 3
 MAX_LINES = 10
 """Lines of :meth:`Diagnosis.text`, for a ticket."""
+LEAST_STEPS = 20
+"""Steps with a loss from which a run without a sign is called healthy: as many as it takes to judge a spike."""
 _CHAIN = 4
 
 
@@ -89,7 +91,7 @@ class Diagnosis:
         missing: what the record does not hold, one sentence each.
         signs: every sign that is present, by step.
         notes: settings and changes that lose something and show no effect, one sentence each.
-        has_steps: whether the record holds a step at all.
+        is_enough: whether the record holds so many steps with a loss that a run without a sign may be called healthy.
     """
 
     name: str
@@ -100,12 +102,12 @@ class Diagnosis:
     missing: tuple[str, ...]
     signs: tuple[Observation, ...]
     notes: tuple[str, ...] = ()
-    has_steps: bool = True
+    is_enough: bool = True
 
     @property
     def is_healthy(self) -> bool:
         """Whether nothing is wrong, as far as the record says."""
-        return self.has_steps and not self.findings and healthy_share(self.causes) >= CONFIDENCE
+        return self.is_enough and not self.findings and healthy_share(self.causes) >= CONFIDENCE
 
     def to_dict(self) -> dict[str, Any]:
         """The diagnosis as values for JSON."""
@@ -188,16 +190,17 @@ def _diagnosis(evidence: Evidence) -> Diagnosis:
     found = likely(evidence, seen)
     findings = tuple(_finding(evidence, seen, first, others) for first, others in found)
     asked = causes if not findings else [found[0][0], *found[0][1]]
+    num_losses = sum(loss is not None for loss in evidence.column("loss"))
     return Diagnosis(
         evidence.run.path.name,
         findings,
-        _verdict(findings, causes) if evidence.run.steps else "not known from this record, which holds no step.",
+        _verdict(findings, causes, num_losses),
         tuple(causes),
         next_measurement(evidence, seen, asked),
         evidence.missing,
         _by_step(row for row in seen.values() if row.state == "present"),
         tuple(_notes(evidence, seen)),
-        bool(evidence.run.steps),
+        num_losses >= LEAST_STEPS,
     )
 
 
@@ -226,9 +229,12 @@ def _finding(evidence: Evidence, seen: Observations, first: Ranked, others: Sequ
     return Finding(first.cause, first.probability, step, tensor, chain, tuple(against(first.cause, seen)), rest, remedy)
 
 
-def _verdict(findings: Sequence[Finding], causes: Sequence[Ranked]) -> str:
+def _verdict(findings: Sequence[Finding], causes: Sequence[Ranked], num_losses: int) -> str:
     if findings:
         return "; and ".join(_sentence(finding) for finding in findings) + "."
+    if num_losses < LEAST_STEPS:
+        held = f"{num_losses or 'no'} step{'' if num_losses == 1 else 's'} with a loss"
+        return f"not known from this record, which holds {held} ({LEAST_STEPS} are needed)."
     if (share := healthy_share(causes)) >= CONFIDENCE:
         return f"no sign of a fault ({share:.0%})."
     asked = ", ".join(f"{row.cause.name} {row.probability:.0%}" for row in causes[: NUM_ALTERNATIVES + 1])

@@ -8,6 +8,7 @@ not recorded is unknown, and never taken for absent. Series of gauges are sorted
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -285,6 +286,21 @@ def gather(run: str | Path | Run) -> Evidence:
         missing.append(f"the gauges: {error.message.rstrip('.')}")
     if not is_watched:
         missing.append("the gauges: no tensor was sampled (--gauges-every 20)")
-    if not record.steps:
-        missing.append("the steps: no row of a step was written")
-    return Evidence(record, recipe, tuple(missing))
+    return Evidence(record, recipe, (*missing, *_missing_rows(record)))
+
+
+def _missing_rows(run: Run) -> Iterator[str]:
+    """What of the rows of steps is not there, or not in order."""
+    steps = [step_of(row) for row in run.steps]
+    if not steps:
+        yield "the steps: no row of a step was written"
+        return
+    if any(row.get("loss") is None for row in run.steps):
+        count = sum(row.get("loss") is None for row in run.steps)
+        yield f"the loss of {count} of the {len(steps)} steps"
+    place = next((k for k in range(1, len(steps)) if steps[k] <= steps[k - 1]), None)
+    if place is not None:
+        yield f"the order of the steps: row {place + 1} is of step {steps[place]}, after one of step {steps[place - 1]}"
+    last = max((step_of(row) for row in run.events), default=0)
+    if last > max(steps) + 1:
+        yield f"the steps after {max(steps)}: events go on to step {last}"

@@ -34,7 +34,7 @@ def first_of(events: Iterable[Row]) -> Observation:
     tensor = event.get("tensor")
     return present(
         step_of(event),
-        str(event.get("message", "")).rstrip("."),
+        str(event.get("message") or event.get("kind")).rstrip("."),
         tensor if isinstance(tensor, str) else None,
         number(event.get("value")),
         number(event.get("threshold")),

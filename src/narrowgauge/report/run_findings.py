@@ -87,8 +87,8 @@ def run_findings(groups: Iterable[Group]) -> RunFindings:
             lines.append(f"{name}: the diagnosis failed, which concerns nothing else on this page ({found}).")
         elif found.is_healthy:
             healthy.append(name)
-        elif not found.has_steps:
-            lines.append(f"{name}: no step is recorded, so nothing can be said.")
+        elif not found.findings and not found.is_enough:
+            lines.append(f"{name}: {found.verdict}")
         else:
             command = f"narrowgauge diagnose {shlex.quote(str(run.path))}"
             rows += _rows(found, name, index, line, command)

@@ -55,6 +55,12 @@ FORMATS = (
 """Every format, in the order tried: a folder with several is read by the first."""
 
 
+def log_names() -> str:
+    """The logs that can be read, to follow "a": ``Hugging Face trainer_state.json, Lightning metrics.csv or …``."""
+    names = [row.name for row in FORMATS]
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
 def is_log(path: Path) -> bool:
     """Whether a file or folder is a log of another framework.
 

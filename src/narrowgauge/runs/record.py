@@ -29,7 +29,7 @@ from typing import Any
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.archive import read_bytes
 from narrowgauge.runs.atomic_io import disk_errors, load_json
-from narrowgauge.runs.foreign_logs import SOURCE, is_log, read_log
+from narrowgauge.runs.foreign_logs import SOURCE, is_log, log_names, read_log
 from narrowgauge.runs.lines import read_rows, restored
 from narrowgauge.runs.schema import VERSION, Row, is_whole, short, wrong_value
 from narrowgauge.spec.toml_text import load_toml
@@ -169,7 +169,9 @@ def read_settings(path: Path) -> Row:
     data = read_bytes(file)
     if data is None:
         found = "the folder has no run.toml" if path.is_dir() else "there is no such folder"
-        raise RecordError(f"No run in {path}: {found}.", "Name the folder that was given as --out.")
+        raise RecordError(
+            f"No run in {path}: {found}.", f"Name the folder that was given as --out, or a {log_names()}."
+        )
     try:
         run: Row = load_toml(data.decode())
         _require_whole("schema_version", run["schema_version"])
