@@ -67,6 +67,29 @@ def test_time_outside_steps() -> None:
     assert "outside" not in measured_step(resumed).terms.groups
 
 
+def test_what_numerics_and_faults_cost_is_told_from_communication_and_synchronization() -> None:
+    """On four ranks, of 20 steps 4 overflow, and a rollback undid 8: only 16 count."""
+    whole, large = made(1, 2.0), made(4, 0.5, 0.1, 0.05)
+    for row in large.steps[4:8]:
+        row["skipped"] = True
+    troubled = Run(large.path, large.run, large.steps, events=[{"kind": "rollback", "step": 12, "batches": 8}])
+    found = attribute([whole, troubled])
+    step = found.steps[1]
+    assert step.terms.groups == pytest.approx(
+        {"computing": 0.5, "sending": 0.1, "waiting": 0.05, "void": 0.65 * 4 / 16, "undone": 0.65 * 8 / 16}
+    )
+    lost = {change.group: change.difference for change in found.lost(step)}
+    assert sum(lost.values()) == pytest.approx(step.seconds - 0.5)
+    said = "\n".join(attribution_lines(found)[3:])
+    for words in (
+        "undid: 325 ms more",
+        "(51% of what is lost). faults",
+        "numerics: narrowgauge diagnose",
+        "synchronization: ",
+    ):
+        assert words in said, said
+
+
 def test_runs_of_different_work_are_refused() -> None:
     with pytest.raises(RecordError, match="differ in recipe: bfloat16/master, bfloat16/word"):
         attribute([made(1, 2.0), made(2, 1.0, recipe="bfloat16/master")])

@@ -1,15 +1,17 @@
 """Attribution: where the steps of measured runs went, and what of it more ranks did not divide.
 
 A run on several ranks records how long its ranks were in collectives on average, and how long the others waited there for the
-slowest one. So a step splits into computing, sending and waiting without a guess. Two runs of the same work on different numbers
-of ranks then say what was lost: each part of the larger one, less the part that it should have been had all work been divided.
+slowest one. So a step splits into computing, sending and waiting without a guess. Steps whose update was not applied, and those
+that a rollback undid, are added to the steps that count: what they cost is the price of numerics and of faults. Two runs of the
+same work on different numbers of ranks then say what was lost: each part of the larger one, less what it should have been
+had all work been divided.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,8 +32,11 @@ _WORDS = {
     "computing": "computing",
     "sending": "sending",
     "waiting": "waiting for the slowest rank",
+    "void": "steps whose update was not applied",
+    "undone": "steps that a rollback undid",
     "outside": "outside steps: evaluations, checkpoints, data",
 }
+"""The parts of a step that counts: what its own work took, and its share of work that was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class MeasuredStep:
         name: of the run.
         num_ranks: that trained it.
         tokens: of a step, all ranks together.
-        terms: seconds: computing, sending, waiting, and the step's share of what was outside steps.
+        terms: seconds: computing, sending, waiting, the step's share of steps that were lost, and of what was outside steps.
         late: the rank that was most often the last to arrive, in which share of the steps, and how late; None where nobody knows.
     """
 
@@ -87,8 +92,9 @@ def measured_step(run: Run) -> MeasuredStep:
         "waiting": waits,
     }
     terms = [_term(group, values, run) for group, values in parts.items() if group == "computing" or num_ranks > 1]
+    terms += [*_lost_steps(run, sum(term.value for term in terms)), *_outside(run)]
     tokens = int(run.config["batch_size"]) * int(run.config["sequence_length"])
-    return MeasuredStep(run.path.name, num_ranks, tokens, Terms((*terms, *_outside(run))), _latest(run, num_ranks))
+    return MeasuredStep(run.path.name, num_ranks, tokens, Terms(tuple(terms)), _latest(run, num_ranks))
 
 
 def _term(group: str, values: Sequence[float], run: Run) -> Term:
@@ -96,6 +102,17 @@ def _term(group: str, values: Sequence[float], run: Run) -> Term:
     half = _SIGMAS * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     formula = f"mean of the middle {len(values)} steps"
     return Term(group, _WORDS[group], mean, formula, str(run.path), mean - half, mean + half)
+
+
+def _lost_steps(run: Run, seconds: float) -> Iterator[Term]:
+    """The share of a step that counts in steps that do not: void ones, and those that were undone."""
+    void = sum(bool(row.get("skipped") or row.get("spike")) for row in run.steps)
+    undone = sum(int(event.get("batches") or 0) for event in run.events if event.get("kind") == "rollback")
+    counted = max(1, len(run.steps) - void)
+    for group, number in (("void", void), ("undone", undone)):
+        if number:
+            formula = f"{number} steps of {duration(seconds)} / {counted} that count"
+            yield Term(group, _WORDS[group], seconds * number / counted, formula, str(run.path))
 
 
 def _outside(run: Run) -> list[Term]:

@@ -16,7 +16,8 @@ class Cause:
 
     Args:
         name: what it is called.
-        shape: how its time depends on the number of chips, at the same batch: a key of the scaling's shapes.
+        shape: how its time depends on the number of chips, at the same batch: a key of the scaling's shapes; ``divided`` of
+            what more chips do not make worse by themselves, so that times alone never show it.
         group: of a measured step, in which it is found.
         why: what happens.
         measure: what would show it alone.
@@ -85,6 +86,18 @@ CAUSES: tuple[Cause, ...] = (
         "the bytes of all chips together pass one switch, or one file system, that does not grow with them",
         "bytes over seconds of an all-reduce of 1 GB, at both sizes",
         "racks with full bandwidth between them, shards within a rack, a narrower reduction",
+    ),
+    Cause(
+        "numerics", "divided", "void",
+        "an overflow, a NaN or a spike makes the work of a step void: its update is not applied, and its tokens teach nothing",
+        "skipped and spike of steps.jsonl",
+        "narrowgauge diagnose RUN names the cause; compute bfloat16 needs no loss scale",
+    ),
+    Cause(
+        "faults", "divided", "undone",
+        "a rollback throws away the steps since a checkpoint, on all chips at once",
+        "rollback in events.jsonl",
+        "narrowgauge diagnose RUN names the cause; more frequent checkpoints undo fewer steps",
     ),
     Cause(
         "failures", "linear", "outside",

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import markupsafe
 
-from narrowgauge.diagnosis.alignment import Parting
 from narrowgauge.diagnosis.diagnosis import Diagnosis, Finding
 from narrowgauge.diagnosis.observations import Observation
+from narrowgauge.diagnosis.stages import Parting
 from narrowgauge.diagnosis.two_runs import TwoRuns
 from narrowgauge.report.embedding import digest_of, embedded, packed, plotly_script
 from narrowgauge.report.hindsight import Hindsight, earlier, hindsight, hindsight_table, trained_after

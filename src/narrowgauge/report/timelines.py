@@ -7,9 +7,9 @@ from itertools import count
 
 import numpy as np
 
-from narrowgauge.diagnosis.alignment import Parting
 from narrowgauge.diagnosis.diagnosis import Finding
 from narrowgauge.diagnosis.evidence import step_of
+from narrowgauge.diagnosis.stages import Parting
 from narrowgauge.diagnosis.two_runs import TwoRuns
 from narrowgauge.report.hindsight import Hindsight
 from narrowgauge.report.marks import colour, plain
