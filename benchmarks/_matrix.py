@@ -15,7 +15,7 @@ from timing import Row
 import narrowgauge as ng
 from narrowgauge.runs.record import Run
 
-ANSWERS = ("first", "in the first three", "not known", "healthy", "wrong")
+ANSWERS = ("first", "in the first three", "in a note", "not known", "healthy", "wrong")
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ def injected_outcome(run: Run, injection: Injection, twin: Run | None = None) ->
     """
     kinds = LIVE[injection.cause]
     live = next((e["step"] for e in run.events if e["step"] >= injection.at and e["kind"] in kinds), None)
-    named, others = diagnosed(run)
+    named, others, notes = diagnosed(run)
     loses = twin is not None and any(event["kind"] == "lost_updates" for event in twin.events)
     if loses and injection.expected != "lost-updates":
         named.pop("lost-updates", None)
         others = [name for name in others if name != "lost-updates"]
     return Outcome(
-        injection.name, injection.cause, injection.strength, _answer(injection.expected, list(named), others), list(named),
+        injection.name, injection.cause, injection.strength, _answer(injection.expected, list(named), others, notes), list(named),
         next(iter(named.values()), None), None if live is None else live - injection.at, bool(injection.unseen),
         twin is not None and injection.expected in diagnosed(twin)[0],
     )  # fmt: skip
@@ -93,25 +93,27 @@ def injected_outcome(run: Run, injection: Injection, twin: Run | None = None) ->
 
 def healthy_outcome(run: Run, name: str) -> Outcome:
     """What the diagnosis says of a run in which nothing is wrong."""
-    named, others = diagnosed(run)
+    named, others, _ = diagnosed(run)
     return Outcome(
         name, "healthy", "", _answer("healthy", list(named), others), list(named), next(iter(named.values()), None)
     )
 
 
-def diagnosed(run: Run) -> tuple[dict[str, float], list[str]]:
-    """The causes that a diagnosis names, with their probabilities, and those in question, ``healthy`` among them."""
+def diagnosed(run: Run) -> tuple[dict[str, float], list[str], str]:
+    """The causes that a diagnosis names, with their probabilities, those in question, ``healthy`` among them, and its notes."""
     found = ng.diagnose(run)
     named = {finding.cause.name: finding.probability for finding in found.findings}
     others = [row.cause.name for finding in found.findings[:1] for row in finding.alternatives]
     asked = [row.cause.name for row in found.causes]
-    return named, others or asked
+    return named, others or asked, "; ".join(found.notes)
 
 
-def _answer(cause: str, named: Sequence[str], others: Sequence[str]) -> str:
-    """Which of ``ANSWERS`` it is: a cause in question counts among the first three, named or not."""
+def _answer(cause: str, named: Sequence[str], others: Sequence[str], notes: str = "") -> str:
+    """Which of ``ANSWERS`` it is: a cause in question counts among the first three, named or not; a note is no diagnosis."""
     if named[:1] == [cause]:
         return "first"
+    if not named and f"({cause})" in notes:
+        return "in a note"
     if not named and others[:1] == ["healthy"]:
         return "healthy"
     ranked = [other for other in dict.fromkeys([*named, *others]) if other != "healthy"]
@@ -121,19 +123,25 @@ def _answer(cause: str, named: Sequence[str], others: Sequence[str]) -> str:
 
 
 def counted(outcomes: Sequence[Outcome]) -> list[Row]:
-    """The matrix: a row for each cause."""
+    """The matrix: a row for each cause and strength."""
     rows: list[Row] = []
     for cause in sorted({outcome.cause for outcome in outcomes}):
-        own = [outcome for outcome in outcomes if outcome.cause == cause]
-        steps = sorted(outcome.live for outcome in own if outcome.live is not None)
-        wrong = dict.fromkeys(outcome.named[0] for outcome in own if outcome.answer == "wrong")
-        rows.append({
-            "": cause + (" *" if own[0].unseen else ""), "runs": len(own),
-            **{answer: sum(outcome.answer == answer for outcome in own) for answer in ANSWERS},
-            "named instead": ", ".join(wrong), "event in": f"{len(steps)} of {len(own)}",
-            "median steps to it": str(steps[len(steps) // 2]) if steps else "",
-        })  # fmt: skip
+        for strength in STRENGTHS:
+            own = [outcome for outcome in outcomes if (outcome.cause, outcome.strength) == (cause, strength)]
+            if own:
+                rows.append(_row_of(cause + (" *" if own[0].unseen else ""), strength, own))
     return rows
+
+
+def _row_of(cause: str, strength: str, own: Sequence[Outcome]) -> Row:
+    steps = sorted(outcome.live for outcome in own if outcome.live is not None)
+    wrong = dict.fromkeys(outcome.named[0] for outcome in own if outcome.answer == "wrong")
+    return {
+        "": cause, "strength": strength, "runs": len(own),
+        **{answer: sum(outcome.answer == answer for outcome in own) for answer in ANSWERS},
+        "named instead": ", ".join(wrong), "event in": f"{len(steps)} of {len(own)}",
+        "median steps to it": str(steps[len(steps) // 2]) if steps else "",
+    }  # fmt: skip
 
 
 def totals(outcomes: Sequence[Outcome]) -> Iterator[str]:

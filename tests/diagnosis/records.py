@@ -36,7 +36,8 @@ def healthy_steps(seed: int = 0) -> list[Row]:
         {
             "step": step, "loss": 2.5 + 3.0 * math.exp(-step / 40) + draw.gauss(0, 0.03), "lr": 3e-3,
             "grad_norm": 0.5 * math.exp(draw.gauss(0, 0.1)), "tokens": 256 * step, "seconds": 0.1 + draw.uniform(0, 0.01),
-            "data_seconds": 0.001, "batch_crc": f"{draw.getrandbits(32):08x}", "skipped": False,
+            "data_seconds": 0.001, "batch_crc": f"{draw.getrandbits(64):016x}", "skipped": False,
+            "unigram_loss": 5.3 + draw.gauss(0, 0.07), "embedding_grad_norm": 0.2 * math.exp(draw.gauss(0, 0.3)),
         }
         for step in range(1, NUM_STEPS + 1)
     ]  # fmt: skip
@@ -82,7 +83,7 @@ def healthy_run(recipe: str = "bfloat16/word", **config: Any) -> Run:
     settings = {
         "recipe": recipe, "lr": 3e-3, "eps": 1e-8, "accumulation_dtype": "float32", "gradient_accumulation_steps": 1, **config,
     }  # fmt: skip
-    table = {"config": settings, "model": {"num_parameters": 1_000_000}, "machine": {}}
+    table = {"config": settings, "model": {"num_parameters": 1_000_000, "hidden_size": 64}, "machine": {}}
     events = [{"kind": "start", "step": 0, "message": "tiny"}]
     run = Run(Path("made"), table, healthy_steps(), [], events, None)
     run.__dict__["gauges"] = healthy_gauges()

@@ -96,6 +96,12 @@ def set_updates(**changed: float) -> Callable[[Row], None]:
     return lambda row: row["updates"].update({name: update(**changed) for name in PARAMETERS})
 
 
+def massive(row: Row) -> None:
+    """One channel is a token's only one: a norm of 64 channels gives it eight."""
+    set_tensors("input:model.layers", amax=7.9)(row)
+    row["tensors"]["weight:model.norm.weight"] = tensor(amax=1.0)
+
+
 def grow_attention(row: Row) -> None:
     row["attention"]["model.layers.1.self_attn"] = [12.0 * 1.6 ** ((row["step"] - AT) / EVERY + 4), 0.01]
 
@@ -159,7 +165,7 @@ CASES: dict[str, tuple[str, dict[str, object], Fault]] = {
     ),
     "eps-underflow": ("float16/collage-plus", {"eps": 1e-8}, steps(lambda row: {"loss": math.nan, "grad_norm": math.nan})),
     "eps-too-large": (
-        "bfloat16/word", {"eps": 1e-3}, always(set_tensors("grad:", rms=1e-5)),
+        "bfloat16/word", {"eps": 1e-3}, both(always(set_tensors("grad:", rms=1e-5)), always(set_updates(update_to_weight=1e-5))),
     ),
     "attention-growth": ("bfloat16/word", {}, samples(grow_attention)),
     "logit-drift": ("bfloat16/word", {}, samples(lambda row: row["logits"].update(log_z=8.0 + (row["step"] - AT)))),
@@ -167,7 +173,7 @@ CASES: dict[str, tuple[str, dict[str, object], Fault]] = {
     "bad-data": ("bfloat16/word", {}, spike(1)),
     "embedding-shock": (
         "bfloat16/word", {},
-        both(samples(lambda row: row["tensors"].update({f"grad:{PARAMETERS[0]}": tensor(rms=200.0)})), spike(0, lead=2)),
+        steps(lambda row: {"embedding_grad_norm": 9.0, "grad_norm": 9.01} if row["step"] % 20 < 3 else {}),
     ),
     "frozen-parameter": (
         "bfloat16/word", {}, samples(lambda row: row["tensors"].update({f"grad:{PARAMETERS[3]}": tensor(rms=0.0)})),
@@ -177,9 +183,9 @@ CASES: dict[str, tuple[str, dict[str, object], Fault]] = {
     ))),
     "glu-outliers": (
         "float8-row/word", {},
-        samples(lambda row: row["tensors"].update({f"input:{DOWN}": tensor(outlier=200.0, top_feature=60.0)})),
+        samples(lambda row: row["tensors"].update({f"input:{DOWN}": tensor(outlier=200.0, top_feature=60.0, top_to_rest=150.0)})),
     ),
-    "massive-activations": ("float8-tensor/word", {}, always(set_tensors("input:model.layers", outlier=300.0))),
+    "massive-activations": ("float8-tensor/word", {}, always(massive)),
     "rank-divergence": ("bfloat16/word", {}, both(ranks, event(
         "corruption", "model.norm.weight of rank 1 differs from that of 3 other ranks after step 80", tensor="model.norm.weight",
     ))),

@@ -209,12 +209,14 @@ def test_slower_steps_alone_do_not_say_why() -> None:
         row["seconds"] *= 1.8
     found = ng.diagnose(run)
     assert not found.findings and not found.is_healthy and found.causes[0].cause.name == "throttling"
-    assert found.next_measurement is not None and "clocks" in found.next_measurement.what
+    assert found.next_measurement is not None and "cpu_seconds" in found.next_measurement.what
 
 
 def test_a_low_rate_is_a_finding_where_weights_hardly_move() -> None:
     for recipe in ("bfloat16/word", "float32/float32"):
         run = healthy_run(recipe, lr=1e-5)
+        for row in run.steps:
+            row["lr"] = 1e-5
         assert ng.diagnose(run).is_healthy  # fine-tuning
         for row in run.gauges:
             row["updates"] = {name: update(update_to_weight=1e-5) for name in row["updates"]}

@@ -80,9 +80,21 @@ class Evidence:
         return ranks if isinstance(ranks, int) else 1
 
     @property
+    def hidden_size(self) -> int | None:
+        """The model's, or ``None`` where the record does not tell it."""
+        model = self.run.run.get("model")
+        size = model.get("hidden_size") if isinstance(model, dict) else None
+        return size if isinstance(size, int) and size > 0 else None
+
+    @property
     def first_step(self) -> int:
         """The first step that was recorded."""
         return int(self.run.steps[0]["step"]) if self.run.steps else 0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps from the first row to the last."""
+        return int(self.run.steps[-1]["step"]) - self.first_step + 1 if self.run.steps else 0
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -199,8 +211,8 @@ class Evidence:
 
         Args:
             read: ``steps.COLUMN``, ``TABLE.METRIC`` of the gauges, ``logits.METRIC``, ``config.SETTING``, ``events.KIND``,
-                or ``run.recipe``, ``run.ranks`` (several), ``run.ours``, ``run.evals`` and ``run.blocks`` (block
-                scales).
+                or ``run.recipe``, ``run.ranks`` (several), ``run.ours``, ``run.evals``, ``run.blocks`` (block
+                scales), ``run.histograms`` and ``run.on_cpu``.
         """
         if read not in self._held:
             self._held[read] = self._holds(*read.split(".", 1))
@@ -229,6 +241,8 @@ class Evidence:
             "ours": not self.run.is_foreign,
             "evals": bool(self.run.evals),
             "blocks": any(row.get("block_scales") for row in self.gauges),
+            "histograms": any(row.get("histograms") for row in self.gauges),
+            "on_cpu": isinstance(machine := self.run.run.get("machine"), dict) and machine.get("device") == "cpu",
         }
 
     def _could_raise(self, kind: str) -> bool:

@@ -6,6 +6,7 @@ what would record that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -27,6 +28,7 @@ class Observation:
         value: what was measured.
         threshold: what the value was compared with.
         sentence: what shows, without a full stop.
+        base_rate: share of healthy runs of this length that show it.
     """
 
     state: State
@@ -36,6 +38,7 @@ class Observation:
     value: float | None = None
     threshold: float | None = None
     sentence: str = ""
+    base_rate: float = 0.0
 
 
 ABSENT, UNKNOWN = Observation("absent"), Observation("unknown")
@@ -65,6 +68,7 @@ class Sign:
         needs: what records it, where not every run does: flags of the next run.
         given: a sign of which this one says more: it is unknown unless that one is present, and all its probabilities are
             those among runs that show that one. So nothing is counted twice.
+        per_step: how often a step of a healthy run shows it: long runs have more of what is rare.
     """
 
     name: str
@@ -74,11 +78,12 @@ class Sign:
     find: Callable[[Evidence], Observation]
     needs: str = ""
     given: str = ""
+    per_step: float = 0.0
 
     @property
     def is_of_time(self) -> bool:
         """Whether it is about how long steps take: no fault of the arithmetic makes them longer."""
-        return bool({"steps.seconds", "steps.ranks"} & set(self.reads))
+        return bool({"steps.seconds", "steps.cpu_seconds", "steps.ranks"} & set(self.reads))
 
     def observe(self, evidence: Evidence) -> Observation:
         """Look for the sign in a run.
@@ -89,4 +94,13 @@ class Sign:
             What was found; ``unknown`` where the record does not hold what the sign reads.
         """
         held = all(evidence.has(read) for read in self.reads)
-        return replace(self.find(evidence) if held else UNKNOWN, sign=self.name)
+        base = self.base_rate_over(evidence.num_steps)
+        return replace(self.find(evidence) if held else UNKNOWN, sign=self.name, base_rate=base)
+
+    def base_rate_over(self, num_steps: int) -> float:
+        """The share of healthy runs of a length that show it.
+
+        Args:
+            num_steps: of the run.
+        """
+        return 1 - (1 - self.base_rate) * math.exp(-self.per_step * num_steps)

@@ -64,7 +64,7 @@ class Measurement:
     cost: float
 
 
-def chance(cause: Cause, sign: str, is_consequence: bool = False) -> float:
+def chance(cause: Cause, sign: str, base_rate: float | None = None, is_consequence: bool = False) -> float:
     """How likely a run with this cause shows a sign: as predicted, but not less often than healthy runs do.
 
     Of a sign that says more of another one, what is predicted holds as it is: that other one is there and this cause's own.
@@ -72,9 +72,10 @@ def chance(cause: Cause, sign: str, is_consequence: bool = False) -> float:
     Args:
         cause: the cause.
         sign: the sign's name.
+        base_rate: share of the healthy runs of this length that show it; ``None``: of short ones.
         is_consequence: another cause came before the sign, so that whatever follows may be due to that.
     """
-    base = max(SIGNS[sign].base_rate, CONSEQUENCE if is_consequence else 0.0)
+    base = max(SIGNS[sign].base_rate if base_rate is None else base_rate, CONSEQUENCE if is_consequence else 0.0)
     if SIGNS[sign].given and sign in cause.predicts and not is_consequence:
         return cause.predicts[sign]
     return min(0.9995, max(base, cause.predicts.get(sign, base)))
@@ -120,9 +121,9 @@ def _log_likelihood(cause: Cause, seen: Observations, onset: float) -> float:
     log = math.log(cause.prior)
     for name, observation in seen.items():
         if observation.state != "unknown":
-            shown = chance(cause, name, _may_follow(observation, name, onset))
+            shown = chance(cause, name, observation.base_rate, _may_follow(observation, name, onset))
             # What shows in a minority of cases comes together or not at all: its absence counts once, which is next to nothing.
-            absent = 1 - (shown if shown >= MAJORITY else SIGNS[name].base_rate)
+            absent = 1 - (shown if shown >= MAJORITY else observation.base_rate)
             log += math.log(shown if observation.state == "present" else absent)
     return log
 
@@ -167,8 +168,9 @@ def likely(evidence: Evidence, seen: Observations) -> list[tuple[Ranked, list[Ra
             break
         first, share = chosen
         found.append((Ranked(first.cause, share), [row for row in causes if row is not first]))
-        signs = [name for name in explained(first.cause, rest) if not SIGNS[name].is_of_time]
-        onset = min([onset, *(step for name in signs if (step := seen[name].step) is not None)])
+        signs = explained(first.cause, rest) if first.cause.spreads else []
+        steps = [seen[name].step for name in signs if not SIGNS[name].is_of_time]
+        onset = min([onset, *(step for step in steps if step is not None)])
         # Those that it predicts say nothing more about the others, present or not.
         rest = {name: row for name, row in rest.items() if name not in first.cause.predicts}
     return found
@@ -230,7 +232,11 @@ def _can_be_recorded(sign: str, evidence: Evidence, seen: Observations) -> bool:
     row = SIGNS[sign]
     if row.given and seen[row.given].state != "present":
         return False
-    return bool(row.needs) and all(evidence.has(read) for read in row.reads if read.startswith("run."))
+    if all(evidence.has(read) for read in row.reads):  # it is recorded, and says nothing of such a run
+        return False
+    return bool(row.needs) and all(
+        evidence.has(read) for read in row.reads if read in ("run.ranks", "run.recipe", "run.ours")
+    )
 
 
 def _gain(shares: list[tuple[Cause, float]], sign: str) -> float:

@@ -10,9 +10,12 @@ from dataclasses import replace
 
 from narrowgauge.diagnosis.evidence import Evidence
 from narrowgauge.diagnosis.observations import UNKNOWN, Observation, Sign
+from narrowgauge.diagnosis.signs_of_batches import SIGNS_OF_BATCHES
 from narrowgauge.diagnosis.signs_of_evals import SIGNS_OF_EVALS
 from narrowgauge.diagnosis.signs_of_events import SIGNS_OF_EVENTS
 from narrowgauge.diagnosis.signs_of_gauges import SIGNS_OF_GAUGES
+from narrowgauge.diagnosis.signs_of_layers import SIGNS_OF_LAYERS
+from narrowgauge.diagnosis.signs_of_rates import SIGNS_OF_RATES
 from narrowgauge.diagnosis.signs_of_settings import SIGNS_OF_SETTINGS
 from narrowgauge.diagnosis.signs_of_steps import SIGNS_OF_STEPS
 from narrowgauge.diagnosis.signs_of_time import SIGNS_OF_TIME
@@ -22,9 +25,12 @@ SIGNS: dict[str, Sign] = {
     for sign in (
         *SIGNS_OF_EVENTS,
         *SIGNS_OF_STEPS,
+        *SIGNS_OF_BATCHES,
         *SIGNS_OF_EVALS,
         *SIGNS_OF_TIME,
+        *SIGNS_OF_RATES,
         *SIGNS_OF_GAUGES,
+        *SIGNS_OF_LAYERS,
         *SIGNS_OF_SETTINGS,
     )
 }

@@ -29,6 +29,8 @@ ERRATIC = 0.15
 """Median difference of two consecutive losses over their level; healthy batches of 256 tokens differ by 0.02."""
 SPREAD = 20.0
 """That difference times the root of a step's tokens, in nats; healthy runs reach 1.7 at 256 tokens and 13 at 2,048."""
+ROUGH = 1.5
+"""Factor over its level before of the gradient norm after a spike that has left something behind."""
 BURST = 6.0
 """Factor over its level of a gradient norm that is a burst where it lasts for two steps."""
 SETTLED = 20
@@ -125,6 +127,27 @@ def _leads(evidence: Evidence) -> Observation:
     return ABSENT
 
 
+def _stays_rough(evidence: Evidence) -> Observation:
+    """What a bad update has done is there at the next steps; what a bad batch was is not."""
+    found, norms = _spike_width(evidence), evidence.column("grad_norm")
+    if found is None:
+        return ABSENT
+    row, width, _ = found
+    was, now = level_of(norms[max(0, row - BEFORE) : row]), level_of(norms[row + width + 2 : row + width + 22])
+    if was is None or now is None or evidence.is_sparse:
+        return UNKNOWN
+    if now < ROUGH * was:
+        return ABSENT
+    step = evidence.steps[row]
+    return present(
+        step,
+        f"the gradient norm is {now / was:.1f} times its level after the spike of step {step}",
+        None,
+        now,
+        ROUGH * was,
+    )
+
+
 def _norm_vanishes(evidence: Evidence) -> Observation:
     norms = evidence.column("grad_norm")
     for row in range(BEFORE, len(norms) - 2):
@@ -209,6 +232,23 @@ def _exceeds_scales(evidence: Evidence) -> Observation:
     return ABSENT
 
 
+def _scale_falls_alone(evidence: Evidence) -> Observation:
+    """A loss scale is halved where gradients overflow, and such a step is skipped: one that falls without is set by something."""
+    before: float | None = None
+    for row in evidence.run.steps:
+        now = number(row.get("loss_scale"))
+        if before is not None and now is not None and now < before / 2.5 and not row.get("skipped"):
+            step = int(row["step"])
+            return present(
+                step,
+                f"the loss scale fell from {before:g} to {now:g} at step {step}, and no gradient overflowed",
+                None,
+                now,
+            )
+        before = now if now is not None else before
+    return ABSENT
+
+
 def _loss_drops(evidence: Evidence) -> Observation:
     losses = evidence.column("loss")
     for row in range(BEFORE, len(losses) - 3):
@@ -286,25 +326,6 @@ def _bursts(evidence: Evidence) -> Observation:
     )
 
 
-def _rate_jumps(evidence: Evidence) -> Observation:
-    """A rate that rises at one step, above all earlier ones: what comes back to an earlier rate is a restart."""
-    if evidence.is_sparse:
-        return UNKNOWN
-    rates, highest = evidence.column("lr"), 0.0
-    for row in range(1, len(rates)):
-        before, now = rates[row - 1], rates[row]
-        highest = max(highest, before or 0.0)
-        if evidence.steps[row] - evidence.steps[row - 1] > 1 or (now or 0.0) <= 1.1 * highest:
-            continue
-        # A warm-up's second step doubles its first one's rate, and no schedule does more.
-        if before and now and now > 2.5 * before:
-            step = evidence.steps[row]
-            return present(
-                step, f"the learning rate rose from {before:.3g} to {now:.3g} at step {step}", None, now, 2.5 * before
-            )
-    return ABSENT
-
-
 def _not_falling(evidence: Evidence) -> Observation:
     losses = [loss for loss in evidence.column("loss") if loss is not None and math.isfinite(loss)]
     if len(losses) < 2 * BEFORE:
@@ -315,22 +336,6 @@ def _not_falling(evidence: Evidence) -> Observation:
         return ABSENT
     said = f"the median loss was {median(early):.3f} in the first quarter and is {median(late):.3f} in the last"
     return present(evidence.steps[-1], said, None, median(late), median(early))
-
-
-def _repeats(evidence: Evidence) -> Observation:
-    seen: dict[str, int] = {}
-    repeats = []
-    for row in evidence.run.steps:
-        crc = row.get("batch_crc")
-        if isinstance(crc, str):
-            if crc in seen:
-                repeats.append((int(row["step"]), seen[crc]))
-            seen.setdefault(crc, int(row["step"]))
-    if len(repeats) < 2:
-        return ABSENT
-    step, before = repeats[0]
-    said = f"{len(repeats)} batches came more than once; that of step {step} was step {before}'s"
-    return present(step, said, value=float(len(repeats)), threshold=2.0)
 
 
 _LOSS, _NORM = ("steps.loss",), ("steps.grad_norm",)
@@ -348,6 +353,10 @@ SIGNS_OF_STEPS: tuple[Sign, ...] = (
     Sign("spike-stays", "the loss jumps and does not come back", _LOSS, 0.05, _stays, given="loss-spikes"),
     Sign(
         "gradient-leads-spike", "the gradient norm rises before the loss jumps", _LOSS + _NORM, 0.1, _leads,
+        given="loss-spikes",
+    ),
+    Sign(
+        "gradient-stays-raised", "the gradient norm is higher after a spike than before", _LOSS + _NORM, 0.2, _stays_rough,
         given="loss-spikes",
     ),
     Sign("gradient-vanishes", "the gradient norm falls to a thirtieth at one step, and stays", _NORM, 0.002, _norm_vanishes),
@@ -372,13 +381,12 @@ SIGNS_OF_STEPS: tuple[Sign, ...] = (
     Sign("loss-is-erratic", "the loss varies as no mean over a step's tokens does", _LOSS, 0.03, _is_erratic),
     Sign("loss-drops", "the loss falls at one step far below all recent ones", _LOSS, 0.005, _loss_drops),
     Sign(
+        "scale-falls-alone", "the loss scale falls where no gradient overflowed", ("steps.loss_scale", "run.ours"), 0.002,
+        _scale_falls_alone,
+    ),
+    Sign(
         "scales-are-exceeded", "a burst of values exceeds delayed scales", ("steps.saturated",), 0.003,
         _exceeds_scales,
-    ),
-    Sign("rate-jumps", "the learning rate jumps as no schedule lets it", ("steps.lr",), 0.002, _rate_jumps),
-    Sign(
-        "batches-repeat", "batches come more than once", ("steps.batch_crc",), 0.002, _repeats,
-        LATER.format("batch_crc"),
     ),
 )  # fmt: skip
 """The signs in the rows of steps."""

@@ -19,6 +19,8 @@ MAX_SHARE = 0.2
 """Share of a step's time, outside its arithmetic, that is worth a word."""
 SLOWER = 1.4
 """Factor between the durations of late and early steps."""
+SLOWER_CLOCK = 1.5
+"""Factor between the fast tenth of late steps and the median of early ones, in processor time; busy machines reached 1.33."""
 LEVEL_SIGMAS = 5.0
 """Standard errors by which a level moves where chance does not move it."""
 
@@ -45,7 +47,12 @@ def _waits_for(column: str, words: str, evidence: Evidence) -> Observation:
 
 
 def _slows_down(evidence: Evidence) -> Observation:
-    """Late steps take longer than early ones, in whatever neither data nor other ranks account for."""
+    """Late steps take longer than early ones, in whatever neither data nor other ranks account for.
+
+    Where processor time is recorded, it tells a slow clock from other programs, which make any step longer.
+    """
+    if evidence.has("steps.cpu_seconds") and evidence.has("run.on_cpu"):
+        return UNKNOWN
     own = []
     for row in evidence.run.steps[3:]:
         if (seconds := number(row.get("seconds"))) is not None:
@@ -62,6 +69,23 @@ def _slows_down(evidence: Evidence) -> Observation:
     begins = next((step for step, seconds in own[third:] if seconds > limit), own[-third][0])
     said = f"a step took {median(early):.3g} s at first and takes {median(late):.3g} s at the end"
     return present(begins, said, None, median(late), limit)
+
+
+def _computes_slower(evidence: Evidence) -> Observation:
+    """The same step takes more of the processor's time: its clock is slower. Other programs make it wait instead."""
+    spent = [(int(row["step"]), number(row.get("cpu_seconds"))) for row in evidence.run.steps[3:]]
+    known = [(step, seconds) for step, seconds in spent if seconds]
+    if len(known) < 4 * FEWEST:
+        return UNKNOWN
+    third = len(known) // 3
+    early, late = [t for _, t in known[:third]], [t for _, t in known[-third:]]
+    # A core that is shared with another program makes many steps longer, and not the fastest ones.
+    was, now = median(early), quantiles(late, n=10)[0]
+    if now < SLOWER_CLOCK * was:
+        return ABSENT
+    begins = next((step for step, seconds in known[third:] if seconds > SLOWER_CLOCK * was), known[-third][0])
+    said = f"a step took {was:.3g} s of processor time at first and takes {median(late):.3g} s at the end"
+    return present(begins, said, None, median(late), SLOWER_CLOCK * was)
 
 
 def _moves_at_resume(evidence: Evidence) -> Observation:
@@ -113,6 +137,10 @@ SIGNS_OF_TIME: tuple[Sign, ...] = (
         partial(_waits_for, "wait_seconds", "waiting for the slowest rank"),
     ),
     Sign("steps-slow-down", "late steps take longer than early ones", (_TIME,), 0.012, _slows_down),
+    Sign(
+        "computing-slows-down", "late steps take more processor time than early ones",
+        ("steps.cpu_seconds", "run.on_cpu"), 0.006, _computes_slower, LATER.format("cpu_seconds"),
+    ),
     Sign("run-was-resumed", "the run was resumed", ("run.ours",), 0.2, _was_resumed),
     Sign(
         "level-moves-at-resume", "the loss goes on at a higher level after a resume", ("run.ours", "steps.loss"), 0.003,
