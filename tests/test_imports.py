@@ -158,7 +158,7 @@ def test_every_file_stands_in_a_layer() -> None:
 
 READERS_OF_RECIPES = {
     "", "assembly", "cli.flags", "conversion.folders", "conversion.preflight", "comparison.labels", "diagnosis.evidence",
-    "diagnosis.envelope", "experiment.definition",
+    "diagnosis.given", "diagnosis.envelope", "experiment.definition",
     "integrations.huggingface", "integrations.huggingface_optimizer", "integrations.lightning_precision",
     "integrations.run_recorder", "integrations.torchtitan_converter", "integrations.torchtitan_optimizer", "monitor.alarms",
     "planner.calibration", "planner.launches", "planner.plan", "trainer.config",

@@ -5,6 +5,7 @@ What they print is made in :mod:`narrowgauge.diagnosis`, which needs no PyTorch 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,22 @@ if TYPE_CHECKING:
 @click.argument("other", metavar="[OTHER]", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @click.option("--html", "page", metavar="FILE", type=click.Path(path_type=Path), help="Also write one page.")
-def diagnose_command(run: Path, other: Path | None, as_json: bool, page: Path | None) -> None:
+@click.option(
+    "--exact",
+    is_flag=True,
+    help="With OTHER: compute both again around the first step that differs (needs PyTorch and the data).",
+)
+@click.option(
+    "--replays",
+    type=click.IntRange(0),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="With --exact: repeat that step N times with every weight changed by one ulp, which measures how far rounding reaches.",
+)
+def diagnose_command(
+    run: Path, other: Path | None, as_json: bool, page: Path | None, exact: bool, replays: int
+) -> None:
     """Name the cause of what the record of RUN shows: evidence, confidence, what else it could be, and what to measure next.
 
     With OTHER, a run that should have been equal: where the two part, and why.
@@ -35,6 +51,8 @@ def diagnose_command(run: Path, other: Path | None, as_json: bool, page: Path | 
     """
     from narrowgauge.diagnosis import diagnosis
 
+    if exact and other is None:
+        raise click.UsageError("--exact compares two runs, and one was named.", click.get_current_context())
     record = _record(run)
     if other is None:
         found = diagnosis.diagnose(record)
@@ -45,7 +63,7 @@ def diagnose_command(run: Path, other: Path | None, as_json: bool, page: Path | 
             _write(render_diagnosis(found, record), page, as_json)
         return
     second = _record(other)
-    both = diagnosis.diagnose(record, second)
+    both = _compared_exactly(record, second, replays) if exact else diagnosis.diagnose(record, second)
     _print(both, as_json)
     if page is not None:
         from narrowgauge.report.diagnosis_page import render_two
@@ -67,6 +85,12 @@ def _record(path: Path) -> Run:
             )
         path = inside[0] if inside else path
     return read_run(path)
+
+
+def _compared_exactly(run: Run, other: Run, replays: int) -> TwoRuns:
+    from narrowgauge.replays.two_replays import compare_exactly
+
+    return compare_exactly(run.path, other.path, num_replays=replays, say=partial(click.echo, err=True))
 
 
 def _write(text: str, page: Path, as_json: bool) -> None:

@@ -19,6 +19,7 @@ from narrowgauge.diagnosis.envelope import is_rounding, roundoff
 from narrowgauge.diagnosis.equal_tokens import EqualTokens, at_equal_tokens, have_other_tokens
 from narrowgauge.diagnosis.given import Difference, differences
 from narrowgauge.diagnosis.prints import beyond, by_step, common_steps, partings
+from narrowgauge.diagnosis.replayed import Replayed
 from narrowgauge.diagnosis.stages import COLUMNS, STAGES, Parting
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
@@ -38,6 +39,7 @@ class Alignment:
         is_complete: both are finished, and the hashes of their final weights are known and equal.
         has_prints: both recorded fingerprints, of at least one common step.
         at_tokens: the losses at equal tokens, where steps have not equally many.
+        replayed: what replays of both say, where there were any.
         notes: what the records do not hold.
     """
 
@@ -50,14 +52,23 @@ class Alignment:
     is_complete: bool = False
     has_prints: bool = False
     at_tokens: EqualTokens | None = None
+    replayed: Replayed | None = None
     notes: tuple[str, ...] = field(default_factory=tuple)
 
+    def is_rounding(self, parting: Parting) -> bool | None:
+        """Whether rounding explains a difference, by the measured envelope where there is one; ``None`` without a size."""
+        envelope = self.replayed.envelope if self.replayed is not None else None
+        if envelope is not None and (envelope.step, envelope.tensor) == (parting.step, parting.tensor):
+            return None if math.isnan(parting.relative) else envelope.holds(parting.relative)
+        return is_rounding(parting.relative, parting.numel, self.roundoff)
 
-def align(one: Run, other: Run) -> Alignment:
+
+def align(one: Run, other: Run, replayed: Replayed | None = None) -> Alignment:
     """Align two runs by step.
 
     Args:
         one, other: their records, finished or not.
+        replayed: what replays of both say.
     Returns:
         What differs first.
     """
@@ -81,6 +92,7 @@ def align(one: Run, other: Run) -> Alignment:
         is_complete=None not in ends and ends[0] == ends[1],
         has_prints=bool(common_steps(prints)),
         at_tokens=at_tokens,
+        replayed=replayed,
         notes=tuple(_notes(one, other, common, has_other, at_tokens)),
     )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs import arithmetic
 from narrowgauge.runs.schema import Row, short
+from narrowgauge.spec.notation import parse_value
 
 NOT_COMPARED = frozenset({
     "out", "stop_after", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard",
@@ -75,7 +77,19 @@ def _of_table(table: str, one: Mapping[str, Any], other: Mapping[str, Any], pref
         if isinstance(first, dict) and isinstance(second, dict) and name != "recipe":
             yield from _of_table(table, first, second, f"{prefix}{name}.")
         elif first != second:
-            yield Difference(f"{prefix}{name}", (_text(first), _text(second)), table)
+            parts = _reductions(first, second) if name == "recipe" else None
+            yield Difference(f"{prefix}{name}", (_text(first), _text(second)), table) if parts is None else parts
+
+
+def _reductions(one: Any, other: Any) -> Difference | None:
+    """The difference of two recipes that differ in nothing but how gradients are summed; ``None`` of others."""
+    try:
+        first, second = parse_value(one), parse_value(other)
+    except NarrowgaugeError:
+        return None
+    if replace(first, reduction=second.reduction) != second:
+        return None
+    return Difference("recipe.reduction", (first.reduction.name, second.reduction.name))
 
 
 def _text(value: Any) -> str:

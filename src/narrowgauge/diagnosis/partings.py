@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from narrowgauge.diagnosis.alignment import Alignment
-from narrowgauge.diagnosis.envelope import is_rounding
 from narrowgauge.diagnosis.given import Difference
 from narrowgauge.diagnosis.stages import Parting
 
@@ -71,6 +70,11 @@ _ROWS = (
         "Expected of two recipes; narrowgauge compare says what each costs.",
     ),
     Reason(
+        "reduction", "another reduction of the gradients", ("config.recipe.reduction",),
+        ("grad", "norm", "loss", "update"), "any", 1.0,
+        "Expected of two reductions; narrowgauge show reductions says which one does not depend on the order.",
+    ),
+    Reason(
         "optimizer-settings", "other settings of the optimizer",
         (
             "config.lr", "config.schedule", "config.warmup_steps", "config.min_lr_ratio", "config.steps", "config.beta1",
@@ -117,7 +121,7 @@ _ROWS = (
     ),
     Reason(
         "silent-corruption", "damaged memory or arithmetic",
-        (), ("held", "output", "loss", "grad", "norm", "update"), "above", 0.1,
+        (), ("held", "output", "loss", "grad", "norm", "update"), "any", 0.03,
         "Repeat the run that is off from its last checkpoint: damage does not happen twice. Then test the machine.",
     ),
     Reason(
@@ -154,9 +158,9 @@ def weigh(alignment: Alignment) -> dict[str, float]:
     parting = alignment.parting
     if parting is None:
         return {}
-    small = is_rounding(parting.relative, parting.numel, alignment.roundoff)
+    small = alignment.is_rounding(parting)
     weights = {row.name: _weight(row, alignment, parting, small) for row in REASONS.values()}
-    if any(deciding(row, alignment.differences) and weights[row.name] == row.weight for row in REASONS.values()):
+    if any(weights[row.name] > 0 and _explains(row, alignment, small) for row in REASONS.values()):
         # What was given differently and acts there explains it; that something else happened there as well is unlikely.
         weights = {
             name: value * (1.0 if deciding(REASONS[name], alignment.differences) else 0.05)
@@ -167,12 +171,28 @@ def weigh(alignment: Alignment) -> dict[str, float]:
     return {name: value / total for name, value in ranked if value > 0} if total else {}
 
 
+def _fits(row: Reason, small: bool | None) -> bool:
+    return small is None or row.size == "any" or small == (row.size == "rounding")
+
+
+def _explains(row: Reason, alignment: Alignment, small: bool | None) -> bool:
+    """Whether what was given differently decides a reason whose size the difference has."""
+    return _fits(row, small) and bool(deciding(row, alignment.differences)) and _of_replays(row, alignment) == 1.0
+
+
+_MISFIT = {"rounding": 0.005, "above": 0.05}
+"""How much less likely a reason is where the size does not fit: rounding is never large, and code may be wrong by little."""
+_STEPS_IN_DOUBT = 4
+"""Steps with equal bits after which an order of sums that varies is half as likely: it acts in every step."""
+
+
 def _weight(row: Reason, alignment: Alignment, parting: Parting, small: bool | None) -> float:
     if parting.stage not in row.stages or (row.decided_by and not deciding(row, alignment.differences)):
         return 0.0
-    fits = small is None or row.size == "any" or small == (row.size == "rounding")
-    weight = row.weight if fits else 0.005 * row.weight
-    return weight * _of_rank(row, parting) * _of_damage(row, parting)
+    weight = row.weight if _fits(row, small) else _MISFIT[row.size] * row.weight
+    if row.size == "rounding":
+        weight /= 1 + max(0, parting.step - 1) / _STEPS_IN_DOUBT
+    return weight * _of_rank(row, parting) * _of_tensor(row, parting) * _of_replays(row, alignment)
 
 
 def _of_rank(row: Reason, parting: Parting) -> float:
@@ -183,11 +203,35 @@ def _of_rank(row: Reason, parting: Parting) -> float:
     return 0.2 if is_one and row.name in ("bug", "nondeterminism") else 1.0
 
 
-def _of_damage(row: Reason, parting: Parting) -> float:
-    """How much likelier damage is where one weight alone is off, or one gradient in one step; and code, where it is off again."""
+_ALONE, _SPREAD, _AGAIN = 30.0, 0.1, 10.0
+
+
+def _of_tensor(row: Reason, parting: Parting) -> float:
+    """How likely it is that one tensor alone is off: once, as a bit of memory; again in the next steps, as code is."""
     if row.name == "silent-corruption":
-        return 10.0 if _is_alone(parting) or parting.recurs is False else 0.1 if parting.recurs else 1.0
-    return 0.1 if row.name in ("bug", "one-rank") and parting.recurs is False else 1.0
+        return _ALONE if _is_alone(parting) or parting.recurs is False else _SPREAD if parting.recurs else 1.0
+    if row.name in ("bug", "one-rank") and parting.recurs is not None:
+        return _AGAIN if parting.recurs else _SPREAD
+    return 1.0
+
+
+_EXCLUDED = 0.02
+
+
+def _of_replays(row: Reason, alignment: Alignment) -> float:
+    """How much less likely a reason is once both were computed again: damage does not happen twice, and settings act again."""
+    replayed = alignment.replayed
+    if replayed is None:
+        return 1.0
+    if row.name == "nondeterminism":
+        return _EXCLUDED if True in replayed.repeats else 1.0
+    if row.name == "silent-corruption":
+        return _EXCLUDED if replayed.repeats == (True, True) or replayed.persists else 1.0
+    if row.name in ("bug", "one-rank") and replayed.persists is False:
+        return _EXCLUDED
+    decided = deciding(row, alignment.differences)
+    is_setting = bool(decided) and all(each.table in ("config", "data") for each in decided)
+    return _EXCLUDED if is_setting and replayed.excludes_settings else 1.0
 
 
 def _is_alone(parting: Parting) -> bool:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.diagnosis.alignment import Alignment, align
-from narrowgauge.diagnosis.envelope import is_rounding, rounding_of
+from narrowgauge.diagnosis.envelope import rounding_of
 from narrowgauge.diagnosis.partings import REASONS, Reason, deciding, weigh, without_rounding
 from narrowgauge.diagnosis.posterior import CONFIDENCE
+from narrowgauge.diagnosis.replayed import Replayed
 from narrowgauge.diagnosis.stages import STAGES, Parting
 from narrowgauge.runs.odd_ranks import APPLIED_NO_CLIP, in_words
 from narrowgauge.runs.record import Run
@@ -76,6 +77,7 @@ class TwoRuns:
             "stage": parting and parting.stage,
             "tensor": (parting and parting.tensor) or None,
             "ranks": list(parting.ranks) if parting else [],
+            "replayed": alignment.replayed and alignment.replayed.to_dict(),
             "equal_tokens": alignment.at_tokens and alignment.at_tokens.to_dict(),
             "rounding_since": alignment.rounded and alignment.rounded.step,
             "relative": None if parting is None or math.isnan(parting.relative) else parting.relative,
@@ -89,22 +91,23 @@ class TwoRuns:
         }
 
 
-def compare_two(one: Run, other: Run) -> TwoRuns:
+def compare_two(one: Run, other: Run, replayed: Replayed | None = None) -> TwoRuns:
     """Say where two runs part, and why.
 
     Invariant: a function of the two records alone; no cause is named below a probability of 0.7.
 
     Args:
         one, other: their records, finished or not.
+        replayed: what replays of both say, where there were any (:func:`narrowgauge.replays.two_replays.compare_exactly`).
     Returns:
         The first step and tensor that differ, the reasons, and what would tell more.
 
     Cost: one read of both records, and of their fingerprints.
     """
-    alignment = without_rounding(align(one, other))
+    alignment = without_rounding(align(one, other, replayed))
     ranked = tuple((REASONS[name], share) for name, share in weigh(alignment).items())
     evidence = tuple(_evidence(alignment, ranked))
-    return TwoRuns(_names(one, other), alignment, ranked, evidence, _next(alignment))
+    return TwoRuns(_names(one, other), alignment, ranked, evidence, _next(alignment, _can_be_replayed(one, other)))
 
 
 def _names(one: Run, other: Run) -> tuple[str, str]:
@@ -144,23 +147,32 @@ def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...]) ->
     if ranked and (decided := deciding(ranked[0][0], alignment.differences)):
         yield f"of these, {', '.join(each.name for each in decided[:_NAMED])} can act there"
     yield from _of_ranks(parting)
+    yield from alignment.replayed.sentences() if alignment.replayed is not None else ()
     if alignment.at_tokens is not None:
         yield str(alignment.at_tokens)
     if parting.equal_until is not None:
         yield f"every tensor was equal up to step {parting.equal_until}"
     if (rounded := alignment.rounded) is not None:
         yield f"before, they differ by rounding alone: since step {rounded.step}, first in {_place(rounded)}"
-    small = is_rounding(parting.relative, parting.numel, alignment.roundoff)
-    if small is not None:
-        what = "norm" if parting.tensor else "value"
-        yield (
-            f"its {what} is {parting.values[0]:.6g} and {parting.values[1]:.6g}: a relative difference of "
-            f"{parting.relative:.2g}, {'as small as' if small else 'more than'} rounding explains "
-            f"({rounding_of(parting.numel, alignment.roundoff):.2g})"
-        )
+    yield from _of_size(alignment, parting)
     if parting.others[1]:
         kind, (differing, of) = parting.tensor.partition(":")[0], parting.others
         yield f"{differing} of the {of - 1} other tensors of its kind ({kind}) differ in that step"
+
+
+def _of_size(alignment: Alignment, parting: Parting) -> Iterator[str]:
+    """How far the two values lie apart, and how far rounding reaches: measured, or by a formula."""
+    replayed = alignment.replayed
+    small = alignment.is_rounding(parting)
+    if small is None:
+        return
+    what = "norm" if parting.tensor else "value"
+    said = f"its {what} is {parting.values[0]:.6g} and {parting.values[1]:.6g}: a relative difference of {parting.relative:.2g}"
+    if replayed is not None and replayed.envelope is not None and replayed.envelope.tensor == parting.tensor:
+        yield f"{said}; {replayed.envelope}: {'inside' if small else 'outside'} of what rounding does"
+        return
+    explains = f"rounding explains ({rounding_of(parting.numel, alignment.roundoff):.2g})"
+    yield f"{said}, {'as small as' if small else 'more than'} {explains}"
 
 
 def _of_ranks(parting: Parting) -> Iterator[str]:
@@ -177,14 +189,23 @@ def _of_ranks(parting: Parting) -> Iterator[str]:
         yield f"only {in_words(parting.ranks)} differs: the other ranks computed what they did in the other run"
 
 
-def _next(alignment: Alignment) -> str:
+def _can_be_replayed(one: Run, other: Run) -> bool:
+    """Whether both were trained here, by the trainer: their data lie in their folders."""
+    return all("recorder" not in run.run and (run.path / "data").is_dir() for run in (one, other))
+
+
+def _next(alignment: Alignment, can_be_replayed: bool) -> str:
     parting = alignment.parting
-    if parting is None or parting.stage in ("start", "tokens") or parting.equal_until == parting.step - 1:
-        return ""
-    if alignment.rounded is not None:  # the step before was hashed
+    if parting is None or parting.stage in ("start", "tokens") or alignment.replayed is not None:
         return ""
     since = 0 if parting.equal_until is None else parting.equal_until
-    if alignment.has_prints and parting.step - since <= 1:
+    is_located = alignment.rounded is not None or (alignment.has_prints and parting.step - since <= 1)
+    if can_be_replayed and parting.step > 0:
+        more = (
+            "tells damage from code, and measures how far rounding reaches" if is_located else "names the first tensor"
+        )
+        return f"narrowgauge diagnose RUN OTHER --exact computes both again, and {more}"
+    if is_located:
         return ""
     hashed = f"nothing was hashed between steps {since} and {parting.step}"
     why = hashed if alignment.has_prints else "that shows which tensor differs first"

@@ -1,0 +1,218 @@
+"""Two runs computed again side by side: the first step and tensor in which they part, whatever was recorded.
+
+The rows of two runs bracket the step. Both are loaded from the newest checkpoint before it at which their weights are still
+equal, and stepped forward with every tensor hashed. A run that can be repeated has its own fingerprints now. One that cannot
+was computed by other code, on another machine, or was damaged; a later checkpoint tells these apart, since damage does not happen
+twice.
+
+How far rounding alone would carry the tensor is measured too: the step is taken again with every weight changed by one ulp, a
+few times. A difference beyond that has a cause; one within it may be another order of sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from narrowgauge.diagnosis.prints import by_step
+from narrowgauge.diagnosis.replayed import MeasuredEnvelope, Replayed
+from narrowgauge.diagnosis.stages import Parting, relative_difference
+from narrowgauge.diagnosis.two_runs import TwoRuns, compare_two
+from narrowgauge.replays.past_steps import Moment, PastStep, replaying
+from narrowgauge.replays.record_checks import Departure
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.schema import Row
+from narrowgauge.trainer.checkpoint import checkpoint_before
+from narrowgauge.trainer.session import Session
+
+_ROUNDED = ("output", "grad", "update")
+"""Stages whose tensors rounding moves."""
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True, eq=False)
+class _Repeated:
+    """Some steps of a run, computed again."""
+
+    prints: list[Row]
+    departure: Departure | None
+    is_telling: bool
+
+    @property
+    def repeats(self) -> bool | None:
+        """Whether it has the bits of the record; ``None`` where one process cannot tell."""
+        return self.departure is None if self.is_telling else None
+
+
+def compare_exactly(one: str | Path, other: str | Path, *, num_replays: int = 3, say: Say = lambda _: None) -> TwoRuns:
+    """Say where two runs part, and why, by computing both again around the first step that differs.
+
+    Invariant: nothing in the run folders changes.
+
+    Args:
+        one, other: run folders, with their data.
+        num_replays: how often the step is repeated with changed weights; 0 does not measure how far rounding reaches.
+        say: called with a sentence before what takes a while.
+    Returns:
+        As :func:`~narrowgauge.diagnosis.two_runs.compare_two`, with what the replays say.
+    Raises:
+        RecordError: one of the two cannot be replayed; see :func:`~narrowgauge.replays.past_steps.replaying`.
+
+    Cost: for both, every step since the last checkpoint that they have in common; then, since the nearest one, once more.
+    """
+    runs = read_run(Path(one)), read_run(Path(other))
+    found = compare_two(*runs)
+    parting = found.alignment.parting
+    if parting is None or parting.step == 0:
+        return found
+    since = common_state(*runs, before=parting.step - (1 if _is_located(parting) else 2))
+    while True:
+        repeated = [_repeat(run, since, parting.step, say) for run in runs]
+        first, second = (each.prints[0]["tensors"] for each in repeated)
+        if since == 0 or {key: entry[0] for key, entry in first.items()} == {
+            key: entry[0] for key, entry in second.items()
+        }:
+            break
+        since = common_state(*runs, before=since - 1)  # the weights were equal there, and a moment was not
+    replayed = _replayed(runs, since, repeated, say)
+    if replayed.repeats == (True, True):
+        runs = _with_prints(runs[0], repeated[0].prints), _with_prints(runs[1], repeated[1].prints)
+    located = compare_two(*runs, replayed).alignment.parting
+    if located is not None and num_replays > 0 and located.tensor and located.stage in _ROUNDED:
+        envelope = measure_envelope(runs[0], located.step, located.tensor, num_replays, say)
+        replayed = dataclasses.replace(replayed, envelope=envelope)
+    return compare_two(*runs, replayed)
+
+
+def _is_located(parting: Parting) -> bool:
+    return bool(parting.tensor) and parting.equal_until == parting.step - 1
+
+
+def common_state(one: Run, other: Run, before: int) -> int:
+    """The step of the newest checkpoint that two runs both have, with equal weights; 0 without one.
+
+    Args:
+        one, other: the runs.
+        before: the last step that it may be of.
+    """
+    step = before
+    while step > 0:
+        found = [checkpoint_before(run.path, step, lambda path, reason: None) for run in (one, other)]
+        if found[0] is None or found[1] is None:
+            return 0
+        first, second = found[0], found[1]
+        if first.step == second.step:
+            if first.state()["fingerprint"] == second.state()["fingerprint"]:
+                return first.step
+            step = first.step - 1
+        else:
+            step = min(first.step, second.step)
+    return 0
+
+
+def _repeat(run: Run, since: int, last: int, say: Say) -> _Repeated:
+    """The steps after a state, hashed."""
+    say(f"Repeating steps {since + 1} to {last} of {run.path}, with every tensor hashed.")
+    with replaying(run.path, since + 1, fingerprints_every=1) as past:
+        prints = past.session.prints
+        prints.before_first(past.session.step)
+        rows = [prints.last]
+        while past.session.step < last:
+            past.advance()
+            rows.append(prints.last)
+        return _Repeated([row for row in rows if row is not None], past.departure, _is_telling(past))
+
+
+def _is_telling(past: PastStep) -> bool:
+    """Whether one process computes what the run's ranks did, to the last bit."""
+    ranks = past.record.run.get("machine", {}).get("ranks", 1)
+    return ranks == 1 or past.session.config.recipe.reduction.order_free
+
+
+def _replayed(runs: tuple[Run, Run], since: int, repeated: list[_Repeated], say: Say) -> Replayed:
+    """What the replays say of the two runs."""
+    said, persists = [], None
+    for run, each in zip(runs, repeated, strict=True):
+        if each.repeats is None:
+            said.append(
+                f"{run.path.name} was trained on several ranks, which sum in another order than the process of a replay"
+            )
+        elif each.departure is not None:
+            said.append(f"of {run.path.name}, {each.departure.message}")
+            persists = _persists(run, each.departure.step, say)
+    tables = [[{key: entry[0] for key, entry in row["tensors"].items()} for row in each.prints] for each in repeated]
+    one, other = repeated
+    return Replayed(since, (one.repeats, other.repeats), tables[0] == tables[1], tuple(said), persists)
+
+
+def _persists(run: Run, step: int, say: Say) -> bool | None:
+    """Whether a run parts from its replay again, in the first step after a checkpoint that was written later."""
+    last = int(run.steps[-1]["step"])
+    later = checkpoint_before(run.path, last - 1, lambda path, reason: None)
+    if later is None or later.step < step:
+        return None
+    say(f"Repeating step {later.step + 1} of {run.path}.")
+    with replaying(run.path, later.step + 1) as past:
+        past.advance()
+        return past.departure is not None
+
+
+def _with_prints(run: Run, rows: list[Row]) -> Run:
+    """The run as if these rows of fingerprints had been recorded, where none were."""
+    known = by_step(run)
+    joined = [*known.values(), *(row for row in rows if row["step"] not in known)]
+    found = dataclasses.replace(run)
+    found.__dict__["fingerprints"] = sorted(joined, key=lambda row: int(row["step"]))
+    return found
+
+
+def measure_envelope(
+    run: Run, step: int, tensor: str, num_replays: int, say: Say = lambda _: None
+) -> MeasuredEnvelope | None:
+    """How far one-ulp changes of every weight carry a tensor in one step.
+
+    Args:
+        run: that is repeated.
+        step: of it.
+        tensor: ``KIND:NAME`` of a fingerprint.
+        num_replays: how often, each time with other signs.
+        say: called with a sentence before what takes a while.
+    Returns:
+        The changes of its norm, or ``None`` where the replay does not make that tensor or its norm is not finite.
+
+    Cost: ``1 + num_replays`` steps after those since the nearest checkpoint.
+    """
+    say(f"Repeating step {step} of {run.path} {num_replays} times with every weight changed by one ulp.")
+    with replaying(run.path, step, fingerprints_every=1) as past, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimizer says that somebody changed its weights
+        before, norms = Moment.of(past.session), []
+        for seed in range(num_replays + 1):
+            if seed:
+                before.put(past.session)
+                shift_weights(past.session, seed)
+            past.advance()
+            row = past.session.prints.last
+            norms.append(row["tensors"].get(tensor, (0, math.nan))[1] if row is not None else math.nan)
+    changes = tuple(relative_difference(norms[0], norm) for norm in norms[1:])
+    return MeasuredEnvelope(step, tensor, changes) if changes and all(map(math.isfinite, changes)) else None
+
+
+@torch.no_grad()
+def shift_weights(session: Session, seed: int) -> None:
+    """Change every weight of a session to a neighbour in its format, up or down by a draw.
+
+    Args:
+        session: the run.
+        seed: of the draw.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for _, parameter in session.named_parameters():
+        up = torch.randint(2, parameter.shape, generator=generator).to(parameter.device).bool()
+        bound = torch.where(up, math.inf, -math.inf).to(parameter.dtype)
+        parameter.copy_(torch.nextafter(parameter, bound))
