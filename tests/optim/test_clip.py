@@ -149,3 +149,14 @@ def test_a_spike_that_is_skipped_does_not_lower_the_loss_scale() -> None:
     scaler.scale((weight.float() * 2.0).sum()).backward()
     optimizer.step()
     assert optimizer.num_skipped == 1 and float(scaler.scale_tensor) == 4.0
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16,)], ids=str)
+def test_the_norm_of_one_gradient_beside_that_of_all(dtypes: tuple[torch.dtype, ...]) -> None:
+    norm, every = GradientNorm(compile=False), gradients(dtypes)
+    for own in (every[0], every[-1]):
+        whole, part = norm.with_own(every, own)
+        assert scalar_bits(whole) == scalar_bits(norm(every))
+        assert part is not None and scalar_bits(part) == scalar_bits(norm([own]))
+    every[0].view(-1)[0] = math.inf
+    assert not any(found is not None and math.isfinite(found.item()) for found in norm.with_own(every, every[0]))

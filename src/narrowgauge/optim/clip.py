@@ -67,16 +67,32 @@ class GradientNorm:
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm, float32 0-d; NaN or infinite where any gradient is. Of DTensors it is that of the whole, on all ranks."""
+        return self.with_own(gradients, None)[0]
+
+    @torch.no_grad()
+    def with_own(self, gradients: Sequence[Tensor], own: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The norm of all gradients, and that of one of them, whose squares have the grid of all and so their absolute error.
+
+        Args:
+            gradients: all of them.
+            own: one of these, or ``None``.
+        """
         if not gradients:
-            return torch.zeros((), dtype=torch.float32)
-        parts = [(groups, _Sorted(members)) for groups, members in by_reduction(gradients)]
+            return torch.zeros((), dtype=torch.float32), None
+        rest = [(groups, _Sorted(members)) for groups, members in by_reduction(g for g in gradients if g is not own)]
+        alone = [] if own is None else [(groups, _Sorted(members)) for groups, members in by_reduction([own])]
+        parts = [*rest, *alone]
         device = local_of(gradients[0]).device
         nothing = torch.zeros(2, dtype=torch.float64, device=device)
         peaks = [add_up(self._peak(part, nothing, device), groups, "max") for groups, part in parts]
         peak = torch.stack(peaks).amax()
         scales = summation.grid_scales(peak, max(1, sum(g.numel() for g in gradients)))
-        steps = [add_up(self._steps(part, scales, device), groups, "sum") for groups, part in parts]
-        return summation.root(summation.from_grid(torch.stack(steps).sum(0), scales, peak))
+        steps = torch.stack([add_up(self._steps(part, scales, device), groups, "sum") for groups, part in parts])
+        norms = [
+            summation.root(summation.from_grid(some.sum(0), scales, peak))
+            for some in ((steps, steps[len(rest) :]) if alone else (steps,))
+        ]
+        return norms[0], norms[1] if alone else None
 
     def _peak(self, part: _Sorted, nothing: Tensor, device: torch.device) -> Tensor:
         """The largest magnitude, 0 where there is nothing."""
@@ -170,33 +186,37 @@ class StepControl:
         skip_above: float,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+        own: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The scalars of a step.
 
         Args:
             gradients: of all parameters that are stepped.
+            own: one of them, whose own norm is wanted too.
             device: where the step runs.
             max_norm: clip to it; ``None`` does not.
             skip_above: skip a step whose gradient norm is larger.
             grad_scale, found_inf: what ``torch.amp.GradScaler`` sets during a step.
         Returns:
-            The result of :func:`control_scalars`, and the norm of the unscaled gradients, ``None`` where nothing needs it.
+            The result of :func:`control_scalars`, and the norms of all unscaled gradients and of ``own``, ``None`` where nothing
+            needs the first.
         Raises:
             RecipeError: the loss was not scaled.
         """
         scale, is_ours = self._scale_of_loss(gradients, grad_scale, found_inf)
         if max_norm is None and self.loss_scaler is None and skip_above == math.inf:
-            return control_scalars(None, None, device, scale, found_inf), None
+            return control_scalars(None, None, device, scale, found_inf), None, None
         if self._norm is None:
             self._norm = GradientNorm(compile=self._worth_compiling(sum(g.numel() for g in gradients)))
-        norm = self._norm(gradients)
+        norm, part = self._norm.with_own(gradients, own)
         control = control_scalars(norm, max_norm, device, scale, found_inf)
         unscaled = norm if scale is None else norm / scale.to(norm.device)
+        part = part if scale is None or part is None else part / scale.to(part.device)
         if is_ours and self.loss_scaler is not None:
             self.loss_scaler.update_(control[1] != 0)
         if skip_above < math.inf:
             control[1] = torch.maximum(control[1], (unscaled > skip_above).to(control))
-        return control, unscaled
+        return control, unscaled, part
 
     def _scale_of_loss(
         self, gradients: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None

@@ -156,6 +156,9 @@ class Optimizer(torch.optim.Optimizer):
         self.audit_every: int = options["audit_every"]
         self.compile: bool | None = options["compile"]
         self.grad_norm: Tensor | None = None
+        # A parameter whose own gradient norm a loop wants beside that of all, and the norm in the last step.
+        self.watched: Tensor | None = None
+        self.watched_grad_norm: Tensor | None = None
         self.last_control: Tensor | None = None
         # A gradient norm above which a step is skipped; a loop that judges spikes sets it before each step.
         self.skip_above = math.inf
@@ -256,7 +259,7 @@ class Optimizer(torch.optim.Optimizer):
                 if isinstance(kernel, StepKernel):
                     kernel.compile_audit_elsewhere(stores[0].parameter.device)
         gradients = [store.owner.grad for store in stores]
-        control, norm = self._control(
+        control, norm, self.watched_grad_norm = self._control(
             [g for g in gradients if g is not None],
             stores[0].parameter.device,
             max_norm=self.max_grad_norm,
@@ -264,6 +267,7 @@ class Optimizer(torch.optim.Optimizer):
             # torch.amp.GradScaler sets these two for the length of a step.
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
+            own=None if self.watched is None else self.watched.grad,
         )
         self.last_control, self.grad_norm = control, self.grad_norm if norm is None else norm
         for group, members in work:

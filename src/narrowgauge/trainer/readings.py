@@ -9,13 +9,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowgauge._torch import plain_name
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.optim.audit import figures_of
-from narrowgauge.optim.clip import GradientNorm
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
 
@@ -37,17 +36,6 @@ def columns_of_step(optimizer: Optimizer, linears: Linears | None, step: int) ->
         columns["saturated"] = sum(sum(counts) for counts in overflows.values())
     sums, optimizer.last_audit = optimizer.last_audit, None
     return columns | (figures_of(sums) if sums is not None else {}), sums
-
-
-def embedding_norm(model: nn.Module) -> Tensor | None:
-    """The norm of the input embedding's gradient as it is, 0-d, the same bits on every rank; ``None`` where it has none.
-
-    Args:
-        model: with its gradients, before the update; all ranks call it.
-    """
-    find = getattr(model, "get_input_embeddings", None)
-    gradient = getattr(getattr(find() if find is not None else None, "weight", None), "grad", None)
-    return None if gradient is None else GradientNorm(compile=False)([gradient])
 
 
 def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:

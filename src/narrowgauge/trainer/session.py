@@ -306,6 +306,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
             offload=config.offload,
             narrow_gather=config.narrow_gather,
         )
+    optimizer.watched = next(model.get_input_embeddings().parameters())
     accumulator, parts = None, len(turns(config.gradient_accumulation_steps, here.rank, here.size))
     if parts > 1 and not config.recipe.reduction.order_free:
         accumulator = GradientAccumulator(

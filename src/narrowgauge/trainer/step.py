@@ -21,7 +21,7 @@ from narrowgauge.optim.accumulation import backward_in_parts
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.leaves import gather_in_order, sum_in_order, turns
-from narrowgauge.trainer.readings import columns_of_step, embedding_norm, peak_memory_bytes, summary_of
+from narrowgauge.trainer.readings import columns_of_step, peak_memory_bytes, summary_of
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.verification import verify
 
@@ -58,7 +58,6 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     if judgement is not None:
         value = float(total)
         optimizer.skip_above = judgement.judge_loss(value)
-    embedding = embedding_norm(session.model)
     session.verifier.before_update()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -68,7 +67,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     session.prints.states(session.step)
     session.verifier.after_update(session.step)
     session.tokens += config.tokens_per_step
-    value = float(total) if value is None else value
+    value, own = float(total) if value is None else value, optimizer.watched_grad_norm
     row: Row = {
         "step": session.step,
         "loss": value,
@@ -88,7 +87,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         "cpu_seconds": time.process_time() - computed,
         "batch_crc": session.batch_crc,
         "unigram_loss": session.unigram_loss,
-        "embedding_grad_norm": None if embedding is None else float(embedding) / session.loss_scale,
+        "embedding_grad_norm": None if own is None else float(own),
     }
     return row | _also(session, row, judgement)
 
