@@ -202,6 +202,9 @@ def _apart(found: TwoRuns, one: Run, other: Run) -> Figure | None:
         return None
     layout = layout_of("step", "relative difference", log_y=True)
     layout["showlegend"] = True
+    layout["yaxis"] |= {"tickformat": "~e"}
+    if np.nanmax(apart) < 100 * np.nanmin(apart):
+        layout["yaxis"] |= {"dtick": "D2"}  # within two decades, their ends would be the only ticks
     num_equal = int((first == second).sum())
     how = (
         "The difference of the two losses over the larger one. Rounding alone begins near the last digit and grows slowly."

@@ -1,0 +1,61 @@
+"""The case studies of the documentation: the stored records say what the page says, and hold nothing of their machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import narrowgauge as ng
+from narrowgauge.runs.archive import files_in, read_bytes
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def load_script() -> ModuleType:
+    """``docs/case_studies.py``, which is in no package."""
+    spec = importlib.util.spec_from_file_location("case_studies", DOCS / "case_studies.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+studies = load_script()
+
+
+@pytest.mark.parametrize("name", studies.STUDIES)
+def test_the_stored_runs_are_diagnosed_as_the_page_says(name: str) -> None:
+    markdown = (DOCS / "case-studies.md").read_text(encoding="utf-8")
+    told = re.search(rf"<!-- diagnosis: {name} -->\n```text\n(.*?)```", markdown, re.DOTALL)
+    assert told is not None and f"case-studies/{name}.html" in markdown
+    found = ng.diagnose(*studies.shown_runs(name)).to_dict()
+    finding = found["findings"][0] if "findings" in found else found
+    cause = finding.get("cause") or max(finding["reasons"], key=finding["reasons"].get)
+    assert f"({cause}, " in told[1] and f"step {finding['step']}" in told[1] and finding["tensor"] in told[1]
+    *_, mended = studies.STUDIES[name].runs
+    path = studies.STUDIES_AT / f"{name}.zip" / name / mended
+    same = ng.diagnose(studies.shown_runs(name)[0], path).to_dict() if len(studies.STUDIES[name].shown) == 2 else {}
+    assert same["same"] if same else ng.diagnose(path).is_healthy
+
+
+def test_the_records_are_small_and_hold_no_path() -> None:
+    files = sorted(studies.STUDIES_AT.glob("*.zip"))
+    assert {file.stem for file in files} == set(studies.STUDIES)
+    assert sum(file.stat().st_size for file in files) < 300_000
+    for file in files:
+        texts = {path: (read_bytes(path) or b"").decode() for path in files_in(file)}
+        assert not any("/work/" in text or "/tmp/" in text or "/home/" in text for text in texts.values())
+    assert json.loads((studies.STUDIES_AT / "tiny" / "config.json").read_text())["hidden_size"] == 64
+
+
+def test_pages_are_made_of_one_run_and_of_two() -> None:
+    assert "Diagnosis of rate-0.1" in studies.page("overflow")
+    assert "Diagnosis of before and after" in studies.page("scaled-gradient")
