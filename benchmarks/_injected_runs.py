@@ -206,7 +206,9 @@ _RECIPES = (
 _VARIED = ("bfloat16/word", "bfloat16/master", "float8-row/word", "float16/split")
 _CHOICES: tuple[Mapping[str, Any], ...] = (
     {"seed": 1}, {"seed": 2}, {"schedule": "constant"}, {"schedule": "linear", "min_lr_ratio": 0.0}, {"warmup_steps": 0},
-    {"batch_size": 4}, {"sequence_length": 16}, {"lr": 1e-3}, {"gradient_accumulation_steps": 2},
+    {"batch_size": 4}, {"sequence_length": 16}, {"lr": 1e-3}, {"gradient_accumulation_steps": 2}, {"gauges_every": 0},
+    {"audit_every": 0, "gauges_every": 0}, {"max_grad_norm": 0.1}, {"weight_decay": 0.0}, {"beta2": 0.99}, {"steps": 200},
+    {"lr": 6e-3, "warmup_steps": 30},
 )  # fmt: skip
 HEALTHY: tuple[Healthy, ...] = (
     *(Healthy(recipe) for recipe in _RECIPES),

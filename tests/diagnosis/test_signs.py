@@ -221,6 +221,9 @@ def test_a_low_rate_is_a_finding_where_weights_hardly_move() -> None:
         for row in run.gauges:
             row["updates"] = {name: update(update_to_weight=1e-5) for name in row["updates"]}
         assert state(run, "weights-hardly-move") == "present" and names_of(run) == {"learning-rate-too-low"}
+    for row in run.steps:  # fine-tuning starts where token frequencies alone do not lead
+        row["loss"] = 1.0 + row["loss"] / 10
+    assert state(run, "weights-hardly-move") == "unknown" and not ng.diagnose(run).findings
     del run.steps[50:]
     assert state(run, "weights-hardly-move") == "unknown"
 

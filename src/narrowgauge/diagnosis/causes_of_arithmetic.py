@@ -38,6 +38,10 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
         },
         lambda evidence: possible.is_narrow(evidence) or possible.in_float16(evidence),
         replay="the same gradients in float32 are not zero",
+        required=(
+            "gradients-at-edge", "gradients-underflow", "scale-falls-alone", "loss-scale-at-floor", "gradient-vanishes",
+            "all-gradients-are-zero",
+        ),
     ),
     Cause(
         "loss-scale-collapse", "gradients overflow at any loss scale",

@@ -104,6 +104,13 @@ class Evidence:
         return [int(row["step"]) for row in self.run.steps]
 
     @cached_property
+    def starts_trained(self) -> bool:
+        """Whether the first losses are those of a model that was trained before: below what token frequencies alone give."""
+        pairs = zip(self.column("loss")[:5], self.column("unigram_loss")[:5], strict=True)
+        gaps = [unigram - loss for loss, unigram in pairs if loss is not None and unigram is not None]
+        return bool(gaps) and median(gaps) > 0.3
+
+    @cached_property
     def is_sparse(self) -> bool:
         """Whether most rows are more than one step after the row before them, as in a log of every tenth step."""
         gaps = [now - before for before, now in pairwise(self.steps)]

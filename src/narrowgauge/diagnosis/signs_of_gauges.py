@@ -154,7 +154,7 @@ def _large_updates(evidence: Evidence) -> Observation:
 def _hardly_move(evidence: Evidence) -> Observation:
     """Where all steps together change half of the matrices by less than a twentieth, were they all in one direction."""
     num_steps = evidence.steps[-1] - evidence.steps[0] + 1 if evidence.steps else 0
-    if num_steps < FEWEST_STEPS:
+    if num_steps < FEWEST_STEPS or evidence.starts_trained:  # fine-tuning is meant to change little
         return UNKNOWN
     matrices = {
         name: fmean(value for _, value in samples)  # where the first steps moved them, they did move

@@ -69,7 +69,9 @@ def _eps_is_zero(evidence: Evidence) -> Observation:
 
 
 def _usual_rate(evidence: Evidence) -> tuple[float, float] | None:
-    """The run's peak rate, and the trainer's own for a model of its size."""
+    """The run's peak rate, and the trainer's own for a model of its size that is trained from scratch."""
+    if evidence.starts_trained:
+        return None
     model = evidence.run.run.get("model")
     size = model.get("num_parameters") if isinstance(model, dict) else None
     rate = evidence.number_of("lr")
