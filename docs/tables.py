@@ -15,6 +15,7 @@ from typing import Any
 import narrowgauge
 from narrowgauge.diagnosis import cause_tables
 from narrowgauge.diagnosis.partings import REASONS
+from narrowgauge.diagnosis.replay_variants import variant_table
 from narrowgauge.diagnosis.stages import STAGES
 from narrowgauge.monitor.conditions import CONDITIONS, Detector
 from narrowgauge.monitor.detectors import DETECTORS, SERIOUS
@@ -216,6 +217,7 @@ def signs() -> str:
 OWN: dict[str, Callable[[], str]] = {
     "causes": causes,
     "signs": signs,
+    "replay_variants": lambda: variant_table().markdown(),
     "watched": watched,
     "metrics": metrics,
     **{f"record_{kind}": partial(record, kind) for kind in schema.TABLES},

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from narrowgauge.optim.rules.elementwise import Rule as Rule
     from narrowgauge.planner.plan import plan as plan
     from narrowgauge.planner.plan_report import Plan as Plan
+    from narrowgauge.replays.step_replay import replay_step as replay_step
     from narrowgauge.runs.events import Event as Event
     from narrowgauge.runs.events import on_event as on_event
     from narrowgauge.runs.record import Run as Run
@@ -137,6 +138,7 @@ _HOMES = {
     "Comparison": "comparison.comparison",
     "diagnose": "diagnosis.diagnosis",
     "Diagnosis": "diagnosis.diagnosis",
+    "replay_step": "replays.step_replay",
     "plan": "planner.plan",
     "Plan": "planner.plan_report",
     "read_run": "runs.record",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from narrowgauge.errors import RecordError
+from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.archive import zip_file_of
 from narrowgauge.runs.foreign_logs import is_log
 from narrowgauge.runs.record import Run, is_run, read_run
@@ -19,6 +19,7 @@ from narrowgauge.spec import tables
 
 if TYPE_CHECKING:
     from narrowgauge.diagnosis.diagnosis import Diagnosis
+    from narrowgauge.diagnosis.replayed_step import ReplayedStep
     from narrowgauge.diagnosis.two_runs import TwoRuns
 
 
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 @click.argument("other", metavar="[OTHER]", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @click.option("--html", "page", metavar="FILE", type=click.Path(path_type=Path), help="Also write one page.")
+@click.option(
+    "--replay",
+    "step",
+    metavar="STEP",
+    type=int,
+    help="Also compute this step of RUN again: as it was, in float32, and with each rounding left out alone.",
+)
 @click.option(
     "--exact",
     is_flag=True,
@@ -41,7 +49,7 @@ if TYPE_CHECKING:
     help="With --exact: repeat that step N times with every weight changed by one ulp, which measures how far rounding reaches.",
 )
 def diagnose_command(
-    run: Path, other: Path | None, as_json: bool, page: Path | None, exact: bool, replays: int
+    run: Path, other: Path | None, as_json: bool, page: Path | None, step: int | None, exact: bool, replays: int
 ) -> None:
     """Name the cause of what the record of RUN shows: evidence, confidence, what else it could be, and what to measure next.
 
@@ -53,9 +61,11 @@ def diagnose_command(
 
     if exact and other is None:
         raise click.UsageError("--exact compares two runs, and one was named.", click.get_current_context())
+    if other is not None and step is not None:
+        raise click.UsageError("--replay repeats a step of one run, and two were named.", click.get_current_context())
     record = _record(run)
     if other is None:
-        found = diagnosis.diagnose(record)
+        found = diagnosis.diagnose(record, replay=None if step is None else _replayed(record.path, step))
         _print(found, as_json)
         if page is not None:
             from narrowgauge.report.diagnosis_page import render_diagnosis
@@ -91,6 +101,19 @@ def _compared_exactly(run: Run, other: Run, replays: int) -> TwoRuns:
     from narrowgauge.replays.two_replays import compare_exactly
 
     return compare_exactly(run.path, other.path, num_replays=replays, say=partial(click.echo, err=True))
+
+
+def _replayed(run: Path, step: int) -> ReplayedStep:
+    """The step, computed again; PyTorch is loaded for it."""
+    from narrowgauge.trainer.preflight import require_replayable
+
+    require_replayable(run, step)
+    try:
+        from narrowgauge.replays.step_replay import replay_step
+    except ModuleNotFoundError as error:
+        advice = "pip install narrowgauge installs it."
+        raise NarrowgaugeError(f"--replay computes a step, and {error.name} is not installed.", advice) from error
+    return replay_step(run, step, say=lambda said: click.echo(said, err=True))
 
 
 def _write(text: str, page: Path, as_json: bool) -> None:

@@ -89,7 +89,7 @@ CAUSES_OF_TRAINING: tuple[Cause, ...] = (
             "computes-other-values": 0.5, "weight-jumps": 0.85, "input-jumps": 0.3, "loss-spikes": 0.3, "gradient-spikes": 0.3,
             "values-not-finite": 0.2, "ranks-hold-other-values": 0.2, "checkpoint-was-damaged": 0.1, "spike-stays": 0.4,
             "spike-recovers-slowly": 0.4, "spike-of-one-batch": 0.25, "gradient-vanishes": 0.2, "all-gradients-are-zero": 0.4,
-            "gradient-is-zero": 0.1,
+            "gradient-is-zero": 0.1, "replay-parts": 0.8,
         },
         replay="the step computed again differs from what was recorded",
     ),

@@ -23,6 +23,7 @@ from narrowgauge.diagnosis.posterior import (
     next_measurement,
     ranked,
 )
+from narrowgauge.diagnosis.replayed_step import ReplayedStep
 from narrowgauge.diagnosis.signs import observe
 from narrowgauge.diagnosis.two_runs import TwoRuns, compare_two
 from narrowgauge.monitor.alarms import module_of
@@ -92,6 +93,7 @@ class Diagnosis:
         signs: every sign that is present, by step.
         notes: settings and changes that lose something and show no effect, one sentence each.
         is_enough: whether the record holds so many steps with a loss that a run without a sign may be called healthy.
+        replay: one of its steps, computed again, if any was.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Diagnosis:
     signs: tuple[Observation, ...]
     notes: tuple[str, ...] = ()
     is_enough: bool = True
+    replay: ReplayedStep | None = None
 
     @property
     def is_healthy(self) -> bool:
@@ -123,10 +126,11 @@ class Diagnosis:
             "signs": [_sign_dict(sign) for sign in self.signs],
             "notes": list(self.notes),
             "missing": list(self.missing),
+            "replay": self.replay and self.replay.to_dict(),
         }
 
     def text(self) -> str:
-        """At most ten lines, for a ticket."""
+        """At most ten lines, for a ticket, and as many of a replayed step."""
         lines = [f"{self.name}: {self.verdict}"]
         for finding in self.findings[:2]:
             shown = finding.chain[: _CHAIN if len(self.findings) == 1 else 2]
@@ -140,18 +144,20 @@ class Diagnosis:
             )
         lines += [f"  note: {said}" for said in self.notes]
         lines += [f"  not recorded: {said}" for said in self.missing]
-        return "\n".join(lines[:MAX_LINES])
+        return "\n".join(lines[:MAX_LINES] + (self.replay.lines() if self.replay is not None else []))
 
 
 @overload
-def diagnose(run: str | Path | Run) -> Diagnosis: ...
+def diagnose(run: str | Path | Run, *, replay: ReplayedStep | None = None) -> Diagnosis: ...
 
 
 @overload
 def diagnose(run: str | Path | Run, other: str | Path | Run) -> TwoRuns: ...
 
 
-def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Diagnosis | TwoRuns:
+def diagnose(
+    run: str | Path | Run, other: str | Path | Run | None = None, *, replay: ReplayedStep | None = None
+) -> Diagnosis | TwoRuns:
     """Name the cause of what a run's record shows.
 
     Invariant: a function of the record alone. Nothing is guessed: below a probability of 0.7 no cause is named.
@@ -159,6 +165,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
     Args:
         run: a run folder, the log of another framework, or what :func:`narrowgauge.read_run` returned.
         other: a second run that should have been equal: where the two part, and why.
+        replay: a step of the run, computed again by :func:`narrowgauge.replay_step`: what it showed counts as evidence.
     Returns:
         The findings with their evidence, what else it could be, and what would tell; of two runs, where they part.
     Raises:
@@ -180,7 +187,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
     if other is not None:
         one, two = (each if isinstance(each, Run) else read_run(each) for each in (run, other))
         return compare_two(one, two)
-    return _diagnosis(gather(run))
+    return _diagnosis(gather(run, replay))
 
 
 def _diagnosis(evidence: Evidence) -> Diagnosis:
@@ -201,6 +208,7 @@ def _diagnosis(evidence: Evidence) -> Diagnosis:
         _by_step(row for row in seen.values() if row.state == "present"),
         tuple(_notes(evidence, seen)),
         num_losses >= LEAST_STEPS,
+        evidence.replay,
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from narrowgauge.diagnosis.replayed_step import ReplayedStep
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.monitor.alarms import Alarms
 from narrowgauge.monitor.detectors import DETECTORS
@@ -48,11 +49,13 @@ class Evidence:
         run: its record.
         recipe: what it trained in; ``None`` where the record does not say.
         missing: what could not be read, and why, one sentence each.
+        replay: one of its steps, computed again, if any was.
     """
 
     run: Run
     recipe: Recipe | None = None
     missing: tuple[str, ...] = ()
+    replay: ReplayedStep | None = None
     _held: dict[str, bool] = field(default_factory=dict, repr=False)
     _columns: dict[str, list[float | None]] = field(default_factory=dict, repr=False)
 
@@ -218,8 +221,9 @@ class Evidence:
 
         Args:
             read: ``steps.COLUMN``, ``TABLE.METRIC`` of the gauges, ``logits.METRIC``, ``config.SETTING``, ``events.KIND``,
-                or ``run.recipe``, ``run.ranks`` (several), ``run.ours``, ``run.evals``, ``run.blocks`` (block
-                scales), ``run.histograms`` and ``run.on_cpu``.
+                ``replay.step`` and ``replay.variants``, or ``run.recipe``, ``run.ranks`` (several), ``run.ours``, ``run.data``
+                (steps can be computed again), ``run.evals``, ``run.blocks`` (block scales), ``run.histograms`` and
+                ``run.on_cpu``.
         """
         if read not in self._held:
             self._held[read] = self._holds(*read.split(".", 1))
@@ -232,6 +236,8 @@ class Evidence:
             return self.setting(name) is not None
         if table == "run":
             return self._facts[name]
+        if table == "replay":
+            return self.replay is not None and (name == "step" or bool(self.replay.variants))
         if table == "logits":
             return any((row.get("logits") or {}).get(name) is not None for row in self.gauges)
         if table == "events":
@@ -246,6 +252,7 @@ class Evidence:
             "recipe": self.recipe is not None,
             "ranks": self.num_ranks > 1,
             "ours": not self.run.is_foreign,
+            "data": "recorder" not in self.run.run and (self.run.path / "data" / "data.json").is_file(),
             "evals": bool(self.run.evals),
             "blocks": any(row.get("block_scales") for row in self.gauges),
             "histograms": any(row.get("histograms") for row in self.gauges),
@@ -279,11 +286,12 @@ def step_of(event: Row) -> int:
     return int(step) if isinstance(step, (int, float)) else 0
 
 
-def gather(run: str | Path | Run) -> Evidence:
+def gather(run: str | Path | Run, replay: ReplayedStep | None = None) -> Evidence:
     """Read a run.
 
     Args:
         run: its folder, the log of another framework, or what :func:`narrowgauge.read_run` returned.
+        replay: one of its steps, computed again.
     Returns:
         The evidence; what is damaged or was not recorded is listed as missing.
     Raises:
@@ -307,7 +315,7 @@ def gather(run: str | Path | Run) -> Evidence:
         missing.append(f"the gauges: {error.message.rstrip('.')}")
     if not is_watched:
         missing.append("the gauges: no tensor was sampled (--gauges-every 20)")
-    return Evidence(record, recipe, (*missing, *_missing_rows(record)))
+    return Evidence(record, recipe, (*missing, *_missing_rows(record)), replay)
 
 
 def _missing_rows(run: Run) -> Iterator[str]:

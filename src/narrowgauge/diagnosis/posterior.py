@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from narrowgauge.diagnosis.causes import CAUSES, HEALTHY, Cause
 from narrowgauge.diagnosis.evidence import Evidence
-from narrowgauge.diagnosis.observations import Observation
+from narrowgauge.diagnosis.observations import Observation, Sign
 from narrowgauge.diagnosis.signs import SIGNS
 
 CONFIDENCE = 0.7
@@ -31,8 +31,8 @@ EXPECTED = 0.6
 CONSEQUENCE = 0.4
 """Share of faults that show a sign later on which is none of their own."""
 MAX_FINDINGS = 4
-FLAG, SECOND_RUN = 1.0, 10.0
-"""Costs of measurements, relative to each other: a flag of the next run, another run."""
+FLAG, REPLAY, SECOND_RUN = 1.0, 2.0, 10.0
+"""Costs of measurements, relative to each other: a flag of the next run, a replay of one step of this one, another run."""
 _ALIKE = 0.05
 """A cause less likely than this is not in question."""
 
@@ -216,7 +216,7 @@ def next_measurement(evidence: Evidence, seen: Observations, causes: Iterable[Ra
     shares = [(row.cause, row.probability / total) for row in asked]
     tells = tuple(cause.name for cause, _ in shares)
     options = [
-        Measurement(f"{SIGNS[name].needs}: {SIGNS[name].meaning}?", tells, _gain(shares, name), FLAG)
+        Measurement(_said(SIGNS[name], evidence, seen), tells, _gain(shares, name), _cost(SIGNS[name]))
         for name, row in seen.items()
         if row.state == "unknown" and _can_be_recorded(name, evidence, seen)
     ]
@@ -227,10 +227,26 @@ def next_measurement(evidence: Evidence, seen: Observations, causes: Iterable[Ra
     return best if best is not None and best.gain > 0.01 else None
 
 
+def _said(sign: Sign, evidence: Evidence, seen: Observations) -> str:
+    """What to do to know a sign. A replay is of the first step that shows anything, or of the last one."""
+    needs = sign.needs
+    if _cost(sign) == REPLAY:
+        first = min((row.step for row in seen.values() if row.state == "present" and row.step), default=None)
+        step = first or (evidence.steps[-1] if evidence.steps else 1)
+        needs = needs.replace("RUN", str(evidence.run.path)).replace("STEP", str(step))
+    return f"{needs}: {sign.meaning}?"
+
+
+def _cost(sign: Sign) -> float:
+    return REPLAY if any(read.startswith("replay.") for read in sign.reads) else FLAG
+
+
 def _can_be_recorded(sign: str, evidence: Evidence, seen: Observations) -> bool:
     """Whether a flag would show a sign: not one that another must come before, nor one of several ranks on one."""
     row = SIGNS[sign]
     if row.given and seen[row.given].state != "present":
+        return False
+    if _cost(row) == REPLAY and (evidence.replay is not None or not evidence.has("run.data")):
         return False
     if all(evidence.has(read) for read in row.reads):  # it is recorded, and says nothing of such a run
         return False

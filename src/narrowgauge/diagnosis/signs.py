@@ -16,6 +16,7 @@ from narrowgauge.diagnosis.signs_of_events import SIGNS_OF_EVENTS
 from narrowgauge.diagnosis.signs_of_gauges import SIGNS_OF_GAUGES
 from narrowgauge.diagnosis.signs_of_layers import SIGNS_OF_LAYERS
 from narrowgauge.diagnosis.signs_of_rates import SIGNS_OF_RATES
+from narrowgauge.diagnosis.signs_of_replays import SIGNS_OF_REPLAYS
 from narrowgauge.diagnosis.signs_of_settings import SIGNS_OF_SETTINGS
 from narrowgauge.diagnosis.signs_of_steps import SIGNS_OF_STEPS
 from narrowgauge.diagnosis.signs_of_time import SIGNS_OF_TIME
@@ -32,6 +33,7 @@ SIGNS: dict[str, Sign] = {
         *SIGNS_OF_GAUGES,
         *SIGNS_OF_LAYERS,
         *SIGNS_OF_SETTINGS,
+        *SIGNS_OF_REPLAYS,
     )
 }
 """All signs by name."""

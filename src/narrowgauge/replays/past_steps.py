@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,18 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.monitor.spikes import Spike
+from narrowgauge.optim.accumulation import AccumulationWarning
 from narrowgauge.replays.record_checks import Departure, departure
-from narrowgauge.runs.archive import zip_file_of
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.trainer.changes import differences
 from narrowgauge.trainer.checkpoint import checkpoint_before
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset, open_data
 from narrowgauge.trainer.detours import detours_of
-from narrowgauge.trainer.session import Session, build
+from narrowgauge.trainer.preflight import require_replayable
+from narrowgauge.trainer.session import Session, build, describe
 from narrowgauge.trainer.step import train_step
 
 _OF_ONE_PROCESS: dict[str, Any] = {"replicas": 1, "offload": False, "narrow_gather": False, "verify_every": 0}
@@ -106,9 +109,10 @@ class PastStep:
         if self.departure is None:
             printed = self.session.prints.last
             is_printed = printed is not None and printed["step"] == number
-            self.departure = departure(
-                recorded, row, _row_of(self.record.fingerprints, number) if is_printed else None, printed
-            )
+            prints = _row_of(self.record.fingerprints, number) if is_printed else None
+            self.departure = departure(recorded, row, prints, printed)
+            if self.departure is not None:
+                self.notes += differences(self.record.run, describe(self.session), "is replayed")
         return row
 
 
@@ -142,7 +146,7 @@ def replaying(
 
     Cost: every step since the nearest checkpoint, once more.
     """
-    run = _replayable(Path(folder), step)
+    run = require_replayable(Path(folder), step)
     config = dataclasses.replace(TrainConfig.from_dict(run.config, str(run.path / "run.toml")), **_OF_ONE_PROCESS)
     given: dict[str, Any] = {"recipe": recipe or config.recipe, **settings}
     config = dataclasses.replace(config, **given)
@@ -167,7 +171,7 @@ def _loaded(
 ) -> PastStep:
     """The session at the nearest state before a step."""
     notes: list[str] = []
-    session = build(config, nowhere, data)  # whose folder is not the run's: a mistake here must not write there
+    session = _built(config, nowhere, data)  # whose folder is not the run's: a mistake here must not write there
     if prepared is not None:
         prepared(session)
     session.detours = detours_of(run.events)
@@ -181,6 +185,13 @@ def _loaded(
     return past
 
 
+def _built(config: TrainConfig, folder: Path, data: Dataset) -> Session:
+    """A session; of what its settings lose the run's own start has warned."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AccumulationWarning)
+        return build(config, folder, data)
+
+
 def _other_order(run: Run, config: TrainConfig) -> list[str]:
     """What makes one process compute in another order than the run's ranks did."""
     ranks = run.run.get("machine", {}).get("ranks", 1)
@@ -190,28 +201,6 @@ def _other_order(run: Run, config: TrainConfig) -> list[str]:
         f"{ranks} ranks summed the gradients, each its own part first, and one process sums them in another order: the last "
         "digits differ (they do not with the reduction 'reproducible')"
     ]
-
-
-def _replayable(folder: Path, step: int) -> Run:
-    """The record of a run that has the step and can be computed again."""
-    run = read_run(folder)
-    if run.is_foreign or "recorder" in run.run:
-        raise RecordError(
-            f"{folder} is the record of another program's loop, which has the model and the data.",
-            "A replay needs a run of narrowgauge train.",
-        )
-    if zip_file_of(folder) is not None:
-        raise RecordError(
-            f"{folder} is in a zip file, which holds neither data nor checkpoints.",
-            "Name the run folder that was packed.",
-        )
-    last = run.steps[-1]["step"] if run.steps else 0
-    if not 1 <= step <= last:
-        raise RecordError(
-            f"step {step} of {folder} was requested, and its record holds {f'steps 1 to {last}' if last else 'no step'}.",
-            "Name one of its steps." if last else "Train it first.",
-        )
-    return run
 
 
 def _row_of(rows: list[Row], step: int) -> Row | None:
@@ -240,7 +229,7 @@ def in_other_recipe(session: Session, recipe: Recipe, **settings: Any) -> Sessio
         settings: other settings of the second.
     """
     config = dataclasses.replace(session.config, recipe=recipe, **settings)
-    other = build(config, session.folder, session.data)
+    other = _built(config, session.folder, session.data)
     other.detours, other.step, other.tokens = session.detours, session.step, session.tokens
     own: dict[str, Tensor] = dict(session.named_parameters())
     theirs: dict[str, Tensor] = dict(other.named_parameters())

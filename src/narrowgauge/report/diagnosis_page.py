@@ -11,6 +11,8 @@ import markupsafe
 
 from narrowgauge.diagnosis.diagnosis import Diagnosis, Finding
 from narrowgauge.diagnosis.observations import Observation
+from narrowgauge.diagnosis.replayed_step import RESULT_COLUMNS, variant_results
+from narrowgauge.diagnosis.signs_of_replays import SIGNS_OF_REPLAYS
 from narrowgauge.diagnosis.stages import Parting
 from narrowgauge.diagnosis.two_runs import TwoRuns
 from narrowgauge.report.embedding import digest_of, embedded, packed, plotly_script
@@ -73,7 +75,7 @@ def render_diagnosis(found: Diagnosis, run: Run) -> str:
 
     Cost: that of the diagnosis some five times for each finding, which finds when it could have been made.
     """
-    known = [(finding, hindsight(finding, run)) for finding in found.findings]
+    known = [(finding, None if _is_of_replay(finding) else hindsight(finding, run)) for finding in found.findings]
     parts = [
         Part("change", "What to change", sentences=_changes(found)),
         Part("timeline", "Timeline", figures=timelines(known, run)),
@@ -84,6 +86,7 @@ def render_diagnosis(found: Diagnosis, run: Run) -> str:
             chains=[(finding.cause.name, finding.chain) for finding in found.findings if finding.chain],
             figures=chain_figure(found.findings),
         ),
+        Part("replay", "The step, computed again", "Replay", tables=_replays(found), sentences=_replay_lines(found)),
         Part("else", "What else it could be", "Alternatives", tables=_alternatives(found), sentences=_doubts(found)),
         Part("earlier", "Caught earlier", tables=_hindsights(known, run), sentences=_earlier(known, run)),
         Part("ticket", "For a ticket", "Ticket", text=found.text()),
@@ -98,7 +101,8 @@ def render_diagnosis(found: Diagnosis, run: Run) -> str:
         lead=found.verdict[:1].upper() + found.verdict[1:],
         sentences=[f"{_capital(finding.cause.title)}: {finding.cause.effect}." for finding in found.findings],
         parts=parts,
-        made_from="the record of the run; nothing was computed again",
+        made_from="the record of the run; "
+        + ("nothing was computed again" if found.replay is None else f"step {found.replay.step} was computed again"),
     )
 
 
@@ -218,9 +222,27 @@ def _earlier(known: Sequence[tuple[Finding, Hindsight | None]], run: Run) -> lis
         f"{finding.cause.name} is a matter of settings and was there before the first step: narrowgauge diagnose after some "
         "steps says so."
         for finding, when in known
-        if when is None
+        if when is None and not _is_of_replay(finding)
     ]
     return list(dict.fromkeys(said))
+
+
+_OF_REPLAYS = {sign.name for sign in SIGNS_OF_REPLAYS}
+
+
+def _is_of_replay(finding: Finding) -> bool:
+    """Whether a replay showed a sign of it, so that no earlier record could have."""
+    return any(sign.sign in _OF_REPLAYS for sign in finding.chain)
+
+
+def _replay_lines(found: Diagnosis) -> list[str]:
+    return [] if found.replay is None else [f"{_capital(line.strip())}." for line in found.replay.lines()]
+
+
+def _replays(found: Diagnosis) -> list[Table]:
+    """The variants of a replayed step."""
+    rows = variant_results(found.replay.variants) if found.replay is not None else []
+    return [Table(RESULT_COLUMNS, rows, "Relative differences to the step in float32")] if rows else []
 
 
 def _missing(found: Diagnosis) -> list[str]:

@@ -120,12 +120,13 @@ def with_present_ranks(recorded: Mapping[str, Any], present: Mapping[str, Any]) 
     return {**recorded, "config": replaced("config", CHOSEN_ANEW), "machine": replaced("machine", ("ranks",))}
 
 
-def differences(recorded: dict[str, Any], present: dict[str, Any]) -> list[str]:
+def differences(recorded: dict[str, Any], present: dict[str, Any], doing: str = "resumes") -> list[str]:
     """Changes since a run began that may change its bits, one sentence each.
 
     Args:
         recorded: the run's ``run.toml``; missing entries are not compared.
         present: the same for this process, see :func:`describe`.
+        doing: what this process does with the run.
     Returns:
         Sentences without a full stop; none if nothing differs.
     Example:
@@ -138,7 +139,7 @@ def differences(recorded: dict[str, Any], present: dict[str, Any]) -> list[str]:
         before = there.get(key) if isinstance(there, dict) else None
         now = present.get(table, {}).get(key)
         if before is not None and before != now:
-            change = f"the run started with {words} {before} and resumes with {now}"
+            change = f"the run started with {words} {before} and {doing} with {now}"
             sentences.append(f"{change}: bits may differ from an uninterrupted run")
     if parted := _parted_by(recorded, present):
         sentences.append(f"this machine's arithmetic is not that of the run's start, in: {parted}")

@@ -53,6 +53,43 @@ def require_trained(folder: Path) -> None:
         )
 
 
+def require_replayable(folder: Path, step: int) -> Run:
+    """The record of a run that has a step which can be computed again.
+
+    Args:
+        folder: the run folder.
+        step: number of the step.
+    Returns:
+        The run.
+    Raises:
+        RecordError: no such run or step, or one without its data.
+    """
+    run = read_run(folder)
+    if run.is_foreign or "recorder" in run.run:
+        raise RecordError(
+            f"{folder} is the record of another program's loop, which has the model and the data.",
+            "A replay needs a run of narrowgauge train.",
+        )
+    if zip_file_of(folder) is not None:
+        raise RecordError(
+            f"{folder} is in a zip file, which holds neither data nor checkpoints.",
+            "Name the run folder that was packed.",
+        )
+    last = run.steps[-1]["step"] if run.steps else 0
+    if not 1 <= step <= last:
+        raise RecordError(
+            f"step {step} of {folder} was requested, and its record holds {f'steps 1 to {last}' if last else 'no step'}.",
+            "Name one of its steps." if last else "Train it first.",
+        )
+    with disk_errors(folder):
+        is_there = (folder / "data" / "data.json").is_file()
+    if not is_there:
+        raise RecordError(
+            f"{folder} holds no data, from which its steps could be computed again.", "Restore its folder data/."
+        )
+    return run
+
+
 def require_ranks(config: TrainConfig, num_ranks: int) -> None:
     """Refuse a number of ranks that does not fit the settings.
 
