@@ -21,7 +21,10 @@ from typing import Any
 
 import pytest
 
+import narrowgauge
+from diagnosis.records import AT, healthy_run, raise_events
 from narrowgauge.comparison.comparison import compare_runs
+from narrowgauge.report.diagnosis_page import render_diagnosis
 from narrowgauge.report.plan_page import render_plan
 from narrowgauge.report.render import render
 from narrowgauge.runs.record import Run
@@ -108,9 +111,22 @@ def test_every_figure_is_drawn_in_the_dark_without_a_word_in_the_console(tmp_pat
     assert html.escape(EVIL, quote=False) in dom
 
 
-@pytest.mark.parametrize("width", [390, 1200])
-def test_a_plan_is_drawn_without_a_word_in_the_console(tmp_path: Path, width: int) -> None:
-    page = render_plan(made_plan(made_option(), made_option("float8-row/word", memory=120e9), model=EVIL))
+def plan_page() -> str:
+    return render_plan(made_plan(made_option(), made_option("float8-row/word", memory=120e9), model=EVIL))
+
+
+def postmortem() -> str:
+    run = healthy_run()
+    for row in run.steps:
+        row["loss"] += 3.0 * (row["step"] == AT)
+        row["grad_norm"] *= 30.0 ** (row["step"] == AT - 1)
+    raise_events(run)
+    return render_diagnosis(narrowgauge.diagnose(run), dataclasses.replace(run, path=Path(EVIL)))
+
+
+@pytest.mark.parametrize(("make", "width"), [(plan_page, 390), (postmortem, 1200)])
+def test_an_answer_is_drawn_without_a_word_in_the_console(tmp_path: Path, make: Callable[[], str], width: int) -> None:
+    page = make()
     dom, console = opened(tmp_path, page, "#dark", width)
     assert console == [] and 'data-theme="dark"' in dom[:600] and "data-broken" not in dom[:600]
     assert f'data-drawn="{figures_of(page)}"' in dom[:600] and figures_of(page) >= 3

@@ -167,8 +167,8 @@ class Alarms:
         metrics = self._steps.metrics(row, spikes)
         trips = [
             trip
-            for detector in _BY_TABLE["steps"]
-            if (value := metrics.get(detector.field)) is not None
+            for field, detector in _OF_STEPS
+            if (value := metrics.get(field)) is not None
             for trip in self._read(detector, None, value, metrics)
         ]
         for name, spike in zip(("loss-spike", "gradient-spike"), spikes, strict=True):
@@ -244,8 +244,9 @@ class Alarms:
 
 
 _BY_TABLE: dict[str, tuple[Detector, ...]] = {
-    table: tuple(row for row in DETECTORS.values() if row.table == table) for table in ("steps", *METRICS, "logits")
+    table: tuple(row for row in DETECTORS.values() if row.table == table) for table in (*METRICS, "logits")
 }
+_OF_STEPS = tuple((row.field, row) for row in DETECTORS.values() if row.table == "steps")
 
 
 def module_of(tensor: str) -> str:
