@@ -95,6 +95,13 @@ def test_a_damaged_record_is_refused_in_a_line_or_says_what_is_missing(
         assert said.exception is None or isinstance(said.exception, SystemExit)
 
 
+def test_another_file_is_told_what_can_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "losses.csv"
+    file.write_text("step,loss\n1,2.0\n")
+    said = CliRunner().invoke(main, ["diagnose", str(file)])
+    assert said.exit_code == 2 and "no log that can be read" in said.output and "Lightning metrics.csv" in said.output
+
+
 def test_the_only_run_of_a_zip_file_is_read_and_of_several_one_must_be_named(whole: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         shutil.copytree(whole, tmp_path / "both" / name)

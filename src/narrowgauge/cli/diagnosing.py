@@ -13,7 +13,7 @@ import click
 
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.archive import zip_file_of
-from narrowgauge.runs.foreign_logs import is_log
+from narrowgauge.runs.foreign_logs import is_log, log_names
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.spec import tables
 
@@ -83,6 +83,10 @@ def diagnose_command(
 
 def _record(path: Path) -> Run:
     """The run that a path names, or the only one in a folder or zip file."""
+    if path.is_file() and path.suffix != ".zip" and not is_log(path):
+        raise RecordError(
+            f"No run in {path}: the file is no log that can be read.", f"Name a run folder, or a {log_names()}."
+        )
     if not is_run(path) and not is_log(path) and (path.is_dir() or zip_file_of(path) == path):
         from narrowgauge.report.write import runs_inside
 

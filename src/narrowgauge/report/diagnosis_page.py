@@ -135,7 +135,7 @@ def render_two(found: TwoRuns, one: Run, other: Run) -> str:
         lead=found.verdict,
         sentences=[],
         parts=parts,
-        made_from="the records of the two runs; nothing was computed again",
+        made_from="the records of the two runs",
     )
 
 
