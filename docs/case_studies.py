@@ -6,6 +6,7 @@
     python docs/case_studies.py train FOLDER [NAME…]   train the runs again, into FOLDER/RUN: some minutes each
     python docs/case_studies.py take FOLDER [NAME…]    store the records of the runs in FOLDER
     python docs/case_studies.py write FOLDER           every page, as FOLDER/NAME.html
+    python docs/case_studies.py tell docs              the answers as this version gives them, into case-studies.md
 
 A study's first runs are what somebody saw, and the page is on them; the last one is the run with the remedy. Most runs are
 plain ``narrowgauge train``; the one with a bug multiplies a gradient behind the trainer's back, as a mistaken hook would.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -43,11 +45,14 @@ class Study:
         title: of its page.
         runs: by name: the settings of each, besides the usual ones.
         shown: the run, or the two, that the page is on.
+        cause: to be mended.
+        buggy: the runs with the bug.
     """
 
     title: str
     runs: dict[str, dict[str, Any]]
     shown: tuple[str, ...]
+    cause: str
     buggy: frozenset[str] = field(default_factory=frozenset)
 
 
@@ -61,16 +66,19 @@ STUDIES = {
             "word": {"recipe": "bfloat16/word", "lr": 1e-4, "steps": 300},
         },
         ("naive",),
+        "lost-updates",
     ),
     "overflow": Study(
         "NaN in float16",
         {"rate-0.1": {**_FLOAT16, "lr": 0.1}, "rate-0.01": {**_FLOAT16, "lr": 0.01}},
         ("rate-0.1",),
+        "learning-rate-too-high",
     ),
     "scaled-gradient": Study(
         "Two runs that should be equal",
         {"before": _COUNTED, "after": _COUNTED, "mended": _COUNTED},
         ("before", "after"),
+        "bug",
         frozenset({"after"}),
     ),
 }  # fmt: skip
@@ -183,6 +191,15 @@ def _shortened(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
+def tell(markdown: str) -> str:
+    """The text of the page, with the answers as this version gives them."""
+    for name in STUDIES:
+        said = narrowgauge.diagnose(*shown_runs(name)).text()
+        block = re.compile(rf"(<!-- diagnosis: {name} -->\n```text\n).*?```", re.DOTALL)
+        markdown = block.sub(lambda found, said=said: f"{found[1]}{said}\n```", markdown)  # type: ignore[misc]
+    return markdown
+
+
 def _without_paths(run: dict[str, Any], name: str) -> dict[str, Any]:
     """What was asked for, without where it lay and which kernel the machine ran."""
     plain = {key: Path(run["config"][key]).name for key in ("model", "data", "tokenizer") if key in run["config"]}
@@ -192,9 +209,9 @@ def _without_paths(run: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, store, or write pages."""
+    """Train, store, write pages or answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["train", "take", "write"])
+    parser.add_argument("command", choices=["train", "take", "write", "tell"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", choices=[[], *STUDIES], help="studies (default all)")
     asked = parser.parse_args(arguments)
@@ -203,6 +220,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         train(asked.folder, names)
         return 0
     asked.folder.mkdir(parents=True, exist_ok=True)
+    if asked.command == "tell":
+        file = asked.folder / "case-studies.md"
+        file.write_text(tell(file.read_text(encoding="utf-8")), encoding="utf-8")
+        return 0
     for name in names:
         if asked.command == "take":
             print(take(asked.folder, name))
