@@ -63,6 +63,9 @@ def test_a_postmortem_answers_when_what_what_else_and_since_when(spiked: Run) ->
     timeline = data_of(page)["figures"]["timeline-loss"]["data"]
     assert [trace["x"] for trace in timeline if trace.get("yaxis") == "y2"] == [[AT, AT]]
     assert EVIL not in page and 'src="http' not in page
+    # Of two findings the one whose first sign came first is to be mended first.
+    both = replace(found, findings=(finding, replace(finding, step=20)))
+    assert "Begin with bad-data: its first sign, at step 20, came" in render_diagnosis(both, spiked)
 
 
 def test_the_cause_is_named_as_soon_as_a_shorter_record_names_it(spiked: Run) -> None:

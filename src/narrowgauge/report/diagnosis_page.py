@@ -173,6 +173,9 @@ def _capital(text: str) -> str:
 def _changes(found: Diagnosis) -> list[str]:
     several = len(found.findings) > 1
     said = [f"{finding.cause.name}: {finding.remedy}" if several else finding.remedy for finding in found.findings]
+    dated = sorted((finding.step, finding.cause.name) for finding in found.findings if finding.step is not None)
+    if len({step for step, _ in dated}) > 1:
+        said.append(f"Begin with {dated[0][1]}: its first sign, at step {dated[0][0]}, came before the others.")
     if not said and found.next_measurement is not None:
         said.append(f"Nothing yet. Measure first: {found.next_measurement.what.rstrip('.?')}.")
     return said
@@ -217,14 +220,16 @@ def _hindsights(known: Sequence[tuple[Finding, Hindsight | None]], run: Run) -> 
 
 
 def _earlier(known: Sequence[tuple[Finding, Hindsight | None]], run: Run) -> list[str]:
-    said = [each for finding, when in known if when is not None for each in earlier(finding, run, when)]
+    dated = [(finding, when) for finding, when in known if when is not None]
+    first = min(dated, key=lambda pair: pair[1].sign, default=None)
+    said = earlier(*first, run) if first is not None else []
     said += [
         f"{finding.cause.name} is a matter of settings and was there before the first step: narrowgauge diagnose after some "
         "steps says so."
         for finding, when in known
         if when is None and not _is_of_replay(finding)
     ]
-    return list(dict.fromkeys(said))
+    return said
 
 
 _OF_REPLAYS = {sign.name for sign in SIGNS_OF_REPLAYS}
@@ -279,7 +284,7 @@ def _reasons(found: TwoRuns) -> list[Table]:
         for reason, share in found.reasons
         if share >= 0.001
     ]
-    return [Table(_REASON, rows, "Reasons")] if rows else []
+    return [Table(_REASON, rows, "Reasons")] if len(rows) > 1 else []
 
 
 _GIVEN = text_columns(what="name", table="table", first="first", second="second")

@@ -168,13 +168,13 @@ def _why_silent(finding: Finding, run: Run) -> str:
     return "what the detectors saw did not pass their thresholds in time"
 
 
-def earlier(finding: Finding, run: Run, found: Hindsight) -> list[str]:
+def earlier(finding: Finding, found: Hindsight, run: Run) -> list[str]:
     """What would have shown the fault earlier, or acted on it, and at which cost: sentences.
 
     Args:
         finding: of the run.
-        run: its record.
         found: its hindsight.
+        run: its record.
     """
     said = [_watching(run, found.sign), *_sampling(finding, run)]
     kinds = [str(found.word.get("kind"))] if found.word is not None else []
