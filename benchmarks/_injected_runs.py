@@ -144,7 +144,7 @@ def _rank(rank: int, folder: Path, place: Path, out: Path, injection: Injection,
 
 def injected_run(place: Path, folder: Path, injection: Injection, **changes: Any) -> Run:
     """The run of an injection."""
-    given = {**injection.settings, **changes}
+    given = {**changes, **injection.settings}
 
     def make() -> None:
         _lend_data(place, folder, settings_of(place, folder, injection.recipe, given))

@@ -99,6 +99,17 @@ def healthy_outcome(run: Run, name: str) -> Outcome:
     )
 
 
+def loop_outcome(run: Run, name: str, cause: str, at: int) -> Outcome:
+    """What the diagnosis says of a loop of one's own."""
+    named, others, notes = diagnosed(run)
+    kinds = LIVE.get(cause, ())
+    live = next((e["step"] for e in run.events if e["step"] >= at and e["kind"] in kinds), None)
+    answer = _answer(cause, list(named), others, notes)
+    return Outcome(
+        name, cause, "plain", answer, list(named), next(iter(named.values()), None), None if live is None else live - at
+    )
+
+
 def diagnosed(run: Run) -> tuple[dict[str, float], list[str], str]:
     """The causes that a diagnosis names, with their probabilities, those in question, ``healthy`` among them, and its notes."""
     found = ng.diagnose(run)

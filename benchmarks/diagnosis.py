@@ -23,13 +23,14 @@ from pathlib import Path
 
 import torch
 from _injected_runs import HEALTHY, injected_run, is_made, prepare, undisturbed
-from _matrix import Outcome, counted, effect, healthy_outcome, injected_outcome, totals
+from _loops import LOOPS, loop_run
+from _matrix import Outcome, counted, effect, healthy_outcome, injected_outcome, loop_outcome, totals
 from injections import INJECTIONS, NOT_INJECTED, Injection, of_half
 from timing import Report, Row, parser
 
 from narrowgauge.runs.record import Run
 
-PARTS = ("tuning", "aside", "healthy")
+PARTS = ("tuning", "aside", "healthy", "loops")
 QUICK = (
     "dead-layer.strong.bfloat16-word",
     "learning-rate-too-high.strong.bfloat16-word",
@@ -103,6 +104,8 @@ class Runs:
             self._emit_half(report, half, rows)
         if "healthy" in parts:
             self._emit_healthy(report)
+        if "loops" in parts:
+            self._emit_loops(report)
         for cause, reason in NOT_INJECTED.items():
             report.note(f"{cause} is not injected: {reason}")
 
@@ -119,6 +122,18 @@ class Runs:
         report.add(f"{half}: by cause", counted(outcomes))
         for line in totals(outcomes):
             report.note(f"{half}: {line}; {len(rows) - len(made)} rows are defined and were not run")
+
+    def _emit_loops(self, report: Report) -> None:
+        outcomes: list[Outcome] = []
+        for loop in LOOPS:
+            folder = self.folder / "loops" / loop.name
+            if time.monotonic() > self.until and not is_made(folder):
+                continue
+            run = loop_run(self.folder / "place", folder, loop)
+            if not self.options.only_run:
+                outcomes.append(loop_outcome(run, loop.name, loop.cause, loop.at))
+        if outcomes:
+            report.add("loops of one's own", [outcome.row() for outcome in outcomes])
 
     def _emit_healthy(self, report: Report) -> None:
         outcomes: list[Outcome] = []

@@ -19,7 +19,7 @@ from narrowgauge.trainer import loop_record
 
 # Of the clock, or of the trainer or the recorder alone.
 NOT_OF_BOTH = {
-    "seconds", "cpu_seconds", "tokens_per_second", "peak_memory_bytes", "audit_sums", "data_seconds", "batch_crc",
+    "seconds", "cpu_seconds", "tokens_per_second", "peak_memory_bytes", "audit_sums", "data_seconds",
     "unigram_loss", "embedding_grad_norm",
 }  # fmt: skip
 
@@ -40,7 +40,7 @@ class Loop:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             if recorder is not None:
-                recorder.step(loss, tokens=self.run.settings.tokens_per_step)
+                recorder.step(loss, tokens=self.run.settings.tokens_per_step, batch=self.run.batches[step])
 
     def state(self) -> dict[str, Any]:
         return {"model": _copied(self.model.state_dict()), "optimizer": _copied(self.optimizer.state_dict())}

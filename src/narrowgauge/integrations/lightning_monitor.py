@@ -115,7 +115,7 @@ class RunMonitor(_Base):
                 f"a record was requested of a fit whose training_step returns no loss and logs no '{self._names[0]}'.",
                 "Return the loss, or log it: self.log('loss', loss).",
             )
-        self.recorder.step(loss, lr=self._rate, **({} if self._count is None else {"tokens": self._tokens}))
+        self.recorder.step(loss, lr=self._rate, tokens=None if self._count is None else self._tokens)
         self._loss, self._tokens = None, 0
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:

@@ -28,6 +28,7 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.trainer.batch_facts import checksum
 from narrowgauge.trainer.changes import differences
 from narrowgauge.trainer.description import describe_model, describe_process
 from narrowgauge.trainer.loop_record import LoopRecord, Notices
@@ -137,6 +138,7 @@ class RunRecorder:
         lr: float | None = None,
         grad_norm: float | Tensor | None = None,
         seconds: float | None = None,
+        batch: Tensor | None = None,
         **columns: Any,
     ) -> None:
         """Record an optimizer step; call it after ``optimizer.step()`` and before the schedule's.
@@ -147,6 +149,7 @@ class RunRecorder:
             lr: learning rate of this step; ``None``: the optimizer's first group's.
             grad_norm: gradient norm before clipping; ``None``: where our optimizer clips, its own.
             seconds: of the step; ``None``: since the last call.
+            batch: its tokens, of any shape, whose checksum tells batches that come again; copied to the host.
             columns: further columns of the row.
         Raises:
             RecordError: the run is resumed, and :meth:`go_back` was not called.
@@ -162,7 +165,9 @@ class RunRecorder:
             "seconds": seconds,
             "tokens": None if tokens is None else self._record.tokens + tokens,
         }
-        known = {name: value for name, value in given.items() if value is not None}
+        known: Row = {name: value for name, value in given.items() if value is not None}
+        if batch is not None:
+            known["batch_crc"] = checksum(batch.detach().cpu().numpy())
         self._record.step({"loss": _number(loss), "peak_memory_bytes": peak_memory_bytes(), **known, **columns})
 
     def evaluate(self, loss: float | Tensor, **columns: Any) -> None:
