@@ -259,7 +259,7 @@ PAIRS: tuple[Pair, ...] = (
     *(
         _from_start(
             "kernel ISA", f"{name}={value}, {recipe}{' with gelu' if given else ''}", Given(recipe, given),
-            Given(recipe, given, environment={name: value}), "hardware", steps=(1,), may_be_same=True,
+            Given(recipe, given, environment={name: value}), "hardware", may_be_same=True,  # a first weight is drawn by kernels
         )
         for name, value, recipe, given in (
             ("ATEN_CPU_CAPABILITY", "default", W, {}), ("ATEN_CPU_CAPABILITY", "default", F, {}),
@@ -331,4 +331,95 @@ PAIRS: tuple[Pair, ...] = (
         Given(f"{W}/reproducible", SHARDED, ranks=2),
     ),
 )  # fmt: skip
-"""Every pair."""
+"""The pairs that were there first: rules were mended with what they showed."""
+
+FOR_THREADS = {"model": "wide", "batch_size": 64, "sequence_length": 64, "steps": 8}
+UP, OUT, KEY, LAST = (
+    "model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.o_proj.weight", "model.layers.1.self_attn.k_proj.weight",
+    "model.norm.weight",
+)  # fmt: skip
+
+LATER: tuple[Pair, ...] = (
+    _struck("data order", "two batches left out, float8", detour(2), _TOKENS, recipe=E),
+    _pair(
+        "data order", "the first rank of two reads other batches, float32", on_rank(0, detour(5)), _TOKENS, odd=(0,), recipe=F,
+        ranks=2, settings=TWO,
+    ),
+    _from_start("seed", f"3 for 0, {M}", Given(M), Given(M, {"seed": 3}), "random-numbers", "weight:*", steps=(0,)),
+    *(_from_start("dtype", f"{b} for {W}", Given(W), Given(b), "format") for b in ("mxfp8/word", "bfloat16/states8")),
+    _from_start(
+        "reduction", "reproducible for native, one process", Given(f"{W}/native", FOUR), Given(f"{W}/reproducible", FOUR),
+        "reduction", "grad:*", steps=(1,), may_be_same=True,
+    ),
+    _from_start(
+        "reduction", "compressed8 for native on shards, float32", Given(f"{F}/native", SHARDED, ranks=2),
+        Given(f"{F}/compressed8", SHARDED, ranks=2), "reduction", "grad:*", steps=(1,), may_be_same=True,
+    ),
+    *(
+        _from_start(
+            "ranks", f"{b} for {a}, {recipe}", Given(recipe, FOUR, ranks=a), Given(recipe, FOUR, ranks=b), "order-of-sums",
+            "grad:*", steps=(1,), may_be_same=True,
+        )
+        for recipe, a, b in ((M, 1, 2), (E, 1, 2), (W, 1, 4))
+    ),
+    *(
+        _from_start(
+            "kernel ISA", f"{name}={value}, {recipe}{' with gelu' if given else ''}", Given(recipe, given),
+            Given(recipe, given, environment={name: value}), "hardware", may_be_same=True,
+        )
+        for name, value, recipe, given in (
+            ("ATEN_CPU_CAPABILITY", "default", M, {}), ("ATEN_CPU_CAPABILITY", "default", "int8-row/word", {}),
+            ("ATEN_CPU_CAPABILITY", "default", F, {"model": "gelu"}), ("MKL_CBWR", "COMPATIBLE", F, {}),
+        )
+    ),
+    _from_start(
+        "thread count", "2 for 1, 4096 tokens", Given(F, FOR_THREADS),
+        Given(F, {**FOR_THREADS, "threads": 2}, environment=THREADS), "order-of-sums", steps=(1, 2, 3), may_be_same=True,
+    ),
+    *(
+        _struck("bug × 1.01", f"{parameter}, {recipe}", scaled(parameter, 1.01), (_BUG, f"grad:{parameter}"), recipe=recipe)
+        for parameter, recipe in ((UP, M), (OUT, F), (KEY, E))
+    ),
+    _struck(
+        "bug × 1.01", "of the last norm, on two ranks", scaled(LAST, 1.01), (_BUG, f"grad:{LAST}"), recipe=F, ranks=2,
+        settings=TWO,
+    ),
+    _pair(
+        "bug × 1.01", "on the first of two ranks", on_rank(0, scaled(KEY, 1.01)), ("one-rank", f"grad:{KEY}"), odd=(0,), recipe=F,
+        ranks=2, settings=TWO,
+    ),
+    Pair(
+        "bug × 1.01", "behind the rounding of other ranks, bfloat16", Given(W, FOUR),
+        Given(W, FOUR, once(scaled(DOWN, 1.01)), ranks=2), _BUG, (AT,), f"grad:{DOWN}",
+    ),
+    *(
+        _pair(
+            "clip on one rank", f"rank {rank} of {ranks}, {recipe}, shard {shard}, verified every {every}",
+            on_rank(rank, unclipped), _CLIP, odd=(rank,), recipe=recipe, ranks=ranks,
+            settings={
+                "gradient_accumulation_steps": ranks, "batch_size": 4 * ranks, "shard": shard, "verify_every": every, **CLIPPED,
+            },
+        )
+        for rank, ranks, recipe, shard, every in ((1, 3, F, "full", 1000), (0, 2, E, "none", 1000), (1, 2, W, "none", 0))
+    ),
+    _struck("SDC bit", f"a high exponent of a weight, {M}", weight_bit(HEAD, 40, 11), (_DAMAGE, f"held:{HEAD}"), recipe=M),
+    _struck("SDC bit", "an exponent of the head's gradient", gradient_bit(HEAD, 70, 10), (_DAMAGE, f"grad:{HEAD}")),
+    _pair(
+        "SDC bit", "a moment of one replica, float32", on_rank(1, state_bit(UP, 9, 24)), (_DAMAGE, f"held:exp_avg:{UP}"),
+        odd=(1,), recipe=F, ranks=2, settings=TWO,
+    ),
+    _struck(
+        "SDC bit", "an exponent of an output, float32", activation_bit("model.layers.0.mlp.up_proj", 33, 25),
+        (_DAMAGE, "output:model.layers.0.mlp.up_proj"), recipe=F,
+    ),
+    Pair(
+        "the same run", "four ranks for two, reproducible", Given(f"{W}/reproducible", FOUR, ranks=2),
+        Given(f"{W}/reproducible", FOUR, ranks=4),
+    ),
+    Pair("the same run", "with gelu", Given(F, {"model": "gelu"}), Given(F, {"model": "gelu", "log_every": 7})),
+    Pair(
+        "the same run", "verified every third step", Given(settings=TWO, ranks=2),
+        Given(settings={**TWO, "verify_every": 3}, ranks=2),
+    ),
+)  # fmt: skip
+"""Pairs that were written when the rules were there, and diagnosed once."""

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 from _injected_runs import SHAPE, injected_run, is_made, prepare
-from _two_run_cases import AT, PAIRS, Given, Pair
+from _two_run_cases import AT, LATER, PAIRS, Given, Pair
 from injections import Injection
 from timing import Report, Row, parser
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = flags.parse_args(arguments)
     torch.set_num_threads(1)
-    chosen = [pair for pair in PAIRS if pair.kind in options.kinds]
+    chosen = [pair for pair in (*PAIRS, *LATER) if pair.kind in options.kinds]
     if options.quick:
         chosen = [next(pair for pair in PAIRS if pair.kind == kind) for kind in ("seed", "the same run")]
     with tempfile.TemporaryDirectory() as place:
@@ -59,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         report = Report("two runs", options)
         runs.make_all(chosen)
-        _emit(report, [Outcome(pair, *(runs.read(given) for given in (pair.one, pair.other))) for pair in chosen])
+        for title, table in (("the first pairs", PAIRS), ("the later pairs", LATER)):
+            rows = [pair for pair in chosen if pair in table]
+            _emit(report, title, [Outcome(pair, runs.read(pair.one), runs.read(pair.other)) for pair in rows])
     return report.end()
 
 
@@ -104,7 +106,7 @@ class Runs:
 
     def _folder_of(self, given: Given) -> Path:
         """The same folder for the same run, whichever pair it belongs to."""
-        struck = next((pair.name for pair in PAIRS if pair.other is given), "") if _is_struck(given) else ""
+        struck = next((pair.name for pair in (*PAIRS, *LATER) if pair.other is given), "") if _is_struck(given) else ""
         told = [given.recipe, dict(given.settings), given.ranks, given.resumed, dict(given.environment), struck]
         digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
         return self.folder / f"{given.recipe.replace('/', '-')}.{digest}"
@@ -163,16 +165,18 @@ class Outcome:
         return [name for name, is_right in checks.items() if not is_right]
 
 
-def _emit(report: Report, outcomes: Sequence[Outcome]) -> None:
+def _emit(report: Report, title: str, outcomes: Sequence[Outcome]) -> None:
+    if not outcomes:
+        return
     rows = [outcome.row() for outcome in outcomes]
-    report.add("every pair", rows)
+    report.add(f"{title}: each", rows)
     number, right = Counter(row["kind"] for row in rows), Counter(row["kind"] for row in rows if not row["wrong"])
     same = Counter(row["kind"] for row in rows if row["truth"] == "the same")
     kinds = [
         {"": kind, "pairs": number[kind], "of these the same run": same[kind], "right": right[kind]} for kind in number
     ]
-    report.add("by kind", kinds)
-    report.note(f"{sum(right.values())} of {len(rows)} pairs are right: {sum(right.values()) / len(rows):.1%}")
+    report.add(f"{title}: by kind", kinds)
+    report.note(f"{title}: {sum(right.values())} of {len(rows)} pairs are right: {sum(right.values()) / len(rows):.1%}")
 
 
 if __name__ == "__main__":

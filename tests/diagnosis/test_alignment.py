@@ -334,3 +334,15 @@ def test_runs_with_other_batches_are_compared_at_equal_tokens_too(tmp_path: Path
     for row in other.steps:
         row["tokens"] += 1
     assert "nowhere have both seen equally many" in compare_two(one, other).text()
+
+
+def test_a_run_that_its_ranks_stopped_parts_where_they_found_the_damage(tmp_path: Path) -> None:
+    """What one rank alone holds is summed between two updates: the run stops before its record shows anything."""
+    one, other = write(tmp_path / "a"), write(tmp_path / "b", steps=2)
+    name = "exp_avg of layers.0"
+    message = f"{name} of rank 1 changed in memory after step 2"
+    other.events.append({"kind": "corruption", "step": 2, "message": message, "tensor": name, "rank": 1})
+    found = compare_two(one, other)
+    parting = found.alignment.parting
+    assert parting is not None and (parting.step, parting.tensor, parting.ranks) == (3, "held:exp_avg:layers.0", (1,))
+    assert found.reason is not None and found.reason.name == "silent-corruption" and message in found.text()

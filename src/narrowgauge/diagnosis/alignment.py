@@ -76,7 +76,9 @@ def align(one: Run, other: Run, replayed: Replayed | None = None) -> Alignment:
     common = sorted(rows[0].keys() & rows[1].keys())
     prints = [by_step(run) for run in (one, other)]
     u = roundoff(one, other)
-    first = min([*_columns(rows, common), *islice(partings(prints), 1)], key=_order, default=None)
+    first = min(
+        [*_columns(rows, common), *islice(partings(prints), 1), *_stopped(one, other)], key=_order, default=None
+    )
     small = first is not None and is_rounding(first.relative, first.numel, u)
     ends = [(run.summary or {}).get("weights_fingerprint") for run in (one, other)]
     if first is None and None not in ends and ends[0] != ends[1]:
@@ -108,6 +110,26 @@ def _columns(rows: list[dict[int, Row]], common: list[int]) -> Iterator[Parting]
                 known = (math.nan, math.nan) if stage == "tokens" else (float(values[0]), float(values[1]))
                 yield Parting(step, stage, values=known, numel=tokens)
                 return
+
+
+def _stopped(one: Run, other: Run) -> Iterator[Parting]:
+    """Where one of the two stopped because its ranks found damage, before the record shows any."""
+    found = [next((event for event in run.events if event.get("kind") == "corruption"), None) for run in (one, other)]
+    if (found[0] is None) == (found[1] is None):
+        return
+    event = found[0] or found[1] or {}
+    message, tensor, step = str(event.get("message", "")), str(event.get("tensor") or ""), int(event.get("step") or 0)
+    state, _, name = tensor.rpartition(" of ")
+    rank = event.get("rank")
+    ranks = (rank,) if isinstance(rank, int) else ()
+    if "changed in memory" in message:
+        yield Parting(
+            step + 1, "held", f"held:{state}:{name}" if state else f"held:{tensor}", ranks=ranks, said=message
+        )
+    elif "compute" in message:
+        yield Parting(step + 1, "grad", f"grad:{tensor}", ranks=ranks, said=message)
+    elif "differs" in message:
+        yield Parting(step, "update", ranks=ranks, said=message)
 
 
 def _same(one: Any, other: Any) -> bool:

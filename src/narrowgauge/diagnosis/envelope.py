@@ -2,7 +2,7 @@
 
 A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n, and so does a mean over n tokens.
 From step to step differences grow, since training amplifies them, but not by much in one step: a tensor that suddenly differs
-far more than its kind did in the step before is off for another reason than the sums of earlier steps.
+far more than any did in the step before is off for another reason than the sums of earlier steps.
 
 Source: the expected error of n independent roundings (Higham 2002, section 2.8); envelopes in place of one tolerance: TTrace
 (2506.09280).
@@ -20,7 +20,7 @@ from narrowgauge.spec.notation import parse_value
 ENVELOPE = 32.0
 """How many times the expected rounding of a norm still counts as rounding: roundings are not independent."""
 GROWTH = 30.0
-"""Factor within which differences grow in one step; measured on tiny models: below 4."""
+"""Factor within which the largest difference of any tensor grows in one step; measured on tiny models: below 6."""
 
 
 def roundoff(*runs: Run) -> float:
@@ -58,6 +58,6 @@ def is_beyond(relative: float, numel: int, u: float, before: float) -> bool:
         relative: the difference of a tensor's norms.
         numel: its elements.
         u: unit roundoff.
-        before: the median difference of tensors of its kind in the step before; where it is 0, nothing has grown from it.
+        before: the largest difference of any tensor in the step before; where it is 0, nothing has grown from it.
     """
     return before > 0 and relative > max(rounding_of(max(1, numel), u), GROWTH * before)

@@ -39,8 +39,7 @@ class EqualTokens:
     @property
     def mean(self) -> float:
         """The mean of :attr:`differences`; NaN of none."""
-        found = self.differences
-        return sum(found) / len(found) if found else math.nan
+        return _mean(self.differences)
 
     @property
     def error(self) -> float:
@@ -48,8 +47,8 @@ class EqualTokens:
         found = self.differences
         if len(found) < 2:
             return math.nan
-        squares = sum((each - self.mean) ** 2 for each in found)
-        return math.sqrt(squares / (len(found) - 1) / len(found))
+        mean = _mean(found)
+        return math.sqrt(sum((each - mean) ** 2 for each in found) / (len(found) - 1) / len(found))
 
     def __str__(self) -> str:
         first, last = self.steps[0], self.steps[-1]
@@ -70,6 +69,10 @@ class EqualTokens:
             "loss_difference": None if math.isnan(self.mean) else self.mean,
             "standard_error": None if math.isnan(self.error) else self.error,
         }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
 def have_other_tokens(one: Run, other: Run) -> bool:
@@ -110,4 +113,4 @@ def _means(rows: Sequence[Row], ends: Sequence[int]) -> Iterator[float]:
     for start, end in pairwise([-1, *ends]):
         losses = [number(row.get("loss")) for row in rows[start + 1 : end + 1]]
         known = [loss for loss in losses if loss is not None]
-        yield sum(known) / len(known) if known else math.nan
+        yield _mean(known)

@@ -95,13 +95,13 @@ _ROWS = (
     Reason(
         "kernels", "other kernels or versions of a library",
         ("config.compile", "config.activation_checkpointing", "config.narrow_gather", "versions.*", "arithmetic.versions.*"),
-        (*_FORWARD, "update"), "rounding", 0.8,
+        ("start", *_FORWARD, "update"), "rounding", 0.8,
         "Install the same versions; a compiled and an eager model round differently.",
     ),
     Reason(
         "hardware", "another machine",
         ("machine.device", "machine.capability", "machine.processor", "machine.system", "arithmetic.machine.*"),
-        (*_FORWARD, "update"), "rounding", 0.7,
+        ("start", *_FORWARD, "update"), "rounding", 0.7,
         "Only rounding differs. narrowgauge fingerprint RUN OTHER names the operations.",
     ),
     Reason(
@@ -182,7 +182,7 @@ def _explains(row: Reason, alignment: Alignment, small: bool | None) -> bool:
 
 _MISFIT = {"rounding": 0.005, "above": 0.05}
 """How much less likely a reason is where the size does not fit: rounding is never large, and code may be wrong by little."""
-_STEPS_IN_DOUBT = 4
+_STEPS_IN_DOUBT = 2
 """Steps with equal bits after which an order of sums that varies is half as likely: it acts in every step."""
 
 
@@ -212,6 +212,8 @@ def _of_tensor(row: Reason, parting: Parting) -> float:
         return _ALONE if _is_alone(parting) or parting.recurs is False else _SPREAD if parting.recurs else 1.0
     if row.name in ("bug", "one-rank") and parting.recurs is not None:
         return _AGAIN if parting.recurs else _SPREAD
+    if row.name == "nondeterminism" and parting.recurs:
+        return _SPREAD  # it has no tensor of its own
     return 1.0
 
 

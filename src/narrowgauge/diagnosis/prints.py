@@ -139,10 +139,11 @@ def beyond(prints: Prints, u: float) -> Iterator[Parting]:
         if step != before + 1:
             continue
         rows = prints[0][step], prints[1][step]
-        level = {kind: median(found.values()) for kind, found in relatives(prints, before).items()}
-        for kind, found in relatives(prints, step).items():
+        # The largest of all kinds: what differs in a gradient is in an output after the next update.
+        level = max((each for found in relatives(prints, before).values() for each in found.values()), default=0.0)
+        for found in relatives(prints, step).values():
             for key, relative in found.items():
-                if is_beyond(relative, int(rows[0]["tensors"][key][2]), u, level.get(kind, 0.0)):
+                if is_beyond(relative, int(rows[0]["tensors"][key][2]), u, level):
                     yield parting_at(step, key, *rows)
         yield from (each for each in _of_ranks(step, *rows) if each.said)
 

@@ -62,6 +62,11 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
         told = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in enumerate(factors) if factor is not None)
         which = f"; {in_words(odd)} {APPLIED_NO_CLIP}" if unclipped else ""
         return "clip:factor", odd, f"the factor that clips the gradients differs in step {row['step']}: {told}{which}"
+    held = (row.get("ranks") or {}).get("held") or []
+    changed = tuple(rank for rank, number in enumerate(held) if number)
+    if changed and len(changed) < len(held):
+        key = next((key for key in row["tensors"] if key.startswith("held:")), "held:")
+        return key, changed, f"{key[5:]} of {in_words(changed)} changed in memory after step {row['step'] - 1}"
     for key, numbers in (row.get("parted") or {}).items():
         odd = odd_ranks(numbers)
         kind, _, name = key.partition(":")
