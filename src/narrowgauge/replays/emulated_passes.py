@@ -30,7 +30,9 @@ _MOVES = frozenset((
     "__get__", "neg", "__neg__", "abs", "relu", "embedding", "roll", "flip", "dropout", "apply",
 ))  # fmt: skip
 """Functions whose results are their arguments' values: nothing is rounded."""
-_AUTOCAST = frozenset(("scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "baddbmm"))
+_INSIDE_NORM = "inside a norm"
+_KERNEL = "scaled_dot_product_attention"
+_AUTOCAST = frozenset((_KERNEL, "matmul", "__matmul__", "bmm", "baddbmm"))
 """Functions that autocast computes in the narrow dtype also where everything between them is float32."""
 _CASTS = frozenset(("to", "type", "half", "bfloat16"))
 _NAMED = {"half": torch.float16, "bfloat16": torch.bfloat16}
@@ -91,6 +93,7 @@ class EmulatedPasses:
         self.dtype = None if recipe.dtype == "float32" else cast(torch.dtype, getattr(torch, recipe.dtype))
         self.stream = None if recipe.storage.visible == "float32" else self.dtype  # autocast leaves it in float32
         self._places: list[str | None] = []
+        self._entered: Any = None
         self._held = {name: p.dtype for name, p in session.model.named_parameters(remove_duplicate=False)}
         self._length = session.config.sequence_length
 
@@ -114,6 +117,11 @@ class EmulatedPasses:
         back = None if "activation-gradients" in self.wide else dtype
         with torch._C.DisableTorchFunction():
             return cast(Tensor, _Rounded.apply(x, to, back))  # type: ignore[no-untyped-call]
+
+    def in_norm(self, x: Any, result: Any) -> Any:
+        """What a conversion inside a norm gives: norms compute in float32, and convert back before their weight multiplies."""
+        is_back = x is not self._entered and _is_value(result) and self.stream is not None
+        return self.rounded(result, "norms", self.stream) if is_back else result
 
     def own_cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """A cast in the model's own code, and that of its gradient."""
@@ -150,6 +158,8 @@ class EmulatedPasses:
 
     def _enter(self, inside: str | None, module: nn.Module, args: Any) -> None:
         self._places.append(inside)
+        if inside == _INSIDE_NORM:
+            self._entered = args[0] if args else None
 
     def _leave(self, after: str | None, module: nn.Module, args: Any, output: Any) -> Any:
         self._places.pop()
@@ -206,7 +216,7 @@ def _places_of(module: nn.Module) -> tuple[str | None, str | None]:
     if is_linear(module) or isinstance(module, nn.Embedding):
         return None, None
     if "norm" in kind:
-        return None, "norms"  # inside they compute in float32
+        return _INSIDE_NORM, "norms"
     if "rotary" in kind:
         return None, "attention"
     return ("attention", None) if "attention" in kind else ("residual", None)
@@ -231,10 +241,20 @@ class _Roundings(TorchFunctionMode):
             dtype = next((each for each in asked if isinstance(each, torch.dtype)), None)
             if dtype is not None and dtype.is_floating_point and dtype.itemsize < 4:
                 return self.passes.own_cast(args[0], dtype)
+        if name == _KERNEL and self.passes.dtype is not None and "attention" not in self.passes.wide:
+            # The kernel itself, since it rounds inside: weights of attention before they meet the values, and going back.
+            self.passes.seen.add("attention")
+            args, kwargs = tree_map(self._narrowed, (args, kwargs))
+            return func(*args, **kwargs).float()
         result, place = func(*args, **kwargs), self.passes.place
+        if place == _INSIDE_NORM:
+            return self.passes.in_norm(args[0], result) if name == "to" else result
         dtype = self.passes.dtype if name in _AUTOCAST else self.passes.stream
         if place is None or dtype is None or name in _MOVES or (name.endswith("_") and not name.endswith("__")):
             return result
         return tree_map(
             lambda x: self.passes.rounded(x, place, dtype) if _is_value(x) and x.requires_grad else x, result
         )
+
+    def _narrowed(self, x: Any) -> Any:
+        return x.to(self.passes.dtype) if _is_value(x) else x
