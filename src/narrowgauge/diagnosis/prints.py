@@ -136,7 +136,7 @@ def beyond(prints: Prints, u: float) -> Iterator[Parting]:
         u: unit roundoff.
     """
     for before, step in pairwise(common_steps(prints)):
-        if step != before + 1:
+        if step != before + 1 or before == 0:  # nothing but weights is recorded before the first step
             continue
         rows = prints[0][step], prints[1][step]
         # The largest of all kinds: what differs in a gradient is in an output after the next update.
