@@ -52,6 +52,11 @@ def cannot_decay(evidence: Evidence) -> bool:
     return beta2 is None or 1 - beta2 < 2.0 ** -(mantissa_bits + 1)
 
 
+def is_unit_scaled(evidence: Evidence) -> bool:
+    """Whether the model is known to be unit-scaled, where each tensor has a scale and a rate of its own."""
+    return evidence.recipe is not None and evidence.recipe.compute.transform == "unit"
+
+
 def on_ranks(evidence: Evidence) -> bool:
     """Whether several processes train together."""
     return evidence.num_ranks > 1

@@ -49,6 +49,8 @@ PILED, EDGE = 0.2, -21 - FIRST_EXPONENT
 """Share of the gradients that are not zero in the last three binades of float16, 2^-24 to 2^-21: what is smaller is zero."""
 SPREAD = 3.0
 """Binary exponents by which a tensor's highest block scale leaves its median scale."""
+FEW_ZEROS = 0.01
+"""Share of a tensor that blocks of eight bits round to zero at most."""
 DROWNS = 10.0
 """Energy of one feature over that of all others together; healthy inputs of 24 features reached 3.1."""
 
@@ -154,7 +156,7 @@ def _logits_move(evidence: Evidence) -> Observation:
         for row in evidence.gauges
         if isinstance(value := (row.get("logits") or {}).get("log_z"), (int, float)) and math.isfinite(value)
     ]
-    if len(samples) < FEWEST + 1:
+    if len(samples) < FEWEST + 1 or possible.is_unit_scaled(evidence):  # whose head has a scale of its own
         return UNKNOWN
     first = samples[0][1] if len(samples) < 3 * FEWEST else median(value for _, value in samples[:FEWEST])
     off = [step for step, value in samples if abs(value - first) >= MOVED]
@@ -177,7 +179,7 @@ def _below_rate(evidence: Evidence) -> Observation:
             rate, size = rates.get(step), sizes.get(f"weight:{name}", {}).get(step)
             if rate and size and "norm" not in name and stored.get(name, {}).get(step, 1.0) >= MIN_EDQ:
                 ratios.setdefault(step, []).append(value * size / rate)
-    if len(ratios) < 2:
+    if len(ratios) < 2 or possible.is_unit_scaled(evidence):  # whose rates are those of each tensor
         return UNKNOWN
     levels = [(step, median(values)) for step, values in ratios.items()]
     low = [(step, level) for step, level in levels if level <= SMALL_UPDATE]
@@ -262,7 +264,8 @@ def _blocks_lose(evidence: Evidence) -> Observation:
     found = []
     for name, samples in evidence.metric("tensors", "underflow").items():
         limit = max(DETECTORS["underflow"].threshold, 3 * samples[0][1])
-        if len(samples) >= FEWEST and all(value >= limit for _, value in samples[-2:]):
+        # Where many values are zero from the beginning, as in four bits, more of them say nothing.
+        if len(samples) >= FEWEST and samples[0][1] < FEW_ZEROS and all(value >= limit for _, value in samples[-2:]):
             found.append((next(step for step, value in samples if value >= limit), name, samples[-1][1]))
     if not found:
         return ABSENT
