@@ -92,7 +92,7 @@ def test_the_widening_that_removes_most_is_named(case: str, runs: Callable[..., 
         found.lines()
     )
     assert (found.lost_share or 0.0) > 0.5 if of_update else (found.lost_share or 0.0) < 0.1
-    assert found.unexplained is not None and found.unexplained < 0.3, "the emulated roundings are those of the run"
+    assert found.unexplained is not None and found.unexplained < 0.4, "the emulated roundings are those of the run"
     assert {row.name for row in found.variants} <= set(REPLAY_VARIANTS)
     assert found.watched is not None and f"input:{DOWN}" in found.watched["tensors"]
 

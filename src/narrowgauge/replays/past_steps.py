@@ -198,8 +198,8 @@ def _other_order(run: Run, config: TrainConfig) -> list[str]:
     if ranks == 1 or config.recipe.reduction.order_free:
         return []
     return [
-        f"{ranks} ranks summed the gradients, each its own part first, and one process sums them in another order: the last "
-        "digits differ (they do not with the reduction 'reproducible')"
+        f"{ranks} ranks summed the gradients, each its own part first, and one process sums them in another order: gradients "
+        "differ by rounding (they do not with the reduction 'reproducible')"
     ]
 
 
