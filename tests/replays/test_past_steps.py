@@ -14,6 +14,8 @@ from narrowgauge.replays.past_steps import Moment, in_other_recipe, replaying
 from narrowgauge.replays.step_tensors import tensors_of_step
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import loop
+from narrowgauge.trainer import session as session_module
+from narrowgauge.trainer.detours import batch_index
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.step import train_step
 from trainer.tiny_runs import lasting, settings
@@ -89,3 +91,36 @@ def test_another_recipe_goes_on_from_the_same_weights_and_moments(place: Path, t
         other_row, _ = tensors_of_step(wide, partial(train_step, wide))
     assert other_row["step"] == row["step"] and other_row["batch_crc"] == row["batch_crc"]
     assert other_row["loss"] == pytest.approx(row["loss"], rel=1e-2) and other_row["loss"] != row["loss"]
+
+
+@pytest.mark.parametrize(("action", "step"), [("skip", 29), ("rollback", 29)])
+def test_updates_and_batches_that_a_run_left_out_are_left_out(
+    action: str, step: int, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The 27th batch makes the loss jump: its update is not applied, or the run goes back to step 20 and around its data."""
+    true_loss, true_batch, spoiled = session_module._loss, Session.batch, [False]
+
+    def build_loss(model: Any, config: Any) -> Any:
+        loss = true_loss(model, config)
+        return lambda tokens: loss(tokens) * (20.0 if spoiled[0] and torch.is_grad_enabled() else 1.0)
+
+    def batch(self: Session) -> list[torch.Tensor]:
+        spoiled[0] = batch_index(self.step, self.detours) == 26
+        return true_batch(self)
+
+    monkeypatch.setattr(session_module, "_loss", build_loss)
+    monkeypatch.setattr(Session, "batch", batch)
+    quiet = {
+        "steps": 30,
+        "checkpoint_every": 10,
+        "keep_checkpoints": 9,
+        "eval_every": 0,
+        "audit_every": 0,
+        "log_every": 99,
+    }
+    folder = loop.train(settings(place, tmp_path / "run", on_spike=action, **quiet))
+    assert action in [event["kind"] for event in read_run(folder).events]
+    with replaying(folder, step) as past:
+        assert past.started == 20
+        past.advance()
+    assert past.departure is None, past.departure
