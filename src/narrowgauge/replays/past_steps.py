@@ -113,6 +113,7 @@ class PastStep:
             self.departure = departure(recorded, row, prints, printed)
             if self.departure is not None:
                 self.notes += differences(self.record.run, describe(self.session), "is replayed")
+                self.notes += _changes_on_the_way(self.record)
         return row
 
 
@@ -183,6 +184,12 @@ def _loaded(
     past = PastStep(session, run, session.step, notes)
     past.notes += _other_order(run, config)
     return past
+
+
+def _changes_on_the_way(run: Run) -> list[str]:
+    """What the run noted at its resumes: other settings, software or machines, any of which a replay does not repeat."""
+    noted = [event for event in run.events if event.get("kind") == "note" and event.get("step")]
+    return [f"the run noted after step {event['step']}: {event.get('message')}" for event in noted]
 
 
 def _built(config: TrainConfig, folder: Path, data: Dataset) -> Session:
