@@ -49,7 +49,8 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
         "Lower the learning rate, and take compute 'bfloat16', which needs no loss scale.",
         "OPT-175B's logbook; GLM-130B: 30 steps of warning",
         {
-            "loss-scale-falls": 0.95, "gradients-overflow-alone": 0.7, "gradients-not-finite": 0.5, "loss-scale-at-floor": 0.4,
+            "loss-scale-falls": 0.95, "loss-rises-with-scale": 0.1, "gradients-overflow-alone": 0.7,
+            "gradients-not-finite": 0.5, "loss-scale-at-floor": 0.4,
             "gradient-spikes": 0.3, "norm-not-finite": 0.4, "loss-does-not-fall": 0.2, "finite-in-float32": 0.8,
         },
         possible.scales_loss, replay="gradients of the step are finite in float32",
@@ -128,7 +129,8 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
         "Go back to a checkpoint and take compute 'bfloat16'.",
         "BLOOM-104B, chronicles of tr8: the scale turned 2,000 steps before the loss",
         {
-            "loss-scale-falls": 0.9, "loss-spikes": 0.8, "gradients-overflow-alone": 0.6, "gradient-spikes": 0.6,
+            "loss-scale-falls": 0.9, "loss-rises-with-scale": 0.7, "loss-spikes": 0.8,
+            "gradients-overflow-alone": 0.6, "gradient-spikes": 0.6,
             "spike-stays": 0.4, "spike-of-one-batch": 0.1, "spike-recovers-slowly": 0.3, "gradient-leads-spike": 0.5,
             "repeated-spikes": 0.4, "norm-not-finite": 0.3, "loss-climbs": 0.3, "gradient-norm-grows": 0.2,
             "loss-does-not-fall": 0.3,

@@ -15,6 +15,7 @@ from narrowgauge.diagnosis.signs_of_evals import SIGNS_OF_EVALS
 from narrowgauge.diagnosis.signs_of_events import SIGNS_OF_EVENTS
 from narrowgauge.diagnosis.signs_of_gauges import SIGNS_OF_GAUGES
 from narrowgauge.diagnosis.signs_of_layers import SIGNS_OF_LAYERS
+from narrowgauge.diagnosis.signs_of_loss_scale import SIGNS_OF_LOSS_SCALE
 from narrowgauge.diagnosis.signs_of_rates import SIGNS_OF_RATES
 from narrowgauge.diagnosis.signs_of_replays import SIGNS_OF_REPLAYS
 from narrowgauge.diagnosis.signs_of_settings import SIGNS_OF_SETTINGS
@@ -30,6 +31,7 @@ SIGNS: dict[str, Sign] = {
         *SIGNS_OF_EVALS,
         *SIGNS_OF_TIME,
         *SIGNS_OF_RATES,
+        *SIGNS_OF_LOSS_SCALE,
         *SIGNS_OF_GAUGES,
         *SIGNS_OF_LAYERS,
         *SIGNS_OF_SETTINGS,

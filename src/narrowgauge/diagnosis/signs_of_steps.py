@@ -232,23 +232,6 @@ def _exceeds_scales(evidence: Evidence) -> Observation:
     return ABSENT
 
 
-def _scale_falls_alone(evidence: Evidence) -> Observation:
-    """A loss scale is halved where gradients overflow, and such a step is skipped: one that falls without is set by something."""
-    before: float | None = None
-    for row in evidence.run.steps:
-        now = number(row.get("loss_scale"))
-        if before is not None and now is not None and now < before / 2.5 and not row.get("skipped"):
-            step = int(row["step"])
-            return present(
-                step,
-                f"the loss scale fell from {before:g} to {now:g} at step {step}, and no gradient overflowed",
-                None,
-                now,
-            )
-        before = now if now is not None else before
-    return ABSENT
-
-
 def _loss_drops(evidence: Evidence) -> Observation:
     losses = evidence.column("loss")
     for row in range(BEFORE, len(losses) - 3):
@@ -380,10 +363,6 @@ SIGNS_OF_STEPS: tuple[Sign, ...] = (
     Sign("loss-does-not-fall", "the loss of the last quarter is no lower than that of the first", _LOSS, 0.01, _not_falling),
     Sign("loss-is-erratic", "the loss varies as no mean over a step's tokens does", _LOSS, 0.03, _is_erratic),
     Sign("loss-drops", "the loss falls at one step far below all recent ones", _LOSS, 0.005, _loss_drops),
-    Sign(
-        "scale-falls-alone", "the loss scale falls where no gradient overflowed", ("steps.loss_scale", "run.ours"), 0.002,
-        _scale_falls_alone,
-    ),
     Sign(
         "scales-are-exceeded", "a burst of values exceeds delayed scales", ("steps.saturated",), 0.003,
         _exceeds_scales,
