@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diagnosis.test_two_trainings import AT, scaled_gradient, struck
 from narrowgauge.diagnosis.two_runs import TwoRuns, compare_two
-from narrowgauge.replays.two_replays import common_state, compare_exactly
+from narrowgauge.replays.two_replays import common_state, compare_exactly, measure_envelope
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.trainer import loop
@@ -56,7 +56,9 @@ def test_where_settings_differ_the_first_tensor_is_found_and_rounding_is_measure
     assert parting is not None and parting.tensor.startswith("grad:") and parting.step == 1, found.text()
     assert replayed.envelope is not None and len(replayed.envelope.changes) == 3 and 0 < replayed.envelope.limit < 0.1
     assert found.reason is not None and found.reason.name == "order-of-sums", found.text()
-    assert "in 3 replays with every weight changed by one ulp it moved by at most" in found.text() and len(said) >= 3
+    assert (
+        "in 3 replays with weights changed by one ulp of float32 it moved by at most" in found.text() and len(said) >= 3
+    )
     assert "rounding explains" not in found.text() and "inside" in found.text()
     assert found.to_dict()["replayed"]["envelope"]["tensor"] == parting.tensor and not found.next_measurement
 
@@ -78,6 +80,12 @@ def test_damage_does_not_happen_twice_and_code_does(
     assert "computed again here, both give the same: nothing that they were given parts them" in found.text()
 
 
+def test_a_hundredth_of_a_gradient_is_more_than_rounding_in_a_narrow_format(plain: Path) -> None:
+    envelope = measure_envelope(read_run(plain), AT, "grad:model.layers.0.mlp.down_proj.weight", 2)
+    assert envelope is not None and len(set(envelope.changes)) == 2
+    assert 0 < envelope.limit < 0.01 and not envelope.holds(0.01)
+
+
 def test_what_cannot_be_replayed_is_refused_in_one_line(plain: Path, tmp_path: Path) -> None:
     run = read_run(plain)
     with RunWriter.create(tmp_path / "elsewhere", run.run) as writer:
@@ -86,7 +94,7 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(plain: Path, tmp_path: P
     for words, said in (
         ((str(tmp_path / "elsewhere"), "--exact"), "elsewhere"),
         (("--exact",), "--exact compares two runs, and one was named"),
-        ((str(plain), "--exact", "--replays", "-1"), "-1 is not in the range"),
+        ((str(plain), "--exact", "--perturbations", "-1"), "-1 is not in the range"),
     ):
         result = call("diagnose", str(plain), *words)
         assert result.exit_code == 2 and said in result.output and "Traceback" not in result.output

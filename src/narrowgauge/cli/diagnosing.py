@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     help="With OTHER: compute both again around the first step that differs (needs PyTorch and the data).",
 )
 @click.option(
-    "--replays",
+    "--perturbations",
     type=click.IntRange(0),
     default=3,
     show_default=True,
     metavar="N",
-    help="With --exact: repeat that step N times with every weight changed by one ulp, which measures how far rounding reaches.",
+    help="With --exact: repeat that step N times with weights changed by one ulp of float32: how far rounding reaches.",
 )
 def diagnose_command(
-    run: Path, other: Path | None, as_json: bool, page: Path | None, step: int | None, exact: bool, replays: int
+    run: Path, other: Path | None, as_json: bool, page: Path | None, step: int | None, exact: bool, perturbations: int
 ) -> None:
     """Name the cause of what the record of RUN shows: evidence, confidence, what else it could be, and what to measure next.
 
@@ -73,7 +73,7 @@ def diagnose_command(
             _write(render_diagnosis(found, record), page, as_json)
         return
     second = _record(other)
-    both = _compared_exactly(record, second, replays) if exact else diagnosis.diagnose(record, second)
+    both = _compared_exactly(record, second, perturbations) if exact else diagnosis.diagnose(record, second)
     _print(both, as_json)
     if page is not None:
         from narrowgauge.report.diagnosis_page import render_two
@@ -101,10 +101,10 @@ def _record(path: Path) -> Run:
     return read_run(path)
 
 
-def _compared_exactly(run: Run, other: Run, replays: int) -> TwoRuns:
+def _compared_exactly(run: Run, other: Run, perturbations: int) -> TwoRuns:
     from narrowgauge.replays.two_replays import compare_exactly
 
-    return compare_exactly(run.path, other.path, num_replays=replays, say=partial(click.echo, err=True))
+    return compare_exactly(run.path, other.path, num_replays=perturbations, say=partial(click.echo, err=True))
 
 
 def _replayed(run: Path, step: int) -> ReplayedStep:

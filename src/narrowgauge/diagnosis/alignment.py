@@ -105,7 +105,7 @@ def _columns(rows: list[dict[int, Row]], common: list[int]) -> Iterator[Parting]
         first, second = rows[0][step], rows[1][step]
         for column, stage in COLUMNS.items():
             values = first.get(column), second.get(column)
-            if values[0] is not None and values[1] is not None and not _same(*values):
+            if values[0] is not None and values[1] is not None and not same_value(*values):
                 tokens = int((first.get("tokens") or 0) // max(1, step))
                 known = (math.nan, math.nan) if stage == "tokens" else (float(values[0]), float(values[1]))
                 yield Parting(step, stage, values=known, numel=tokens)
@@ -132,9 +132,10 @@ def _stopped(one: Run, other: Run) -> Iterator[Parting]:
         yield Parting(step, "update", ranks=ranks, said=message)
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two recorded values are equal; NaN is, and so are checksums of different lengths, which two versions made."""
     if isinstance(one, str) and isinstance(other, str) and len(one) != len(other):
-        return True  # checksums of two versions say nothing of each other
+        return True  # they say nothing of each other
     return bool(one == other) or (one != one and other != other)
 
 

@@ -42,7 +42,7 @@ class MeasuredEnvelope:
 
     def __str__(self) -> str:
         times = "one replay" if len(self.changes) == 1 else f"{len(self.changes)} replays"
-        return f"in {times} with every weight changed by one ulp it moved by at most {max(self.changes):.2g}"
+        return f"in {times} with weights changed by one ulp of float32 it moved by at most {max(self.changes):.2g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Replayed:
         repeats: whether each replay has the bits of its record; ``None`` where ranks summed in another order than one process.
         agree: the replays are equal to each other in every step, so that nothing the runs were given parts them.
         said: where a replay parts from its record, a sentence each.
-        persists: whether the run that cannot be repeated parts from its replay again after a later checkpoint, if it has one.
+        persists: whether a run that cannot be repeated parts from its replay again after a later checkpoint, if it has one.
         envelope: of the tensor in which they part, if it was measured.
     """
 
@@ -78,9 +78,6 @@ class Replayed:
         found += self.said
         if self.excludes_settings:
             found.append("computed again here, both give the same: nothing that they were given parts them")
-        if self.persists is not None:
-            again = "parts from its replay again" if self.persists else "has the bits of its replay again"
-            found.append(f"from a later checkpoint on, the run that cannot be repeated {again}")
         return found
 
     def to_dict(self) -> dict[str, Any]:

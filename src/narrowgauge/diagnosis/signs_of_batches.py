@@ -30,11 +30,14 @@ LEARNED = 0.3
 
 
 def _repeated(evidence: Evidence) -> list[tuple[int, int]]:
-    """The steps whose batch came before, each with the first step that had it."""
+    """The steps whose batch came before, each with the first step that had it; not those of a second epoch."""
     seen: dict[str, int] = {}
     repeats = []
+    epoch = evidence.run.run.get("data", {}).get("tokens", math.inf)
     for row in evidence.run.steps:
         crc = row.get("batch_crc")
+        if (row.get("tokens") or 0) > epoch:
+            break
         if isinstance(crc, str):
             if crc in seen:
                 repeats.append((int(row["step"]), seen[crc]))
@@ -134,13 +137,19 @@ def _vary_together(evidence: Evidence) -> Observation:
     return present(None, said, None, lowest, TOGETHER)
 
 
+def _still_warms_up(evidence: Evidence) -> bool:
+    """Whether the learning rate still rises at the end."""
+    rates = [rate for rate in evidence.column("lr") if rate is not None]
+    return len(rates) > 1 and rates[-1] == max(rates) and rates[-1] > rates[-2]
+
+
 def _learns_nothing(evidence: Evidence) -> Observation:
     rows = [
         (loss, unigram)
         for loss, unigram in zip(evidence.column("loss"), evidence.column("unigram_loss"), strict=True)
         if loss is not None and unigram is not None and math.isfinite(loss)
     ]
-    if len(rows) < 2 * BEFORE:
+    if len(rows) < 2 * BEFORE or _still_warms_up(evidence):
         return UNKNOWN
     tens = [rows[k : k + 10] for k in range(0, len(rows) - 9, 10)]
     levels = [tuple(median(part) for part in zip(*ten, strict=True)) for ten in tens]

@@ -214,9 +214,7 @@ def _embedding_jumps(evidence: Evidence) -> Observation:
         return ABSENT
     step, value, factor = found[0]
     said = f"the embedding's gradient was {factor:.0f} times its largest before at step {step}, and the others' was not"
-    return present(
-        step, f"{said}; so it was at {len(found) - 1} more", "model.embed_tokens.weight", value, value / factor * SHOCK
-    )
+    return present(step, f"{said}; so it was at {len(found) - 1} more", None, value, value / factor * SHOCK)
 
 
 def _piled(evidence: Evidence) -> Observation:

@@ -24,7 +24,7 @@ def _jumps(evidence: Evidence) -> Iterator[tuple[int, float, float, int]]:
     What comes back to an earlier rate is a restart.
     """
     rates, highest = evidence.column("lr"), 0.0
-    for row in range(1, len(rates)):
+    for row in range(2, len(rates)):  # a warm-up may begin at a thousandth, and its second rate be many times that
         before, now = rates[row - 1], rates[row]
         highest = max(highest, before or 0.0)
         if evidence.steps[row] - evidence.steps[row - 1] > 1 or (now or 0.0) <= 1.1 * highest:

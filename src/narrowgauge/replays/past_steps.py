@@ -22,7 +22,7 @@ from torch import Tensor
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.monitor.spikes import Spike
 from narrowgauge.optim.accumulation import AccumulationWarning
-from narrowgauge.replays.record_checks import Departure, departure
+from narrowgauge.replays.record_checks import Departure, departure, is_compared
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.recipes import Recipe
@@ -92,6 +92,7 @@ class PastStep:
 
     Attributes:
         departure: where the replay first parts from the record, while it does not ``None``.
+        not_compared: steps of which the record holds nothing to compare.
     """
 
     session: Session
@@ -99,6 +100,7 @@ class PastStep:
     started: int
     notes: list[str] = field(default_factory=list)
     departure: Departure | None = None
+    not_compared: list[int] = field(default_factory=list)
 
     def advance(self) -> Row:
         """Take the next step as the run did, and compare it with its row; returns the row of this replay."""
@@ -110,6 +112,8 @@ class PastStep:
             printed = self.session.prints.last
             is_printed = printed is not None and printed["step"] == number
             prints = _row_of(self.record.fingerprints, number) if is_printed else None
+            if not is_compared(recorded, prints):
+                self.not_compared.append(number)
             self.departure = departure(recorded, row, prints, printed)
             if self.departure is not None:
                 self.notes += differences(self.record.run, describe(self.session), "is replayed")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from narrowgauge.diagnosis.alignment import same_value
 from narrowgauge.runs.schema import Row
 
 COLUMNS = ("batch_crc", "lr", "loss", "grad_norm", "skipped", "loss_scale")
@@ -23,7 +24,7 @@ class Departure:
 
     Args:
         step: of the run.
-        what: the column of ``steps.jsonl``, or the tensor.
+        what: the column of ``steps.jsonl``, or the tensor; ``held:NAME``: the run itself found it changed between two steps.
         recorded, replayed: the two values; of a tensor its norms.
     """
 
@@ -35,6 +36,11 @@ class Departure:
     @property
     def message(self) -> str:
         """One sentence."""
+        if self.what.startswith(_HELD):
+            name = self.what.removeprefix(_HELD)
+            return (
+                f"the run found {name} changed between steps {self.step - 1} and {self.step}, which no replay repeats"
+            )
         return f"the replay parts from the record at step {self.step}: {self.what} is {self.replayed} and was {self.recorded}"
 
 
@@ -57,20 +63,21 @@ def departure(recorded: Row, replayed: Row, prints: Row | None = None, printed: 
         if found is not None:
             return Departure(step, *found)
     for name in COLUMNS:
-        if name in recorded and name in replayed and not _equal(recorded[name], replayed[name]):
+        if name in recorded and name in replayed and not same_value(recorded[name], replayed[name]):
             return Departure(step, name, recorded[name], replayed[name])
     return None
 
 
-def _equal(one: Any, other: Any) -> bool:
-    return bool(one == other or (one != one and other != other))
+def is_compared(recorded: Row, prints: Row | None) -> bool:
+    """Whether a record holds of a step what another computation would change: its loss, or the fingerprints of its tensors."""
+    return "loss" in recorded or prints is not None
 
 
 def _first_tensor(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> tuple[str, float, float] | None:
     """The first tensor with other bits, and its norms; tensors that one of the two did not record are left out."""
     changed = next((key for key in recorded if key.startswith(_HELD)), None)
     if changed is not None:
-        return f"weights changed between two steps ({changed.removeprefix(_HELD)})", recorded[changed][1], float("nan")
+        return changed, recorded[changed][1], float("nan")
     for key, entry in replayed.items():
         if key in recorded and int(recorded[key][0]) != int(entry[0]):
             return key, recorded[key][1], entry[1]

@@ -5,8 +5,8 @@ equal, and stepped forward with every tensor hashed. A run that can be repeated 
 was computed by other code, on another machine, or was damaged; a later checkpoint tells these apart, since damage does not happen
 twice.
 
-How far rounding alone would carry the tensor is measured too: the step is taken again with every weight changed by one ulp, a
-few times. A difference beyond that has a cause; one within it may be another order of sums.
+How far rounding alone would carry the tensor is measured too: the step is taken again with weights changed by one ulp of
+float32, a few times. A difference beyond that has a cause; one within it may be another order of sums.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ class _Repeated:
 
     prints: list[Row]
     departure: Departure | None
-    is_telling: bool
+    untold: str
+    notes: list[str]
 
     @property
     def repeats(self) -> bool | None:
-        """Whether it has the bits of the record; ``None`` where one process cannot tell."""
-        return self.departure is None if self.is_telling else None
+        """Whether it has the bits of the record; ``None`` where nothing tells it, for the reason ``untold``."""
+        return None if self.untold else self.departure is None
 
 
 def compare_exactly(one: str | Path, other: str | Path, *, num_replays: int = 3, say: Say = lambda _: None) -> TwoRuns:
@@ -126,26 +127,35 @@ def _repeat(run: Run, since: int, last: int, say: Say) -> _Repeated:
         while past.session.step < last:
             past.advance()
             rows.append(prints.last)
-        return _Repeated([row for row in rows if row is not None], past.departure, _is_telling(past))
+        found = [row for row in rows if row is not None]
+        return _Repeated(found, past.departure, _untold(past), past.notes)
 
 
-def _is_telling(past: PastStep) -> bool:
-    """Whether one process computes what the run's ranks did, to the last bit."""
+def _untold(past: PastStep) -> str:
+    """Why a replay without a difference does not show that the run is repeated, if it does not."""
     ranks = past.record.run.get("machine", {}).get("ranks", 1)
-    return ranks == 1 or past.session.config.recipe.reduction.order_free
+    if ranks > 1 and not past.session.config.recipe.reduction.order_free:
+        return "was trained on several ranks, which sum in another order than the process of a replay"
+    if past.departure is None and past.not_compared:
+        return f"has no loss of step {past.not_compared[0]} to compare with"
+    return ""
 
 
 def _replayed(runs: tuple[Run, Run], since: int, repeated: list[_Repeated], say: Say) -> Replayed:
     """What the replays say of the two runs."""
-    said, persists = [], None
+    said: list[str] = []
+    again: list[bool | None] = []
     for run, each in zip(runs, repeated, strict=True):
-        if each.repeats is None:
-            said.append(
-                f"{run.path.name} was trained on several ranks, which sum in another order than the process of a replay"
-            )
+        said += [f"{run.path.name}: {note}" for note in each.notes]
+        if each.untold:
+            said.append(f"{run.path.name} {each.untold}")
         elif each.departure is not None:
             said.append(f"of {run.path.name}, {each.departure.message}")
-            persists = _persists(run, each.departure.step, say)
+            again.append(_persists(run, each.departure.step, say))
+            if again[-1] is not None:
+                how = "parts from its replay again" if again[-1] else "has the bits of its replay again"
+                said.append(f"from a later checkpoint on, {run.path.name} {how}")
+    persists = None if not again or None in again else True in again
     tables = [[{key: entry[0] for key, entry in row["tensors"].items()} for row in each.prints] for each in repeated]
     one, other = repeated
     return Replayed(since, (one.repeats, other.repeats), tables[0] == tables[1], tuple(said), persists)
@@ -188,7 +198,7 @@ def measure_envelope(
 
     Cost: ``1 + num_replays`` steps after those since the nearest checkpoint.
     """
-    say(f"Repeating step {step} of {run.path} {num_replays} times with every weight changed by one ulp.")
+    say(f"Repeating step {step} of {run.path} {num_replays} times with weights changed by one ulp of float32.")
     with replaying(run.path, step, fingerprints_every=1) as past, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the optimizer says that somebody changed its weights
         before, norms = Moment.of(past.session), []
@@ -205,7 +215,10 @@ def measure_envelope(
 
 @torch.no_grad()
 def shift_weights(session: Session, seed: int) -> None:
-    """Change every weight of a session to a neighbour in its format, up or down by a draw.
+    """Change the weights of a session by an ulp of float32, up or down by a draw, and round them to their format at random.
+
+    What rounding changes is the last digit of a sum in float32. In a narrower format most weights are then as before, and few are
+    their neighbours: in bfloat16 one of 65,536, of each tensor one at least.
 
     Args:
         session: the run.
@@ -213,6 +226,9 @@ def shift_weights(session: Session, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     for _, parameter in session.named_parameters():
+        draw = torch.rand(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.device)
+        share = torch.finfo(torch.float32).eps / torch.finfo(parameter.dtype).eps
+        moved = (draw < share) | (draw == draw.amin())
         up = torch.randint(2, parameter.shape, generator=generator).to(parameter.device).bool()
         bound = torch.where(up, math.inf, -math.inf).to(parameter.dtype)
-        parameter.copy_(torch.nextafter(parameter, bound))
+        parameter.copy_(torch.where(moved, torch.nextafter(parameter, bound), parameter))

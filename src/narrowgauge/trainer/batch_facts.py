@@ -21,7 +21,7 @@ def checksum(batch: np.ndarray) -> str:
         >>> checksum(np.zeros((2, 3), dtype=np.int64)) == checksum(np.ones((2, 3), dtype=np.int64))
         False
     """
-    return hashlib.blake2b(batch.tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(batch.astype(np.uint32).tobytes(), digest_size=8).hexdigest()
 
 
 def unigram_losses(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
