@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -14,8 +15,10 @@ import narrowgauge as ng
 from diagnosis.records import AT, EVERY, NUM_STEPS, PARAMETERS, healthy_run, later, raise_events, tensor, update
 from narrowgauge.cli.main import main
 from narrowgauge.diagnosis.causes import CAUSES, HEALTHY
+from narrowgauge.diagnosis.departures import Departure
 from narrowgauge.diagnosis.evidence import gather
 from narrowgauge.diagnosis.posterior import CONFIDENCE
+from narrowgauge.diagnosis.replayed_step import ReplayedStep
 from narrowgauge.diagnosis.signs import SIGNS, observe
 from narrowgauge.runs.record import Run
 from narrowgauge.spec.tables import Row
@@ -235,6 +238,15 @@ def test_the_cause_is_named_first(name: str) -> None:
     assert first.probability >= CONFIDENCE and first.chain
     assert "{" not in first.remedy and len(found.text().splitlines()) <= 10
     json.dumps(found.to_dict())
+
+
+def test_a_replay_that_parts_without_a_reason_is_no_healthy_run() -> None:
+    departure = Departure(7, "loss", 5.25, 5.24)
+    replay = ReplayedStep("run", 9, 0, departure, 5.1, 1.0)
+    found = ng.diagnose(healthy_run(), replay=replay)
+    assert [(each.cause.name, each.step) for each in found.findings] == [("silent-corruption", 7)], found.text()
+    explained = dataclasses.replace(replay, reasons=("the run noted after step 5: other software",))
+    assert ng.diagnose(healthy_run(), replay=explained).is_healthy
 
 
 def test_a_healthy_run_has_no_finding() -> None:

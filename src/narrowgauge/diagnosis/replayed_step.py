@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from narrowgauge.diagnosis.departures import Departure
 from narrowgauge.diagnosis.replay_variants import REPLAY_VARIANTS, WIDENINGS
 from narrowgauge.spec.tables import Row, number_columns, text_columns
 
@@ -16,7 +17,7 @@ ORDER = 4.0
 """The order of sums alone explains a difference up to so many times what another order makes."""
 EXACT = 1e-5
 """A relative difference to the step in float32 that sums in float32 make by themselves."""
-_SHOWN = 4
+_SHOWN, _LINES = 4, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class ReplayedStep:
         run: the run's name.
         step: its number.
         started: the step of the checkpoint that the replay began from; 0 for the initial weights.
-        departure: where the replay parts from the record, one sentence; empty where it is the run to the last digit.
+        departure: where the replay parts from the record, if it does.
         loss, grad_norm: of the replayed step.
         bad_value: the operation that made the first value that is not finite, or empty.
         variants: by the table's order.
@@ -59,13 +60,15 @@ class ReplayedStep:
         lost_share: the same share of all elements.
         edq: the part of the intended update that arrived, over all tensors; 1 is all.
         watched: what the gauges read of the step: by table, tensor and metric.
-        notes: what makes it less than the same computation, in sentences.
+        is_compared: whether the record holds of this step what could be compared.
+        reasons: what makes it another computation than the run's, so that it may part from the record, in sentences.
+        notes: what else is worth a sentence.
     """
 
     run: str
     step: int
     started: int
-    departure: str
+    departure: Departure | None
     loss: float
     grad_norm: float | None
     bad_value: str = ""
@@ -75,7 +78,14 @@ class ReplayedStep:
     lost_share: float | None = None
     edq: float | None = None
     watched: Mapping[str, Mapping[str, Mapping[str, float | None]]] | None = None
+    is_compared: bool = True
+    reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_the_run(self) -> bool | None:
+        """Whether it is the run's own step to the last digit; ``None`` where nothing tells."""
+        return False if self.departure is not None else True if self.is_compared else None
 
     def variant(self, name: str) -> VariantResult | None:
         """The result of one row of the table, if it was computed."""
@@ -121,8 +131,8 @@ class ReplayedStep:
         return {
             "step": self.step,
             "started": self.started,
-            "is_the_run": not self.departure,
-            "departure": self.departure,
+            "is_the_run": self.is_the_run,
+            "departure": self.departure and self.departure.message,
             "loss": self.loss,
             "grad_norm": self.grad_norm,
             "bad_value": self.bad_value,
@@ -135,15 +145,26 @@ class ReplayedStep:
             "losses": dict(self.losses or {}),
             "variants": [_row(each) for each in self.variants],
             "watched": dict(self.watched or {}),
+            "reasons": list(self.reasons),
             "notes": list(self.notes),
         }
 
     def lines(self) -> list[str]:
         """At most ten lines."""
+        lines = self.every_line()
+        return (
+            lines if len(lines) <= _LINES else [*lines[: _LINES - 1], f"  and {len(lines) - _LINES + 1} more (--json)"]
+        )
+
+    def every_line(self) -> list[str]:
+        """What it has shown, the most important first."""
         since = f"checkpoint {self.started}" if self.started else "the initial weights"
-        is_the_run = self.departure or "the bits of the record"
+        is_the_run = "the bits of the record" if self.is_compared else "the record holds nothing of it to compare with"
+        if self.departure is not None:
+            is_the_run = self.departure.message
         norm = "" if self.grad_norm is None else f", gradient norm {self.grad_norm:.4g}"
         lines = [f"replay of step {self.step} from {since}: loss {self.loss:.6g}{norm}; {is_the_run}"]
+        lines += [f"  note: {said}" for said in self.reasons]
         lines += [f"  {self.bad_value}"] if self.bad_value else []
         lines += self._difference_lines()
         if self.lost_share is not None and self.edq is not None:
@@ -151,8 +172,7 @@ class ReplayedStep:
             where = f", most in {first} ({(self.losses or {})[first]:.0%})" if first and self.lost_share > 0.01 else ""
             lines.append(f"  storage: {self.lost_share:.1%} of the updates rounded away{where}; EDQ {self.edq:.4f}")
         lines += [f"  watched: {said}" for said in [self._worst()] if said]
-        lines += [f"  note: {said}" for said in self.notes]
-        return lines[:10]
+        return lines + [f"  note: {said}" for said in self.notes]
 
     def _worst(self) -> str:
         """The tensors whose casts lose most."""

@@ -19,11 +19,11 @@ def _step(evidence: Evidence) -> ReplayedStep:
 
 
 def _parts(evidence: Evidence) -> Observation:
-    """Notes say what other machine, software or order of sums makes a replay part: then it is no sign of damage."""
+    """Where another machine, software or order of sums is a reason to part, it is no sign of damage."""
     found = _step(evidence)
-    if not found.departure:
-        return ABSENT
-    return UNKNOWN if found.notes else present(found.step, found.departure)
+    if found.departure is None:
+        return ABSENT if found.is_compared else UNKNOWN
+    return UNKNOWN if found.reasons else present(found.departure.step, found.departure.message)
 
 
 def _is_finite(evidence: Evidence) -> Observation:
@@ -73,7 +73,7 @@ def _casts_lose(evidence: Evidence) -> Observation:
 
 
 SIGNS_OF_REPLAYS: tuple[Sign, ...] = (
-    Sign("replay-parts", "a step computed again is not what was recorded", ("replay.step",), 0.01, _parts, _NEEDS),
+    Sign("replay-parts", "a step computed again is not what was recorded", ("replay.step",), 0.0005, _parts, _NEEDS),
     Sign("finite-in-float32", "a step that is not finite is finite in float32", ("replay.variants",), 0.05, _is_finite, _NEEDS),
     Sign(
         "attention-rounds", "most of a step's difference to float32 is from attention", ("replay.variants",), 0.02,

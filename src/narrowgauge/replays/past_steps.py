@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.diagnosis.departures import Departure
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.monitor.spikes import Spike
 from narrowgauge.optim.accumulation import AccumulationWarning
-from narrowgauge.replays.record_checks import Departure, departure, is_compared
+from narrowgauge.replays.record_checks import departure, is_compared
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.recipes import Recipe
@@ -88,7 +89,8 @@ class PastStep:
         session: the run, after ``session.step`` steps.
         record: its folder, read.
         started: the step of the checkpoint that it was loaded from; 0 for the initial weights.
-        notes: what makes it less than the same computation, in sentences.
+        reasons: what makes it another computation than the run's, so that it may part from the record, in sentences.
+        notes: what else is worth a sentence.
 
     Attributes:
         departure: where the replay first parts from the record, while it does not ``None``.
@@ -98,6 +100,7 @@ class PastStep:
     session: Session
     record: Run
     started: int
+    reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     departure: Departure | None = None
     not_compared: list[int] = field(default_factory=list)
@@ -116,8 +119,8 @@ class PastStep:
                 self.not_compared.append(number)
             self.departure = departure(recorded, row, prints, printed)
             if self.departure is not None:
-                self.notes += differences(self.record.run, describe(self.session), "is replayed")
-                self.notes += _changes_on_the_way(self.record)
+                self.reasons += differences(self.record.run, describe(self.session), "is replayed")
+                self.reasons += _changes_on_the_way(self.record)
         return row
 
 
@@ -185,9 +188,7 @@ def _loaded(
     )
     if checkpoint is not None:
         session.load(checkpoint)
-    past = PastStep(session, run, session.step, notes)
-    past.notes += _other_order(run, config)
-    return past
+    return PastStep(session, run, session.step, _other_order(run, config), notes)
 
 
 def _changes_on_the_way(run: Run) -> list[str]:

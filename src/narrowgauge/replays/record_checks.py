@@ -7,41 +7,14 @@ values, or by other code or another machine, or the run itself was not what its 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.diagnosis.alignment import same_value
+from narrowgauge.diagnosis.departures import HELD, Departure
 from narrowgauge.runs.schema import Row
 
 COLUMNS = ("batch_crc", "lr", "loss", "grad_norm", "skipped", "loss_scale")
 """Columns that the arithmetic of a step gives, in the order in which it gives them."""
-_HELD = "held:"
-
-
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """Where a replay parts from the record.
-
-    Args:
-        step: of the run.
-        what: the column of ``steps.jsonl``, or the tensor; ``held:NAME``: the run itself found it changed between two steps.
-        recorded, replayed: the two values; of a tensor its norms.
-    """
-
-    step: int
-    what: str
-    recorded: Any
-    replayed: Any
-
-    @property
-    def message(self) -> str:
-        """One sentence."""
-        if self.what.startswith(_HELD):
-            name = self.what.removeprefix(_HELD)
-            return (
-                f"the run found {name} changed between steps {self.step - 1} and {self.step}, which no replay repeats"
-            )
-        return f"the replay parts from the record at step {self.step}: {self.what} is {self.replayed} and was {self.recorded}"
 
 
 def departure(recorded: Row, replayed: Row, prints: Row | None = None, printed: Row | None = None) -> Departure | None:
@@ -75,7 +48,7 @@ def is_compared(recorded: Row, prints: Row | None) -> bool:
 
 def _first_tensor(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> tuple[str, float, float] | None:
     """The first tensor with other bits, and its norms; tensors that one of the two did not record are left out."""
-    changed = next((key for key in recorded if key.startswith(_HELD)), None)
+    changed = next((key for key in recorded if key.startswith(HELD)), None)
     if changed is not None:
         return changed, recorded[changed][1], float("nan")
     for key, entry in replayed.items():

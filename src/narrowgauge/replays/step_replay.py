@@ -65,11 +65,13 @@ def replay_step(
             Path(folder).name,
             step,
             past.started,
-            "" if past.departure is None else past.departure.message,
+            past.departure,
             row["loss"],
             row["grad_norm"],
             bad,
             watched=watched,
+            is_compared=step not in past.not_compared,
+            reasons=tuple(past.reasons),
             notes=tuple(_notes(past)),
         )
         if session.config.recipe.compute.transform:

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
+from narrowgauge.diagnosis.departures import Departure
 from narrowgauge.diagnosis.prints import by_step
 from narrowgauge.diagnosis.replayed import MeasuredEnvelope, Replayed
 from narrowgauge.diagnosis.stages import Parting, relative_difference
 from narrowgauge.diagnosis.two_runs import TwoRuns, compare_two
 from narrowgauge.replays.past_steps import Moment, PastStep, replaying
-from narrowgauge.replays.record_checks import Departure
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.checkpoint import checkpoint_before
@@ -128,7 +128,8 @@ def _repeat(run: Run, since: int, last: int, say: Say) -> _Repeated:
             past.advance()
             rows.append(prints.last)
         found = [row for row in rows if row is not None]
-        return _Repeated(found, past.departure, _untold(past), past.notes)
+        untold = _untold(past)
+        return _Repeated(found, past.departure, untold, past.notes + ([] if untold else past.reasons))
 
 
 def _untold(past: PastStep) -> str:

@@ -75,7 +75,7 @@ def render_diagnosis(found: Diagnosis, run: Run) -> str:
 
     Cost: that of the diagnosis some five times for each finding, which finds when it could have been made.
     """
-    known = [(finding, None if _is_of_replay(finding) else hindsight(finding, run)) for finding in found.findings]
+    known = [(finding, hindsight(finding, run)) for finding in found.findings]
     parts = [
         Part("change", "What to change", sentences=_changes(found)),
         Part("timeline", "Timeline", figures=timelines(known, run)),
@@ -135,7 +135,7 @@ def render_two(found: TwoRuns, one: Run, other: Run) -> str:
         lead=found.verdict,
         sentences=[],
         parts=parts,
-        made_from="the records of the two runs",
+        made_from="the records of the two runs" + (", computed again" if found.alignment.replayed is not None else ""),
     )
 
 
@@ -241,13 +241,14 @@ def _is_of_replay(finding: Finding) -> bool:
 
 
 def _replay_lines(found: Diagnosis) -> list[str]:
-    return [] if found.replay is None else [f"{_capital(line.strip())}." for line in found.replay.lines()]
+    return [] if found.replay is None else [f"{_capital(line.strip())}." for line in found.replay.every_line()]
 
 
 def _replays(found: Diagnosis) -> list[Table]:
     """The variants of a replayed step."""
     rows = variant_results(found.replay.variants) if found.replay is not None else []
-    return [Table(RESULT_COLUMNS, rows, "Relative differences to the step in float32")] if rows else []
+    caption = "Relative differences to the step in float32; of other-order to the run's own step"
+    return [Table(RESULT_COLUMNS, rows, caption)] if rows else []
 
 
 def _missing(found: Diagnosis) -> list[str]:

@@ -41,10 +41,10 @@ def symbol_of(index: int) -> str:
 
 
 def plain(text: str) -> str:
-    """Text that Plotly shows as it is: its labels understand a small set of tags and entities.
+    """Text that Plotly shows as it is: its labels understand a small set of tags and entities, its templates ``%{x}``.
 
     Example:
-        >>> plain("<b>a</b> & b")
-        '&lt;b&gt;a&lt;/b&gt; &amp; b'
+        >>> plain("<b>a</b> & %{x}")
+        '&lt;b&gt;a&lt;/b&gt; &amp; %&#123;x}'
     """
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("%{", "%&#123;")

@@ -137,19 +137,25 @@ def marked(figure: Figure, rows: Sequence[FindingRow]) -> Figure:
         figure: one of :data:`MARKED`; others are returned as they are.
         rows: of the page.
     """
-    signs = {(row.group, row.step): _mark(row, row.step) for row in rows if row.cause and row.step is not None}
+    signs: dict[tuple[int, int], list[FindingRow]] = {}
+    for row in rows:
+        if row.cause and row.step is not None:
+            signs.setdefault((row.group, row.step), []).append(row)
     if figure.name not in MARKED or not signs:
         return figure
-    return dataclasses.replace(figure, data=[*figure.data, *signs.values()], how=figure.how + _HOW)
+    marks = [_mark(group, step, found) for (group, step), found in signs.items()]
+    return dataclasses.replace(figure, data=[*figure.data, *marks], how=figure.how + _HOW)
 
 
-def _mark(row: FindingRow, step: int) -> Row:
-    """An upright line in the recipe's colour, whose top can be hovered over."""
+def _mark(group: int, step: int, rows: Sequence[FindingRow]) -> Row:
+    """An upright line in the recipe's colour, whose top can be hovered over: what the rows found there."""
+    causes = ", ".join(dict.fromkeys(plain(row.cause) for row in rows))
+    runs = ", ".join(dict.fromkeys(plain(row.run) for row in rows))
     return {
         "type": "scatter", "mode": "lines+markers", "x": [step, step], "y": [0, 0.98], "yaxis": "y2",
-        "meta": {"group": row.group}, "line": {"color": colour(row.group, 0.8), "width": 1.5, "dash": "dot"},
-        "marker": {"symbol": "triangle-down", "size": [0, 10], "color": colour(row.group), "opacity": 1},
-        "hovertemplate": f"{plain(row.cause)}: first sign at step {step}<extra>{plain(row.run)}</extra>",
+        "meta": {"group": group}, "line": {"color": colour(group, 0.8), "width": 1.5, "dash": "dot"},
+        "marker": {"symbol": "triangle-down", "size": [0, 10], "color": colour(group), "opacity": 1},
+        "hovertemplate": f"{causes}: first sign at step {step}<extra>{runs}</extra>",
     }  # fmt: skip
 
 

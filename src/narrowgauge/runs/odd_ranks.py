@@ -54,6 +54,9 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
     Example:
         >>> parted_in({"step": 4, "ranks": {"clip": [0.5, 1.0]}})[2]
         'the factor that clips the gradients differs in step 4: 0.5 on rank 0, 1 on rank 1; rank 1 applied no clip'
+        >>> shards = {"weight:a": [7, None, 5, None, 5, None], "weight:a of ranks 1, 3 and 5": [None, 8, None, 6, None, 6]}
+        >>> parted_in({"step": 4, "parted": shards})[2]
+        'weight a differs on ranks 0 and 1 from the others after step 4'
     """
     factors = (row.get("ranks") or {}).get("clip") or []
     if len(set(map(repr, factors))) > 1:
@@ -67,12 +70,16 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
     if changed and len(changed) < len(held):
         key = next((key for key in row["tensors"] if key.startswith("held:")), "held:")
         return key, changed, f"{key[5:]} of {in_words(changed)} changed in memory after step {row['step'] - 1}"
-    for key, numbers in (row.get("parted") or {}).items():
-        odd = odd_ranks(numbers)
-        kind, _, name = key.partition(":")
-        who = f"differs on {in_words(odd)} from the others" if odd else "differs between ranks"
-        return key, odd, f"{kind} {name} {who} after step {row['step']}"
-    return "", (), ""
+    parted = row.get("parted") or {}
+    if not parted:
+        return "", (), ""
+    key = next(iter(parted))
+    # One entry for each group of ranks that hold the same part of it: KIND:NAME, then KIND:NAME of ranks …
+    groups = [odd_ranks(numbers) for name, numbers in parted.items() if name.partition(" ")[0] == key]
+    odd = tuple(sorted(rank for each in groups for rank in each)) if all(groups) else ()
+    kind, _, name = key.partition(":")
+    who = f"differs on {in_words(odd)} from the others" if odd else "differs between ranks"
+    return key, odd, f"{kind} {name} {who} after step {row['step']}"
 
 
 def in_words(ranks: Sequence[int]) -> str:

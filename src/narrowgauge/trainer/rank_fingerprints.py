@@ -19,7 +19,7 @@ from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.distributed.replicas import replica_groups
 from narrowgauge.errors import CorruptionError
 from narrowgauge.numerics.summation import fingerprint, fingerprint_all
-from narrowgauge.runs.odd_ranks import parted_in
+from narrowgauge.runs.odd_ranks import in_words, parted_in
 from narrowgauge.runs.schema import Row
 
 _SHOWN = 8
@@ -109,11 +109,12 @@ class RankFingerprints:
             mine |= {(key, ranks): number for ranks, named in groups.items() for key, number in named.items()}
         of_all = self.here.gather(mine)
         names = dict.fromkeys(place for each in of_all for place in each)
-        found = {
-            key: [each.get((key, ranks)) if rank in ranks else None for rank, each in enumerate(of_all)]
-            for key, ranks in names
-            if _differ((key, ranks), of_all)
-        }
+        found: Row = {}
+        for key, ranks in names:
+            if _differ((key, ranks), of_all):
+                # Shards have groups of their own, whose numbers may differ from each other's.
+                name = f"{key} of {in_words(ranks)}" if key in found else key
+                found[name] = [each.get((key, ranks)) if rank in ranks else None for rank, each in enumerate(of_all)]
         return dict(list(found.items())[:_SHOWN])
 
 
