@@ -173,7 +173,7 @@ def test_a_step_does_not_last_as_long_as_the_validation_before_it(monkeypatch: p
         read.append(read_run(log._record.reporter.folder))
 
     read: list[Run] = []
-    monkeypatch.setattr(loop_record, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(loop_record, "time", SimpleNamespace(perf_counter=lambda: now, process_time=lambda: 0.0))
     compare(train, ["mine"])
     assert [row["seconds"] for row in read[0].steps] == [1.0, 1.0]
     assert [row["seconds"] for row in read[0].evals] == [1.0, 2.0]

@@ -29,6 +29,7 @@ from narrowgauge.integrations.torchtitan_converter import NarrowgaugeConverter
 from narrowgauge.integrations.torchtitan_metrics import with_record
 from narrowgauge.integrations.torchtitan_optimizer import NarrowgaugeAdamW, narrowgauge_adamw, with_recipe
 from ranks import run_ranks
+from trainer.tiny_runs import TIMINGS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchtitan_configs.py"
 RECIPE = "float8-delayed/word"
@@ -153,7 +154,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(through: tuple[T
 
 
 def without_times(rows: Any, *others: str) -> list[dict[str, Any]]:
-    measured = {"seconds", "tokens_per_second", "peak_memory_bytes", "crc32", *others}
+    measured = {*TIMINGS, "crc32", *others}
     return [{name: value for name, value in row.items() if name not in measured} for row in rows]
 
 

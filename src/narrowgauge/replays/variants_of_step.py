@@ -150,7 +150,7 @@ class VariantsOfStep:
         for name, gradient in passes.gradients.items():
             named[name].grad = (gradient * scale).to(named[name].dtype)
         if optimizer.loss_scaler is not None:
-            optimizer.loss_scaler.scale(torch.ones((), device=session.device))
+            optimizer.loss_scaler.scale(torch.ones((), dtype=torch.float32, device=session.device))
         optimizer.step()
         optimizer.settle()
         found = {name: optimizer.stored(named[name]) - before_it for name, before_it in held.items()}
