@@ -146,14 +146,14 @@ def _with_bug(whole: Any) -> Any:
 
 def take(folder: Path, name: str) -> Path:
     """Store the records of a study's runs: what a diagnosis reads, without data, weights and the paths of this machine."""
-    from narrowgauge.report.packed_runs import pack
+    from narrowgauge.report.packed_runs import pack, without_paths
 
     with tempfile.TemporaryDirectory() as temporary:
         for run in STUDIES[name].runs:
             source, copy = folder / name / run, Path(temporary, name, run)
             copy.mkdir(parents=True)
             settings = narrowgauge.read_run(source).run
-            (copy / "run.toml").write_text(tomli_w.dumps(_without_paths(settings, run)), encoding="utf-8")
+            (copy / "run.toml").write_text(tomli_w.dumps(without_paths(settings, run)), encoding="utf-8")
             for file in ("evals.jsonl", "events.jsonl"):
                 shutil.copyfile(source / file, copy / file)
             summary = json.loads((source / "summary.json").read_text())
@@ -198,14 +198,6 @@ def tell(markdown: str) -> str:
         block = re.compile(rf"(<!-- diagnosis: {name} -->\n```text\n).*?```", re.DOTALL)
         markdown = block.sub(lambda found, said=said: f"{found[1]}{said}\n```", markdown)  # type: ignore[misc]
     return markdown
-
-
-def _without_paths(run: dict[str, Any], name: str) -> dict[str, Any]:
-    """What was asked for, without where it lay and which kernel the machine ran."""
-    plain = {key: Path(run["config"][key]).name for key in ("model", "data", "tokenizer") if key in run["config"]}
-    machine = run.get("machine", {})
-    system = {"system": str(machine["system"]).partition("-")[0]} if "system" in machine else {}
-    return run | {"config": run["config"] | plain | {"out": name}, "machine": machine | system}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

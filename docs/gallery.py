@@ -91,10 +91,12 @@ def add(folders: Sequence[Path], file: Path) -> None:
 
 def take(folder: Path, runs: Path) -> Path:
     """Copy one run, thin, into a folder; the copy's path."""
+    from narrowgauge.report.packed_runs import without_paths
+
     run = narrowgauge.read_run(folder)
     place = runs / f"{str(run.config['recipe']).replace('/', '-')}-seed{run.config['seed']}"
     place.mkdir(parents=True)
-    (place / "run.toml").write_text(tomli_w.dumps(_without_paths(run.run, place.name)), encoding="utf-8")
+    (place / "run.toml").write_text(tomli_w.dumps(without_paths(run.run, place.name)), encoding="utf-8")
     lines = (json.dumps(_shortened(row), separators=(",", ":"), allow_nan=False) + "\n" for row in run.steps)
     (place / "steps.jsonl").write_text("".join(lines), encoding="utf-8")
     sampled = ("gauges.jsonl",) if run.config["seed"] == 0 else ()
@@ -102,14 +104,6 @@ def take(folder: Path, runs: Path) -> Path:
         if (folder / file).exists():
             shutil.copyfile(folder / file, place / file)
     return place
-
-
-def _without_paths(run: dict[str, Any], name: str) -> dict[str, Any]:
-    """What was asked for, without where it lay and which kernel the machine ran."""
-    plain = {key: Path(run["config"][key]).name for key in ("model", "data", "tokenizer") if key in run["config"]}
-    machine = run.get("machine", {})
-    system = {"system": str(machine["system"]).partition("-")[0]} if "system" in machine else {}
-    return run | {"config": run["config"] | plain | {"out": name}, "machine": machine | system}
 
 
 def _shortened(row: dict[str, Any]) -> dict[str, Any]:

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import narrowgauge as ng
 from narrowgauge.runs.archive import files_in, read_bytes
+from script_modules import script_module
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 
-def load_script() -> ModuleType:
-    """``docs/case_studies.py``, which is in no package."""
-    spec = importlib.util.spec_from_file_location("case_studies", DOCS / "case_studies.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-studies = load_script()
+studies = script_module("docs/case_studies.py")
 
 
 @pytest.mark.parametrize("name", studies.STUDIES)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -15,6 +12,7 @@ import narrowgauge as ng
 from narrowgauge.report.packed_runs import pack
 from narrowgauge.report.write import read_runs
 from narrowgauge.runs.archive import files_in, read_bytes
+from script_modules import script_module
 
 ROOT = Path(__file__).parents[1]
 ZIP_FILES = sorted((ROOT / "docs" / "gallery").glob("*.zip"))
@@ -25,17 +23,7 @@ FOLDERS = [file.parent for file in FILES if file.name == "run.toml"]
 ABSOLUTE = re.compile(r"""(?:^|["'\s(=])(?:~?/[\w.~-]+/|[A-Za-z]:\\)""", re.MULTILINE)
 
 
-def load_script() -> ModuleType:
-    """``docs/gallery.py``, which is in no package."""
-    spec = importlib.util.spec_from_file_location("gallery", ROOT / "docs" / "gallery.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-gallery = load_script()
+gallery = script_module("docs/gallery.py")
 
 
 def text_of(file: Path) -> str:

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import narrowgauge as ng
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import METRICS
 
@@ -88,6 +89,16 @@ def healthy_run(recipe: str = "bfloat16/word", **config: Any) -> Run:
     run = Run(Path("made"), table, healthy_steps(), [], events, None)
     run.__dict__["gauges"] = healthy_gauges()
     return run
+
+
+def written(run: Run, folder: Path) -> Path:
+    """A record as a run folder."""
+    with ng.RunWriter.create(folder, {"config": run.config}) as writer:
+        for row in run.steps:
+            writer.step(row)
+        for sample in run.gauges:
+            writer.gauge(sample)
+    return folder
 
 
 def later(rows: list[Row]) -> list[Row]:

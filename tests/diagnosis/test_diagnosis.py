@@ -12,7 +12,18 @@ import pytest
 from click.testing import CliRunner, Result
 
 import narrowgauge as ng
-from diagnosis.records import AT, EVERY, NUM_STEPS, PARAMETERS, healthy_run, later, raise_events, tensor, update
+from diagnosis.records import (
+    AT,
+    EVERY,
+    NUM_STEPS,
+    PARAMETERS,
+    healthy_run,
+    later,
+    raise_events,
+    tensor,
+    update,
+    written,
+)
 from narrowgauge.cli.main import main
 from narrowgauge.diagnosis.causes import CAUSES, HEALTHY
 from narrowgauge.diagnosis.departures import Departure
@@ -315,19 +326,14 @@ def call(*words: str) -> Result:
     return CliRunner().invoke(main, list(words), prog_name="narrowgauge")
 
 
-def written(folder: Path, **config: object) -> Path:
+def spiked(folder: Path, **config: object) -> Path:
     run = healthy_run(**config)
     spike(1)(run)
-    with ng.RunWriter.create(folder, {"config": run.config}) as writer:
-        for row in run.steps:
-            writer.step(row)
-        for sample in run.gauges:
-            writer.gauge(sample)
-    return folder
+    return written(run, folder)
 
 
 def test_the_command_prints_ten_lines_or_json(tmp_path: Path) -> None:
-    folder = written(tmp_path / "run")
+    folder = spiked(tmp_path / "run")
     said = call("diagnose", str(folder))
     assert said.exit_code == 0 and "bad-data" in said.output and len(said.output.splitlines()) <= 10
     found = json.loads(call("diagnose", str(folder), "--json").output)
@@ -335,7 +341,7 @@ def test_the_command_prints_ten_lines_or_json(tmp_path: Path) -> None:
 
 
 def test_broken_and_partial_records_say_so_in_one_line(tmp_path: Path) -> None:
-    folder = written(tmp_path / "run")
+    folder = spiked(tmp_path / "run")
     gauges, rows = folder / "gauges.jsonl", folder / "steps.jsonl"
     gauges.write_text(gauges.read_text()[:900] + "\nxx\n" + gauges.read_text()[900:])
     rows.write_text(rows.read_text()[:-40])

@@ -10,22 +10,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import narrowgauge as ng
-from diagnosis.records import healthy_run
+from diagnosis.records import healthy_run, written
 from narrowgauge.cli.main import main
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A healthy run on the disk."""
-    run = healthy_run(seed=0, steps=160)
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    with ng.RunWriter.create(folder, {"config": run.config}) as writer:
-        for row in run.steps:
-            writer.step(row)
-        for sample in run.gauges:
-            writer.gauge(sample)
-    return folder
+    return written(healthy_run(seed=0, steps=160), tmp_path_factory.mktemp("whole") / "run")
 
 
 def rows(*found: object) -> str:

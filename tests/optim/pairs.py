@@ -13,11 +13,8 @@ All of it is eager, on small shapes. A contract names the pairs that it is asked
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +24,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.spec.storages import STORAGES
+from script_modules import script_module
 from tensors import parameters_of
 
 Shape = tuple[int, ...]
@@ -38,11 +36,7 @@ SHAPES: list[Shape] = [(12, 10), (7, 9), (5,)]
 
 def example(name: str) -> ModuleType:
     """An example as a module, which others can name: a rule is pickled by the names of its functions."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script_module(f"examples/{name}.py")
 
 
 def own(params: Any, *, lr: float, betas: tuple[float, ...], alpha: float, **options: Any) -> ng.Optimizer:

@@ -7,6 +7,7 @@ grow alike, and a format ends somewhere.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from statistics import median
 
 from narrowgauge.diagnosis import possible
@@ -235,21 +236,32 @@ def _piled(evidence: Evidence) -> Observation:
     return ABSENT
 
 
+def _first_risen(series: Samples, limit_of: Callable[[float], float]) -> tuple[int, str, float] | None:
+    """The first tensor that rose, and stays: the step from which it reached its limit, its name and its last value.
+
+    Args:
+        series: by tensor: steps and values.
+        limit_of: a tensor's limit, by its first value.
+    """
+    found = []
+    for name, samples in series.items():
+        limit = limit_of(samples[0][1])
+        if len(samples) >= FEWEST and all(value >= limit for _, value in samples[-2:]):
+            found.append((next(step for step, value in samples if value >= limit), name, samples[-1][1]))
+    return min(found, default=None)
+
+
 def _blocks_spread(evidence: Evidence) -> Observation:
     """Single blocks whose scale leaves that of most others, where it did not at first; blocks of zeros have none."""
-    series: dict[str, list[tuple[int, float]]] = {}
+    series: Samples = {}
     for row in evidence.gauges:
         for name, scales in (row.get("block_scales") or {}).items():
             if name.startswith(("input:", "weight:")) and scales and len(scales) == 3 and None not in scales:
                 series.setdefault(name, []).append((int(row["step"]), scales[2] - scales[1]))
-    found = []
-    for name, samples in series.items():
-        first = samples[0][1]
-        if len(samples) >= FEWEST and all(spread >= first + SPREAD for _, spread in samples[-2:]):
-            found.append((next(step for step, spread in samples if spread >= first + SPREAD), name, samples[-1][1]))
-    if not found:
+    found = _first_risen(series, lambda first: first + SPREAD)
+    if found is None:
         return ABSENT
-    step, name, spread = min(found)
+    step, name, spread = found
     return present(
         step, f"blocks of {name} have scales up to 2^{spread:.0f} times the median one", name, spread, SPREAD
     )
@@ -259,15 +271,14 @@ def _blocks_lose(evidence: Evidence) -> Observation:
     """More of a tensor is zero in its blocks than was, however little energy that has: one large value has nearly all of it."""
     if not possible.in_blocks(evidence) or evidence.recipe is None:
         return UNKNOWN
-    found = []
-    for name, samples in evidence.metric("tensors", "underflow").items():
-        limit = max(DETECTORS["underflow"].threshold, 3 * samples[0][1])
-        # Where many values are zero from the beginning, as in four bits, more of them say nothing.
-        if len(samples) >= FEWEST and samples[0][1] < FEW_ZEROS and all(value >= limit for _, value in samples[-2:]):
-            found.append((next(step for step, value in samples if value >= limit), name, samples[-1][1]))
-    if not found:
+    # Where many values are zero from the beginning, as in four bits, more of them say nothing.
+    series = {
+        name: samples for name, samples in evidence.metric("tensors", "underflow").items() if samples[0][1] < FEW_ZEROS
+    }
+    found = _first_risen(series, lambda first: max(DETECTORS["underflow"].threshold, 3 * first))
+    if found is None:
         return ABSENT
-    step, name, share = min(found)
+    step, name, share = found
     return present(
         step, f"blocks of {name} round {share:.0%} of their values to zero, and did not at first", name, share
     )
@@ -275,16 +286,12 @@ def _blocks_lose(evidence: Evidence) -> Observation:
 
 def _feature_drowns(evidence: Evidence) -> Observation:
     """After a gate, one feature with far more energy than all others, and it was not so at first."""
-    found = []
-    for name, samples in evidence.metric("tensors", "top_to_rest", "input").items():
-        if not name.endswith(AFTER_GATE) or len(samples) < FEWEST:
-            continue
-        limit = max(DROWNS, 4 * samples[0][1])
-        if all(value >= limit for _, value in samples[-2:]):
-            found.append((next(step for step, value in samples if value >= limit), name, samples[-1][1]))
-    if not found:
+    ratios = evidence.metric("tensors", "top_to_rest", "input")
+    series = {name: samples for name, samples in ratios.items() if name.endswith(AFTER_GATE)}
+    found = _first_risen(series, lambda first: max(DROWNS, 4 * first))
+    if found is None:
         return ABSENT
-    step, name, value = min(found)
+    step, name, value = found
     return present(
         step, f"one feature of {name} has {value:.0f} times the energy of all others together", name, value, DROWNS
     )

@@ -10,6 +10,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.report.write import read_runs, run_folders
 from narrowgauge.runs.archive import write_zip, zip_file_of
 from narrowgauge.runs.lines import ROW_FILES
+from narrowgauge.runs.schema import Row
 
 RUN_FILES = ("run.toml", *(f"{name}.jsonl" for name in ROW_FILES), "summary.json")
 COMPARISON_FILES = ("compare.toml", "compare.json")
@@ -71,3 +72,19 @@ def _names(paths: Sequence[str | Path]) -> list[tuple[Path, PurePosixPath, bool]
 def _parts(path: Path) -> tuple[str, ...]:
     """The names from the root of the disk to a path."""
     return Path(os.path.abspath(path)).parts[1:]
+
+
+def without_paths(run: Row, name: str) -> Row:
+    """A ``run.toml`` to be published: what was asked for, without where it lay and which kernel the machine ran.
+
+    Args:
+        run: the table of a run.
+        name: what takes the place of its folder.
+    Example:
+        >>> without_paths({"config": {"model": "/home/me/tiny", "out": "/tmp/run"}}, "first")
+        {'config': {'model': 'tiny', 'out': 'first'}, 'machine': {}}
+    """
+    plain = {key: Path(run["config"][key]).name for key in ("model", "data", "tokenizer") if key in run["config"]}
+    machine = run.get("machine", {})
+    system = {"system": str(machine["system"]).partition("-")[0]} if "system" in machine else {}
+    return run | {"config": run["config"] | plain | {"out": name}, "machine": machine | system}
