@@ -16,6 +16,12 @@ in ``_compiler.py``.
     Which parameters travel together, in which order, between which ranks, and what summed them before; an all-reduce over
     replicas that has nothing left to sum is sent to a group of one rank. The way out: the mesh as an argument, and zeros on all
     replicas but one.
+``FSDPParam`` (``sharded_param``, ``_module_info``, ``_unsharded_param``, ``all_gather_outputs``, ``reset_sharded_param``,
+``_init_extensions``), ``FSDPParamGroup._init_mp_dtypes``
+    A recipe changes the format of parameters that are sharded already; FSDP2 looks for such changes in its first forward pass,
+    which is too late for gradient sums and optimizers, or was before. The way out: refusing models that the caller has sharded.
+``_fsdp_orig_uid`` of a parameter that ``fully_shard`` has taken out of its module (looked up from PyTorch 2.12 on)
+    An optimizer that was made before it steps such parameters, which never get a gradient. The way out: torch's silence.
 ``torch.autograd.Variable._execution_engine.queue_callback``
     Replicated parameters are summed when a backward pass ends. The way out: a call after it.
 Functions of ``torch.distributed`` and ``torch.distributed.distributed_c10d``, replaced while a run is watched
@@ -154,6 +160,44 @@ def fsdp_dtypes(model: Any) -> set[torch.dtype]:
 def fsdp_parameters(group: Any) -> list[Tensor]:
     """The sharded parameters of a parameter group of FSDP2."""
     return [parameter.sharded_param for parameter in group.fsdp_params]
+
+
+def fsdp_places(group: Any) -> list[tuple[Tensor, list[tuple[Any, str]]]]:
+    """The sharded parameters of a parameter group of FSDP2, each with the modules it is put back into, and its names there."""
+    found = []
+    for parameter in group.fsdp_params:
+        info = parameter._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        found.append((parameter.sharded_param, [(info.module, info.param_name), *shared]))
+    return found
+
+
+def fsdp_gathered(group: Any) -> list[Tensor]:
+    """What stands in the modules in place of a group's sharded parameters while these are gathered, as far as it was made."""
+    return [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+
+
+def renew_fsdp_group(group: Any) -> None:
+    """Let a parameter group of FSDP2 take the parameters that its modules hold, as they are now; none of them is gathered.
+
+    FSDP2 does so in its first forward pass alone; what later ones gather into has the dtype of that time, and is made anew.
+    """
+    for parameter in group.fsdp_params:
+        parameter.reset_sharded_param()
+        parameter._init_extensions()
+        parameter.all_gather_outputs = []
+        if hasattr(parameter, "_unsharded_param"):
+            del parameter._unsharded_param
+    group._init_mp_dtypes()
+
+
+def was_taken_by_fsdp(parameter: Tensor) -> bool:
+    """Whether FSDP2 has put another parameter in the place of this one, the whole one, and never gives it a gradient.
+
+    It does so in ``fully_shard``, where some versions of PyTorch leave no mark; and after a forward pass, with what it has gathered.
+    """
+    is_plain = type(parameter) is torch.nn.Parameter and parameter.numel() > 0
+    return hasattr(parameter, "_fsdp_orig_uid") or (is_plain and not parameter.untyped_storage().size())
 
 
 def fsdp_columns(group: Any) -> list[tuple[Any, int]]:

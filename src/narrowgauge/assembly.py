@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from narrowgauge.cutting import cut_parameters
 from narrowgauge.distributed import sharding
 from narrowgauge.distributed.reduction import reduce_gradients_with
-from narrowgauge.distributed.sharding import make_equal, require_mesh
+from narrowgauge.distributed.sharding import has_shards, make_equal, require_mesh, settle
 from narrowgauge.errors import RecipeError
 from narrowgauge.joint_scales import join_histories
 from narrowgauge.matmul.linears import Linears
@@ -158,7 +158,9 @@ def prepare_with(
     inner = unwrapped(model)
     require_summable(model, policy, mesh)
     _, optimizer = assemble(inner, policy, mesh=mesh, seed=seed, **settings)
-    if mesh is not None or policy.reduction.name != "native":
+    # FSDP2 and DDP average by themselves, and add up nothing.
+    adds_up = not average and (inner is not model or has_shards(inner))
+    if mesh is not None or policy.reduction.name != "native" or adds_up:
         name = policy.reduction.name
         optimizer.reduction = reduce_gradients_with(model, name, average=average, seed=seed, mesh=mesh)
     return model, optimizer
@@ -239,6 +241,7 @@ def convert_model(
     Raises:
         RecipeError: as :func:`prepare`.
     """
+    settle(model)
     require_trainable(model, recipe)
     if mesh is not None:
         require_mesh(model, mesh, shard)

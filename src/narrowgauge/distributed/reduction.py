@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -25,9 +25,9 @@ from narrowgauge.distributed.exact import ExactExchange
 from narrowgauge.distributed.exchanges import ALONE, BackendSum, Exchange, Parties, group_of, of_mesh, replicated
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.replicated import Replicated, SumAfterBackward
-from narrowgauge.distributed.sharding import GroupSum
+from narrowgauge.distributed.sharding import GroupSum, settle
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.numerics.shards import is_sharded, local_of
+from narrowgauge.numerics.shards import by_group, is_sharded, local_of
 from narrowgauge.spec.reductions import REDUCTIONS, Reduction
 
 EXCHANGES: dict[str, type[Exchange]] = {
@@ -124,10 +124,13 @@ class _MicroBatch:
 class _GroupExchange(GroupSum):
     """The sum of one parameter group's gradients by an exchange."""
 
-    def __init__(self, reduction: GradientReduction, exchange: Exchange) -> None:
-        self.reduction, self.exchange = reduction, exchange
+    def __init__(self, reduction: GradientReduction, exchange: Exchange, parameters: Callable[[], list[Tensor]]) -> None:
+        self.reduction, self.exchange, self.parameters = reduction, exchange, parameters
+        self.known = parameters()
 
     def sum(self, gradient: Tensor, output: Tensor, group: Any) -> None:
+        if any(now is not then for now, then in zip(self.parameters(), self.known, strict=True)):
+            self.reduction.require_known()
         now = self.reduction.now if self.reduction.now is not None else _MicroBatch()
         if now.is_absent:
             gradient.zero_()
@@ -152,7 +155,8 @@ class GradientReduction:
         sums: str,
         mesh: Any,
     ) -> None:
-        self.row = row
+        settle(model)
+        self.row, self._model = row, model
         self.now: _MicroBatch | None = None
         self._sums_leaves = EXCHANGES[row.name].sums_leaves
         self._accumulator = None if self._sums_leaves else accumulator
@@ -176,9 +180,10 @@ class GradientReduction:
         if parties is None:
             parties = _parties_of(model, mesh)
         self.size, self._group = parties.size, parties.group
+        _require_whole(model, others, parties)
         whole = replicated(parties.group) if parties.size > 1 else ALONE
         self._replicated = Replicated(others, whole, register)
-        self._lone = SumAfterBackward(self._replicated, lambda: self.now is not None, self._require_frozen)
+        self._lone = SumAfterBackward(self._replicated, lambda: self.now is not None, self.require_known)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             buckets = BucketSums(partial(register, whole), lambda: self.now is not None, average)
             self._undo += buckets.install(model)
@@ -295,19 +300,44 @@ class GradientReduction:
                 "a step was begun, and gradients of an earlier one are still there.",
                 "Call zero_grad(set_to_none=True) after each step.",
             )
-        self._require_frozen()
+        if not self._in_step:
+            self.require_known()
         self._in_step = True
         self._arrivals.begin_micro_batch()
 
-    def _require_frozen(self) -> None:
-        """Refuse gradients that nobody sums: replicas of the parameter would drift apart."""
-        for parameter in self._frozen:
-            if parameter.requires_grad:
-                raise RecipeError(
-                    f"a parameter of shape {tuple(parameter.shape)} was frozen when reduction '{self.row.name}' was "
-                    "installed, and is trained now.",
-                    "Call close() of the reduction, and install it anew.",
-                )
+    def require_known(self) -> None:
+        """Refuse gradients that nobody sums, or that are summed as another parameter's: replicas would drift apart.
+
+        Raises:
+            RecipeError: a parameter is trained that was frozen, or not there, when the reduction was installed.
+        """
+        known = {id(p) for p in self._trainable}
+        groups = [group for _, group in _torch.fsdp_groups(self._model)]
+        gathered = {id(p) for group in groups for p in _torch.fsdp_gathered(group)}
+        sharded = [p for group in groups for p in _torch.fsdp_parameters(group)]
+        for parameter in [*self._frozen, *sharded, *self._model.parameters()]:
+            if not parameter.requires_grad or id(parameter) in known or id(parameter) in gathered:
+                continue
+            was = "frozen" if any(parameter is p for p in self._frozen) else "not in the model"
+            raise RecipeError(
+                f"a parameter of shape {tuple(parameter.shape)} was {was} when reduction '{self.row.name}' was installed, and is "
+                "trained now.",
+                "Call close() of the reduction, and install it anew.",
+            )
+
+    def require_stepped(self) -> None:
+        """What an optimizer calls none of whose parameters has a gradient.
+
+        Raises:
+            RecipeError: gradients were summed: they are of other parameters.
+        """
+        found = next((p for p in self._trainable if p.grad is not None), None)
+        if found is not None:
+            raise RecipeError(
+                f"gradients were summed by reduction '{self.row.name}', one of shape {tuple(found.shape)} among them, and the "
+                "optimizer's parameters have none: they are not the model's.",
+                "Make the optimizer of model.parameters() as they are now.",
+            )
 
     def _set_aside(self) -> dict[Tensor, Tensor | None]:
         """The sums so far of what is summed on this rank, out of the way of a backward pass that does not count."""
@@ -357,7 +387,7 @@ class GradientReduction:
                 )
             parties = of_mesh(where.mesh, where.shard_dim, where.replicate_dim)
             ranks[tuple(dist.get_process_group_ranks(parties.group))] = parties
-            comm = _GroupExchange(self, register(parties))
+            comm = _GroupExchange(self, register(parties), partial(_torch.fsdp_parameters, group))
             alone = group_of([all_ranks().rank]) if parties.replicas > 1 else None
             self._undo.append(_torch.take_over_sums(module, group, comm, alone))
             if parties.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated
@@ -365,6 +395,18 @@ class GradientReduction:
         if len(ranks) > 1:
             raise RecipeError(f"a model is sharded over {len(ranks)} meshes of other ranks.", "Shard it over one.")
         return found, next(iter(ranks.values()), None)
+
+
+def _require_whole(model: nn.Module, others: Sequence[Tensor], parties: Parties) -> None:
+    """Refuse a parameter of which the ranks that would add up its gradients hold different elements."""
+    for groups, members in by_group(others):
+        ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+        if len(ranks.intersection(dist.get_process_group_ranks(parties.group)) if parties.group is not None else ()) > 1:
+            name = next(name for name, parameter in model.named_parameters() if parameter is members[0])
+            raise RecipeError(
+                f"parameter '{name}' is a DTensor of which each rank holds a part, and it is not FSDP2 that gathers it.",
+                "Shard it with fully_shard, or keep it whole on every rank.",
+            )
 
 
 def _parties_of(model: nn.Module, mesh: Any) -> Parties:

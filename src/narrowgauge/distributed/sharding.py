@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from narrowgauge import _torch
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.shards import is_sharded
@@ -145,10 +146,37 @@ class GroupSum:
         raise NotImplementedError
 
 
-def groups_of(model: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
-    """The parameters of each FSDP2 module that no FSDP2 module inside it holds, by name."""
-    units = {id(module) for module in fsdp_modules(model)}
-    return {unit: list(_left_to(unit, units)) for unit in model.modules() if id(unit) in units}
+def settle(model: nn.Module) -> None:
+    """Let a model's modules and FSDP2 hold the same parameters, all of them sharded, before anybody takes them from the model.
+
+    A forward pass may leave gathered parameters in the modules, and FSDP2 looks only in its first one for parameters that were
+    replaced after ``fully_shard``.
+
+    Raises:
+        RecipeError: a parameter was replaced by one that FSDP2 cannot gather.
+    """
+    for module in fsdp_modules(model):
+        module.reshard()
+    for _, group in _torch.fsdp_groups(model):
+        placed = _torch.fsdp_places(group)
+        if any(module._parameters.get(name) is not p for p, places in placed for module, name in places):
+            for _, places in placed:
+                _require_gatherable(model, places)
+            _torch.renew_fsdp_group(group)
+
+
+def _require_gatherable(model: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> None:
+    """Refuse a parameter that took the place of a sharded one and is not sharded, or only in one place of a tied one."""
+    held = [module._parameters.get(name) for module, name in places]
+    if held[0] is not None and is_sharded(held[0]) and all(each is held[0] for each in held):
+        return
+    ours = {module: prefix for prefix, module in model.named_modules()}
+    names = [f"{ours.get(module, type(module).__name__)}.{name}".removeprefix(".") for module, name in places]
+    raise RecipeError(
+        f"parameter '{' = '.join(names)}' was replaced after fully_shard by one that FSDP2 cannot gather: "
+        f"{'not a shard of it' if len(names) == 1 else 'not a shard of it, or not in all of these places'}.",
+        "Replace it before fully_shard, or write into the sharded one.",
+    )
 
 
 def through_root(model: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,8 +198,8 @@ def through_root(model: nn.Module, function: Callable[..., Any]) -> Callable[...
 
 
 def has_shards(model: nn.Module) -> bool:
-    """Whether any parameter is a DTensor."""
-    return any(map(is_sharded, model.parameters()))
+    """Whether any parameter is a DTensor, or FSDP2 has gathered it at the moment."""
+    return any(map(is_sharded, model.parameters())) or bool(_torch.fsdp_groups(model))
 
 
 def mesh_of(model: nn.Module) -> Any:
@@ -296,14 +324,12 @@ def _owns_its_parameters(layer: nn.Module, model: nn.Module) -> bool:
     )
 
 
-def _left_to(unit: nn.Module, units: Iterable[int], prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+def _left_to(unit: nn.Module, units: Iterable[int]) -> Iterator[nn.Parameter]:
     """A unit's parameters without those of units inside it."""
-    for name, parameter in unit._parameters.items():
-        if parameter is not None:
-            yield f"{prefix}{name}", parameter
-    for name, child in unit.named_children():
+    yield from (parameter for parameter in unit._parameters.values() if parameter is not None)
+    for child in unit.children():
         if id(child) not in units:
-            yield from _left_to(child, units, f"{prefix}{name}.")
+            yield from _left_to(child, units)
 
 
 def _exceptions(model: nn.Module, layers: list[nn.Module]) -> tuple[list[nn.Module], set[nn.Parameter]]:
@@ -317,7 +343,7 @@ def _exceptions(model: nn.Module, layers: list[nn.Module]) -> tuple[list[nn.Modu
     alone: dict[nn.Module, None] = {}
     whole: set[nn.Parameter] = set()
     for unit in [*layers, model]:
-        members = [parameter for _, parameter in _left_to(unit, units)]
+        members = list(_left_to(unit, units))
         usual = _usual_dtype(members)
         for parameter in members:
             if parameter.ndim == 0:

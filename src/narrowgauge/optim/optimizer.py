@@ -32,6 +32,7 @@ from narrowgauge.optim.step import Stepper
 from narrowgauge.optim.stores import NO_GRADIENT, Store
 from narrowgauge.optim.validation import (
     Range,
+    check_in_use,
     check_options,
     check_real,
     check_rule,
@@ -249,7 +250,11 @@ class Optimizer(torch.optim.Optimizer):
             check_step(group, self.rule)
         work = [(group, self._stores_with_gradient(group)) for group in self.param_groups]
         stores = [store for _, members in work for store in members]
+        if not (stores and self._stepped):
+            check_in_use(self.parameter_names())
         if not stores:
+            if self.reduction is not None:
+                self.reduction.require_stepped()
             self._take_audit([])  # of parameters that were stepped alone
             return
         if not self._stepped:

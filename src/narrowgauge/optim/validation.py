@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge import _torch
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, SGD, Rule
 from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, LR_SCALES, MUON, MatrixRule
@@ -267,6 +268,24 @@ def gradient_of(parameter: Tensor) -> Tensor:
             "Drop the gradients (zero_grad) when a parameter is resized.",
         )
     return gradient
+
+
+def check_in_use(names: Mapping[Tensor, str]) -> None:
+    """Refuse parameters that never get a gradient, since FSDP2 has put others in their places.
+
+    Args:
+        names: the optimizer's parameters, with their names.
+    Raises:
+        RecipeError: naming the first.
+    """
+    for parameter, name in names.items():
+        if parameter.requires_grad and parameter.grad is None and _torch.was_taken_by_fsdp(parameter):
+            raise RecipeError(
+                f"parameter '{name}' of the optimizer has no gradient and never gets one: FSDP2 has put another in its place "
+                "in the model.",
+                "Call fully_shard first, then make the optimizer or call narrowgauge.prepare, and only then run the model; "
+                "model.reshard() puts back what a forward pass has gathered.",
+            )
 
 
 class SlowMatmulNotice(UserWarning):
