@@ -35,7 +35,7 @@ from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.processor import multiplies
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainable import require_summable, require_trainable, unwrapped
+from narrowgauge.trainable import require_contiguous, require_summable, require_trainable, unwrapped
 
 Made = TypeVar("Made", bound=Optimizer)
 
@@ -95,8 +95,8 @@ def prepare(
     Raises:
         RecipeError: an unknown recipe; a ``keep`` pattern or override that matches nothing, or only one name of a tied
             parameter; a model of another dtype or without trainable parameters; a batch norm that would mix dtypes; a
-            mesh for a model that is sharded already, or a sharded model whose groups would mix dtypes; narrow gathers that no
-            layer allows, or of a recipe whose compute changes; with an order-free
+            mesh for a model that is sharded already, or a sharded model whose groups would mix dtypes; sparse gradients;
+            narrow gathers that no layer allows, or of a recipe whose compute changes; with an order-free
             reduction a batch norm or dropout, through which micro-batches depend on those before them.
 
     Cost: a temporary float32 copy of the weights, on every rank.
@@ -245,6 +245,8 @@ def convert_model(
     require_trainable(model, recipe)
     if mesh is not None:
         require_mesh(model, mesh, shard)
+        if shard == "full":
+            require_contiguous(model, recipe)
         make_equal(model, mesh)
     factors = _rebuild(model, recipe, seed)
     values = cut_parameters(model, recipe)

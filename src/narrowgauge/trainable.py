@@ -54,6 +54,7 @@ def require_trainable(model: nn.Module, recipe: Recipe) -> None:
     for compute in recipe.computes:
         variants.check_layers(compute, linear_names(model), type(model).__name__)
     _check_statistics(model, recipe)
+    _check_sparse(model, recipe)
     if recipe.reduction.order_free:
         _check_leaves(model, recipe)
 
@@ -118,6 +119,42 @@ def _check_statistics(model: nn.Module, recipe: Recipe) -> None:
             f"statistics are {found}; PyTorch does not compute with mixed dtypes here.",
             advice,
         )
+
+
+def _check_sparse(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse sparse gradients; a weight that a layer uses too gets the sum of both, which is dense."""
+    holders: dict[Tensor, list[str]] = {}
+    dense: set[Tensor] = set()
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            holders.setdefault(parameter, []).append(f"{name}.{own}".removeprefix("."))
+            if not getattr(module, "sparse", False):
+                dense.add(parameter)
+    for parameter, names in holders.items():
+        if parameter.requires_grad and parameter not in dense:
+            raise RecipeError(
+                f"recipe '{recipe.name}' sums and steps dense gradients, and those of '{names[0]}' of {type(model).__name__} are "
+                "sparse.",
+                "Build the embedding with sparse=False.",
+            )
+
+
+def require_contiguous(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse to shard a parameter whose rows FSDP2 would gather in another layout, in which products round otherwise.
+
+    Those that the recipe rounds become contiguous, here and on one process.
+
+    Raises:
+        RecipeError: naming the first.
+    """
+    for name, parameter in model.named_parameters():
+        stays = str(parameter.dtype) == f"torch.{recipe.storage_of(name, parameter.ndim).visible}"
+        if stays and not parameter.is_contiguous():
+            raise RecipeError(
+                f"parameter '{name}' of {type(model).__name__} has shape {tuple(parameter.shape)} and strides "
+                f"{parameter.stride()}, and FSDP2 shards contiguous parameters alone.",
+                "Make it contiguous: parameter.data = parameter.data.contiguous().",
+            )
 
 
 def _check_leaves(model: nn.Module, recipe: Recipe) -> None:

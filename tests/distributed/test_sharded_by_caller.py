@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import narrowgauge as ng
 from narrowgauge.distributed import sharding
 from narrowgauge.errors import RecipeError
+from narrowgauge.spec.notation import parse_table
 from ranks import run_ranks
 
 LEAVES = 6
@@ -113,36 +115,161 @@ def learn(model: nn.Module, optimizer: ng.AdamW) -> list[str]:
 
 PLACES = {1: ("line",), 2: ("line", "shards of one"), 3: ("line",), 4: ("replicas",)}
 HOWS = ("", "evaluated", "run", "trained", "whole", "offloaded")
+EXACT = ("bfloat16/word/reproducible", "float32/float32/reproducible")
 
 
-def learned(rank: int, recipe: str) -> dict[str, list[str]]:
+def learned(rank: int, recipes: tuple[str, ...], hows: tuple[str, ...]) -> dict[str, list[str]]:
     """Of every way in which a caller shards, and of ``prepare(mesh=…)``."""
     torch.set_num_threads(1)
     found = {}
-    for place in PLACES[dist.get_world_size()]:
-        found |= {f"{place} {how}": learn(*prepared(recipe, place, how)) for how in HOWS}
-        found[f"mesh {place}"] = learn(*prepared(recipe, f"mesh {place}"))
+    for recipe in recipes:
+        for place in PLACES[dist.get_world_size()]:
+            found |= {f"{recipe} {place} {how}": learn(*prepared(recipe, place, how)) for how in hows}
+            found[f"{recipe} mesh {place}"] = learn(*prepared(recipe, f"mesh {place}"))
     return found
 
 
-def alone(rank: int, recipe: str) -> list[str]:
+def alone(rank: int) -> dict[str, list[str]]:
     torch.set_num_threads(1)
-    return learn(*prepared(recipe, "one"))
+    return {recipe: learn(*prepared(recipe, "one")) for recipe in EXACT}
 
 
-@pytest.mark.parametrize("recipe", ["bfloat16/word/reproducible", "float32/float32/reproducible"])
-def test_the_caller_s_shards_have_the_bits_of_one_process(recipe: str, tmp_path: Path) -> None:
-    expected = run_ranks(alone, 1, tmp_path / "one", recipe)[0]
-    for size in PLACES:
-        for found in run_ranks(learned, size, tmp_path / str(size), recipe):
-            assert [case for case, seen in found.items() if seen != expected] == []
+@pytest.mark.parametrize("size", PLACES)
+def test_the_caller_s_shards_have_the_bits_of_one_process(size: int, tmp_path: Path) -> None:
+    expected = run_ranks(alone, 1, tmp_path / "one")[0]
+    for found in run_ranks(learned, size, tmp_path, EXACT, HOWS if size in (2, 4) else HOWS[:2]):
+        assert [case for case, seen in found.items() if seen != expected[case.split()[0]]] == []
 
 
-@pytest.mark.parametrize("reduction", ["native", "float32", "compressed8"])
-def test_the_caller_s_shards_have_the_bits_of_a_mesh(reduction: str, tmp_path: Path) -> None:
-    """Sums of floats depend on what is summed together: here the same groups, but for what stays whole."""
-    for size in PLACES:
-        for found in run_ranks(learned, size, tmp_path / str(size), f"bfloat16/word/{reduction}"):
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_caller_s_shards_have_the_bits_of_a_mesh(size: int, tmp_path: Path) -> None:
+    """Sums of floats depend on what is summed together: here the same groups."""
+    recipes = tuple(f"bfloat16/word/{reduction}" for reduction in ("native", "float32", "compressed8"))
+    for found in run_ranks(learned, size, tmp_path, recipes, HOWS[:2]):
+        for recipe in recipes:
             for place in PLACES[size]:
-                same = {case: seen for case, seen in found.items() if place in case and "whole" not in case}
-                assert [case for case, seen in same.items() if seen != found[f"mesh {place}"]] == []
+                expected = found[f"{recipe} mesh {place}"]
+                assert [found[f"{recipe} {place} {how}"] for how in HOWS[:2]] == [expected] * 2
+
+
+# ── other ways to a sharded model ───────────────────────────────────────────────────────────────────────────────────
+
+
+def said(attempt: Callable[[], object]) -> str:
+    with pytest.raises(RecipeError) as error:
+        attempt()
+    return str(error.value)
+
+
+def replace(model: Net, how: str) -> None:
+    """Put other parameters into the place of a sharded one, or of one of its places."""
+    value = Net().embedding.weight.detach()
+    new = nn.Parameter(value if how == "whole" else distribute_tensor(value, mesh_of("line"), [Shard(0)]))
+    model.embedding.weight = new  # type: ignore[assignment]
+    if how != "in one place":
+        model.head.weight = new
+
+
+def backward(model: Net) -> None:
+    loss_of(model, dist.get_rank()).backward()
+
+
+def summed(model: Net) -> dict[str, Tensor]:
+    """Gradients of one micro-batch a rank, added up over the ranks, of what is trained."""
+    backward(model)
+    gradients: dict[str, Any] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+
+
+def sums_and_refusals(rank: int) -> tuple[list[dict[str, Tensor]], dict[str, str]]:
+    sums, lines = [], {}
+    for how in ("", "evaluated", "run", "trained"):
+        for replaced in (False, True):
+            model = sharded("line", how)
+            if replaced:
+                replace(model, "everywhere")
+            ng.reduce_gradients_with(model, "reproducible", average=False)
+            sums.append(summed(model))
+    for how in ("whole", "in one place"):
+        model = sharded("line")
+        replace(model, how)
+        lines[how] = said(partial(ng.prepare, model, "float32/float32"))
+    for how in ("micro-batch", "backward"):
+        model = sharded("line")
+        reduction = ng.reduce_gradients_with(model, "float32")
+        replace(model, "everywhere")
+        attempts = {"micro-batch": reduction.micro_batch().__enter__, "backward": partial(backward, model)}
+        lines[how] = said(attempts[how])
+    model = Net()
+    reduction = ng.reduce_gradients_with(model, "float32")
+    fully_shard(model, mesh=mesh_of("line"))
+    lines["sharded later"] = said(lambda: reduction.micro_batch().__enter__())
+    model = sharded("line")
+    model.extra = nn.Parameter(distribute_tensor(torch.ones(4), mesh_of("line"), [Shard(0)]))
+    lines["not FSDP2's"] = said(lambda: ng.reduce_gradients_with(model, "float32"))
+    return sums, lines
+
+
+def test_a_reduction_sums_what_fsdp_gathers_or_refuses(tmp_path: Path) -> None:
+    """Once parameters that FSDP2 did not know yet were taken for whole ones, shards of different elements were added up."""
+    model = Net()
+    for leaf in range(2):
+        loss_of(model, leaf).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for sums, lines in run_ranks(sums_and_refusals, 2, tmp_path):
+        for found in sums:
+            torch.testing.assert_close(found, expected)
+        assert "'embedding.weight = head.weight' was replaced after fully_shard" in lines["whole"]
+        assert "or not in all of these places" in lines["in one place"]
+        for how in ("micro-batch", "backward", "sharded later"):
+            assert "was not in the model when reduction 'float32' was installed" in lines[how]
+        assert "'extra' is a DTensor" in lines["not FSDP2's"]
+
+
+def steps_and_refusals(rank: int) -> dict[str, str]:
+    """Optimizers of parameters that FSDP2 has taken out of the model; and formats that it cannot gather together."""
+    lines = {}
+    model = Net()
+    optimizer = ng.AdamW(model.named_parameters(), storage="float32")
+    fully_shard(model, mesh=mesh_of("line"))
+    loss_of(model, 0).backward()
+    lines["made before"] = said(optimizer.step)
+    model, optimizer = ng.prepare(Net(), "float32/float32")  # type: ignore[assignment]
+    fully_shard(model, mesh=mesh_of("line"), ignored_params={model.gain})
+    loss_of(model, 0).backward()
+    lines["prepared before"] = said(optimizer.step)
+    model = sharded("line", "evaluated")
+    optimizer = ng.AdamW(model.parameters(), storage="float32")
+    loss_of(model, 0).backward()
+    lines["made of gathered ones"] = said(optimizer.step)
+    model, optimizer = sharded("line"), ng.AdamW(Net().parameters(), storage="float32")
+    optimizer.reduction = ng.reduce_gradients_with(model, "float32")
+    loss_of(model, 0).backward()
+    lines["of others"] = said(optimizer.step)
+    model = Net()
+    fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh_of("line"))
+    fully_shard(model, mesh=mesh_of("line"))
+    recipe = parse_table({"recipe": "bfloat16/word", "keep": ["blocks.0"]})
+    lines["formats"] = said(lambda: ng.prepare(model, recipe))
+    return lines
+
+
+def test_an_optimizer_that_steps_nothing_of_a_sharded_model_is_refused(tmp_path: Path) -> None:
+    for lines in run_ranks(steps_and_refusals, 2, tmp_path):
+        assert "parameter 'gain' of the optimizer has no gradient and never gets one" in lines["made before"]
+        assert "of the optimizer has no gradient" in lines["prepared before"]
+        assert "model.reshard() puts back" in lines["made of gathered ones"]
+        assert "they are not the model's" in lines["of others"]
+        assert "bfloat16 weights in 'blocks.1.0.weight' and float32 weights in 'blocks.0.0.weight'" in lines["formats"]
+
+
+def identities(rank: int) -> list[bool]:
+    """Whether a sharded model's parameters stay the same objects, as those of a whole model do."""
+    model = sharded("line")
+    before = list(model.parameters())
+    ng.prepare(model, "bfloat16/word")
+    return [now is then for now, then in zip(model.parameters(), before, strict=True)]
+
+
+def test_parameters_stay_the_same_objects(tmp_path: Path) -> None:
+    assert all(all(found) for found in run_ranks(identities, 2, tmp_path))

@@ -155,11 +155,19 @@ def settle(model: nn.Module) -> None:
     Raises:
         RecipeError: a parameter was replaced by one that FSDP2 cannot gather.
     """
-    for module in fsdp_modules(model):
-        module.reshard()
-    for _, group in _torch.fsdp_groups(model):
+    for fsdp_module, group in _torch.fsdp_groups(model):
+        gathered = {id(parameter) for parameter in _torch.fsdp_gathered(group)}
         placed = _torch.fsdp_places(group)
-        if any(module._parameters.get(name) is not p for p, places in placed for module, name in places):
+        replaced = [
+            (module, name, held)
+            for sharded, places in placed
+            for module, name in places
+            if (held := module._parameters.get(name)) is not sharded and id(held) not in gathered
+        ]
+        fsdp_module.reshard()  # it also undoes what took the place of a gathered one
+        for module, name, held in replaced:
+            module._parameters[name] = held
+        if replaced:
             for _, places in placed:
                 _require_gatherable(model, places)
             _torch.renew_fsdp_group(group)

@@ -35,8 +35,8 @@ def gather_narrow(model: nn.Module) -> dict[str, str]:
     Invariant: outputs and gradients have the same bits as without.
 
     Args:
-        model: sharded by ``fully_shard``, after its layers were swapped (:func:`narrowgauge.prepare`) and before its first
-            forward pass. Computes must not change afterwards.
+        model: sharded by ``fully_shard``, after its layers were swapped (:func:`narrowgauge.prepare`). Computes must not
+            change afterwards.
     Returns:
         Of each linear layer that is gathered as before: its name and the reason.
     Raises:
@@ -46,6 +46,9 @@ def gather_narrow(model: nn.Module) -> dict[str, str]:
     all-reduce of amax values per gather. A gathered layer takes 1 byte per weight more memory than before.
     Source: torchao's float8 all-gather, for one scale per tensor.
     """
+    groups = _torch.fsdp_groups(model)
+    for module, _ in groups:
+        module.reshard()  # a forward pass leaves what it has gathered in the root
     left_wide: dict[str, str] = {}
     units: dict[nn.Module, _Unit] = {}
     owners = _owners(model)
@@ -66,6 +69,8 @@ def gather_narrow(model: nn.Module) -> dict[str, str]:
             f"gathered as codes: '{first[0]}' is not since {first[1]}.",
             "Leave them out, or take a compute such as int8-row or float8-row (narrowgauge show computes).",
         )
+    for _, group in groups:
+        _torch.renew_fsdp_group(group)
     return left_wide
 
 

@@ -29,6 +29,7 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
+from narrowgauge._torch import fsdp_groups
 from narrowgauge.errors import RecipeError
 from narrowgauge.transforms import unit_layers as unit
 from narrowgauge.transforms.unit_rules import Batch, fans, residual_weights
@@ -191,6 +192,11 @@ def _check(model: Any, kind: type[nn.Module]) -> None:
     """Refuse everything that has no rule."""
     config, head = model.config, model.get_output_embeddings()
     name = type(model).__name__
+    if fsdp_groups(model):
+        raise RecipeError(
+            f"unit scaling redraws whole weights of layers of known classes, and this {name} is sharded by FSDP2.",
+            "Unit-scale it before fully_shard, or pass it whole to narrowgauge.prepare, with mesh=...",
+        )
     if any(isinstance(module, unit.UnitReadout) for module in model.modules()):
         raise RecipeError(f"this {name} is unit-scaled already.", "Build a new one.")
     if type(head) is not nn.Linear or head.bias is not None:
