@@ -263,6 +263,12 @@ WRONG = [
     (lambda: Net().requires_grad_(False), "bfloat16/word", "Net whose 6 parameters are all frozen", "requires_grad_"),
     (lambda: WithStatistics(nn.BatchNorm1d(3)), "bfloat16/word", "'norm', a BatchNorm1d", 'keep = ["norm"]'),
     (lambda: WithStatistics(nn.BatchNorm1d(3)).bfloat16(), keeping("norm"), "statistics are bfloat16", "model.float()"),
+    (
+        lambda: nn.Sequential(nn.Embedding(4, 3, sparse=True)),
+        "float32",
+        "'0.weight' of Sequential are sparse",
+        "sparse=False",
+    ),
     (tiny_llama, keeping("lm_head"), "'model.embed_tokens.weight' and 'lm_head.weight'", "Keep both"),
 ]
 
@@ -282,6 +288,19 @@ def test_errors_say_what_where_and_what_to_do(make: Any, recipe: Any, found: str
         ng.prepare(model, recipe)
     assert found in str(caught.value) and advice in (caught.value.advice or str(caught.value))
     assert dtypes == [p.dtype for p in model.parameters()], "nothing is changed"
+
+
+def test_a_parameter_that_was_replaced_after_prepare_is_noticed() -> None:
+    """The optimizer would step the old one, which never gets a gradient again; torch's does so without a word."""
+    model, optimizer = ng.prepare(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), "float32")
+    model[0].weight = nn.Parameter(torch.ones(4, 3))
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ng.RecipeError, match=r"'0\.weight' of the optimizer has no gradient and never gets one"):
+        optimizer.step()
+    model, optimizer = ng.prepare(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), "float32")
+    del model[1]  # what nothing replaces is only unused
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
 
 
 def test_tied_embeddings_have_one_state() -> None:

@@ -20,7 +20,7 @@ in ``_compiler.py``.
 ``_init_extensions``), ``FSDPParamGroup._init_mp_dtypes``
     A recipe changes the format of parameters that are sharded already; FSDP2 looks for such changes in its first forward pass,
     which is too late for gradient sums and optimizers, or was before. The way out: refusing models that the caller has sharded.
-``_fsdp_orig_uid`` of a parameter that ``fully_shard`` has taken out of its module (looked up from PyTorch 2.12 on)
+``_fsdp_orig_uid`` of a parameter that ``fully_shard`` has taken out of its module (PyTorch 2.11 leaves no such mark)
     An optimizer that was made before it steps such parameters, which never get a gradient. The way out: torch's silence.
 ``torch.autograd.Variable._execution_engine.queue_callback``
     Replicated parameters are summed when a backward pass ends. The way out: a call after it.
@@ -194,7 +194,8 @@ def renew_fsdp_group(group: Any) -> None:
 def was_taken_by_fsdp(parameter: Tensor) -> bool:
     """Whether FSDP2 has put another parameter in the place of this one, the whole one, and never gives it a gradient.
 
-    It does so in ``fully_shard``, where some versions of PyTorch leave no mark; and after a forward pass, with what it has gathered.
+    It does so in ``fully_shard``, where some versions of PyTorch leave no mark, and after a forward pass, with what it has
+    gathered.
     """
     is_plain = type(parameter) is torch.nn.Parameter and parameter.numel() > 0
     return hasattr(parameter, "_fsdp_orig_uid") or (is_plain and not parameter.untyped_storage().size())

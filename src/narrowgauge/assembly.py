@@ -289,6 +289,7 @@ def optimizer_for(
         loss_scaler=(loss_scaler or LossScaler()) if scales_loss(policy) else loss_scaler,
         **options,
     )
+    optimizer.name_parameters(converted.model)
     optimizer.adopt(converted.values)
     if converted.linears:
         converted.linears.follow(optimizer)

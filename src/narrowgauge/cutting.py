@@ -23,12 +23,13 @@ def cut_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
     Raises:
         RecipeError: parameters that FSDP2 gathers together would get several formats.
     """
-    formats = {p: recipe.storage_of(name, p.ndim).visible for name, p in model.named_parameters()}
+    formats: dict[Tensor, str] = {p: recipe.storage_of(name, p.ndim).visible for name, p in model.named_parameters()}
     groups = [group for _, group in _torch.fsdp_groups(model)]
     for group in groups:
         _require_one_format(model, recipe, _torch.fsdp_parameters(group), formats)
     values: dict[Tensor, Tensor] = {}
-    for parameter, dtype in formats.items():
+    for parameter in model.parameters():
+        dtype = formats[parameter]
         if parameter.requires_grad:
             values[parameter] = parameter.data.float()
         if is_sharded(parameter):
@@ -47,11 +48,9 @@ def visible(weight: Tensor, dtype: str) -> Tensor:
     return _ROUND[dtype](weight) if weight.dtype is torch.float32 else weight
 
 
-def _require_one_format(
-    model: nn.Module, recipe: Recipe, members: list[Tensor], formats: dict[Tensor, str]
-) -> None:
+def _require_one_format(model: nn.Module, recipe: Recipe, members: list[Tensor], formats: dict[Tensor, str]) -> None:
     """Refuse a group of FSDP2 that would hold several formats."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     example = {formats[p]: names[p] for p in reversed(members) if p in formats}
     if len(example) > 1:
         found = " and ".join(f"{dtype} weights in '{example[dtype]}'" for dtype in sorted(example))

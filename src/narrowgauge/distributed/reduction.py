@@ -124,7 +124,9 @@ class _MicroBatch:
 class _GroupExchange(GroupSum):
     """The sum of one parameter group's gradients by an exchange."""
 
-    def __init__(self, reduction: GradientReduction, exchange: Exchange, parameters: Callable[[], list[Tensor]]) -> None:
+    def __init__(
+        self, reduction: GradientReduction, exchange: Exchange, parameters: Callable[[], list[Tensor]]
+    ) -> None:
         self.reduction, self.exchange, self.parameters = reduction, exchange, parameters
         self.known = parameters()
 
@@ -401,7 +403,10 @@ def _require_whole(model: nn.Module, others: Sequence[Tensor], parties: Parties)
     """Refuse a parameter of which the ranks that would add up its gradients hold different elements."""
     for groups, members in by_group(others):
         ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
-        if len(ranks.intersection(dist.get_process_group_ranks(parties.group)) if parties.group is not None else ()) > 1:
+        if (
+            len(ranks.intersection(dist.get_process_group_ranks(parties.group)) if parties.group is not None else ())
+            > 1
+        ):
             name = next(name for name, parameter in model.named_parameters() if parameter is members[0])
             raise RecipeError(
                 f"parameter '{name}' is a DTensor of which each rank holds a part, and it is not FSDP2 that gathers it.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict, TypeVar
 
@@ -172,6 +173,7 @@ class Optimizer(torch.optim.Optimizer):
         self.reduction: Any = None
         self.released: set[Tensor] = set()
         self._names: dict[Tensor, str] = {}
+        self._model: Callable[[], nn.Module | None] = lambda: None
         self._registry = Registry(self.rule, self.rows, self.compile, lambda: self.param_groups, self._names)
         self._states = States(self._registry, self.settle)
         self.loss_scaler = options["loss_scaler"]
@@ -251,7 +253,7 @@ class Optimizer(torch.optim.Optimizer):
         work = [(group, self._stores_with_gradient(group)) for group in self.param_groups]
         stores = [store for _, members in work for store in members]
         if not (stores and self._stepped):
-            check_in_use(self.parameter_names())
+            check_in_use(self.parameter_names(), self._model())
         if not stores:
             if self.reduction is not None:
                 self.reduction.require_stepped()
@@ -478,7 +480,8 @@ class Optimizer(torch.optim.Optimizer):
         return self._registry.parameter_names()
 
     def name_parameters(self, model: nn.Module) -> None:
-        """Use a model's names, in alarms and metrics, for parameters that were given without."""
+        """Use a model's names, in alarms and metrics, for parameters that were given without; and remember whose they are."""
+        self._model = weakref.ref(model)
         self._names.update({parameter: plain_name(name) for name, parameter in model.named_parameters()})
 
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────

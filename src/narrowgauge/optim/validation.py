@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge import _torch
 from narrowgauge.errors import RecipeError, suggestion
@@ -270,21 +270,33 @@ def gradient_of(parameter: Tensor) -> Tensor:
     return gradient
 
 
-def check_in_use(names: Mapping[Tensor, str]) -> None:
-    """Refuse parameters that never get a gradient, since FSDP2 has put others in their places.
+def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None) -> None:
+    """Refuse parameters that never get a gradient, since others have taken their places in the model.
 
     Args:
         names: the optimizer's parameters, with their names.
+        model: whose they are, where it is known.
     Raises:
         RecipeError: naming the first.
     """
+    held: dict[str, Tensor] = {}
+    ours: set[int] = set()
+    if model is not None:
+        held = {_torch.plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        # FSDP2's own stand in the modules, or what it has gathered of them.
+        of_fsdp = [
+            p for _, g in _torch.fsdp_groups(model) for p in (*_torch.fsdp_parameters(g), *_torch.fsdp_gathered(g))
+        ]
+        ours = {id(parameter) for parameter in (*held.values(), *of_fsdp)}
     for parameter, name in names.items():
-        if parameter.requires_grad and parameter.grad is None and _torch.was_taken_by_fsdp(parameter):
+        if not parameter.requires_grad or parameter.grad is not None:
+            continue
+        if _torch.was_taken_by_fsdp(parameter) or (name in held and id(parameter) not in ours):
             raise RecipeError(
-                f"parameter '{name}' of the optimizer has no gradient and never gets one: FSDP2 has put another in its place "
-                "in the model.",
-                "Call fully_shard first, then make the optimizer or call narrowgauge.prepare, and only then run the model; "
-                "model.reshard() puts back what a forward pass has gathered.",
+                f"parameter '{name}' of the optimizer has no gradient and never gets one: another has taken its place in the "
+                "model.",
+                "Change the model first (fully_shard, resize_token_embeddings), and make the optimizer or call "
+                "narrowgauge.prepare then; model.reshard() puts back what FSDP2 has gathered in a forward pass.",
             )
 
 
