@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 import narrowgauge
 import narrowgauge.trainer
 from narrowgauge.cli import launching
+from narrowgauge.cli.exit_status import open_streams
 from narrowgauge.cli.main import main
 from narrowgauge.errors import ChipError, Terminated
 from narrowgauge.experiment.definition import read_settings
@@ -469,6 +470,63 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
+
+
+CLOSED = """
+import os, sys
+for number in map(int, sys.argv[1].split(",")):
+    os.close(number)
+os.execv(sys.executable, [sys.executable, "-m", "narrowgauge", *sys.argv[2:]])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no descriptors to inherit")
+@pytest.mark.parametrize("closed", ["0", "1", "2", "0,1,2"])
+def test_closed_streams_are_the_null_device(closed: str) -> None:
+    def ended(*words: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-c", CLOSED, closed, *words]
+        found = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+        return found.returncode, found.stdout, found.stderr
+
+    status, out, err = ended("show", "computes")
+    assert (status, err) == (0, "") and bool(out) == ("1" not in closed)
+    status, out, err = ended("show", "nothing")
+    assert (status, out) == (2, "") and err.count("\n") == ("2" not in closed)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no descriptors to inherit")
+def test_no_file_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    script = (
+        "import os; [os.close(number) for number in range(3)]\n"
+        "from narrowgauge.cli.exit_status import open_streams\n"
+        "open_streams()\n"
+        f"opened = open({str(tmp_path / 'rows')!r}, 'w')\n"
+        "opened.write(str(opened.fileno()))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, env=ENVIRONMENT)
+    assert int((tmp_path / "rows").read_text()) > 2
+
+
+@pytest.mark.parametrize("words", [("computes",), ("recipe", "bfloat16/word"), ("chips", "--json")])
+@pytest.mark.parametrize("setting", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
+def test_a_terminal_that_knows_ascii_alone_gets_it(words: tuple[str, ...], setting: dict[str, str]) -> None:
+    def shown(environment: dict[str, str]) -> str:
+        command = [sys.executable, "-m", "narrowgauge", "show", *words]
+        found = subprocess.run(command, capture_output=True, check=True, env={**ENVIRONMENT, **environment})
+        assert found.stderr == b""
+        return found.stdout.decode()
+
+    plain, full = shown({**setting, "PYTHONCOERCECLOCALE": "0"}), shown({"PYTHONIOENCODING": "utf-8"})
+    assert plain.isascii() and "?" not in plain
+    assert json.loads(plain) == json.loads(full) if "--json" in words else plain.count("\n") == full.count("\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("4 × 10⁹ ± 0.5 … done", b"4 x 10^9 +- 0.5 ... done"), ("çπ", b"c?"), ("a\udcff", b"a\xff")]
+)
+def test_characters_that_a_stream_lacks_read_alike(text: str, told: bytes) -> None:
+    open_streams()
+    assert text.encode("ascii", "narrowgauge") == told
 
 
 LIMITED = """

@@ -1,12 +1,19 @@
-"""Errors on the command line: one line on standard error and an exit status, without a traceback."""
+"""What every command shares: standard streams that can be written to, and one line and an exit status for every error.
+
+Standard streams may be closed, belong to a terminal that knows ASCII alone, or be a pipe whose reader has left. None of it is
+the business of a command, so :func:`open_streams` mends the first two before any command runs, and the last ends it quietly.
+"""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import errno
 import io
 import logging
 import os
 import sys
+import unicodedata
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -23,6 +30,7 @@ class CommandGroup(click.Group):
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: object, **extra: Any
     ) -> NoReturn:
         """Run one command and exit."""
+        open_streams()
         extra["standalone_mode"] = False
         # The words of the command line, for commands that start other processes with them.
         extra.setdefault("obj", list(sys.argv[1:] if args is None else args))
@@ -61,9 +69,63 @@ class CommandGroup(click.Group):
             raise click.Abort(str(interruption)) from interruption
 
 
+_ASCII = {
+    "×": "x", "·": ".", "–": "-", "—": "-", "−": "-", "─": "-", "│": "|", "‖": "||", "…": "...", "→": "->", "←": "<-", "≤": "<=",
+    "≥": ">=", "≠": "!=", "≈": "~", "±": "+-", "µ": "u", "√": "sqrt", "⟨": "<", "⟩": ">", "Σ": "sum",
+}  # fmt: skip
+"""What a terminal that cannot show a character shows instead."""
+
+
+def open_streams() -> None:
+    """Make the standard streams of this process usable, whoever started it.
+
+    A closed one becomes the null device: otherwise the next file that is opened takes its number, and what is written to
+    standard error ends in a run's rows. A character that a stream cannot encode becomes ASCII that reads like it.
+    """
+    codecs.register_error("narrowgauge", _in_ascii)
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if not _is_open(number):
+            # It takes the lowest number that is free, which is this one: those below it are open by now.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115  # for as long as the process runs
+            setattr(sys, name, stream)
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(errors="narrowgauge")
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
+    """The error handler of codecs: bytes of a path that are no text as they are, other characters as they read in ASCII."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    found = error.object[error.start : error.end]
+    if all("\udc80" <= character <= "\udcff" for character in found):
+        return found.encode("utf-8", "surrogateescape"), error.end
+    return "".join(map(_ascii_of, found)), error.end
+
+
+def _ascii_of(character: str) -> str:
+    known = _ASCII.get(character)
+    if known is not None:
+        return known
+    power = "^" if unicodedata.decomposition(character).startswith("<super>") else ""
+    letters = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+    return power + letters if letters else "?"
+
+
 def _print_error(kind: str, message: str, status: int) -> int:
     if _is_reporter(kind == "Interrupted"):
-        _echo_error(kind, message)
+        with contextlib.suppress(OSError):  # who would read it has left
+            _echo_error(kind, message)
     return status
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -25,7 +24,7 @@ from narrowgauge.experiment.estimate import RunEstimate, TimeLeft, duration
 from narrowgauge.experiment.planned_runs import PlannedRun
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
-from narrowgauge.trainer.console import MIN_WIDTH, write_past_buffers
+from narrowgauge.trainer.console import MIN_WIDTH, PipedConsole, write_past_buffers
 
 OTHER_LINES = 8
 """Lines of a terminal that the table of runs leaves to its frame, the bar and the lines printed above."""
@@ -43,12 +42,6 @@ class _Lines(io.StringIO):
         for line in lines:
             self._write_line(line)
         return len(text)
-
-
-class _Console(RichConsole):
-    def on_broken_pipe(self) -> None:
-        """Raise the error; rich would exit the process without a message."""
-        raise
 
 
 class Progress:
@@ -74,7 +67,7 @@ class Progress:
         self._running: int | None = None
         self._clock, self._began = clock, clock()
         self._out = out
-        self._console = _Console(file=stream, highlight=False)
+        self._console = PipedConsole(file=stream, highlight=False)
         self._live: Live | None = None
         width, height = self._console.size
         self._has_table = width >= MIN_WIDTH and height >= len(self.lines) + OTHER_LINES

@@ -160,7 +160,8 @@ class Findings(Sequence[Finding]):
         return f"Findings({[each.name for each in self]})"
 
     def __str__(self) -> str:
-        return self._on_terminal() if sys.stdout.isatty() else self.plain()
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None where it is closed
+        return self._on_terminal() if is_terminal else self.plain()
 
     def plain(self) -> str:
         """A line per optimizer and a paragraph per finding."""

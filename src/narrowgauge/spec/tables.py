@@ -132,7 +132,7 @@ class Table:
 def write(parts: Table | Sequence[Table]) -> None:
     """Print tables to standard output, as the module describes."""
     tables = [parts] if isinstance(parts, Table) else parts
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():  # None where it is closed
         from rich.console import Console
 
         console = Console(highlight=False)
@@ -151,7 +151,9 @@ def write_json(found: Row | Sequence[Row]) -> None:
 
 def write_object(found: Row | Sequence[Row]) -> None:
     """Print one JSON value, with infinities and NaN as in :func:`write_json`."""
-    print(json.dumps(_json_value(found), indent=1, allow_nan=False, ensure_ascii=False), flush=True)
+    # Escapes of JSON are exact where characters that a stream lacks would be replaced.
+    is_unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+    print(json.dumps(_json_value(found), indent=1, allow_nan=False, ensure_ascii=not is_unicode), flush=True)
 
 
 def text_columns(**keys: Key) -> tuple[Column, ...]:

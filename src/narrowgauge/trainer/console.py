@@ -6,6 +6,7 @@ format each metric has is in :mod:`narrowgauge.runs.schema`.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -23,6 +24,14 @@ MIN_WIDTH = 80
 """Width of a terminal below which metrics do not fit beside a bar, nor a table of runs."""
 _BAR = ("loss", "tokens_per_second")
 _LINE = (*_BAR, "lr", "edq", "communication_seconds", "wait_seconds")
+
+
+class PipedConsole(RichConsole):
+    """A console that leaves a pipe without a reader to the command line; rich would exit the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error."""
+        raise
 
 
 class Screen(Protocol):
@@ -60,13 +69,13 @@ class Console:
 
     def __init__(self, num_steps: int, log_every: int) -> None:
         self.num_steps, self.log_every = num_steps, log_every
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            # A character that the terminal cannot encode must not end a run.
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            # A character that the terminal cannot encode must not end a run; the command line has a handler of its own.
             sys.stdout.reconfigure(errors="replace")
-        self.rich = RichConsole(highlight=False)
+        self.rich = PipedConsole(highlight=False)
         self.progress: Progress | None = None
         # A terminal that cannot move its cursor gets the same lines as a pipe.
-        self.on_terminal = sys.stdout.isatty() and not self.rich.is_dumb_terminal
+        self.on_terminal = self.rich.file.isatty() and not self.rich.is_dumb_terminal
         if self.on_terminal:
             is_wide = self.rich.width >= MIN_WIDTH
             columns = (
@@ -138,7 +147,8 @@ class Console:
 
 def write_past_buffers(line: str) -> None:
     """Write a line to standard error from a signal handler, which may have interrupted a print."""
-    os.write(2, f"{line}\n".encode())
+    with contextlib.suppress(OSError):  # who would read it has left
+        os.write(2, f"{line}\n".encode("ascii", "replace"))
 
 
 class _Steps(MofNCompleteColumn):
