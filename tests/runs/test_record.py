@@ -72,7 +72,7 @@ def test_every_float_comes_back_exactly(tmp_path: Path) -> None:
     assert [value.hex() for value in read_run(tmp_path / "run").steps[0]["values"]] == [v.hex() for v in values]
 
 
-@pytest.mark.parametrize("torn", [b'{"step":5,"lo', b'{"step":5}', b"\0" * 40, b"{]\n", b"5\n"])
+@pytest.mark.parametrize("torn", [b'{"step":5,"lo', b'{"step":5}', b"\0" * 40])
 def test_a_torn_last_line_is_dropped_and_cut_off(folder: Path, torn: bytes) -> None:
     with (folder / "steps.jsonl").open("ab") as stream:
         stream.write(torn)
@@ -94,6 +94,15 @@ def test_a_damaged_line_in_the_middle_is_refused(folder: Path) -> None:
     (folder / "steps.jsonl").write_bytes(data.replace(b'{"step":2', b'{"step:2'))
     with pytest.raises(RecordError, match=r"steps\.jsonl is damaged: line 2 of 4"):
         read_run(folder)
+
+
+@pytest.mark.parametrize("line", [b"{]\n", b"5\n", b"\0" * 40 + b"\n"])
+def test_a_damaged_line_at_the_end_is_refused_too(line: bytes, folder: Path) -> None:
+    with (folder / "steps.jsonl").open("ab") as stream:
+        stream.write(line)
+    for read in (read_run, RunWriter.open):
+        with pytest.raises(RecordError, match=r"steps\.jsonl is damaged: line 5 of 5"):
+            read(folder)
 
 
 def test_rewind_forgets_steps_and_evals_and_keeps_events(folder: Path) -> None:
