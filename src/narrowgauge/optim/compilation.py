@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch import Tensor
 import narrowgauge
 from narrowgauge._compiler import compile_ahead, compiler_missing, load_ahead, machine_key
 from narrowgauge.caching import cache_folder
+from narrowgauge.lifetimes import start_tied
 from narrowgauge.optim.kernel_cache import add_package, alone, discard, find_package, marked
 
 Compiled = Callable[[list[Tensor]], list[Tensor]]
@@ -164,7 +164,7 @@ _ELSEWHERE: dict[str, subprocess.Popen[bytes]] = {}
 
 
 def compile_elsewhere(name: str, device: torch.device, define: Callable[[], Definition], statement: str) -> None:
-    """Start compiling in another process, so that a kernel needed later costs no time now.
+    """Start compiling in another process, so that a kernel needed later costs no time now. It ends with this process.
 
     Args:
         name, device, define: as of :func:`compiled`.
@@ -180,11 +180,8 @@ def compile_elsewhere(name: str, device: torch.device, define: Callable[[], Defi
             return
     except OSError:
         return  # reported when the kernel is needed
-    command = [sys.executable, "-c", f"import torch; torch.set_num_threads({torch.get_num_threads()}); {statement}"]
     try:
-        _ELSEWHERE[key] = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        _ELSEWHERE[key] = start_tied(["import torch", f"torch.set_num_threads({torch.get_num_threads()})", statement])
     except OSError:
         return  # it will be compiled here, when it is needed
 
