@@ -13,7 +13,8 @@ from narrowgauge.cli.launching import Launch, how_to_resume, is_own_run, starts_
 from narrowgauge.cli.main import main
 from narrowgauge.errors import RankError, ReportedError
 from narrowgauge.experiment.definition import make_config
-from narrowgauge.runs.record import Run
+from narrowgauge.runs.events import Event
+from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import preflight
@@ -175,6 +176,24 @@ def test_how_a_run_goes_on(tmp_path: Path) -> None:
     for name in ("step-00000040", "step-00000007", ".tmp-step-00000050"):
         (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
     assert how_to_resume(tmp_path / "run").endswith(" goes on from step 40.")
+
+
+def test_what_was_lost_is_an_event_of_the_run(started: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    assert call("train", "--nproc", "2", "--gradient-accumulation-steps", "2", "--out", "run").exit_code == 0
+    note_loss = started[0][2]["note_loss"]
+    note_loss(4, "rank 1 was lost in step 5.")
+    assert not Path("run").exists(), "before there is a run there is nothing to note it in"
+    with RunWriter.create("run", {"config": {}}) as writer:
+        note_loss(4, "rank 1 was lost in step 5.")
+        writer.event(Event("note", 4, "its writer may still be there"))
+    assert [(event["kind"], event["message"]) for event in read_run(Path("run")).events] == [
+        ("lost", "rank 1 was lost in step 5"),
+        ("note", "its writer may still be there"),
+    ]
+    with (tmp_path / "run" / "events.jsonl").open("ab") as file:
+        file.write(b'{"kind":"no')
+    note_loss(4, "rank 1 was lost in step 5.")
+    assert len(read_run(Path("run")).events) == 2, "a row does not follow a torn one, which the next writer cuts off"
 
 
 def test_a_job_that_was_started_anew_knows_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,11 @@ def run(case: str, folder: Path) -> None:
     received: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     seconds = float(os.environ.get("SECONDS_WITHOUT_PROGRESS", "60"))
-    with launch.process_group(timeout_seconds=seconds, how_to_resume=lambda: "Resume it.") as here:
+
+    def note_loss(step: int, said: str) -> None:
+        (folder / "lost").write_text(f"{step} {said}")
+
+    with launch.process_group(timeout_seconds=seconds, how_to_resume=lambda: "Resume it.", note_loss=note_loss) as here:
         agreement.require_same({"lr": 0.1 + (case == "different" and here.rank == CULPRIT)})
         step = 0
         # A signal is on its way: whoever waits for it goes on until it has come.

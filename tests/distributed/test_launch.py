@@ -57,11 +57,13 @@ def free_port() -> int:
 
 
 def test_a_killed_rank_is_named_with_its_step(agent: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    noted: list[tuple[int, str]] = []
     with pytest.raises(
         RankError, match=r"^rank 1 was killed by signal 9 \(SIGKILL.*\) in step 5\. Resume it\.$"
     ) as lost:
-        agent("killed")
+        agent("killed", note_loss=lambda *told: noted.append(told))
     assert lost.value.status == 1
+    assert noted == [(4, lost.value.message)]
     assert capfd.readouterr() == ("", ""), "the agent's error is the only word"
 
 
@@ -107,11 +109,11 @@ AGENT = (
 )
 
 
-def agent_process(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def agent_process(case: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """The agent in a process of its own; this returns when nobody holds its output any more, so when the ranks have ended."""
     return subprocess.run(
         [sys.executable, "-c", AGENT, LAUNCHED, case, str(folder)],
-        capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=LIMIT_SECONDS,
+        capture_output=True, text=True, check=False, env={**ENVIRONMENT, **environment}, timeout=LIMIT_SECONDS,
     )  # fmt: skip
 
 
@@ -125,9 +127,14 @@ def test_sigterm_to_the_agent_stops_all_ranks_after_the_same_step(tmp_path: Path
 
 @linux
 def test_no_rank_outlives_its_agent(tmp_path: Path) -> None:
-    ended = agent_process("orphaned", tmp_path)
+    for name in ("agents", "ranks"):
+        (tmp_path / name).mkdir()
+    ended = agent_process("orphaned", tmp_path / "ranks", TMPDIR=str(tmp_path / "agents"))
     assert ended.returncode == -signal.SIGKILL
-    assert not list(tmp_path.iterdir())
+    said = "the process that started the ranks was killed in step 5."
+    assert (ended.stdout, ended.stderr) == ("", f"RankError: {said} Resume it.\n")
+    assert [(file.name, file.read_text()) for file in (tmp_path / "ranks").iterdir()] == [("lost", f"4 {said}")]
+    assert not list((tmp_path / "agents").glob("narrowgauge-*"))
 
 
 # ── by hand and under Slurm ─────────────────────────────────────────────────────────────────────────────────────────
@@ -147,6 +154,7 @@ def test_without_an_agent_a_survivor_names_the_lost_rank(tmp_path: Path) -> None
     said = [rank.communicate(timeout=LIMIT_SECONDS)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL]
     assert said == ["RankError: rank 1 was lost in step 5. Resume it.\n", ""]
+    assert (tmp_path / "lost").read_text() == "4 rank 1 was lost in step 5."
 
 
 def test_a_port_in_use_is_one_line() -> None:

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -163,6 +164,27 @@ def test_a_kill_from_outside_is_survived(place: Path, nursery: Nursery, tmp_path
     assert process.returncode == -signal.SIGKILL
     assert nursery("resume", str(tmp_path / "run")) == 0, nursery.said
     assert_same_run(read_run(tmp_path / "run"), expected)
+    [noted] = [
+        event["message"] for event in read_run(tmp_path / "run").events if event["step"] and "ended" in event["message"]
+    ]
+    assert re.fullmatch(r"the run ended after step \d+ without a word: it was killed, .*", noted)
+    assert f"note: {noted}." in nursery.said
+
+
+@pytest.mark.parametrize(
+    ("kinds", "told"),
+    [
+        (["start", "stop"], []),
+        (["start", "stop", "resume", "skip"], ["the run ended after step 7 without a word: it was killed, .*"]),
+        (["start", "lost"], ["the run was ended: that"]),
+        (["start", "lost", "resume", "divergence", "warning"], []),
+        ([], []),
+    ],
+)
+def test_a_resume_says_how_the_run_ended(kinds: list[str], told: list[str], tmp_path: Path) -> None:
+    rows = [{"kind": kind, "step": 7, "message": "that"} for kind in kinds]
+    said = loop.how_it_ended(Run(tmp_path, {}, [{"step": 7}], [], rows))
+    assert len(said) == len(told) and all(map(re.fullmatch, told, said))
 
 
 def test_a_run_is_resumed_from_any_folder(place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

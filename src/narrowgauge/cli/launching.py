@@ -10,13 +10,16 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from narrowgauge.errors import RankError, ReportedError
+from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import is_run, read_run, read_settings
+from narrowgauge.runs.writer import append_event
 
 if TYPE_CHECKING:
     from narrowgauge.comparison.comparison import Comparison
@@ -105,13 +108,14 @@ def require_one_process(command: str) -> None:
         )
 
 
-def start(words: Sequence[str], launch: Launch, goes_on: Callable[[], str]) -> None:
+def start(words: Sequence[str], launch: Launch, goes_on: Callable[[], str], folder: Path | None = None) -> None:
     """Start a command on the ranks of this machine and wait for them.
 
     Args:
         words: of the command line, with those of ``launch``.
         launch: how many ranks.
         goes_on: a sentence that says how the work goes on, for the line about a lost rank.
+        folder: of the run, if there is one: its events name what was lost.
     Raises:
         RankError: a rank was lost.
         ReportedError: a rank has printed why it ended.
@@ -120,7 +124,19 @@ def start(words: Sequence[str], launch: Launch, goes_on: Callable[[], str]) -> N
     from narrowgauge.distributed.agent import run_on_ranks
 
     own = ["-m", "narrowgauge", *without(words, ("nproc", "max_restarts"))]
-    run_on_ranks(own, launch.nproc, max_restarts=launch.max_restarts, how_to_resume=goes_on)
+    run_on_ranks(
+        own,
+        launch.nproc,
+        max_restarts=launch.max_restarts,
+        how_to_resume=goes_on,
+        note_loss=partial(_note_loss, folder),
+    )
+
+
+def _note_loss(folder: Path | None, step: int, said: str) -> None:
+    """Record in the events of a run what was lost in a step; a run that does not exist yet has none."""
+    if folder is not None:
+        append_event(folder, Event("lost", step, said.rstrip(".")))
 
 
 def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -162,7 +178,11 @@ def how_to_compare_on(folder: Path) -> str:
 
 
 def joined(
-    launch: Launch, goes_on: Callable[[], str], threads: int | None = None, is_order_free: bool = False
+    launch: Launch,
+    goes_on: Callable[[], str],
+    threads: int | None = None,
+    is_order_free: bool = False,
+    folder: Path | None = None,
 ) -> AbstractContextManager[Placement]:
     """The process group of this rank; without ranks, its threads.
 
@@ -171,6 +191,7 @@ def joined(
         goes_on: as for :func:`start`.
         threads: of each rank; None chooses.
         is_order_free: whether the bits must not depend on the number of threads.
+        folder: as for :func:`start`.
     Returns:
         A context manager that yields the placement.
     """
@@ -181,6 +202,7 @@ def joined(
         threads=threads,
         is_order_free=is_order_free,
         how_to_resume=goes_on,
+        note_loss=partial(_note_loss, folder),
     )
 
 
@@ -190,7 +212,7 @@ def joined_run(launch: Launch, config: TrainConfig, folder: Path | None) -> Abst
     def goes_on() -> str:
         return "" if folder is None else how_to_resume(folder)
 
-    return joined(launch, goes_on, config.threads, config.recipe.reduction.order_free)
+    return joined(launch, goes_on, config.threads, config.recipe.reduction.order_free, folder)
 
 
 def refuse_once() -> None:

@@ -140,7 +140,8 @@ def train(file: Path | None, launch: launching.Launch, **settings: Any) -> None:
         if is_start:
             # All ranks, and those that are started anew, must have the same folder.
             words = [*click.get_current_context().obj, *([] if is_placed else ["--out", str(config.out)])]
-            return launching.start(words, launch, lambda: launching.how_to_resume(Path(str(config.out))))
+            folder = Path(str(config.out))
+            return launching.start(words, launch, lambda: launching.how_to_resume(folder), folder)
     _echo_folder(launching.train(config, launch))
 
 
@@ -172,7 +173,7 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: l
     if launching.starts_ranks(launch):
         preflight.require_ranks(config, launch.nproc or 1)
         words = click.get_current_context().obj
-        return launching.start(words, launch, lambda: launching.how_to_resume(folder))
+        return launching.start(words, launch, lambda: launching.how_to_resume(folder), folder)
     options = {"chosen": given} if given else {}
     _echo_folder(launching.resume(folder, config, launch, stop_after, *([True] if accept_changes else []), **options))
 

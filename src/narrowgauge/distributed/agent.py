@@ -40,6 +40,7 @@ def run_on_ranks(
     *,
     max_restarts: int = 0,
     how_to_resume: Callable[[], str] = lambda: "",
+    note_loss: Callable[[int, str], object] = lambda step, said: None,
     stop_seconds: int = STOP_SECONDS,
 ) -> None:
     """Run a Python command on N ranks of this host, and wait until they end.
@@ -51,6 +52,7 @@ def run_on_ranks(
         num_ranks: how many.
         max_restarts: how often the ranks are started anew after one failed.
         how_to_resume: a sentence that says how the run goes on, for the line about a lost rank.
+        note_loss: records that line: takes the last step that was done, and what was lost.
         stop_seconds: how long the ranks may take to stop after a signal.
     Raises:
         RankError: a rank was lost; with its number, the reason and its step.
@@ -62,7 +64,11 @@ def run_on_ranks(
         try:
             launch_agent(_config(num_ranks, max_restarts, stop_seconds), sys.executable, list(words))
         except ChildFailedError as error:
-            raise _ended(error.failures, folder, how_to_resume) from None
+            ended = _ended(error.failures, folder)
+            if isinstance(ended, RankError):
+                note_loss(read_beat(folder, 0)[0], ended.message)
+                ended.advice = how_to_resume()
+            raise ended from None
         except SignalException as error:
             raise _stopped(error, folder) from None
 
@@ -122,24 +128,21 @@ def _inherited(folder: str) -> dict[str, str]:
 # ── how they ended ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _ended(failures: Mapping[int, ProcessFailure], folder: Path, how_to_resume: Callable[[], str]) -> Exception:
-    """The one error for failed ranks."""
+def _ended(failures: Mapping[int, ProcessFailure], folder: Path) -> Exception:
+    """The one error for failed ranks; a ``RankError`` where one was lost."""
     codes = {rank: failure.exitcode for rank, failure in failures.items()}
     first, code = next(iter(codes.items()))
     reported, lost = _last_note(folder, REPORTED), _last_note(folder, LOST)
     if reported:
         return ReportedError(int(reported))
     if lost:  # by the others: a rank that hangs is killed in the end
-        return RankError(lost, how_to_resume(), status=1)
+        return RankError(lost, status=1)
     killed = first_killed(codes)
     if killed is not None:
-        return RankError(
-            describe_killed(killed, -codes[killed], read_beat(folder, killed)[0]), how_to_resume(), status=1
-        )
+        return RankError(describe_killed(killed, -codes[killed], read_beat(folder, killed)[0]), status=1)
     if code in (2, 128 + signal.SIGINT, 128 + signal.SIGTERM):  # it has printed why
         return ReportedError(code)
-    message = f"rank {first} ended with status {code} in step {read_beat(folder, first)[0] + 1}."
-    return RankError(message, how_to_resume(), status=1)
+    return RankError(f"rank {first} ended with status {code} in step {read_beat(folder, first)[0] + 1}.", status=1)
 
 
 def _last_note(folder: Path, name: str) -> str:

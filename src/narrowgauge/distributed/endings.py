@@ -2,14 +2,17 @@
 
 An error may be raised on one rank, whose absence then breaks the collectives of the others, or on all at the same time. The rank
 that asks the store first reports it. It prints before anything else, since its agent may end it the moment another rank has left.
-If no rank has an error of its own, one was lost: the roll is called (``liveness.py``) and the missing one is named.
+If no rank has an error of its own, one was lost: the roll is called (``liveness.py``) and the missing one is named. If whatever
+started the ranks was killed, the first rank of its host says so. What was lost is also noted where the run is recorded.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -48,16 +51,23 @@ class Ending:
         folder: of the agent; None without one.
         timeout_seconds: the longest time without progress, for the message.
         how_to_resume: a sentence that says how the run goes on.
+        note_loss: records what was lost: takes the last step that was done, and a sentence. Called by one rank.
     """
 
     alive: Liveness
     """The signs of life of this rank; set once they exist."""
 
     def __init__(
-        self, here: Placement, folder: Path | None, timeout_seconds: float, how_to_resume: Callable[[], str]
+        self,
+        here: Placement,
+        folder: Path | None,
+        timeout_seconds: float,
+        how_to_resume: Callable[[], str],
+        note_loss: Callable[[int, str], object] = lambda step, said: None,
     ) -> None:
         self.here, self.folder = here, folder
-        self._waited, self._how_to_resume = f"{timeout_seconds:g} s", how_to_resume
+        self._waited, self._how_to_resume, self._note_loss = f"{timeout_seconds:g} s", how_to_resume, note_loss
+        self._orphaned = threading.Lock()
 
     def reported(self, error: BaseException) -> BaseException:
         """Report an error, if no other rank does.
@@ -67,6 +77,8 @@ class Ending:
         Returns:
             What this rank raises.
         """
+        if self.alive.is_orphan():
+            self.orphan()
         if self.here.size == 1 or isinstance(error, ReportedError):
             return error
         if isinstance(error, KeyboardInterrupt):
@@ -89,6 +101,17 @@ class Ending:
         """End the process from another thread, after the longest time without progress."""
         with suppress(BaseException):
             self._lost(missing, self._waited)
+        os._exit(1)
+
+    def orphan(self) -> None:
+        """Say that the process that started the ranks has ended, and end this one, from whichever thread sees it first."""
+        self._orphaned.acquire()  # never released: the first one ends the process
+        with suppress(BaseException):
+            said = f"the process that started the ranks was killed in step {self.alive.step + 1}."
+            if self.folder is not None:
+                shutil.rmtree(self.folder, ignore_errors=True)  # which it would have removed
+            self._note_loss(self.alive.step, said)
+            _print(RankError(said, self._how_to_resume()))
         os._exit(1)
 
     def _interrupted(self, error: KeyboardInterrupt) -> BaseException:
@@ -115,6 +138,7 @@ class Ending:
         is_mine = self.here.rank == 1 if missing is _STORE_LOST else self.alive.claim(1)
         message = describe_lost(missing, self.alive.step, waited)
         if is_mine and self.folder is None:
+            self._note_loss(self.alive.step, message)
             _print(RankError(message, self._how_to_resume()))
         elif is_mine and self.folder is not None and waited:
             self._note(LOST, message)

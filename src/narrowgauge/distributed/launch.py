@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public
 
-from narrowgauge.distributed import liveness
+from narrowgauge import lifetimes
 from narrowgauge.distributed.endings import AGENT_PROCESS, Ending, agent_folder
 from narrowgauge.distributed.liveness import Liveness
 from narrowgauge.distributed.meeting import meet, second_connection, with_local_rank
@@ -65,6 +65,7 @@ def process_group(
     threads: int | None = None,
     is_order_free: bool = False,
     how_to_resume: Callable[[], str] = lambda: "",
+    note_loss: Callable[[int, str], object] = lambda step, said: None,
 ) -> Iterator[Placement]:
     """Join the other ranks of a run; leave them in the end, however that comes.
 
@@ -78,6 +79,7 @@ def process_group(
         threads: of each rank's operators on the CPU; None chooses, see :func:`choose_threads`.
         is_order_free: whether the run's bits must not depend on the number of ranks, so neither on the number of threads.
         how_to_resume: a sentence that says how the run goes on, for the line about a lost rank.
+        note_loss: records that line: takes the last step that was done, and what was lost.
     Yields:
         The placement, with the local rank filled in.
     Raises:
@@ -93,18 +95,25 @@ def process_group(
     here = read_placement() if placement is None else placement
     if _current is not None:
         raise RuntimeError("this process has joined its group already")
+    parent: int | None = None
     if here.launcher == "torchrun":
-        parent = os.environ.get(AGENT_PROCESS)
-        liveness.die_with_parent(int(parent) if parent else None)
+        parent = int(os.environ.get(AGENT_PROCESS) or os.getppid())
+        lifetimes.die_with_parent(parent)
+    is_watching = parent is not None and not here.local_rank  # the first one of its host
     store, prefix = meet(here, join_seconds) if here.size > 1 else (None, "")
     if store is not None:
         here, _has_met = with_local_rank(here, store), True
     _set_threads(choose_threads(here, threads, is_order_free))
     with variables(here.variables()):  # for code that reads torchrun's
-        ending = Ending(here, agent_folder(), timeout_seconds, how_to_resume)
+        ending = Ending(here, agent_folder(), timeout_seconds, how_to_resume, note_loss)
         own = None if store is None else second_connection(here, prefix, timeout_seconds)
-        _current = alive = Liveness(here, own, ending.folder, timeout_seconds + MARGIN_SECONDS, ending.expire)
+        _current = alive = Liveness(
+            here, own, ending.folder, timeout_seconds + MARGIN_SECONDS, ending.expire,
+            parent if is_watching else None, ending.orphan,
+        )  # fmt: skip
         ending.alive = alive
+        if is_watching:
+            lifetimes.outlive_parent()
         try:
             with _group(here, store, timeout_seconds), _spoken_once(here):
                 yield here
@@ -115,6 +124,8 @@ def process_group(
         finally:
             alive.close()
             _current = None
+            if is_watching:
+                lifetimes.die_with_parent(parent)
 
 
 @contextlib.contextmanager

@@ -8,11 +8,13 @@ prints it.
 
 Under the agent of ``narrowgauge train --nproc`` each rank also writes its step to a file of a few bytes, which outlives it, so
 that the agent can name the step at which a rank was killed.
+
+When whatever started the ranks is killed, the system kills them too, but for the first one of each host: its thread sees that
+the parent has changed, says so, and ends the process.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -45,6 +47,8 @@ class Liveness:
         limit_seconds: the longest time without progress.
         expire: called from the thread, with the ranks that hold up the others, when there was no progress for that long; it ends
             the process.
+        parent: process id of what has started the ranks, if this one is to watch it; a child of another process is an orphan.
+        orphan: called from the thread once it has ended; it ends the process.
     """
 
     def __init__(
@@ -54,9 +58,12 @@ class Liveness:
         folder: Path | None,
         limit_seconds: float,
         expire: Callable[[dict[int, str]], None],
+        parent: int | None = None,
+        orphan: Callable[[], None] = lambda: None,
     ) -> None:
         self.placement, self.step = placement, 0
         self._store, self._limit_seconds, self._expire = store, limit_seconds, expire
+        self._parent, self._orphan = parent, orphan
         self._descriptor = None if folder is None else os.open(_step_file(folder, placement.rank), _FLAGS, 0o600)
         self._main, self._is_calling = threading.get_ident(), False
         self._interval = max(ANSWER_SECONDS, placement.size / 512)
@@ -65,8 +72,12 @@ class Liveness:
         if folder is not None:
             (folder / f"attempt-{placement.attempt}").touch()
         self.beat(0)
-        if store is not None:
+        if store is not None or parent is not None:
             self._thread.start()
+
+    def is_orphan(self) -> bool:
+        """Whether the process that started the ranks, which this one watches, has ended."""
+        return self._parent is not None and os.getppid() != self._parent
 
     def beat(self, step: int) -> None:
         """Note progress: this rank has done ``step`` steps. Cost: about 2 µs."""
@@ -135,10 +146,13 @@ class Liveness:
         self._store.set(_answer_key(self.placement.rank), json.dumps([self.step, self._is_calling or is_waiting, line]))
 
     def _watch(self) -> None:
-        """Answer a roll call once, and end the process when nothing moves."""
-        assert self._store is not None
+        """Answer a roll call once, and end the process when nothing moves or its parent has gone."""
         has_answered = False
         while not self._left.wait(self._interval):
+            if self.is_orphan():
+                self._orphan()
+            if self._store is None:
+                continue
             with suppress(RuntimeError):
                 if not has_answered and self._store.check([_CALL]):
                     self._answer()
@@ -212,20 +226,3 @@ def end_rank(folder: Path, rank: int) -> None:
     if process is not None:
         with suppress(OSError):
             os.kill(process, signal.SIGKILL)
-
-
-def die_with_parent(expected: int | None = None) -> None:
-    """End this process when the one that started it ends, however that happens, so that no rank outlives its agent.
-
-    Linux only (``PR_SET_PDEATHSIG``); elsewhere a rank ends when its collectives fail.
-
-    Args:
-        expected: process id of the parent, if known; if it has ended before, this process ends now.
-    Source: prctl(2).
-    """
-    if sys.platform != "linux":
-        return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if expected is not None and os.getppid() != expected:
-        os._exit(128 + signal.SIGKILL)

@@ -17,6 +17,7 @@ KINDS: dict[str, str] = {
     "start": "the run began",
     "resume": "the run resumed from a checkpoint",
     "stop": "the run was stopped before its last step, by request or signal",
+    "lost": "a rank, or the process that started the ranks, was killed or did not answer, which ended the run",
     "finish": "the last step was done",
     "note": "a default or a change that the user may want to know of",
     "warning": "a loss of accuracy that has no kind of its own",

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import tomli_w
@@ -226,6 +227,27 @@ class RunWriter:
                 f"Cannot write this row of {kind} to {self.path}: it has {wrong}.", "docs/tables.md lists the columns."
             )
         return written
+
+
+def append_event(path: Path, event: Event) -> None:
+    """Append an event to a run whose writer cannot: it is gone, or is the very thread that hangs.
+
+    Nothing happens, and nothing is raised, where that is not possible: no run is there, its last row is torn, the disk is full.
+
+    Args:
+        path: the run folder.
+        event: what happened.
+    """
+    file = path / "events.jsonl"
+    with suppress(OSError, RecordError):
+        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0))
+        try:
+            length = os.fstat(descriptor).st_size
+            if not length or os.pread(descriptor, 1, length - 1) == b"\n":
+                append_whole(descriptor, file, line_of(json_value(event.row())))
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _names() -> list[str]:

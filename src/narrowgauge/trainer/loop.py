@@ -195,13 +195,31 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
         if changed:
             all_ranks().of_first(lambda: writer.amend(with_present_ranks(run.run, present)))
         said_now = (*accepted, *since, *differences(run.run, present))
-        noted += [Event("note", session.step, said) for said in said_now]
+        noted += [Event("note", session.step, said) for said in [*how_it_ended(run), *said_now]]
         for event in noted:
             writer.event(event)
             _note(session, f"{event.message}.")
         writer.event(Event("resume", session.step, f"from step {session.step}"))
         _run(session, writer, screen)
     return folder
+
+
+def how_it_ended(run: Run) -> list[str]:
+    """What to say about the end of a run that is resumed and did not stop by itself; nothing where it did.
+
+    Returns:
+        At most one sentence without a full stop: what was lost, as whoever saw it wrote, else that nobody did.
+    """
+    last = next((event for event in reversed(run.events) if event["kind"] in _BEGINNINGS + _ENDS), None)
+    if last is None or (last["kind"] in _ENDS and last["kind"] != "lost"):
+        return []
+    if last["kind"] == "lost":
+        return [f"the run was ended: {last.get('message')}"]
+    step = run.steps[-1]["step"] if run.steps else 0
+    return [f"the run ended after step {step} without a word: it was killed, an error ended it, or its machine failed"]
+
+
+_BEGINNINGS, _ENDS = ("start", "resume"), ("stop", "finish", "lost", "divergence", "corruption")
 
 
 def _first_writer(folder: Path, make: Callable[[], RunWriter]) -> RunWriter:
