@@ -13,6 +13,11 @@ Option names of ``torch._inductor.config``
 ``torch._dynamo.config.skip_nnmodule_hook_guards``, ``torch._dynamo.config.recompile_limit``
     By default code that was compiled before a hook was attached goes on without it, and is compiled eight
     times at most. The way out: attaching before compiling; ``torch.compiler.reset`` between models.
+``torch._inductor.exc.InductorError`` (``inner_exception``: ``CppCompileError.output``, ``InvalidCxxCompiler``)
+    What the C++ compiler said, out of PyTorch's report of 150 lines. The way out: the whole report.
+``torch.utils._filelock.FileLock``, and ``locks/KEY.lock`` in Inductor's folder
+    Held while a file whose name begins with the key is compiled, so that none is taken for torn meanwhile. The way out:
+    leaving torn files, which end the process that loads them by SIGBUS.
 ``torch.backends.cpu.get_cpu_capability``
     Which vector instructions PyTorch uses here: kernels are compiled for those and no others. The way out: Inductor's
     default, code for this very processor, and a kernel cache for each kind of processor.
@@ -31,7 +36,6 @@ import contextlib
 import logging
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import warnings
@@ -45,6 +49,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.spec.compiler import compiled_folder, is_torn
 from narrowgauge.spec.processor import instruction_sets
 
 # One loop whatever its length: each threshold makes Inductor write an intermediate to memory, and a fresh buffer of a
@@ -66,15 +71,6 @@ _AS_EAGER: dict[str, Any] = {
     "eager_numerics.division_rounding": True,
     "eager_numerics.disable_ftz": True,
 }
-
-
-def compiler_missing() -> str:
-    """Why ahead-of-time compilation cannot work here, or an empty string."""
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) or shutil.which("clang++"):
-        # It does not quote the paths it hands to the compiler.
-        return f"PyTorch's compiler cannot work from '{torch.__path__[0]}'" if " " in torch.__path__[0] else ""
-    return f"no C++ compiler ('{compiler}') is on PATH"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +169,45 @@ def compile_any_shape(function: FunctionType, name: str) -> Callable[..., Any]:
         function.__defaults__,
         function.__closure__,
     )
+    remove_torn_files()
     options = _AS_EAGER if torch.cuda.is_available() else _TRUST_COMPILER
     return torch.compile(own, fullgraph=True, dynamic=True, options=options)
+
+
+def why_compiling_failed(error: BaseException) -> str:
+    """What a C++ compiler or the operating system said in an error of ``torch.compile``, or an empty string.
+
+    PyTorch reports it with the whole command and its own stack, on 150 lines. An error of another kind is a fault of the code
+    that was compiled, or of PyTorch, and needs all of them.
+    """
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, OSError):
+        return str(inner)
+    if type(inner).__name__ == "InvalidCxxCompiler":
+        return str(inner).splitlines()[0]
+    if type(inner).__name__ != "CppCompileError":
+        return ""
+    said = [line.strip() for line in str(getattr(inner, "output", "")).splitlines() if line.strip()]
+    return next((line for line in said if "error" in line), said[0] if said else "C++ compile error")
+
+
+@lru_cache
+def remove_torn_files() -> None:
+    """Remove compiled code that lacks its end from PyTorch's folder, once per process, so that it is compiled again.
+
+    A linker that is killed, with a run for one, leaves it, and PyTorch loads whatever exists, which ends the process by SIGBUS.
+    Cost: about 20 µs a file.
+    """
+    from torch.utils._filelock import FileLock
+
+    folder = compiled_folder()
+    for path in list(folder.glob("*/*.so")):
+        with contextlib.suppress(OSError):
+            # Another process may be writing it, and holds PyTorch's lock then.
+            if is_torn(path) and (folder / "locks").is_dir():
+                with FileLock(str(folder / "locks" / f"{path.name.partition('.')[0]}.lock"), timeout=600):
+                    if is_torn(path):
+                        path.unlink()
 
 
 MANY_VERSIONS = 64

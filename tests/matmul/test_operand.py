@@ -252,7 +252,7 @@ def test_small_matrices_and_machines_without_a_compiler_cast_uncompiled(monkeypa
     made(torch.zeros(side, side - 1), cast, 1, torch.bfloat16)
     with pytest.raises(AssertionError, match="compiled"):
         made(torch.zeros(side, limit // side + 1), cast, 1, torch.bfloat16)
-    monkeypatch.setattr(fusion, "compiler_missing", lambda: "no C++ compiler is on PATH")
+    monkeypatch.setattr(fusion, "model_compiler_missing", lambda: "no C++ compiler is on PATH")
     fusion.can_compile.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"no C\+\+ compiler is on PATH: casts run uncompiled"):

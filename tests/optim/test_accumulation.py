@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge._compiler import compiler_missing
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.numerics.scaling import LossScaler
@@ -27,6 +26,7 @@ from narrowgauge.optim.accumulation import (
     backward_in_parts,
     naive_limit,
 )
+from narrowgauge.spec.compiler import compiler_missing
 from oracles import accumulation as oracle
 from tensors import bits
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge._compiler import compiler_missing
 from narrowgauge.optim import compilation
+from narrowgauge.spec.compiler import compiler_missing
 from optim.pairs import SOME, Shape, build, parameters
 from tensors import assert_same_bits, parameters_of, step_gradients
 

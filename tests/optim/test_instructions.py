@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge import _compiler
-from narrowgauge._compiler import compile_ahead, compiler_missing, load_ahead
+from narrowgauge._compiler import compile_ahead, load_ahead
+from narrowgauge.spec.compiler import compiler_missing
 
 LIMITS = [0, 1, -1, 2**31 - 1, -(2**31), 0x7F800000, 0x7F7FFFFF, 0x00800000, 1 << 15, -(1 << 16)]
 

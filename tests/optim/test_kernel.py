@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge._compiler import compiler_missing
 from narrowgauge.optim import compilation, kernel
 from narrowgauge.optim.kernel import StepKernel, Work, num_scales, row_peaks
 from narrowgauge.optim.rules.elementwise import ADAMW
+from narrowgauge.spec.compiler import compiler_missing
 from narrowgauge.spec.storages import STORAGES, Storage
 from optim.scenarios import REPRESENTATIVES, kept, parameters, row_of, storage_error
 from tensors import assert_same_bits, step_gradients, take_steps

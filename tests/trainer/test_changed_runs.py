@@ -168,10 +168,10 @@ def test_a_flipped_bit_in_a_step_number_costs_no_row(stopped: Path) -> None:
     assert "steps.jsonl is damaged: line 2 of 4 is not a row (it does not match its checksum)" in refused(stopped)
 
 
-def test_a_damaged_last_row_is_not_cut_off_unseen(stopped: Path) -> None:
+def test_a_damaged_last_row_is_refused_too(stopped: Path) -> None:
     data = (stopped / "steps.jsonl").read_bytes()
     (stopped / "steps.jsonl").write_bytes(data.replace(b'{"step":4,', b'{"step":5,'))
-    assert "steps.jsonl lacks step 4" in refused(stopped)
+    assert "steps.jsonl is damaged: line 4 of 4 is not a row (it does not match its checksum)" in refused(stopped)
 
 
 # ── data and models ─────────────────────────────────────────────────────────────────────────────────────────────────

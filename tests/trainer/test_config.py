@@ -14,13 +14,14 @@ import pytest
 import tomli_w
 
 import narrowgauge
-from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError
+from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, RecordError
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import parse, parse_table
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.toml_text import load_toml
+from narrowgauge.trainer import config as config_module
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.setting import kind_of
 
@@ -94,8 +95,21 @@ def test_a_model_of_unknown_size_leaves_its_rules_open() -> None:
     ("model", "steps", "compiled"),
     [("llama-1m", 999, False), ("llama-1m", 1000, True), ("llama-8m", 1, True)],
 )
-def test_compilation_follows_size_and_length(model: str, steps: int, compiled: bool) -> None:
-    assert TrainConfig(model=model, steps=steps).filled().compile is compiled
+def test_compilation_follows_size_and_length(
+    model: str, steps: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for missing in ("", "no compiler is here"):
+        monkeypatch.setattr(config_module, "_compiler_missing", lambda said=missing: said)
+        filled = TrainConfig(model=model, steps=steps).filled()
+        assert filled.compile is (compiled and not missing)
+        assert filled.why_uncompiled(1_000_000 if model == "llama-1m" else 8_000_000) == (missing if compiled else "")
+
+
+def test_a_compiled_model_is_refused_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "_compiler_missing", lambda: "no compiler is here")
+    with pytest.raises(ChipError, match="a compiled model was requested, and no compiler is here"):
+        TrainConfig(compile=True, out="here").validated()
+    assert TrainConfig(compile=False, out="here").validated().compile is False
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (10, 1), (400, 40), (1000, 100), (100_000, 100)])

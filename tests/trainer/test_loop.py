@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor import exc as torch_errors
 
-from narrowgauge.errors import DataError, RecordError
+from narrowgauge.errors import ChipError, DataError, RecordError
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.trainer import loop
+from narrowgauge.trainer import config, loop
 from trainer.tiny_runs import call, settings, words_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -177,3 +178,59 @@ def test_a_pipe_sees_plain_lines(place: Path, tmp_path: Path) -> None:
     lines = result.stdout.splitlines()
     assert [line.split()[1] for line in lines if " tokens/s  lr " in line] == [f"{k}/8" for k in range(1, 9)]
     assert lines[-1] == str(tmp_path / "run") and lines[-3].startswith("recipe ")
+
+
+# ── compilers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_run_that_compiles_by_default_runs_uncompiled_where_nothing_can_be_compiled(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    monkeypatch.setattr(config, "COMPILE_STEPS", 2)
+    run = read_run(loop.train(settings(place, tmp_path / "run", steps=2)))
+    said = f"the model runs uncompiled, which is slower: no C++ compiler ('{tmp_path / 'none'}') is on PATH"
+    assert [event["message"] for event in run.events if "uncompiled" in event["message"]] == [said]
+    assert f"note: {said}\n" in capsys.readouterr().err
+    assert run.config["compile"] is False
+    with pytest.raises(ChipError, match="a compiled model was requested, and no C"):
+        loop.train(settings(place, tmp_path / "other", steps=2, compile=True))
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_compiled_run_is_not_resumed_where_nothing_can_be_compiled(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = loop.train(settings(place, tmp_path / "run", compile=False, stop_after=2))
+    run = folder / "run.toml"
+    run.write_text(run.read_text().replace("compile = false", "compile = true"))
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    before = (folder / "events.jsonl").read_bytes()
+    with pytest.raises(ChipError, match="a compiled model was requested, and no C"):
+        loop.resume(folder)
+    assert (folder / "events.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("inner", "told"),
+    [
+        (
+            torch_errors.CppCompileError(["g++"], "In file x:\nx:1: fatal error: omp.h: none\n2 lines"),
+            "x:1: fatal error: omp.h",
+        ),
+        (torch_errors.InvalidCxxCompiler("g++"), "Compiler: g++ is not found"),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (KeyError("a fault of what was compiled"), ""),
+    ],
+)
+def test_a_compiler_that_fails_in_a_step_costs_one_line(
+    inner: Exception, told: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_step(*_: object) -> None:
+        raise torch_errors.InductorError(inner, None)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    monkeypatch.setattr(config, "model_compiler_missing", lambda: "")
+    with pytest.raises(ChipError if told else torch_errors.InductorError) as raised:
+        loop.train(settings(place, tmp_path / "run", compile=True))
+    assert (f"the model could not be compiled in step 1: {told}" in str(raised.value)) == bool(told)

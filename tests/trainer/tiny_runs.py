@@ -50,7 +50,7 @@ def lasting(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in TIMINGS | OF_RANKS}
 
 
-SITTINGS = {"start", "resume", "stop", "note", "checkpoint_damaged"}
+SITTINGS = {"start", "resume", "stop", "lost", "note", "checkpoint_damaged"}
 """Events of how often a run was stopped, and where."""
 
 

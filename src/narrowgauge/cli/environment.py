@@ -20,6 +20,7 @@ import narrowgauge
 from narrowgauge.caching import cache_folder
 from narrowgauge.errors import ChipError
 from narrowgauge.spec.chips import get_chip
+from narrowgauge.spec.compiler import compiler_name
 from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.processor import instruction_sets, multiplies, processor_name
 
@@ -68,7 +69,7 @@ def collect(root: Path = Path("/")) -> Environment:
         "native_formats": [name for name in FORMATS if multiplies(name)],
         "gpus": _gpus(root),
         "gpu_driver": _first_match(root / "proc/driver/nvidia/version", r"^NVRM version:.*?\b(\d+(?:\.\d+)+)\b"),
-        "compiler": next((name for name in (os.environ.get("CXX", "g++"), "clang++") if shutil.which(name)), None),
+        "compiler": compiler_name() if shutil.which(compiler_name()) else None,
         "kernel_cache": _kernel_cache(),
         "variables": {name: _without_home(os.environ[name]) for name in sorted(os.environ) if _is_relevant(name)},
     }

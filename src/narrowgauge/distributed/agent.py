@@ -28,6 +28,7 @@ from narrowgauge.distributed.endings import AGENT_FOLDER, AGENT_PROCESS, LOST, R
 from narrowgauge.distributed.liveness import read_beat
 from narrowgauge.distributed.placement import variables
 from narrowgauge.errors import RankError, ReportedError, Terminated
+from narrowgauge.spec.compiler import compiled_folder
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
 STOP_SECONDS = 600
@@ -182,6 +183,8 @@ def describe_killed(rank: int, number: int, step: int) -> str:
     except ValueError:
         name = "unknown"
     why = ": by hand, or the memory was full" if number == signal.SIGKILL else ""
+    if name in ("SIGBUS", "SIGILL"):
+        why = f": compiled code may be damaged; remove {compiled_folder()} if it comes again"
     return f"rank {rank} was killed by signal {number} ({name}{why}) in step {step + 1}."
 
 

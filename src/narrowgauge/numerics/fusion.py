@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge._compiler import compile_any_shape, compiler_missing
+from narrowgauge._compiler import compile_any_shape
+from narrowgauge.spec.compiler import model_compiler_missing
 
 COMPILE_ELEMENTS = 1 << 18
 """Definitions are compiled for at least so many elements; fewer never win back the seconds that compiling takes."""
@@ -62,7 +63,7 @@ def _pattern(arguments: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
 @lru_cache(None)
 def can_compile() -> bool:
     """Whether definitions can be compiled here; warns once where not."""
-    missing = compiler_missing()
+    missing = model_compiler_missing()
     if missing:
         warnings.warn(f"{missing}: casts run uncompiled, with the same bits but slower.", stacklevel=3)
     return not missing

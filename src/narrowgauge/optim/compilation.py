@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 import narrowgauge
-from narrowgauge._compiler import compile_ahead, compiler_missing, load_ahead, machine_key
+from narrowgauge._compiler import compile_ahead, load_ahead, machine_key
 from narrowgauge.caching import cache_folder
 from narrowgauge.lifetimes import start_tied
 from narrowgauge.optim.kernel_cache import add_package, alone, discard, find_package, marked
+from narrowgauge.spec.compiler import compiler_missing
 
 Compiled = Callable[[list[Tensor]], list[Tensor]]
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, suggestion
+from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.loggers.available import LOGGERS, names_in, require_loggers
 from narrowgauge.spec.accumulations import ACCUMULATIONS
+from narrowgauge.spec.compiler import model_compiler_missing, switched_off
 from narrowgauge.spec.learning_rates import UNIT_LEARNING_RATE, usual_rate
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import parse, parse_value
@@ -151,7 +153,9 @@ class TrainConfig:
     log_every: int = count(10, "Steps between printed lines; every step is recorded.")
     stop_after: int | None = count(None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
     activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
-    compile: bool | None = setting(None, "Compile the model.  [default: from 5 million parameters or 1000 steps on]")
+    compile: bool | None = setting(
+        None, "Compile the model.  [default: from 5 million parameters or 1000 steps on, if possible]"
+    )
     shard: str = setting(
         "full",
         "On several ranks, share weights, gradients and states out over them: full or none.",
@@ -237,9 +241,31 @@ class TrainConfig:
         elif self.lr is None and num_parameters is not None:
             filled = replace(filled, lr=usual_rate(num_parameters))
         if self.compile is None and (self.steps >= COMPILE_STEPS or num_parameters is not None):
-            large = num_parameters is not None and num_parameters >= COMPILE_PARAMETERS
-            filled = replace(filled, compile=large or self.steps >= COMPILE_STEPS)
+            filled = replace(filled, compile=self._is_worth_compiling(num_parameters) and not _compiler_missing())
         return filled
+
+    def _is_worth_compiling(self, num_parameters: int | None) -> bool:
+        return self.steps >= COMPILE_STEPS or (num_parameters or 0) >= COMPILE_PARAMETERS
+
+    def why_uncompiled(self, num_parameters: int) -> str:
+        """Why a model that is worth compiling is not, or an empty string.
+
+        Args:
+            num_parameters: size of the model.
+        """
+        return _compiler_missing() if not self.compile and self._is_worth_compiling(num_parameters) else ""
+
+    def require_compiler(self) -> None:
+        """Refuse a compiled model where nothing can be compiled.
+
+        Raises:
+            ChipError: ``compile`` is set, and this machine cannot.
+        """
+        if self.compile and (missing := _compiler_missing()):
+            raise ChipError(
+                f"a compiled model was requested, and {missing}.",
+                "Name a compiler that works with the variable CXX, or train without: --no-compile (compile = false).",
+            )
 
     def validated(self) -> TrainConfig:
         """Check every setting, alone and against the others, and fill in derived settings.
@@ -252,6 +278,7 @@ class TrainConfig:
             RecipeError: a recipe that its name or table does not say in full, or an unknown preset.
             DataError: the data, the tokenizer or the model folder does not exist.
             RecordError: ``out`` is a file, or a folder that is not empty.
+            ChipError: a compiled model was requested, and nothing can be compiled here.
             NarrowgaugeError: any other invalid value.
         """
         for field in fields(self):
@@ -263,6 +290,7 @@ class TrainConfig:
             )
         named = replace(self, model=known_model(self.model)).filled()
         named.require_agreement()
+        named.require_compiler()
         named._require_sources()
         return replace(
             named, out=free_folder(named.model, self.recipe.name) if named.out is None else named._free_out()
@@ -395,3 +423,10 @@ class TrainConfig:
         assert self.out is not None
         require_free(self.out, beside=left_by_a_kill(Path(self.out)))
         return self.out
+
+
+def _compiler_missing() -> str:
+    """Why a model cannot be compiled here, or an empty string; on a GPU kernels are not C++."""
+    torch = sys.modules.get("torch")
+    on_gpu = Path("/dev/nvidiactl").exists() if torch is None else torch.cuda.is_available()
+    return switched_off() if on_gpu else model_compiler_missing()

@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
+from narrowgauge._compiler import remove_torn_files
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import DataError, suggestion
 from narrowgauge.matmul.linear import has_plain_product
@@ -233,6 +234,7 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
     Cost: the first call compiles; so do the first with another shape (from then on shapes are dynamic) and the first
     without gradients.
     """
+    remove_torn_files()
     sharded = fsdp_modules(model)
     for module in model.modules():
         if not isinstance(module, GradientCheckpointingLayer):

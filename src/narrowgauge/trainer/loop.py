@@ -18,15 +18,17 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
+from narrowgauge._compiler import why_compiling_failed
 from narrowgauge.distributed.launch import beat
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.traffic import Traffic
-from narrowgauge.errors import CorruptionError, DataError, RecordError
+from narrowgauge.errors import ChipError, CorruptionError, DataError, RecordError
 from narrowgauge.optim import compilation
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, held_folder
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, is_run, read_run, read_settings
 from narrowgauge.runs.writer import RunWriter, remove_leftovers, require_free
+from narrowgauge.spec.compiler import compiled_folder
 from narrowgauge.spec.models import MODELS, refuse_own_code
 from narrowgauge.trainer.changes import accept, differences, moved, with_present_ranks
 from narrowgauge.trainer.config import TrainConfig
@@ -333,6 +335,13 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
         except CorruptionError as error:
             message, tensor, rank = error.message.rstrip("."), error.tensor, error.rank
             reporter.event(Event("corruption", session.step, message, tensor, rank=rank, advice=error.advice))
+            raise
+        except Exception as error:
+            if session.config.compile and (reason := why_compiling_failed(error)):
+                raise ChipError(
+                    f"the model could not be compiled in step {session.step + 1}: {reason.rstrip('.')}.",
+                    f"Mend that, or train without: --no-compile. PyTorch compiles into {compiled_folder()}.",
+                ) from error
             raise
         finally:
             session.saver.leave()

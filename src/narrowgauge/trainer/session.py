@@ -127,10 +127,12 @@ class Session:
 
     @property
     def notes(self) -> list[str]:
-        """Notes on how the recipe's matmuls run on this device."""
+        """Notes on how the model, and the recipe's matmuls, run on this device."""
         rows = () if self.linears is None else self.config.recipe.computes
         notes = [describe_matmuls(row, self.device) for row in rows if row.name != row.dtype]
-        return [note for note in notes if "emulated" in note]
+        missing = self.config.why_uncompiled(language_model.num_parameters(self.model))
+        uncompiled = [f"the model runs uncompiled, which is slower: {missing}"] if missing else []
+        return [*uncompiled, *(note for note in notes if "emulated" in note)]
 
     @property
     def tokenizer_path(self) -> Path | None:
@@ -278,10 +280,13 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         data: the tokens.
     Returns:
         The session, with the settings filled in.
+    Raises:
+        ChipError: a compiled model was requested, and nothing can be compiled here.
     """
     keep_pages()
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
     config = config.filled(language_model.num_parameters(model))
+    config.require_compiler()
     assert config.lr is not None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     nn.Module.to(model, device)

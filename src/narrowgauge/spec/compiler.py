@@ -1,0 +1,135 @@
+"""Whether PyTorch's compiler can work here: it writes C++, for which it needs a compiler, headers, and a folder.
+
+PyTorch finds out in the first training step, and then says so on 150 lines. Everything that is compiled here can run uncompiled,
+so the question is asked before, by compiling three lines: in a fourth of a second, and without loading PyTorch.
+
+Source: torch._inductor.cpp_builder (the compiler and its flags), torch._inductor.runtime.cache_dir_utils (the folder).
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+_SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
+"""Variables whose value 1 makes PyTorch compile nothing, silently."""
+LIMIT_SECONDS = 60
+
+
+def compiler_name() -> str:
+    """The C++ compiler that PyTorch calls: ``CXX``, or the platform's."""
+    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+
+
+def compiler_missing() -> str:
+    """Why no C++ can be compiled here, or an empty string."""
+    # PyTorch's compiler does not quote the paths that it hands to the C++ compiler.
+    found = find_spec("torch")
+    folder = "" if found is None or found.origin is None else str(Path(found.origin).parent)
+    if " " in folder:
+        return f"PyTorch's compiler cannot work from '{folder}'"
+    if sys.platform == "win32":
+        return "" if shutil.which(os.environ.get("CXX", "cl")) else "no C++ compiler ('cl') is on PATH"
+    if not shutil.which(compiler_name()):
+        return f"no C++ compiler ('{compiler_name()}') is on PATH"
+    # Where the headers of Python are missing, code that is loaded without them can still be compiled.
+    if not _failure(compiler_name(), "Python.h"):
+        return ""
+    reason = _failure(compiler_name(), "")
+    return f"the C++ compiler '{compiler_name()}' does not work ({reason})" if reason else ""
+
+
+def switched_off() -> str:
+    """Which variable tells ``torch.compile`` to do nothing, or an empty string."""
+    return next((f"{name}=1 switches PyTorch's compiler off" for name in _SWITCHES if os.environ.get(name) == "1"), "")
+
+
+def model_compiler_missing() -> str:
+    """Why ``torch.compile`` cannot compile a model here, or an empty string: what it makes are modules of Python."""
+    if missing := switched_off() or compiler_missing():
+        return missing
+    if sys.platform != "win32" and (reason := _failure(compiler_name(), "Python.h")):
+        return f"the C++ compiler '{compiler_name()}' cannot make modules of Python ({reason})"
+    folder = compiled_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"PyTorch's compiler cannot write to {folder} ({error.strerror or error})"
+
+
+def compiled_folder() -> Path:
+    """Where PyTorch keeps what it has compiled: ``TORCHINDUCTOR_CACHE_DIR``, or one for each user beside temporary files."""
+    if chosen := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return Path(chosen).absolute()
+    try:
+        user = getpass.getuser()
+    except (KeyError, ImportError, OSError):
+        user = f"uid_{os.getuid()}" if hasattr(os, "getuid") else "unknown_user"
+    return Path(tempfile.gettempdir()) / ("torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+
+
+def is_torn(path: Path) -> bool:
+    """Whether compiled code lacks its end, which a linker that was killed leaves: whoever loads it is ended by SIGBUS.
+
+    Only files of the ELF format are looked into; their last part is the table of sections.
+
+    Args:
+        path: an object file or a shared library that nobody is writing.
+    Example:
+        >>> is_torn(Path(sys.executable).resolve())
+        False
+    Source: elf(5), of 64 bits.
+    """
+    with path.open("rb") as file:
+        head = file.read(64)
+    if sys.platform == "linux" and (len(head) < 64 or not head.startswith(b"\x7fELF")):
+        return True
+    if head[4:6] != b"\x02\x01" or not head.startswith(b"\x7fELF"):  # 64 bits, little-endian
+        return False
+    table, entry_size, num_entries = int.from_bytes(head[40:48], "little"), *struct.unpack("<HH", head[58:62])
+    return path.stat().st_size < table + entry_size * num_entries
+
+
+@lru_cache
+def _failure(compiler: str, header: str) -> str:
+    """The first error of a compiler that makes a library with OpenMP and a header, or an empty string.
+
+    Args:
+        compiler: as it is called.
+        header: one of Python's, or none.
+    """
+    # Apple's compiler needs a library for OpenMP, whose place PyTorch knows.
+    openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
+    lines = [
+        "#include <cmath>",
+        *(["#include <omp.h>"] if openmp else []),
+        *([f"#include <{header}>"] if header else []),
+    ]
+    # A module leaves open what the interpreter that loads it has.
+    link = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+    source = "\n".join([*lines, 'extern "C" double narrowgauge(double x) { return std::sqrt(x); }', ""])
+    with tempfile.TemporaryDirectory(prefix="narrowgauge-") as folder:
+        command = [compiler, "-x", "c++", "-", "-shared", "-fPIC", *openmp, *link, "-o", str(Path(folder) / "probe.so")]
+        command += [f"-I{sysconfig.get_path('include')}", f"-I{sysconfig.get_path('platinclude')}"]
+        try:
+            ended = subprocess.run(
+                command, input=source, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+    if not ended.returncode:
+        return ""
+    said = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
+    return next((line for line in said if "error" in line), said[0] if said else f"status {ended.returncode}")[:200]
