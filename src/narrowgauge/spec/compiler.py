@@ -99,7 +99,7 @@ def is_torn(path: Path) -> bool:
     if head[4:6] != b"\x02\x01" or not head.startswith(b"\x7fELF"):  # 64 bits, little-endian
         return False
     table, entry_size, num_entries = int.from_bytes(head[40:48], "little"), *struct.unpack("<HH", head[58:62])
-    return path.stat().st_size < table + entry_size * num_entries
+    return bool(path.stat().st_size < table + entry_size * num_entries)
 
 
 @lru_cache
