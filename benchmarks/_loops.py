@@ -22,10 +22,15 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
+from narrowgauge.assembly import is_matrix
 from narrowgauge.runs.record import Run
 from narrowgauge.trainer.data import Dataset, prepare_data
 
 STEPS, STRUCK_AT, WARMUP = 100, 31, 10
+# What ``narrowgauge train`` takes by default.
+OF_LANGUAGE_MODELS: dict[str, Any] = {
+    "betas": (0.9, 0.95), "weight_decay": 0.1, "decays": is_matrix, "max_grad_norm": 1.0
+}  # fmt: skip
 Batches = Callable[[int], Tensor]
 
 
@@ -101,9 +106,8 @@ def loop_run(place: Path, folder: Path, loop: Loop) -> Run:
 def _train(folder: Path, loop: Loop, data: Dataset) -> None:
     torch.manual_seed(0)
     scaler = {"loss_scaler": ng.LossScaler()} if loop.recipe.startswith("float16") else {}
-    model, optimizer = ng.prepare(
-        LlamaForCausalLM(LlamaConfig(**SHAPE)), loop.recipe, lr=loop.lr, **scaler, **loop.options
-    )
+    options = {**OF_LANGUAGE_MODELS, **scaler, **loop.options}
+    model, optimizer = ng.prepare(LlamaForCausalLM(LlamaConfig(**SHAPE)), loop.recipe, lr=loop.lr, **options)
 
     def batches(step: int) -> Tensor:
         return torch.from_numpy(data.batch(step - 1, USUAL["batch_size"], USUAL["sequence_length"], 0))

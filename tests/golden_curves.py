@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
+from narrowgauge.assembly import is_matrix
 from narrowgauge.spec import show
 
+# What ``narrowgauge train`` takes by default.
+OF_LANGUAGE_MODELS: dict[str, Any] = {
+    "betas": (0.9, 0.95), "weight_decay": 0.1, "decays": is_matrix, "max_grad_norm": 1.0
+}  # fmt: skip
 STEPS, VOCABULARY, SEQUENCES, LENGTH = 10, 64, 8, 64
 SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -43,7 +49,9 @@ def curve(recipe: str) -> list[float]:
 
 
 def _losses(recipe: str) -> list[float]:
-    model, optimizer = ng.prepare(_model(), recipe, lr=_rate(recipe), audit_every=0, compile=False)
+    model, optimizer = ng.prepare(
+        _model(), recipe, lr=_rate(recipe), **OF_LANGUAGE_MODELS, audit_every=0, compile=False
+    )
     losses = []
     for tokens in _batches():
         loss = model(input_ids=tokens, labels=tokens).loss

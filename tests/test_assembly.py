@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
+from narrowgauge import assembly
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.spec.notation import parse, parse_table, representative_names
@@ -237,10 +238,64 @@ def test_a_toml_recipe_says_the_same(tmp_path: Path) -> None:
     assert model.block.norm.weight.dtype is torch.float32
 
 
-def test_matrices_are_decayed_and_vectors_are_not() -> None:
+@pytest.mark.parametrize("recipe", ["float32", "bfloat16/float32", "bfloat16/word", "float8-row/word"])
+def test_the_defaults_are_those_of_torchs_adamw(recipe: str) -> None:
+    theirs = torch.optim.AdamW(Net().parameters()).param_groups
+    _, optimizer = ng.prepare(Net(), recipe)
+    (group,), (wanted,) = optimizer.param_groups, theirs
+    assert optimizer.max_grad_norm is None
+    for name in ("lr", "betas", "eps", "weight_decay"):
+        assert group[name] == wanted[name], name
+
+
+def test_a_float32_recipe_takes_the_steps_of_torchs_adamw() -> None:
+    """Weights decay, gradients are large and none is clipped: other betas, decay or clipping would part in the first digits."""
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+        for step in range(20):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)) * 10
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    model, other = Net(), Net()
+    other.load_state_dict(model.state_dict())
+    theirs = trained(other, torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0.5))
+    ours = trained(*ng.prepare(model, "float32/float32", lr=1e-2, weight_decay=0.5))
+    assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_all_parameters_are_decayed_or_those_that_are_chosen() -> None:
     _, optimizer = ng.prepare(Net(), "bfloat16/word", weight_decay=0.3)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3]
+    _, optimizer = ng.prepare(Net(), "bfloat16/word", weight_decay=0.3, decays=lambda name, p: p.ndim >= 2)
+    assert len(optimizer.param_groups) == 2
     for group in optimizer.param_groups:
         assert {p.ndim >= 2 for p in group["params"]} == {group["weight_decay"] == 0.3}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "beta2", "said"),
+    [
+        ("bfloat16/naive", 0.9983, "beta2 = 0.9983 .* 'naive' .* 7 mantissa bits .* storage 'word'"),
+        ("bfloat16/kahan", 0.9983, "'kahan'"),
+        ("bfloat16/stochastic", 0.9983, "'stochastic'"),
+        ("unit/word", 0.95, "multiplies the learning rate .* by a factor"),
+    ],
+)
+def test_what_differs_from_torch_is_said_once(
+    recipe: str, beta2: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "_SAID", set())
+    with pytest.warns(assembly.DifferenceNotice, match=said):
+        ng.prepare(tiny_llama(), recipe, betas=(0.9, beta2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", assembly.DifferenceNotice)
+        ng.prepare(tiny_llama(), recipe, betas=(0.9, beta2))  # once
+        for other in ("float32", "bfloat16/word", "bfloat16/collage-plus", "bfloat16/states8"):
+            ng.prepare(Net(), other)
+        ng.prepare(Net(), "bfloat16/naive", betas=(0.9, 0.95))
 
 
 def keeping(*patterns: str) -> Recipe:

@@ -9,7 +9,8 @@ of :mod:`narrowgauge.matmul.scopes` come last.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,15 +41,26 @@ from narrowgauge.trainable import require_contiguous, require_summable, require_
 Made = TypeVar("Made", bound=Optimizer)
 
 
+def is_any(name: str, parameter: Tensor) -> bool:
+    """True: every parameter is decayed, as in ``torch.optim``."""
+    return True
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter has two dims or more: what language models decay."""
+    return parameter.ndim >= 2
+
+
 def prepare(
     model: nn.Module,
     recipe: str | Path | Recipe = "bfloat16/word",
     *,
     lr: float | Tensor = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.95),
+    betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    max_grad_norm: float | None = 1.0,
+    weight_decay: float = 0.01,
+    decays: Callable[[str, Tensor], bool] = is_any,
+    max_grad_norm: float | None = None,
     seed: int = 0,
     audit_every: int = 10,
     compile: bool | None = None,
@@ -64,15 +76,19 @@ def prepare(
     Invariant: the model computes with each weight in its visible format, and the optimizer holds the remaining bits. Before
     the first step, the stored weights are the given float32 weights, rounded once to the storage's code.
 
-    The defaults are those of training language models; :class:`narrowgauge.AdamW` alone has torch's (``betas`` (0.9, 0.999),
-    decay 0.01 of vectors too, no clipping).
+    The defaults are those of ``torch.optim.AdamW``: a loop that changes to ``prepare`` changes its formats, and nothing else.
+    What still differs is said once, by a :class:`DifferenceNotice`: learning rates that a compute multiplies, and a ``beta2``
+    at which a storage's second moments no longer fall. Language models are mostly trained otherwise, with ``betas=(0.9, 0.95)``,
+    ``weight_decay=0.1`` of matrices alone and ``max_grad_norm=1.0``: so ``narrowgauge train`` does.
 
     Args:
         model: a float32 model on one device, changed in place. A bfloat16 model is accepted too; its tails start at zero,
             since bits that were rounded away earlier cannot be recovered.
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
         lr, betas, eps: as in AdamW.
-        weight_decay: decoupled weight decay of matrices; 1-D parameters are not decayed.
+        weight_decay: decoupled weight decay.
+        decays: whether a parameter is decayed, by its name and itself; left out all are, as in PyTorch. For matrices alone:
+            ``decays=lambda name, parameter: parameter.ndim >= 2``.
         max_grad_norm: clip the gradient norm to this value and skip steps with non-finite gradients; ``None`` does neither.
             PyTorch's ``clip_grad_norm_`` refuses a model with shards beside parameters that stay whole (``keep``).
         seed: seed of the stochastic rounding.
@@ -117,6 +133,7 @@ def prepare(
         betas=betas,
         eps=eps,
         weight_decay=weight_decay,
+        decays=decays,
         max_grad_norm=max_grad_norm,
         seed=seed,
         audit_every=audit_every,
@@ -133,12 +150,7 @@ def prepare(
 
 _OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "max_grad_norm")
 DEFAULTS = {name: inspect.signature(prepare).parameters[name].default for name in _OF_OPTIMIZER}
-"""The defaults of :func:`prepare` for the optimizer's options; the classes of optimizers have those of ``torch.optim``."""
-
-
-def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter has two dims or more: what :func:`prepare` decays."""
-    return parameter.ndim >= 2
+"""The defaults of :func:`prepare` for the optimizer's options, which are those of ``torch.optim.AdamW``."""
 
 
 def prepare_with(
@@ -163,7 +175,46 @@ def prepare_with(
     if mesh is not None or policy.reduction.name != "native" or adds_up:
         name = policy.reduction.name
         optimizer.reduction = reduce_gradients_with(model, name, average=average, seed=seed, mesh=mesh)
+    say_what_differs(optimizer, policy)
     return model, optimizer
+
+
+class DifferenceNotice(UserWarning):
+    """Says once what an optimizer does otherwise than ``torch.optim.AdamW`` would with the same numbers."""
+
+
+_SAID: set[str] = set()
+
+
+def say_what_differs(optimizer: Optimizer, recipe: Recipe) -> None:
+    """Warn, once in a process, of what a recipe's optimizer does otherwise than ``torch.optim`` with the same options.
+
+    Args:
+        optimizer: of a prepared model.
+        recipe: what it was prepared with.
+    """
+    for text in _differences(optimizer, recipe):
+        if text not in _SAID:
+            _SAID.add(text)
+            warnings.warn(text, DifferenceNotice, stacklevel=4)
+
+
+def _differences(optimizer: Optimizer, recipe: Recipe) -> Iterator[str]:
+    if any("lr_factor" in group for group in optimizer.param_groups):
+        yield (
+            f"recipe '{recipe.name}' multiplies the learning rate of each parameter by a factor of its shape, and decays weights "
+            f"as at a rate of {_DECAYED_AT:g}, whatever the rate: torch.optim.AdamW does neither."
+        )
+    for group in optimizer.param_groups:
+        row = optimizer.rows[group["storage"]]
+        beta2 = group["betas"][1] if "betas" in group else 0.0
+        if row.highest_beta2 is not None and float(beta2) > row.highest_beta2:
+            yield (
+                f"beta2 = {float(beta2):g} moves the second moments of storage '{row.name}' by less than half a spacing: they "
+                f"are rounded to {row.exp_avg_sq.mantissa_bits} mantissa bits and do not fall again. Take a beta2 below "
+                f"{row.highest_beta2:.4g}, such as betas=(0.9, 0.95), or storage '{row.cure}', which does not freeze."
+            )
+            return
 
 
 def assemble(model: nn.Module, policy: Recipe, **settings: Any) -> tuple[nn.Module, AdamW]:
@@ -196,9 +247,9 @@ def assemble_with(
     Args:
         optimizer_class: the optimizer.
         model, policy, seed, mesh, shard, offload, narrow_gather: as for :func:`prepare`.
-        options: of the optimizer, ``weight_decay``, ``lr`` and ``loss_scaler`` among them; ``decays(name, parameter)``, whether a
-            parameter is decayed; ``options_of(name)``, the options of a parameter that are not the optimizer's, such as
-            ``{"lr": 1e-4}``, or ``{"rule": "adamw"}`` where the optimizer has a matrix rule.
+        options: of the optimizer, ``weight_decay``, ``lr`` and ``loss_scaler`` among them; ``decays(name, parameter)``, whether
+            a parameter is decayed (left out all are); ``options_of(name)``, the options of a parameter that are not the
+            optimizer's, such as ``{"lr": 1e-4}``, or ``{"rule": "adamw"}`` where the optimizer has a matrix rule.
     Returns:
         The model and its optimizer.
     Raises:
@@ -267,7 +318,7 @@ def optimizer_for(
     lr: float | Tensor,
     seed: int = 0,
     loss_scaler: LossScaler | None = None,
-    decays: Callable[[str, Tensor], bool] = is_matrix,
+    decays: Callable[[str, Tensor], bool] = is_any,
     options_of: Callable[[str], Mapping[str, Any]] = lambda name: {},
     **options: Any,
 ) -> Made:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from narrowgauge.assembly import is_matrix
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
@@ -79,7 +80,7 @@ class OwnRun:
         """What the trainer gave to ``prepare``: keyword arguments, with the peak learning rate."""
         c = self.settings
         names = ("lr", "betas", "eps", "weight_decay", "max_grad_norm", "seed", "audit_every")
-        return {name: getattr(c, name) for name in names}
+        return {**{name: getattr(c, name) for name in names}, "decays": is_matrix}
 
     def model(self) -> LlamaForCausalLM:
         """A model of the same configuration in float32 with the initial weights, as a user builds it."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.assembly import prepare
+from narrowgauge.assembly import DEFAULTS, assemble
 from narrowgauge.checkpoints.reading import load_whole, saved_tensors
 from narrowgauge.checkpoints.state_tensors import state_tensors
 from narrowgauge.conversion.conversion_report import Kept, Pair, Report, compare
@@ -234,7 +234,7 @@ def take(source: Source, recipe: Recipe) -> tuple[Optimizer, tuple[Kept, ...]]:
         An optimizer with the state, whose parameters have the source's names, and the losses of each kind of value.
     """
     values, moments = _float32(source)
-    model, optimizer = prepare(Checkpoint(values), recipe, max_grad_norm=None, audit_every=0, compile=False)
+    model, optimizer = assemble(Checkpoint(values), recipe, **DEFAULTS, audit_every=0, compile=False)
     named = dict(model.named_parameters())
     same = {
         name

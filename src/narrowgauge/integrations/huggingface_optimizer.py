@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import check_target_module_exists
 
-from narrowgauge.assembly import assemble_with
+from narrowgauge.assembly import assemble_with, say_what_differs
 from narrowgauge.distributed.sharding import begin_alike
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.carried_state import carry_state
@@ -231,6 +231,7 @@ def make_optimizer(
         **{**options, **settings},
     )
     carry_state(optimizer, model)
+    say_what_differs(optimizer, recipe)
     return optimizer
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.assembly import DEFAULTS, optimizer_for, scales_loss
+from narrowgauge.assembly import DEFAULTS, optimizer_for, say_what_differs, scales_loss
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.framework_optimizers import bind, require_recipe, restore_audit, saved_audit
 from narrowgauge.integrations.lightning_gradients import MicroBatchSums, RankSums, StepNorms, refuse_second_clipping
@@ -41,7 +41,6 @@ from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainable import unwrapped as undistributed
 
 _Base: Any = object
 
@@ -62,8 +61,8 @@ class RecipePrecision(_Base):
         accumulation_dtype: how the micro-batches of ``accumulate_grad_batches`` are summed, a row of ``ng.ACCUMULATIONS``.
             ``None`` is float32 on one rank, and on several the gradients' own, in which DDP and FSDP2 sum them. A row that is
             named is refused there, in Fabric and for manual optimization.
-        options: of the recipe's own optimizer: ``lr``, ``betas``, ``weight_decay``, ``max_grad_norm`` and others, with the
-            defaults of :func:`narrowgauge.prepare`; the ``Trainer``'s ``gradient_clip_val`` replaces that of ``max_grad_norm``.
+        options: of the recipe's own optimizer: ``lr``, ``betas``, ``weight_decay``, ``decays``, ``max_grad_norm`` and others,
+            with the defaults of :func:`narrowgauge.prepare`. The ``Trainer``'s ``gradient_clip_val`` clips in the same kernel.
 
     Raises:
         RecipeError: an unknown recipe.
@@ -132,22 +131,17 @@ class RecipePrecision(_Base):
         Raises:
             RecipeError: the plugin has not converted this model.
         """
-        chosen = {**DEFAULTS, **self._clipping(module), **self.options, **options}
+        chosen = {**DEFAULTS, **self.options, **options}
         converted = self._models.find(module)
         made = optimizer_for(AdamW, converted, seed=self.seed, loss_scaler=self.scaler, **chosen)
         converted.values.clear()
+        say_what_differs(made, self.recipe)
         self._bind(made)
         return made
 
     def trained_part(self, module: nn.Module) -> nn.Module:
         """The model inside a converted module: the module itself, or what a LightningModule wraps."""
         return self._models.find(module).model
-
-    def _clipping(self, module: nn.Module) -> dict[str, Any]:
-        """No norm to clip to where the Trainer clips itself, else ``prepare``'s."""
-        trainer = trainer_of(undistributed(module))
-        clips = trainer is not None and trainer.gradient_clip_val
-        return {"max_grad_norm": None} if clips else {}
 
     # ── the optimizers ─────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.assembly import DEFAULTS
 from narrowgauge.integrations.check_table import found_in
 from narrowgauge.integrations.findings import Finding, Findings
 from narrowgauge.integrations.loop_watch import Seen, Watch
@@ -89,26 +88,18 @@ def _watch(set_up: SetUp, handle: Findings) -> Callable[[], list[Finding]]:
     return end
 
 
-# The options whose defaults ng.prepare and the optimizer classes differ in: the latter have torch.optim's.
-DIFFERING = ("betas", "weight_decay", "max_grad_norm")
-
-
 def _described(optimizer: torch.optim.Optimizer) -> str:
-    """What an optimizer stores and its options; of ours, also where ``prepare`` has other defaults."""
+    """What an optimizer stores, and its options."""
     options = {"max_grad_norm": getattr(optimizer, "max_grad_norm", None), **optimizer.param_groups[0]}
     stored = dict.fromkeys(
         storage_of(optimizer, group, parameter).name
         for group in optimizer.param_groups
         for parameter in group["params"]
     )
-    is_ours = isinstance(optimizer, Optimizer)
-    names = ("lr", "betas", "weight_decay", *(("max_grad_norm",) if is_ours else ()))
+    names = ("lr", "betas", "weight_decay", *(("max_grad_norm",) if isinstance(optimizer, Optimizer) else ()))
     said = [f"{name} {_value(options[name])}" for name in names if name in options]
     package = type(optimizer).__module__.split(".")[0]
-    line = f"{package}.{type(optimizer).__name__}, stores {' and '.join(stored)}: {', '.join(said)}"
-    of_prepare = {name: DEFAULTS[name] for name in DIFFERING}
-    other = [f"{name} {_value(value)}" for name, value in of_prepare.items() if options.get(name, value) != value]
-    return f"{line}; ng.prepare takes {', '.join(other)} by default" if is_ours and other else line
+    return f"{package}.{type(optimizer).__name__}, stores {' and '.join(stored)}: {', '.join(said)}"
 
 
 def _value(value: Any) -> str:

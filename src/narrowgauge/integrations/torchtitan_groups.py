@@ -1,51 +1,31 @@
 """torchtitan's parameter groups: the options that each parameter gets from the first pattern that matches its name.
 
-What a group leaves out, and which of its parameters are decayed, is as its ``optimizer_name`` says: ``"AdamW"`` is torch's, which
-decays all of them, and :data:`NAME` is :func:`narrowgauge.prepare`'s, which decays matrices. So a config that was written for
-torchtitan's own optimizer keeps its meaning to the letter.
+What a group leaves out is as in ``torch.optim.AdamW``, under its own name and under :data:`NAME`. So a config that was written
+for torchtitan's own optimizer keeps its meaning to the letter.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torchtitan.components.optimizer import ParamGroupConfig
 
 from narrowgauge._torch import plain_name
-from narrowgauge.assembly import DEFAULTS, is_matrix
+from narrowgauge.assembly import DEFAULTS
 from narrowgauge.errors import RecipeError
 
 NAME = "NarrowgaugeAdamW"
-"""The ``optimizer_name`` of a group with the defaults of :func:`narrowgauge.prepare`."""
+"""The ``optimizer_name`` of the groups that :func:`narrowgauge_adamw` makes."""
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _IGNORED = {"fused", "foreach"}  # what torchtitan chooses between implementations of torch.optim by
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What an ``optimizer_name`` stands for.
-
-    Attributes:
-        defaults: of the settings that a group leaves out.
-        decays: whether a group's weight decay applies to a parameter of it.
-    """
-
-    defaults: Mapping[str, Any]
-    decays: Callable[[str, Tensor], bool]
-
-
-_OF_TORCH = inspect.signature(torch.optim.AdamW).parameters
-KINDS = {
-    "AdamW": Kind({name: _OF_TORCH[name].default for name in SETTINGS}, lambda name, parameter: True),
-    NAME: Kind({name: DEFAULTS[name] for name in SETTINGS}, is_matrix),
-}
-"""The optimizers that a group can name."""
+SETTING_DEFAULTS = {name: DEFAULTS[name] for name in SETTINGS}
+"""What a group takes where it leaves a setting out: as in ``torch.optim.AdamW``."""
+_NAMES = ("AdamW", NAME)  # the optimizers that a group can name
 
 
 class ParamGroups:
@@ -76,12 +56,6 @@ class ParamGroups:
         assert place is not None, name
         return self.groups[place][2]
 
-    def decays(self, name: str, parameter: Tensor) -> bool:
-        """Whether the weight decay applies to a parameter."""
-        place = self._place(name)
-        assert place is not None, name
-        return KINDS[self.groups[place][1]].decays(name, parameter)
-
     def require_cover(self, parts: Iterable[nn.Module]) -> None:
         """Require that each trainable parameter has a group, and each group a parameter.
 
@@ -110,11 +84,11 @@ class ParamGroups:
 
 def _options(group: ParamGroupConfig) -> dict[str, Any]:
     """A group's settings with the defaults of its optimizer."""
-    if group.optimizer_name not in KINDS:
+    if group.optimizer_name not in _NAMES:
         raise RecipeError(f"{NAME} is AdamW, and the optimizer '{group.optimizer_name}' was requested of it.")
     if strange := sorted(group.optimizer_kwargs.keys() - set(SETTINGS) - _IGNORED):
         raise RecipeError(f"{NAME} has no setting '{strange[0]}'; it has {', '.join(sorted(SETTINGS))}.")
     if "lr" not in group.optimizer_kwargs:
         raise RecipeError(f"{NAME} was given no learning rate.", 'Put "lr" into its optimizer_kwargs.')
-    options = {**KINDS[group.optimizer_name].defaults, **group.optimizer_kwargs}
+    options = {**SETTING_DEFAULTS, **group.optimizer_kwargs}
     return {name: tuple(options[name]) if name == "betas" else options[name] for name in SETTINGS}

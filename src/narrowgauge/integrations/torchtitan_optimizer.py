@@ -34,7 +34,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules, mesh_of
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.torchtitan_converter import NarrowgaugeConverter, take_request
-from narrowgauge.integrations.torchtitan_groups import KINDS, NAME, ParamGroups
+from narrowgauge.integrations.torchtitan_groups import NAME, SETTING_DEFAULTS, ParamGroups
 from narrowgauge.joint_scales import join_histories
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.swapping import linears_of
@@ -117,13 +117,13 @@ def narrowgauge_adamw(recipe: str = "", lr: float = 8e-4, **settings: Any) -> Na
     Args:
         recipe: a recipe's name or ``.toml`` file; empty where the model's converter names it.
         lr: the peak learning rate; torchtitan's scheduler multiplies it.
-        settings: ``betas``, ``eps``, ``weight_decay`` (of matrices; vectors are not decayed), and fields of
-            :class:`NarrowgaugeAdamW.Config`.
+        settings: ``betas``, ``eps`` and ``weight_decay``, left out as in ``torch.optim.AdamW``; and fields of
+            :class:`NarrowgaugeAdamW.Config`. A group of its own, of a pattern such as ``"norm|bias"``, decays vectors otherwise.
     Returns:
         For ``config.optimizer``.
     """
     fields = {name: settings.pop(name) for name in ("max_grad_norm", "seed", "audit_every") if name in settings}
-    given = {**KINDS[NAME].defaults, "lr": lr, **settings}
+    given = {**SETTING_DEFAULTS, "lr": lr, **settings}
     group = ParamGroupConfig(pattern=r".*", optimizer_name=NAME, optimizer_kwargs=given)
     return NarrowgaugeAdamW.Config(param_groups=[group], recipe=recipe, **fields)
 
@@ -185,9 +185,8 @@ def _optimizer_of(part: nn.Module, recipe: Recipe, groups: ParamGroups, config: 
     _, optimizer = prepare_with(
         part,
         recipe,
-        **KINDS[NAME].defaults,
+        **SETTING_DEFAULTS,
         options_of=groups.options_of,
-        decays=groups.decays,
         max_grad_norm=config.max_grad_norm,
         seed=config.seed,
         audit_every=config.audit_every,

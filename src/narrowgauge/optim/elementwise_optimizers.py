@@ -43,8 +43,7 @@ class AdamW(_Betas):
     Invariant: the papers' equations in float32 registers; only what is stored is cut.
 
     Its defaults are those of ``torch.optim.AdamW``, so that replacing one by the other changes what is stored and nothing
-    else: ``betas`` (0.9, 0.999), decay 0.01 of every parameter, no clipping. :func:`narrowgauge.prepare` takes those of
-    language models: (0.9, 0.95), 0.1 of matrices alone, clipping to 1. :func:`narrowgauge.check` prints what differs.
+    else: ``betas`` (0.9, 0.999), decay 0.01 of every parameter, no clipping. :func:`narrowgauge.prepare` takes the same.
 
     Args:
         params: as in ``torch.optim``: parameters, ``(name, parameter)`` pairs, or groups.

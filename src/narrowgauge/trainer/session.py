@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from narrowgauge.assembly import assemble
+from narrowgauge.assembly import assemble, is_matrix
 from narrowgauge.checkpoints.reading import saved_tensors
 from narrowgauge.checkpoints.state_tensors import give_back, load_tensors, require_same_model, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
@@ -303,6 +303,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
+            decays=is_matrix,
             max_grad_norm=config.max_grad_norm,
             seed=config.seed,
             audit_every=config.audit_every,
