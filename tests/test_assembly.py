@@ -157,7 +157,7 @@ def test_a_pickled_model_under_autocast_computes_as_before() -> None:
 
 @pytest.mark.parametrize("storage", ["float32", "word"])
 def test_a_prepared_model_is_traced_whole(storage: str) -> None:
-    recipe = Recipe(parse("bfloat16").compute, STORAGES[storage], keep=("lm_head", "model.layers.*.self_attn"))
+    recipe = Recipe(parse("bfloat16/word").compute, STORAGES[storage], keep=("lm_head", "model.layers.*.self_attn"))
     model, _ = ng.prepare(tiny_llama(tied=False), recipe)
     traced = torch.compile(model, backend="eager", fullgraph=True)
     one, other = (each(input_ids=tokens()).logits.detach() for each in (model, traced))

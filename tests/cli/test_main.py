@@ -311,7 +311,7 @@ LONG = "x" * 3000
         (LONG,), ("train", "--recipe", LONG), ("train", "--model", LONG), ("train", "--data", LONG), ("train", "--steps", LONG),
         ("train", f"--{LONG}"), ("train", "--config", LONG), ("show", "recipe", LONG),
         ("show", "format", LONG), ("show", "value", LONG), ("resume", LONG), ("export", LONG, "out"), ("report", LONG),
-        ("convert", LONG, "--recipe", "bf16"), ("profile", "--model", "llama-1m", "--recipes", "bf16", "--chip", LONG),
+        ("convert", LONG, "--recipe", "bf16/word"), ("profile", "--model", "llama-1m", "--recipes", "bf16/word", "--chip", LONG),
         ("train", "--recipe", " ".join(["x"] * 3000)),
     ],
     ids=lambda words: " ".join(words)[:20],
@@ -413,8 +413,11 @@ def test_a_shell_completes_names(line: str, offered: set[str]) -> None:
 
 def test_every_recipe_that_is_offered_is_one() -> None:
     first = completed("train --recipe ")
-    assert {"bfloat16", "nvfp4", "bf16", "o2", "bfloat16-mixed"} <= set(first)
+    assert {"bfloat16/", "nvfp4", "bf16/", "o2", "bfloat16-mixed", "fp8"} <= set(first)
     for name in first:
+        if name.endswith("/"):  # no recipe alone
+            assert all(map(parse, completed(f"train --recipe {name}")))
+            continue
         assert parse(name)
         stored = completed(f"train --recipe {name}/")
         # What is followed by no storage is a whole recipe, and a file is looked for.

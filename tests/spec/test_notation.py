@@ -17,10 +17,12 @@ from narrowgauge.spec.notation import (
     parse,
     parse_file,
     parse_table,
+    parse_value,
     representative_names,
 )
 from narrowgauge.spec.recipes import Override, Phase, Recipe, own_name
 from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.variants import get_compute
 
 WORD = parse("bfloat16/word")
 FLOAT32 = parse("bfloat16/float32")
@@ -63,7 +65,7 @@ def test_every_compute_alone_is_taken_with_a_storage_that_fits_it() -> None:
     assert list(DEFAULT_STORAGE) == list(COMPUTES)
     others = {"float32", "tfloat32", "float16", "float16-throughout", "float8"}
     for name in COMPUTES:
-        recipe = parse(name)
+        recipe = parse(f"{name}/{DEFAULT_STORAGE[name]}" if name in ALIASES else name)
         assert recipe.compute is COMPUTES[name] and own_name(recipe.storage) == DEFAULT_STORAGE[name]
         assert (recipe.storage.name == "word") == (name not in others)
 
@@ -74,7 +76,6 @@ def test_every_compute_alone_is_taken_with_a_storage_that_fits_it() -> None:
         ("bf16/word", "bfloat16/word"),
         ("BF16/Word", "bfloat16/word"),
         (" bfloat16 / word ", "bfloat16/word"),
-        ("bf16", "bfloat16/word"),
         ("fp32", "float32/float32"),
         ("tf32", "tfloat32/float32"),
         ("fp8-row", "float8-row/word"),
@@ -88,11 +89,10 @@ def test_every_compute_alone_is_taken_with_a_storage_that_fits_it() -> None:
         ("bfloat16-true", "bfloat16/naive"),
         ("bf16/fp32", "bfloat16/float32"),
         ("bfloat16/exact/native", "bfloat16/exact"),
-        ("fp16", "float16/split"),
         ("fp16-mixed", "float16/float32"),
         ("fp16/fp32", "float16/float32"),
         ("float16/master", "float16/master"),
-        ("float8", "float8/collage-plus"),
+        ("float8/collage-plus", "float8/collage-plus"),
         ("float8/collage-light", "float8/collage-light"),
         ("collage-plus", "bfloat16/collage-plus"),
         ("bf16/tail8+bfloat16+float32", "bfloat16/tail8+bfloat16+float32"),
@@ -112,7 +112,7 @@ def test_aliases_lead_to_full_names() -> None:
     ("said", "meant"),
     [
         ("16-mixed", "float16/float32"), ("16-true", "float16/naive"), ("bf16-true", "bfloat16/naive"),
-        ("32-true", "float32/float32"), ("32", "float32/float32"), ("16", "float16/split"), ("half", "float16/split"),
+        ("32-true", "float32/float32"), ("32", "float32/float32"), ("amp", "float16/float32"),
         ("O0", "float32/float32"), ("O1", "float16/float32"), ("O2", "float16/master"), ("o3", "float16/naive"),
         ("fp8", "float8-row/word"), ("FP8/master", "float8-row/master"), ("int8", "int8-row/word"),
         ("int8/exact", "int8-row/exact"), ("fp8-rowwise", "float8-row/word"), ("tensorwise", "float8-tensor/word"),
@@ -132,16 +132,70 @@ def test_names_that_leave_something_open_are_refused_with_the_recipe_that_is_nea
         with pytest.raises(RecipeError) as caught:
             parse(alias.name)
         assert alias.differs in caught.value.message and f"Take '{alias.recipe}'" in caught.value.advice
-        assert parse(alias.recipe).name == alias.recipe
+        for recipe in (alias.recipe, *(other for other, _ in alias.others)):
+            assert f"'{recipe}'" in caught.value.advice
+            assert parse(recipe).name == (recipe if "/" in recipe else f"{recipe}/word")
 
 
 def test_names_from_elsewhere_are_none_of_ours() -> None:
     """Nothing here takes the place of a row, and what is looked up is in the spelling in which it is looked up."""
-    assert not set(ALIASES) & {*COMPUTES, *full_names()}
+    assert {name for name in {*COMPUTES, *full_names()} & set(ALIASES) if ALIASES[name].is_taken} == set()
     assert set(FOREIGN_COMPUTES.values()) <= set(COMPUTES)
     for name in set(ALIASES) - {"fp8"}:  # which alone is a compute, and float8 another
         head, dash, rest = name.partition("-")
         assert name == name.lower() and SPELLINGS.get(head, head) + dash + rest == name
+
+
+@pytest.mark.parametrize(
+    ("said", "candidates"),
+    [
+        *((said, ("bfloat16/float32", "bfloat16/master", "bfloat16/word")) for said in ("bf16", "BF16", "bfloat16")),
+        *((said, ("float16/float32", "float16/master", "float16/split")) for said in ("fp16", "16", "half", "float16")),
+        ("float8", ("float8-row", "float8-tensor", "float8/collage-plus")),
+        ("mixed", ("bfloat16/float32", "float16/float32")),
+        ("fp8-mixed", ("float8-row/float32", "float8-delayed-e5m2/float32")),
+    ],
+)
+def test_a_name_that_means_several_recipes_asks_which(said: str, candidates: tuple[str, ...], tmp_path: Path) -> None:
+    """Libraries store weights and moments in different ways by these: none of the ways is taken without a word."""
+    path = tmp_path / "mine.toml"
+    path.write_text(f'recipe = "{said}"\n', encoding="utf-8")
+    for read in (
+        parse,
+        lambda name: parse_value(name),
+        lambda name: parse_table({"recipe": name}),
+        lambda name: parse(path),
+    ):
+        with pytest.raises(RecipeError, match="no recipe is named") as caught:
+            read(said)
+        assert all(f"'{name}'" in caught.value.advice for name in candidates)
+
+
+def test_float8_as_a_compute_asks_whether_matmuls_or_weights_are_meant() -> None:
+    for ask in (
+        lambda: get_compute("float8"),
+        lambda: get_compute("Float8"),
+        lambda: parse_table({"compute": "float8"}),
+    ):
+        with pytest.raises(RecipeError, match=r"both go by that name.*float8-row.*float8/collage-plus"):
+            ask()
+    with pytest.raises(RecipeError, match="or compute 'float8-row'"):
+        parse("float8/word")
+    assert get_compute("fp8").name == parse("fp8").compute.name == "float8-row"
+    assert [get_compute(name).name for name in ("bf16", "int8", "FP8-tensor")] == [
+        "bfloat16",
+        "int8-row",
+        "float8-tensor",
+    ]
+
+
+def test_recorded_recipes_keep_their_meaning() -> None:
+    """Run folders hold full names, or tables with a storage; no compute in them is read as another library's name."""
+    for storage in ("collage-light", "collage-plus"):
+        recorded = parse_value({"compute": "float8", "storage": storage, "reduction": "native"})
+        assert recorded == parse_value(f"float8/{storage}") and recorded.compute is COMPUTES["float8"]
+    assert parse_value("bfloat16/word").name == "bfloat16/word"
+    assert parse_table({"compute": "bfloat16", "keep": ["lm_head"]}).storage.name == "word"
 
 
 def test_a_compute_of_another_library_is_taken_wherever_a_compute_is_named() -> None:

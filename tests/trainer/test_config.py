@@ -65,7 +65,7 @@ def test_defaults_are_a_run_that_can_start(elsewhere: Path) -> None:
 
 
 def test_checking_twice_changes_nothing() -> None:
-    config = TrainConfig(model="LLAMA-8M", recipe=parse("bf16")).validated()
+    config = TrainConfig(model="LLAMA-8M", recipe=parse("bf16/word")).validated()
     assert config.validated() == config
     assert (config.model, config.to_dict()["recipe"]) == ("llama-8m", "bfloat16/word")
 

@@ -50,9 +50,14 @@ def recipes(context: click.Context, parameter: click.Parameter, incomplete: str)
     """Complete a recipe: a compute or an alias, and after a slash the storages that the compute supports."""
     head, slash, rest = incomplete.partition("/")
     if not slash:
-        computes = {name: compute.purpose for name, compute in COMPUTES.items()}
+        # A compute that is no recipe alone is offered with the slash of its storage.
+        computes = {f"{name}/" if name in ALIASES else name: compute.purpose for name, compute in COMPUTES.items()}
         aliases = {name: f"as {alias.recipe}" for name, alias in ALIASES.items() if alias.is_taken}
-        spellings = {short: f"as {full}" for short, full in SPELLINGS.items() if full in COMPUTES}
+        spellings = {
+            f"{short}/" if full in ALIASES else short: f"as {full}"
+            for short, full in SPELLINGS.items()
+            if full in COMPUTES and short not in ALIASES
+        }
         return _items({**spellings, **aliases, **computes}, incomplete, "file")
     own = notation.compute_name(head)
     if own not in COMPUTES:

@@ -1,12 +1,17 @@
 """Names of recipes in other libraries, and the recipe that each one means.
 
 A name that means exactly one recipe is accepted. A name that is ambiguous, or has no equivalent here, is refused with the
-reason and the nearest recipe. Short spellings of formats (``bf16``) are expanded, ignoring case, before a name is looked up.
+reason and the nearest recipes. Short spellings of formats (``bf16``) are expanded, ignoring case, before a name is looked up.
+
+The name of a 16-bit format alone is refused as a recipe, since libraries mean different weights and moments by it; as a part of
+one (``bf16/word``, ``compute = "bf16"``) it is the compute.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from narrowgauge.errors import RecipeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,18 +23,38 @@ class Alias:
         recipe: the full name of its recipe, or of the nearest one; or a compute, which any storage may follow.
         source: the libraries that use it, and their spelling.
         differs: why the name is refused; empty if it is accepted.
+        others: of a refused name, further recipes that may have been meant, each with what it is.
     """
 
     name: str
     recipe: str
     source: str
     differs: str = ""
+    others: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_taken(self) -> bool:
         """Whether the name is accepted for its recipe."""
         return not self.differs
 
+    @property
+    def is_compute(self) -> bool:
+        """Whether it is, or could be, a compute, which any storage may follow."""
+        return "/" not in self.recipe
+
+    def refusal(self, said: str) -> RecipeError:
+        """The error for a name that is not accepted.
+
+        Args:
+            said: the name in its user's spelling.
+        """
+        nearest = f"'{self.recipe}'" + (f" ({self.source})" if self.others else "")
+        choices = [nearest, *(f"'{recipe}' ({what})" for recipe, what in self.others)]
+        listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
+        return RecipeError(f"no recipe is named '{said}': {self.differs}", f"Take {listed}. {SEE_ALIASES}")
+
+
+SEE_ALIASES = "(narrowgauge show aliases lists the names of other libraries.)"
 
 SPELLINGS: dict[str, str] = {
     "bf16": "bfloat16",
@@ -46,6 +71,26 @@ _NONE_OF_64_BITS = "there is no compute in 64 bits."
 _TE = "it is float8 with delayed scales and does not specify a storage (there, weights in 16 bits, which lose updates)."
 _FROZEN = "it is a format of frozen weights, and here all weights are trained."
 _STATES = "it is a format of optimizer states and does not specify a compute."
+_SIXTEEN_BITS = "it names a format, and libraries store weights and moments in different ways by that name."
+_SCALED8 = "it does not specify how float8 is scaled."
+_MIXED8 = (("float8-tensor/float32", "a scale per tensor"), ("float8-delayed-e5m2/float32", "TransformerEngine"))
+_HOW_MIXED = "it does not say which format is mixed with float32."
+_TWO_FLOAT8 = "float8 matmuls and weights that are stored in float8 both go by that name."
+_BY_FLOAT16 = (
+    ("float16/master", "DeepSpeed, Megatron: fp16"),
+    ("float16/naive", "model.half()"),
+    ("float16/split", "12 bytes per parameter, no update lost"),
+)
+_BY_BFLOAT16 = (
+    ("bfloat16/master", "DeepSpeed, Megatron: bf16"),
+    ("bfloat16/naive", "model.bfloat16(), which loses updates"),
+    ("bfloat16/word", "8 bytes per parameter, no update lost"),
+)
+_MATMULS8 = (
+    ("float8-tensor", "float8 matmuls, a scale per tensor"),
+    ("float8-delayed-e5m2", "TransformerEngine"),
+    ("float8/collage-plus", "bfloat16 matmuls of weights stored in float8"),
+)
 
 _TORCHAO, _ENGINE = "torchao, torchtitan", "TransformerEngine"
 
@@ -81,6 +126,17 @@ _ALIASES = (
     Alias("pure_bf16", "bfloat16/naive", "OpenCLIP: pure_bf16"),
     Alias("mixed_float16", "float16/float32", "Keras: mixed_float16"),
     Alias("mixed_bfloat16", "bfloat16/float32", "Keras: mixed_bfloat16"),
+    Alias("bfloat16", "bfloat16/float32", "Transformers, Accelerate, Lightning: bf16", _SIXTEEN_BITS, _BY_BFLOAT16),
+    Alias("float16", "float16/float32", "Transformers, Accelerate, Lightning: fp16", _SIXTEEN_BITS, _BY_FLOAT16),
+    Alias("float8", "float8-row", "Accelerate: fp8", _TWO_FLOAT8, _MATMULS8),
+    Alias("mixed", "bfloat16/float32", "bf16-mixed", _HOW_MIXED, (("float16/float32", "fp16-mixed"),)),
+    Alias("autocast", "bfloat16/float32", "bf16-mixed", _HOW_MIXED, (("float16/float32", "fp16-mixed"),)),
+    Alias("mixed-precision", "bfloat16/float32", "bf16-mixed", _HOW_MIXED, (("float16/float32", "fp16-mixed"),)),
+    Alias("float8-mixed", "float8-row/float32", "float8 matmuls, float32 weights", _SCALED8, _MIXED8),
+    Alias("float8-hybrid", "float8-tensor-e5m2/word", "TransformerEngine: HYBRID", _SCALED8),
+    Alias("e4m3", "float8-row", "Megatron: --fp8-format e4m3", _SCALED8, _MATMULS8[:2]),
+    Alias("float8_e4m3fn", "float8-row", "PyTorch", _SCALED8, _MATMULS8[:2]),
+    Alias("int4", "mxfp4/word", "torchao: int4", "there is no compute of int4.", (("nvfp4/word", "four bits too"),)),
     Alias("float64", "float32/float32", "Lightning: 64", _NONE_OF_64_BITS),
     Alias("float64-true", "float32/float32", "Lightning: 64-true", _NONE_OF_64_BITS),
     Alias("no", "float32/float32", "Accelerate: no", "it does not specify a recipe."),
@@ -89,8 +145,8 @@ _ALIASES = (
     Alias("transformer-engine-float16", "float8-delayed-e5m2/word", "Lightning: transformer-engine-float16", _TE),
     Alias("transformerengine", "float8-delayed-e5m2/word", "TransformerEngine", _TE),
     Alias("te", "float8-delayed-e5m2/word", "TransformerEngine: te", _TE),
-    Alias("amp_fp8", "float8-delayed-e5m2/float32", "Composer: amp_fp8", "it does not specify how float8 is scaled."),
-    Alias("hybrid", "float8-tensor-e5m2/word", "Megatron: --fp8-format hybrid", "it does not specify how float8 is scaled."),
+    Alias("amp_fp8", "float8-delayed-e5m2/float32", "Composer: amp_fp8", _SCALED8),
+    Alias("hybrid", "float8-tensor-e5m2/word", "Megatron: --fp8-format hybrid", _SCALED8),
     Alias("adamw_8bit", "bfloat16/compact", "Transformers: adamw_8bit", _STATES),
     Alias("adamw_bnb_8bit", "bfloat16/compact", "Transformers: adamw_bnb_8bit", _STATES),
     Alias("8bit", "int8-outlier/word", "Transformers: load_in_8bit", _FROZEN),
@@ -103,5 +159,40 @@ _ALIASES = (
 )  # fmt: skip
 
 ALIASES: dict[str, Alias] = {alias.name: alias for alias in _ALIASES}
-FOREIGN_COMPUTES: dict[str, str] = {alias.name: alias.recipe for alias in _ALIASES if "/" not in alias.recipe}
+FOREIGN_COMPUTES: dict[str, str] = {
+    alias.name: alias.recipe for alias in _ALIASES if alias.is_taken and alias.is_compute
+}
 """The names of computes in other libraries, and the compute that each means."""
+
+
+def spelled(part: str) -> str:
+    """The full spelling of a part of a name.
+
+    Example:
+        >>> spelled("BF16-mixed")
+        'bfloat16-mixed'
+    """
+    head, dash, rest = part.strip().lower().partition("-")
+    return SPELLINGS.get(head, head) + dash + rest
+
+
+def compute_name(part: str) -> str:
+    """The full name of a compute, or of a recipe where a compute is allowed.
+
+    Example:
+        >>> compute_name("fp8"), compute_name("FP8-tensor")
+        ('float8-row', 'float8-tensor')
+    """
+    full = spelled(part)
+    return FOREIGN_COMPUTES.get(part.strip().lower()) or FOREIGN_COMPUTES.get(full, full)
+
+
+def require_one_compute(said: str) -> None:
+    """Refuse a name that could be several computes, where no storage beside it says which.
+
+    Raises:
+        RecipeError: it could.
+    """
+    alias = ALIASES.get(compute_name(said))
+    if alias is not None and not alias.is_taken and alias.is_compute:
+        raise alias.refusal(said)

@@ -13,7 +13,7 @@ from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec import storages, variants
-from narrowgauge.spec.aliases import ALIASES, FOREIGN_COMPUTES, SPELLINGS
+from narrowgauge.spec.aliases import ALIASES, SEE_ALIASES, compute_name, require_one_compute, spelled
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.recipes import Override, Phase, Recipe, own_name
 from narrowgauge.spec.reductions import REDUCTIONS
@@ -63,33 +63,36 @@ def representative_names() -> list[str]:
 
 def known_names() -> list[str]:
     """All names that :func:`parse` accepts, except for other spellings and files."""
-    return [*(name for name, alias in ALIASES.items() if alias.is_taken), *full_names(), *variants.names()]
+    asked = {name for name, alias in ALIASES.items() if not alias.is_taken}
+    computes = [name for name in variants.names() if name not in asked]
+    return [*(name for name in ALIASES if name not in asked), *full_names(), *computes]
 
 
 def parse(text: str | Path | Recipe) -> Recipe:
     """Read a recipe from its name or from a TOML file.
 
     Args:
-        text: ``"bfloat16/word"``, an alias such as ``"bf16-mixed"`` (``narrowgauge show aliases``), a compute alone (its
-            default storage is added), the path of a ``.toml`` file, or a recipe, which is returned unchanged.
+        text: ``"bfloat16/word"``, an alias such as ``"bf16-mixed"`` (``narrowgauge show aliases``), a narrow compute alone
+            (its default storage is added), the path of a ``.toml`` file, or a recipe, which is returned unchanged. The name of
+            a 16-bit format alone is refused: libraries mean different recipes by it.
     Returns:
         The recipe.
     Raises:
         RecipeError: an unknown part, parts that contradict each other, or a file that cannot be read.
 
     Example:
-        >>> parse("bf16-mixed").name, parse("bfloat16").name
-        ('bfloat16/float32', 'bfloat16/word')
+        >>> parse("bf16-mixed").name, parse("bf16/word").name, parse("float8-row").name
+        ('bfloat16/float32', 'bfloat16/word', 'float8-row/word')
     """
     if isinstance(text, Recipe):
         return text
     if str(text).endswith(".toml"):
         return parse_file(Path(text))
     compute, *rest = str(text).strip().split("/")
-    name = "/".join([compute_name(compute), *map(_spelled, rest)])
+    name = "/".join([compute_name(compute), *map(spelled, rest)])
     if (alias := ALIASES.get(name)) is not None:
         if not alias.is_taken:
-            raise RecipeError(f"no recipe is named '{text}': {alias.differs}", f"Take '{alias.recipe}'. {_SEE_ALIASES}")
+            raise alias.refusal(str(text))
         name = alias.recipe
     compute, *rest = name.split("/")
     if len(rest) > 2 or (not rest and variants.find(compute) is None):
@@ -194,6 +197,8 @@ def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Re
         base = parse(parts["recipe"]).to_dict()
     elif "compute" in parts:
         named = compute_name(parts["compute"])
+        if "storage" not in parts:
+            require_one_compute(parts["compute"])
         base = {"compute": named, "storage": default_storage(named), "reduction": "native"}
     else:
         raise RecipeError(f"{where} names no compute.", 'Add compute = "bfloat16" or recipe = "bfloat16/word".')
@@ -272,19 +277,6 @@ def _compute(table: Mapping[str, Any], key: str, where: str) -> Compute:
 
 _KEYS = ("recipe", "name", "compute", "storage", "reduction", "evaluation", "keep", "override", "phase")
 _SEE = "(narrowgauge show recipes lists all.)"
-_SEE_ALIASES = "(narrowgauge show aliases lists the names of other libraries.)"
-
-
-def _spelled(part: str) -> str:
-    """The full spelling of a part: ``bf16-mixed`` becomes ``bfloat16-mixed``."""
-    head, dash, rest = part.strip().lower().partition("-")
-    return SPELLINGS.get(head, head) + dash + rest
-
-
-def compute_name(part: str) -> str:
-    """The full name of a compute, or of a recipe where a compute is allowed."""
-    spelled = _spelled(part)
-    return FOREIGN_COMPUTES.get(part.strip().lower()) or FOREIGN_COMPUTES.get(spelled, spelled)
 
 
 def _find_compute(name: str) -> Compute:
@@ -296,7 +288,7 @@ def _find_compute(name: str) -> Compute:
     if alias is not None and not alias.is_taken:
         nearest = alias.recipe.partition("/")[0]
         raise RecipeError(
-            f"no recipe part is named '{name}': {alias.differs}", f"Take compute '{nearest}'. {_SEE_ALIASES}"
+            f"no recipe part is named '{name}': {alias.differs}", f"Take compute '{nearest}'. {SEE_ALIASES}"
         )
     base, plus, _ = full.partition("+")
     if plus and base in COMPUTES:
@@ -308,13 +300,13 @@ def _find_compute(name: str) -> Compute:
 
 def _find_storage(name: str, compute: str) -> Storage:
     """The storage of that name: one that belongs to the compute, else one that belongs to none, else a composed one."""
-    spelled = name.strip().lower() if "+" in name else _spelled(name)
-    storage = storages.find(f"{compute}/{spelled}") or storages.find(spelled)
+    full = name.strip().lower() if "+" in name else spelled(name)
+    storage = storages.find(f"{compute}/{full}") or storages.find(full)
     if storage is None:
         names = [
             own_name(known) for known in STORAGES.values() if known.name.partition("/")[0] in (known.name, compute)
         ]
-        raise RecipeError(f"no recipe part is named '{spelled}'.", f"{suggestion(spelled, names)} {_SEE}".strip())
+        raise RecipeError(f"no recipe part is named '{full}'.", f"{suggestion(full, names)} {_SEE}".strip())
     return storage
 
 

@@ -72,7 +72,8 @@ def format_row(row: formats.Format) -> Row:
 
 def recipe_row(recipe: Recipe) -> Row:
     own = recipes.own_name(recipe.storage)
-    short = [recipe.compute.name] if notation.default_storage(recipe.compute.name) == own else []
+    is_short = notation.default_storage(recipe.compute.name) == own and recipe.compute.name not in ALIASES
+    short = [recipe.compute.name] if is_short else []
     known = [row.name for row in ALIASES.values() if row.is_taken and row.recipe in (recipe.name, *short)]
     storage = _storage_row(recipe.storage)
     return {
@@ -91,7 +92,7 @@ def recipe_row(recipe: Recipe) -> Row:
 
 
 def _compute_row(compute: Compute) -> Row:
-    usual = notation.parse(compute.name)
+    usual = notation.parse(f"{compute.name}/{notation.default_storage(compute.name)}")
     return {
         "name": compute.name,
         "storage": usual.storage.name,
@@ -234,6 +235,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     "aliases": (
         *name_columns(name="name", recipe="recipe"),
         *text_columns(taken="taken", known_from="source", differs="differs"),
+        Column("or", lambda row: ", ".join(f"{recipe} ({what})" for recipe, what in row["others"])),
     ),
     "scales": (
         *name_columns(operation="name"), *text_columns(scale_of_the_result="scale", of_the_gradient="gradient"),
