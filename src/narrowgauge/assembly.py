@@ -329,8 +329,15 @@ def optimizer_for(
         optimizer_class, weight_decay, lr, seed, loss_scaler, decays, options_of, options: as for :func:`assemble_with`.
     Returns:
         The optimizer; the stored weights are the float32 values, rounded once to the storage's code.
+    Raises:
+        RecipeError: a storage among the options.
     """
     policy = converted.recipe
+    if "storage" in options:
+        raise RecipeError(
+            f"storage '{options['storage']}' was requested beside recipe '{policy.name}', which says how everything is stored.",
+            "Leave it out, or name it in the recipe.",
+        )
     optimizer = optimizer_class(
         _groups(converted, {"weight_decay": weight_decay, "lr": lr}, decays, options_of),
         lr=lr,

@@ -21,6 +21,7 @@ import narrowgauge as ng
 from integrations.lightning_runs import plugin_of, same
 from integrations.own_trainer import OwnRun, reference
 from narrowgauge.integrations.lightning_precision import NarrowgaugePrecision
+from narrowgauge.spec.notation import parse
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,6 +68,16 @@ def test_an_optimizer_of_ones_own_gets_the_float32_weights_at_its_first_step() -
     # Weights of 24 bits and more: tails were taken from the float32 values.
     value = inner.stored(model.module.lm_head.weight)
     assert not torch.equal(value, value.bfloat16().float())
+
+
+@pytest.mark.parametrize("recipe", ["float32", "bfloat16-mixed", "bfloat16/exact", "float16/split"])
+def test_the_recipe_says_how_an_optimizer_of_ones_own_stores(recipe: str) -> None:
+    run = reference(recipe, 4)
+    fabric, _, model, optimizer = begin(run, lambda m: ng.AdamW(m.parameters(), betas=(0.9, 0.95), max_grad_norm=1.0))
+    train(run, fabric, model, optimizer, range(1))
+    assert {group["storage"] for group in optimizer.optimizer.param_groups} == {parse(recipe).storage.name}
+    with pytest.raises(ng.RecipeError, match="built with storage 'word'"):
+        begin(reference("bfloat16/exact", 4), lambda m: ng.AdamW(m.parameters(), storage="word"))
 
 
 def test_a_checkpoint_of_fabrics_goes_on_with_the_same_bits(tmp_path: Path) -> None:

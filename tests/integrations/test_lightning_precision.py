@@ -23,6 +23,7 @@ from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.integrations import lightning_gradients
 from narrowgauge.integrations.lightning_gradients import MicroBatchSums, RankSums
 from narrowgauge.integrations.lightning_precision import NarrowgaugePrecision
+from narrowgauge.spec.notation import parse, parse_table
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -233,6 +234,57 @@ def test_several_optimizers_of_a_scaled_loss_are_refused() -> None:
 def test_an_optimizer_that_cannot_do_what_the_recipe_says_is_refused(recipe: str, make: Any, says: str) -> None:
     with pytest.raises(ng.RecipeError, match=says):
         fit(reference(recipe, 4), make, steps=1)
+
+
+def half_of_its_own(storage: str) -> Any:
+    """An optimizer of two groups, of which one names a storage."""
+    return lambda m: ng.AdamW(
+        [{"params": m.model.model.parameters()}, {"params": m.model.lm_head.parameters(), "storage": storage}]
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named"),
+    [
+        ("bfloat16/exact", "word"), ("bfloat16/word", "exact"), ("bfloat16/naive", "word"), ("float16/word", "split"),
+        ("bfloat16-mixed", "word"), ("float32", "word"), ("bfloat16/word", "float32"), ("float16/split", "word"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("make", [lambda s: lambda m: ng.AdamW(m.parameters(), storage=s), half_of_its_own])
+def test_a_storage_that_is_named_runs_or_nothing_does(recipe: str, named: str, make: Any) -> None:
+    """``word`` is what an optimizer stores by itself; named, it is asked for like any other."""
+    with pytest.raises(ng.RecipeError, match=f"built with storage '{named}', and .* stores '.*Leave storage out"):
+        fit(untied(recipe), make(named), steps=1)
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16/exact", "bfloat16/word", "bfloat16-mixed", "float16/master"])
+@pytest.mark.parametrize("make", [lambda s: lambda m: ng.AdamW(m.parameters(), storage=s), half_of_its_own])
+def test_the_recipes_own_storage_may_be_named(recipe: str, make: Any) -> None:
+    name = parse(recipe).storage.name
+    _, trainer = fit(untied(recipe), make(name), steps=1)
+    assert {group["storage"] for group in trainer.optimizers[0].param_groups} == {name}
+
+
+def untied(recipe: str) -> Any:
+    return reference(recipe, 4, shape={"tie_word_embeddings": False})
+
+
+def test_a_storage_beside_the_plugins_recipe_is_refused() -> None:
+    with pytest.raises(ng.RecipeError, match=r"storage 'word' was requested beside recipe 'bfloat16/exact'"):
+        fit(reference("bfloat16/exact", 4), plugin=NarrowgaugePrecision("bfloat16/exact", storage="word"), steps=1)
+
+
+def test_a_group_that_a_recipe_splits_is_told_to_take_the_recipes_groups() -> None:
+    recipe = parse_table({"recipe": "bfloat16/word", "keep": ["lm_head"]})
+    with pytest.raises(ng.RecipeError, match=r"stores as 'float32' and 'word'\. Take the groups of the recipe"):
+        fit(untied("bfloat16/word"), lambda m: ng.AdamW(m.parameters()), plugin=NarrowgaugePrecision(recipe), steps=1)
+
+
+def test_after_its_fit_a_model_is_anyones() -> None:
+    """What a recipe expects of an optimizer ends with the optimizer that it got."""
+    module, _ = fit(reference("bfloat16/exact", 4), steps=1)
+    assert ng.AdamW(module.parameters()).param_groups[0]["storage"] == "word"
+    assert ng.AdamW(module.parameters(), storage="split").param_groups[0]["storage"] == "split"
 
 
 def test_an_optimizer_of_torch_steps_float32_weights() -> None:

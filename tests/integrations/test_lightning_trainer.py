@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from integrations.own_trainer import reference
 from narrowgauge.cutting import visible
 from narrowgauge.integrations.lightning_packages import joined
 from narrowgauge.integrations.lightning_precision import NarrowgaugePrecision, RecipePrecision
+from narrowgauge.spec.notation import parse, representative_names
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -40,6 +42,67 @@ def test_validation_test_and_prediction_leave_training_as_it_is() -> None:
     again = trainer_of(plugin_of(run), 4)
     assert again.validate(module, loader(1), verbose=False)[0]["val_loss"] == found < run.losses[0]
     assert again.predict(module, loader(1))[0].dtype is torch.bfloat16
+
+
+class Regression(pl.LightningModule):
+    """As in Lightning's own introduction: a forward, which prediction calls, and two children."""
+
+    def __init__(self, make: Callable[[pl.LightningModule], Any] | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.LayerNorm(32), torch.nn.GELU())
+        self.head = torch.nn.Linear(32, 1)
+        self.make, self.losses = make, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = (self(batch).float() - 1).square().mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log("val_loss", (self(batch).float() - 1).square().mean())
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self) if self.make else None
+
+
+def of_ones_own(module: pl.LightningModule) -> ng.AdamW:
+    """The documented line, in every recipe: no storage is named."""
+    return ng.AdamW(module.parameters(), lr=1e-2)
+
+
+LIVED = [(name, of_ones_own) for name in representative_names() if parse(name).compute.transform != "unit"]
+LIVED += [
+    (name, None) for name in ("bfloat16-mixed", "float32", "bfloat16/word", "float16/split", "float8-delayed/compact")
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("recipe", "make"), LIVED, ids=[f"{name}-{'own' if make else 'none'}" for name, make in LIVED])
+def test_each_recipe_fits_validates_tests_predicts_and_resumes(recipe: str, make: Any, tmp_path: Path) -> None:
+    def trainer(epochs: int) -> pl.Trainer:
+        plugin = NarrowgaugePrecision(recipe) if make else NarrowgaugePrecision(recipe, lr=1e-2)
+        return trainer_of(plugin, -1, max_epochs=epochs)
+
+    module, first = Regression(make), trainer(1)
+    first.fit(module, rows_of_numbers(2), rows_of_numbers(1))
+    found = first.validate(module, rows_of_numbers(1), verbose=False)[0]["val_loss"]
+    assert first.test(module, rows_of_numbers(1), verbose=False)[0]["val_loss"] == found
+    predicted = first.predict(module, rows_of_numbers(1))
+    assert float((predicted[0].float() - 1).square().mean()) == pytest.approx(found, rel=1e-2)
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    rest, whole = Regression(make), Regression(make)
+    trainer(2).fit(rest, rows_of_numbers(2), ckpt_path=tmp_path / "one.ckpt", weights_only=False)
+    last = trainer(2)
+    last.fit(whole, rows_of_numbers(2))
+    assert module.losses + rest.losses == whole.losses and same(rest.state_dict(), whole.state_dict())
+    storage = parse(recipe).storage.name
+    assert {group["storage"] for group in last.optimizers[0].param_groups} == {storage}
 
 
 def is_stored(trainer: pl.Trainer, module: Any) -> bool:
@@ -73,8 +136,8 @@ class Small(pl.LightningModule):
         return ng.AdamW(self.parameters(), lr=1e-2)
 
 
-def rows_of_numbers() -> torch.utils.data.DataLoader:
-    numbers = torch.randn(8, 4, 32, generator=torch.Generator().manual_seed(0))
+def rows_of_numbers(count: int = 8) -> torch.utils.data.DataLoader:
+    numbers = torch.randn(count, 4, 32, generator=torch.Generator().manual_seed(0))
     return torch.utils.data.DataLoader(list(numbers), batch_size=None)
 
 

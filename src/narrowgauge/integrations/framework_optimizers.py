@@ -1,7 +1,7 @@
 """Optimizers that a framework's user has made, for a model that was converted to a recipe before.
 
-The recipe decides how each parameter is stored. The optimizer's own default, ``word``, yields to it; another storage that was
-named is a contradiction and is refused, and so is an optimizer that stores only what the model sees.
+The recipe decides how each parameter is stored, where the optimizer's maker named no storage. Another one that was named, be it
+the usual ``word``, is a contradiction and is refused, and so is an optimizer that stores only what the model sees.
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.validation import check_rule, check_visible
+from narrowgauge.optim.validation import EXPECTED, OF_RECIPE, check_rule, check_visible
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import Storage, for_vectors
-
-DEFAULT_STORAGE = "word"
-"""The storage of an optimizer whose maker named none."""
 
 
 def require_recipe(optimizer: Any, recipe: Recipe) -> None:
@@ -58,6 +55,7 @@ def bind(optimizer: Optimizer, converted: Converted, *, first: bool = True) -> N
     """
     names: dict[Tensor, str] = {parameter: plain_name(name) for name, parameter in converted.model.named_parameters()}
     own = [p for group in optimizer.param_groups for p in group["params"] if p in names]
+    leave_storage_open(own)
     if not own:
         return
     for group in optimizer.param_groups:
@@ -70,6 +68,18 @@ def bind(optimizer: Optimizer, converted: Converted, *, first: bool = True) -> N
         converted.linears.follow(optimizer)
     if has_shards(converted.model):
         optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
+
+
+def expect_storage(converted: Converted) -> None:
+    """Say how the recipe of a converted model stores its parameters, to the optimizer that is about to be made for them."""
+    for name, parameter in converted.model.named_parameters():
+        EXPECTED[parameter] = converted.recipe.storage_of(plain_name(name), max(2, parameter.ndim))
+
+
+def leave_storage_open(parameters: Iterable[Tensor]) -> None:
+    """End :func:`expect_storage` for parameters that have their optimizer, or get none."""
+    for parameter in parameters:
+        EXPECTED.pop(parameter, None)
 
 
 def _is_unchanged(parameter: Tensor, value: Tensor) -> bool:
@@ -86,19 +96,18 @@ def _store_as(optimizer: Optimizer, group: dict[str, Any], names: Mapping[Tensor
     wanted = {(row := recipe.storage_of(names[p], max(2, p.ndim))).name: row for p in members}
     if not wanted or any(p in optimizer.state for p in members):
         return
-    advice = "Take the groups of the recipe: return None from configure_optimizers, or the plugin's optimizer(module)."
     if len(wanted) > 1:
         raise RecipeError(
             f"a param group holds parameters that recipe '{recipe.name}' stores as {' and '.join(sorted(wanted))}.",
-            advice,
+            OF_RECIPE,
         )
     if converted.factors and "lr_factor" not in group:
         raise RecipeError(
             f"recipe '{recipe.name}' multiplies the learning rate of each parameter by a factor, and a param group has none.",
-            advice,
+            OF_RECIPE,
         )
     (row,) = wanted.values()
-    if group["storage"] not in (row.name, DEFAULT_STORAGE):
+    if group["storage"] != row.name and optimizer.names_storage(group):
         raise RecipeError(
             f"the optimizer was built with storage '{group['storage']}', and recipe '{recipe.name}' stores '{row.name}'.",
             "Leave storage out of the optimizer, or name the same one in the recipe.",

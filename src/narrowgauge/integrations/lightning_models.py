@@ -18,6 +18,7 @@ from narrowgauge.assembly import Converted, convert_model
 from narrowgauge.distributed.ranks import all_ranks, largest_of_ranks
 from narrowgauge.distributed.sharding import begin_alike
 from narrowgauge.errors import RecipeError
+from narrowgauge.integrations.framework_optimizers import expect_storage, leave_storage_open
 from narrowgauge.integrations.lightning_packages import trainer_of
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.swapping import keep_ranks_apart
@@ -76,6 +77,8 @@ class ConvertedModels:
             )
         if all(module is not known for known in self._living()):
             self._modules.append(weakref.ref(module))
+        if (now := converted_of(module)) is not None:
+            expect_storage(now)
 
     def forget(self) -> None:
         """Forget the models, which stay as they are."""
@@ -85,6 +88,7 @@ class ConvertedModels:
         """Free the float32 values of parameters that no optimizer steps, or of a model that is only evaluated."""
         for converted in self:
             converted.values.clear()
+            leave_storage_open(converted.model.parameters())
 
     def find(self, module: nn.Module) -> Converted:
         """What a module, perhaps wrapped, was converted to.

@@ -32,6 +32,7 @@ from narrowgauge.optim.state_view import States
 from narrowgauge.optim.step import Stepper
 from narrowgauge.optim.stores import NO_GRADIENT, Store
 from narrowgauge.optim.validation import (
+    USUAL_STORAGE,
     Range,
     check_in_use,
     check_options,
@@ -40,6 +41,7 @@ from narrowgauge.optim.validation import (
     check_step,
     check_storage,
     check_visible,
+    expected_row,
     gradient_of,
     known_row,
     warn_of_slow_matmuls,
@@ -69,7 +71,7 @@ _OPTIONS = ("rule", "max_grad_norm", "audit_every", "compile", "loss_scaler", "r
 class Options(TypedDict, total=False):
     """The options that every optimizer here takes besides those of its rule; see :class:`Optimizer`."""
 
-    storage: str | Storage
+    storage: str | Storage | None
     max_grad_norm: float | None
     seed: int
     audit_every: int
@@ -97,7 +99,8 @@ class Optimizer(torch.optim.Optimizer):
             format (``narrowgauge.prepare`` does that, without losing the bits that it cuts).
         rule: the update rule.
         defaults: the rule's options, per group.
-        storage: a storage of ``narrowgauge.STORAGES``, or its name.
+        storage: a storage of ``narrowgauge.STORAGES``, or its name. Left out it is that of the recipe for which a framework's
+            plugin has converted the parameters, else ``word``.
         max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not. With it, a step whose norm
             is not finite changes nothing and is counted in ``num_skipped``.
         seed: seed of the stochastic rounding.
@@ -122,7 +125,7 @@ class Optimizer(torch.optim.Optimizer):
         rule: Rule | MatrixRule,
         defaults: dict[str, Any],
         *,
-        storage: str | Storage = "word",
+        storage: str | Storage | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
         audit_every: int = 10,
@@ -140,7 +143,7 @@ class Optimizer(torch.optim.Optimizer):
         Range().check("audit_every", audit_every)
         if max_grad_norm not in (None, math.inf):  # infinity never clips, but skips steps whose norm is not finite
             Range(above=True).check("max_grad_norm", max_grad_norm)
-        row = known_row(storage, {})
+        row = known_row(USUAL_STORAGE if storage is None else storage, {})
         self._start(
             rule=rule,
             max_grad_norm=max_grad_norm,
@@ -149,6 +152,7 @@ class Optimizer(torch.optim.Optimizer):
             loss_scaler=loss_scaler,
             rows={row.name: row},
         )
+        self._names_storage = storage is not None
         super().__init__(params, {**defaults, "storage": row.name, "seed": seed, "maximize": maximize})
 
     def _start(self, **options: Any) -> None:
@@ -172,6 +176,9 @@ class Optimizer(torch.optim.Optimizer):
         # What sums the gradients over ranks before a step, if anything does; `narrowgauge.prepare` sets it.
         self.reduction: Any = None
         self.released: set[Tensor] = set()
+        self._names_storage = True
+        # Parameters in groups for which no storage was named: a recipe decides.
+        self._left_to_recipe: set[Tensor] = set()
         self._names: dict[Tensor, str] = {}
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._registry = Registry(self.rule, self.rows, self.compile, lambda: self.param_groups, self._names)
@@ -206,12 +213,13 @@ class Optimizer(torch.optim.Optimizer):
             RecipeError: an option that the rule cannot obey, an unknown storage, or a parameter in another format than its
                 visible one.
         """
+        named = "storage" in param_group or self._names_storage
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         _name_each_once(group)
         try:
             check_options(group, self.rule)
-            row = known_row(group["storage"], self.rows)
+            row = expected_row(group["params"], group["storage"] if named else None, self.rows)
             self.rows[row.name], group["storage"] = row, row.name
             for parameter in group["params"]:
                 storage = self._registry.storage_of(group, parameter)
@@ -221,6 +229,12 @@ class Optimizer(torch.optim.Optimizer):
         except RecipeError:
             self.param_groups.pop()
             raise
+        if not named:
+            self._left_to_recipe.update(group["params"])
+
+    def names_storage(self, group: Mapping[str, Any]) -> bool:
+        """Whether the maker of a param group named its storage, so that no recipe may put another in its place."""
+        return not self._left_to_recipe.issuperset(group["params"])
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 

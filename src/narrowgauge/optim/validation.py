@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from narrowgauge import _torch
 from narrowgauge.errors import RecipeError, suggestion
@@ -189,6 +190,41 @@ def known_row(storage: object, own: Mapping[str, Storage]) -> Storage:
         near = suggestion(storage, {**STORAGES, **own}) if isinstance(storage, str) else ""
         raise RecipeError(f"no storage is named {storage!r}.", f"{near} (narrowgauge show storages lists all.)".strip())
     return row
+
+
+EXPECTED: MutableMapping[Tensor, Storage] = WeakTensorKeyDictionary()
+"""How a framework's recipe stores the parameters of a model that it has converted and whose optimizer its user makes."""
+USUAL_STORAGE = "word"
+"""The storage of parameters for which neither their optimizer's maker nor a recipe names one."""
+
+
+def expected_row(parameters: Iterable[Tensor], named: str | Storage | None, rows: Mapping[str, Storage]) -> Storage:
+    """The storage of a param group: what its maker named, else what a recipe has converted its parameters for, else the usual.
+
+    Args:
+        parameters: of the group.
+        named: by the optimizer's maker, if at all.
+        rows: of the optimizer, as for :func:`known_row`.
+    Raises:
+        RecipeError: the recipe stores them otherwise, or not all alike.
+    """
+    wanted = {row.name: row for p in parameters if (row := EXPECTED.get(p)) is not None}
+    row = None if named is None else known_row(named, rows)
+    if len(wanted) > 1:
+        raise RecipeError(f"a param group holds parameters that their recipe stores as {_listed(wanted)}.", OF_RECIPE)
+    if row is not None and wanted and row.name not in wanted:
+        raise RecipeError(
+            f"the optimizer was built with storage '{row.name}', and the recipe of its parameters stores {_listed(wanted)}.",
+            "Leave storage out of the optimizer, or name the same one in the recipe.",
+        )
+    return row or next(iter(wanted.values()), None) or STORAGES[USUAL_STORAGE]
+
+
+OF_RECIPE = "Take the groups of the recipe: return None from configure_optimizers, or the plugin's optimizer(module)."
+
+
+def _listed(rows: Iterable[str]) -> str:
+    return " and ".join(f"'{name}'" for name in sorted(rows))
 
 
 def check_visible(parameter: Tensor, storage: Storage) -> None:
