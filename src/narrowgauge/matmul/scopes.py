@@ -4,6 +4,9 @@ Over float32 weights a narrower compute is autocast. PyTorch has no such context
 *narrow* weights (``float32/word``, ``float16/kahan``): each module's own parameters are cast to the compute's dtype while its
 forward runs, linear layers cast theirs in their matmul, and tensors between modules are in that dtype too. Modules that a recipe
 keeps compute in float32, with casts around them.
+
+Losses are float32. Autocast computes them so. A Hugging Face model with narrow weights that is called with labels computes its
+own loss in the dtype of its logits: its head gives these in float32. A loss outside the model is its caller's.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ def compute_in_scope(model: nn.Module, recipe: Recipe) -> None:
     if recipe.storage.visible not in ("float32", recipe.dtype):
         _cast_parameters(model, recipe)
     _widen_kept(model, recipe)
+    if recipe.storage.visible != "float32" and recipe.dtype != "float32":
+        _widen_logits(model)
     if isinstance(compute_scope(recipe, next(model.parameters()).device), torch.autocast):
         model.forward = _Scoped(model, recipe)
 
@@ -74,12 +79,58 @@ def _widen_kept(model: nn.Module, recipe: Recipe) -> None:
                 module.register_forward_hook(_CAST_OUTPUTS[recipe.dtype])
 
 
+# What Hugging Face's models call the child whose result is their logits: the names in transformers 5.23 of those that compute a
+# loss of narrow ones. A child of another name is left alone, since its result may go on into narrow layers.
+_HEADS = frozenset(
+    (
+        "answer_class", "classification_head", "classifier", "cls", "ctc_head", "decode_head", "discriminator_predictions",
+        "generator_lm_head", "lm_head", "lm_loss", "lm_predictions", "logits_proj", "mlm_score", "multiple_choice_head",
+        "predictions", "proj_out", "qa_outputs", "score", "segmentation_head", "sop_classifier", "vocab_projector",
+    )
+)  # fmt: skip
+_LABELS = ("label", "start_positions")
+# Losses of transformers that cast logits to float32 themselves, and the attribute by which a forward calls them.
+_WIDE_ALREADY = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification")
+_LOSS_OF_TYPE = "loss_function"
+
+
+def _widen_logits(model: nn.Module) -> None:
+    """Let the heads of Hugging Face's models, which compute their loss of narrow logits, give them in float32."""
+    for module in model.modules():
+        if not _is_of_transformers(module) or not _takes_labels(module) or _widens_itself(module):
+            continue
+        for name, head in module.named_children():
+            if name in _HEADS and _to_float32 not in head._forward_hooks.values():
+                head.register_forward_hook(_to_float32)
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    return hasattr(module, "base_model_prefix")
+
+
+def _takes_labels(module: nn.Module) -> bool:
+    return any(_is_label(name) for name in inspect.signature(module.forward).parameters)
+
+
+def _is_label(name: str) -> bool:
+    return any(word in name for word in _LABELS)
+
+
+def _widens_itself(module: nn.Module) -> bool:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return _LOSS_OF_TYPE in getattr(code, "co_names", ()) and getattr(module, "loss_type", None) in _WIDE_ALREADY
+
+
 def _cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
     return _cast(args, torch.float32), _cast(kwargs, torch.float32)
 
 
 def _to_bfloat16(_: nn.Module, __: Any, result: Any) -> Any:
     return _cast(result, torch.bfloat16)
+
+
+def _to_float32(_: nn.Module, __: Any, result: Any) -> Any:
+    return _cast(result, torch.float32)
 
 
 def _to_float16(_: nn.Module, __: Any, result: Any) -> Any:
@@ -103,6 +154,21 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
+# Not __func__ and __wrapped__, by which a caller would pass the wrapper by.
+_OF_FUNCTIONS = frozenset(
+    [
+        "__annotations__",
+        "__closure__",
+        "__code__",
+        "__defaults__",
+        "__globals__",
+        "__kwdefaults__",
+        "__name__",
+        "__qualname__",
+    ]
+)
+
+
 class _Forward:
     """A wrapper of a module's own forward.
 
@@ -118,6 +184,12 @@ class _Forward:
         if self.own is not None:
             return self.own(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # Libraries inspect functions: Lightning compares the code of a forward with that of its class.
+        if name in _OF_FUNCTIONS:
+            return getattr(self.own or type(self.module).forward, name)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -147,7 +219,8 @@ class _Cast(_Forward):
         self.dtype = dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _cast(args, self.dtype), _cast(kwargs, self.dtype)
+        args = _cast(args, self.dtype)
+        kwargs = {name: value if self._is_of_loss(name) else _cast(value, self.dtype) for name, value in kwargs.items()}
         if _casts_itself(self.module):
             return self._call(*args, **kwargs)
         own = self.module._parameters
@@ -156,3 +229,6 @@ class _Cast(_Forward):
             return self._call(*args, **kwargs)
         finally:
             self.module._parameters = own
+
+    def _is_of_loss(self, name: str) -> bool:
+        return _is_label(name) and _is_of_transformers(self.module)
