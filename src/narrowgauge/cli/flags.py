@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem
 
 from narrowgauge.spec import formats, notation
 from narrowgauge.spec.accumulations import ACCUMULATIONS
-from narrowgauge.spec.aliases import ALIASES, SPELLINGS
+from narrowgauge.spec.aliases import ALIASES, SPELLINGS, compute_name
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
@@ -59,7 +59,7 @@ def recipes(context: click.Context, parameter: click.Parameter, incomplete: str)
             if full in COMPUTES and short not in ALIASES
         }
         return _items({**spellings, **aliases, **computes}, incomplete, "file")
-    own = notation.compute_name(head)
+    own = compute_name(head)
     if own not in COMPUTES:
         return [CompletionItem(incomplete, type="file")]
     stored = [name.partition("/")[2] for name in notation.full_names() if name.startswith(f"{own}/")]

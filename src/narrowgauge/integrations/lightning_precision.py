@@ -86,6 +86,7 @@ class RecipePrecision(_Base):
             self.precision = self.precision.replace("true", "mixed")
         self.seed, self.options = seed, options
         self.scaler = (loss_scaler or LossScaler()) if scales_loss(self.recipe) else loss_scaler
+        self._first_request = None if self.scaler is None else self.scaler.request
         self._models = ConvertedModels(self.recipe, seed)
         self._optimizers: list[Optimizer] = []
         self._sums = MicroBatchSums(accumulation_dtype, seed)
@@ -185,6 +186,8 @@ class RecipePrecision(_Base):
             bind(inner, converted, first=not self._optimizers)
         if self.scaler is not None:
             inner.loss_scaler = self.scaler
+            # Fabric shows an optimizer to the plugin in its first step, after the loss was scaled.
+            inner._control.begin_after(self._first_request)
         inner.register_load_state_dict_post_hook(self._restore)
         self._optimizers.append(inner)
         self._restore(inner)

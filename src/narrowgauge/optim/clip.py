@@ -177,6 +177,14 @@ class StepControl:
         self._request: object = None if loss_scaler is None else loss_scaler.request
         self._norm: GradientNorm | None = None
 
+    def begin_after(self, request: object) -> None:
+        """Take a loss that the scaler has scaled since then as the first step's: the optimizer may get its scaler after it.
+
+        Args:
+            request: the scaler's ``request`` at that time.
+        """
+        self._request = request
+
     def __call__(
         self,
         gradients: Sequence[Tensor],
