@@ -39,7 +39,7 @@ LAYERS = {
     "distributed": {"distributed"},
     "checkpoints": {"checkpoints"},
     "gauges": {"gauges"},
-    "assembly": {"assembly", "cutting", "joint_scales", "trainable"},
+    "assembly": {"assembly", "cutting", "joint_scales", "resumption", "trainable"},
     "conversion": {"conversion"},
     "trainer": {"trainer"},
     "replays": {"replays"},

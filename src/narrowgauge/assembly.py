@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.resumption import carry_state
 from narrowgauge.cutting import cut_parameters
 from narrowgauge.distributed import sharding
 from narrowgauge.distributed.reduction import reduce_gradients_with
@@ -107,7 +108,8 @@ def prepare(
             micro-batch's share of the step's: needed for the same bits on any number of ranks.
     Returns:
         ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. Its ``reduction`` is what sums gradients
-        over ranks, if anything does: its ``micro_batch`` surrounds the backward passes of a step with several.
+        over ranks, if anything does: its ``micro_batch`` surrounds the backward passes of a step with several. The model's and
+        the optimizer's ``state_dict()`` are all that the same bits after a resume need; the model's is that of the plain model.
     Raises:
         RecipeError: an unknown recipe; a ``keep`` pattern or override that matches nothing, or only one name of a tied
             parameter; a model of another dtype or without trainable parameters; a batch norm that would mix dtypes; a
@@ -145,6 +147,7 @@ def prepare(
         narrow_gather=narrow_gather,
     )
     join_histories(unwrapped(model), optimizer)
+    carry_state(optimizer, unwrapped(model))
     return model, optimizer
 
 

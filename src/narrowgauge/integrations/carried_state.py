@@ -1,8 +1,7 @@
-"""State that travels in an optimizer's ``state_dict()`` through loops that save weights and optimizer alone.
+"""State that travels in an optimizer's ``state_dict()`` through frameworks that save it and nothing else of ours.
 
-Besides them, the same bits after a resume need the step that stochastic casts are keyed by, the amax histories of delayed
-scales, and the loss scale. Our own trainer saves these beside the optimizer; a framework that saves
-``optimizer.state_dict()`` and nothing else of ours saves them here.
+It is what :mod:`narrowgauge.resumption` carries for other loops, and the windows of the audit. It stands beside the param groups,
+not in one: a framework that saves through ``torch.distributed.checkpoint`` drops it there, and saves it in a file of its own.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from narrowgauge import resumption
 from narrowgauge.integrations.framework_optimizers import restore_audit, saved_audit
-from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.optim.optimizer import Optimizer
 
 KEY = "narrowgauge"
@@ -27,7 +26,8 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
 
     Example:
         >>> import torch, narrowgauge as ng
-        >>> model, optimizer = ng.prepare(torch.nn.Linear(16, 4), "int8/word")
+        >>> from narrowgauge.assembly import assemble
+        >>> model, optimizer = assemble(torch.nn.Linear(16, 4), ng.parse("int8/word"), lr=1e-3, weight_decay=0.0)
         >>> carry_state(optimizer, model)
         >>> optimizer.state_dict()["narrowgauge"]["matmul_step"]
         0
@@ -53,20 +53,12 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def carried(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """What a resumed run needs besides weights and states: numbers, and tensors of amax histories."""
-    state = saved_audit(optimizer)
-    if optimizer.loss_scaler is not None:
-        state["loss_scaler"] = optimizer.loss_scaler.state_dict()
-    linears = linears_of(model)
-    return state if linears is None else {**state, **linears.state_dict()}
+    """What a resumed run needs besides weights and states, and the windows of its audit."""
+    return {**saved_audit(optimizer), **resumption.carried(optimizer, model)}
 
 
 def restore(optimizer: Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
     """Give back what :func:`carried` returned."""
     if "windows" in state:
         restore_audit(optimizer, state)
-    if optimizer.loss_scaler is not None and "loss_scaler" in state:
-        optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
-    linears = linears_of(model)
-    if linears is not None and "matmul_step" in state:
-        linears.load_state_dict(state)
+    resumption.restore(optimizer, model, state)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from narrowgauge._torch import plain_name
 from narrowgauge.matmul import rng
 from narrowgauge.matmul.delayed_scaling import count_overflows, join_histories
 from narrowgauge.matmul.grouped import GroupedLinear
@@ -105,9 +106,10 @@ class Linears:
 
     def load_histories(self, histories: dict[str, Tensor]) -> None:
         """Load what :meth:`histories` returned, also where the compute in force delays no scale: a later one may."""
+        saved = {plain_name(name): history for name, history in histories.items()}
         for name, layer in self.layers.items():
-            if name in histories:
-                layer.load_history(histories[name])
+            if (history := saved.get(plain_name(name))) is not None:
+                layer.load_history(history)
         self.share_histories()
 
 

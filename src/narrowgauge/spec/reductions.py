@@ -38,6 +38,11 @@ class Reduction:
     source: str
     scale_bits: float = 0.0
 
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether what travels is rounded stochastically: codes with scales of their own."""
+        return self.scale_bits > 0
+
     def bytes_per_element(self, gradient: str) -> float:
         """Bytes on the wire per element of a gradient in the format ``gradient``, each time that it travels.
 
