@@ -182,6 +182,14 @@ class Auditor:
         self.fresh.clear()
         return table.sum(0)
 
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Forget parameters that the optimizer has no more."""
+        gone = set(parameters)
+        for parameter in gone:
+            for kept in (self.windows, self.alarmed, self.counts, self._products):
+                kept.pop(parameter, None)
+        self.fresh = [noted for noted in self.fresh if noted[0] not in gone]
+
     def restore(self, parameter: Tensor, rows: Tensor) -> None:
         """Put a saved window back; a tensor that stalls in it raises no second alarm."""
         self.windows[parameter] = deque(rows.unbind(0), maxlen=WINDOW)
@@ -193,6 +201,8 @@ class Auditor:
         """Tensors that began to stall since the last call."""
         result = []
         for parameter, products in self._products.items():
+            if parameter not in names:
+                continue  # replaced since
             # A tensor whose EDQ is not below the threshold cannot stall; in a healthy run this test is the only cost.
             suspicious = sum(de for _, de in products) < MIN_EDQ * sum(dd for dd, _ in products)
             reading = read(self.windows[parameter]) if suspicious else None
@@ -329,13 +339,12 @@ def audit(optimizer: Audited, model: nn.Module | None = None) -> dict[str, Readi
         inner.name_parameters(model)
     inner.settle()
     auditor: Auditor = inner.auditor
-    if not auditor.windows:
-        return {}
     names = inner.parameter_names()
-    readings = {names[p]: read(window, sum(auditor.counts[p])) for p, window in auditor.windows.items()}
-    longest = max(len(w) for w in auditor.windows.values())
+    windows = {p: window for p, window in auditor.windows.items() if p in names}  # one may have left since the last step
+    if not windows:
+        return {}
+    readings = {names[p]: read(window, sum(auditor.counts[p])) for p, window in windows.items()}
+    longest = max(len(w) for w in windows.values())
     # Steps counted from the latest: a tensor that joined late has none for the oldest.
-    steps = [
-        torch.stack([w[-k] for w in auditor.windows.values() if len(w) >= k]).sum(0) for k in range(1, longest + 1)
-    ]
-    return {"": read(steps, sum(map(sum, auditor.counts.values()))), **readings}
+    steps = [torch.stack([w[-k] for w in windows.values() if len(w) >= k]).sum(0) for k in range(1, longest + 1)]
+    return {"": read(steps, sum(sum(auditor.counts[p]) for p in windows)), **readings}

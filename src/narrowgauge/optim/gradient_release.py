@@ -65,11 +65,12 @@ def release_gradients(optimizer: Optimizer) -> Release:
                 f"gradients were to be released as they arrive, and {option} = {value} needs all of them first.",
                 f"Build the optimizer with {option}=None, or keep the gradients.",
             )
-    # By number: loading a state puts new groups in place of these.
-    places = {p: place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
     def arrived(parameter: Tensor) -> None:
-        optimizer.step_alone(optimizer.param_groups[places[parameter]], parameter)
+        group = optimizer._registry.group_of(parameter)
+        if group is not None:  # one that was removed is not stepped
+            optimizer.step_alone(group, parameter)
 
-    wanted = [parameter for parameter in places if parameter.requires_grad]
+    everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    wanted = [parameter for parameter in everyone if parameter.requires_grad]
     return Release([p.register_post_accumulate_grad_hook(arrived) for p in wanted], optimizer)

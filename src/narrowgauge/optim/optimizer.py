@@ -231,6 +231,7 @@ class Optimizer(torch.optim.Optimizer):
             raise
         if not named:
             self._left_to_recipe.update(group["params"])
+        self._registry.align_names()
 
     def names_storage(self, group: Mapping[str, Any]) -> bool:
         """Whether the maker of a param group named its storage, so that no recipe may put another in its place."""
@@ -259,9 +260,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         self.settle()
-        self._registry.follow()
-        if len(self._registry.stores) > sum(len(group["params"]) for group in self.param_groups):
-            self._states.discard(self._registry.orphans())
+        self._discard_orphans()
         for group in self.param_groups:
             check_step(group, self.rule)
         work = [(group, self._stores_with_gradient(group)) for group in self.param_groups]
@@ -288,7 +287,7 @@ class Optimizer(torch.optim.Optimizer):
             # torch.amp.GradScaler sets these two for the length of a step.
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
-            own=None if self.watched is None else self.watched.grad,
+            own=next((g for s, g in zip(stores, gradients, strict=True) if s.owner is self.watched), None),
         )
         self.last_control, self.grad_norm = control, self.grad_norm if norm is None else norm
         for group, members in work:
@@ -303,6 +302,12 @@ class Optimizer(torch.optim.Optimizer):
             self.settle()  # nothing to wait for
         for store in stores:
             store.gradient = NO_GRADIENT
+
+    def _discard_orphans(self) -> None:
+        """Remove what is known of parameters that are in no group any more."""
+        if orphans := self._registry.orphans():
+            self._states.discard(orphans)
+            self.auditor.forget(orphans)
 
     def step_alone(self, group: dict[str, Any], parameter: Tensor) -> None:
         """Step one parameter now and release its gradient; one that shares a bucket waits for :meth:`step`.
@@ -350,7 +355,8 @@ class Optimizer(torch.optim.Optimizer):
             self.num_skipped += 1
             names = self.parameter_names()
             finite = [bool(n.isfinite()) for n in norms] or [bool(s.gradient.isfinite().all()) for s in stores]
-            self.last_overflow = [names[s.owner] for s, fine in zip(stores, finite, strict=True) if not fine]
+            over = [s.owner for s, fine in zip(stores, finite, strict=True) if not fine]
+            self.last_overflow = [names[parameter] for parameter in over if parameter in names]
             for store in stores:
                 store.step -= 1
             self.auditor.discard()
@@ -508,7 +514,7 @@ class Optimizer(torch.optim.Optimizer):
             ``master`` (float32), ``weight_low`` and ``packed``, and ``…_bound`` is the scale of each row. ``step`` is a 0-d
             float32 tensor. DTensors where the parameter is one.
         """
-        self._states.discard(self._registry.orphans())
+        self._discard_orphans()
         handle = self.register_state_dict_post_hook(show_states, prepend=True)  # before hooks of others see it
         try:
             result: dict[str, Any] = super().state_dict()
@@ -518,7 +524,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def states(self) -> dict[Tensor, dict[str, Tensor]]:
         """The part of :meth:`state_dict` that belongs to each parameter."""
-        self._states.discard(self._registry.orphans())
+        self._discard_orphans()
         return save_states(self._registry)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -59,6 +59,10 @@ class Registry:
         self.buckets: list[Bucket] = []
         self.kernels: dict[tuple[str, Storage], Kernel] = {}
         self._places: dict[Tensor, Place] = {}
+        # The groups' parameters when they were last looked at, by id, and those that had left them with a state by then.
+        self._listed: list[list[int]] = []
+        self._left: set[Tensor] = set()
+        self._aligned: list[tuple[list[int], list[str]]] = []
         self._warned = False
 
     # ── what belongs to a parameter ─────────────────────────────────────────────────────────────────────────────────
@@ -70,15 +74,46 @@ class Registry:
     def parameter_names(self) -> dict[Tensor, str]:
         """The name of each parameter: its group's, else its model's, else ``"param 0"``, ``"param 1"`` …"""
         names: dict[Tensor, str] = {}
+        self.align_names()
         for group in self._groups():
             given = group.get("param_names") or [None] * len(group["params"])
             for parameter, name in zip(group["params"], given, strict=True):
                 names[parameter] = name or self._names.get(parameter) or f"param {len(names)}"
         return names
 
+    def align_names(self) -> None:
+        """Let each group's ``param_names`` be those of its parameters, after parameters were removed, moved or replaced.
+
+        Others change ``params`` and know nothing of the list beside it. One of a parameter's that took another's place is its name.
+        """
+        groups = [group for group in self._groups() if "param_names" in group]
+        now = [([id(p) for p in group["params"]], group["param_names"]) for group in groups]
+        if now == self._aligned:
+            return
+        known = {key: name for keys, names in self._aligned for key, name in zip(keys, names, strict=True)}
+        present = {key for keys, _ in now for key in keys}
+        taken = {name for key, name in known.items() if key in present}
+        before = [names for _, names in self._aligned]
+        for group, (keys, names) in zip(groups, now, strict=True):
+            if len(names) == len(keys) and names not in before:
+                continue  # new ones
+            free = [name if name not in taken else None for name in names] if len(names) == len(keys) else []
+            free += [None] * (len(keys) - len(free))
+            group["param_names"] = [
+                known.get(id(p)) or other or self._names.get(p) or f"param {index}"
+                for index, (p, other) in enumerate(zip(group["params"], free, strict=True))
+            ]
+        self._aligned = [([id(p) for p in group["params"]], list(group["param_names"])) for group in groups]
+
     def group_of(self, parameter: object) -> Group | None:
-        """The param group of a parameter; ``None`` for anything else."""
-        return next((g for g in self._groups() if any(parameter is p for p in g["params"])), None)
+        """The param group of a parameter; ``None`` for anything else.
+
+        Cost: none where the groups are as they were when states were last made.
+        """
+        groups = self._groups()
+        if isinstance(parameter, Tensor) and parameter in self._places and self._is_at(parameter, groups):
+            return groups[self._places[parameter][0]]
+        return next((g for g in groups if any(parameter is p for p in g["params"])), None)
 
     def storage_of(self, group: Group, parameter: Tensor) -> Storage:
         """How a parameter of a group is stored."""
@@ -209,37 +244,49 @@ class Registry:
         return gone
 
     def follow(self) -> None:
-        """Pass the states of parameters that others have replaced, at their places in the groups, to these.
+        """Take note of parameters that others have removed from the groups, moved or replaced.
+
+        The states of a replaced one pass to the parameter at its place. Those of a removed one stay until :meth:`orphans` are
+        removed; it is not stepped.
 
         Raises:
-            RecipeError: they have another format.
+            RecipeError: a parameter was replaced by one in another format.
 
-        Cost: a look at one parameter, where none was replaced.
+        Cost: a comparison of the parameters' ids, where nothing was changed.
         """
-        first, groups = next(iter(self.stores), None), self._groups()
-        if first is None or self._is_at(first, groups):
+        groups = self._groups()
+        listed = [[id(p) for p in group["params"]] for group in groups]
+        if listed == self._listed:
             return
+        self.align_names()
         known = places_of(groups)
         gone = {p: store for p, store in self.stores.items() if p not in known}
-        if not gone:
-            self._places = known
         heirs = {p: heir_of(store, self._places.get(p), groups) for p, store in gone.items()}
-        replaced = {p: heir for p, heir in heirs.items() if heir is not None and heir not in self.stores}
+        # A parameter that was there before has only moved up.
+        replaced = {p: heir for p, heir in heirs.items() if heir is not None and heir not in self._places}
+        self._pass_on(gone, replaced)
+        left = {p: self._places[p] for p in gone.keys() - replaced.keys() if p in self._places}
+        self._listed, self._left, self._places = listed, set(gone) - set(replaced), known | left
+
+    def _pass_on(self, gone: Mapping[Tensor, Store], replaced: Mapping[Tensor, Tensor]) -> None:
+        """Pass the states of parameters that are gone to those that took their places."""
+        if not replaced:
+            return
         names = self.parameter_names()
         for old, heir in replaced.items():
             check_heir(gone[old], heir, names.get(heir, "param"))
-        for group in groups:
+        for group in self._groups():
             members = set(group["params"])
             self.make(group, [heir for heir in replaced.values() if heir in members])
         lost = [names[heir] for old, heir in replaced.items() if not pass_on(gone[old], self.stores[heir])]
         self.remove(replaced)
         if lost:
             warnings.warn(
-                f"'{lost[0]}' was replaced by a parameter of other values: it starts from these.", stacklevel=3
+                f"'{lost[0]}' was replaced by a parameter of other values: it starts from these.", stacklevel=4
             )
 
     def _is_at(self, parameter: Tensor, groups: Sequence[Group]) -> bool:
-        """Whether a parameter still has the place that it had when its store was made."""
+        """Whether a parameter still has the place that it had when the groups were last looked at."""
         number, index = self._places.get(parameter, (0, 0))
         members = groups[number]["params"] if number < len(groups) else ()
         return index < len(members) and members[index] is parameter
@@ -247,8 +294,7 @@ class Registry:
     def orphans(self) -> list[Tensor]:
         """Parameters that have a store and no param group any more."""
         self.follow()
-        known = set(self.parameters()) if self.stores else set()
-        return [parameter for parameter in self.stores if parameter not in known]
+        return [parameter for parameter in self._left if parameter in self.stores]
 
     # ── writes to the weights from outside the optimizer ────────────────────────────────────────────────────────────
 
