@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordE
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.codes import BFLOAT16, MOMENT12, SECOND12
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.trainer import loop
+from narrowgauge.trainer import language_model, loop
 from narrowgauge.trainer.checkpoint import load_checkpoint
 from tensors import assert_same_bits
 from trainer.tiny_runs import SHAPE, lasting, settings
@@ -787,6 +788,69 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
         assert "weights_only" not in said and "trust" not in said and "still be loaded" not in said
         assert ("whose code is not run" in said) == (name != "c.safetensors")
     assert not (tmp_path / "sprung").exists() and not (tmp_path / "out").exists()
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 440473133\n"
+STAND_INS = {
+    "a pointer": (POINTER, r"it is a pointer of git-LFS: .* Run git lfs pull in its folder\."),
+    "a text": (b"Not found: try again later.\n" * 9, r"it is a text that begins with 'Not found: try again later\.'"),
+    "a web page": ("<!doctype html>\n<title>é</title>".encode(), r"it is a text that begins with '<!doctype html>'"),
+    "zeros": (bytes(70_000), r"it holds zeros\. Its download or copy did not end"),
+    "nothing": (b"", r"it is empty\."),
+    "noise": (bytes(range(255, 0, -1)) * 40, r"cannot be read: .* It must be a safetensors file, or tensors that torch"),
+    "half a zip": (b"PK\x03\x04" + bytes(300), r"cannot be read: "),
+    "no file": (None, r"it does not exist\."),
+}
+
+
+@pytest.mark.parametrize("what", STAND_INS)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_what_stands_in_place_of_weights_is_named(what: str, name: str, indexed: bool, tmp_path: Path) -> None:
+    """By the conversion, and by the trainer: one line, that names the file."""
+    content, said = STAND_INS[what]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
+    file = folder / (f"part-1.{name.rpartition('.')[2]}" if indexed else name)
+    if indexed:
+        index = {"weight_map": {"model.embed_tokens.weight": file.name}}
+        (folder / f"{name}.index.json").write_text(json.dumps(index))
+    elif content is None:
+        return
+    if content is not None:
+        file.write_bytes(content)
+    readers = (
+        lambda: ng.convert(folder, "bfloat16/word", tmp_path / "out"),
+        lambda: language_model.build(str(folder), seed=0),
+    )
+    for read in readers:
+        with pytest.raises(DataError, match=rf"{re.escape(str(file))} cannot be read: ") as refused:
+            read()
+        assert re.search(said, str(refused.value)) and "\n" not in str(refused.value)
+        assert "weights_only" not in str(refused.value)
+
+
+@pytest.mark.parametrize("part", ["../secret.bin", "/etc/secret.bin", "sub/../../secret.bin", "..\\secret.bin", "C:\\secret.bin"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_an_index_names_nothing_outside_its_folder(part: str, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    torch.save({"w": torch.ones(2, 2)}, tmp_path / "secret.bin")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
+    (folder / f"{name}.index.json").write_text(json.dumps({"weight_map": {"w": part}}))
+    readers = (
+        lambda: ng.convert(folder, "bfloat16/word", tmp_path / "out"),
+        lambda: language_model.build(str(folder), seed=0),
+    )
+    for read in readers:
+        with pytest.raises(DataError, match=r"index\.json names '.*secret\.bin', which is outside its folder"):
+            read()
+    for strange in ({"w": 3}, {}, []):
+        (folder / f"{name}.index.json").write_text(json.dumps({"weight_map": strange}))
+        for read in readers:
+            with pytest.raises(DataError, match=r"index\.json (cannot be read|names no file)"):
+                read()
 
 
 def test_damaged_occupied_and_unsuitable_are_refused(exact_run: Path, tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import narrowgauge.trainer.language_model as language_model
 from narrowgauge.cli.main import main
@@ -193,8 +194,103 @@ def test_damaged_weights_say_so(tmp_path: Path) -> None:
     small().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(DataError, match="Cannot build a causal language model from the folder"):
+    with pytest.raises(DataError, match=r"model\.safetensors cannot be read: "):
         build(str(tmp_path), seed=0)
+
+
+def pickled(model: PreTrainedModel, folder: Path, *, sharded: bool = False, prefix: str = "") -> Path:
+    """A folder as transformers wrote it before safetensors; ``sharded`` in two files with an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.save_pretrained(folder)
+    weights = {name.removeprefix(prefix): value for name, value in model.state_dict().items()}
+    if not sharded:
+        torch.save(weights, folder / "pytorch_model.bin")
+        return folder
+    parts = [f"pytorch_model-0000{k}-of-00002.bin" for k in (1, 2)]
+    places = {name: parts[k % 2] for k, name in enumerate(weights)}
+    for part in parts:
+        torch.save({name: weights[name] for name, place in places.items() if place == part}, folder / part)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_pickled_weights_are_loaded(sharded: bool, prefix: str, tmp_path: Path) -> None:
+    """Also those of a base model, whose names lack the prefix, and of a tied head."""
+    config = GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
+    saved = narrowed(GPT2LMHeadModel(config))
+    model = build(str(pickled(saved, tmp_path, sharded=sharded, prefix=prefix)), seed=0)
+    for name, value in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value.float()), name
+    assert language_model.skeleton(str(tmp_path), 50).config.vocab_size == 96
+
+
+FOREIGN = ("consolidated.00.pth", "tf_model.h5", "flax_model.msgpack", "model-00001-of-00002.safetensors", "model.gguf",
+           "adapter_model.safetensors", "pytorch_model-00001-of-00002.bin", "model.fp16.safetensors")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_weights_that_are_not_read_are_refused(name: str, tmp_path: Path) -> None:
+    """They are the user's model; random weights in their place would train without a word."""
+    folder = write_config(tmp_path / "model")
+    (folder / name).write_bytes(b"weights")
+    with pytest.raises(DataError, match=rf"not read here: {name}\. Weights are read from model\.safetensors or "):
+        build(str(folder), seed=0)
+    (folder / name).unlink()
+    for beside in ("training_args.bin", "optimizer.pt", "rng_state.pth", "tokenizer.json", "scheduler.pt"):
+        (folder / beside).write_bytes(b"no weights")
+    build(str(folder), seed=0)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+def test_links_of_a_cache_are_followed_and_broken_ones_refused(tmp_path: Path) -> None:
+    """A cache of Hugging Face holds links to files named by their hashes, in another folder."""
+    folder, blobs = pickled(small(seed=3), tmp_path / "snapshot", sharded=True), tmp_path / "blobs"
+    blobs.mkdir()
+    files = sorted(folder.glob("*.bin"))
+    for number, file in enumerate(files):
+        file.rename(blobs / str(number))
+        file.symlink_to(blobs / str(number))
+    build(str(folder), seed=0)
+    (blobs / "1").unlink()
+    with pytest.raises(DataError, match=r"00002-of-00002\.bin cannot be read: it is a link to a file that is not there"):
+        build(str(folder), seed=0)
+    lone = write_config(tmp_path / "lone")
+    (lone / "model.safetensors").symlink_to(blobs / "none")
+    with pytest.raises(DataError, match=r"model\.safetensors is a link to a file that is not there"):
+        build(str(lone), seed=0)
+
+
+def test_weights_of_another_model_are_refused_and_missing_ones_named(tmp_path: Path) -> None:
+    folder = pickled(small(), tmp_path / "other")
+    torch.save({"a.weight": torch.zeros(2, 2)}, folder / "pytorch_model.bin")
+    with pytest.raises(DataError, match="are none of those of the LlamaForCausalLM"):
+        build(str(folder), seed=0)
+    weights = small(seed=3).state_dict()
+    del weights["lm_head.weight"]
+    torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.warns(UserWarning, match=r"lacks 1 of the 21 parameters .* random weights: lm_head\.weight\."):
+        build(str(folder), seed=0)
+
+
+def test_a_run_says_where_its_weights_come_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 300)
+    empty, full = write_config(tmp_path / "empty", vocab_size=300), pickled(small(vocab_size=300), tmp_path / "full")
+    said = {}
+    for folder in (empty, full):
+        settings = {"steps": 1, "batch_size": 2, "sequence_length": 8, "compile": False}
+        out = str(tmp_path / f"run-{folder.name}")
+        loop.train(TrainConfig(model=str(folder), data=str(text), out=out, **settings))  # type: ignore[arg-type]
+        said[folder] = capsys.readouterr().out
+    assert "initial weights: drawn from seed 0; the model's folder holds none" in said[empty]
+    assert f"initial weights: read from {full / 'pytorch_model.bin'}" in said[full]
+    (empty / "tf_model.h5").write_bytes(b"weights")
+    done = CliRunner().invoke(main, ["train", "--model", str(empty), "--data", str(text), "--out", str(tmp_path / "no")])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1) and "tf_model.h5" in done.stderr
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -17,22 +17,27 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from narrowgauge.conversion.stand_ins import load_pickle
 from narrowgauge.errors import DataError
 from narrowgauge.runs.atomic_io import load_json
+from narrowgauge.spec.models import WEIGHTS
 
-UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError)
-_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+# What the readers of pickles, safetensors and JSON raise where a file holds something else.
+UNREADABLE = (
+    OSError, ValueError, LookupError, RuntimeError, EOFError, TypeError, AttributeError, AssertionError, ArithmeticError,
+    struct.error, pickle.UnpicklingError, SafetensorError,
+)  # fmt: skip
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states")
 _ACCELERATE = "optimizer.bin"
@@ -86,13 +91,13 @@ def find(path: Path, optimizer: Path | None) -> Found:
 
 
 def _folder(path: Path, optimizer: Path | None) -> Found:
-    name = next((name for name in _FILES if (path / name).is_file()), None)
+    name = next((name for name in WEIGHTS if (path / name).is_file()), None)
     if name is None:
         shards = (path / ".metadata").is_file()
         how = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} FILE merges its shards into one file."
         raise DataError(
             f"{path} contains neither a run nor weights.",
-            how if shards else f"Weights are read from {' or '.join(_FILES)}.",
+            how if shards else f"Weights are read from {' or '.join(WEIGHTS)}.",
         )
     if optimizer is None and (path / "optimizer.pt").is_file():
         raise DataError(
@@ -163,11 +168,48 @@ def _indexed(file: Path) -> tuple[dict[str, Any], list[str]]:
     """The contents of a weights file, or of all shards of an index, and the names of the shards."""
     if file.suffix != ".json":
         return load(file), []
-    try:
-        parts = sorted(set(load_json(file.read_bytes())["weight_map"].values()))
-    except (*UNREADABLE, TypeError, AttributeError) as error:
-        raise unreadable(file, error) from error
+    parts = parts_of(file)
     return {name: value for part in parts for name, value in load(file.parent / part).items()}, parts
+
+
+def parts_of(file: Path) -> list[str]:
+    """The names of the files that an index (``….index.json``) of a sharded checkpoint lists, beside it.
+
+    Raises:
+        DataError: it cannot be read, or names files outside its folder. A link in the folder is followed, as in a cache of Hugging Face.
+    """
+    try:
+        parts = sorted({PurePosixPath(name).as_posix() for name in load_json(file.read_bytes())["weight_map"].values()})
+    except UNREADABLE as error:
+        raise unreadable(file, error) from error
+    outside = [p for p in parts if ".." in re.split(r"[/\\]", p) or PurePosixPath(p).root or PureWindowsPath(p).anchor]
+    if outside or not parts:
+        what = f"names '{outside[0]}', which is outside its folder" if outside else "names no file"
+        raise DataError(
+            f"the index {file} {what}.", "The files of weights stand beside their index; download the checkpoint again."
+        )
+    return parts
+
+
+def require_weights(file: Path) -> None:
+    """Refuse a file of weights, or an index of several, that cannot be read; their numbers are not.
+
+    Args:
+        file: safetensors, written by ``torch.save``, or an index.
+    Raises:
+        DataError: what stands there instead.
+    """
+    for part in [file] if file.suffix != ".json" else [file.parent / name for name in parts_of(file)]:
+        try:
+            if part.suffix == ".safetensors":
+                with safe_open(part, framework="pt"):
+                    continue
+            with part.open("rb") as opened:
+                is_zip = opened.read(2) == _ZIP
+            content = load_pickle(part, mmap=is_zip)
+        except UNREADABLE as error:
+            raise unreadable(part, error) from error
+        tensors(_mapping(content, part), part)
 
 
 def load(file: Path) -> dict[str, Any]:
@@ -182,6 +224,10 @@ def load(file: Path) -> dict[str, Any]:
         content = load_pickle(file)
     except UNREADABLE as error:
         raise unreadable(file, error) from error
+    return _mapping(content, file)
+
+
+def _mapping(content: Any, file: Path) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         raise DataError(
             f"{file} contains a {type(content).__name__}.",
@@ -190,19 +236,56 @@ def load(file: Path) -> dict[str, Any]:
     return dict(content)
 
 
+_ZIP = b"PK"
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def _stands_in(file: Path) -> tuple[str, str] | None:
+    """What a file holds in place of tensors, and what to do; ``None`` where it may hold some, damaged or not."""
+    again = "Download or copy it again."
+    if not file.exists():
+        return "is a link to a file that is not there" if file.is_symlink() else "does not exist", again
+    if not file.is_file():
+        return None
+    with file.open("rb") as opened:
+        head = opened.read(1 << 16)
+    if not head:
+        return "is empty", again
+    if head.startswith(_POINTER):
+        return "is a pointer of git-LFS: the file itself was not downloaded", "Run git lfs pull in its folder."
+    if not any(head):
+        return "holds zeros", f"Its download or copy did not end. {again}"
+    if head[:1] == b"{" and file.suffix == ".json":
+        return None
+    first = head[:256].decode("utf-8", "replace")
+    if "\ufffd" not in first[:-1] and all(c.isprintable() or c.isspace() for c in first[:-1]):
+        return f"is a text that begins with {first.split(chr(10))[0].strip()[:40]!r}", again
+    return None
+
+
 def unreadable(file: Path, error: Exception) -> DataError:
     """The error for an unreadable file, with our own text where torch's advises running its code."""
-    if isinstance(error, pickle.UnpicklingError):
+    if (instead := _stands_in(file)) is not None:
+        return DataError(f"{file} cannot be read: it {instead[0]}.", instead[1])
+    if isinstance(error, pickle.UnpicklingError) and _is_pickle(file):
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f" ({named.group(1)})" if named else ""
         return DataError(
             f"{file} cannot be read: it is a pickle of more than tensors and plain values{what}, whose code is not run.",
             "Save only model.state_dict() and optimizer.state_dict() where it was written.",
         )
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    # torch's own words for a file that is no pickle tell how to run its code.
+    own = not isinstance(error, pickle.UnpicklingError | LookupError | AssertionError) or isinstance(error, KeyError)
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".") if own else "it holds something else"
     return DataError(
         f"{file} cannot be read: {reason}.", "It must be a safetensors file, or tensors that torch.save wrote."
     )
+
+
+def _is_pickle(file: Path) -> bool:
+    """Whether a file begins as a pickle, or as the zip file in which ``torch.save`` writes one."""
+    with file.open("rb") as opened:
+        return opened.read(2) in (_ZIP, b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
 def tensors(content: Mapping[str, Any], where: Path) -> dict[str, Tensor]:

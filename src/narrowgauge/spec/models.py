@@ -8,6 +8,7 @@ of 32 or 64). The large ones have the published shapes. The number of parameters
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -117,6 +118,42 @@ def get_model(name: str) -> Model:
         near = suggestion(name.strip().lower(), MODELS)
         raise RecipeError(f"no model is named {name!r}.", f"{near} (narrowgauge show models lists all.)".strip())
     return found
+
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""The files of weights that are read from a model folder, the first of them that is there."""
+_KINDS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".npz", ".ot", ".onnx", ".distcp")
+# What training leaves beside weights, and prepared data.
+_BESIDE = ("optimizer", "scheduler", "scaler", "rng_state", "random_states", "trainer_state", "training_args", "train.", "valid.")
+
+
+def weights_file(folder: Path) -> Path | None:
+    """The file of weights in a Hugging Face model folder; ``None`` where it holds a configuration alone.
+
+    Args:
+        folder: the folder.
+    Raises:
+        DataError: it holds weights of another kind, or a link to a file of weights that is not there: a model that began from random
+            weights instead would train without an error.
+    Example:
+        >>> weights_file(Path("no/such/folder")) is None
+        True
+    """
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    for name in WEIGHTS:
+        if name in names:
+            if not (folder / name).is_file():
+                raise DataError(f"{folder / name} is a link to a file that is not there.", "Download the model again.")
+            return folder / name
+    found = [name for name in names if name.endswith(_KINDS) and not name.startswith(_BESIDE)]
+    if found:
+        raise DataError(
+            f"the model folder {folder} holds weights in files that are not read here: {', '.join(found[:3])}"
+            f"{f' and {len(found) - 3} more' if len(found) > 3 else ''}.",
+            f"Weights are read from {' or '.join(WEIGHTS)}, which transformers' save_pretrained writes; from a folder with only "
+            "config.json training starts from random weights.",
+        )
+    return None
 
 
 def refuse_own_code(folder: Path) -> None:

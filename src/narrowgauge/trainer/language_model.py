@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
@@ -29,13 +29,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from narrowgauge._compiler import remove_torn_files
+from narrowgauge.conversion.files import UNREADABLE, require_weights
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import DataError, suggestion
 from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.numerics.plain import linear
 from narrowgauge.planner.head_memory import CHUNK_LOGITS
 from narrowgauge.planner.head_memory import LARGE_VOCABULARY as LARGE_VOCABULARY
-from narrowgauge.spec.models import MODELS, Model, refuse_own_code
+from narrowgauge.spec.models import MODELS, WEIGHTS, Model, refuse_own_code, weights_file
 
 _MIN_CHUNK_TOKENS = 128
 # Operations of some models on the logits after the head, which the chunked loss does not apply.
@@ -52,7 +53,8 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
 
     Args:
         model: the name of a preset (``narrowgauge show models``), or a folder with ``config.json``. Weights in it
-            (``*.safetensors``) are loaded, and upcast to float32; otherwise they are initialized.
+            (:data:`narrowgauge.spec.models.WEIGHTS`, no code in them is run) are loaded, and upcast to float32; without any they are
+            initialized.
         vocab_size: number of token embeddings, instead of the preset's or the configuration's. Loaded weights keep
             their own number, which must be at least this.
         seed: seed of the initial weights.
@@ -62,7 +64,8 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
 
     Raises:
         DataError: nothing has that name or path, the folder holds no causal language model that can be read, or its
-            weights have fewer token embeddings than ``vocab_size``.
+            weights are of a kind that is not read, do not belong to its configuration, or have fewer token embeddings than
+            ``vocab_size``.
 
     Cost: 4 bytes per parameter; about 1 s per 100 million initialized parameters.
 
@@ -75,19 +78,35 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         return ready(drawn(_preset_config(row, vocab_size), seed))
     folder = _folder(model)
     refuse_own_code(folder)
+    weights = require_initial_weights(model)
     try:
-        if _has_weights(folder):
-            return ready(_loaded(folder, vocab_size, seed))
+        if weights is not None:
+            return ready(_loaded(folder, weights, vocab_size, seed))
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if vocab_size is not None:
             config.vocab_size = vocab_size
         return ready(drawn(config, seed))
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except (*UNREADABLE, ImportError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"Cannot build a causal language model from the folder {folder}: {reason}",
-            "It needs a Hugging Face config.json, and either no weights or the .safetensors that fit it.",
+            "It needs a Hugging Face config.json, and either no weights or those that fit it.",
         ) from error
+
+
+def require_initial_weights(model: str) -> Path | None:
+    """The file of the weights that a run starts from; ``None`` where they are drawn: of a preset, or a folder without any.
+
+    Args:
+        model: as in :func:`build`.
+    Raises:
+        DataError: nothing has that name or path, or the weights in the folder cannot be read.
+    """
+    if model.strip().lower() in MODELS:
+        return None
+    if (file := weights_file(_folder(model))) is not None:
+        require_weights(file)
+    return file
 
 
 def skeleton(model: str, vocab_size: int) -> PreTrainedModel:
@@ -103,7 +122,7 @@ def skeleton(model: str, vocab_size: int) -> PreTrainedModel:
     folder = _folder(model)
     refuse_own_code(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if not _has_weights(folder):
+    if not any((folder / name).is_file() for name in WEIGHTS):
         config.vocab_size = vocab_size
     return drawn(config, 0, "meta")
 
@@ -355,10 +374,6 @@ def _folder(model: str) -> Path:
     )
 
 
-def _has_weights(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
-
-
 def _without_dropout(config: Any) -> Any:
     for name, value in vars(config).items():
         if isinstance(value, float) and "drop" in name:
@@ -377,19 +392,33 @@ def drawn(config: PretrainedConfig, seed: int, device: str = "cpu") -> PreTraine
     return cast(PreTrainedModel, made)
 
 
-def _loaded(folder: Path, vocab_size: int | None, seed: int) -> PreTrainedModel:
+def _loaded(folder: Path, weights: Path, vocab_size: int | None, seed: int) -> PreTrainedModel:
     config = _without_dropout(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     # The seed is for weights that the folder lacks, such as a new head.
     with torch.random.fork_rng(devices=[]), without_progress_bars():
         torch.default_generator.manual_seed(seed)
-        made = AutoModelForCausalLM.from_pretrained(
+        made, found = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
             attn_implementation="sdpa",
             local_files_only=True,
-            use_safetensors=True,
+            use_safetensors="safetensors" in weights.name,
+            weights_only=True,
             trust_remote_code=False,
+            output_loading_info=True,
+        )
+    drawn_ones, known = sorted(found["missing_keys"]), dict(made.named_parameters())
+    if known.keys() <= set(drawn_ones):
+        raise DataError(
+            f"The weights in {weights} are none of those of the {type(made).__name__} in config.json, such as '{drawn_ones[0]}'.",
+            "Give the config.json that belongs to them, or a folder with only config.json to start from random weights.",
+        )
+    if drawn_ones:
+        warnings.warn(
+            f"{weights} lacks {len(drawn_ones)} of the {len(known)} parameters of {type(made).__name__}, which start from random "
+            f"weights: {', '.join(drawn_ones[:3])}{' …' if len(drawn_ones) > 3 else ''}.",
+            stacklevel=4,
         )
     rows = len(cast(Tensor, made.get_input_embeddings().weight))
     if vocab_size is not None and vocab_size > rows:

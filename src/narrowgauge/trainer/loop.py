@@ -30,6 +30,7 @@ from narrowgauge.runs.record import Run, is_run, read_run, read_settings
 from narrowgauge.runs.writer import RunWriter, remove_leftovers, require_free
 from narrowgauge.spec.compiler import compiled_folder
 from narrowgauge.spec.models import MODELS, refuse_own_code
+from narrowgauge.trainer import language_model
 from narrowgauge.trainer.changes import accept, differences, moved, with_present_ranks
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console, Screen
@@ -280,6 +281,7 @@ def vocabulary_size(config: TrainConfig) -> int | None:
     from transformers import AutoConfig
 
     refuse_own_code(Path(config.model))
+    language_model.require_initial_weights(config.model)  # before the data are prepared
     try:
         shape = AutoConfig.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RecursionError) as error:
@@ -351,6 +353,10 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
 
 def _announce(session: Session, console: Screen) -> None:
     console.say(f"{Path(session.config.model).name} · {session.config.recipe.title} · {session.folder}")
+    if session.step == 0 and session.config.model.strip().lower() not in MODELS:
+        weights = language_model.require_initial_weights(session.config.model)
+        drawn = f"drawn from seed {session.config.seed}; the model's folder holds none"
+        console.say(f"initial weights: {drawn if weights is None else f'read from {weights}'}")
     for note in session.notes:
         _note(session, note)
     compilation.announce[:] = [console.say]
