@@ -797,7 +797,10 @@ STAND_INS = {
     "a web page": ("<!doctype html>\n<title>é</title>".encode(), r"it is a text that begins with '<!doctype html>'"),
     "zeros": (bytes(70_000), r"it holds zeros\. Its download or copy did not end"),
     "nothing": (b"", r"it is empty\."),
-    "noise": (bytes(range(255, 0, -1)) * 40, r"cannot be read: .* It must be a safetensors file, or tensors that torch"),
+    "noise": (
+        bytes(range(255, 0, -1)) * 40,
+        r"cannot be read: .* It must be a safetensors file, or tensors that torch",
+    ),
     "half a zip": (b"PK\x03\x04" + bytes(300), r"cannot be read: "),
     "no file": (None, r"it does not exist\."),
 }
@@ -831,7 +834,9 @@ def test_what_stands_in_place_of_weights_is_named(what: str, name: str, indexed:
         assert "weights_only" not in str(refused.value)
 
 
-@pytest.mark.parametrize("part", ["../secret.bin", "/etc/secret.bin", "sub/../../secret.bin", "..\\secret.bin", "C:\\secret.bin"])
+@pytest.mark.parametrize(
+    "part", ["../secret.bin", "/etc/secret.bin", "sub/../../secret.bin", "..\\secret.bin", "C:\\secret.bin"]
+)
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
 def test_an_index_names_nothing_outside_its_folder(part: str, name: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"

@@ -1,7 +1,7 @@
-"""A loop of one's own that saves ``model.state_dict()`` and ``optimizer.state_dict()`` and nothing else resumes with the same bits.
+"""A loop of one's own that saves the ``state_dict()`` of model and optimizer and nothing else resumes with the same bits.
 
-What a step takes besides weights and moments (delayed scales, the step that seeds stochastic casts and reductions, the loss scale)
-travels in the optimizer's state; a state that lacks it is noticed when it is loaded.
+What a step takes besides weights and moments (delayed scales, the step that seeds stochastic casts and reductions, the loss
+scale) travels in the optimizer's state; a state that lacks it is noticed when it is loaded.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def test_a_distributed_checkpoint_holds_it_too(recipe: str, tmp_path: Path) -> N
     assert_same_bits(everything(model, optimizer, trained(model, optimizer, range(BEFORE, STEPS))), expected)
 
 
-@pytest.mark.parametrize(("recipe", "what"), [("float8-delayed/word", "amax_histories"), ("float16/split", "loss_scaler")])
+@pytest.mark.parametrize(
+    ("recipe", "what"), [("float8-delayed/word", "amax_histories"), ("float16/split", "loss_scaler")]
+)
 def test_a_state_without_it_is_noticed(recipe: str, what: str) -> None:
     """Of an earlier version: it loads, and says what is missing. The groups of the optimizer hold options alone."""
     model, optimizer = prepared(recipe, seed=0)

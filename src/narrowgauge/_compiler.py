@@ -148,11 +148,63 @@ def compile_ahead(
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
 
-def load_ahead(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
-    """The function in a package: takes a list of tensors (and empties it), returns the list of results."""
+Loaded = Callable[[list[Tensor]], list[Tensor]]
+
+
+def load_ahead(path: Path) -> Loaded:
+    """The function in a package: takes a list of tensors (and empties it), returns the list of results.
+
+    A tensor that it writes to is given twice, as what is read and as where to write; see :func:`on_aligned`.
+    """
     with quiet(), _for_level():
-        run: Callable[[list[Tensor]], list[Tensor]] = torch._inductor.aoti_load_package(str(path)).loader.boxed_run
-    return run
+        run: Loaded = torch._inductor.aoti_load_package(str(path)).loader.boxed_run
+    return on_aligned(run)
+
+
+_ALIGNMENT = 16
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether compiled code takes a tensor where it lies: on a CPU anywhere, on a GPU at a multiple of 16 bytes.
+
+    Allocations begin at such multiples. Views into a flat buffer, or the second half of an odd number of rows, may not.
+    """
+    return tensor.is_cpu or tensor.data_ptr() % _ALIGNMENT == 0
+
+
+def on_aligned(run: Loaded) -> Loaded:
+    """A compiled function that writes to tensors wherever they begin.
+
+    For a GPU, Inductor's code replaces each argument that is not aligned by a clone (``CppWrapperGpu.codegen_inputs`` of torch
+    2.13), so what it writes there is lost without an error. Here they are replaced by copies first, and those of tensors that
+    are given twice are copied back.
+
+    Cost: none for aligned tensors but a look at each; for others two copies and their memory.
+    """
+
+    def call(arguments: list[Tensor]) -> list[Tensor]:
+        if all(map(is_aligned, arguments)):
+            return run(arguments)
+        copies: dict[int, Tensor] = {}
+        written: list[tuple[Tensor, Tensor]] = []
+        given = []
+        for tensor in arguments:
+            if is_aligned(tensor):
+                given.append(tensor)
+                continue
+            place = tensor.data_ptr()
+            if place in copies:
+                written.append((tensor, copies[place]))
+            else:
+                copies[place] = tensor.clone(memory_format=torch.contiguous_format)
+            given.append(copies[place])
+        arguments.clear()
+        results = run(given)
+        for tensor, copy in written:
+            tensor.copy_(copy)
+        return results
+
+    return call
 
 
 def compile_any_shape(function: FunctionType, name: str) -> Callable[..., Any]:

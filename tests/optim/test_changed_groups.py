@@ -1,7 +1,7 @@
 """Parameters and groups that are removed, moved or added after the optimizer was made: as in torch, the others notice nothing.
 
-A removed parameter is not stepped; the state of those that stay is kept bit for bit. The twin keeps all of its parameters, and those
-that were removed get no gradients.
+A removed parameter is not stepped; the state of those that stay is kept bit for bit. The twin keeps all of its parameters, and
+those that were removed get no gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def made(storage: str, kind: str = "named") -> tuple[ng.AdamW, Named]:
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, ng.STORAGES[storage].visible)
     named = {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
-    groups = [{"params": [(name, named[name]) if kind == "named" else named[name] for name in members]} for members in GROUPS]
+    groups = [
+        {"params": [(name, named[name]) if kind == "named" else named[name] for name in members]} for members in GROUPS
+    ]
     return ng.AdamW(groups, lr=1e-2, storage=storage, audit_every=2, max_grad_norm=3.0), named
 
 
@@ -176,7 +178,9 @@ def test_gradients_are_released_by_what_is_there() -> None:
     before = [w.detach().clone() for w in weights]
     backward()
     assert torch.equal(weights[0], before[0]) and weights[0].grad is not None
-    moved = [float((now.detach().float() - then.float()).abs().amax()) for now, then in zip(weights, before, strict=True)]
+    moved = [
+        float((now.detach().float() - then.float()).abs().amax()) for now, then in zip(weights, before, strict=True)
+    ]
     assert 0 < moved[1] < moved[2] and [optimizer.num_steps(w) for w in weights] == [0, 2, 2]
     handle.remove()
 

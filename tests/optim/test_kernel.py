@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import pytest
 import torch
+from torch import Tensor
 
 import narrowgauge as ng
+from narrowgauge import _compiler
 from narrowgauge.optim import compilation, kernel
+from narrowgauge.optim.compilation import Compiled, Definition
 from narrowgauge.optim.kernel import StepKernel, Work, num_scales, row_peaks
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.spec.compiler import compiler_missing
@@ -223,3 +229,80 @@ def test_the_write_of_a_matrix_rule_is_defined_once(monkeypatch: pytest.MonkeyPa
         results.append(kept(optimizer))
     assert_same_bits(*results)
     assert len(defined) == 4  # plain and audited, in each optimizer
+
+
+# ── where words begin, on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
+
+WIDE = [(66, 66), (5, 98), (34, 33)]
+
+
+def like_inductor(definition: Definition) -> Compiled:
+    """What its code for a GPU does: arguments that are not aligned are replaced by clones, also where it writes."""
+
+    def run(arguments: list[Tensor]) -> list[Tensor]:
+        given = [a if a.data_ptr() % 16 == 0 else a.clone() for a in arguments]
+        arguments.clear()
+        return [definition.function(*given)]
+
+    return run
+
+
+@pytest.mark.parametrize("storage", REPRESENTATIVES)
+@pytest.mark.parametrize("audit_every", [0, 2])
+def test_steps_of_misaligned_words_are_written_back(
+    storage: str, audit_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters that begin at odd words of a flat buffer, and planes whose second tensor does: as if compiled for a GPU."""
+    for module in (_compiler, kernel):
+        monkeypatch.setattr(module, "is_aligned", lambda tensor: tensor.data_ptr() % 16 == 0)
+    monkeypatch.setattr(StepKernel, "compile_audit_elsewhere", lambda *_: None)
+    monkeypatch.setattr("narrowgauge.optim.buckets.SMALL", 0)  # none is copied into a bucket
+    runs = []
+    for kind in ("eager", "guarded", "bare"):
+        made: dict[str, Compiled] = {}
+
+        def compiled(
+            name: str, _: object, define: Callable[[], Definition], kind: str = kind, made: Any = made
+        ) -> Compiled:
+            if name not in made:
+                run = like_inductor(define())
+                made[name] = _compiler.on_aligned(run) if kind == "guarded" else run
+            return cast(Compiled, made[name])
+
+        monkeypatch.setattr(kernel, "compiled", compiled)
+        params = [torch.nn.Parameter(at_an_odd_word(p.detach())) for p in parameters(storage, WIDE)]
+        optimizer = ng.AdamW(params, lr=1e-2, storage=storage, audit_every=audit_every, compile=kind != "eager")
+        take_steps(optimizer, range(4))
+        runs.append(kept(optimizer))
+    eager, guarded, bare = runs
+    assert_same_bits(guarded, eager)
+    assert any(not torch.equal(eager[name], bare[name]) for name in eager)  # what this guards against
+
+
+def at_an_odd_word(values: Tensor) -> Tensor:
+    """A copy that begins four bytes after a multiple of 16."""
+    size = values.element_size()
+    flat = torch.zeros(values.numel() + 16, dtype=values.dtype)
+    begin = (4 - flat.data_ptr()) % 16 // size
+    return flat[begin : begin + values.numel()].view(values.shape).copy_(values)
+
+
+def test_a_tensor_is_copied_only_where_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = torch.zeros(64, dtype=torch.int32)
+    odd = base[1 + (-base.data_ptr() // 4) % 4 :][:8]
+    even = base[(-base.data_ptr() // 4) % 4 + 16 :][:8]
+    assert _compiler.is_aligned(odd)  # anything on a CPU
+    seen: list[int] = []
+
+    def run(arguments: list[Tensor]) -> list[Tensor]:
+        seen.extend(a.data_ptr() for a in arguments)
+        arguments[-1].fill_(7)
+        return [torch.ones(1)]
+
+    monkeypatch.setattr(_compiler, "is_aligned", lambda tensor: tensor.data_ptr() % 16 == 0)
+    assert _compiler.on_aligned(run)([even, even]) and seen == [even.data_ptr()] * 2 and even.eq(7).all()
+    assert _compiler.on_aligned(run)([odd, even, odd]) and odd.eq(7).all()
+    assert seen[3] == even.data_ptr() and seen[2] == seen[4] != odd.data_ptr() and seen[2] % 16 == 0
+    odd.zero_()
+    _compiler.on_aligned(run)([even, odd])  # it was read alone
+    assert not odd.any()

@@ -255,7 +255,9 @@ def test_links_of_a_cache_are_followed_and_broken_ones_refused(tmp_path: Path) -
         file.symlink_to(blobs / str(number))
     build(str(folder), seed=0)
     (blobs / "1").unlink()
-    with pytest.raises(DataError, match=r"00002-of-00002\.bin cannot be read: it is a link to a file that is not there"):
+    with pytest.raises(
+        DataError, match=r"00002-of-00002\.bin cannot be read: it is a link to a file that is not there"
+    ):
         build(str(folder), seed=0)
     lone = write_config(tmp_path / "lone")
     (lone / "model.safetensors").symlink_to(blobs / "none")
@@ -288,7 +290,9 @@ def test_a_run_says_where_its_weights_come_from(tmp_path: Path, capsys: pytest.C
     assert "initial weights: drawn from seed 0; the model's folder holds none" in said[empty]
     assert f"initial weights: read from {full / 'pytorch_model.bin'}" in said[full]
     (empty / "tf_model.h5").write_bytes(b"weights")
-    done = CliRunner().invoke(main, ["train", "--model", str(empty), "--data", str(text), "--out", str(tmp_path / "no")])
+    done = CliRunner().invoke(
+        main, ["train", "--model", str(empty), "--data", str(text), "--out", str(tmp_path / "no")]
+    )
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1) and "tf_model.h5" in done.stderr
     assert not (tmp_path / "no").exists()
 

@@ -176,7 +176,8 @@ def parts_of(file: Path) -> list[str]:
     """The names of the files that an index (``….index.json``) of a sharded checkpoint lists, beside it.
 
     Raises:
-        DataError: it cannot be read, or names files outside its folder. A link in the folder is followed, as in a cache of Hugging Face.
+        DataError: it cannot be read, or names files outside its folder. A link in the folder is followed, as in a cache of
+            Hugging Face.
     """
     try:
         parts = sorted({PurePosixPath(name).as_posix() for name in load_json(file.read_bytes())["weight_map"].values()})
@@ -276,7 +277,9 @@ def unreadable(file: Path, error: Exception) -> DataError:
         )
     # torch's own words for a file that is no pickle tell how to run its code.
     own = not isinstance(error, pickle.UnpicklingError | LookupError | AssertionError) or isinstance(error, KeyError)
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".") if own else "it holds something else"
+    reason = (
+        (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".") if own else "it holds something else"
+    )
     return DataError(
         f"{file} cannot be read: {reason}.", "It must be a safetensors file, or tensors that torch.save wrote."
     )

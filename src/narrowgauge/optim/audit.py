@@ -340,7 +340,9 @@ def audit(optimizer: Audited, model: nn.Module | None = None) -> dict[str, Readi
     inner.settle()
     auditor: Auditor = inner.auditor
     names = inner.parameter_names()
-    windows = {p: window for p, window in auditor.windows.items() if p in names}  # one may have left since the last step
+    windows = {
+        p: window for p, window in auditor.windows.items() if p in names
+    }  # one may have left since the last step
     if not windows:
         return {}
     readings = {names[p]: read(window, sum(auditor.counts[p])) for p, window in windows.items()}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge._compiler import is_aligned
 from narrowgauge.numerics import summation
 from narrowgauge.numerics.update_metrics import update_terms
 from narrowgauge.optim import encoding, packing
@@ -152,6 +153,11 @@ class Work:
         outputs = (*self.words[:parts], *self.words[2 * parts :])
         return [*self.words, *self.scales, *self.decided, values, seed, *outputs]
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether a compiled kernel takes its words where they lie; if not, a piece at a time, so that copies are small."""
+        return all(map(is_aligned, self.words))
+
     def piece(self, start: int, stop: int) -> Work:
         """Some of its words (rows, where it has them)."""
         return Work(*([t[start:stop] for t in tensors] for tensors in (self.words, self.scales, self.decided)))
@@ -213,7 +219,7 @@ class StepKernel:
         if not first.numel():
             return values.new_zeros(8, dtype=torch.float64) if audited else None
         run = self._kernel(values, audited) if min(first.shape) > 1 else None
-        if run is not None and self.one_loop and not audited:
+        if run is not None and self.one_loop and not audited and work.is_aligned:
             run(work.arguments(self.parts, values, seed))
             return None
         step = self._audited if audited else self._plain
@@ -230,7 +236,7 @@ class StepKernel:
         """:meth:`run` for many tensors, none audited."""
         run = self._kernel(values, False)
         for work in tensors:
-            if run is None or not self.one_loop or min(work.words[0].shape) < 2:
+            if run is None or not self.one_loop or min(work.words[0].shape) < 2 or not work.is_aligned:
                 self.run(work, values, seed)
             else:
                 run(work.arguments(self.parts, values, seed))

@@ -84,7 +84,7 @@ class Registry:
     def align_names(self) -> None:
         """Let each group's ``param_names`` be those of its parameters, after parameters were removed, moved or replaced.
 
-        Others change ``params`` and know nothing of the list beside it. One of a parameter's that took another's place is its name.
+        Others change ``params`` and know nothing of the list beside it. A parameter that took another's place takes its name.
         """
         groups = [group for group in self._groups() if "param_names" in group]
         now = [([id(p) for p in group["params"]], group["param_names"]) for group in groups]

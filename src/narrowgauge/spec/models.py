@@ -122,9 +122,33 @@ def get_model(name: str) -> Model:
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """The files of weights that are read from a model folder, the first of them that is there."""
-_KINDS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".npz", ".ot", ".onnx", ".distcp")
+_KINDS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".ggml",
+    ".npz",
+    ".ot",
+    ".onnx",
+    ".distcp",
+)
 # What training leaves beside weights, and prepared data.
-_BESIDE = ("optimizer", "scheduler", "scaler", "rng_state", "random_states", "trainer_state", "training_args", "train.", "valid.")
+_BESIDE = (
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "rng_state",
+    "random_states",
+    "trainer_state",
+    "training_args",
+    "train.",
+    "valid.",
+)
 
 
 def weights_file(folder: Path) -> Path | None:
@@ -133,8 +157,8 @@ def weights_file(folder: Path) -> Path | None:
     Args:
         folder: the folder.
     Raises:
-        DataError: it holds weights of another kind, or a link to a file of weights that is not there: a model that began from random
-            weights instead would train without an error.
+        DataError: it holds weights of another kind, or a link to a file of weights that is not there: a model that began from
+            random weights instead would train without an error.
     Example:
         >>> weights_file(Path("no/such/folder")) is None
         True

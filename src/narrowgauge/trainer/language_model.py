@@ -53,8 +53,8 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
 
     Args:
         model: the name of a preset (``narrowgauge show models``), or a folder with ``config.json``. Weights in it
-            (:data:`narrowgauge.spec.models.WEIGHTS`, no code in them is run) are loaded, and upcast to float32; without any they are
-            initialized.
+            (:data:`narrowgauge.spec.models.WEIGHTS`, no code in them is run) are loaded, and upcast to float32; without any they
+            are initialized.
         vocab_size: number of token embeddings, instead of the preset's or the configuration's. Loaded weights keep
             their own number, which must be at least this.
         seed: seed of the initial weights.
@@ -397,7 +397,7 @@ def _loaded(folder: Path, weights: Path, vocab_size: int | None, seed: int) -> P
     # The seed is for weights that the folder lacks, such as a new head.
     with torch.random.fork_rng(devices=[]), without_progress_bars():
         torch.default_generator.manual_seed(seed)
-        made, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
@@ -408,6 +408,7 @@ def _loaded(folder: Path, weights: Path, vocab_size: int | None, seed: int) -> P
             trust_remote_code=False,
             output_loading_info=True,
         )
+    made, found = loaded
     drawn_ones, known = sorted(found["missing_keys"]), dict(made.named_parameters())
     if known.keys() <= set(drawn_ones):
         raise DataError(
