@@ -43,9 +43,11 @@ USEFUL = ("matmuls", "attention")
 
 def sentences(plan: Plan) -> list[str]:
     """What follows from the options, the most important first."""
+    missing = plan.question.architecture.left_out
+    left_out = [f"The plan is of the text decoder alone: {missing} are left out."] if missing else []
     if plan.is_state_only:
-        return list(_about_state(plan))
-    return [*_about_best(plan), *_about_all(plan)]
+        return [*_about_state(plan), *left_out]
+    return [*_about_best(plan), *left_out, *_about_all(plan)]
 
 
 def _about_state(plan: Plan) -> Iterator[str]:

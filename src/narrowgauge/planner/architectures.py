@@ -26,6 +26,7 @@ class Mixture:
         shared_size: intermediate size of the experts that every token visits, together; 0 without.
         num_layers: layers with a mixture; the others have an MLP.
         has_biases: of the router and the experts.
+        num_vectors: further parameters of a layer with a mixture: the gate of a shared expert, a correction of the router.
     """
 
     num_experts: int
@@ -34,6 +35,7 @@ class Mixture:
     num_layers: int
     shared_size: int = 0
     has_biases: bool = False
+    num_vectors: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,10 @@ class Architecture:
         norm: ``"rms"`` has gains, ``"rms-float32"`` applies them in float32, ``"layer"`` has gains and biases.
         norms_per_layer: of the width of the residual stream.
         head_norms: norms of queries and keys: ``"none"``, of each ``"head"``, or of ``"all"`` heads together.
-        qkv_bias, output_bias, mlp_bias, norm_bias: which biases exist.
+        qkv_bias, output_bias, mlp_bias, norm_bias, head_bias: which biases exist.
+        has_gains: whether norms have gains (and biases) at all.
+        has_embedding_norm: whether embeddings are normalized before the first layer.
+        num_vectors: further parameters of every layer, such as those of a trained activation function.
         activation: the MLP's function, in Hugging Face's spelling.
         has_fused_inputs: whether queries, keys and values are one matmul; and gate and up, in a gated MLP.
         has_sinks: whether each head has a learned logit that takes attention away.
@@ -116,6 +121,7 @@ class Architecture:
         latent: latent attention; None without.
         stated_parameters: the count of a model of which nothing else is known (:func:`of_size`).
         source: where the shape is published.
+        left_out: parts of the model that are not in the shape, such as a vision tower; empty if it is whole.
 
     Example:
         >>> shape = Architecture("small", 2, 64, 4, 2, 16, 160, 100)
@@ -141,6 +147,10 @@ class Architecture:
     output_bias: bool = False
     mlp_bias: bool = False
     norm_bias: bool = True
+    head_bias: bool = False
+    has_gains: bool = True
+    has_embedding_norm: bool = False
+    num_vectors: int = 0
     activation: str = "silu"
     has_fused_inputs: bool = False
     has_sinks: bool = False
@@ -150,6 +160,7 @@ class Architecture:
     latent: LatentAttention | None = None
     stated_parameters: int | None = None
     source: str = ""
+    left_out: str = ""
 
     @property
     def has_shape(self) -> bool:
@@ -182,7 +193,7 @@ class Architecture:
         """
         if not self.has_shape:
             return ()
-        head = Matmul("lm_head", self.hidden_size, self.vocab_size, 1, "head", "column")
+        head = Matmul("lm_head", self.hidden_size, self.vocab_size, 1, "head", "column", 1.0, self.head_bias)
         mlps = self._mlp(self.intermediate_size, self.num_dense_layers, "mlp") if self.num_dense_layers else ()
         return (*self.attention_matmuls(self.num_layers), *mlps, *self._mixture_matmuls(), head)
 
@@ -240,24 +251,35 @@ class Architecture:
     @property
     def vector_parameters(self) -> int:
         """Parameters of norms and sinks in one layer; biases of matmuls are counted there."""
-        per_norm = 2 if self.norm == "layer" and self.norm_bias else 1
-        count = self.norms_per_layer * self.hidden_size * per_norm + (self.num_heads if self.has_sinks else 0)
+        count = self.norms_per_layer * self.norm_parameters + (self.num_heads if self.has_sinks else 0)
         if self.latent:
             count += (self.latent.query_rank or 0) + self.latent.key_value_rank
         heads = {"none": 0, "head": 2, "all": self.num_heads + self.num_kv_heads}[self.head_norms]
-        return count + heads * self.head_dim
+        return count + heads * self.head_dim * self._per_norm + self.num_vectors
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of a norm of the residual stream's width: gains and biases."""
+        return self.hidden_size * self._per_norm
+
+    @property
+    def _per_norm(self) -> int:
+        if not self.has_gains:
+            return 0
+        return 2 if self.norm == "layer" and self.norm_bias else 1
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the input embedding and the learned positions."""
-        return (self.vocab_size + (self.max_positions or 0)) * self.hidden_size
+        """Parameters of the input embedding, the learned positions and the embedding's norm."""
+        norm = self.norm_parameters if self.has_embedding_norm else 0
+        return (self.vocab_size + (self.max_positions or 0)) * self.hidden_size + norm
 
     @property
     def outer_parameters(self) -> int:
         """Parameters outside the layers: embedding, positions, last norm, and the head if it has its own."""
-        norm = self.hidden_size * (2 if self.norm == "layer" and self.norm_bias else 1)
         head = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
-        return self.embedding_parameters + norm + head
+        bias = self.vocab_size if self.head_bias else 0
+        return self.embedding_parameters + self.norm_parameters + head + bias
 
     @property
     def dense_layer_parameters(self) -> int:
@@ -271,7 +293,8 @@ class Architecture:
         if self.mixture is None:
             return 0
         experts = sum(matmul.num_parameters for matmul in self._mixture_matmuls()) // self.mixture.num_layers
-        return self.vector_parameters + sum(matmul.num_parameters for matmul in self.attention_matmuls()) + experts
+        attention = sum(matmul.num_parameters for matmul in self.attention_matmuls())
+        return self.vector_parameters + attention + experts + self.mixture.num_vectors
 
     @property
     def layer_parameters(self) -> int:

@@ -1,8 +1,7 @@
 """Reads architectures: presets by name, and Hugging Face ``config.json`` files of the families in the table.
 
-A configuration says less than a model has: which biases and norms exist is written in the code of its family, so a family that is
-not in the table is refused instead of being taken for a Llama. Every row is checked against the parameters of the Hugging Face
-class.
+A configuration says less than a model has; what the code of its family adds is in :mod:`narrowgauge.planner.families`. A family
+that is not in that table is refused instead of being taken for a Llama.
 """
 
 from __future__ import annotations
@@ -11,94 +10,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from narrowgauge.errors import DataError, RecipeError, suggestion
-from narrowgauge.planner.architectures import Architecture, LatentAttention, Mixture, Norm
+from narrowgauge.planner.architectures import Architecture, LatentAttention, Mixture
+from narrowgauge.planner.families import FAMILIES, UNPLANNED, Family
 from narrowgauge.planner.presets import ALIASES, PRESETS, preset
 from narrowgauge.spec.models import MODELS
 
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What the code of a family adds to its configuration.
-
-    Args:
-        is_gated, norm, norms_per_layer, head_norms, has_fused_inputs, has_sinks: see
-            :class:`~narrowgauge.planner.architectures.Architecture`.
-        qkv_bias, output_bias, mlp_bias: whether they exist, or where it is stated (a key of the configuration).
-        tie_embeddings: if the configuration does not say; the value that Hugging Face leaves out of files.
-        positions: the key with the number of learned positions.
-        head_dim: if the configuration does not say; None for the width over the heads.
-        window: which layers have the configuration's window, if ``layer_types`` does not say.
-    """
-
-    is_gated: bool = True
-    norm: Norm = "rms"
-    norms_per_layer: int = 2
-    head_norms: Literal["none", "head", "all"] = "none"
-    has_fused_inputs: bool = False
-    has_sinks: bool = False
-    qkv_bias: bool | str = False
-    output_bias: bool | str = False
-    mlp_bias: bool | str = False
-    tie_embeddings: bool = False
-    positions: str | None = None
-    head_dim: int | None = None
-    window: Literal["all", "half", "none"] = "none"
-
-
-_STATED = "attention_bias"
-FAMILIES: dict[str, Family] = {
-    "llama": Family(qkv_bias=_STATED, output_bias=_STATED, mlp_bias="mlp_bias"),
-    "mistral": Family(window="all"),
-    "mixtral": Family(window="all"),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(head_norms="head", qkv_bias=_STATED, output_bias=_STATED, head_dim=128),
-    "qwen3_moe": Family(head_norms="head", qkv_bias=_STATED, output_bias=_STATED),
-    "deepseek_v2": Family(qkv_bias=_STATED, output_bias=_STATED),
-    "deepseek_v3": Family(qkv_bias=_STATED, output_bias=_STATED),
-    "gpt_oss": Family(qkv_bias=True, output_bias=True, mlp_bias=True, has_sinks=True, head_dim=64, window="half"),
-    "phi3": Family(has_fused_inputs=True, window="all"),
-    "olmo2": Family(norm="rms-float32", head_norms="all", qkv_bias=_STATED, output_bias=_STATED),
-    "gemma": Family(norm="rms-float32", qkv_bias=_STATED, output_bias=_STATED, tie_embeddings=True, head_dim=256),
-    "gemma2": Family(
-        norm="rms-float32",
-        norms_per_layer=4,
-        qkv_bias=_STATED,
-        output_bias=_STATED,
-        tie_embeddings=True,
-        head_dim=256,
-        window="half",
-    ),
-    "starcoder2": Family(
-        is_gated=False,
-        norm="layer",
-        qkv_bias="use_bias",
-        output_bias="use_bias",
-        mlp_bias="use_bias",
-        tie_embeddings=True,
-        window="all",
-    ),
-    "gpt2": Family(
-        is_gated=False,
-        norm="layer",
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        tie_embeddings=True,
-        has_fused_inputs=True,
-        positions="n_positions",
-    ),
-    "gpt_neox": Family(
-        is_gated=False, norm="layer", qkv_bias=_STATED, output_bias=_STATED, mlp_bias=True, has_fused_inputs=True
-    ),
-    "mpt": Family(is_gated=False, norm="layer", has_fused_inputs=True, tie_embeddings=True),
-}
-_BIASED = ("starcoder2", "gpt_neox")  # have biases if the configuration does not say
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
-_WIDTH = ("hidden_size", "n_embd", "d_model")
-_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_WIDTH = ("hidden_size", "n_embd", "d_model", "n_embed")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_MLP = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+_SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_SHARED_SIZES = ("shared_expert_intermediate_size", "shared_intermediate_size")
 
 
 def read_architecture(text: str) -> Architecture:
@@ -142,52 +69,84 @@ def architecture_of(config: Mapping[str, Any], name: str, source: str = "") -> A
     Raises:
         DataError: its family is not known here, or keys are missing or contradict each other.
     """
-    kind = config.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None:
-        stated = f"has the model_type {kind!r}" if kind else "has no model_type"
-        raise DataError(
-            f"{name} {stated}, whose parameters are not known here.", f"Known are {', '.join(sorted(FAMILIES))}."
-        )
-    reader = _Reader(config, name)
+    family = _family(config, name)
+    text = config.get(family.text) if family.text else None
+    if isinstance(text, Mapping):
+        # The head is tied, or not, in the whole model.
+        whole = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config = {**whole, **text, "model_type": config["model_type"]}
+    config = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
+    for key, value in family.needs.items():
+        if config.get(key, value) != value:
+            raise DataError(
+                f"{name} has {key} = {config[key]!r}, and the parameters of a {config['model_type']} are known with "
+                f"{value!r} alone.",
+                "Plan with its number of parameters (--params).",
+            )
+    reader = _Reader(config, name, family)
     layers, width, heads = (reader.size(*keys) for keys in (_LAYERS, _WIDTH, _HEADS))
-    latent = _latent(reader) if kind in ("deepseek_v2", "deepseek_v3") else None
-    head_dim = reader.size("head_dim", default=family.head_dim or 0) or reader.quotient(width, heads)
-    kv_heads = reader.size("num_key_value_heads", default=heads)
-    if heads % kv_heads:
+    sizes: dict[str, Any] = {
+        "head_dim": reader.size("head_dim", default=family.head_dim or 0) or reader.quotient(width, heads),
+        "num_kv_heads": reader.size("num_key_value_heads", default=heads),
+        "intermediate_size": reader.size(
+            *_MLP, default=family.mlp_ratio * width if family.mlp_ratio else _expert_size(reader)
+        ),
+        "norms_per_layer": family.norms_per_layer,
+        "head_norms": family.head_norms,
+        "norm_bias": family.norm_bias,
+        "max_positions": reader.size(family.positions) + family.more_positions if family.positions else None,
+        "qkv_bias": reader.flag(family.qkv_bias),
+        "output_bias": reader.flag(family.output_bias),
+        "mlp_bias": reader.flag(family.mlp_bias),
+    }
+    sizes |= family.own(config) if family.own else {}
+    if heads % sizes["num_kv_heads"]:
         raise DataError(
-            f"{name} has {heads} heads, which {kv_heads} key-value heads do not divide.", "Correct the file."
+            f"{name} has {heads} heads, which {sizes['num_kv_heads']} key-value heads do not divide.",
+            "Correct the file.",
         )
     window, share = _window(reader, family, layers)
-    biases = {key: reader.flag(getattr(family, key)) for key in ("qkv_bias", "output_bias", "mlp_bias")}
-    has_biases = kind != "mpt" or not config.get("no_bias", True)
-    if kind == "mpt":
-        biases = dict.fromkeys(biases, has_biases)
     return Architecture(
         name,
         layers,
         width,
         heads,
-        kv_heads,
-        head_dim,
-        reader.size("intermediate_size", "n_inner", "ffn_dim", default=_mlp_width(reader, width)),
-        reader.size("vocab_size"),
+        vocab_size=reader.size("vocab_size"),
         is_gated=family.is_gated,
         tie_embeddings=bool(config.get("tie_word_embeddings", family.tie_embeddings)),
-        max_positions=_positions(reader, family),
         norm=family.norm,
-        norms_per_layer=family.norms_per_layer,
-        head_norms=family.head_norms,
-        norm_bias=has_biases,
-        activation=_activation(config),
+        has_gains=family.has_gains,
+        has_embedding_norm=family.has_embedding_norm,
+        num_vectors=family.num_vectors,
+        head_bias=reader.flag(family.head_bias),
+        activation=_activation(config, family),
         has_fused_inputs=family.has_fused_inputs,
         has_sinks=family.has_sinks,
         window=window,
         window_share=share,
-        mixture=_mixture(reader, layers),
-        latent=latent,
+        mixture=_mixture(reader, layers, width),
+        latent=_latent(reader) if family.is_latent else None,
         source=source,
-        **biases,
+        left_out=family.left_out,
+        **sizes,
+    )
+
+
+def _family(config: Mapping[str, Any], name: str) -> Family:
+    """The row of the configuration's family."""
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in FAMILIES:
+        return FAMILIES[kind]
+    if isinstance(kind, str) and kind in UNPLANNED:
+        raise DataError(
+            f"{name} has the model_type {kind!r}: {UNPLANNED[kind]}, for which there are no formulas here.",
+            "Plan with its number of parameters (--params).",
+        )
+    stated = f"has the model_type {kind!r}" if kind else "has no model_type"
+    near = suggestion(kind, FAMILIES) if isinstance(kind, str) else ""
+    raise DataError(
+        f"{name} {stated}, whose parameters are not known here.",
+        f"{near} Known are {', '.join(sorted(FAMILIES))}.".strip(),
     )
 
 
@@ -197,6 +156,7 @@ class _Reader:
 
     config: Mapping[str, Any]
     name: str
+    family: Family
 
     def size(self, *keys: str, default: int | None = None) -> int:
         """The first key with a value, a positive integer."""
@@ -220,42 +180,29 @@ class _Reader:
         """A flag of a family: itself, or the key that says it."""
         if isinstance(value, bool):
             return value
-        return bool(self.config.get(value, self.config["model_type"] in _BIASED))
+        return bool(self.config.get(value, self.family.is_biased))
 
 
-def _activation(config: Mapping[str, Any]) -> str:
-    named = (config.get(key) for key in ("hidden_activation", "hidden_act", "activation_function"))
-    default = {"gpt2": "gelu_new", "gpt_neox": "gelu", "mpt": "gelu"}.get(config["model_type"], "silu")
-    return str(next((name for name in named if name), default))
-
-
-def _mlp_width(reader: _Reader, width: int) -> int | None:
-    kind = reader.config["model_type"]
-    if kind == "gpt2":
-        return 4 * width
-    return reader.size("expansion_ratio", default=4) * width if kind == "mpt" else None
-
-
-def _positions(reader: _Reader, family: Family) -> int | None:
-    if reader.config["model_type"] == "mpt":
-        # Hugging Face's has ALiBi only; llm-foundry's learned positions are said by this key.
-        return reader.size("max_seq_len") if reader.config.get("learned_pos_emb") else None
-    return reader.size(family.positions) if family.positions else None
+def _activation(config: Mapping[str, Any], family: Family) -> str:
+    named = (config.get(key) for key in ("hidden_activation", "hidden_act", "activation_function", "activation"))
+    return str(next((name for name in named if name), family.activation))
 
 
 def _window(reader: _Reader, family: Family, layers: int) -> tuple[int | None, float]:
     """The window and the share of the layers that have it."""
-    window = reader.config.get("sliding_window")
-    if window is None or reader.config.get("use_sliding_window") is False:
+    config, key = reader.config, family.window
+    if not config.get(key) or config.get("use_sliding_window") is False:
         return None, 1.0
-    kinds = reader.config.get("layer_types")
+    kinds, every = config.get("layer_types"), config.get("sliding_window_pattern") or family.full_every
     if isinstance(kinds, list) and kinds:
-        share = sum(kind == "sliding_attention" for kind in kinds) / len(kinds)
-    elif reader.config.get("use_sliding_window"):
-        share = max(0, layers - int(reader.config.get("max_window_layers", 0))) / layers
+        share = sum(kind != "full_attention" for kind in kinds) / len(kinds)
+    elif config.get("use_sliding_window"):
+        share = max(0, layers - int(config.get("max_window_layers", 0))) / layers
+    elif isinstance(every, int):
+        share = (layers - layers // every if every else layers) / layers
     else:
-        share = {"all": 1.0, "half": (layers + 1) // 2 / layers, "none": 0.0}[family.window]
-    return (reader.size("sliding_window"), share) if share else (None, 1.0)
+        raise DataError(f"{reader.name} has sliding_window_pattern = {every!r}.", "Say layer_types.")
+    return (reader.size(key), share) if share else (None, 1.0)
 
 
 def _latent(reader: _Reader) -> LatentAttention:
@@ -264,24 +211,41 @@ def _latent(reader: _Reader) -> LatentAttention:
     return LatentAttention(None if rank is None else reader.size("q_lora_rank"), *(reader.size(key) for key in sizes))
 
 
-def _mixture(reader: _Reader, layers: int) -> Mixture | None:
-    config, keys = reader.config, ("num_local_experts", "n_routed_experts", "num_experts")
-    if all(config.get(key) is None for key in keys):
+def _expert_size(reader: _Reader) -> int | None:
+    """Of a model without MLPs, the experts'; None if it has none."""
+    return reader.config.get("moe_intermediate_size")
+
+
+def _mixture(reader: _Reader, layers: int, width: int) -> Mixture | None:
+    config = reader.config
+    if all(config.get(key) is None for key in _EXPERTS):
         return None
-    experts, chosen = reader.size(*keys), reader.size("num_experts_per_tok")
+    experts, chosen = reader.size(*_EXPERTS), reader.size(*_CHOSEN)
     if chosen > experts:
         raise DataError(f"{reader.name} sends a token to {chosen} of {experts} experts.", "Correct the file.")
     size = reader.size("moe_intermediate_size", "intermediate_size")
-    shared = int(config.get("n_shared_experts") or 0) * size
-    has_biases = config["model_type"] == "gpt_oss"
-    return Mixture(experts, chosen, size, _mixture_layers(reader, layers), shared, has_biases)
+    count = next((config[key] for key in _SHARED_EXPERTS if config.get(key)), 0)
+    shared = int(next((config[key] for key in _SHARED_SIZES if config.get(key)), count * size))
+    if reader.family.has_shared_expert:
+        shared = size
+    vectors = {"none": 0, "width": width, "experts": experts}[reader.family.router_vectors]
+    return Mixture(
+        experts, chosen, size, _mixture_layers(reader, layers), shared, reader.family.has_expert_biases, vectors
+    )
 
 
 def _mixture_layers(reader: _Reader, layers: int) -> int:
-    """Layers with a mixture: after the first dense ones, each or every n-th, without those listed."""
+    """Layers with a mixture: those that are named, or after the first dense ones each or every n-th, without those listed."""
     config = reader.config
-    first = int(config.get("first_k_dense_replace") or 0)
-    step = reader.size("decoder_sparse_step", default=1)
+    kinds, named = config.get("mlp_layer_types"), config.get("moe_layers")
+    if isinstance(kinds, list) and kinds:
+        return sum(kind == "sparse" for kind in kinds)
+    if isinstance(named, list) and named:
+        return len(named)
+    first = int(config.get("first_k_dense_replace") or config.get("moe_layer_start_index") or 0)
+    last = int(config.get("moe_layer_end_index", -1))
+    last = layers - 1 if last < 0 else last
+    step = reader.size("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", default=1)
     listed = config.get("mlp_only_layers") or ()
     # Qwen counts from one: with a step of 2, layers 1, 3, 5 (from zero) have experts.
-    return sum(i >= first and (i + 1) % step == 0 and i not in listed for i in range(layers))
+    return sum(first <= i <= last and (i + 1) % step == 0 and i not in listed for i in range(layers))

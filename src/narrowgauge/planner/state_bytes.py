@@ -111,15 +111,13 @@ def state_of(architecture: Architecture, recipe: Recipe) -> ModelState:
     table = recipe.storage_of("model.embed_tokens.weight", 2)
     embedding = Matmul("embed_tokens", architecture.hidden_size, architecture.vocab_size, 1, "head", "column")
     head = recipe.storage_of("lm_head.weight", 2)
-    norm = architecture.hidden_size * (2 if architecture.norm == "layer" and architecture.norm_bias else 1)
-    last = Part(whole=bytes_of(recipe.storage_of("model.norm.weight", 1)).scaled(norm))
-    positions = (architecture.max_positions or 0) * architecture.hidden_size
-    return ModelState(
-        layers,
-        experts,
-        _matrix(table, embedding, 1) + Part(whole=bytes_of(table).scaled(positions)),
-        last if architecture.tie_embeddings else last + _matrix(head, embedding, 1),
-    )
+    norm = Part(whole=bytes_of(recipe.storage_of("model.norm.weight", 1)).scaled(architecture.norm_parameters))
+    positions = Part(whole=bytes_of(table).scaled((architecture.max_positions or 0) * architecture.hidden_size))
+    first = _matrix(table, embedding, 1) + positions
+    last = norm if architecture.tie_embeddings else norm + _matrix(head, embedding, 1)
+    if architecture.head_bias:
+        last += Part(bytes_of(for_vectors(head)).scaled(architecture.vocab_size))
+    return ModelState(layers, experts, first + norm if architecture.has_embedding_norm else first, last)
 
 
 def _named(architecture: Architecture, recipe: Recipe) -> Iterator[tuple[str, Storage, Matmul, float]]:
@@ -137,10 +135,12 @@ def _named(architecture: Architecture, recipe: Recipe) -> Iterator[tuple[str, St
 
 
 def _vectors(architecture: Architecture, recipe: Recipe) -> Part:
-    """Norms of all layers."""
+    """Norms of all layers, and the other vectors."""
     numbers = range(architecture.num_layers) if recipe.keep or recipe.overrides else (0,)
     names = (f"model.layers.{layer}.input_layernorm.weight" for layer in numbers)
-    count = architecture.vector_parameters * architecture.num_layers / len(numbers)
+    mixture = architecture.mixture
+    routers = mixture.num_layers * mixture.num_vectors if mixture else 0
+    count = (architecture.vector_parameters * architecture.num_layers + routers) / len(numbers)
     return sum((Part(whole=bytes_of(recipe.storage_of(name, 1)).scaled(count)) for name in names), Part())
 
 
