@@ -86,6 +86,7 @@ def planned(run: Run) -> Terms:
     """
     architecture, layout, length = architecture_of(run.config, run.model), _layout(run), run.step["sequence_length"]
     is_per_operator = run.step.get("recompute_detail") == "per operator"
+    layout = replace(layout, accumulation_dtype="bfloat16")
     again = replace(layout, recompute="full") if is_per_operator else layout
     kernels: Kernels = "fused" if run.step.get("compiled") else "eager"
     terms = memory_terms(
@@ -96,7 +97,6 @@ def planned(run: Run) -> Terms:
         kernels=kernels,
         is_loss_chunked=False,
         fixed=OUTSIDE,
-        accumulation="bfloat16",
     )
     return Terms(tuple(_as_published(term, terms, architecture, again, is_per_operator) for term in terms))
 

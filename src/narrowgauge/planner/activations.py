@@ -39,11 +39,13 @@ class Kept:
         name: what it is.
         bytes_per_token: in one layer.
         per_key: further bytes per token and key that it attends to: eager attention's scores.
+        is_stream: whether it is of the residual stream, which tensor ranks share only with sequence parallelism.
     """
 
     name: str
     bytes_per_token: float
     per_key: float = 0.0
+    is_stream: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class _Layer:
     def norms(self) -> Iterator[Kept]:
         """The norms of the layer's width."""
         a = self.architecture
-        yield Kept("norms", a.norms_per_layer * self.norm_bytes(a.hidden_size))
+        yield Kept("norms", a.norms_per_layer * self.norm_bytes(a.hidden_size), is_stream=True)
 
     def inputs(self, size: float, consumers: int = 1, *, is_kept_anyway: bool = False) -> float:
         """What matmuls keep of one input per token.
@@ -175,7 +177,7 @@ class _Layer:
             keys, kept_values = queries, values
         else:
             fused = 1 if a.has_fused_inputs else 3
-            yield Kept("input of the projections", self.inputs(a.hidden_size, fused))
+            yield Kept("input of the projections", self.inputs(a.hidden_size, fused), is_stream=True)
             keys = kept_values = a.num_kv_heads * a.head_dim
         if a.head_norms != "none":
             groups = a.num_heads + a.num_kv_heads if a.head_norms == "head" else 2
@@ -193,7 +195,7 @@ class _Layer:
     def _latent_tensors(self) -> Iterator[Kept]:
         a, latent = self.architecture, self.architecture.latent
         assert latent is not None
-        yield Kept("input of the projections", self.inputs(a.hidden_size, 2))
+        yield Kept("input of the projections", self.inputs(a.hidden_size, 2), is_stream=True)
         ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank]
         yield Kept("norms of the latents", sum(self.norm_bytes(rank, stream=self.widths.matmul) for rank in ranks))
         yield Kept("latents", sum(self.inputs(rank) for rank in ranks))
@@ -216,7 +218,7 @@ class _Layer:
     def mlp(self) -> Iterator[Kept]:
         """Inputs and inner tensors of a dense MLP."""
         a = self.architecture
-        yield Kept("input of the MLP", self.inputs(a.hidden_size, self._gates()))
+        yield Kept("input of the MLP", self.inputs(a.hidden_size, self._gates()), is_stream=True)
         yield Kept("MLP", self._mlp_bytes(a.intermediate_size))
 
     def mixture(self) -> Iterator[Kept]:
@@ -225,10 +227,10 @@ class _Layer:
         assert mixture is not None
         chosen = mixture.experts_per_token
         # The router's input, its probabilities in float32, and the chosen experts: their weights, and three lists of places.
-        yield Kept("router", e * a.hidden_size + 4.0 * mixture.num_experts + 32.0 * chosen + _STATISTIC)
-        yield Kept("inputs of the experts", chosen * self.inputs(a.hidden_size))
+        yield Kept("router", e * a.hidden_size + 4.0 * mixture.num_experts + 32.0 * chosen + _STATISTIC, is_stream=True)
+        yield Kept("inputs of the experts", chosen * self.inputs(a.hidden_size), is_stream=True)
         yield Kept("experts", chosen * self._mlp_bytes(mixture.expert_size))
-        yield Kept("results of the experts", chosen * e * a.hidden_size)
+        yield Kept("results of the experts", chosen * e * a.hidden_size, is_stream=True)
         if mixture.shared_size:
             yield Kept("shared experts", self._mlp_bytes(mixture.shared_size))
 

@@ -12,6 +12,7 @@ from narrowgauge.planner.scaling_law import duration
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP
 from narrowgauge.planner.term_changes import changes
 from narrowgauge.planner.words import amount, axes_text, gigabytes, layout_text, seconds_text
+from narrowgauge.spec.models import MODELS
 
 if TYPE_CHECKING:
     from narrowgauge.planner.clusters import Cluster
@@ -43,11 +44,22 @@ USEFUL = ("matmuls", "attention")
 
 def sentences(plan: Plan) -> list[str]:
     """What follows from the options, the most important first."""
-    missing = plan.question.architecture.left_out
-    left_out = [f"The plan is of the text decoder alone: {missing} are left out."] if missing else []
     if plan.is_state_only:
-        return [*_about_state(plan), *left_out]
-    return [*_about_best(plan), *left_out, *_about_all(plan)]
+        return [*_about_state(plan), *_about_model(plan)]
+    return [*_about_best(plan), *_about_model(plan), *_about_all(plan)]
+
+
+def _about_model(plan: Plan) -> Iterator[str]:
+    """What of the model is not planned, or is planned beyond what was published of it."""
+    question = plan.question
+    if question.architecture.left_out:
+        yield f"The plan is of the text decoder alone: {question.architecture.left_out} are left out."
+    preset = MODELS.get(question.model)
+    if preset is not None and question.sequence_length > preset.max_positions:
+        yield (
+            f"{preset.name} has {preset.max_positions:,} positions. Rotary ones go on, so longer sequences are planned; "
+            "narrowgauge train takes them of a config.json whose max_position_embeddings says so."
+        )
 
 
 def _about_state(plan: Plan) -> Iterator[str]:

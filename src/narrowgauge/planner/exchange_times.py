@@ -80,7 +80,7 @@ class Parameters:
             150.0
         """
         ranks = layout.shard if layout.zero >= zero else 1
-        return self.dense / ranks + self.experts / max(1, ranks // layout.expert)
+        return self.dense / ranks + self.experts / layout.sharing_experts(ranks)
 
 
 def parameters_of(work: Work, layers: int) -> Parameters:
@@ -90,7 +90,8 @@ def parameters_of(work: Work, layers: int) -> Parameters:
     if layout.pipeline > 1 and not shape.tie_embeddings:
         outer -= shape.vocab_size * shape.hidden_size  # the head is on another stage
     share = layers / shape.num_layers
-    return Parameters((inner * share + outer) / layout.tensor, experts * share / layout.tensor / layout.expert)
+    of_experts = experts * share / layout.expert_tensor_ranks / layout.expert
+    return Parameters((inner * share + outer) / layout.tensor, of_experts)
 
 
 @lru_cache(maxsize=64)
@@ -166,7 +167,7 @@ class Exchanges:
         layout, mixture = self.work.layout, self.work.architecture.mixture
         if mixture is None:
             return _NOTHING
-        path = self.path(layout.expert, layout.tensor * layout.context)
+        path = self.path(layout.expert, layout.expert_tensor_ranks * layout.context)
         layers = self.layers * mixture.num_layers / self.work.architecture.num_layers
         size = self.work.stream_bytes * mixture.experts_per_token / layout.tensor
         count = 6 if layout.recompute == "full" else 4
@@ -193,7 +194,8 @@ class Exchanges:
         if layout.zero == 0:
             return _NOTHING
         dense = self.path(layout.shard, layout.tensor * layout.context)
-        others = self.path(max(1, layout.shard // layout.expert), layout.tensor * layout.context * layout.expert)
+        between = layout.expert_tensor_ranks * layout.context * layout.expert
+        others = self.path(layout.sharing_experts(layout.shard), between)
         found = parameters_of(self.work, self.layers)
         weight, gradient = self._weight_bytes, self._gradient_bytes
         gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
@@ -215,8 +217,8 @@ class Exchanges:
         every, dense = layout.num_replicas * layout.context, owned.dense / found
         experts = owned.on_rank(layout) - dense
         # An expert has fewer copies: one for each group of expert ranks, of which some share its state.
-        copies = max(1, every // (layout.expert * max(1, found // layout.expert)))
-        paths = [self.path(ranks, layout.tensor * (every // ranks)) for ranks in (every // found, copies)]
+        copies = max(1, layout.sharing_experts(every) // layout.sharing_experts(found))
+        paths = [self.path(ranks, layout.tensor * max(1, every // ranks)) for ranks in (every // found, copies)]
         sizes = [number * self._gradient_bytes for number in (dense, experts)]
         seconds = sum(all_reduce_seconds(size, path) for size, path in zip(sizes, paths, strict=True) if size)
         path, size = paths[0], sum(sizes)

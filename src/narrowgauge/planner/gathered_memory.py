@@ -29,7 +29,7 @@ def buffer_terms(request: Request, stage: Stage) -> list[Term]:
     if is_shared and layout.pipeline > 1:
         return [*_whole_stage(request, stage), *inputs]
     # Experts stay where they are, on the ranks of their own.
-    largest = (request.figures.layer + request.figures.experts / layout.expert) / layout.tensor
+    largest = request.figures.layer_on_rank(layout)
     terms = []
     if is_shared or layout.offload == "all":
         formula = f"2 × {largest:,.0f} parameters × {per.weights:g} B"
@@ -49,8 +49,8 @@ def buffer_terms(request: Request, stage: Stage) -> list[Term]:
 def _inputs(request: Request) -> list[Term]:
     """A layer's input and its gradient, whole on each tensor rank; between layers each has a part of the tokens."""
     layout, width = request.layout, request.architecture.hidden_size * request.figures.widths.matmul
-    if layout.tensor == 1:
-        return []
+    if layout.stream_ranks == 1:
+        return []  # whole on every rank, and counted there
     formula = f"2 × {request.tokens:g} tokens × {width:,.0f} B"
     return [
         Term("buffers", "a layer's input and its gradient, gathered", 2 * request.tokens * width, formula, _SEQUENCE)
@@ -65,7 +65,7 @@ def _whole_stage(request: Request, stage: Stage) -> list[Term]:
     count = whole.weights / figures.per.weights
     each = figures.per.gradients
     if request.recipe.storage.visible != "float32":
-        each = max(each, ACCUMULATIONS[request.accumulation].bytes_per_param * (layout.micro_batches > 1))
+        each = max(each, ACCUMULATIONS[request.layout.accumulation_dtype].bytes_per_param * (layout.micro_batches > 1))
     weights, gradients = (f"{count:,.0f} parameters × {width:g} B" for width in (figures.per.weights, each))
     return [
         Term("buffers", "weights of the stage, gathered", whole.weights, weights, _STAGES),

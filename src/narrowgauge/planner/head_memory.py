@@ -20,7 +20,8 @@ def loss_terms(request: Request, stage: Stage) -> tuple[list[Term], list[Term]]:
         return [], []
     widths = request.figures.widths
     norm = tokens * (4 + 2 * widths.stream) * a.hidden_size
-    hidden = Term("logits", "input of the head", norm / layout.tensor, f"{tokens:g} tokens × {norm / tokens:g} B")
+    each = f"{tokens:g} tokens × {norm / tokens:g} B"
+    hidden = Term("logits", "input of the head", norm / layout.stream_ranks, each)
     if request.is_loss_chunked and layout.model_ranks == 1:
         both = [hidden, *_chunked(request, widths.matmul)]
         return both, both

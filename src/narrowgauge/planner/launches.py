@@ -181,6 +181,7 @@ def layout_of(table: Settings, num_ranks: int, where: str) -> Layout:
         micro_batches=-(-pieces // num_ranks),
         recompute="full" if table.get("activation_checkpointing") else "none",
         offload="all" if table.get("offload") else "none",
+        accumulation_dtype=str(table.get("accumulation_dtype") or "float32"),
     )
 
 
@@ -215,8 +216,7 @@ def _layout(table: Any, path: Path) -> Layout:
         found = f"the key {unknown[0]!r}" if isinstance(table, dict) else f"{table!r}"
         raise DataError(f"{path}: [layout] has {found}.", f"Known: {', '.join(known)}.")
     for name, value in table.items():
-        kind = str if name in ("recompute", "offload") else int
-        if type(value) is not kind:
+        if type(value) is not type(known[name].default):
             raise DataError(
                 f"{path}: [layout] has {name} = {value!r}.", f"For instance {name} = {known[name].default!r}."
             )

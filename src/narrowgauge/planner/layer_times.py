@@ -1,7 +1,7 @@
 """Layer times: how long one rank computes on one micro-batch, for all layers of the model and for its head.
 
 Matmuls and casts follow the roofline; attention its operations at a fused kernel's rate; what is left (norms, residuals, rotary
-positions, the gate, the loss) moves bytes. Tensor parallelism divides the matrices and, since norms and residuals are shared too
+positions, the gate, the loss) moves bytes. Tensor parallelism divides the matrices and, where norms and residuals are shared too
 (sequence parallelism), the bytes. Context parallelism divides the tokens. Experts get the tokens that chose them, of as many
 ranks as share the experts; the experts of a rank are one grouped kernel.
 """
@@ -123,9 +123,10 @@ def _matmul_seconds(matmul: Matmul, setting: Setting, has_own_cast: bool, work: 
     layout, chip = work.layout, work.nodes.chip
     grouped = matmul.name.startswith("experts.")
     ranks = layout.expert if grouped else 1
-    out = matmul.out_features / (layout.tensor if matmul.split == "column" else 1)
-    inputs = matmul.in_features / (layout.tensor if matmul.split == "row" else 1)
-    tokens = work.tokens * matmul.tokens_share * ranks
+    tensor = layout.expert_tensor_ranks if grouped else layout.tensor
+    out = matmul.out_features / (tensor if matmul.split == "column" else 1)
+    inputs = matmul.in_features / (tensor if matmul.split == "row" else 1)
+    tokens = work.tokens * matmul.tokens_share * ranks * tensor / layout.tensor
     found = operation_seconds(Shape(round(out), round(inputs)), setting, tokens, chip, work.shares)
     count, start = matmul.count / ranks, work.shares["kernel_seconds"].value
     mixture = work.architecture.mixture
@@ -162,12 +163,14 @@ def elementwise_seconds(work: Work) -> Seconds:
     shape = work.architecture
     streams = _STREAMS + (0 if shape.max_positions else _ROTARY_STREAMS)
     gates = _GATED if shape.is_gated else _UNGATED
-    moved = shape.num_layers * streams * shape.hidden_size + shape.num_dense_layers * gates * shape.intermediate_size
+    stream = shape.num_layers * streams * shape.hidden_size
+    inner = float(shape.num_dense_layers * gates * shape.intermediate_size)
     if shape.mixture:
         visited = shape.mixture.experts_per_token
-        inner = visited * shape.mixture.expert_size + shape.mixture.shared_size
-        moved += shape.mixture.num_layers * (gates * inner + _DISPATCHED * visited * shape.hidden_size)
-    num_bytes = work.tokens * moved * work.width / work.layout.tensor / work.shares["elementwise"].value
+        stream += shape.mixture.num_layers * _DISPATCHED * visited * shape.hidden_size
+        inner += shape.mixture.num_layers * gates * (visited * shape.mixture.expert_size + shape.mixture.shared_size)
+    moved = stream / work.layout.stream_ranks + inner / work.layout.tensor
+    num_bytes = work.tokens * moved * work.width / work.shares["elementwise"].value
     seconds = work.moved(num_bytes)
     # Of a kernel's operands forward reads and writes about a third of what backward does with it.
     return Seconds(seconds / 3, seconds * 2 / 3)

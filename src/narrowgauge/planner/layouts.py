@@ -3,7 +3,7 @@
 The ranks of a job are numbered along six axes. ``data`` replicas see different sequences; ``shard`` ranks too, and share the
 replica's state between them (ZeRO, FSDP2; both together are HSDP). ``tensor`` ranks share each matrix, ``pipeline`` stages the
 layers, ``context`` ranks the sequence. ``expert`` ranks share the experts of a mixture; they lie inside the first, second and
-last of these axes and add no ranks.
+last of these axes, and inside the tensor ranks where these do not share each expert's matrices; they add no ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.spec.accumulations import ACCUMULATIONS
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -27,15 +28,20 @@ class Layout:
         data: replicas of the whole state.
         shard: ranks that share a replica's state; context ranks, which hold the same weights, share it with them.
         zero: what they share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (FSDP2 with resharding).
-        tensor: ranks that share each matrix; norms and residuals between them are shared as well (sequence parallelism).
+        tensor: ranks that share each matrix.
+        sequence_parallel: whether tensor ranks share norms and residuals too, each a part of the tokens; Megatron-LM before 2022
+            and what is derived from it (BLOOM, GPT-NeoX) keep them whole on each.
         pipeline: stages.
         interleave: groups of layers per stage (virtual stages).
         context: ranks that share a sequence.
         expert: ranks that share the experts of a layer.
+        expert_tensor: ranks that share each expert's matrices; 0 for the tensor ranks where the expert ranks fit beside them, and
+            for 1 where they need the tensor ranks as well (Megatron-Core's ``expert-tensor-parallel-size``).
         micro_batch: sequences that a rank computes at once.
         micro_batches: how many of these a rank computes before an optimizer step.
         recompute: what backward computes again: nothing, the attention's scores (with flash attention that is none), or layers.
         offload: what is kept in the host's memory between uses: optimizer states, or weights and gradients too.
+        accumulation_dtype: the sum of several micro-batches' gradients (``narrowgauge show accumulations``).
     """
 
     data: int = 1
@@ -50,6 +56,9 @@ class Layout:
     micro_batches: int = 1
     recompute: Recompute = "none"
     offload: Offload = "none"
+    sequence_parallel: bool = True
+    expert_tensor: int = 0
+    accumulation_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         counts = (self.data, self.shard, self.tensor, self.pipeline, self.interleave, self.context, self.expert)
@@ -59,6 +68,16 @@ class Layout:
         if self.interleave > 1 and self.pipeline == 1:
             raise RecipeError(
                 f"a layout interleaves {self.interleave} groups of layers on one stage.", "Use pipeline stages."
+            )
+        if self.accumulation_dtype not in ACCUMULATIONS:
+            raise RecipeError(
+                f"a layout has accumulation_dtype = {self.accumulation_dtype!r}.",
+                suggestion(self.accumulation_dtype, ACCUMULATIONS) or f"There are {', '.join(ACCUMULATIONS)}.",
+            )
+        if self.expert_tensor and self.tensor % self.expert_tensor:
+            raise RecipeError(
+                f"a layout has expert_tensor = {self.expert_tensor} and tensor = {self.tensor}.",
+                "Use a divisor of tensor.",
             )
 
     @property
@@ -73,6 +92,29 @@ class Layout:
         Source: torchtitan, docs/fsdp.md and parallel_dims.py (``dp_shard_cp``); Megatron-LM's distributed optimizer.
         """
         return self.shard * self.context
+
+    @property
+    def stream_ranks(self) -> int:
+        """Tensor ranks that share norms and residuals: all of them, or none."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def expert_tensor_ranks(self) -> int:
+        """Ranks that share each expert's matrices.
+
+        Source: Liu et al., MoE Parallel Folding, arXiv 2504.14960, section 3.2.
+
+        Example:
+            >>> [Layout(shard=32, tensor=2, expert=ranks).expert_tensor_ranks for ranks in (32, 64)]
+            [2, 1]
+        """
+        if self.expert_tensor:
+            return self.expert_tensor
+        return self.tensor if self.num_replicas * self.context % self.expert == 0 else 1
+
+    def sharing_experts(self, ranks: int) -> int:
+        """Of ``ranks`` data ranks and the tensor ranks beside them, how many share the state of one rank's experts."""
+        return max(1, ranks * (self.tensor // self.expert_tensor_ranks) // self.expert)
 
     @property
     def num_replicas(self) -> int:

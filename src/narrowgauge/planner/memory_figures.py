@@ -56,6 +56,7 @@ class Figures:
         per: bytes per parameter of the recipe's storage.
         widths: of tensors.
         per_layer, scores: bytes per token that a layer keeps, on average, and of eager attention's scores.
+        stream: of ``per_layer``, what has the residual stream's width and is whole on tensor ranks that do not share it.
         casts: bytes of the casts of a layer's weights that autocast keeps.
         num_parameters: of the model.
         layer, experts: parameters of the largest layer without experts, and of a layer's experts.
@@ -67,11 +68,16 @@ class Figures:
     widths: Widths
     num_parameters: int
     per_layer: float = 0.0
+    stream: float = 0.0
     scores: float = 0.0
     casts: float = 0.0
     layer: int = 0
     experts: float = 0.0
     is_counted: bool = False
+
+    def layer_on_rank(self, layout: Layout) -> float:
+        """Parameters of the largest layer on one of the ranks that share it."""
+        return self.layer / layout.tensor + self.experts / layout.expert / layout.expert_tensor_ranks
 
 
 def kernels_of(layout: Layout) -> Kernels:
@@ -92,7 +98,8 @@ def figures_of(
     if counted is None or kernels != "eager" or not architecture.has_shape:
         return figures
     found = counted(recipe, sequence_length)
-    own = {"per_layer": found.bytes_per_token, "casts": found.bytes_per_layer, "scores": 0.0}
+    # Counted are layers that a rank has whole: no part of them lies on tensor ranks.
+    own = {"per_layer": found.bytes_per_token, "casts": found.bytes_per_layer, "scores": 0.0, "stream": 0.0}
     return replace(figures, **own, is_counted=True)  # type: ignore[arg-type]
 
 
@@ -106,16 +113,17 @@ def _by_formula(
         return Figures(*known)
     mixtures = a.mixture.num_layers if a.mixture else 0
     keys = a.mean_keys(sequence_length, is_causal=False)
-    kept = scores = 0.0
+    kept = stream = scores = 0.0
     for is_mixture, count in ((False, a.num_layers - mixtures), (True, mixtures)):
         if count:
             tensors = layer_tensors(a, recipe, is_mixture=is_mixture, attention=attention, kernels=kernels)
             kept += count * bytes_per_token(tensors) / a.num_layers
+            stream += count * sum(tensor.bytes_per_token for tensor in tensors if tensor.is_stream) / a.num_layers
             scores += count * sum(tensor.per_key for tensor in tensors) * keys / a.num_layers
     elements = sum(m.count * m.in_features * m.out_features for m in a.matmuls if m.part != "head") / a.num_layers
     experts = a.expert_parameters / mixtures if mixtures else 0.0
     others = (a.dense_layer_parameters * (mixtures < a.num_layers), a.mixture_layer_parameters - round(experts))
-    return Figures(*known, kept, scores, cast_weight_bytes(a, recipe) * elements, max(others), experts)
+    return Figures(*known, kept, stream, scores, cast_weight_bytes(a, recipe) * elements, max(others), experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +137,6 @@ class Request:
     attention: Attention
     kernels: Kernels
     is_loss_chunked: bool
-    accumulation: str
     fixed: Mapping[str, float]
     figures: Figures
 
@@ -142,7 +149,8 @@ class Request:
     def per_layer(self) -> float:
         """Bytes per token that a layer keeps on a rank."""
         scores = 0.0 if self.layout.recompute == "selective" else self.figures.scores
-        return (self.figures.per_layer + scores) / self.layout.tensor
+        layout, stream = self.layout, self.figures.stream
+        return stream / layout.stream_ranks + (self.figures.per_layer - stream + scores) / layout.tensor
 
     @property
     def casts(self) -> float:

@@ -7,13 +7,15 @@ from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.planner.layouts import RECOMPUTES, Layout
+from narrowgauge.spec.accumulations import ACCUMULATIONS
 
 NAMED_LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "zero": 3},
     "ddp": {"shard": 1, "tensor": 1, "pipeline": 1, "context": 1, "expert": 1},
 }
 """What ``narrowgauge train`` runs, and pure data parallelism."""
-_TEXTS = {"recompute": RECOMPUTES, "offload": ("none", "optimizer", "all")}
+_TEXTS = {"recompute": RECOMPUTES, "offload": ("none", "optimizer", "all"), "accumulation_dtype": tuple(ACCUMULATIONS)}
+_SWITCHES = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 _FIELDS = tuple(field.name for field in dataclasses.fields(Layout))
 _ZERO = 3
 _ADVICE = "For instance tensor=2,pipeline=4,zero=1,recompute=full, or fsdp2."
@@ -67,6 +69,10 @@ def _value(name: str, text: str) -> Any:
                 f"{name} = '{text}' was requested of a layout.", f"It is one of {', '.join(_TEXTS[name])}."
             )
         return text
+    if name == "sequence_parallel":
+        if text.lower() not in _SWITCHES:
+            raise RecipeError(f"{name} = '{text}' was requested of a layout.", "Use true or false.")
+        return _SWITCHES[text.lower()]
     if not text.isdecimal() or (name == "zero" and int(text) > _ZERO):
         raise RecipeError(
             f"{name} = '{text}' was requested of a layout.",

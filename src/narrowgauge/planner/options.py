@@ -22,7 +22,7 @@ STEP_GROUPS = (
 )  # fmt: skip
 PARALLELISM = (
     "data", "shard", "zero", "tensor", "pipeline", "interleave", "context", "expert", "micro_batch", "micro_batches",
-    "recompute", "offload",
+    "recompute", "offload", "sequence_parallel", "expert_tensor", "accumulation_dtype",
 )  # fmt: skip
 OURS = "narrowgauge"
 """Who runs a layout of this project's trainer."""

@@ -37,7 +37,8 @@ OBJECTIVES: dict[str, Callable[[Option], float]] = {
     "memory": lambda option: option.memory.total / (option.capacity_bytes or 1.0),
 }
 """What the best option has least of."""
-_PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_batch", "recompute", "offload")
+_PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_batch", "recompute", "offload",
+           "sequence_parallel", "expert_tensor", "accumulation_dtype")  # fmt: skip
 """What one configuration for several clusters has in common; replicas and micro-batches follow from the chips."""
 _SHAPE = ("data", "shard", "zero", "tensor", "pipeline", "interleave", "context", "expert")
 _FEW_RECIPES = 4
@@ -170,9 +171,11 @@ def _sequence_length(architecture: Architecture, wanted: int | None) -> int:
     longest = architecture.max_positions or (preset.max_positions if preset is not None else None)
     if wanted is None:
         return min(longest or _SEQUENCE_LENGTH, _SEQUENCE_LENGTH)
-    if longest is not None and wanted > longest:
+    # Rotary positions go on beyond those that a model was trained with; learned ones end.
+    if architecture.max_positions is not None and wanted > architecture.max_positions:
         raise NarrowgaugeError(
-            f"sequences of {wanted:,} tokens were requested for {architecture.name}, which has {longest:,} positions.",
+            f"sequences of {wanted:,} tokens were requested for {architecture.name}, which has {architecture.max_positions:,} "
+            "positions.",
             "Use shorter sequences.",
         )
     return wanted

@@ -39,7 +39,6 @@ def memory_terms(
     attention: Attention = "flash",
     is_loss_chunked: bool = True,
     kernels: Kernels | None = None,
-    accumulation: str = "float32",
     fixed: Mapping[str, float] | None = None,
     counted: LayerCounter | None = None,
 ) -> Terms:
@@ -55,7 +54,6 @@ def memory_terms(
             they are not.
         kernels: of norms and activation functions; None for ``"eager"`` where every rank computes whole layers, which are then
             Hugging Face's, and ``"fused"`` elsewhere, as in Megatron-LM.
-        accumulation: the sum of several micro-batches' gradients (``narrowgauge show accumulations``).
         fixed: bytes of overhead by name of ``FIXED`` where they are known, fragmentation as a share; each is then exact.
         counted: what a layer keeps, counted in the model's own modules; it replaces the formula where kernels are eager, and the
             terms that follow from it have the source ``COUNTED``.
@@ -70,7 +68,7 @@ def memory_terms(
     """
     kinds: Kernels = kernels or kernels_of(layout)
     figures = figures_of(architecture, recipe, sequence_length, attention, kinds, counted)
-    options = (attention, kinds, is_loss_chunked, accumulation, fixed or {})
+    options = (attention, kinds, is_loss_chunked, fixed or {})
     request = Request(architecture, recipe, layout, sequence_length, *options, figures)
     stages = stages_of(architecture, layout)
     found = [_worst_moment(request, stage) for stage in stages]
@@ -123,7 +121,7 @@ def _widened(term: Term) -> Term:
 def _state(request: Request, stage: Stage) -> Bytes:
     layout = request.layout
     experts, rest = on_stage(request.architecture, request.figures.state, layout, stage.layers, stage.number)
-    return shared(experts, layout, max(1, layout.num_sharing // layout.expert)) + shared(
+    return shared(experts, layout, layout.sharing_experts(layout.num_sharing)) + shared(
         rest, layout, layout.num_sharing
     )
 
@@ -163,7 +161,7 @@ def host_bytes(architecture: Architecture, recipe: Recipe, layout: Layout, seque
         4.0
     """
     figures = figures_of(architecture, recipe, sequence_length, "flash", "eager")
-    request = Request(architecture, recipe, layout, sequence_length, "flash", "eager", True, "float32", {}, figures)
+    request = Request(architecture, recipe, layout, sequence_length, "flash", "eager", True, {}, figures)
     states = [_state(request, stage) for stage in stages_of(architecture, layout)]
     which = {"none": lambda s: 0.0, "optimizer": lambda s: s.optimizer, "all": lambda s: s.total}[layout.offload]
     return float(max(map(which, states)))
@@ -174,7 +172,7 @@ def _sums_into_gradients(request: Request) -> bool:
     if not request.layout.runs_here:
         return True
     visible = request.recipe.storage.visible
-    narrow = visible != "float32" and ACCUMULATIONS[request.accumulation].planes
+    narrow = visible != "float32" and ACCUMULATIONS[request.layout.accumulation_dtype].planes
     return request.layout.micro_batches > 1 and not narrow
 
 
@@ -186,7 +184,7 @@ def _sum_planes(request: Request, gradients: Term) -> tuple[Term, ...]:
 
     Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``_make_backward_post_hook``.
     """
-    row = ACCUMULATIONS[request.accumulation]
+    row = ACCUMULATIONS[request.layout.accumulation_dtype]
     if request.layout.micro_batches == 1 or request.recipe.storage.visible == "float32" or not row.planes:
         return ()
     width = request.figures.per.gradients
@@ -201,7 +199,7 @@ def _made_gradients(request: Request, gradients: Term) -> list[Term]:
     if gradients.value or request.layout.zero == 3:
         return []
     figures, layout = request.figures, request.layout
-    largest = (figures.layer + figures.experts / layout.expert) / layout.tensor
+    largest = figures.layer_on_rank(layout)
     formula = f"{largest:,.0f} parameters × {figures.per.gradients:g} B"
     return [Term("gradients", "gradients of a layer", largest * figures.per.gradients, formula)]
 
@@ -214,11 +212,11 @@ def _activations(request: Request, stage: Stage) -> list[Term]:
     a, layout, tokens = request.architecture, request.layout, request.tokens
     widths, per_layer, casts = request.figures.widths, request.per_layer, request.casts
     if layout.recompute == "full":
-        inputs = tokens * widths.stream * a.hidden_size / layout.tensor
+        inputs = tokens * widths.stream * a.hidden_size / layout.stream_ranks
         terms = [
             Term("activations", "inputs of the layers", stage.in_flight * inputs,
                  f"{stage.in_flight:g} layers in flight × {tokens:g} tokens × {widths.stream * a.hidden_size:g} B"
-                 f" / {layout.tensor} tensor ranks", KORTHIKANTI),
+                 f" / {layout.stream_ranks} tensor ranks", KORTHIKANTI),
         ]  # fmt: skip
     else:
         terms = [
@@ -246,9 +244,10 @@ def _passing(request: Request) -> Term:
     """Gradients of activations on their way through a layer: of the stream, and of the MLP's inner tensors."""
     a, widths, layout = request.architecture, request.figures.widths, request.layout
     size = a.mixture.experts_per_token * a.mixture.expert_size if a.mixture else a.intermediate_size
-    each = widths.stream * a.hidden_size + (2 if a.is_gated else 1) * widths.matmul * size
-    formula = f"{request.tokens:g} tokens × {each:,.0f} B / {layout.tensor}"
-    return Term("activations", "gradients on their way", request.tokens * each / layout.tensor, formula)
+    stream, inner = widths.stream * a.hidden_size, (2 if a.is_gated else 1) * widths.matmul * size
+    each = stream / layout.stream_ranks + inner / layout.tensor
+    formula = f"{request.tokens:g} tokens × ({stream:,.0f} / {layout.stream_ranks} + {inner:,.0f} / {layout.tensor}) B"
+    return Term("activations", "gradients on their way", request.tokens * each, formula)
 
 
 def _head_gradient(request: Request, stage: Stage, early: Term) -> list[Term]:

@@ -42,6 +42,7 @@ LONG_SEQUENCE = 32_768
 _TENSOR = (1, 2, 4, 8)
 _PIPELINE = (1, 2, 4, 8, 16, 32)
 _MICRO_BATCHES = (1, 2, 4, 8)
+_SAID = ("sequence_parallel", "expert_tensor", "accumulation_dtype")  # not tried, but taken as asked for
 _MOST_OPTIONS = 4
 _LITTLE = 0.05
 
@@ -237,6 +238,7 @@ def _shapes(question: _Question) -> Iterator[Layout]:
     chips, node = cluster.num_chips, cluster.chips_per_node
     contexts = (1, 2, 4, 8, 16) if question.sequence_length >= LONG_SEQUENCE else (1,)
     stages = _PIPELINE if chips > node else (1,)
+    said = {name: fixed[name] for name in _SAID if name in fixed}
     for tensor in _tried(fixed, "tensor", (t for t in _TENSOR if t <= node)):
         for pipeline in _tried(fixed, "pipeline", (p for p in stages if p <= shape.num_layers)):
             for context in _tried(fixed, "context", contexts):
@@ -245,7 +247,7 @@ def _shapes(question: _Question) -> Iterator[Layout]:
                     continue
                 for sharing in _sharings(chips // ranks, max(1, node // (tensor * context)), pipeline, question):
                     for rest in _expert_and_interleave(pipeline, chips // (tensor * pipeline), question):
-                        yield Layout(tensor=tensor, pipeline=pipeline, context=context, **sharing, **rest)
+                        yield Layout(tensor=tensor, pipeline=pipeline, context=context, **sharing, **rest, **said)
 
 
 def _tried(fixed: Fixed, name: str, values: Iterable[Any]) -> tuple[Any, ...]:

@@ -168,7 +168,7 @@ def on_stage(
         rest += state.embedding
     if is_last:
         rest += state.head
-    return state.experts.scaled(share / layout.expert).on_rank(layout.tensor), rest.on_rank(layout.tensor)
+    return state.experts.scaled(share / layout.expert).on_rank(layout.expert_tensor_ranks), rest.on_rank(layout.tensor)
 
 
 def shared(state: Bytes, layout: Layout, ranks: int) -> Bytes:

@@ -127,8 +127,12 @@ def why_not(architecture: Architecture, layout: Layout, sequence_length: int) ->
     num_experts = architecture.mixture.num_experts if architecture.mixture else 1
     if num_experts % layout.expert:
         return f"{layout.expert} expert ranks do not divide {num_experts} expert{'s' * (num_experts > 1)}"
-    if layout.num_replicas * layout.context % layout.expert:
-        return f"{layout.expert} expert ranks do not divide {layout.num_replicas * layout.context} data ranks"
+    ranks = layout.num_replicas * layout.context
+    if ranks * layout.tensor % (layout.expert * layout.expert_tensor_ranks):
+        beside = f" and {layout.tensor} tensor ranks, {layout.expert_tensor_ranks} for each expert" * (
+            layout.tensor > 1
+        )
+        return f"{layout.expert} expert ranks do not divide {ranks} data ranks{beside}"
     return ""
 
 

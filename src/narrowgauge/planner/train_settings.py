@@ -42,6 +42,8 @@ def train_settings(plan: Plan) -> str:
     }
     if plan.question.num_tokens is not None:
         settings["steps"] = max(1, round(plan.question.num_tokens / best.tokens_per_step))
+    if layout.accumulation_dtype != "float32":
+        settings["accumulation_dtype"] = layout.accumulation_dtype
     if layout.shard > 1:
         settings |= {"replicas": layout.data, "offload": layout.offload == "all"}
     # A table must come last: keys after it would be its own.
@@ -63,8 +65,15 @@ def _trainable_model(plan: Plan) -> str:
     """The model as the trainer names it."""
     name = plan.question.model
     path = Path(name).expanduser()
-    if name.strip().lower() in MODELS:
-        return name.strip().lower()
+    row = MODELS.get(name.strip().lower())
+    if row is not None and plan.question.sequence_length > row.max_positions:
+        raise NarrowgaugeError(
+            f"settings were requested for sequences of {plan.question.sequence_length:,} tokens of {row.name}, which has "
+            f"{row.max_positions:,} positions.",
+            "Name a folder with a config.json whose max_position_embeddings says so.",
+        )
+    if row is not None:
+        return row.name
     if path.exists():
         return str(path.resolve())
     raise NarrowgaugeError(

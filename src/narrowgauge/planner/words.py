@@ -74,6 +74,8 @@ def layout_text(layout: Layout) -> str:
         parts.append(f"recompute {layout.recompute}")
     if layout.offload != "none":
         parts.append(f"offload {layout.offload}")
+    if layout.accumulation_dtype != "float32":
+        parts.append(f"gradients summed in {layout.accumulation_dtype}")
     return ", ".join(parts)
 
 
@@ -89,4 +91,6 @@ def axes_text(layout: Layout) -> str:
     parts = [f"{name} {size}{zero if name == 'shard' else ''}" for name, size in axes if size > 1]
     if layout.interleave > 1:
         parts.append(f"interleaved {layout.interleave}")
+    if layout.tensor > 1 and not layout.sequence_parallel:
+        parts.append("no sequence parallelism")
     return ", ".join(parts) or "one chip"
