@@ -1,7 +1,8 @@
 """Reads the published training runs, and brings what each source printed to one number: tokens per second per chip.
 
-The runs are in ``published_runs.toml`` and, set aside for one use at the end, in ``published_runs_held_out.toml``. The head of
-the first file says what the fields are, and how each source counts FLOPs.
+The runs are in ``published_runs.toml`` and, set aside for one use at the end, in ``published_runs_held_out.toml``; a second round is in
+``published_runs_later.toml`` and ``published_runs_later_held_out.toml``. The heads of the first files say what the fields are, and
+how each source counts FLOPs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Shape:
         gated: three matrices in the MLP instead of two.
         biases: biases in the linear layers and in the norms.
         tied: the input embedding is also the output head.
+        head_dim: of an attention's head; 0 for the width over the heads.
     """
 
     layers: int
@@ -43,11 +45,17 @@ class Shape:
     gated: bool
     biases: bool
     tied: bool
+    head_dim: int = 0
+
+    @property
+    def attention(self) -> int:
+        """Heads times their size."""
+        return self.heads * self.head_dim if self.head_dim else self.hidden
 
     @property
     def matmul_parameters(self) -> int:
         """Weights of the layers' matmuls, without the output head."""
-        attention = 2 * self.hidden**2 * (1 + self.kv_heads / self.heads)
+        attention = 2 * self.hidden * self.attention * (1 + self.kv_heads / self.heads)
         return self.layers * round(attention + (3 if self.gated else 2) * self.hidden * self.intermediate)
 
     @property
@@ -68,7 +76,8 @@ class Run:
         name, source, note: what it is called, where it is published, what was assumed.
         model: the model's name; config: its Hugging Face config.
         machine, layout, step, measured: the tables of the file.
-        held_out: belongs to the third that is used once.
+        held_out: belongs to what is used once.
+        software: the row of ``narrowgauge.planner.software`` that the source's words suggest; empty if they suggest none.
     """
 
     name: str
@@ -81,6 +90,7 @@ class Run:
     measured: dict[str, Any]
     note: str = ""
     held_out: bool = False
+    software: str = ""
 
     @property
     def tokens_per_step(self) -> int:
@@ -88,16 +98,21 @@ class Run:
         return int(self.step["global_batch"] * self.step["sequence_length"])
 
 
-def load(held_out: bool = False) -> list[Run]:
-    """The published runs, in the order of their file; the held-out third only when asked for."""
-    path = HERE / ("published_runs_held_out.toml" if held_out else "published_runs.toml")
+def load(held_out: bool = False, later: bool = False) -> list[Run]:
+    """The published runs, in the order of their file; what is held out only when asked for.
+
+    Args:
+        held_out: what is set aside instead of what is in view.
+        later: the second round instead of the first.
+    """
+    path = HERE / f"published_runs{'_later' * later}{'_held_out' * held_out}.toml"
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     return [Run(**row, config=table["models"][row["model"]]["config"]) for row in table["run"]]
 
 
-def is_held_out(name: str) -> bool:
-    """The rule that sets a third aside: it looks at the name and at nothing else."""
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 3 == 0
+def is_held_out(name: str, later: bool = False) -> bool:
+    """The rule that sets a third aside, of the second round a half: it looks at the name and at nothing else."""
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % (2 if later else 3) == 0
 
 
 def shape(run: Run) -> Shape:
@@ -110,7 +125,11 @@ def shape(run: Run) -> Shape:
     if kind == "llama":
         keys = "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
         sizes = [config[key] for key in keys]
-        return Shape(*sizes, config["vocab_size"], 0, True, False, config["tie_word_embeddings"])
+        head_dim = config.get("head_dim", 0)
+        return Shape(*sizes, config["vocab_size"], 0, True, False, config["tie_word_embeddings"], head_dim)
+    if kind == "gpt_neox":
+        layers, width, heads = (config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+        return Shape(layers, width, 4 * width, heads, heads, config["vocab_size"], 0, False, True, False)
     hidden, layers, heads = {"gpt2": ("n_embd", "n_layer", "n_head"), "mpt": ("d_model", "n_layers", "n_heads")}[kind]
     width = config[hidden]
     return Shape(
@@ -137,11 +156,16 @@ def _bridge(s: Shape, length: int) -> float:
     return 6 * (s.matmul_parameters + s.vocabulary * s.hidden) + 6 * s.layers * s.hidden * length
 
 
+def _maxtext(s: Shape, length: int) -> float:
+    return 6 * s.parameters + 12 * s.layers * s.attention * length
+
+
 FLOPS_PER_TOKEN: dict[str, Callable[[Shape, int], float]] = {
     "megatron-2021": _megatron_2021,
     "megatron-2022": _megatron_2022,
     "palm": _palm,
     "bridge": _bridge,
+    "maxtext": _maxtext,
 }
 
 
@@ -159,7 +183,7 @@ def rates(run: Run) -> dict[str, float]:
         found["iteration_seconds"] = run.tokens_per_step / printed["iteration_seconds"] / run.machine["chips"]
     if "chip_hours" in printed:
         found["chip_hours"] = printed["tokens"] / (printed["chip_hours"] * SECONDS_PER_HOUR)
-    if run.config["model_type"] in ("llama", "gpt2", "mpt"):
+    if run.config["model_type"] in ("llama", "gpt2", "mpt", "gpt_neox"):
         for key in ("model_tflops_per_chip", "hardware_tflops_per_chip"):
             if key in printed:
                 found[key] = printed[key] * 1e12 / flops_per_token(run)
