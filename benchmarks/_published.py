@@ -1,8 +1,8 @@
 """Reads the published training runs, and brings what each source printed to one number: tokens per second per chip.
 
-The runs are in ``published_runs.toml`` and, set aside for one use at the end, in ``published_runs_held_out.toml``; a second round is in
-``published_runs_later.toml`` and ``published_runs_later_held_out.toml``. The heads of the first files say what the fields are, and
-how each source counts FLOPs.
+The runs are in ``published_runs.toml`` and, set aside for one use at the end, in ``published_runs_held_out.toml``; a second round
+is in ``published_runs_later.toml`` and ``published_runs_later_held_out.toml``. The heads of the first files say what the fields
+are, and how each source counts FLOPs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class Run:
         model: the model's name; config: its Hugging Face config.
         machine, layout, step, measured: the tables of the file.
         held_out: belongs to what is used once.
-        software: the row of ``narrowgauge.planner.software`` that the source's words suggest; empty if they suggest none.
+        software: the row of ``narrowgauge.planner.shares.SOFTWARE`` that the source's words suggest; empty if they suggest none.
     """
 
     name: str
@@ -107,7 +107,27 @@ def load(held_out: bool = False, later: bool = False) -> list[Run]:
     """
     path = HERE / f"published_runs{'_later' * later}{'_held_out' * held_out}.toml"
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    return [Run(**row, config=table["models"][row["model"]]["config"]) for row in table["run"]]
+    runs = [Run(**row, config=table["models"][row["model"]]["config"]) for row in table["run"]]
+    return [replace(run, software=run.software or _software_of(run.name)) for run in runs]
+
+
+_SOFTWARE = (
+    ("megatron-2021-zero3", "zero3-2021"),
+    ("megatron-20", "megatron-lm-2022"),
+    ("mt-nlg", "megatron-deepspeed-2022"),
+    ("mcore", "megatron-core-2024"),
+    ("llama3-", "megatron-core-2024"),
+    ("deepseek-v3", "dualpipe-2024"),
+    ("torch", "torch-2025"),
+    ("mosaic", "fsdp-2023"),
+    ("bridge-25", "megatron-core-2025"),
+    ("bridge-26", "megatron-core-2026"),
+)
+
+
+def _software_of(name: str) -> str:
+    """Of the first round, by the publication that a run's name begins with; empty for others."""
+    return next((software for start, software in _SOFTWARE if name.startswith(start)), "")
 
 
 def is_held_out(name: str, later: bool = False) -> bool:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, suggestion
+from narrowgauge.planner.shares import SOFTWARE, software_of
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml_text import load_toml
 
@@ -49,8 +50,10 @@ class Nodes:
         host_memory_gb: of each node, for offloading, 2^30 bytes; None if unknown.
         dollars_per_hour: of one chip; None if unknown.
         speed: of these nodes as a share of their chip's, such as 0.8 for nodes that are late at every step.
+        software: a row of :data:`narrowgauge.planner.shares.SOFTWARE`; empty for what is assumed on the chip.
 
     Raises:
+        NarrowgaugeError: no software has that name.
         ChipError: a size or rate contradicts the chip, or is not positive.
     """
 
@@ -63,9 +66,11 @@ class Nodes:
     host_memory_gb: float | None = None
     dollars_per_hour: float | None = None
     speed: float = 1.0
+    software: str = ""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self)[1:]:
+        software_of(self.chip, self.software)
+        for field in dataclasses.fields(self)[1:-1]:
             value = getattr(self, field.name)
             least = 1 if field.name in ("chips", "count") else 0
             if value is not None and not (least <= value < math.inf):
@@ -284,9 +289,12 @@ def _nodes_of(path: Path, table: Mapping[str, Any]) -> Nodes:
     _refuse_unknown(path, table, _NODE_FIELDS)
     if not isinstance(table.get("chip"), str):
         raise DataError(f"{path}: a group of nodes names no chip.", 'Add chip = "H100-SXM" (narrowgauge show chips).')
-    numbers = {name: value for name, value in table.items() if name != "chip"}
+    software = table.get("software", "")
+    if not isinstance(software, str):
+        raise DataError(f"{path}: software = {software!r} is no name.", f"There is {', '.join(SOFTWARE)}.")
+    numbers = {name: value for name, value in table.items() if name not in ("chip", "software")}
     _check_numbers(path, numbers)
-    return Nodes(get_chip(table["chip"]), **numbers)
+    return Nodes(get_chip(table["chip"]), **numbers, software=software)
 
 
 def _check_numbers(path: Path, table: Mapping[str, Any]) -> None:

@@ -138,7 +138,8 @@ def _matmul_seconds(matmul: Matmul, setting: Setting, has_own_cast: bool, work: 
         if side and SLOTS[name].tensor == "input" and not has_own_cast:
             continue
         when = 2 if side and SLOTS[name].tensor == "weight" else int(place != "output")
-        (casts if side else mine)[when] += (seconds - start) * count + start * kernels
+        reached = work.shares["experts"].value if grouped and not side else 1.0
+        (casts if side else mine)[when] += (seconds - start) / reached * count + start * kernels
     return Seconds(*mine), Seconds(*casts)
 
 
@@ -156,6 +157,13 @@ def attention_seconds(work: Work) -> Seconds:
     scores = work.tokens * work.sequence_length * shape.num_heads / work.layout.tensor * shape.num_layers
     read, written = (work.moved(scores * each) for each in _SCORE_BYTES)
     return Seconds(forward + read + 4 * start, 2 * forward + written + 8 * start)
+
+
+def mixture_seconds(work: Work) -> Seconds:
+    """What mixtures wait for beside their matmuls: routers, sorting, and launches that the host makes for each micro-batch."""
+    mixture = work.architecture.mixture
+    seconds = work.shares["mixture_seconds"].value * mixture.num_layers if mixture else 0.0
+    return Seconds(seconds / 3, seconds * 2 / 3)
 
 
 def elementwise_seconds(work: Work) -> Seconds:

@@ -3,6 +3,10 @@
 No kernel reaches the data sheet. What it reaches is measured per kernel and published per chip; where it is not published, the
 median of the chips of which it is known is taken, and its spread. Every share is an interval in which it lies four times out of
 five, so that a prediction has one too. ``calibration`` replaces shares by those of a machine that was measured.
+
+What a library reaches of its kernels' sum depends on its age as much as on the chip: on A100s Megatron-DeepSpeed of 2022 reached
+about 0.76 of it and Megatron-LM of the same years 0.96. So there is a row for each kind of software with its years
+(``SOFTWARE``), and where none is named, one with wide intervals for each generation of chips; plans report which.
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
-from narrowgauge.errors import ChipError
+from narrowgauge.errors import ChipError, NarrowgaugeError, suggestion
 from narrowgauge.spec.chips import CHIPS, Chip
 
 # Formats that are multiplied at another format's rate.
@@ -169,6 +174,19 @@ _GENERAL = {
         1.0,
         "what libraries reach of their kernels' sum; Llama 8B on 8 H100 at 7,689 and 14,451 tokens/s (peers)",
     ),
+    "experts": Share(
+        0.65,
+        0.40,
+        0.95,
+        "of a large matmul's rate, the grouped ones of experts: mixtures of Megatron-Bridge 25.09 to 26.04 in view",
+    ),
+    "mixture_seconds": Share(
+        1e-3,
+        0.0,
+        5e-3,
+        "a mixture's router, sorting and launches, a layer and micro-batch: 6 ms of Qwen3 in Megatron-Bridge 25.11 on B200, none "
+        "that shows where CUDA graphs replay them",
+    ),
     "slowed.link": Share(
         0.15, 0.05, 0.25, "of the multiprocessors while chips of a node exchange: Calculon's processor_usage"
     ),
@@ -192,7 +210,8 @@ _GENERAL = {
 }
 
 LOSSES = (
-    "kernel_seconds", "host_memory_seconds_per_byte", "spread", "data", "restart_seconds", "slowed.link", "slowed.network",
+    "kernel_seconds", "mixture_seconds", "host_memory_seconds_per_byte", "spread", "data", "restart_seconds", "slowed.link",
+    "slowed.network",
 )  # fmt: skip
 """Of these, less is better."""
 
@@ -204,9 +223,6 @@ GENERAL = tuple(_GENERAL)
 _GENERATIONS: dict[str, dict[str, Share]] = {
     "Ampere": {
         "attention": Share(0.52, 0.40, 0.65, "FlashAttention-2 on an A100: 50 to 73 % (arXiv 2307.08691)"),
-        "library": Share(
-            0.97, 0.80, 1.0, "Calculon meets Megatron-LM's A100 runs to 3.65 % by kernels alone (SC 2023)"
-        ),
     },
     "Hopper": {
         "attention": Share(
@@ -221,23 +237,170 @@ _GENERATIONS: dict[str, dict[str, Share]] = {
             0.50, 0.10, 0.90, "userbuffers, asynchronous tensor parallelism, or nothing hides part of it"
         ),
     },
+    "v5": {
+        "matmul.bfloat16": Share(
+            0.92, 0.84, 1.0, "MaxText on TPU v5e and v5p: 61 to 71 % with and without recomputation"
+        ),
+    },
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Software:
+    """A kind of software of some years, and what it reaches.
+
+    Args:
+        name: of the row.
+        years: first and last, of the runs that its shares were set with.
+        engines: the libraries, in a few words.
+        shares: by the beginning of a chip's architecture, ``""`` for all others: what it reaches.
+
+    Example:
+        >>> SOFTWARE["megatron-lm-2022"].years, SOFTWARE["megatron-lm-2022"].age
+        ((2021, 2022), '2021 to 2022')
+    """
+
+    name: str
+    years: tuple[int, int]
+    engines: str
+    shares: Mapping[str, Mapping[str, Share]]
+
+    @property
+    def age(self) -> str:
+        """The years, as text."""
+        first, last = self.years
+        return str(first) if first == last else f"{first} to {last}"
+
+    def row(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"name": self.name, "years": list(self.years), "engines": self.engines}
+
+
+def _library(low: float, value: float, high: float, source: str) -> dict[str, Share]:
+    return {"library": Share(value, low, high, f"{source}: what it reaches of its kernels' sum")}
+
+
+_VIEW = "published runs in view (benchmarks/published_runs.toml, published_runs_later.toml)"
+_EXPERTS_HIDDEN = Share(0.50, 0.0, 0.95, f"DeepEP, HybridEP and schedules that hide all-to-alls, or none; {_VIEW}")
+_NO_LAUNCHES = Share(5e-4, 0.0, 2e-3, f"CUDA graphs replay most launches of mixtures; {_VIEW}")
+SOFTWARE: dict[str, Software] = {
+    row.name: row
+    for row in (
+        Software(
+            "megatron-lm-2022", (2021, 2022), "Megatron-LM on its authors' machines",
+            {"": _library(0.80, 0.96, 1.0, "Calculon meets Megatron-LM's A100 runs to 3.65 % by kernels alone (SC 2023)")},
+        ),
+        Software(
+            "megatron-deepspeed-2022", (2021, 2022), "Megatron-DeepSpeed and GPT-NeoX",
+            {"": _library(0.62, 0.76, 0.92, f"MT-NLG, trials for BLOOM, GPT-NeoX-20B; {_VIEW}")},
+        ),
+        Software(
+            "zero3-2021", (2021, 2021), "DeepSpeed's ZeRO-3 between nodes",
+            {"": {
+                **_library(0.62, 0.76, 0.92, f"as Megatron-DeepSpeed; {_VIEW}"),
+                "network": Share(0.12, 0.06, 0.25, "one network card's rate of eight: arXiv 2104.04473, table 2"),
+                "overlap.shard": Share(0.50, 0.0, 0.90, "arXiv 2104.04473, table 2"),
+            }},
+        ),
+        Software(
+            "fsdp-2023", (2022, 2023), "PyTorch FSDP without compilation: llm-foundry, TinyLlama",
+            {"Ampere": _library(0.66, 0.84, 1.0, f"llm-foundry's tables; {_VIEW}"),
+             "": _library(0.50, 0.70, 0.90, f"llm-foundry's tables; {_VIEW}")},
+        ),
+        Software(
+            "torch-2025", (2024, 2025), "FSDP2 with compiled layers: torchtitan, torchao",
+            {"": _library(0.58, 0.79, 1.0, f"torchtitan's and torchao's tables; {_VIEW}")},
+        ),
+        Software(
+            "megatron-core-2024", (2023, 2024), "Megatron-Core and NeMo up to 24.12",
+            {"": _library(0.80, 0.95, 1.0, f"Megatron-LM's table of 2024, Llama 3, NeMo 24.12; {_VIEW}")},
+        ),
+        Software(
+            "megatron-core-2025", (2025, 2025), "NeMo 25.04 and Megatron-Bridge up to 25.11",
+            {"": {
+                **_library(0.80, 0.96, 1.0, f"NeMo 25.04, Megatron-Bridge 25.09, 25.11; {_VIEW}"),
+                "overlap.expert": _EXPERTS_HIDDEN,
+                "mixture_seconds": Share(2e-3, 0.0, 7e-3, f"Qwen3 in Megatron-Bridge 25.11 on B200, 6 ms; others 1; {_VIEW}"),
+            }},
+        ),
+        Software(
+            "megatron-core-2026", (2026, 2026), "Megatron-Bridge from 26.02 on",
+            {"": {
+                **_library(0.80, 0.96, 1.0, f"Megatron-Bridge 26.04; {_VIEW}"),
+                "overlap.expert": _EXPERTS_HIDDEN,
+                "mixture_seconds": _NO_LAUNCHES,
+            }},
+        ),
+        Software(
+            "dualpipe-2024", (2024, 2024), "DeepSeek's own: DualPipe and DeepEP",
+            {"": {
+                **_library(0.80, 0.95, 1.0, f"DeepSeek-V3; {_VIEW}"),
+                "overlap.expert": Share(0.90, 0.60, 1.0, "arXiv 2412.19437, section 3.2.1"),
+                "mixture_seconds": _NO_LAUNCHES,
+            }},
+        ),
+        Software(
+            "xla-2024", (2023, 2024), "XLA's whole programs: MaxText",
+            {"": _library(0.88, 0.97, 1.0, f"MaxText's tables; {_VIEW}")},
+        ),
+    )
+}  # fmt: skip
+"""By name, kinds of software that published runs were made with."""
+
+_ASSUMED = (
+    ("Ampere", Software("assumed", (2021, 2024), "Megatron-LM, DeepSpeed or FSDP", {
+        "": _library(0.64, 0.86, 1.0, f"software of 2021 to 2024, any; {_VIEW}")})),
+    ("Hopper", Software("assumed", (2023, 2026), "FSDP, torchtitan or Megatron-Core", {
+        "": _library(0.56, 0.83, 1.0, f"software of 2023 to 2026, any; {_VIEW}")})),
+    ("Blackwell", Software("assumed", (2025, 2026), "torchtitan or Megatron-Core", {
+        "": _library(0.60, 0.88, 1.0, f"software of 2025 to 2026, any; {_VIEW}")})),
+    ("v5", SOFTWARE["xla-2024"]),
+    ("CPU", Software("assumed", (2024, 2026), "PyTorch", {})),
+    ("", Software("assumed", (2023, 2026), "PyTorch", {})),
+)  # fmt: skip
+
+
+def software_of(chip: Chip, name: str = "") -> Software:
+    """The software of that name, or what is assumed on a chip.
+
+    Args:
+        chip: of the table of chips.
+        name: a row of ``SOFTWARE``; empty for what is assumed.
+    Raises:
+        NarrowgaugeError: no row has that name.
+    Example:
+        >>> from narrowgauge.spec.chips import get_chip
+        >>> software_of(get_chip("H100-SXM")).age, software_of(get_chip("H100-SXM"), "torch-2025").age
+        ('2023 to 2026', '2024 to 2025')
+    """
+    if not name:
+        return next(row for start, row in _ASSUMED if chip.architecture.startswith(start))
+    if name not in SOFTWARE:
+        raise NarrowgaugeError(
+            f"software {name!r} was requested.", suggestion(name, SOFTWARE) or f"There is {', '.join(SOFTWARE)}."
+        )
+    return SOFTWARE[name]
+
+
 @cache
-def shares_of(chip: Chip) -> Shares:
+def shares_of(chip: Chip, software: str = "") -> Shares:
     """What a chip reaches of its printed rates, from publications.
 
     Args:
         chip: of the table of chips.
+        software: a row of ``SOFTWARE``; empty for what is assumed on the chip.
     Returns:
-        Its shares; the same object for the same chip.
+        Its shares; the same object for the same chip and software.
+    Raises:
+        NarrowgaugeError: no software has that name.
     """
     low, middle, high = TYPICAL
     why = "shapes and values of training reach 0.9 of it (0.8 to 1)"
     rows = {f"matmul.{name}": best_share(name, chip).scaled(low, middle, high, why) for name in chip.peak_tflops}
     rows |= _GENERAL
     rows |= next((own for name, own in _GENERATIONS.items() if chip.architecture.startswith(name)), {})
+    found = software_of(chip, software).shares
+    rows |= next((own for name, own in found.items() if name and chip.architecture.startswith(name)), found.get("", {}))
     if not chip.link_gb_per_second:
         rows["link"] = Share(0.50, 0.30, 0.80, "through the host: half where two chips share its lanes; an assumption")
     return Shares(rows)

@@ -27,6 +27,7 @@ from narrowgauge.planner.layer_times import (
     elementwise_seconds,
     linear_seconds,
     loss_seconds,
+    mixture_seconds,
     optimizer_seconds,
 )
 from narrowgauge.planner.layouts import Layout
@@ -82,7 +83,7 @@ def step_terms(
     check_layout(architecture, recipe, layout, cluster, sequence_length)
     paces = []
     for nodes in cluster.groups:
-        own = shares or shares_of(nodes.chip)
+        own = shares or shares_of(nodes.chip, nodes.software)
         work = Work(architecture, recipe, layout, sequence_length, nodes, own, attention)
         paces.append((nodes, work, tuple(_terms(work, cluster))))
     slowest, work, found = max(paces, key=lambda pace: sum(term.value for term in pace[2]))
@@ -168,6 +169,7 @@ class _Stage:
 def _layer_seconds(work: Work) -> dict[str, float]:
     """Of a micro-batch in all layers, with what backward computes again."""
     matmuls, casts = linear_seconds(work, head=False)
+    routing = mixture_seconds(work)
     attention, is_full = attention_seconds(work), work.layout.recompute == "full"
     # Fused attention always computes its scores again; unfused only if asked to.
     scores_again = is_full or (work.layout.recompute == "selective" and work.attention == "eager")
@@ -176,6 +178,7 @@ def _layer_seconds(work: Work) -> dict[str, float]:
         "casts": _both(casts, work, is_full),
         "attention": _both(attention, work, scores_again),
         "elementwise": _both(elementwise_seconds(work), work, is_full),
+        "waiting": _both(routing, work, is_full),
     }
 
 
@@ -229,6 +232,7 @@ _NAMES = {
     "attention": "attention",
     "elementwise": "norms, residuals, gates",
     "loss": "softmax and cross entropy",
+    "waiting": "routers, sorting and launches of mixtures",
 }
 _SOURCES = {
     "matmuls": "roofline, measured share of the peak",
@@ -236,6 +240,7 @@ _SOURCES = {
     "attention": "arXiv 2307.08691, 2407.08608",
     "elementwise": "bytes moved by fused kernels",
     "loss": "bytes moved by fused kernels",
+    "waiting": "Megatron-Bridge's mixtures (planner/shares.py)",
 }
 
 
