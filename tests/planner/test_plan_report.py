@@ -10,7 +10,9 @@ import pytest
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.plan import plan
 from narrowgauge.planner.plan_report import Plan, fits_text
+from narrowgauge.planner.shares import RESTARTS
 from narrowgauge.planner.train_settings import train_settings
 from narrowgauge.trainer.config import TrainConfig
 from planner.made_plans import STEP, made_option, made_plan
@@ -54,7 +56,10 @@ def test_figures_follow_from_the_terms() -> None:
     assert days == pytest.approx(1e12 / option.tokens_per_step * seconds / 86_400)
     assert option.cost(1e12) == pytest.approx(days * 24 * 16)
     low, high = option.confidence(1e12)["days"]
-    assert low == pytest.approx(0.9 * days) and high == pytest.approx(1.1 * days)
+    # A whole run has restarts, which no step shows; where failures are among the terms they are counted there.
+    assert low == pytest.approx(0.9 * days) and high == pytest.approx(1.1 * days * (1 + RESTARTS))
+    counted = made_option(step={**STEP, "faults": 0.1})
+    assert (option.restarts, counted.restarts) == (RESTARTS, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +72,33 @@ def test_an_option_is_unsure_where_the_chip_lies_within_its_interval(gigabytes: 
     assert bool(option.reason) is not fits
 
 
+def test_a_plan_says_whose_software_its_times_are_of() -> None:
+    """In text, in JSON, and in the source of the term that it decides."""
+    assert (
+        "Times are assumed to be those of FSDP, torchtitan or Megatron-Core of 2023 to 2026 on H100-SXM5-80GB"
+        in said(made_plan())
+    )
+    found = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, software="fsdp-2023")
+    (sentence,) = (line for line in found.sentences() if line.startswith("Times are"))
+    assert "PyTorch FSDP" in sentence and "2022 to 2023" in sentence and "assumed" not in sentence
+    [software] = found.row()["question"]["clusters"][0]["software"]
+    assert (software["name"], software["years"]) == ("fsdp-2023", [2022, 2023])
+    assert found.best.step is not None
+    (gaps,) = (term for term in found.best.step if term.name == "between kernels")
+    assert "of 2022 to 2023" in gaps.source
+    newer = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, software="megatron-core-2025")
+    assert (newer.best.tokens_per_second or 0) > 1.15 * (found.best.tokens_per_second or 0)
+
+
 def test_a_plan_says_why_it_is_not_faster() -> None:
     text = said(made_plan(tokens=1e12))
     assert (
         "Of a step of 5 s (524,288 tokens), matmuls and attention take 4.5 s; the rest is communication 400 ms" in text
     )
-    assert "limited by matmuls" in text and "1T tokens take 110 d (99.3 d to 121 d" in text
+    assert (
+        "limited by matmuls" in text
+        and "1T tokens take 110 d (99.3 d to 152 d four times of five, with up to 25% for restarts)" in text
+    )
 
 
 def test_what_does_not_fit_says_what_would() -> None:

@@ -19,12 +19,13 @@ import click
 
 from narrowgauge.cli import flags
 from narrowgauge.planner.presets import PRESETS
+from narrowgauge.planner.shares import SOFTWARE
 from narrowgauge.spec import tables
 from narrowgauge.spec.models import MODELS
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "model": (
-        "recipe", "chip", "chips", "chips_per_node", "interconnect", "dollars_per_hour", "host_memory", "cluster",
+        "recipe", "chip", "chips", "chips_per_node", "interconnect", "dollars_per_hour", "host_memory", "software", "cluster",
         "sequence_length", "tokens_per_step", "tokens", "layout", "minimize", "exact", "explain", "html", "toml",
     ),
     "params": ("recipe", "chip", "chips", "chips_per_node", "cluster", "layout", "explain", "html"),
@@ -134,6 +135,12 @@ def _layout(text: str) -> dict[str, Any]:
     type=_amount(1),
     metavar="GB",
     help="Memory of a node's host: layouts that keep states there are searched too.  [default: none]",
+)
+@click.option(
+    "--software",
+    type=click.Choice(list(SOFTWARE)),
+    default=None,
+    help="The libraries and years whose speed is planned.  [default: those usual on the chip, with wide intervals]",
 )
 @click.option("--dollars-per-hour", type=_amount(0), metavar="X", help="Price of one chip.")
 @click.option(
@@ -247,6 +254,7 @@ def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
         interconnect_gbit_per_second=asked["interconnect"],
         dollars_per_hour=asked["dollars_per_hour"],
         host_memory_gb=asked["host_memory"],
+        software=asked["software"],
         sequence_length=asked["sequence_length"],
         tokens_per_step=asked["tokens_per_step"] and int(asked["tokens_per_step"]),
         tokens=asked["tokens"],

@@ -10,6 +10,7 @@ from narrowgauge.planner.causes import CAUSES
 from narrowgauge.planner.options import OURS, Option
 from narrowgauge.planner.scaling_law import duration
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP
+from narrowgauge.planner.shares import software_of
 from narrowgauge.planner.term_changes import changes
 from narrowgauge.planner.words import amount, axes_text, gigabytes, layout_text, seconds_text
 from narrowgauge.spec.models import MODELS
@@ -141,7 +142,8 @@ def _duration(option: Option, num_tokens: float) -> str:
     low, high = option.confidence(num_tokens)["days"]
     price = "" if cost is None else f" and ${cost:,.0f}"
     took, least, most = (duration(86_400 * found) for found in (days or 0.0, low, high))
-    return f"{amount(num_tokens)} tokens take {took} ({least} to {most} four times of five){price}."
+    more = f", with up to {option.restarts:.0%} for restarts" if option.restarts else ""
+    return f"{amount(num_tokens)} tokens take {took} ({least} to {most} four times of five{more}){price}."
 
 
 def _overheads(option: Option) -> str:
@@ -174,6 +176,7 @@ def _about_all(plan: Plan) -> Iterator[str]:
     if plan.best.num_chips > 1:
         yield _replicated(plan)
     yield from _about_networks(plan)
+    yield from _about_software(plan)
     for kind in dict.fromkeys(map(_kind, plan.question.clusters)):
         names = {cluster.name for cluster in plan.question.clusters if _kind(cluster) == kind}
         fitting = [option for option in plan.options if option.fits and option.cluster in names]
@@ -201,6 +204,23 @@ def _about_networks(plan: Plan) -> Iterator[str]:
             )
     if assumed:
         yield f"Networks are assumed, as such chips usually have: {', '.join(assumed)}; --interconnect says otherwise."
+
+
+def _about_software(plan: Plan) -> Iterator[str]:
+    """Which libraries of which years the times are of."""
+    if plan.question.shares is not None:
+        return
+    found: dict[str, list[str]] = {}
+    is_assumed = False
+    for cluster in plan.question.clusters:
+        for group in cluster.groups:
+            row = software_of(group.chip, group.software)
+            is_assumed |= not group.software
+            chips = found.setdefault(f"{row.engines} of {row.age}", [])
+            chips += [group.chip.name] * (group.chip.name not in chips)
+    said = "; ".join(f"{software} on {' and '.join(chips)}" for software, chips in found.items())
+    more = "; --software names another" if is_assumed else ""
+    yield f"Times are {'assumed to be ' * is_assumed}those of {said}{more}."
 
 
 def _about_sizes(options: list[Option], trainable: Option | None = None) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory_figures import COUNTED
+from narrowgauge.planner.shares import RESTARTS
 from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.words import gigabytes
 from narrowgauge.spec.recipes import Recipe
@@ -137,6 +138,11 @@ class Option:
         rate = self.tokens_per_second
         return None if rate is None else num_tokens / rate / _SECONDS_PER_DAY
 
+    @property
+    def restarts(self) -> float:
+        """How much longer than its steps the interval of a whole run's days allows; 0 where failures are among the terms."""
+        return 0.0 if self.step is None or "faults" in self.step.groups else RESTARTS
+
     def cost(self, num_tokens: float) -> float | None:
         """Dollars for that many tokens; None without a price."""
         days = self.days(num_tokens)
@@ -201,18 +207,23 @@ class Option:
         Args:
             num_tokens: of the whole run, for ``days``.
         Returns:
-            A dict: ``memory_bytes``, ``tokens_per_second`` and ``days`` as ``[low, high]``, ``is_certain`` of ``fits``.
+            A dict: ``memory_bytes``, ``tokens_per_second`` and ``days`` as ``[low, high]``; ``restarts``, the share of the steps'
+            time that the high end of ``days`` allows for them; ``is_certain`` of ``fits``.
         """
-        rates, days = None, None
+        rates: list[float] | None = None
+        days: list[float] | None = None
         if self.step is not None:
             fast, slow = self.step.interval
             rates = [self.tokens_per_step / slow, self.tokens_per_step / fast]
-            days = None if num_tokens is None else [num_tokens / rate / _SECONDS_PER_DAY for rate in reversed(rates)]
+            if num_tokens is not None:
+                fastest, slowest = (num_tokens / rate / _SECONDS_PER_DAY for rate in reversed(rates))
+                days = [fastest, slowest * (1 + self.restarts)]
         return {
             "share": 0.8,
             "memory_bytes": list(self.memory.interval),
             "tokens_per_second": rates,
             "days": days,
+            "restarts": self.restarts,
             "fits_is_certain": self.is_certain,
         }
 

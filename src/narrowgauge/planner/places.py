@@ -25,7 +25,7 @@ def clusters_asked_for(
     chip: str | Chip | Sequence[str | Chip],
     chips: int | Sequence[int],
     chips_per_node: int | None,
-    **rates: float | None,
+    **rates: float | str | None,
 ) -> tuple[Cluster, ...]:
     """The clusters that are named: values, files, or every chip in every number.
 

@@ -62,6 +62,7 @@ def plan(
     interconnect_gbit_per_second: float | None = None,
     dollars_per_hour: float | None = None,
     host_memory_gb: float | None = None,
+    software: str | None = None,
     sequence_length: int | None = None,
     tokens_per_step: int | None = None,
     tokens: float | None = None,
@@ -85,6 +86,8 @@ def plan(
         chips_per_node, interconnect_gbit_per_second: of the nodes of ``chip``: chips in each, and the rate of a node's network.
         dollars_per_hour: of one chip.
         host_memory_gb: of one node of ``chip``, in 2^30 bytes; layouts that offload to it are then searched too.
+        software: a row of :data:`~narrowgauge.planner.shares.SOFTWARE` whose speed is planned; None for what is assumed on the
+            chip, with wide intervals.
         sequence_length: tokens of a sequence; the model's longest, at most 4096, by default.
         tokens_per_step: tokens of an optimizer step; chosen if None.
         tokens: of the whole run, for days and cost.
@@ -112,7 +115,7 @@ def plan(
     architecture = _architecture(model, params)
     places = clusters_asked_for(
         cluster, chip, chips, chips_per_node, interconnect_gbit_per_second=interconnect_gbit_per_second,
-        dollars_per_hour=dollars_per_hour, host_memory_gb=host_memory_gb,
+        dollars_per_hour=dollars_per_hour, host_memory_gb=host_memory_gb, software=software,
     )  # fmt: skip
     question = Question(
         architecture,

@@ -11,7 +11,7 @@ from narrowgauge.planner.architectures import Architecture
 from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.memory_figures import LayerCounter
 from narrowgauge.planner.options import Option
-from narrowgauge.planner.shares import Shares
+from narrowgauge.planner.shares import Shares, software_of
 from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.words import amount, axes_text, gigabytes, layout_text, seconds_text, unit_of
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
@@ -45,13 +45,22 @@ class Question:
     counted: LayerCounter | None = None
     tokens_per_step: int | None = None
 
+    def software_rows(self, cluster: Cluster) -> list[Row]:
+        """The software whose speed is planned, of each group of nodes; empty where the machine itself was measured."""
+        if self.shares is not None:
+            return []
+        return [software_of(group.chip, group.software).row() for group in cluster.groups]
+
     def row(self) -> Row:
         """Plain values, for JSON."""
         return {
             "model": self.model,
             "num_parameters": self.architecture.num_parameters,
             "num_active_parameters": self.architecture.num_active_parameters,
-            "clusters": [{"name": cluster.name, "chips": cluster.num_chips} for cluster in self.clusters],
+            "clusters": [
+                {"name": cluster.name, "chips": cluster.num_chips, "software": self.software_rows(cluster)}
+                for cluster in self.clusters
+            ],
             "sequence_length": self.sequence_length or None,
             "tokens": self.num_tokens,
             "minimize": self.minimize,

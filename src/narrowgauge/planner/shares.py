@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -136,6 +136,12 @@ def best_share(format: str, chip: Chip) -> Share:
             return Share(statistics.median(found), min(found), max(found), source)
     raise AssertionError("some chip's bfloat16 rate is measured")
 
+
+RESTARTS = 0.25
+"""How much longer a whole run takes than its steps at most, four times out of five: failures, restarts, work done again,
+evaluations. BLOOM took 11 % more GPU-hours than its steps (arXiv 2211.05100 and the project's log), Llama 3 and MegaScale lost
+less than 10 % (arXiv 2407.21783, section 3.3.4; 2402.15627), Llama 2's 7B and 13B took about a third more than such models' steps
+(arXiv 2307.09288, table 2)."""
 
 TYPICAL = (0.80, 0.90, 1.0)
 """Low, middle and high share of the best published matmul that the shapes and values of training reach: random operands cost
@@ -399,8 +405,11 @@ def shares_of(chip: Chip, software: str = "") -> Shares:
     rows = {f"matmul.{name}": best_share(name, chip).scaled(low, middle, high, why) for name in chip.peak_tflops}
     rows |= _GENERAL
     rows |= next((own for name, own in _GENERATIONS.items() if chip.architecture.startswith(name)), {})
-    found = software_of(chip, software).shares
-    rows |= next((own for name, own in found.items() if name and chip.architecture.startswith(name)), found.get("", {}))
+    kind = software_of(chip, software)
+    own = (rates for name, rates in kind.shares.items() if name and chip.architecture.startswith(name))
+    rows |= next(own, kind.shares.get("", {}))
+    library = rows["library"]
+    rows["library"] = replace(library, source=f"{kind.engines} of {kind.age}; {library.source}")
     if not chip.link_gb_per_second:
         rows["link"] = Share(0.50, 0.30, 0.80, "through the host: half where two chips share its lanes; an assumption")
     return Shares(rows)
