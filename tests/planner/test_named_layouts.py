@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
-from narrowgauge.planner.clusters import cluster_of
+from narrowgauge.planner.clusters import cluster_of, read_cluster
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.named_layouts import NAMED_LAYOUTS, read_layout
 from narrowgauge.planner.places import clusters_asked_for, multiples_of, parts_of
+from narrowgauge.planner.plan import plan
+from narrowgauge.planner.train_settings import train_settings
+from narrowgauge.planner.words import layout_text
 
 
 @pytest.mark.parametrize(
@@ -19,6 +24,9 @@ from narrowgauge.planner.places import clusters_asked_for, multiples_of, parts_o
         ("tensor=-1", "from 1 on"),
         ("zero=4", "0 to 3"),
         ("recompute=some", "none, selective, full"),
+        ("accumulation_dtype=bf16", "float32, bfloat16"),
+        ("sequence_parallel=perhaps", "true or false"),
+        ("tensor=4,expert_tensor=3", "divisor of tensor"),
         ("fsdp", "Did you mean 'fsdp2'"),
         ("tensor=2,tensor=4", "tensor = 2 and tensor = 4"),
     ],
@@ -31,6 +39,40 @@ def test_a_wrong_layout_costs_one_line(text: str, advice: str) -> None:
 def test_a_layout_by_name_is_one_that_runs_here() -> None:
     assert Layout(**NAMED_LAYOUTS["fsdp2"]).runs_here and Layout(**NAMED_LAYOUTS["ddp"]).runs_here
     assert read_layout("ddp, micro_batch=4") == {**NAMED_LAYOUTS["ddp"], "micro_batch": 4}
+
+
+def test_switches_are_taken_as_asked_for_and_said() -> None:
+    found = read_layout("tensor=2, sequence_parallel=off, accumulation_dtype=bfloat16, expert_tensor=1")
+    assert found == {"tensor": 2, "sequence_parallel": False, "accumulation_dtype": "bfloat16", "expert_tensor": 1}
+    asked = "shard=4,zero=1,tensor=2,sequence_parallel=false,accumulation_dtype=bfloat16"
+    planned = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, layout=read_layout(asked))
+    assert all(not option.layout.sequence_parallel for option in planned.options)
+    text = layout_text(planned.best.layout)
+    assert "no sequence parallelism" in text and "gradients summed in bfloat16" in text
+    assert planned.best.row()["parallelism"]["accumulation_dtype"] == "bfloat16"
+
+
+def test_rotary_positions_go_on_and_the_answer_says_what_train_needs() -> None:
+    """131,072 tokens of an 8B model on eight chips ran; the preset has 8,192 positions."""
+    found = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, sequence_length=131_072)
+    assert found.best.fits and found.best.is_certain
+    assert any("8,192 positions" in line and "max_position_embeddings" in line for line in found.sentences())
+    with pytest.raises(NarrowgaugeError, match="8,192 positions"):
+        train_settings(plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, sequence_length=131_072,
+                            layout={**NAMED_LAYOUTS["fsdp2"], "offload": "none"}))  # fmt: skip
+    with pytest.raises(NarrowgaugeError, match="1,024 positions"):
+        plan("gpt2-124m", chip="H100-SXM", sequence_length=2048)
+
+
+def test_a_cluster_file_names_its_software(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('[[nodes]]\nchip = "A100-SXM4-80GB"\nchips = 8\nsoftware = "fsdp-2023"\n')
+    assert read_cluster(file).groups[0].software == "fsdp-2023"
+    for value, says in (("3", "is no name"), ('"fsdp-2032"', "Did you mean 'fsdp-2023'")):
+        file.write_text(f'[[nodes]]\nchip = "A100-SXM4-80GB"\nchips = 8\nsoftware = {value}\n')
+        with pytest.raises(NarrowgaugeError) as caught:
+            read_cluster(file)
+        assert says in f"{caught.value} {caught.value.advice}"
 
 
 def test_every_chip_comes_in_every_number() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -25,6 +26,19 @@ def test_four_of_five_published_peaks_lie_within_their_interval(planned_peaks: A
     assert sum(peak.is_inside for peak in peaks) >= 0.8 * len(peaks)
     errors = [abs(peak.error) for peak in peaks]
     assert sum(errors) / len(errors) < 0.15 and max(errors) < 0.3
+
+
+def test_pipelines_without_sequence_parallelism_are_met_within_their_interval(planned_peaks: Any) -> None:
+    """BLOOM's kind: as with sequence parallelism it was planned a fifth to two fifths too low."""
+    runs = planned_peaks.load(later=True)
+    peaks = planned_peaks.peaks_of(runs)
+    assert len(peaks) == 5 and all(peak.is_inside for peak in peaks)
+    assert sum(abs(peak.error) for peak in peaks) / len(peaks) < 0.1
+    run = next(run for run in runs if run.name == "bigscience-181b-pp6-mbs2")
+    shared = planned_peaks.layout_of(dataclasses.replace(run, layout={**run.layout, "sequence_parallel": True}))
+    architecture = planned_peaks.architecture_of(run.config, run.model)
+    low = planned_peaks.memory_terms(architecture, planned_peaks.RECIPE, shared, 2048, attention="eager")
+    assert low.total / 44e9 < 0.82
 
 
 def test_what_is_kept_per_operator(planned_peaks: Any) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.planner.architectures import of_size
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model_configs import read_architecture
@@ -177,3 +180,48 @@ def test_a_sum_of_micro_batches_is_the_only_gradient_where_each_is_added_at_once
     assert theirs == pytest.approx(4 * held + head, rel=1e-3)
     ours = memory_terms(model, recipe, Layout(micro_batches=4), 512).groups["gradients"]
     assert ours == pytest.approx(6 * model.num_parameters, rel=1e-3)
+
+
+def test_gradients_are_summed_in_the_dtype_that_was_asked_for() -> None:
+    """An 8B layout that ran in 70.8 GB: with float32 sums it is planned at 88.4 GB, and nothing else could be asked for."""
+    llama, recipe = read_architecture("llama-8b"), parse("bfloat16/master")
+    wide = Layout(context=2, shard=4, zero=1, micro_batches=4)
+    narrow = dataclasses.replace(wide, accumulation_dtype="bfloat16")
+    totals = [memory_terms(llama, recipe, layout, 8192).total / 1e9 for layout in (wide, narrow)]
+    assert totals == pytest.approx([88.4, 71.9], abs=0.1)
+    with pytest.raises(RecipeError, match="accumulation_dtype = 'bfloat'"):
+        Layout(accumulation_dtype="bfloat")
+
+
+def test_without_sequence_parallelism_norms_and_their_inputs_are_whole() -> None:
+    """Korthikanti et al., equations 2 and 4: 10 + 24 / t against 34 / t, two of them masks of dropout; full: 2 against 2 / t."""
+    gpt, recipe = read_architecture("megatron-22b"), parse("bfloat16/master")
+    whole, shared = Layout(tensor=8, sequence_parallel=False), Layout(tensor=8)
+    units = []
+    for layout in (whole, shared):
+        terms = memory_terms(gpt, recipe, layout, 2048)
+        kept = next(term.value for term in terms if term.name == "kept by the layers")
+        units.append(kept / 48 / 2048 / 6144)
+    assert units == pytest.approx([8 + 24 / 8, 32 / 8], rel=0.01)
+    full = [dataclasses.replace(layout, recompute="full") for layout in (whole, shared)]
+    inputs = [
+        next(t.value for t in memory_terms(gpt, recipe, layout, 2048) if t.name == "inputs of the layers")
+        for layout in full
+    ]
+    assert inputs[0] == 8 * inputs[1]
+    # One rank has nothing to share.
+    alone = [memory_terms(gpt, recipe, Layout(sequence_parallel=parallel), 2048).total for parallel in (True, False)]
+    assert alone[0] == alone[1]
+
+
+def test_expert_ranks_inside_tensor_ranks_hold_whole_experts() -> None:
+    """As many experts on a rank, each whole instead of a half: twice the weights, and optimizer states on twice the ranks."""
+    model, recipe = read_architecture("deepseek-v3"), parse("bfloat16/master")
+    split = Layout(tensor=2, pipeline=8, shard=64, zero=1, expert=32, recompute="full")
+    folded = dataclasses.replace(split, expert_tensor=1)
+    found = [memory_terms(model, recipe, layout, 4096, fixed=_NOTHING).groups for layout in (split, folded)]
+    dense = (model.num_parameters - model.expert_parameters) / 16
+    experts = model.expert_parameters / 8 / 32
+    assert found[0]["weights"] == pytest.approx(2 * (dense + experts / 2), rel=0.15)
+    assert found[1]["weights"] - found[0]["weights"] == pytest.approx(experts, rel=0.1)
+    assert found[1]["optimizer"] == pytest.approx(found[0]["optimizer"], rel=1e-6)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from narrowgauge.errors import ChipError
-from narrowgauge.planner.shares import GENERAL, Share, shares_of, sources_of
+from narrowgauge.errors import ChipError, NarrowgaugeError
+from narrowgauge.planner.shares import GENERAL, SOFTWARE, Share, shares_of, software_of, sources_of
 from narrowgauge.spec.chips import CHIPS, get_chip
 
 
@@ -31,6 +33,35 @@ def test_rows_are_replaced_and_the_rest_stays() -> None:
     here = shares.replaced({"link": Share(0.5, 0.4, 0.6, "measured here")})
     assert (here["link"].value, here["network"]) == (0.5, shares["network"])
     assert shares["link"].value != 0.5
+
+
+def test_every_software_has_years_and_shares_with_sources() -> None:
+    for name, row in SOFTWARE.items():
+        assert row.name == name and 2020 < row.years[0] <= row.years[1] and row.engines and row.age
+        assert name.endswith(str(row.years[1]))
+        for own in row.shares.values():
+            assert "library" in own and all(share.source for share in own.values())
+            assert set(own) <= set(GENERAL)
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
+def test_what_is_assumed_on_a_chip_has_its_years_in_its_source(chip: Any) -> None:
+    row = software_of(chip)
+    assert row.age in shares_of(chip)["library"].source
+    for name in SOFTWARE:
+        assert SOFTWARE[name].age in shares_of(chip, name)["library"].source
+
+
+def test_what_is_assumed_is_wider_than_what_is_named() -> None:
+    a100 = get_chip("A100-SXM4-80GB")
+    widths = {
+        name: (s := shares_of(a100, name)["library"]).high / s.low for name in ("", "megatron-lm-2022", "fsdp-2023")
+    }
+    assert widths[""] == max(widths.values())
+    low, high = shares_of(a100)["library"].low, shares_of(a100)["library"].high
+    assert low < shares_of(a100, "megatron-deepspeed-2022")["library"].value < high
+    with pytest.raises(NarrowgaugeError, match="software 'torch'"):
+        shares_of(a100, "torch")
 
 
 def test_what_contradicts_itself_is_refused() -> None:

@@ -247,3 +247,43 @@ def test_all_chips_wait_for_late_nodes() -> None:
     assert found[1].total == pytest.approx(1.25 * found[0].total, rel=0.01)
     with pytest.raises(ChipError, match="Use a share"):
         replace(equal, speed=1.2)
+
+
+def test_expert_ranks_may_take_tensor_ranks_as_well() -> None:
+    """DeepSeek-V3 as Megatron-Bridge lists it: 64 expert ranks over 32 data ranks of 2 tensor ranks, on 512 chips."""
+    model, recipe = read_architecture("deepseek-v3"), parse("bfloat16/master")
+    layout = Layout(shard=32, zero=1, tensor=2, pipeline=8, expert=64, micro_batches=32)
+    assert why_not(model, layout, 4096) == ""
+    assert "128 expert ranks do not divide 32 data ranks and 2 tensor ranks" in why_not(
+        model, replace(layout, expert=128), 4096
+    )
+    cluster = cluster_of("H100-SXM", 512)
+    folded = step_terms(model, recipe, layout, cluster, 4096)
+    split = step_terms(model, recipe, replace(layout, expert=32), cluster, 4096)
+    # The same operations; each expert is multiplied whole, by half as many tokens on each of twice the ranks.
+    assert folded.groups["matmuls"] == pytest.approx(split.groups["matmuls"], rel=0.05)
+
+
+def test_without_sequence_parallelism_norms_take_longer() -> None:
+    gpt, recipe, cluster = read_architecture("megatron-22b"), parse("bfloat16/master"), cluster_of("A100-SXM4-80GB", 8)
+    whole, shared = (
+        step_terms(gpt, recipe, Layout(tensor=8, sequence_parallel=parallel), cluster, 2048).groups
+        for parallel in (False, True)
+    )
+    assert whole["elementwise"] > 3 * shared["elementwise"]
+    assert whole["matmuls"] == shared["matmuls"]
+
+
+def test_software_decides_how_fast_the_same_chips_are() -> None:
+    gpt, recipe = read_architecture("gpt3-175b"), parse("bfloat16/master")
+    layout = Layout(tensor=8, pipeline=8, data=6, zero=0, micro_batches=32, recompute="full", sequence_parallel=False)
+    seconds = {
+        name: step_terms(gpt, recipe, layout, cluster_of("A100-SXM4-80GB", 384, software=name), 2048)
+        for name in ("megatron-lm-2022", "megatron-deepspeed-2022", "")
+    }
+    fast, slow, assumed = seconds.values()
+    assert 1.15 < slow.total / fast.total < 1.3
+    low, high = assumed.interval
+    assert low < fast.total < assumed.total < slow.total < high
+    with pytest.raises(NarrowgaugeError, match="software 'megatron'"):
+        cluster_of("A100-SXM4-80GB", 8, software="megatron")
