@@ -83,6 +83,7 @@ def layout_of(run: Run) -> Layout:
         zero=zero,
         tensor=given.get("tensor", 1),
         sequence_parallel=given.get("sequence_parallel", True),
+        keeps_gradients=given.get("keeps_gradients", False),
         pipeline=given.get("pipeline", 1),
         interleave=given.get("interleaving", _UNSTATED_DEPTH if "interleaved schedule" in run.note else 1),
         context=given.get("context", 1),

@@ -193,6 +193,16 @@ def test_gradients_are_summed_in_the_dtype_that_was_asked_for() -> None:
         Layout(accumulation_dtype="bfloat")
 
 
+def test_gradients_may_stay_beside_their_sum() -> None:
+    """DeepSpeed's BF16_Optimizer: 2 and 4 bytes a parameter at every moment, beside 2 of the weights."""
+    gpt, recipe = read_architecture("megatron-22b"), parse("bfloat16/master")
+    alone = Layout(tensor=4, pipeline=4, micro_batches=16, recompute="full")
+    beside = dataclasses.replace(alone, keeps_gradients=True)
+    found = [memory_terms(gpt, recipe, layout, 2048, fixed=_NOTHING).groups for layout in (alone, beside)]
+    assert found[1]["gradients"] == pytest.approx(3 * found[1]["weights"])
+    assert found[1]["gradients"] - found[0]["gradients"] == pytest.approx(found[1]["weights"], rel=0.05)
+
+
 def test_without_sequence_parallelism_norms_and_their_inputs_are_whole() -> None:
     """Korthikanti et al., equations 2 and 4: 10 + 24 / t against 34 / t, two of them masks of dropout; full: 2 against 2 / t."""
     gpt, recipe = read_architecture("megatron-22b"), parse("bfloat16/master")

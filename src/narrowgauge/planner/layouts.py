@@ -42,6 +42,8 @@ class Layout:
         recompute: what backward computes again: nothing, the attention's scores (with flash attention that is none), or layers.
         offload: what is kept in the host's memory between uses: optimizer states, or weights and gradients too.
         accumulation_dtype: the sum of several micro-batches' gradients (``narrowgauge show accumulations``).
+        keeps_gradients: whether a micro-batch's own gradients stay beside that sum, as in DeepSpeed's BF16_Optimizer, with which
+            BLOOM was trained; Megatron-LM adds each to the sum as soon as it is made.
     """
 
     data: int = 1
@@ -59,6 +61,7 @@ class Layout:
     sequence_parallel: bool = True
     expert_tensor: int = 0
     accumulation_dtype: str = "float32"
+    keeps_gradients: bool = False
 
     def __post_init__(self) -> None:
         counts = (self.data, self.shard, self.tensor, self.pipeline, self.interleave, self.context, self.expert)

@@ -69,7 +69,7 @@ def _value(name: str, text: str) -> Any:
                 f"{name} = '{text}' was requested of a layout.", f"It is one of {', '.join(_TEXTS[name])}."
             )
         return text
-    if name == "sequence_parallel":
+    if name in ("sequence_parallel", "keeps_gradients"):
         if text.lower() not in _SWITCHES:
             raise RecipeError(f"{name} = '{text}' was requested of a layout.", "Use true or false.")
         return _SWITCHES[text.lower()]

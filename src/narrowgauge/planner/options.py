@@ -24,6 +24,7 @@ STEP_GROUPS = (
 PARALLELISM = (
     "data", "shard", "zero", "tensor", "pipeline", "interleave", "context", "expert", "micro_batch", "micro_batches",
     "recompute", "offload", "sequence_parallel", "expert_tensor", "accumulation_dtype",
+    "keeps_gradients",
 )  # fmt: skip
 OURS = "narrowgauge"
 """Who runs a layout of this project's trainer."""

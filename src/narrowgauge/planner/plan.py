@@ -38,7 +38,7 @@ OBJECTIVES: dict[str, Callable[[Option], float]] = {
 }
 """What the best option has least of."""
 _PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_batch", "recompute", "offload",
-           "sequence_parallel", "expert_tensor", "accumulation_dtype")  # fmt: skip
+           "sequence_parallel", "expert_tensor", "accumulation_dtype", "keeps_gradients")  # fmt: skip
 """What one configuration for several clusters has in common; replicas and micro-batches follow from the chips."""
 _SHAPE = ("data", "shard", "zero", "tensor", "pipeline", "interleave", "context", "expert")
 _FEW_RECIPES = 4

@@ -85,7 +85,7 @@ def _worst_moment(request: Request, stage: Stage) -> Terms:
     planes = _sum_planes(request, gradients)
     none = replace(gradients, value=0.0, formula=f"none at this moment; {gradients.formula} later")
     early = gradients if _sums_into_gradients(request) else none
-    if planes and not request.layout.runs_here:
+    if planes and not (request.layout.runs_here or request.layout.keeps_gradients):
         gradients = early = replace(gradients, value=0.0, formula="each is added to the sum as soon as it is made")
     kept, layer, passing = _activations(request, stage), _one_layer(request), _passing(request)
     forward, backward = loss_terms(request, stage)
@@ -169,7 +169,7 @@ def host_bytes(architecture: Architecture, recipe: Recipe, layout: Layout, seque
 
 def _sums_into_gradients(request: Request) -> bool:
     """Whether gradients exist during forward: autograd adds to earlier ones, and Megatron-LM has buffers for them."""
-    if not request.layout.runs_here:
+    if not request.layout.runs_here or request.layout.keeps_gradients:
         return True
     visible = request.recipe.storage.visible
     narrow = visible != "float32" and ACCUMULATIONS[request.layout.accumulation_dtype].planes
@@ -180,16 +180,18 @@ def _sum_planes(request: Request, gradients: Term) -> tuple[Term, ...]:
     """The planes in which micro-batches' gradients are summed.
 
     Megatron-LM adds each parameter's gradient to its buffer within backward, so the buffer is all there is; this project's
-    trainer adds a micro-batch's gradients when it has all of them.
+    trainer adds a micro-batch's gradients when it has all of them, and DeepSpeed's BF16_Optimizer keeps both.
 
-    Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``_make_backward_post_hook``.
+    Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``_make_backward_post_hook``; DeepSpeed,
+    deepspeed/runtime/bf16_optimizer.py, ``update_hp_grads``.
     """
     row = ACCUMULATIONS[request.layout.accumulation_dtype]
     if request.layout.micro_batches == 1 or request.recipe.storage.visible == "float32" or not row.planes:
         return ()
     width = request.figures.per.gradients
     value = gradients.value / width * row.bytes_per_param
-    where = "beside the last gradients" if request.layout.runs_here else "to which each gradient is added"
+    is_beside = request.layout.runs_here or request.layout.keeps_gradients
+    where = "beside the last gradients" if is_beside else "to which each gradient is added"
     formula = f"{gradients.value / width:.4g} parameters × {row.bytes_per_param:g} B, {where}"
     return (Term("gradients", f"sum in {row.name}", value, formula, row.source),)
 

@@ -42,7 +42,12 @@ LONG_SEQUENCE = 32_768
 _TENSOR = (1, 2, 4, 8)
 _PIPELINE = (1, 2, 4, 8, 16, 32)
 _MICRO_BATCHES = (1, 2, 4, 8)
-_SAID = ("sequence_parallel", "expert_tensor", "accumulation_dtype")  # not tried, but taken as asked for
+_SAID = (
+    "sequence_parallel",
+    "expert_tensor",
+    "accumulation_dtype",
+    "keeps_gradients",
+)  # not tried, but taken as asked for
 _MOST_OPTIONS = 4
 _LITTLE = 0.05
 

@@ -76,6 +76,8 @@ def layout_text(layout: Layout) -> str:
         parts.append(f"offload {layout.offload}")
     if layout.accumulation_dtype != "float32":
         parts.append(f"gradients summed in {layout.accumulation_dtype}")
+    if layout.keeps_gradients:
+        parts.append("gradients kept beside their sum")
     return ", ".join(parts)
 
 
