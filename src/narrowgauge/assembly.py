@@ -99,7 +99,7 @@ def prepare(
             pass the loss through its ``scale`` before ``backward()``.
         mesh: a ``DeviceMesh`` over which the model is sharded, or replicated with ``shard="none"``; of two axes for replicas
             of a sharded model. Every rank starts from the values of the first. ``None`` leaves a model as it is: whole, or
-            sharded by the caller.
+            sharded by the caller, who may have run it. Its parameters stay the same objects.
         shard: ``"full"`` or ``"none"``, with a mesh.
         offload: keep parameters, gradients and states in the host's memory, with a mesh.
         narrow_gather: gather weights as the codes that their matmuls take, where the compute allows it (``narrowgauge show
@@ -115,7 +115,8 @@ def prepare(
             parameter; a model of another dtype or without trainable parameters; a batch norm that would mix dtypes; a
             mesh for a model that is sharded already, or a sharded model whose groups would mix dtypes; sparse gradients;
             narrow gathers that no layer allows, or of a recipe whose compute changes; with an order-free
-            reduction a batch norm or dropout, through which micro-batches depend on those before them.
+            reduction a batch norm or dropout, through which micro-batches depend on those before them; a float32 parameter
+            to be sharded that is not contiguous.
 
     Cost: a temporary float32 copy of the weights, on every rank.
 

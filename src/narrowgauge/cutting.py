@@ -33,7 +33,7 @@ def cut_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
         if parameter.requires_grad:
             values[parameter] = parameter.data.float()
         if is_sharded(parameter):
-            _cut_shard(parameter, dtype)
+            _cut_shard(parameter, dtype, recipe)
         else:
             parameter.data = visible(parameter.data, dtype)
     for group in groups:
@@ -60,8 +60,16 @@ def _require_one_format(model: nn.Module, recipe: Recipe, members: list[Tensor],
         )
 
 
-def _cut_shard(parameter: nn.Parameter, dtype: str) -> None:
+def _cut_shard(parameter: nn.Parameter, dtype: str, recipe: Recipe) -> None:
     """Round a DTensor; it stays the same object, as ``module.to(dtype)`` leaves it."""
-    if str(parameter.dtype).removeprefix("torch.") != dtype:
-        cut = placed_like(parameter, visible(local_of(parameter.detach()), dtype))
+    if str(parameter.dtype).removeprefix("torch.") == dtype:
+        return
+    cut = placed_like(parameter, visible(local_of(parameter.detach()), dtype))
+    try:
         torch.utils.swap_tensors(parameter, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+    except RuntimeError as error:  # weak references, which compiled code holds, or a graph
+        raise RecipeError(
+            f"recipe '{recipe.name}' stores {dtype} weights, and a sharded parameter of shape {tuple(parameter.shape)} cannot "
+            f"change its format in place: {error}.",
+            "Prepare the model before compiled code or a hook refers to its parameters.",
+        ) from error

@@ -6,6 +6,7 @@ Rows that no number of ranks divides, several groups, tied, frozen and whole par
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -108,6 +109,10 @@ def learn(model: nn.Module, optimizer: ng.AdamW) -> list[str]:
         optimizer.step()
         seen.append(float(optimizer.grad_norm).hex())  # type: ignore[arg-type]
         optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model, step)  # an evaluation, which leaves the root's parameters gathered
+    for module in sharding.fsdp_modules(model):
+        module.reshard()
     stored = {name: optimizer.stored(p) for name, p in model.named_parameters() if p.requires_grad}
     frozen = {name: p.detach().float() for name, p in model.named_parameters() if not p.requires_grad}
     return [*seen, sharding.fingerprint_whole({**stored, **frozen})]
@@ -247,6 +252,10 @@ def steps_and_refusals(rank: int) -> dict[str, str]:
     optimizer.reduction = ng.reduce_gradients_with(model, "float32")
     loss_of(model, 0).backward()
     lines["of others"] = said(optimizer.step)
+    model = sharded("line")
+    held = weakref.ref(model.gain)  # as compiled code has them
+    lines["referred to"] = said(partial(ng.prepare, model, "bfloat16/word"))
+    assert held() is model.gain
     model = Net()
     fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh_of("line"))
     fully_shard(model, mesh=mesh_of("line"))
@@ -262,6 +271,7 @@ def test_an_optimizer_that_steps_nothing_of_a_sharded_model_is_refused(tmp_path:
         assert never in lines["prepared before"]
         assert "model.reshard() puts back" in lines["made of gathered ones"]
         assert "they are not the model's" in lines["of others"]
+        assert "of shape (6,) cannot change its format in place" in lines["referred to"]
         assert "bfloat16 weights in 'blocks.1.0.weight' and float32 weights in 'blocks.0.0.weight'" in lines["formats"]
 
 
@@ -287,7 +297,24 @@ def test_parameters_that_are_not_contiguous_have_the_same_bits_or_are_named(tmp_
         expected = run_ranks(strided, 1, tmp_path / "one", recipe, "")[0]
         assert run_ranks(strided, 2, tmp_path, recipe, how) == [expected] * 2
     for line in run_ranks(strided, 2, tmp_path, wide, "full"):
-        assert "parameter 'blocks.0.0.weight' of Net has shape (7, 6) and strides (1, 7)" in line and ".contiguous()" in line
+        assert (
+            "parameter 'blocks.0.0.weight' of Net has shape (7, 6) and strides (1, 7)" in line
+            and ".contiguous()" in line
+        )
+
+
+def added_up(rank: int) -> Tensor:
+    """The gradient of a model in DDP that is prepared without an average."""
+    model: Any = nn.parallel.DistributedDataParallel(nn.Linear(3, 2, bias=False))
+    model, _ = ng.prepare(model, "float32/float32", average=False)
+    model(torch.full((1, 3), float(1 + rank))).sum().backward()
+    return model.module.weight.grad  # type: ignore[no-any-return]
+
+
+def test_gradients_are_added_up_where_no_average_was_requested(tmp_path: Path) -> None:
+    """DDP and FSDP2 average by themselves, in recipes whose reduction is their own too."""
+    for gradient in run_ranks(added_up, 3, tmp_path):
+        torch.testing.assert_close(gradient, torch.full((2, 3), 6.0))
 
 
 def identities(rank: int) -> list[bool]:

@@ -247,6 +247,9 @@ class Optimizer(torch.optim.Optimizer):
             closure: re-evaluates the model and returns the loss, as in ``torch.optim``.
         Returns:
             The closure's loss, if there is one.
+        Raises:
+            RecipeError: in a first step, or in one without any gradient: a parameter is no longer in its model, which holds
+                another in its place.
 
         Cost: at most 64 MiB of transient memory, whatever the model.
         """
