@@ -6,6 +6,7 @@ status is what the tests ask.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -34,10 +35,14 @@ def happen(case: str, here: Placement) -> None:
         time.sleep(600)
     elif case == "failing":
         raise RecordError("the disk is full.", "Free some space.")
+    elif case == "unread":
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
     elif case == "terminated":
         os.kill(os.getppid(), signal.SIGTERM)
     elif case == "orphaned":
         os.kill(os.getppid(), signal.SIGKILL)
+        while True:  # until this rank is killed too
+            signal.pause()
 
 
 def run(case: str, folder: Path) -> None:
@@ -52,7 +57,7 @@ def run(case: str, folder: Path) -> None:
         agreement.require_same({"lr": 0.1 + (case == "different" and here.rank == CULPRIT)})
         step = 0
         # A signal is on its way: whoever waits for it goes on until it has come.
-        while step < STEPS or case in ("terminated", "orphaned"):
+        while step < STEPS or case == "terminated":
             if step + 1 == STEP and here.rank == CULPRIT:
                 happen(case, here)
             dist.all_reduce(torch.ones(4))

@@ -103,6 +103,13 @@ def test_an_error_is_printed_once(case: str, line: str, agent: Any, capfd: pytes
     assert capfd.readouterr() == ("", line)
 
 
+def test_a_reader_that_has_left_ends_all_ranks_quietly(agent: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ReportedError) as reported:
+        agent("unread")
+    assert reported.value.status == 1
+    assert capfd.readouterr() == ("", "")
+
+
 AGENT = (
     "import sys; from narrowgauge.cli.exit_status import CommandGroup; from narrowgauge.distributed.agent import run_on_ranks\n"
     "group = CommandGroup('agent'); group.command('run')(lambda: run_on_ranks(sys.argv[1:], 2)); group.main(['run'])"

@@ -121,6 +121,8 @@ def _quiet() -> Iterator[None]:
 def _inherited(folder: str) -> dict[str, str]:
     """The variables that the ranks inherit."""
     given = {AGENT_FOLDER: folder, AGENT_PROCESS: str(os.getpid())}
+    # The store's connections are the agent's: that they break with it is one line, not the stacks of PyTorch's own log.
+    given["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
     if sys.platform == "linux":
         given["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return given

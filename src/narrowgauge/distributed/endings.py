@@ -87,6 +87,10 @@ class Ending:
             return error
         if is_broken(error):
             return self._broken(error)
+        if isinstance(error, BrokenPipeError):  # whoever read the output has left, which is no error of a command
+            self.alive.claim(1)
+            self._note(REPORTED, "1")
+            return ReportedError(1)
         status = _status_of(error)
         if self.alive.claim(status):
             if isinstance(error, NarrowgaugeError):
@@ -129,6 +133,9 @@ class Ending:
             if (status := self.alive.claimed(1.0)) is not None:
                 return ReportedError(status)
             missing = self.alive.missing()
+        # Whoever holds the store of an agent's ranks is the agent, whose other ranks die a moment before it has a successor.
+        if missing is _STORE_LOST and self.alive.becomes_orphan():
+            self.orphan()
         said = str(error).lower()
         return self._lost(missing, self._waited if "timed out" in said or "timeout" in said else "")
 

@@ -79,6 +79,13 @@ class Liveness:
         """Whether the process that started the ranks, which this one watches, has ended."""
         return self._parent is not None and os.getppid() != self._parent
 
+    def becomes_orphan(self) -> bool:
+        """Whether :meth:`is_orphan` comes true within :data:`GRACE_SECONDS`; at once false if no parent is watched."""
+        until = time.monotonic() + GRACE_SECONDS
+        while self._parent is not None and not self.is_orphan() and time.monotonic() < until:
+            time.sleep(0.05)
+        return self.is_orphan()
+
     def beat(self, step: int) -> None:
         """Note progress: this rank has done ``step`` steps. Cost: about 2 µs."""
         self.step, self._moment = step, time.monotonic()
