@@ -153,8 +153,16 @@ def fsdp_groups(model: Any) -> list[tuple[Any, Any]]:
 
 def fsdp_dtypes(model: Any) -> set[torch.dtype]:
     """The dtypes to which FSDP2 casts the parameters it gathers in a model; none where it casts none."""
-    asked = [group.mp_policy.param_dtype for _, group in fsdp_groups(model)]
-    return {dtype for dtype in asked if dtype is not None}
+    return {policy.param_dtype for policy in fsdp_policies(model) if policy.param_dtype is not None}
+
+
+def fsdp_policies(model: Any) -> list[Any]:
+    """The mixed-precision policies by which FSDP2 gathers a model: a group's, and from PyTorch 2.15 on each parameter's."""
+    found: list[Any] = []
+    for _, group in fsdp_groups(model):
+        whole = getattr(group, "mp_policy", None)
+        found += [parameter.mp_policy for parameter in group.fsdp_params] if whole is None else [whole]
+    return found
 
 
 def fsdp_parameters(group: Any) -> list[Tensor]:

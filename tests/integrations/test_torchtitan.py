@@ -69,7 +69,7 @@ def in_a_plain_loop(
     model = config.model_spec.model.build()  # type: ignore[union-attr]
     model.init_weights(buffer_device=None)
     model.load_state_dict(start)
-    model, optimizer = ng.prepare(model.train(), recipe, lr=1e-3)
+    model, optimizer = ng.prepare(model.train(), recipe, lr=1e-3, max_grad_norm=config.training.max_norm)
     schedule = config.lr_scheduler.build(optimizers=[optimizer], training_steps=STEPS)
     losses = []
     for step in range(STEPS):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge._torch import default_store, fsdp_groups
+from narrowgauge._torch import default_store, fsdp_policies
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.integrations.set_up import NARROW, Held, SetUp, dtype_name, told
 from narrowgauge.matmul.linears import Layer
@@ -152,7 +152,7 @@ def _policies(model: nn.Module) -> Iterator[tuple[str, Any]]:
         yield "DistributedDataParallel(mixed_precision=…)", model.mixed_precision
     if (policy := getattr(model, "mixed_precision", None)) is not None and type(model).__name__.startswith("Fully"):
         yield "FullyShardedDataParallel(mixed_precision=…)", policy
-    policies = {repr(group.mp_policy): group.mp_policy for _, group in fsdp_groups(model)}
+    policies = {repr(policy): policy for policy in fsdp_policies(model)}
     yield from (("fully_shard(mp_policy=…)", policy) for policy in policies.values())
 
 
