@@ -4,12 +4,18 @@ torchtitan 0.3 is configured by functions. Put this file where Python finds it, 
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module torchtitan_configs --config llama3_8b_float8 \\
         --hf-assets-path ./assets/hf/Llama-3.1-8B --training.disable-cuda-graphs
+
+torchtitan 0.3 trains with PyTorch 2.14 or newer, and imports Triton.
 """
 
+from narrowgauge.errors import NarrowgaugeError
+
+try:
+    from narrowgauge.integrations.torchtitan_optimizer import with_recipe
+except NarrowgaugeError as missing:
+    raise SystemExit(str(missing)) from None
 from torchtitan.models.llama3.config_registry import llama3_8b, llama3_debugmodel
 from torchtitan.trainer import Trainer
-
-from narrowgauge.integrations.torchtitan_optimizer import with_recipe
 
 
 def debugmodel_word() -> Trainer.Config:

@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -221,3 +222,13 @@ def test_lightning_training_learns_with_one_word(capsys: pytest.CaptureFixture[s
     losses, sizes = capsys.readouterr().out.splitlines()[-2:]
     first, last = (float(losses.split()[place]) for place in (1, 4))
     assert last < 0.8 * first and len(text.splitlines()) <= 60 and float(sizes.split()[0]) < 8.5
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="narrowgauge[torchtitan] is not installed")
+def test_what_torchtitan_lacks_is_said_in_one_line() -> None:
+    package = "triton"
+    code = f"import runpy, sys; sys.modules[{package!r}] = None; runpy.run_path({str(EXAMPLES / 'torchtitan_configs.py')!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    (line,) = [line for line in done.stderr.splitlines() if "Warning" not in line and line.strip()]
+    assert done.returncode == 1 and line.startswith(f"torchtitan was imported, and {package} was not found. ")
+    assert "pip install" in line

@@ -1,13 +1,13 @@
 """torchtitan 0.3.0's own Trainer on a CPU.
 
 torchtitan runs on accelerators: it imports Triton, asks its device for memory counters, and calls
-``torch.distributed.set_timeout``, which PyTorch 2.13 does not have. Three stand-ins make its Trainer run here with gloo, none of
+``torch.distributed.set_timeout``, which came with PyTorch 2.14. Three stand-ins make its Trainer run here with gloo, none of
 them part of a step:
 
 =========================================  =========================================================================
 ``…minimal_async_ep.kernels``              the one module that imports Triton, for mixtures of experts; never called
 ``torchtitan.tools.utils.device_module``   ``torch.cpu`` with counters that read 0
-``set_pg_timeouts``                        after the first step; does nothing
+``set_pg_timeouts``                        after the first step; does nothing, before PyTorch 2.14
 =========================================  =========================================================================
 
 Import this module before anything of torchtitan.
@@ -80,7 +80,8 @@ from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_ce_loss  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-torchtitan_trainer.dist_utils.set_pg_timeouts = lambda **_: None
+if not hasattr(torch.distributed, "set_timeout"):
+    torchtitan_trainer.dist_utils.set_pg_timeouts = lambda **_: None
 
 
 VOCABULARY, STEPS, SEED = 256, 4, 7
@@ -165,8 +166,8 @@ def on_cpu(config: Trainer.Config, folder: Path, ranks: int = 1) -> Trainer.Conf
     config.training.disable_cuda_graphs, config.validator.enable, config.debug.seed = True, False, SEED
     config.lr_scheduler.decay_ratio, config.optimizer.implementation = 0.5, "for-loop"
     config.metrics.log_freq = 1
-    if ranks > 1:
-        config.parallelism.spmd_backend = "partial_dtensor"  # the default needs a PyTorch after 2.13 on several ranks
+    if ranks > 1 and not hasattr(torch.distributed, "set_timeout"):
+        config.parallelism.spmd_backend = "partial_dtensor"  # the default needs PyTorch 2.14 on several ranks
     return config
 
 

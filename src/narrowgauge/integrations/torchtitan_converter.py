@@ -8,6 +8,9 @@ model that no such optimizer has prepared refuses to run, since half of the reci
 
 from __future__ import annotations
 
+import narrowgauge.integrations.torchtitan_packages  # noqa: F401, says what is missing
+
+# isort: split
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,6 +6,9 @@ for torchtitan's own optimizer keeps its meaning to the letter.
 
 from __future__ import annotations
 
+import narrowgauge.integrations.torchtitan_packages  # noqa: F401, says what is missing
+
+# isort: split
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any

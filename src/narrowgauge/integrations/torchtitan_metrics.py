@@ -10,6 +10,9 @@ Used of torchtitan: ``should_log``, which the Trainer calls first in each step a
 
 from __future__ import annotations
 
+import narrowgauge.integrations.torchtitan_packages  # noqa: F401, says what is missing
+
+# isort: split
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -17,6 +17,9 @@ which its own subclasses call; looked up in 0.3.0.
 
 from __future__ import annotations
 
+import narrowgauge.integrations.torchtitan_packages  # noqa: F401, says what is missing
+
+# isort: split
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
