@@ -56,7 +56,7 @@ class TrainConfig:
     Invariant: ``TrainConfig.from_dict(config.to_dict()) == config``, also through a TOML file.
 
     Attributes:
-        model: a preset's name, or a folder with a Hugging Face ``config.json``.
+        model: a preset's name, or a folder with a Hugging Face ``config.json`` and, optionally, weights to start from.
         recipe: the recipe; command lines and files hold its name, which is parsed there.
         steps, batch_size, …: see ``narrowgauge train --help``, or the metadata of each field.
 
