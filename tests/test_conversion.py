@@ -938,3 +938,10 @@ def test_a_safetensors_file_is_weights(tmp_path: Path) -> None:
     assert report.kept[0].exact_share == 1.0
     file = tmp_path / "a" / "checkpoints" / "step-00000000" / "tensors.safetensors"
     assert_same_bits({k.removeprefix("model."): v for k, v in load_file(file).items() if k[:5] == "model"}, weights)
+
+
+def test_what_a_resume_takes_besides_is_named_where_it_is_left_out(tmp_path: Path) -> None:
+    source = saved(tmp_path / "a.pt", *trained("float8-delayed/split"))
+    ng.convert(source, "bfloat16/word", tmp_path / "out")
+    left_out = json.loads((tmp_path / "out" / "conversion.json").read_text())["left_out"]
+    assert any("matmul_step, amax_histories of the optimizer" in each for each in left_out)

@@ -25,6 +25,7 @@ from narrowgauge.conversion.sharded import Sharded
 from narrowgauge.conversion.source import Source, matched, numbers_of, under_names
 from narrowgauge.errors import DataError, NarrowgaugeError
 from narrowgauge.optim.validation import known_row
+from narrowgauge.resumption import KEY
 from narrowgauge.spec.storages import for_vectors
 
 # Checkpoints of frameworks that divide parameters over ranks: how each is recognized and opened; see spec/frameworks.py.
@@ -91,6 +92,7 @@ def _options(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """The options of the source's parameter groups, which are not converted: the new optimizer has its own."""
     names = ("lr", "betas", "beta1", "beta2", "eps", "weight_decay")
     found = [name for name in names if any(name in group for group in groups)]
+    found += [name for group in groups for name in group.get(KEY, ())]
     return [f"{', '.join(found)} of the optimizer"] if found else []
 
 

@@ -353,7 +353,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
 
 def _announce(session: Session, console: Screen) -> None:
     console.say(f"{Path(session.config.model).name} · {session.config.recipe.title} · {session.folder}")
-    if session.step == 0 and session.config.model.strip().lower() not in MODELS:
+    if session.here.is_first and session.step == 0 and session.config.model.strip().lower() not in MODELS:
         weights = language_model.require_initial_weights(session.config.model)
         drawn = f"drawn from seed {session.config.seed}; the model's folder holds none"
         console.say(f"initial weights: {drawn if weights is None else f'read from {weights}'}")
