@@ -12,16 +12,20 @@ in ``_compiler.py``.
 ``torch.library.get_kernel``, ``Library.impl(…, allow_override=True)``
     Replaces fused attention of 16-bit operands by float32 on a CPU that does not multiply them, whoever calls it. The way out:
     PyTorch's own kernel, which is slow there.
-``FSDPModule._get_fsdp_state``, ``FSDPParamGroup`` (``fsdp_params``, ``mesh_info``, ``mp_policy``, ``_reduce_scatter_comm``)
-    Which parameters travel together, in which order, between which ranks, and what summed them before; an all-reduce over
-    replicas that has nothing left to sum is sent to a group of one rank. The way out: the mesh as an argument, and zeros on all
-    replicas but one.
+``FSDPModule._get_fsdp_state``, ``FSDPParamGroup`` (``fsdp_params``, ``mesh_info``, ``mp_policy``, ``_reduce_scatter_comm``,
+``_all_gather_comm``, ``reduce_grads``, ``all_reduce_grads``, ``reduce_scatter_unused_params``), ``FSDPParam._unsharded_param``
+    Which parameters travel together, in which order, in which dtypes, between which ranks, what gathered and summed them before,
+    and what is not sent now; an all-reduce over replicas that has nothing left to sum is sent to a group of one rank. The way
+    out: the mesh as an argument, and zeros on all replicas but one.
 ``FSDPParam`` (``sharded_param``, ``_module_info``, ``_unsharded_param``, ``all_gather_outputs``, ``reset_sharded_param``,
 ``_init_extensions``), ``FSDPParamGroup._init_mp_dtypes``
     A recipe changes the format of parameters that are sharded already; FSDP2 looks for such changes in its first forward pass,
     which is too late for gradient sums and optimizers, or was before. The way out: refusing models that the caller has sharded.
 ``_fsdp_orig_uid`` of a parameter that ``fully_shard`` has taken out of its module (PyTorch 2.11 leaves no such mark)
     An optimizer that was made before it steps such parameters, which never get a gradient. The way out: torch's silence.
+``torch.nn.utils.clip_grad._get_total_norm``
+    ``clip_grad_norm_`` looks the norm up there, whose sum over shards has the order of the ranks. The way out:
+    ``max_grad_norm=`` of our optimizers alone.
 ``torch.autograd.Variable._execution_engine.queue_callback``
     Replicated parameters are summed when a backward pass ends. The way out: a call after it.
 Functions of ``torch.distributed`` and ``torch.distributed.distributed_c10d``, replaced while a run is watched
@@ -207,6 +211,80 @@ def was_taken_by_fsdp(parameter: Tensor) -> bool:
     """
     is_plain = type(parameter) is torch.nn.Parameter and parameter.numel() > 0
     return hasattr(parameter, "_fsdp_orig_uid") or (is_plain and not parameter.untyped_storage().size())
+
+
+def fsdp_sum_dtype(group: Any, parameter: Tensor) -> torch.dtype | None:
+    """The dtype in which FSDP2 sums the gradients of a parameter: of its policy's ``reduce_dtype``, else as they are computed.
+
+    Returns:
+        ``None`` where it rounds them to another dtype before they would be summed, if only one rank holds the group.
+    """
+    policy, stored = group.mp_policy, parameter.dtype
+    computed = policy.param_dtype or stored
+    summed: torch.dtype = policy.reduce_dtype or computed
+    kept = _holds(stored, summed) or (_holds(stored, computed) and _holds(summed, computed))
+    return summed if kept else None
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether a floating-point dtype has all values of another."""
+    return torch.promote_types(wide, narrow) == wide
+
+
+def fsdp_keeps_gradients(group: Any) -> bool:
+    """Whether FSDP2 was told not to send, or not to all-reduce, the gradients of a group now."""
+    return not (group.reduce_grads and group.all_reduce_grads)
+
+
+def fsdp_lacks_zeros(group: Any) -> bool:
+    """Whether FSDP2 was told to send zeros for unused parameters of a group, and sends none since none was ever gathered."""
+    is_asked = getattr(group, "reduce_scatter_unused_params", False)  # PyTorch 2.13
+    return is_asked and any(not hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
+
+
+class _AnnouncedGather:
+    """What gathers a group's weights, and says so before."""
+
+    def __init__(self, comm: Any, announce: Callable[[int], None]) -> None:
+        self._comm, self._announce = comm, announce
+
+    def allocate(self, *args: Any, **options: Any) -> Any:
+        """Memory, as before."""
+        return self._comm.allocate(*args, **options)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
+        """Gather, as before."""
+        self._announce(input_tensor.numel() * input_tensor.element_size())
+        return self._comm(output_tensor, input_tensor, *args, **options)
+
+
+def announce_gathers(group: Any, announce: Callable[[int], None]) -> Callable[[], None]:
+    """Call a function before each gather of a parameter group of FSDP2, with the bytes of this rank's part.
+
+    Returns:
+        What undoes it.
+    """
+    before = group._all_gather_comm
+    group._all_gather_comm = _AnnouncedGather(before, announce)
+
+    def undo() -> None:
+        group._all_gather_comm = before
+
+    return undo
+
+
+def replace_total_norm(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+    """Replace what takes the norm in ``clip_grad_norm_``, and ``torch.nn.utils.get_total_norm``, for good.
+
+    Args:
+        wrap: makes the new function of the old one.
+    """
+    from torch.nn import utils
+    from torch.nn.utils import clip_grad
+
+    new = wrap(clip_grad._get_total_norm)
+    clip_grad._get_total_norm = new
+    utils.get_total_norm = new
 
 
 def fsdp_columns(group: Any) -> list[tuple[Any, int]]:

@@ -7,11 +7,13 @@ out as DTensors placed like their parameter, so that a checkpoint can be read by
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from narrowgauge.numerics import summation
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -90,6 +92,37 @@ def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:
         value = value.clone()
         dist.all_reduce(value, operation, group=group)
     return value
+
+
+def norm_of_all(tensors: Sequence[Tensor]) -> Tensor:
+    """:func:`~narrowgauge.numerics.summation.global_norm` of the whole of tensors some of which are DTensors.
+
+    Every rank of their meshes calls it, with the same tensors in the same order, and gets the bits of one process that holds all.
+
+    Args:
+        tensors: bfloat16, float16 or float32; at least one.
+    Returns:
+        float32, 0-d, on the device of the first one's part.
+    Cost: two reads of what this rank holds, and two small messages.
+    """
+    device = local_of(tensors[0]).device
+    parts = [(groups, [x for x in members if x.numel()]) for groups, members in by_reduction(tensors)]
+
+    def peak_of(members: Sequence[Tensor]) -> Tensor:
+        peaks = [summation.largest_magnitude(chunk) for x in members for (chunk,) in summation.flat_chunks(x)]
+        return torch.stack([torch.zeros((), dtype=torch.float32, device=device), *peaks]).amax()
+
+    def steps_of(members: Sequence[Tensor], scales: Tensor) -> Tensor:
+        steps = torch.zeros(2, dtype=torch.int64, device=device)
+        for x in members:
+            for (chunk,) in summation.flat_chunks(x):
+                steps += summation.grid_sum_of_squares(chunk, scales)
+        return steps
+
+    peak = torch.stack([add_up(peak_of(members), groups, "max") for groups, members in parts]).amax()
+    scales = summation.grid_scales(peak, max(1, sum(tensor.numel() for tensor in tensors)))
+    steps = torch.stack([add_up(steps_of(members, scales), groups, "sum") for groups, members in parts]).sum(0)
+    return summation.root(summation.from_grid(steps, scales, peak))
 
 
 def gathered(owner: Any, part: Tensor) -> Tensor:
