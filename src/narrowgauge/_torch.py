@@ -162,11 +162,13 @@ def fsdp_dtypes(model: Any) -> set[torch.dtype]:
 
 def fsdp_policies(model: Any) -> list[Any]:
     """The mixed-precision policies by which FSDP2 gathers a model: a group's, and from PyTorch 2.15 on each parameter's."""
-    found: list[Any] = []
-    for _, group in fsdp_groups(model):
-        whole = getattr(group, "mp_policy", None)
-        found += [parameter.mp_policy for parameter in group.fsdp_params] if whole is None else [whole]
-    return found
+    return [fsdp_policy(group, p) for _, group in fsdp_groups(model) for p in fsdp_parameters(group)]
+
+
+def fsdp_policy(group: Any, parameter: Tensor) -> Any:
+    """The mixed-precision policy by which FSDP2 gathers a parameter of a group: the group's, from PyTorch 2.15 on its own."""
+    whole = getattr(group, "mp_policy", None)
+    return whole or next(each.mp_policy for each in group.fsdp_params if each.sharded_param is parameter)
 
 
 def fsdp_parameters(group: Any) -> list[Tensor]:
@@ -219,7 +221,7 @@ def fsdp_sum_dtype(group: Any, parameter: Tensor) -> torch.dtype | None:
     Returns:
         ``None`` where it rounds them to another dtype before they would be summed, if only one rank holds the group.
     """
-    policy, stored = group.mp_policy, parameter.dtype
+    policy, stored = fsdp_policy(group, parameter), parameter.dtype
     computed = policy.param_dtype or stored
     summed: torch.dtype = policy.reduce_dtype or computed
     kept = _holds(stored, summed) or (_holds(stored, computed) and _holds(summed, computed))

@@ -9,14 +9,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import narrowgauge as ng
 from distributed.models import gradients_of
-from distributed.test_reduction import found, placed, step, whole
+from distributed.test_reduction import found, mesh_of, placed, step, whole
+from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.exact_sums import ExactSums
 from narrowgauge.numerics.summation import fingerprint_all
 from ranks import run_ranks
@@ -114,6 +118,63 @@ def test_the_same_bits_on_eight_ranks_two_of_which_have_nothing_to_do(tmp_path: 
     results = {**all_outcomes("reproducible", (1,), tmp_path / "one"), **all_outcomes("reproducible", (8,), tmp_path)}
     for dtype in ("float32", "bfloat16"):
         assert len({tuple(seen) for case, seen in results.items() if dtype in case}) == 1
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "bfloat16": {"param_dtype": torch.bfloat16},
+    "bfloat16, summed in float32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "summed in bfloat16": {"reduce_dtype": torch.bfloat16},
+    "float16 that returns float32": {"param_dtype": torch.float16, "output_dtype": torch.float32},
+    "inputs as they are": {"param_dtype": torch.bfloat16, "cast_forward_inputs": False},
+}
+
+
+def with_policies(rank: int, replicas: bool) -> dict[str, str]:
+    """Weights after three steps of six micro-batches, by FSDP2's mixed precision; with ``replicas`` the shards are whole."""
+    size = dist.get_world_size()
+    found = {}
+    for name, policy in POLICIES.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
+        mesh = mesh_of("shards of one" if replicas else "sharded")
+        for unit in (model[0], model[2], model):
+            fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
+        reduction = ng.reduce_gradients_with(model, "reproducible", average=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for k in range(3):
+            for leaf in range(rank, LEAVES, size):
+                x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * k + leaf))
+                x = x if policy.get("cast_forward_inputs", True) else x.bfloat16()
+                with reduction.micro_batch(is_last=leaf + size >= LEAVES):
+                    model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = fingerprint_all({key: whole(p.detach()) for key, p in model.named_parameters()})
+    return found
+
+
+def test_mixed_precision_of_fsdp_has_the_same_bits_on_one_rank_as_on_several(tmp_path: Path) -> None:
+    (expected,) = run_ranks(with_policies, 1, tmp_path / "one", False)
+    assert len(set(expected.values())) == len(POLICIES) - 1  # the last casts its inputs itself
+    for size, replicas in ((2, False), (3, False), (2, True)):
+        for result in run_ranks(with_policies, size, tmp_path / f"{size} {replicas}", replicas):
+            assert result == expected
+
+
+def rounded_before(rank: int) -> str:
+    """A policy by which gradients are rounded before they are summed, on one rank, and after it on several."""
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    fully_shard(model, mesh=mesh_of("sharded"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    with pytest.raises(RecipeError) as caught:
+        ng.reduce_gradients_with(model, "reproducible")
+    ng.reduce_gradients_with(model, "float32")
+    return str(caught.value)
+
+
+def test_mixed_precision_that_one_rank_rounds_otherwise_is_refused(tmp_path: Path) -> None:
+    for size in (1, 2):
+        for message in run_ranks(rounded_before, size, tmp_path / str(size)):
+            assert "rounds gradients to that before they are summed, on one rank" in message
 
 
 def served(rank: int, order: list[list[int]]) -> dict[str, Tensor] | None:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowgauge.distributed.addends import refuse_second
+from narrowgauge.distributed.exchanges import SAME_PARAMETERS
 from narrowgauge.errors import RecipeError
 
 _NOBODY, _MIXED = -(1 << 40), 1 << 40
@@ -28,10 +30,14 @@ class Arrivals:
     Args:
         sharded: those whose gradients are taken in as one vector of a group, in the same order on all ranks.
         group: of the ranks that sum them; ``None`` for one rank.
+
+    Attributes:
+        summed: parameters to whose sum of this step no gradient may be added.
     """
 
     def __init__(self, sharded: Sequence[Any], group: Any) -> None:
         self._sharded, self._group = list(sharded), group
+        self.summed: set[Any] = set()
         self._counts: Counter[Tensor] = Counter()
         self._used: bytes | None = None
         self._is_mixed = False
@@ -46,6 +52,7 @@ class Arrivals:
     def begin_micro_batch(self) -> None:
         """Forget what came in between."""
         self._counts.clear()
+        self.summed.clear()
 
     def end_micro_batch(self, *, is_absent: bool) -> None:
         """Note which parameters were used.
@@ -87,13 +94,16 @@ class Arrivals:
             raise RecipeError(
                 "some parameters had gradients in one micro-batch of this step and not in another, and FSDP2 leaves those "
                 "without one out of the vectors that are summed exactly.",
-                "Use the same parameters in every micro-batch, or call set_reduce_scatter_unused_params(True) on the model.",
+                SAME_PARAMETERS,
             )
 
     def discard(self) -> None:
         """Forget the step."""
         self._counts.clear()
+        self.summed.clear()
         self._used, self._is_mixed = None, False
 
     def _note(self, parameter: Tensor) -> None:
+        if parameter in self.summed:
+            refuse_second()
         self._counts[parameter] += 1

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.distributed.addends import is_filled, refuse_unsent, require_first
 from narrowgauge.distributed.exchanges import Exchange
 from narrowgauge.errors import RecipeError
 
@@ -23,10 +24,13 @@ class BucketSums:
         make: makes the exchange of a bucket.
         is_inside: whether somebody else sums the gradients of the pass that is under way: they are left as they are.
         average: whether sums are divided by the number of ranks.
+        sums_leaves: whether each pass's gradients must enter the sum by themselves.
     """
 
-    def __init__(self, make: Callable[[], Exchange], is_inside: Callable[[], bool], average: bool) -> None:
-        self._make, self._is_inside, self._average = make, is_inside, average
+    def __init__(
+        self, make: Callable[[], Exchange], is_inside: Callable[[], bool], average: bool, sums_leaves: bool
+    ) -> None:
+        self._make, self._is_inside, self._average, self._sums_leaves = make, is_inside, average, sums_leaves
         self._exchanges: dict[int, Exchange] = {}
         self._summed: set[Tensor] = set()
 
@@ -48,8 +52,15 @@ class BucketSums:
                 "a reduction was requested for a DistributedDataParallel that has a communication hook, and it cannot have two.",
                 "Wrap the model anew.",
             ) from error
-        trainable = [] if self._average else [p for p in model.parameters() if p.requires_grad]
-        return [parameter.register_hook(partial(self._check, parameter)).remove for parameter in trainable]
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        undo = []
+        if self._sums_leaves:
+            undo += [
+                parameter.register_hook(partial(self._check_leaf, model, parameter)).remove for parameter in trainable
+            ]
+        if not self._average:
+            undo += [parameter.register_hook(partial(self._check, parameter)).remove for parameter in trainable]
+        return undo
 
     def _sum(self, bucket: Any) -> torch.futures.Future[Tensor]:
         flat: Tensor = bucket.buffer()
@@ -63,10 +74,17 @@ class BucketSums:
         done.set_result(flat)
         return done
 
+    def _check_leaf(self, model: Any, parameter: Tensor, _: Tensor) -> None:
+        if self._is_inside():
+            return
+        if not model.require_backward_grad_sync:
+            refuse_unsent("no_sync() of DistributedDataParallel")
+        require_first([] if parameter.grad is None else [parameter.grad])
+
     def _check(self, parameter: Tensor, _: Tensor) -> None:
         if parameter.grad is None or self._is_inside():
             self._summed.discard(parameter)
-        elif parameter in self._summed:
+        elif parameter in self._summed and is_filled(parameter.grad):
             raise RecipeError(
                 "a backward pass was begun with gradients that have been added up over ranks, and DistributedDataParallel "
                 "would add them up again.",

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge.distributed.exchanges import Exchange, Parties, all_gather
+from narrowgauge.distributed.exchanges import SAME_PARAMETERS, Exchange, Parties, all_gather
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.exact_sums import ExactSums, sum_rows
 
@@ -93,7 +93,7 @@ class ExactExchange(Exchange):
         if self._has_begun and self._sums is not None:
             raise RecipeError(
                 f"{self._sums.numel} elements had gradients in the micro-batches before, and {rows.shape[1]} have them in this.",
-                "Use the same parameters in every micro-batch, or call set_reduce_scatter_unused_params(True) on the model.",
+                SAME_PARAMETERS,
             )
         self._sums = ExactSums(rows.shape[1], rows.device)
         return self._sums

@@ -21,6 +21,12 @@ from torch import Tensor
 from narrowgauge.distributed.ranks import has_group
 from narrowgauge.spec.reductions import Reduction
 
+SAME_PARAMETERS = (
+    "Use the same parameters in every micro-batch, times 0 where one leaves them out, or keep those that some leave out whole on "
+    "every rank: ignored_params=… of fully_shard."
+)
+"""What to do where micro-batches use other parameters of what FSDP2 shards."""
+
 
 @dataclass(frozen=True)
 class Parties:

@@ -3,26 +3,34 @@
 A step has micro-batches, of which each rank computes some. :meth:`GradientReduction.micro_batch` surrounds each backward pass;
 after the last, ``p.grad`` holds the sum over all micro-batches of all ranks. What FSDP2 shards is summed while the backward pass
 goes on, by a ``ReduceScatter`` of our own; what every rank has the whole of is summed when it has ended.
+
+An order-free reduction also holds the loop to what its promise rests on (:mod:`narrowgauge.distributed.addends`): it refuses, as
+they happen, forward passes that draw random numbers and gradients that are added up before they are sent, takes PyTorch's own
+clipping norm exactly (``clipping.py``), and lets ranks agree before they exchange what FSDP2 shards (``lockstep.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge import _torch
+from narrowgauge.distributed.addends import ForwardPasses, is_filled, refuse_unsent, require_first
 from narrowgauge.distributed.arrivals import Arrivals
+from narrowgauge.distributed.clipping import take_norms
 from narrowgauge.distributed.compression import CompressedSum
 from narrowgauge.distributed.ddp_buckets import BucketSums
 from narrowgauge.distributed.exact import ExactExchange
 from narrowgauge.distributed.exchanges import ALONE, BackendSum, Exchange, Parties, group_of, of_mesh, replicated
+from narrowgauge.distributed.lockstep import Lockstep
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.replicated import Replicated, SumAfterBackward
 from narrowgauge.distributed.sharding import GroupSum, settle
@@ -80,10 +88,11 @@ def reduce_gradients_with(
         seed: of random bits, where the reduction takes some; the same on all ranks.
         mesh: the ranks that a plain model is replicated on; all without one. A sharded model has its own.
     Returns:
-        The reduction, whose ``micro_batch`` surrounds backward passes. A backward pass outside of it is a step of its own.
+        The reduction, whose ``micro_batch`` surrounds backward passes. A backward pass outside of it is a step of its own: an
+        order-free reduction refuses a second one before the gradients are zeroed.
     Raises:
-        RecipeError: no such row, one that cannot do what was asked, a model on several meshes, or one whose gradients another
-            reduction sums.
+        RecipeError: no such row, one that cannot do what was asked, a model on several meshes, one whose gradients another
+            reduction sums, or a mixed precision of FSDP2 by which one rank would sum other values than several.
 
     Example:
         >>> import torch
@@ -103,7 +112,7 @@ def reduce_gradients_with(
             f"reduction '{name}' was requested with unsharded sums, which add micro-batches before they are exchanged.",
             "Leave the sums sharded.",
         )
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    inner = inner_of(model)
     if (reference := _installed.get(inner)) and (other := reference()) and other.is_installed:
         raise RecipeError(
             f"reduction '{name}' was requested for a model whose gradients are summed by '{other.row.name}' already.",
@@ -124,16 +133,21 @@ class _MicroBatch:
 class _GroupExchange(GroupSum):
     """The sum of one parameter group's gradients by an exchange."""
 
-    def __init__(
-        self, reduction: GradientReduction, exchange: Exchange, parameters: Callable[[], list[Tensor]]
-    ) -> None:
-        self.reduction, self.exchange, self.parameters = reduction, exchange, parameters
-        self.known = parameters()
+    def __init__(self, reduction: GradientReduction, exchange: Exchange, group: Any, number: int) -> None:
+        self.reduction, self.exchange, self.group, self.number = reduction, exchange, group, number
+        self.known = _torch.fsdp_parameters(group)
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is summed; FSDP2 asks for it before it adds to ``p.grad``."""
+        self.reduction.before_group(self.group, self.exchange.parties.shards)
+        return super().allocate(size, dtype=dtype, device=device)
 
     def sum(self, gradient: Tensor, output: Tensor, group: Any) -> None:
-        if any(now is not then for now, then in zip(self.parameters(), self.known, strict=True)):
+        if any(now is not then for now, then in zip(_torch.fsdp_parameters(self.group), self.known, strict=True)):
             self.reduction.require_known()
         now = self.reduction.now if self.reduction.now is not None else _MicroBatch()
+        if self.reduction.lockstep is not None:
+            self.reduction.lockstep.before_sum(self.number, gradient.numel())
         if now.is_absent:
             gradient.zero_()
         self.exchange.take(gradient, output, is_last=now.is_last)
@@ -160,6 +174,7 @@ class GradientReduction:
         settle(model)
         self.row, self._model = row, model
         self.now: _MicroBatch | None = None
+        self.lockstep: Lockstep | None = None
         self._sums_leaves = EXCHANGES[row.name].sums_leaves
         self._accumulator = None if self._sums_leaves else accumulator
         self._sums, self._in_step, self._is_closed = sums, False, False
@@ -184,16 +199,23 @@ class GradientReduction:
         self.size, self._group = parties.size, parties.group
         _require_whole(model, others, parties)
         whole = replicated(parties.group) if parties.size > 1 else ALONE
-        self._replicated = Replicated(others, whole, register)
-        self._lone = SumAfterBackward(self._replicated, lambda: self.now is not None, self.require_known)
+        self._replicated = Replicated(others, whole, register, self._dtypes_of_sums() if self._sums_leaves else {})
+        self._lone = SumAfterBackward(self._replicated, self._is_inside, self._check_pass)
+        self._is_lone = False
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            buckets = BucketSums(partial(register, whole), lambda: self.now is not None, average)
+            buckets = BucketSums(partial(register, whole), self._is_inside, average, self._sums_leaves)
             self._undo += buckets.install(model)
         elif others and (self.size > 1 or self._sums_leaves):
             self._undo += self._lone.install()
+            self._is_lone = True
         self._arrivals = Arrivals(self._sharded if self._sums_leaves else (), parties.group)
         if self.size > 1 or self._sums_leaves:
             self._undo += self._arrivals.install(self._trainable)
+        self._forwards = ForwardPasses(next(model.parameters()).device, self._require_sent)
+        if self._sums_leaves:
+            self._undo += self._forwards.install(inner_of(model))
+            self._keep_in_step(model, parties)
+            take_norms(_are_summed_exactly)
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -210,7 +232,8 @@ class GradientReduction:
                 contributes nothing.
         Raises:
             RecipeError: gradients of an earlier step are still there, or absence where micro-batches are summed before they
-                are exchanged.
+                are exchanged; of an order-free reduction also, on all ranks, micro-batches that use different parameters of
+                what FSDP2 shards, and gradients that FSDP2 was told to keep on their rank.
         """
         if self.now is not None:
             raise RuntimeError("micro_batch was entered within another")
@@ -266,6 +289,9 @@ class GradientReduction:
             self._accumulator.discard()
         self._in_step = False
         self._arrivals.discard()
+        self._forwards.discard()
+        if self.lockstep is not None:
+            self.lockstep.discard()
 
     def largest(self, values: Tensor) -> Tensor:
         """The elementwise maximum over the ranks whose gradients are summed; all of them call it."""
@@ -279,6 +305,14 @@ class GradientReduction:
         kept = sum(exchange.num_bytes() for exchange in self._exchanges)
         return kept / max(1, sum(local_of(p).numel() for p in self._trainable))
 
+    def sums_exactly(self, gradients: Set[int]) -> bool:
+        """Whether it sums exactly, and some of these are its gradients.
+
+        Args:
+            gradients: their ``id``.
+        """
+        return self._sums_leaves and self.is_installed and any(id(p.grad) in gradients for p in self._trainable)
+
     @property
     def is_installed(self) -> bool:
         """Whether it takes part in backward passes: not once it was closed, and not where one process has nothing to sum."""
@@ -290,6 +324,52 @@ class GradientReduction:
             undo()
         self._undo.clear()
         self._is_closed = True
+
+    def before_group(self, group: Any, shards: int) -> None:
+        """Look at a group of FSDP2 whose gradients are about to be summed, and added to ``p.grad``.
+
+        Args:
+            group: of :func:`narrowgauge._torch.fsdp_groups`.
+            shards: into which it is cut.
+        Raises:
+            RecipeError: the sum would not be sent.
+        """
+        if self._sums_leaves:
+            self._require_sent()
+        if self._is_inside():
+            return
+        for parameter in _torch.fsdp_parameters(group):
+            self._arrivals.summed.discard(parameter)
+            if parameter.grad is None:
+                continue
+            # FSDP2 differentiates another tensor, on which the hooks of the parameter are not called.
+            if shards == 1 and self._is_lone:
+                self._lone.set_aside(parameter)
+            elif self._sums_leaves and is_filled(parameter.grad):
+                self._arrivals.summed.add(parameter)
+
+    @contextlib.contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Surround a forward pass that calls no module of the model's, such as a compiled loss; modules are watched anyway.
+
+        Raises:
+            RecipeError: it drew random numbers, and the reduction is order-free.
+        """
+        with self._forwards.watched() if self._sums_leaves else contextlib.nullcontext():
+            yield
+
+    def _is_inside(self) -> bool:
+        return self.now is not None
+
+    def _check_pass(self, before: Iterable[Tensor]) -> None:
+        """Refuse the sum of a backward pass that nothing surrounds, where there must be none."""
+        self.require_known()
+        if self._sums_leaves:
+            require_first(before)
+
+    def _require_sent(self) -> None:
+        if any(_torch.fsdp_keeps_gradients(group) for _, group in self._fsdp):
+            refuse_unsent("set_requires_gradient_sync(False), or set_requires_all_reduce(False), of FSDP2")
 
     def _begin(self, is_absent: bool) -> None:
         if is_absent and self._sums == "unsharded" and self._fsdp:
@@ -306,6 +386,10 @@ class GradientReduction:
             self.require_known()
         self._in_step = True
         self._arrivals.begin_micro_batch()
+        for module, group in self._fsdp if self._sums_leaves else ():
+            if _torch.fsdp_lacks_zeros(group):
+                module.unshard()
+                module.reshard()
 
     def require_known(self) -> None:
         """Refuse gradients that nobody sums, or that are summed as another parameter's: replicas would drift apart.
@@ -350,6 +434,10 @@ class GradientReduction:
 
     def _take_in(self, now: _MicroBatch, kept: dict[Tensor, Tensor | None]) -> None:
         """Add the gradients of a micro-batch; after the last put in the sums."""
+        if self._sums_leaves:
+            self._require_sent()
+        if self.lockstep is not None:
+            self.lockstep.end(is_last=now.is_last)
         whole = set(self._replicated.parameters)
         if any(p.grad is None and (p in whole or not now.is_last) for p in self._arrivals):
             raise RecipeError(
@@ -380,7 +468,7 @@ class GradientReduction:
         """Give FSDP2's parameter groups their exchanges; the ids of what is sharded, and the ranks."""
         found: set[int] = set()
         ranks: dict[tuple[int, ...], Parties] = {}
-        for module, group in self._fsdp:
+        for number, (module, group) in enumerate(self._fsdp):
             where = _torch.fsdp_mesh(group)
             if where.shard_dim is None or where.mesh.ndim != (1 if where.replicate_dim is None else 2):
                 raise RecipeError(
@@ -389,7 +477,7 @@ class GradientReduction:
                 )
             parties = of_mesh(where.mesh, where.shard_dim, where.replicate_dim)
             ranks[tuple(dist.get_process_group_ranks(parties.group))] = parties
-            comm = _GroupExchange(self, register(parties), partial(_torch.fsdp_parameters, group))
+            comm = _GroupExchange(self, register(parties), group, number)
             alone = group_of([all_ranks().rank]) if parties.replicas > 1 else None
             self._undo.append(_torch.take_over_sums(module, group, comm, alone))
             if parties.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated
@@ -397,6 +485,53 @@ class GradientReduction:
         if len(ranks) > 1:
             raise RecipeError(f"a model is sharded over {len(ranks)} meshes of other ranks.", "Shard it over one.")
         return found, next(iter(ranks.values()), None)
+
+    def _dtypes_of_sums(self) -> dict[Tensor, torch.dtype]:
+        """The dtypes in which FSDP2's mixed precision sums gradients, the same for a group on one rank as on several.
+
+        Raises:
+            RecipeError: one rank would sum other values.
+        """
+        dtypes: dict[Tensor, torch.dtype] = {}
+        for module, group in self._fsdp:
+            for parameter in _torch.fsdp_parameters(group):
+                dtype = _torch.fsdp_sum_dtype(group, parameter)
+                if dtype is None:
+                    raise RecipeError(
+                        f"{_torch.fsdp_policy(group, parameter)} was given for {type(module).__name__}, whose parameters are {parameter.dtype}: FSDP2 "
+                        "rounds gradients to that before they are summed, on one rank, and after it on several.",
+                        "Take a param_dtype and a reduce_dtype that the parameters' own dtype holds.",
+                    )
+                dtypes[parameter] = dtype
+        return dtypes
+
+    def _keep_in_step(self, model: nn.Module, parties: Parties) -> None:
+        """Let ranks agree before they gather or sum what FSDP2 shards."""
+        if parties.shards == 1:
+            return
+        names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+        self.lockstep = lockstep = Lockstep(
+            parties,
+            self._fsdp[0][1].device.type,
+            {number: names[id(module)] for number, (module, _) in enumerate(self._fsdp)},
+            self._is_inside,
+            lambda: self._forwards.is_under_way,
+        )
+        for number, (_, group) in enumerate(self._fsdp):
+            self._undo.append(_torch.announce_gathers(group, partial(lockstep.before_gather, number)))
+
+
+def inner_of(model: nn.Module) -> nn.Module:
+    """The model that DistributedDataParallel wraps, or the model."""
+    inner: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return inner
+
+
+def _are_summed_exactly(gradients: Iterable[Tensor]) -> bool:
+    """Whether some are gradients of a model with an order-free reduction."""
+    asked = {id(gradient) for gradient in gradients}
+    reductions = [reduction for reference in _installed.values() if (reduction := reference()) is not None]
+    return any(reduction.sums_exactly(asked) for reduction in reductions)
 
 
 def _require_whole(model: nn.Module, others: Sequence[Tensor], parties: Parties) -> None:

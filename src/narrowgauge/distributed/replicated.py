@@ -6,7 +6,7 @@ parameter in the model's order, whether it has a gradient or not, so that it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,12 +24,17 @@ BUCKET_BYTES = 32 << 20
 """What is copied and summed at a time: large enough that latency does not count, small beside a model."""
 
 
-def in_buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Parameters of one dtype and device each, in order, of at most :data:`BUCKET_BYTES` unless one alone is larger."""
+def in_buckets(parameters: Iterable[Tensor], dtypes: Mapping[Tensor, torch.dtype]) -> list[list[Tensor]]:
+    """Parameters whose gradients are summed in one dtype on one device, in order, of at most :data:`BUCKET_BYTES` of parameters.
+
+    Args:
+        parameters: one alone may be larger.
+        dtypes: as for :class:`Replicated`.
+    """
     buckets: list[list[Tensor]] = []
     kinds: dict[Any, tuple[list[Tensor], int]] = {}
     for parameter in parameters:
-        kind = (parameter.dtype, parameter.device)
+        kind = (dtypes.get(parameter, parameter.dtype), parameter.device)
         size = local_of(parameter).numel() * parameter.element_size()
         bucket, filled = kinds.get(kind, ([], BUCKET_BYTES))
         if filled + size > BUCKET_BYTES:
@@ -47,11 +52,18 @@ class Replicated:
         parameters: those that every rank has the whole of, in the same order on all.
         parties: the ranks.
         make: makes the exchange of a bucket.
+        dtypes: those in which gradients are summed, where it is not their parameter's.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], parties: Parties, make: Callable[[Parties], Exchange]) -> None:
-        self.parameters, self.parties = list(parameters), parties
-        self.buckets = [(bucket, make(parties)) for bucket in in_buckets(parameters)]
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        parties: Parties,
+        make: Callable[[Parties], Exchange],
+        dtypes: Mapping[Tensor, torch.dtype],
+    ) -> None:
+        self.parameters, self.parties, self._dtypes = list(parameters), parties, dtypes
+        self.buckets = [(bucket, make(parties)) for bucket in in_buckets(parameters, dtypes)]
         self._used = torch.zeros(len(self.parameters), dtype=torch.uint8)
 
     @torch.no_grad()
@@ -93,7 +105,8 @@ class Replicated:
 
     def _add_bucket(self, bucket: Sequence[Tensor], exchange: Exchange, is_absent: bool, is_last: bool) -> Tensor:
         sizes = [local_of(p).numel() for p in bucket]
-        flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
+        dtype = self._dtypes.get(bucket[0], bucket[0].dtype)
+        flat = torch.empty(sum(sizes), dtype=dtype, device=bucket[0].device)
         for parameter, part in zip(bucket, flat.split(sizes), strict=True):
             if is_absent or parameter.grad is None:
                 part.zero_()
@@ -131,10 +144,12 @@ class SumAfterBackward:
     Args:
         replicated: the parameters, and their sum.
         is_inside: whether somebody else sums the gradients of the pass that is under way.
-        check: called before a sum; raises where there must be none.
+        check: called before a sum with what its gradients would be added to; raises where there must be no sum.
     """
 
-    def __init__(self, replicated: Replicated, is_inside: Callable[[], bool], check: Callable[[], None]) -> None:
+    def __init__(
+        self, replicated: Replicated, is_inside: Callable[[], bool], check: Callable[[Iterable[Tensor]], None]
+    ) -> None:
         self._replicated, self._is_inside, self._check = replicated, is_inside, check
         self._passes: dict[int, _Pass] = {}
 
@@ -142,7 +157,7 @@ class SumAfterBackward:
         """Attach to the parameters; returns what detaches."""
         undo: list[Callable[[], None]] = []
         for parameter in self._replicated.parameters:
-            undo.append(parameter.register_hook(partial(self._set_aside, parameter)).remove)
+            undo.append(parameter.register_hook(partial(self.set_aside, parameter)).remove)
             undo.append(parameter.register_post_accumulate_grad_hook(self._note).remove)
         return undo
 
@@ -150,7 +165,8 @@ class SumAfterBackward:
         """Forget passes that have failed."""
         self._passes.clear()
 
-    def _set_aside(self, parameter: Tensor, _: Tensor) -> None:
+    def set_aside(self, parameter: Tensor, _: Tensor | None = None) -> None:
+        """Keep the gradient from before the pass that is under way, which is about to compute another."""
         if not self._is_inside() and parameter.grad is not None:
             this = self._passes.setdefault(_torch.current_backward(), _Pass())
             this.before[parameter] = parameter.grad
@@ -168,7 +184,7 @@ class SumAfterBackward:
     @torch.no_grad()
     def _sum(self, number: int) -> None:
         this = self._passes.pop(number)
-        self._check()
+        self._check(this.before[p] for p in this.arrived if p in this.before)
         for parameter in self._replicated.parameters:
             if parameter.grad is not None and parameter not in this.arrived:
                 this.before[parameter] = parameter.grad

@@ -155,7 +155,8 @@ def losses(session: Session) -> Iterator[torch.Tensor]:
         first = turn.leaf * config.micro_batch_size
         if linears is not None:
             linears.set_first_sequence(first)
-        with session.prints.micro_batch(tokens, first, is_absent=turn.is_absent):
+        forward = session.reduction.forward_pass() if session.reduction is not None else nullcontext()
+        with session.prints.micro_batch(tokens, first, is_absent=turn.is_absent), forward:
             loss = session.loss(tokens)
         yield loss / config.tokens_per_step
 
