@@ -34,7 +34,7 @@ from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, 
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.numerics.summation import flat_chunks
-from narrowgauge.optim.compilation import Definition, compiled, normal_words
+from narrowgauge.optim.compilation import Definition, compiled, edge_words, normal_words
 from narrowgauge.optim.stores import as_words
 from narrowgauge.optim.validation import gradient_of
 from narrowgauge.spec.accumulations import ACCUMULATIONS, Accumulation, naive_limit
@@ -106,12 +106,15 @@ def in_words(addition: Addition) -> Callable[..., Tensor]:
 
 def _definition(addition: Addition, count: int, seed: Tensor) -> Definition:
     lengths: list[tuple[int, ...]] = [*[(0,)] * count, (), *[(0,)] * (count - 1)]
+
     # No tensor twice: the compiler would take it for one argument.
-    example = [
-        normal_words(torch.bfloat16, (1 << 10,), seed.device, k) if own else torch.full_like(seed, 0x2545F491)
-        for k, own in enumerate(lengths)
-    ]
-    return Definition(in_words(addition), example, lengths)
+    def drawn(draw: Callable[..., Tensor]) -> list[Tensor]:
+        return [
+            draw(torch.bfloat16, (1 << 10,), seed.device, k) if own else torch.full_like(seed, 0x2545F491)
+            for k, own in enumerate(lengths)
+        ]
+
+    return Definition(in_words(addition), drawn(normal_words), lengths, edges=lambda: drawn(edge_words))
 
 
 def nearest(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

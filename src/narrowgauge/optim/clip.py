@@ -14,6 +14,7 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import summation
+from narrowgauge.numerics.edge_values import edge_values
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import add_up, by_reduction, local_of
 from narrowgauge.optim.compilation import Definition, compiled, normal_words
@@ -122,7 +123,16 @@ def _definition(measure: Callable[..., Tensor], values: Tensor) -> Definition:
     kind = torch.bfloat16 if values.dtype is torch.int32 else torch.float32
     words = normal_words(kind, (1 << 10,), values.device)
     largest = torch.full((), 8.0, dtype=torch.float32, device=values.device)
-    return Definition(measure, [words.view(values.dtype), summation.grid_scales(largest, 1 << 11)], [(0,), ()])
+
+    def edges() -> list[Tensor]:
+        # An infinity or NaN has no place on a grid: where there is one, nobody reads the sums.
+        drawn = edge_values(kind, (1 << 11,), finite=True).to(values.device)
+        scales = summation.grid_scales(drawn.abs().amax().float(), 1 << 11)
+        return [drawn.view(values.dtype), scales]
+
+    return Definition(
+        measure, [words.view(values.dtype), summation.grid_scales(largest, 1 << 11)], [(0,), ()], edges=edges
+    )
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

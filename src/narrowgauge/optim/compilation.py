@@ -3,6 +3,10 @@
 A kernel is compiled ahead of time, once per (definition, torch release, processor, number of threads). A package of it in
 the user's cache folder is loaded by any later process in milliseconds. The name of the package is a hash of all that it
 depends on, the source of the arithmetic included, so an edited definition never runs an old kernel.
+
+A kernel is *proved* before it gets its place there: it must leave the bits of its definition, on values that occur and on
+edge values. Where it does not, whatever release of PyTorch or of the C++ compiler made it, the definition itself runs, and
+the cache remembers that.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -23,7 +27,8 @@ import narrowgauge
 from narrowgauge._compiler import compile_ahead, load_ahead, machine_key
 from narrowgauge.caching import cache_folder
 from narrowgauge.lifetimes import start_tied
-from narrowgauge.optim.kernel_cache import add_package, alone, discard, find_package, marked
+from narrowgauge.numerics.edge_values import edge_values, same_numbers
+from narrowgauge.optim.kernel_cache import add_package, alone, discard, find_package, is_refuted, marked, refute
 from narrowgauge.spec.compiler import compiler_missing
 
 Compiled = Callable[[list[Tensor]], list[Tensor]]
@@ -74,12 +79,14 @@ class Definition:
         example: arguments to compile with, and to compare the loaded function with the definition on: values that occur.
         lengths: which arguments share a dynamic length, see :func:`narrowgauge._compiler.compile_ahead`.
         one_loop: whether it is to be one loop, see there.
+        edges: makes more arguments to prove a new kernel on: zeros, subnormals, ties, the largest, infinities, NaN.
     """
 
     function: Callable[..., Tensor]
     example: Sequence[Tensor]
     lengths: Sequence[tuple[int | None, ...]]
     one_loop: bool = True
+    edges: Callable[[], Sequence[Tensor]] | None = None
 
 
 _KERNELS: dict[tuple[str, int, str], Compiled | None] = {}
@@ -123,28 +130,47 @@ def normal_words(dtype: torch.dtype, shape: Sequence[int], device: torch.device,
     return values.to(dtype).view(torch.int32).to(device)
 
 
-def agrees(run: Compiled, function: Callable[..., Tensor], example: Sequence[Tensor]) -> bool:
-    """Whether a loaded function does what its definition does: writes the same bits, and returns the same sums.
+def edge_words(dtype: torch.dtype, shape: Sequence[int], device: torch.device, seed: int = 0) -> Tensor:
+    """:func:`normal_words` of edge values, finite ones on a GPU, whose NaNs nobody promises."""
+    size = 4 // dtype.itemsize
+    finite = device.type != "cpu"
+    return edge_values(dtype, (*shape[:-1], shape[-1] * size), seed=seed, finite=finite).view(torch.int32).to(device)
 
-    A package may be damaged, or have been made by a compiler with a fault. Sums of floats may differ by their order.
 
-    Cost: one call of each, on the few words of the example.
+def agrees(run: Compiled, function: Callable[..., Tensor], arguments: Sequence[Tensor], *, sums: bool = True) -> bool:
+    """Whether a compiled function does what its definition does: writes the same bits, and returns the same result.
+
+    A package may be damaged, or have been made by a compiler with a fault. Which NaN it is that two NaNs make depends on
+    their order, and the last digits of a sum of floats on that of its terms: neither is compared.
+
+    Args:
+        run, function: the two.
+        arguments: what to call them with; it is left as it was.
+        sums: whether to compare sums of floats, which mean nothing where terms overflow or cancel.
+
+    Cost: one call of each, on the few words of the arguments.
     """
-    mine, theirs = ([argument.clone() for argument in example] for _ in range(2))
+    mine, theirs = ([argument.clone() for argument in arguments] for _ in range(2))
     wanted = function(*mine)
     (found,) = run(list(theirs))
-    if any(not _same_bits(one, other) for one, other in zip(mine, theirs, strict=True)):
+    if not all(map(same_numbers, mine, theirs)):
         return False
     if found.dtype is not wanted.dtype or found.shape != wanted.shape:
         return False
     if not wanted.is_floating_point():
         return torch.equal(found, wanted)
     largest = float(wanted.abs().nan_to_num(posinf=0.0).amax()) if wanted.numel() else 0.0
-    return torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * largest, equal_nan=True)
+    return not sums or torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * largest, equal_nan=True)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (one, other)))
+def is_proved(run: Compiled, definition: Definition) -> bool:
+    """Whether a new kernel :func:`agrees` with its definition, on the example and on edge values.
+
+    Cost: 1 to 20 ms, once for each kernel of a machine.
+    """
+    if not agrees(run, definition.function, definition.example):
+        return False
+    return definition.edges is None or agrees(run, definition.function, definition.edges(), sums=False)
 
 
 @contextlib.contextmanager
@@ -188,29 +214,30 @@ def compile_elsewhere(name: str, device: torch.device, define: Callable[[], Defi
 
 
 def _load_or_compile(name: str, definition: Definition) -> Compiled | None:
-    function, example = definition.function, tuple(definition.example)
-    key = kernel_key(name, example)
+    key = kernel_key(name, definition.example)
     if key in _ELSEWHERE:
         _ELSEWHERE.pop(key).wait()
-    run, is_right = None, partial(agrees, function=function, example=example)
+    run: Compiled | None = None
     try:
-        run = _load(key, is_right)
+        run = _load(key, definition)
         if run is None and (missing := compiler_missing()):
             _warn_once(missing)
         elif run is None:
             with alone(key) as made:
-                run = _load(key, is_right)  # another process may have been quicker
-                if run is None:
+                run = _load(key, definition)  # another process may have been quicker
+                if run is None and not is_refuted(key):
                     while announce:
                         announce.pop()(ANNOUNCEMENT)
                     with _float32_by_default():
-                        compile_ahead(function, example, definition.lengths, made, definition.one_loop)
-                    with marked(path := add_package(key, made)):
-                        run = load_ahead(path)
-                        if not is_right(run):
-                            discard(path)
-                            run = None
-                            _warn_once("the compiler of this machine makes a kernel that does not match its definition")
+                        compile_ahead(
+                            definition.function, definition.example, definition.lengths, made, definition.one_loop
+                        )
+                    run = _prove(key, definition, made)
+            if run is None:
+                _warn_once(
+                    f"PyTorch {torch.__version__} and this machine's C++ compiler make a kernel that does not match its "
+                    f"definition (remembered in {cache_folder() / 'kernels'}: remove it after an update of either)"
+                )
     except (RuntimeError, OSError) as error:
         # A broken compiler or a full disk must not stop a training run: the definition itself still runs.
         reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
@@ -218,7 +245,17 @@ def _load_or_compile(name: str, definition: Definition) -> Compiled | None:
     return run
 
 
-def _load(key: str, is_right: Callable[[Compiled], bool]) -> Compiled | None:
+def _prove(key: str, definition: Definition, made: Path) -> Compiled | None:
+    """The kernel of a new package, which gets its place in the cache; ``None``, also for later processes, where it is wrong."""
+    run = load_ahead(made)
+    if is_proved(run, definition):
+        add_package(key, made)
+        return run
+    refute(key)
+    return None
+
+
+def _load(key: str, definition: Definition) -> Compiled | None:
     """The kernel of a package on the disk; ``None`` where there is none that can be loaded and is right."""
     path = find_package(key)
     if path is None:
@@ -226,7 +263,8 @@ def _load(key: str, is_right: Callable[[Compiled], bool]) -> Compiled | None:
     try:
         with marked(path):
             run = load_ahead(path)
-            if is_right(run):
+            # It was proved when it was made, and here the libraries may be others: the example shows whether it works.
+            if agrees(run, definition.function, definition.example):
                 return run
     except RuntimeError:  # from a machine with other libraries
         pass

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from narrowgauge._compiler import is_aligned
 from narrowgauge.numerics import summation
+from narrowgauge.numerics.edge_values import with_nan
 from narrowgauge.numerics.update_metrics import update_terms
 from narrowgauge.optim import encoding, packing
-from narrowgauge.optim.compilation import Compiled, Definition, compile_elsewhere, compiled, normal_words
+from narrowgauge.optim.compilation import Compiled, Definition, compile_elsewhere, compiled, edge_words, normal_words
 from narrowgauge.optim.rules.elementwise import RULES, Rule, rule_source
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.optim.update import Advance, Lane, advance_by, write_decided
@@ -28,6 +29,7 @@ from narrowgauge.spec.storages import Storage
 
 Step = Callable[..., Tensor]
 Summarize = Callable[[Sequence[Tensor]], Tensor]
+Draw = Callable[[torch.dtype, Sequence[int], torch.device, int], Tensor]
 CONTROL = ("gradient_scale", "skip")
 """The scalars that every step takes before the rule's own: what gradients are multiplied by, and 1 to change nothing."""
 
@@ -124,7 +126,12 @@ def peaks_of_parts(words: Sequence[Tensor], *, compile: bool) -> Tensor:
         run = compiled(
             "row peaks",
             device,
-            lambda: Definition(row_peaks, [normal_words(torch.bfloat16, (4, 1 << 8), device)], [(0, 1)]),
+            lambda: Definition(
+                row_peaks,
+                [normal_words(torch.bfloat16, (4, 1 << 8), device)],
+                [(0, 1)],
+                edges=lambda: [edge_words(torch.bfloat16, (4, 1 << 8), device)],
+            ),
         )
     rows = max(1, summation.CHUNK // max(1, words[0].shape[1]))
     return torch.cat([p for part in words for p in ([run([part])[0]] if run else map(row_peaks, part.split(rows)))])
@@ -267,18 +274,31 @@ class StepKernel:
         # On a CPU the host knows whether a step is skipped: choosing in each word would be an eighth of the instructions.
         choose = always_new if device.type == "cpu" else torch.where
         step = self._definition(total_sums if audited else None, choose)
-        return Definition(step, example, lengths, self.one_loop)
+        return Definition(step, example, lengths, self.one_loop, lambda: self._edges(device))
 
-    def _example(self, device: torch.device) -> list[Tensor]:
-        """Arguments of a step such as occur: normal weights and gradients, and the states that one step leaves."""
+    def _edges(self, device: torch.device) -> list[Tensor]:
+        """Edge values of weights and gradients, and the states that a step of such gradients leaves."""
+        arguments, dtype = self._example(device, edge_words, 0.5, 0.5), getattr(torch, self.storage.visible)
+        if device.type == "cpu":
+            for k in range(self.parts, 2 * self.parts):
+                arguments[k] = with_nan(arguments[k].view(dtype)).view(torch.int32)
+        return arguments
+
+    def _example(
+        self, device: torch.device, draw: Draw = normal_words, lowest: float = 0.1, highest: float = 0.9
+    ) -> list[Tensor]:
+        """Arguments of a step such as occur: weights and gradients that are drawn, and the states that one step leaves.
+
+        The rule's scalars lie between ``lowest`` and ``highest``; where all are a half, results are exact and tie.
+        """
         storage, visible = self.storage, getattr(torch, self.storage.visible)
         shape = (4, 1 << 8) if packing.by_rows(storage) else (1 << 10,)
         count = sum(packing.num_tensors(storage, plane.bits) for plane in packing.planes(storage))
-        drawn = [normal_words(visible, shape, device, seed) for seed in range(3 * self.parts)]
+        drawn = [draw(visible, shape, device, seed) for seed in range(3 * self.parts)]
         weight, first, then = (drawn[k * self.parts : (k + 1) * self.parts] for k in range(3))
         states = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(count)]
         scales = [torch.ones(shape[0], 1, dtype=torch.float32, device=device) for _ in range(num_scales(storage))]
-        rates = torch.linspace(0.1, 0.9, len(self.rule.scalars), dtype=torch.float32, device=device)
+        rates = torch.linspace(lowest, highest, len(self.rule.scalars), dtype=torch.float32, device=device)
         values = torch.cat([torch.tensor([1.0, 0.0], dtype=torch.float32, device=device), rates])
         seed = torch.full((), 0x2545F491, dtype=torch.int32, device=device)
         self._plain(*Work([*weight, *first, *states], scales).arguments(self.parts, values, seed))

@@ -4,6 +4,9 @@ A package is native code. So the folder belongs to one user, and only what that 
 change, is loaded. Its name ends with a digest of its bytes: name and bytes appear together in one rename, and bytes that
 were damaged since, or never reached the disk, no longer match. While a package is being loaded, its process holds a lock
 on a *mark* file. A mark without a lock means that a process died while loading, and the package is compiled again.
+
+Whatever lies here under its name was proved to do what its definition does. A kernel that was compiled and does something
+else leaves an empty file, ``KEY.refuted``, so that no other process compiles it to find the same.
 """
 
 from __future__ import annotations
@@ -72,6 +75,16 @@ def add_package(key: str, made: Path) -> Path:
     if sys.platform != "win32":
         _sync(made.parent, os.O_RDONLY)
     return path
+
+
+def refute(key: str) -> None:
+    """Remember that what the compiler makes of a key is wrong."""
+    (packages_folder() / f"{key}.refuted").touch(mode=0o600)
+
+
+def is_refuted(key: str) -> bool:
+    """Whether a process found that what the compiler makes of a key is wrong."""
+    return (packages_folder() / f"{key}.refuted").exists()
 
 
 def discard(path: Path) -> None:

@@ -1,0 +1,87 @@
+"""Values on which two computations of one definition part first, if they part at all: what compiled code is proved on.
+
+A compiler that flushes subnormals, drops a rounding, fuses a multiplication with an addition, divides approximately or
+reorders a comparison changes nothing or the last bit of most values. It shows at zeros of both signs, subnormals, ties
+between two values of a format, the ends of its range, infinities and NaN, and on values of every magnitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_QUIET = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00, torch.float32: 0x7FC00000}
+_TIES = (
+    1.0,
+    1.5,
+    3.0,
+    *(1 + 2.0**-bits for bits in (1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 16, 23)),
+    448.0,
+    57344.0,
+    65504.0,
+)
+"""Between two values of a narrower format, or the largest of one."""
+
+
+def edge_values(
+    dtype: torch.dtype, shape: Sequence[int], *, seed: int = 0, device: torch.device | str = "cpu", finite: bool = False
+) -> Tensor:
+    """A third edge values of both signs, a third values of every magnitude, a third normal ones; no NaN.
+
+    Args:
+        dtype: a floating-point format.
+        shape: of the result.
+        seed: which of them.
+        device: where they go.
+        finite: leave infinities out.
+    """
+    generator, info = torch.Generator().manual_seed(seed), torch.finfo(dtype)
+    tiny, eps = info.tiny, info.eps
+    ends = [0.0, tiny * eps, tiny * eps * 3, tiny * (1 - eps), tiny, tiny * 2, 1 - eps / 2, info.max, info.max / 2]
+    listed = torch.tensor([*ends, *_TIES, *([] if finite else [float("inf")])], dtype=torch.float64)
+    listed = torch.cat([listed, -listed]).clamp(*((info.min, info.max) if finite else (None, float("inf"))))
+    edges = listed[torch.randint(len(listed), shape, generator=generator)]
+    normal = torch.randn(shape, dtype=torch.float64, generator=generator)
+    low, high = (torch.tensor(end, dtype=torch.float64).log2().floor() for end in (tiny * eps, info.max))
+    exponents = torch.randint(int(low), int(high), shape, generator=generator)
+    kinds = torch.randint(3, shape, generator=generator)
+    spread = torch.ldexp(1 + torch.rand(shape, dtype=torch.float64, generator=generator), exponents) * normal.sign()
+    chosen = torch.where(kinds == 0, edges, torch.where(kinds == 1, spread, normal))
+    return chosen.float().to(dtype).to(device)
+
+
+def with_nan(values: Tensor) -> Tensor:
+    """A copy of 16- or 32-bit floats in which every seventeenth is NaN: the quiet one that arithmetic makes here.
+
+    x86's has a sign; where it met one of the other sign, their order would decide which of the two results.
+    """
+    endless = torch.full((), float("inf"), dtype=torch.float32, device=values.device)
+    sign = bool((endless - endless).view(torch.int32) < 0)
+    width = 8 * values.dtype.itemsize
+    bits = _QUIET[values.dtype] - (1 << (width - 1) if sign else 0)
+    place = torch.arange(values.numel(), device=values.device).view(values.shape)
+    integers = values.view(_BITS[values.dtype.itemsize])
+    return torch.where(place % 17 == 16, bits, integers).to(integers.dtype).view(values.dtype)
+
+
+def same_numbers(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bits, any NaN being as good as another.
+
+    Int32 words are taken for what kernels read them as: a float32, two 16-bit floats, or other bits.
+    """
+    if one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    if one.dtype is not torch.int32:
+        return bool(_alike(one, other).all())
+    words = [x.reshape(-1) for x in (one, other)]
+    pairs = _alike(*(word.view(torch.bfloat16) for word in words)).view(-1, 2).all(1)
+    return bool((_alike(*(word.view(torch.float32) for word in words)) | pairs).all())
+
+
+def _alike(one: Tensor, other: Tensor) -> Tensor:
+    bits = [x.view(_BITS[x.dtype.itemsize]) for x in (one, other)]
+    same = bits[0] == bits[1]
+    return same | (one.isnan() & other.isnan()) if one.is_floating_point() else same
