@@ -27,7 +27,8 @@ Option names of ``torch._inductor.config``
     What Inductor writes for an operation on vectors, and the graph it writes from: shifts and casts become single
     instructions. The way out: what it writes by itself, a third slower with AVX2.
 
-A release that renames one of these fails here, with a plain ImportError or AttributeError, and nowhere else.
+Where a release has renamed one of these, its way out is taken, or the kernel's definition runs uncompiled with one warning
+that names what is missing. Whatever was compiled, it is compared with its definition before it is used.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import platform
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -138,12 +139,14 @@ def compile_ahead(
         path: where the package goes.
         one_loop: write no intermediate to memory. The compiler goes over an expression once for each path through it, so
             deep ones with many reused values take it hours; those are cut into loops, for arguments that fit the cache.
+    Raises:
+        RuntimeError: it cannot be compiled here, or this release has renamed what compiles it.
     """
     device = example[0].device.type
     dims = {k: torch.export.Dim(f"n{k}", min=2, max=1 << 40) for own in lengths for k in own if k is not None}
     shapes = tuple({dim: dims[k] for dim, k in enumerate(own) if k is not None} or None for own in lengths)
-    options = (_ONE_LOOP if one_loop else {}) if device == "cpu" else _AS_EAGER
-    with quiet(), _for_level(), _few_instructions():
+    options = known_options((_ONE_LOOP if one_loop else {}) if device == "cpu" else _AS_EAGER)
+    with quiet(), _names_kept(), _for_level(), _few_instructions():
         program = torch.export.export(_Module(function), tuple(example), dynamic_shapes=(shapes,))
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
@@ -155,8 +158,11 @@ def load_ahead(path: Path) -> Loaded:
     """The function in a package: takes a list of tensors (and empties it), returns the list of results.
 
     A tensor that it writes to is given twice, as what is read and as where to write; see :func:`on_aligned`.
+
+    Raises:
+        RuntimeError: the package cannot be loaded here, or this release has renamed what loads it.
     """
-    with quiet(), _for_level():
+    with quiet(), _names_kept(), _for_level():
         run: Loaded = torch._inductor.aoti_load_package(str(path)).loader.boxed_run
     return on_aligned(run)
 
@@ -207,6 +213,32 @@ def on_aligned(run: Loaded) -> Loaded:
     return call
 
 
+@contextlib.contextmanager
+def _names_kept() -> Iterator[None]:
+    """Say what is missing where this release of PyTorch has renamed what we use of its compiler.
+
+    Raises:
+        RuntimeError: it has; the caller goes on without the compiler.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"PyTorch {torch.__version__} lacks what narrowgauge uses of its compiler: {error}"
+        ) from error
+
+
+def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options of Inductor that this release has; it refuses to compile with any other."""
+    from torch._inductor import config
+
+    def is_known(name: str) -> bool:
+        folder, _, option = name.rpartition(".")
+        return hasattr(getattr(config, folder, None) if folder else config, option)
+
+    return {name: value for name, value in options.items() if is_known(name)}
+
+
 def compile_any_shape(function: FunctionType, name: str) -> Callable[..., Any]:
     """``torch.compile`` of a function for tensors of any shape, apart from what else was compiled of the same lines.
 
@@ -222,7 +254,7 @@ def compile_any_shape(function: FunctionType, name: str) -> Callable[..., Any]:
         function.__closure__,
     )
     remove_torn_files()
-    options = _AS_EAGER if torch.cuda.is_available() else _TRUST_COMPILER
+    options = known_options(_AS_EAGER if torch.cuda.is_available() else _TRUST_COMPILER)
     return torch.compile(own, fullgraph=True, dynamic=True, options=options)
 
 

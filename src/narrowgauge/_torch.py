@@ -52,8 +52,11 @@ A release that renames one of these fails here, with a plain ImportError or Attr
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -63,6 +66,17 @@ import torch
 from torch import Tensor
 
 from narrowgauge._compiler import quiet
+from narrowgauge.spec.frameworks import untested_torch
+
+
+def _warn_of_release() -> None:
+    """Once for a run: by its first rank, and not by what a process starts to load data or compile."""
+    told = untested_torch(torch.__version__)
+    if told and os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
+        warnings.warn(told, stacklevel=2)
+
+
+_warn_of_release()
 
 
 def autograd_node() -> Any:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy
@@ -14,6 +15,7 @@ import torch
 from click.testing import CliRunner
 
 import narrowgauge
+from narrowgauge import _torch
 from narrowgauge.cli import environment
 from narrowgauge.cli.main import main
 from narrowgauge.spec.processor import pretending
@@ -116,7 +118,7 @@ def test_native_formats_are_those_that_the_processor_multiplies() -> None:
 def test_the_command_prints_a_paste_and_json() -> None:
     text = CliRunner().invoke(main, ["show", "environment"])
     assert text.exit_code == 0 and narrowgauge.__version__ in text.stdout
-    assert lines_of(text.stdout)["torch"].strip() == torch.__version__
+    assert lines_of(text.stdout)["torch"].split()[0] == torch.__version__
     as_json = CliRunner().invoke(main, ["show", "environment", "--torch", "--json"])
     [found] = json.loads(as_json.stdout)
     assert found["packages"]["torch"] == torch.__version__
@@ -140,3 +142,34 @@ def test_it_is_answered_without_torch() -> None:
         check=True,
     )
     assert result.stderr.strip() == "[]" and result.stdout.startswith("narrowgauge")
+
+
+# ── the PyTorch that is there, and those that were tested ───────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [
+        ("2.13.0+cpu", "2.13.0+cpu (tested with 2.11 to 2.15)"),
+        ("2.15.1", "2.15.1 (tested with 2.11 to 2.15)"),
+        ("2.16.0.dev20261101", "2.16.0.dev20261101 (NEWER than what narrowgauge was tested with, 2.11 to 2.15)"),
+        (None, "not installed"),
+    ],
+)
+def test_the_environment_names_what_was_tested(monkeypatch: pytest.MonkeyPatch, version: str | None, line: str) -> None:
+    monkeypatch.setattr(environment, "_torch_version", lambda: version)
+    assert lines_of(environment.describe(environment.collect()))["torch"].strip() == line
+
+
+def test_a_newer_torch_is_told_of_once_for_a_run_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by every rank, nor by every process that loads data."""
+    monkeypatch.delenv("RANK", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _torch._warn_of_release()
+        monkeypatch.setattr(torch, "__version__", "2.99.1+cu140")
+        monkeypatch.setenv("RANK", "3")
+        _torch._warn_of_release()
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(UserWarning, match=r"tested with PyTorch 2\.11 to 2\.15, and this is 2\.99\.1\+cu140"):
+        _torch._warn_of_release()

@@ -14,6 +14,7 @@ from matmul.scenarios import CPU, DIMS, KEY, ROWS, exact, gaussian, quantized, w
 from narrowgauge.matmul.gemm import operand_dtype
 from narrowgauge.matmul.operand import Operand, cast_matrix, outer_shape
 from narrowgauge.numerics import fusion
+from narrowgauge.numerics.edge_values import edge_values
 from narrowgauge.numerics.quantization import padded
 from narrowgauge.spec.computes import BLOCKS, COMPUTES, PLACES, Cast
 from tensors import bits_with_one_nan
@@ -216,6 +217,7 @@ def test_compiled_casts_give_the_same_bits_for_any_shape(
     # Zeros, and a group that is not finite.
     cases[1][0][:32] = 0.0
     cases[1][0][40, 7] = torch.nan
+    cases[2][0][:64] = edge_values(torch.float32, (64, 513), finite=True)
 
     def run(x: Tensor, fold: Tensor | None) -> Operand:
         first = torch.tensor(12, dtype=torch.int32)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from narrowgauge import _compiler
 from narrowgauge._compiler import compile_ahead, load_ahead
+from narrowgauge.optim import compilation
 from narrowgauge.spec.compiler import compiler_missing
 
 LIMITS = [0, 1, -1, 2**31 - 1, -(2**31), 0x7F800000, 0x7F7FFFFF, 0x00800000, 1 << 15, -(1 << 16)]
@@ -54,3 +55,37 @@ def test_inductor_is_left_as_it_was() -> None:
     with _compiler._few_instructions():
         assert vars(CppVecOverrides)["bitwise_and"] is not before["bitwise_and"]
     assert {name: vars(CppVecOverrides)[name] for name in before} == before
+
+
+# ── a release of PyTorch that renames what we use of its compiler ───────────────────────────────────────────────────
+
+
+def test_an_option_that_a_release_does_not_have_is_left_out() -> None:
+    asked = {
+        "realize_opcount_threshold": 1,
+        "cpp.vec_isa_ok": True,
+        "cpp.no_such": 1,
+        "no_such.option": 1,
+        "no_such": 1,
+    }
+    assert list(_compiler.known_options(asked)) == ["realize_opcount_threshold", "cpp.vec_isa_ok"]
+    for options in (_compiler._ONE_LOOP, _compiler._TRUST_COMPILER, _compiler._AS_EAGER):
+        assert _compiler.known_options(options) == options  # this release has them all
+
+
+@pytest.mark.parametrize(
+    "name", ["aoti_compile_and_package", "cpu_vec_isa.valid_vec_isa_list", "codegen.cpp.CppVecOverrides"]
+)
+def test_a_name_that_a_release_does_not_have_leaves_the_definition_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    import torch._inductor.codegen.cpp
+
+    monkeypatch.setattr(_compiler, "_level", lambda: _compiler._LEVELS["AVX2"])
+    monkeypatch.delattr(f"torch._inductor.{name}")
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(compilation, "compiler_missing", lambda: "")
+    compilation._warn_once.cache_clear()
+    example = [torch.arange(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)]
+    with pytest.warns(UserWarning, match=f"lacks what narrowgauge uses of its compiler: .*{name.rpartition('.')[2]}"):
+        assert compilation._load_or_compile("shifts", compilation.Definition(shifts, example, [(0,), (0,)])) is None

@@ -22,6 +22,7 @@ from narrowgauge.errors import ChipError
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.compiler import compiler_name
 from narrowgauge.spec.formats import FORMATS
+from narrowgauge.spec.frameworks import TESTED_TORCH, untested_torch
 from narrowgauge.spec.processor import instruction_sets, multiplies, processor_name
 
 Environment = dict[str, Any]
@@ -107,6 +108,7 @@ def describe(found: Environment) -> str:
         "narrowgauge": found["narrowgauge"],
         "python": found["python"],
         **{name: version or "not installed" for name, version in found["packages"].items()},
+        "torch": _tested(found["packages"]["torch"]),
         "system": found["system"],
         "processor": f"{found['processor']}, {found['num_cpus']} usable CPUs, {_gib(found['memory_bytes'])} of memory",
         "instruction sets": " ".join(found["instruction_sets"]) or "unknown",
@@ -143,6 +145,18 @@ def _torch_version() -> str | None:
                 "torch"
             )
     return None
+
+
+def _tested(version: str | None) -> str:
+    if not version:
+        return "not installed"
+    releases = f"{TESTED_TORCH[0]} to {TESTED_TORCH[-1]}"
+    how = (
+        f"NEWER than what narrowgauge was tested with, {releases}"
+        if untested_torch(version)
+        else f"tested with {releases}"
+    )
+    return f"{version} ({how})"
 
 
 def _read(file: Path) -> str:

@@ -5,7 +5,30 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+TESTED_TORCH = ("2.11", "2.13", "2.15")
+"""The releases of PyTorch that the tests run with: the oldest that can be installed with this package, the one that ``./dev``
+installs, and the newest. The workflow, ``pyproject.toml``, ``constraints.txt`` and the documentation are held to it by tests."""
+
+
+def untested_torch(version: str) -> str:
+    """What to tell a user of a release of PyTorch newer than those tested; empty where there is nothing to tell.
+
+    Example:
+        >>> untested_torch("2.15.1+cpu"), untested_torch("2.9.0")
+        ('', '')
+        >>> untested_torch("3.0.0a0").partition(":")[0]
+        'narrowgauge was tested with PyTorch 2.11 to 2.15, and this is 3.0.0a0'
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or tuple(map(int, found.groups())) <= tuple(map(int, TESTED_TORCH[-1].split("."))):
+        return ""
+    return (
+        f"narrowgauge was tested with PyTorch {TESTED_TORCH[0]} to {TESTED_TORCH[-1]}, and this is {version}: compiled kernels "
+        "are compared with their definitions here before they are used; what else is new in it nobody has tried."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +61,7 @@ FRAMEWORKS: dict[str, Framework] = {
     for row in (
         Framework(
             "torch.optim",
-            "torch 2.11 – 2.13",
+            f"torch {TESTED_TORCH[0]} – {TESTED_TORCH[-1]}",
             "Adam and AdamW, alone or in files of Lightning, Accelerate and the Hugging Face Trainer",
             "",
             "nothing",
