@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml  # transformers depends on it
+from packaging.requirements import Requirement
 
 from narrowgauge.cli.main import main
+from narrowgauge.spec.frameworks import TESTED_TORCH
 
 ROOT = Path(__file__).parents[1]
 FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
@@ -69,6 +73,89 @@ def test_the_workflow_runs_the_first_and_the_last_python_that_is_allowed() -> No
     first, after = map(int, allowed.groups())
     assert workflow()["jobs"]["ci"]["strategy"]["matrix"]["python"] == [f"3.{first}", f"3.{after - 1}"]
     assert "./dev ci" in commands() and os.access(ROOT / "dev", os.X_OK)
+
+
+def test_the_workflow_runs_the_oldest_and_the_newest_torch_that_is_tested() -> None:
+    """One table says which, and pyproject.toml, constraints.txt, the workflow and CONTRIBUTING.md agree with it."""
+    oldest, installed, newest = TESTED_TORCH
+    dependencies, constraints = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "constraints.txt")
+    )
+    assert f'"torch>={oldest}",' in dependencies
+    assert re.search(rf"^torch=={re.escape(installed)}\.\d+$", constraints, re.MULTILINE)
+    job = workflow()["jobs"]["torch"]
+    found = [(row["torch"].rpartition(".")[0], row["python"]) for row in job["strategy"]["matrix"]["include"]]
+    pythons = workflow()["jobs"]["ci"]["strategy"]["matrix"]["python"]
+    assert {python for _, python in found} == set(pythons)
+    assert {(oldest, python) for python in pythons} | {(newest, pythons[-1])} <= set(found)
+    assert "./dev test --torch ${{ matrix.torch }}" in [step.get("run") for step in job["steps"]]
+    assert f"./dev test --torch {newest}.0" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def test_every_python_has_one_version_of_each_package() -> None:
+    """So that setting up a checkout takes a known PyTorch, and neither gigabytes nor what was released this morning."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    pythons = ("3.10", "3.11", "3.12", "3.13")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.scripts]")[0]
+    named = re.findall(r'"([A-Za-z][\w.-]*)(?:\[\w+\])?[<>=]=?\d', project.partition("dependencies = [")[2])
+    wanted = {name.lower().replace("_", "-") for name in named} - {"torchtitan", "aim", "tomli"}  # not for every Python
+    assert len(wanted) > 25
+    for python in pythons:
+        valid = [pin for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": python})]
+        names = [pin.name for pin in valid]
+        assert len(names) == len(set(names)), python
+        assert all(len(pin.specifier) == 1 and str(pin.specifier).startswith("==") for pin in valid)
+        assert wanted <= set(names), python
+
+
+FAKE_PYTHON = """#!/bin/sh
+echo "$@" >> "{log}"
+case "$1 $3" in "-c any") echo here ;; esac
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="./dev is a shell script")
+def test_dev_installs_by_the_constraints_once_and_again_when_they_change(tmp_path: Path) -> None:
+    log, python = tmp_path / "log", tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(FAKE_PYTHON.format(log=log))
+    python.chmod(0o755)
+    for name in ("dev", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+
+    def installed() -> int:
+        log.write_text("")
+        subprocess.run([tmp_path / "dev", "test", "-k", "some"], check=True, cwd=tmp_path, capture_output=True)
+        calls = log.read_text().splitlines()
+        assert calls[-1] == "-m pytest -n 2 -k some"
+        installs = [call for call in calls if call.startswith("-m pip install")]
+        assert all("--constraint constraints.txt --editable .[test]" in call for call in installs)
+        return len(installs)
+
+    assert [installed(), installed()] == [1, 0]
+    with (tmp_path / "constraints.txt").open("a") as stream:
+        stream.write("# changed\n")
+    assert [installed(), installed()] == [1, 0]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="./dev is a shell script")
+def test_dev_tests_another_torch_beside_and_leaves_the_first_alone(tmp_path: Path) -> None:
+    log, python = tmp_path / "log", tmp_path / ".venv-torch-2.15.0" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(FAKE_PYTHON.format(log=log))
+    python.chmod(0o755)
+    (tmp_path / ".ci").mkdir()
+    for name in ("dev", "pyproject.toml", "constraints.txt", ".ci/other_torch.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    run = [tmp_path / "dev", "test", "--torch"]
+    for _ in range(2):
+        subprocess.run([*run, "2.15.0", "tests/optim"], check=True, cwd=tmp_path, capture_output=True)
+    calls = log.read_text().splitlines()
+    assert calls.count(".ci/other_torch.py 2.15.0") == 1 and calls.count("-m pytest -n 2 tests/optim") == 2
+    assert not (tmp_path / ".venv").exists()
+    refused = subprocess.run([*run, "newest"], check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert refused.returncode == 2 and "one is named like 2.15.0" in refused.stderr
 
 
 def test_the_workflow_may_only_read_and_cancels_what_is_out_of_date() -> None:
