@@ -71,11 +71,21 @@ class ReportedError(NarrowgaugeError):
 
 
 class CorruptionError(NarrowgaugeError):
-    """Memory or arithmetic of a rank is damaged; ``rank`` and ``tensor`` say whose and where, as far as they are known."""
+    """Memory or arithmetic of a rank is damaged; ``rank`` and ``tensor`` say whose and where, as far as they are known.
 
-    def __init__(self, message: str, advice: str = "", rank: int | None = None, tensor: str | None = None) -> None:
+    ``check`` is the check that found it: ``replicas``, ``rest`` or ``recomputation`` of ``narrowgauge.runs.events.RAISED_BY``.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        advice: str = "",
+        rank: int | None = None,
+        tensor: str | None = None,
+        check: str = "replicas",
+    ) -> None:
         super().__init__(message, advice)
-        self.rank, self.tensor = rank, tensor
+        self.rank, self.tensor, self.check = rank, tensor, check
 
 
 class Terminated(KeyboardInterrupt):

@@ -341,7 +341,9 @@ def test_a_run_that_its_ranks_stopped_parts_where_they_found_the_damage(tmp_path
     one, other = write(tmp_path / "a"), write(tmp_path / "b", steps=2)
     name = "exp_avg of layers.0"
     message = f"{name} of rank 1 changed in memory after step 2"
-    other.events.append({"kind": "corruption", "step": 2, "message": message, "tensor": name, "rank": 1})
+    other.events.append(
+        {"kind": "corruption", "step": 2, "message": message, "tensor": name, "rank": 1, "detector": "rest"}
+    )
     found = compare_two(one, other)
     parting = found.alignment.parting
     assert parting is not None and (parting.step, parting.tensor, parting.ranks) == (3, "held:exp_avg:layers.0", (1,))

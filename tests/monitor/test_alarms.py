@@ -15,6 +15,7 @@ from narrowgauge.monitor.conditions import CONDITIONS
 from narrowgauge.monitor.detectors import DETECTORS, SAFER, SERIOUS
 from narrowgauge.monitor.features import halvings
 from narrowgauge.runs.events import KINDS, Event
+from narrowgauge.runs.older_events import with_detector
 from narrowgauge.runs.schema import METRICS
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
@@ -137,7 +138,7 @@ def test_every_detector_has_a_case() -> None:
 def test_a_failure_is_told_once_at_its_step_of_its_tensor(name: str) -> None:
     recipe, gauge_rows, step_rows, kind, tensor, step = CASES[name]
     (event,) = run(recipe, gauge_rows, step_rows)
-    assert (event.kind, event.tensor, event.step) == (kind, tensor, step)
+    assert (event.detector, event.kind, event.tensor, event.step) == (name, kind, tensor, step)
     detector = DETECTORS[name]
     assert event.kind == detector.kind and event.value is not None and event.threshold is not None
     assert detector.trips(event.value, event.threshold)
@@ -145,6 +146,9 @@ def test_a_failure_is_told_once_at_its_step_of_its_tensor(name: str) -> None:
     assert Event.from_row(event.row()) == event
     if name == "scale-halvings":
         assert (event.value, event.threshold) == (3.0, 3.0)
+    # As versions wrote it whose events had no detector.
+    older = {column: value for column, value in event.row().items() if column != "detector"}
+    assert with_detector(older) == event.row()
 
 
 @pytest.mark.parametrize("recipe", [NAIVE, FLOAT8, FLOAT16, None])

@@ -122,13 +122,14 @@ def _stopped(one: Run, other: Run) -> Iterator[Parting]:
     state, _, name = tensor.rpartition(" of ")
     rank = event.get("rank")
     ranks = (rank,) if isinstance(rank, int) else ()
-    if "changed in memory" in message:
+    check = event.get("detector")
+    if check == "rest":
         yield Parting(
             step + 1, "held", f"held:{state}:{name}" if state else f"held:{tensor}", ranks=ranks, said=message
         )
-    elif "compute" in message:
+    elif check == "recomputation":
         yield Parting(step + 1, "grad", f"grad:{tensor}", ranks=ranks, said=message)
-    elif "differs" in message:
+    elif check == "replicas":
         yield Parting(step, "update", ranks=ranks, said=message)
 
 

@@ -7,7 +7,6 @@ not recorded is unknown, and never taken for absent. Series of gauges are sorted
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,17 +27,6 @@ from narrowgauge.spec.recipes import Recipe
 
 Series = dict[str, list[tuple[int, list[float | None]]]]
 """By tensor: the steps that were sampled, each with the metrics of the table."""
-
-_FIELD = re.compile(r"\\\{[^}]*\\\}")
-
-
-def _template(message: str) -> re.Pattern[str]:
-    """What matches a detector's message, whatever its numbers."""
-    return re.compile(_FIELD.sub(".*", re.escape(message)))
-
-
-_MESSAGES = {name: _template(row.message) for name, row in DETECTORS.items() if row.message != "{spike}"}
-_SAMPLED = {"lost_updates", "noise"}  # the audit and the gauges both see these
 
 
 @dataclass(frozen=True)
@@ -160,19 +148,10 @@ class Evidence:
         """The events of some detectors, by step.
 
         Args:
-            detectors: names out of :data:`narrowgauge.monitor.detectors.DETECTORS`.
+            detectors: keys of :data:`narrowgauge.monitor.detectors.DETECTORS` and :data:`narrowgauge.runs.events.RAISED_BY`.
         """
-        rows = {id(event): event for name in detectors for event in self._of_detector(name)}
-        return sorted(rows.values(), key=step_of)
-
-    def _of_detector(self, name: str) -> list[Row]:
-        row = DETECTORS[name]
-        found = self.events.get(row.kind, [])
-        if name not in _MESSAGES or row.kind in _SAMPLED:
-            return found
-        if row.tensors:
-            found = [event for event in found if str(event.get("tensor")).partition(":")[0] in row.tensors]
-        return [event for event in found if _MESSAGES[name].search(str(event.get("message", "")))]
+        rows = [event for events in self.events.values() for event in events if event.get("detector") in detectors]
+        return sorted(rows, key=step_of)
 
     # ── gauges ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -89,10 +89,11 @@ def _audited(detector: str, event_sign: Callable[[Evidence], Observation], evide
     return ABSENT
 
 
-def _of_updates(name: str, meaning: str, base_rate: float, detector: str) -> Sign:
-    """The sign of a detector whose metric the audit measures too, where no gauge does."""
+def _of_updates(name: str, meaning: str, base_rate: float, detector: str, *checks: str) -> Sign:
+    """The sign of a detector whose metric the audit measures too, where no gauge does; ``checks`` raise the same event."""
     told = _detected(name, meaning, base_rate, detector)
-    return replace(told, find=partial(_audited, detector, told.find), needs=AUDIT)
+    raised = partial(_raised, (detector, *checks), (), (), 1)
+    return replace(told, find=partial(_audited, detector, raised), needs=AUDIT)
 
 
 def _saturates(evidence: Evidence) -> Observation:
@@ -102,40 +103,27 @@ def _saturates(evidence: Evidence) -> Observation:
     return _raised(("overflow",), (), (), 1, evidence)
 
 
-def _told(
-    name: str,
-    meaning: str,
-    kind: str,
-    matches: Callable[[str], object],
-    base_rate: float = 0.002,
-    reads: str = "run.ours",
-) -> Sign:
-    """The sign that the run wrote an event of a kind whose message says something."""
-
-    def find(evidence: Evidence) -> Observation:
-        found = evidence.events.get(kind, [])
-        return first_of([event for event in found if matches(str(event.get("message", "")))])
-
-    return Sign(name, meaning, (reads,), base_rate, find)
+def _noted(name: str, meaning: str, check: str, base_rate: float = 0.002, reads: str = "run.ours") -> Sign:
+    """The sign that a check of the run has raised an event."""
+    return Sign(name, meaning, (reads,), base_rate, partial(_raised, (check,), (), (), 1))
 
 
-def _verified(name: str, meaning: str, matches: Callable[[str], object], is_state: bool) -> Sign:
+def _verified(name: str, meaning: str, *checks: str, is_state: bool) -> Sign:
     """The sign that ranks were compared and differed; unknown where the run ended before they were."""
-    told = _told(name, meaning, "corruption", matches, reads="run.ranks")
 
     def find(evidence: Evidence) -> Observation:
-        found = told.find(evidence)
+        found = _raised(checks, (), (), 1, evidence)
         every, saves = (evidence.number_of(name) or math.inf for name in ("verify_every", "checkpoint_every"))
         last = evidence.steps[-1] if evidence.steps else 0
         # States are compared before each checkpoint too, of which the last is written at the end.
         saved = is_state and every < math.inf and (saves <= last or "finish" in evidence.events)
         return UNKNOWN if found is ABSENT and not (every <= last or saved) else found
 
-    return replace(told, find=find, needs=VERIFIED)
+    return Sign(name, meaning, ("run.ranks",), 0.002, find, needs=VERIFIED)
 
 
 SIGNS_OF_EVENTS: tuple[Sign, ...] = (
-    _of_updates("updates-lost", "the storage takes less than nine tenths of the update", 0.006, "lost-updates"),
+    _of_updates("updates-lost", "the storage takes less than nine tenths of the update", 0.006, "lost-updates", "audit"),
     _of_updates("rounding-noise", "the storage adds more rounding noise than update", 0.01, "noise"),
     _detected("moments-freeze", "second moments no longer follow the gradients", 0.0015, "frozen-moments"),
     _detected(
@@ -180,20 +168,17 @@ SIGNS_OF_EVENTS: tuple[Sign, ...] = (
     ),
     _detected("loss-climbs", "the loss climbs slowly and does not recover", 0.005, "loss-climb"),
     _detected("gradient-norm-grows", "the gradient norm grows far beyond what it was", 0.01, "gradient-growth"),
-    _verified(
-        "ranks-hold-other-values", "ranks that should hold the same values do not", lambda said: "differs" in said,
-        is_state=True,
-    ),
+    _verified("ranks-hold-other-values", "ranks that should hold the same values do not", "replicas", is_state=True),
     _verified(
         "computes-other-values", "a rank computes other gradients of the same micro-batch, or memory changed at rest",
-        lambda said: "computes" in said or "compute different" in said or "changed in memory" in said, is_state=False,
+        "recomputation", "rest", is_state=False,
     ),
-    _told("rank-is-late", "one rank is the last to arrive in nearly all steps", "straggler", bool, reads="steps.ranks"),
-    _told("settings-changed", "the run was resumed with other settings", "note", lambda said: " from there on" in said, 0.01),
-    _told(
-        "software-changed", "the run was resumed with other versions or on another machine", "note",
-        lambda said: said.startswith("the run started with"), 0.01,
+    _noted("rank-is-late", "one rank is the last to arrive in nearly all steps", "straggler", reads="steps.ranks"),
+    _noted("settings-changed", "the run was resumed with other settings", "changed-settings", 0.01),
+    _noted("software-changed", "the run was resumed with other versions or on another machine", "changed-software", 0.01),
+    Sign(
+        "checkpoint-was-damaged", "a checkpoint did not match its manifest", ("run.ours",), 0.002,
+        lambda evidence: first_of(evidence.events.get("checkpoint_damaged", [])),
     ),
-    _told("checkpoint-was-damaged", "a checkpoint did not match its manifest", "checkpoint_damaged", bool),
 )  # fmt: skip
 """The signs that events are."""

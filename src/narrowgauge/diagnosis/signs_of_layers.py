@@ -11,7 +11,7 @@ from collections.abc import Callable
 from statistics import median
 
 from narrowgauge.diagnosis import possible
-from narrowgauge.diagnosis.evidence import Evidence, step_of
+from narrowgauge.diagnosis.evidence import Evidence
 from narrowgauge.diagnosis.observations import ABSENT, UNKNOWN, Observation, Sign, present
 from narrowgauge.diagnosis.signs_of_events import GAUGES, first_of
 from narrowgauge.diagnosis.signs_of_gauges import FEWEST, Samples
@@ -314,8 +314,7 @@ def _gradient_flows_past(evidence: Evidence) -> Observation:
 
 
 def _first_in_forward(evidence: Evidence) -> Observation:
-    found = [e for e in evidence.events.get("first_bad_value", []) if "(forward)" in str(e.get("message", ""))]
-    return first_of(sorted(found, key=step_of)[:1])
+    return first_of(event for event in evidence.events.get("first_bad_value", []) if event.get("phase") == "forward")
 
 
 _WEIGHT, _GRAD = ("tensors.rms",), ("tensors.rms", "events.dead_layer")

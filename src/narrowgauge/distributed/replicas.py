@@ -53,8 +53,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found to be damaged; ``rank`` is ``None`` where two ranks disagree and neither is suspicious, or a guess."""
+    """What a check of :data:`narrowgauge.runs.events.RAISED_BY` found to be damaged.
 
+    ``rank`` is ``None`` where two ranks disagree and neither is suspicious, or a guess.
+    """
+
+    check: str
     message: str
     rank: int | None
     tensor: str
@@ -131,7 +135,9 @@ class Verifier:
         flags = torch.stack([flag for _, flag in found]).tolist() if found else []
         rank = all_ranks().rank
         return [
-            Finding(f"{held.name} of rank {rank} changed in memory after step {self._rests_since}", rank, held.name)
+            Finding(
+                "rest", f"{held.name} of rank {rank} changed in memory after step {self._rests_since}", rank, held.name
+            )
             for (held, _), flag in zip(found, flags, strict=True)
             if flag
         ]
@@ -190,7 +196,7 @@ class Verifier:
         others = len({finding.tensor for finding in of_all} - {worst.tensor})
         more = f"; so do {others} more tensors" if others > 1 else "; so does one more tensor" if others else ""
         advice = _ADVICE_UNKNOWN if worst.rank is None else _ADVICE.format(rank=worst.rank)
-        raise CorruptionError(f"{worst.message}{more}.", advice, worst.rank, worst.tensor)
+        raise CorruptionError(f"{worst.message}{more}.", advice, worst.rank, worst.tensor, worst.check)
 
 
 def replica_groups(owner: Any) -> list[Any]:
@@ -243,13 +249,14 @@ def _state_finding(held: Held, sums: Tensor, ranks: Sequence[int], group: Any, s
         text = (
             f"{held.name} of {who} differs from that of {len(ranks) - len(wrong)} other ranks{where} after step {step}"
         )
-        return Finding(text, ranks[wrong[0]], held.name)
+        return Finding("replicas", text, ranks[wrong[0]], held.name)
     likelier = _likelier(values, neighbours) if group is not None else None
     names = " and ".join(f"rank {rank}" for rank in ranks)
     text = f"{held.name} differs between {names}{where} after step {step}"
     if likelier is None:
-        return Finding(f"{text}; the values do not say which is right", None, held.name)
-    return Finding(f"{text}; rank {ranks[likelier]} is the likelier to be wrong", ranks[likelier], held.name, True)
+        return Finding("replicas", f"{text}; the values do not say which is right", None, held.name)
+    said = f"{text}; rank {ranks[likelier]} is the likelier to be wrong"
+    return Finding("replicas", said, ranks[likelier], held.name, True)
 
 
 def _minority(values: Sequence[Any]) -> list[int]:
@@ -356,11 +363,13 @@ def _gradient_findings(first: Sequence[dict[str, int]], second: Sequence[dict[st
         rank = unstable[0]
         # Backward begins at the end of the model: what differs last in its order differed first in time.
         name = [n for n, number in first[rank].items() if second[rank].get(n) != number][-1]
-        return [Finding(f"rank {rank} computes another gradient of {name} each time, {after}", rank, name)]
+        text = f"rank {rank} computes another gradient of {name} each time, {after}"
+        return [Finding("recomputation", text, rank, name)]
     name = [n for n, number in first[0].items() if any(row.get(n) != number for row in first)][-1]
     wrong = _minority([row.get(name) for row in first])
     if not wrong:
         ranks = " and ".join(f"rank {rank}" for rank in range(len(first)))
-        return [Finding(f"{ranks} compute different gradients of {name}, each the same again, {after}", None, name)]
+        text = f"{ranks} compute different gradients of {name}, each the same again, {after}"
+        return [Finding("recomputation", text, None, name)]
     text = f"rank {wrong[0]} computes another gradient of {name} than {len(first) - len(wrong)} other ranks, {after}"
-    return [Finding(text, wrong[0], name)]
+    return [Finding("recomputation", text, wrong[0], name)]

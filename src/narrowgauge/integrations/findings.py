@@ -125,7 +125,11 @@ class Findings(Sequence[Finding]):
             return
         for each in self:
             kind = "note" if each.severity == "note" else "warning"
-            emit(Event(kind, self.steps, f"{each.name}: {each.message}", tensor=each.where or None, advice=each.advice))
+            where = each.where or None
+            event = Event(
+                kind, self.steps, f"{each.name}: {each.message}", where, advice=each.advice, detector=each.name
+            )
+            emit(event)
         if not self.ok:
             warnings.warn(f"narrowgauge.check watched {self.steps} steps.\n{self.plain()}", SetUpWarning, stacklevel=2)
 

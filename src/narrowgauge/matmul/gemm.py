@@ -125,9 +125,8 @@ def warn_if_emulated(compute: Compute, device: torch.device, stacklevel: int = 3
     if (compute.name, str(device)) in _WARNED or device.type == "meta":
         return
     _WARNED.add((compute.name, str(device)))
-    text = describe_matmuls(compute, device)
-    if "emulated" in text:
-        warnings.warn(text, EmulationNotice, stacklevel=stacklevel)
+    if emulated_formats(compute, device):
+        warnings.warn(describe_matmuls(compute, device), EmulationNotice, stacklevel=stacklevel)
 
 
 def emulated_formats(compute: Compute, device: torch.device) -> list[str]:

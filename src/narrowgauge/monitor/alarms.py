@@ -240,7 +240,8 @@ class Alarms:
         more = f"; the same holds for {others} more tensor{'s' if others > 1 else ''}" if others else ""
         text = detector.message.format(value=worst.value, limit=worst.limit, spike=spike)
         message = f"{name or ''} {text}{more}".strip()
-        return Event(detector.kind, step, message, name, worst.value, worst.limit, detector.advice.format(**fields))
+        advice = detector.advice.format(**fields)
+        return Event(detector.kind, step, message, name, worst.value, worst.limit, advice, detector=detector.name)
 
 
 _BY_TABLE: dict[str, tuple[Detector, ...]] = {

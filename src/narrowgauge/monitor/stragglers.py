@@ -85,5 +85,6 @@ def _event(step: int, rank: int, count: int, num_steps: int, late: float, durati
         value=late,
         threshold=MIN_LATE * duration,
         rank=rank,
+        detector="straggler",
         advice="Look for other programs, throttled clocks and slow links on its machine, and for layers or data that only it has",
     )

@@ -1,8 +1,9 @@
 """Events: what happened in a run that a person should know.
 
 Metrics go to ``steps.jsonl``; an event is a sentence. Each event has a kind from the table below, the step it belongs to, one
-sentence, and where they apply the tensor, the measured value, the threshold and what to do. The console, ``events.jsonl``,
-TensorBoard and the report all show the same events.
+sentence, and where they apply the detector that raised it, the tensor, the measured value, the threshold and what to do. The
+console, ``events.jsonl``, TensorBoard and the report all show the same events. The sentence is for people: code that must know
+what happened reads the kind, the detector and the other columns.
 """
 
 from __future__ import annotations
@@ -47,6 +48,18 @@ KINDS: dict[str, str] = {
 }
 """Every kind of event and its meaning."""
 
+RAISED_BY: dict[str, str] = {
+    "audit": "the optimizer's audit: a storage loses part of the updates, beyond the audit's own uncertainty",
+    "straggler": "the arrival times of the ranks: one is the last in nearly all steps of a window",
+    "replicas": "the comparison of what several ranks hold or apply alike: it differs",
+    "rest": "the checksums of memory before and after the time between two updates: they differ",
+    "recomputation": "the gradients of one micro-batch that all ranks computed: they differ",
+    "replay": "the repetition of a step that failed, with every operation traced",
+    "changed-settings": "a resume, with other settings than the run had",
+    "changed-software": "a resume, with other versions or on another machine",
+}
+"""What raises events beside the detectors of :mod:`narrowgauge.monitor.detectors` and the checks of ``ng.check``."""
+
 _LISTENERS: list[Callable[[Event], object]] = []
 
 
@@ -65,6 +78,9 @@ class Event:
         value: what was measured, in the unit that the message names.
         threshold: what the value was compared with, in the same unit.
         advice: what to do.
+        detector: the id of what raised it: a detector of the monitor, a check of ``ng.check``, or a key of :data:`RAISED_BY`;
+            empty where nothing was judged.
+        phase: of a first bad value, where the step made it (:attr:`narrowgauge.BadValue.phase`).
 
     Raises:
         ValueError: ``kind`` is not in the table.
@@ -82,6 +98,8 @@ class Event:
     threshold: float | None = None
     advice: str = ""
     rank: int | None = None
+    detector: str = ""
+    phase: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -110,8 +128,8 @@ def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:
     as any error in the training loop would.
 
     Args:
-        callback: takes an event: ``kind``, ``step``, ``message`` and, where they apply, ``tensor``, ``rank``, ``value``,
-            ``threshold`` and ``advice``.
+        callback: takes an event: ``kind``, ``step``, ``message`` and, where they apply, ``detector``, ``tensor``, ``rank``,
+            ``value``, ``threshold`` and ``advice``.
     Returns:
         A function that removes the callback.
     Example:

@@ -31,6 +31,7 @@ from narrowgauge.runs.archive import read_bytes
 from narrowgauge.runs.atomic_io import disk_errors, load_json
 from narrowgauge.runs.foreign_logs import SOURCE, is_log, log_names, read_log
 from narrowgauge.runs.lines import read_rows, restored
+from narrowgauge.runs.older_events import with_detector
 from narrowgauge.runs.schema import VERSION, Row, is_whole, short, wrong_value
 from narrowgauge.spec.toml_text import load_toml
 
@@ -155,6 +156,7 @@ def read_run(path: str | Path) -> Run:
         return Run(*read_log(path))
     run = read_settings(path)
     steps, evals, events = (read_rows(path / f"{name}.jsonl") for name in ("steps", "evals", "events"))
+    events = [with_detector(event) for event in events]
     began_with = steps[0].pop(SETTINGS, None) if steps else None
     return Run(path, run, steps, evals, events, read_summary(path / "summary.json"), began_with)
 

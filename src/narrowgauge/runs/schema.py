@@ -247,6 +247,8 @@ EVENT = _table((
     Column("value", "number", "what was measured, in the unit that the message names"),
     Column("threshold", "number", "what the value was compared with"),
     Column("advice", "text", "what to do"),
+    Column("detector", "text", "the id of the detector or check that raised it"),
+    Column("phase", "text", "of a first bad value: in which part of the step it was made"),
     Column("to_step", "number", "of a rollback: the step that the run went back to", "steps"),
     Column("batches", "number", "of a rollback: batches that are left out from then on", "batches"),
     _CHECKSUM,

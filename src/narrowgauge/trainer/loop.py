@@ -197,8 +197,9 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
     with _first_writer(folder, lambda: _rewound(folder, session.step, accept_changes)) as writer:
         if changed:
             all_ranks().of_first(lambda: writer.amend(with_present_ranks(run.run, present)))
-        said_now = (*accepted, *since, *differences(run.run, present))
-        noted += [Event("note", session.step, said) for said in [*how_it_ended(run), *said_now]]
+        noted += [Event("note", session.step, said) for said in how_it_ended(run)]
+        others = {"changed-settings": (*accepted, *since), "changed-software": differences(run.run, present)}
+        noted += [Event("note", session.step, said, detector=check) for check, all in others.items() for said in all]
         for event in noted:
             writer.event(event)
             _note(session, f"{event.message}.")
@@ -336,7 +337,9 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
             _finish(session, reporter, time.perf_counter() - began)
         except CorruptionError as error:
             message, tensor, rank = error.message.rstrip("."), error.tensor, error.rank
-            reporter.event(Event("corruption", session.step, message, tensor, rank=rank, advice=error.advice))
+            reporter.event(
+                Event("corruption", session.step, message, tensor, rank=rank, advice=error.advice, detector=error.check)
+            )
             raise
         except Exception as error:
             if session.config.compile and (reason := why_compiling_failed(error)):

@@ -138,4 +138,6 @@ def require_alike(row: Row) -> None:
     tensor, odd, said = parted_in(row)
     if tensor:
         advice = "Go back to the last checkpoint, and look at what one rank alone does to its gradients."
-        raise CorruptionError(f"{said}.", advice, odd[0] if odd else None, None if tensor == "clip:factor" else tensor)
+        check = "rest" if tensor.startswith("held:") else "replicas"
+        rank, where = odd[0] if odd else None, None if tensor == "clip:factor" else tensor
+        raise CorruptionError(f"{said}.", advice, rank, where, check)

@@ -143,7 +143,9 @@ class Recovery:
         place = found.bad.tensor if found.bad is not None else None
         where = f"On rank {rank}: " if self.session.here.size > 1 and found.reproduced != "not" else ""
         message = f"{where}{found.message}"
-        self.reporter.event(Event("first_bad_value", row["step"], message, tensor=place or None), shown=True)
+        phase = "" if found.bad is None else found.bad.phase
+        event = Event("first_bad_value", row["step"], message, tensor=place or None, detector="replay", phase=phase)
+        self.reporter.event(event, shown=True)
 
 
 def replay_last_step(session: Session, say: Callable[[str], object] = lambda _: None) -> tuple[int, Replay]:

@@ -159,6 +159,7 @@ class Reporter:
                     tensor=alarm.tensor,
                     value=alarm.reading.edq,
                     advice=f"storage '{alarm.cure}'",
+                    detector="audit",
                 )
             )
         worst = min(alarms, key=lambda a: a.reading.edq)
