@@ -7,7 +7,7 @@ undisturbed.
 
 Claim: the aim is the cause named first in 90 % of the runs kept aside, among the first three in 98 %, and a diagnosis for
 fewer than 1 % of healthy runs. The first two are not reached: 75 % and 78 % of the 65 rows that were run and that one run
-can show (strong 20 of 22, weak 15 of 27); of 46 healthy runs none got a diagnosis (docs/log.md).
+can show (strong 20 of 22, weak 15 of 27); of 46 healthy runs none got a diagnosis (docs/log/diagnosis.md).
 Baseline: the undisturbed run with the same recipe.
 Run: ``./dev bench diagnosis [--keep FOLDER] [--parts …] [--minutes N] [--quick]``. With ``--keep`` runs stay, and a second
 call goes on where the first one was. No times are compared, so ``--rounds`` has no effect.

@@ -442,7 +442,7 @@ def emit(report: Report, options: argparse.Namespace) -> None:
 
 
 def flags() -> argparse.ArgumentParser:
-    """All flags; sizes are those of the table in docs/log.md."""
+    """All flags; sizes are those of the table in docs/log/storages.md."""
     made = parser(__doc__, rounds=1)
     made.add_argument("--out", type=Path, help="folder of the runs (default runs/quality; --quick: a temporary one)")
     made.add_argument("--report-only", action="store_true", help="only the tables of what is there")

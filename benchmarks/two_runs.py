@@ -4,7 +4,7 @@ The ten kinds of ``_two_run_cases.py``, each in several variants, and pairs that
 step hashed. A pair counts as right where the reason, the step, the tensor and the rank are those of its row.
 
 Claim: the aim is 95 % right. It was reached on the pairs with which rules were mended (67 of 68), and not on those written
-afterwards, when they were first diagnosed (28 of 31); docs/log.md has the tables.
+afterwards, when they were first diagnosed (28 of 31); docs/log/diagnosis.md has the tables.
 Baseline: the run without the change.
 Run: ``./dev bench two_runs [--keep FOLDER] [--kinds …] [--quick]``. With ``--keep`` runs stay, and a second call goes on where
 the first one was. No times are compared, so ``--rounds`` has no effect.

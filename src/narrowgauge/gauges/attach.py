@@ -377,7 +377,7 @@ def attach_gauges(
     Raises:
         NarrowgaugeError: no name matches, or a module already has gauges.
 
-    Cost: see docs/log.md, ``benchmarks/gauges.py``; 32 KiB of memory per watched tensor on sampled steps.
+    Cost: see docs/log/gauges.md, ``benchmarks/gauges.py``; 32 KiB of memory per watched tensor on sampled steps.
 
     Example:
         >>> import torch, narrowgauge as ng

@@ -116,7 +116,7 @@ class Optimizer(torch.optim.Optimizer):
         RecipeError: an option out of range, an unknown storage, or parameters in another format than the storage's visible
             one, or a storage whose arithmetic the rule cannot be computed in.
 
-    Cost: see ``docs/log.md``; ``word`` moves 14 bytes a parameter against 28 for a float32 AdamW.
+    Cost: see ``docs/log/storages.md``; ``word`` moves 14 bytes a parameter against 28 for a float32 AdamW.
     """
 
     def __init__(

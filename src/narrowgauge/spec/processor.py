@@ -2,7 +2,7 @@
 
 It depends on the instruction sets: AVX512-BF16 or AMX (x86) and FEAT_BF16 (ARM) multiply bfloat16; VNNI, AMX and I8MM multiply
 int8; all processors multiply float32. PyTorch accepts other formats in loops that are 8 to 180 times slower than float32
-(``docs/log.md``), so callers multiply those formats as float32.
+(``docs/log/matmuls.md``), so callers multiply those formats as float32.
 
 PyTorch calls oneDNN for these matmuls. oneDNN does not use instruction sets above ``ONEDNN_MAX_CPU_ISA``, and neither does this
 module. ``ATEN_CPU_CAPABILITY`` limits PyTorch's own vector code, which does not multiply these formats.

@@ -241,7 +241,7 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
 
     Each decoder layer is compiled in place, and so is the head with the loss; everything else runs eagerly. All layers
     share one graph, so the first step costs the same for 8 layers as for 80, and the steps are as fast as those of one
-    graph for the whole model (measured: llama-8m in bfloat16, docs/log.md).
+    graph for the whole model (measured: llama-8m in bfloat16, docs/log/runs.md).
 
     Args:
         model: its layers are compiled in place; names, parameters and ``state_dict`` do not change.
