@@ -497,9 +497,10 @@ class GradientReduction:
             for parameter in _torch.fsdp_parameters(group):
                 dtype = _torch.fsdp_sum_dtype(group, parameter)
                 if dtype is None:
+                    given, own = _torch.fsdp_policy(group, parameter), str(parameter.dtype).removeprefix("torch.")
                     raise RecipeError(
-                        f"{_torch.fsdp_policy(group, parameter)} was given for {type(module).__name__}, whose parameters are {parameter.dtype}: FSDP2 "
-                        "rounds gradients to that before they are summed, on one rank, and after it on several.",
+                        f"{given} was given for {type(module).__name__}, whose parameters are {own}: FSDP2 rounds gradients to "
+                        "that before they are summed, on one rank, and after it on several.",
                         "Take a param_dtype and a reduce_dtype that the parameters' own dtype holds.",
                     )
                 dtypes[parameter] = dtype
