@@ -85,7 +85,7 @@ def sharded(kind: str, how: str = "") -> Net:
 
 def prepared(recipe: str, place: str, how: str = "") -> tuple[nn.Module, ng.AdamW]:
     """A model on the ranks there are: ``place`` is ``"one"``, a kind of mesh, or one with ``"mesh "`` before it."""
-    options: dict[str, Any] = {"lr": 1e-2, "compile": False, "average": False}
+    options: dict[str, Any] = {"lr": 1e-2, "compile": False, "average": False, "max_grad_norm": 1.0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if place == "one":
@@ -281,7 +281,7 @@ def strided(rank: int, recipe: str, how: str) -> list[str] | str:
     model = Net()
     model.blocks[0][0].weight = nn.Parameter(model.blocks[0][0].weight.detach().t().contiguous().t())  # type: ignore
     model.gain = nn.Parameter(model.gain.detach().repeat(2, 1).t()[:, 0])
-    options: dict[str, Any] = {"lr": 1e-2, "compile": False, "average": False}
+    options: dict[str, Any] = {"lr": 1e-2, "compile": False, "average": False, "max_grad_norm": 1.0}
     if how:
         options |= {"mesh": mesh_of("line"), "shard": how}
     try:
