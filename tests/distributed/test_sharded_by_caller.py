@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
 from narrowgauge.distributed import sharding
@@ -260,6 +261,10 @@ def steps_and_refusals(rank: int) -> dict[str, str]:
     fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh_of("line"))
     fully_shard(model, mesh=mesh_of("line"))
     recipe = parse_table({"recipe": "bfloat16/word", "keep": ["blocks.0"]})
+    small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    llama = LlamaForCausalLM(small)
+    fully_shard(llama, mesh=mesh_of("line"))
+    lines["redrawn"] = said(partial(ng.prepare, llama, "unit/word"))
     lines["formats"] = said(lambda: ng.prepare(model, recipe))
     return lines
 
@@ -270,6 +275,7 @@ def test_an_optimizer_that_steps_nothing_of_a_sharded_model_is_refused(tmp_path:
         assert f"parameter 'gain' {never}" in lines.pop("made before", f"parameter 'gain' {never}")
         assert never in lines["prepared before"]
         assert "model.reshard() puts back" in lines["made of gathered ones"]
+        assert "FSDPLlamaForCausalLM is sharded by FSDP2" in lines["redrawn"]
         assert "they are not the model's" in lines["of others"]
         assert "of shape (6,) cannot change its format in place" in lines["referred to"]
         assert "bfloat16 weights in 'blocks.1.0.weight' and float32 weights in 'blocks.0.0.weight'" in lines["formats"]

@@ -111,6 +111,24 @@ def test_the_same_bits_and_half_the_bytes(replicas: int, tmp_path: Path) -> None
             assert ratio <= (0.28 if recipe.endswith("float32") else 0.55), (recipe, ratio)
 
 
+def gathered_late(rank: int) -> list[Tensor]:
+    """The logits of a model whose gathers become narrow after a forward pass, and those from before."""
+    model, _ = prepared("int8-row/word", init_device_mesh("cpu", (dist.get_world_size(),)))
+    tokens, seen = torch.arange(8).view(1, 8), []
+    for _ in range(2):
+        with torch.no_grad():
+            seen.append(model(input_ids=tokens).logits)
+        if len(seen) == 1:
+            gather_narrow(model)
+    assert not model.model.layers[0].mlp.up_proj.weight.isnan().any()  # type: ignore[union-attr, index]
+    return seen
+
+
+def test_gathers_become_narrow_after_a_forward_pass_too(tmp_path: Path) -> None:
+    for before, after in run_ranks(gathered_late, 2, tmp_path):
+        assert torch.equal(before, after) and before.isfinite().all()
+
+
 def refused(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     said = []
