@@ -57,6 +57,7 @@ def test_a_launch_is_read(tmp_path: Path) -> None:
         (("lr = 1e-4", "activation_checkpointing = true"), "recompute", "matmuls"),
         (("H100-SXM", "A100-SXM4-80GB"), "chip", "matmuls"),
         (("bfloat16/word", "bfloat16/float32"), "recipe", "communication"),
+        (("chips = 64", 'chips = 64\nsoftware = "fsdp-2023"'), "software", "waiting"),
     ],
 )
 def test_one_slower_setting_is_found(tmp_path: Path, edit: tuple[str, str], setting: str, group: str) -> None:
@@ -103,6 +104,27 @@ def test_other_layouts(tmp_path: Path) -> None:
     assert (tensor.layout.tensor, tensor.tokens) == (8, 128 * 8192)
     found = compare_launches(launch(tmp_path), tensor)
     assert {effect.name for effect in found.effects} >= {"parallelism", "micro_batches"}
+    switches = "sequence_parallel = false\naccumulation_dtype = 'bfloat16'\nkeeps_gradients = true\nexpert_tensor = 1\n"
+    other = launch(tmp_path, more=f"[layout]\nshard = 8\ntensor = 8\nmicro_batches = 16\n{switches}").layout
+    assert other == replace(
+        tensor.layout, sequence_parallel=False, accumulation_dtype="bfloat16", keeps_gradients=True, expert_tensor=1
+    )
+    with pytest.raises(DataError, match="sequence_parallel = 0"):
+        launch(tmp_path, more="[layout]\nsequence_parallel = 0\n")
+
+
+def test_expert_tensor_ranks_change_with_the_tensor_ranks(tmp_path: Path) -> None:
+    edits = (("llama-8b", "mixtral-8x7b"),)
+    before, after = (
+        launch(
+            tmp_path,
+            *edits,
+            more=f"[layout]\nshard = {64 // t}\nzero = 1\ntensor = {t}\nexpert_tensor = {t}\nexpert = 8\n",
+        )
+        for t in (4, 2)
+    )
+    found = compare_launches(before, after)
+    assert {effect.name for effect in found.effects} == {"parallelism"}
 
 
 def test_run_folders_are_launches(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from narrowgauge.planner.shares import Shares
 from narrowgauge.planner.term_changes import Change, changes
 from narrowgauge.planner.terms import Terms
 
-_AXES = ("data", "shard", "zero", "tensor", "pipeline", "interleave", "context", "expert")
+_AXES = ("data", "shard", "zero", "tensor", "pipeline", "interleave", "context", "expert", "expert_tensor")
 _LEAST = 0.002
 """Of a step: a smaller change of a term is not worth a sentence."""
 
