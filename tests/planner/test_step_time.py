@@ -287,3 +287,12 @@ def test_software_decides_how_fast_the_same_chips_are() -> None:
     assert low < fast.total < assumed.total < slow.total < high
     with pytest.raises(NarrowgaugeError, match="software 'megatron'"):
         cluster_of("A100-SXM4-80GB", 8, software="megatron")
+
+
+def test_embedding_and_head_may_stand_for_a_layer_each() -> None:
+    """Llama 3 405B has 126 layers so that 128 groups are equal in work (arXiv 2407.21783, section 3.3.2); 16 × 8 of them ran."""
+    model = read_architecture("llama-405b")
+    layout = Layout(shard=4, zero=1, tensor=4, pipeline=16, interleave=8, micro_batches=64)
+    assert why_not(model, layout, 8192) == ""
+    assert "144 groups of layers and 126 layers" in why_not(model, replace(layout, interleave=9), 8192)
+    assert step_terms(model, WORD, layout, cluster_of("H100-SXM", 256), 8192).total > 0

@@ -119,7 +119,8 @@ def check_layout(
 def why_not(architecture: Architecture, layout: Layout, sequence_length: int) -> str:
     """Why a layout does not suit a model; empty if it does."""
     stages = layout.pipeline * layout.interleave
-    if stages > architecture.num_layers:
+    # Embedding and head may stand for a layer each: Llama 3 405B has 126 layers for 16 stages of 8 groups.
+    if stages > architecture.num_layers + (2 if stages > 1 else 0) or layout.pipeline > architecture.num_layers:
         return f"{stages} groups of layers and {architecture.num_layers} layers"
     if architecture.num_heads % layout.tensor:
         return f"{layout.tensor} tensor ranks do not divide {architecture.num_heads} heads"
