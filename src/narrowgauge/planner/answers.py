@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.planner.causes import CAUSES
 from narrowgauge.planner.options import OURS, Option
 from narrowgauge.planner.scaling_law import duration
-from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP
+from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP
 from narrowgauge.planner.shares import software_of
 from narrowgauge.planner.term_changes import changes
 from narrowgauge.planner.words import amount, axes_text, gigabytes, layout_text, seconds_text
@@ -107,8 +108,11 @@ def _about_best(plan: Plan) -> Iterator[str]:
     yield f"It is limited by {best.limited_by}: {REMEDIES.get(best.limited_by, 'see --explain')}."
     yield _overheads(best)
     yield from _about_pace(best)
-    if plan.question.tokens_per_step is None and best.tokens_per_step < LEAST_TOKENS_PER_STEP:
-        yield _about_small_steps(best)
+    if (
+        plan.question.tokens_per_step is None
+        and not LEAST_TOKENS_PER_STEP <= best.tokens_per_step <= MOST_TOKENS_PER_STEP
+    ):
+        yield _about_small_steps(best) if best.tokens_per_step < LEAST_TOKENS_PER_STEP else _about_large_steps(best)
     if best.runs_with != OURS:
         yield _about_trainer(best, plan.trainable)
 
@@ -123,14 +127,29 @@ def _about_small_steps(best: Option) -> str:
     )
 
 
-def _about_trainer(best: Option, ours: Option | None) -> str:
+def _about_large_steps(best: Option) -> str:
+    """A step that is as large as it is since every replica computes a sequence."""
+    return (
+        f"A step is {best.tokens_per_step:,} tokens, one sequence at least for each of {best.layout.num_replicas:,} replicas: "
+        f"more than the {amount(MOST_TOKENS_PER_STEP)} of the largest published steps; on fewer chips steps are smaller."
+    )
+
+
+def _about_trainer(best: Option, ours: Option | RecipeError | None) -> str:
     """Who runs a layout that this project's trainer does not, and what it runs instead."""
     said = (
         f"This layout is more than FSDP2 with full sharding: it runs with {best.runs_with}, not with narrowgauge train"
     )
-    if ours is None or ours.tokens_per_second is None:
-        return f"{said}, in whose layouts the model does not fit."
-    return f"{said}, which reaches {ours.tokens_per_second:,.0f} tokens/s with {layout_text(ours.layout)} (--layout fsdp2)."
+    if not isinstance(ours, Option):
+        return f"{said}{'' if ours is None else f': {ours}'}".removesuffix(".") + "."
+    layout = layout_text(ours.layout)
+    if not ours.fits:
+        return f"{said}, whose nearest layout ({layout}) {_clause(ours)}".removesuffix(".") + "."
+    if ours.tokens_per_step < LEAST_TOKENS_PER_STEP <= best.tokens_per_step:
+        return f"{said}, whose layouts fit in steps of {ours.tokens_per_step:,} tokens at most ({layout})."
+    if best.is_certain and not ours.is_certain:
+        return f"{said}, whose layouts barely fit at most ({layout}: {gigabytes(ours.headroom_bytes or 0.0)} to spare)."
+    return f"{said}, which reaches {ours.tokens_per_second:,.0f} tokens/s with {layout} (--layout fsdp2)."
 
 
 def _clause(option: Option) -> str:
@@ -223,7 +242,7 @@ def _about_software(plan: Plan) -> Iterator[str]:
     yield f"Times are {'assumed to be ' * is_assumed}those of {said}{more}."
 
 
-def _about_sizes(options: list[Option], trainable: Option | None = None) -> Iterator[str]:
+def _about_sizes(options: list[Option], trainable: Option | RecipeError | None = None) -> Iterator[str]:
     """What more of the same chips buy, and which overhead takes the rest."""
     found: dict[int, Option] = {}
     for option in options:
@@ -245,7 +264,7 @@ def _about_sizes(options: list[Option], trainable: Option | None = None) -> Iter
         )
 
 
-def _bottlenecks(few: Option, many: Option, trainable: Option | None) -> str:
+def _bottlenecks(few: Option, many: Option, trainable: Option | RecipeError | None) -> str:
     """What takes the rest first, and in the layouts of this project's trainer, if the best is not one of them."""
     grown = _grown(few, many)
     if not grown:
@@ -254,7 +273,7 @@ def _bottlenecks(few: Option, many: Option, trainable: Option | None) -> str:
     if grown in USEFUL and many.layout.pipeline > few.layout.pipeline:
         cause = "stages of unequal work, since the last has the head: fewer stages, or fewer layers beside the head"
     text = f"; the first bottleneck is {cause}"
-    if trainable is not None and (trainable.cluster, trainable.recipe) == (many.cluster, many.recipe):
+    if isinstance(trainable, Option) and (trainable.cluster, trainable.recipe) == (many.cluster, many.recipe):
         other = _grown(few, trainable)
         if other and other != grown:
             text += (

@@ -6,6 +6,7 @@ consecutive ranks: tensor ranks share a node where they fit, stages lie in diffe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -201,10 +202,12 @@ class Exchanges:
         gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
         sums = layout.micro_batches if layout.zero >= 2 else 1
         seconds = 0.0
-        for number, path in ((found.dense / self.layers, dense), (found.experts / self.layers, others)):
-            if number:  # layer by layer
-                seconds += self.layers * gathers * all_gather_seconds(number * weight, path)
-                seconds += self.layers * sums * reduce_scatter_seconds(number * gradient, path)
+        for number, ranks, path in ((found.dense, layout.shard, dense), (found.experts, others.ranks, others)):
+            if number:
+                # Layer by layer, for the next is computed meanwhile; once a step in buckets that grow with the ranks.
+                parts = self.layers if layout.zero >= 2 else _buckets(number, ranks, self.layers)
+                seconds += parts * gathers * all_gather_seconds(number / parts * weight, path)
+                seconds += parts * sums * reduce_scatter_seconds(number / parts * gradient, path)
         rounds = layout.micro_batches if layout.zero >= 2 else 1
         what = f"{found.total:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B reduced"
         under = rounds * self.compute
@@ -233,6 +236,19 @@ class Exchanges:
     @property
     def _gradient_bytes(self) -> float:
         return self.work.recipe.reduction.bytes_per_element(self.work.recipe.storage.visible)
+
+
+def _buckets(num_parameters: float, ranks: int, layers: int) -> int:
+    """In how many parts gradients are reduced once a step: of 40 million parameters or more, a million a rank, so that latency
+    does not decide; not more than layers.
+
+    Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``bucket_size``.
+
+    Example:
+        >>> _buckets(8e9, 64, 32), _buckets(8e9, 2048, 32)
+        (32, 4)
+    """
+    return min(layers, math.ceil(num_parameters / max(40e6, 1e6 * ranks)))
 
 
 def _repeated(experts_per_token: int, nodes: int) -> float:

@@ -8,9 +8,10 @@ ranks as share the experts; the experts of a rank are one grouped kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from narrowgauge.planner.architectures import Architecture, Matmul
 from narrowgauge.planner.clusters import Nodes
@@ -52,6 +53,8 @@ class Work:
         nodes: the chip, and what it is linked to.
         shares: of the chip's printed rates.
         attention: ``"flash"`` for fused kernels that skip what the mask hides, ``"eager"`` for matmuls around a softmax.
+        known: seconds that were computed already, by what they depend on; shared by the works of one architecture, sequence
+            length, attention and group of nodes, and of recipes that are :func:`computed_as` one another.
     """
 
     architecture: Architecture
@@ -61,6 +64,7 @@ class Work:
     nodes: Nodes
     shares: Shares
     attention: Attention = "flash"
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def tokens(self) -> float:
@@ -92,6 +96,13 @@ class Seconds(NamedTuple):
     def plus(self, other: Seconds) -> Seconds:
         """The sum."""
         return Seconds(self.forward + other.forward, self.backward + other.backward, self.once + other.once)
+
+
+def computed_as(architecture: Architecture, recipe: Recipe) -> Hashable:
+    """What a step reads of a recipe, all but its optimizer: where it is equal, computing and exchanging take equal times."""
+    visible = recipe.storage.visible
+    sent = recipe.reduction.bytes_per_element(visible)
+    return _settings(architecture, recipe), recipe.dtype, visible, sent
 
 
 def linear_seconds(work: Work, *, head: bool) -> tuple[Seconds, Seconds]:

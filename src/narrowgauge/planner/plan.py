@@ -21,7 +21,7 @@ from narrowgauge.planner.places import clusters_asked_for, multiples_of, numbers
 from narrowgauge.planner.plan_report import Plan, Question
 from narrowgauge.planner.rank_memory import memory_terms
 from narrowgauge.planner.roofline import describe_support
-from narrowgauge.planner.search import search
+from narrowgauge.planner.search import MOST_OPTIONS, Found, search
 from narrowgauge.planner.shares import Shares
 from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.chips import Chip
@@ -40,12 +40,9 @@ OBJECTIVES: dict[str, Callable[[Option], float]] = {
 _PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_batch", "recompute", "offload",
            "sequence_parallel", "expert_tensor", "accumulation_dtype", "keeps_gradients")  # fmt: skip
 """What one configuration for several clusters has in common; replicas and micro-batches follow from the chips."""
-_SHAPE = ("data", "shard", "zero", "tensor", "pipeline", "interleave", "context", "expert")
-_FEW_RECIPES = 4
+_BATCH = ("micro_batch", "micro_batches", "recompute", "offload")
 _MOST_LAYOUTS = 8
 _TUNING = ("int8-outlier",)
-# Rates that differ by less are equal, and the more free memory decides: the intervals are far wider.
-_NOISE = 0.05
 _SEQUENCE_LENGTH = 4096
 _STATE = ("weights", "gradients", "optimizer")
 
@@ -140,18 +137,18 @@ def plan(
     return replace(found, shared=_shared(found, tokens_per_step)) if is_shared else found
 
 
-def _trainable(found: Plan, tokens_per_step: int | None) -> Option | None:
-    """What this project's trainer would do, where the best option is not one of its own."""
+def _trainable(found: Plan, tokens_per_step: int | None) -> Option | RecipeError | None:
+    """What this project's trainer would do, where the best option is not one of its own; or why it would do nothing."""
     best, question = found.best, found.question
-    cluster = next((place for place in question.clusters if place.name == best.cluster), None)
+    cluster = next((place for place in _tried(question) if place.name == best.cluster), None)
     if not best.fits or best.runs_with == OURS or cluster is None:
         return None
-    for offload in ("none", "all"):
-        fixed = {**question.fixed, **NAMED_LAYOUTS["fsdp2"], "offload": offload}
-        option = _fitting(question, best.recipe, cluster, fixed, tokens_per_step)
-        if option is not None:
-            return option
-    return None
+    # Numbers of ranks that were asked for beside other axes say nothing about a layout without these.
+    batch = {name: value for name, value in question.fixed.items() if name in _BATCH}
+    try:
+        return _search(question, best.recipe, cluster, {**batch, **NAMED_LAYOUTS["fsdp2"]}, tokens_per_step)[0]
+    except RecipeError as error:
+        return error
 
 
 def _architecture(model: str | Path | Architecture | None, params: float | None) -> Architecture:
@@ -222,8 +219,6 @@ def _state_layout(fixed: Mapping[str, Any], number: int | None) -> Layout:
 
 def _ranked(question: Question, options: Sequence[Option]) -> Plan:
     objective = OBJECTIVES[question.minimize]
-    least = min((objective(option) for option in options if option.fits), default=1.0)
-    noise = _NOISE if question.minimize in ("days", "cost") else 0.0
 
     def rank(option: Option) -> tuple[float, ...]:
         if option.step is None:
@@ -231,12 +226,7 @@ def _ranked(question: Question, options: Sequence[Option]) -> Plan:
         room = option.headroom_bytes or 0.0
         # A recipe whose updates are lost is no answer, however fast, and what may run out of memory comes after what does not.
         safety = not option.fits, not option.recipe.storage.keeps_updates, bool(option.fits) and not option.is_certain
-        return (
-            *safety,
-            max(objective(option) / least, 1 + noise) if option.fits else 0.0,
-            -room,
-            OBJECTIVES["days"](option),
-        )
+        return (*safety, *((objective(option), OBJECTIVES["days"](option)) if option.fits else ()), -room)
 
     ordered = sorted(options, key=rank)
     is_one = len({option.recipe for option in ordered}) == 1 and len({option.cluster for option in ordered}) <= 1
@@ -244,23 +234,8 @@ def _ranked(question: Question, options: Sequence[Option]) -> Plan:
     for option in ordered:
         place = option.num_chips if option.step is None else 0
         groups.setdefault(None if is_one and place == 0 else (option.recipe, option.cluster, place), []).append(option)
-    best = [_preferred(group) for group in groups.values()]
-    listed = best[0][:_MOST_LAYOUTS] if is_one and len(best) == 1 else [group[0] for group in best]
-    return Plan(question, tuple(sorted(listed, key=rank) if len(best) > 1 else listed))
-
-
-def _preferred(options: list[Option]) -> list[Option]:
-    """Options of one recipe; of those that are as fast within noise, one that this project's trainer runs comes first."""
-    first = options[0]
-    if not first.fits or first.tokens_per_second is None:
-        return options
-    least = (1 - _NOISE) * first.tokens_per_second
-    alike = [
-        o for o in options if o.fits and o.is_certain == first.is_certain and (o.tokens_per_second or 0.0) >= least
-    ]
-    ours = (option for option in alike if option.runs_with == OURS)
-    best = next(ours, first)
-    return [best, *(option for option in options if option is not best)]
+    listed = ordered[:_MOST_LAYOUTS] if is_one and len(groups) == 1 else [group[0] for group in groups.values()]
+    return Plan(question, tuple(listed))
 
 
 def _tried(question: Question) -> Iterator[Cluster]:
@@ -272,38 +247,25 @@ def _tried(question: Question) -> Iterator[Cluster]:
 def _searched(
     question: Question, cluster: Cluster, recipes: Sequence[Recipe], tokens_per_step: int | None
 ) -> Iterator[Option]:
-    """The layouts of each recipe; on many nodes later ones of many recipes try the shapes that suit the first, then search."""
-    known = list(recipes or _suited(cluster))
-    # The usual recipe first: its shapes suit most.
-    known.sort(key=lambda recipe: recipe.name != "bfloat16/word")
-    shapes: list[dict[str, Any]] = []
-    is_one_node = cluster.num_chips <= cluster.chips_per_node
+    """The layouts of each recipe; of many recipes the best of each."""
+    known, common = list(recipes or _suited(cluster)), Found()
+    most = MOST_OPTIONS if len(known) == 1 else 1
     for recipe in known:
-        found = [
-            option
-            for shape in shapes
-            for option in _search(question, recipe, cluster, {**shape, **question.fixed}, tokens_per_step)
-            if option.fits
-        ]
-        if not found:
-            found = _search(question, recipe, cluster, question.fixed, tokens_per_step)
-            if len(known) > _FEW_RECIPES and found[0].fits and not shapes and not is_one_node:
-                shapes += _shapes_of(found)
-        yield from found
+        yield from _search(question, recipe, cluster, question.fixed, tokens_per_step, common, most)
 
 
 def _search(
-    question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any], tokens_per_step: int | None
+    question: Question,
+    recipe: Recipe,
+    cluster: Cluster,
+    fixed: Mapping[str, Any],
+    tokens_per_step: int | None,
+    common: Found | None = None,
+    most: int = 1,
 ) -> list[Option]:
     given = question.architecture, recipe, cluster, question.sequence_length, tokens_per_step
-    return search(*given, fixed=fixed, minimize=question.minimize, shares=question.shares, counted=question.counted)
-
-
-def _shapes_of(options: Sequence[Option]) -> list[dict[str, Any]]:
-    """The shapes of the fastest option, and of the fastest that needs least memory."""
-    least = min(options, key=lambda option: sum(option.memory.groups.get(group, 0.0) for group in _STATE))
-    shapes = [{name: getattr(option.layout, name) for name in _SHAPE} for option in (options[0], least)]
-    return shapes[:1] if shapes[0] == shapes[1] else shapes
+    same: dict[str, Any] = {"minimize": question.minimize, "shares": question.shares, "counted": question.counted}
+    return search(*given, fixed=fixed, **same, common=common, most=most)
 
 
 def _suited(cluster: Cluster) -> Iterator[Recipe]:

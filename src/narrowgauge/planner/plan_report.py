@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.planner import answers
 from narrowgauge.planner.architectures import Architecture
 from narrowgauge.planner.clusters import Cluster
@@ -76,13 +77,14 @@ class Plan:
         question: what was asked.
         options: best first; those that do not fit come last, the nearest of them first.
         shared: with several clusters, one configuration for all: an option on each; empty if there is none.
-        trainable: the best option of this project's trainer, where the best of all is not one; None if none fits.
+        trainable: the best option of this project's trainer, where the best of all is not one: the nearest to fitting if none
+            fits, or why it has none; None where the best of all is one.
     """
 
     question: Question
     options: tuple[Option, ...]
     shared: tuple[Option, ...] = ()
-    trainable: Option | None = None
+    trainable: Option | RecipeError | None = None
 
     @property
     def best(self) -> Option:

@@ -203,6 +203,7 @@ def _extra_bytes(
     return total
 
 
+@lru_cache(maxsize=64)
 def bytes_of(format: str) -> float:
     """Bytes of a number in memory."""
     return get_format(format).storage_bits / 8

@@ -2,31 +2,34 @@
 
 A layout has a shape (how ranks are divided among the axes, and what is sharded) and a batch (sequences at once, what is computed
 again, what lies in the host's memory). Shapes are listed with the bounds that practice sets: tensor ranks share a node, stages
-hold at least one layer each, context ranks split long sequences only. For each shape the largest micro-batch that fits is found,
-first without recomputation; the time of what fits decides. If nothing fits, the layout that comes nearest is returned, with the
-smallest changes that would make it possible.
+hold at least one layer each, context ranks split long sequences only. Every shape is combined with every batch, and the time of
+what fits decides. Candidates are looked at in the order of their computing alone, a lower bound of their time, so that most need
+not be looked at, and nothing that is left out could have been the best. If nothing fits, the layout that comes nearest is
+returned, with the smallest changes that would make it possible.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.advice import smallest_changes
 from narrowgauge.planner.architectures import Architecture
 from narrowgauge.planner.clusters import Cluster
-from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.layer_times import computed_as
+from narrowgauge.planner.layouts import Layout, Offload, Recompute
 from narrowgauge.planner.memory_figures import LayerCounter, figures_of, kernels_of
 from narrowgauge.planner.options import Option
-from narrowgauge.planner.rank_memory import host_bytes, memory_terms
+from narrowgauge.planner.rank_memory import FIXED, host_bytes, memory_terms
 from narrowgauge.planner.roofline import bytes_of
 from narrowgauge.planner.shares import Shares
-from narrowgauge.planner.step_time import check_layout, step_terms, why_not
+from narrowgauge.planner.step_time import Known, check_layout, least_seconds, step_terms, why_not
 from narrowgauge.planner.terms import Terms
+from narrowgauge.spec.accumulations import ACCUMULATIONS
 from narrowgauge.spec.recipes import Recipe
 
 TOKENS_PER_STEP = 1 << 22
@@ -36,6 +39,9 @@ LEAST_TOKENS_PER_STEP = 1 << 19
 models (arXiv 2005.14165, table 2.1); smaller steps train, but not as anybody who asks for no number expects."""
 TOKENS_PER_CHIP = 1 << 10
 """Of an optimizer step on many chips: 16 million on 16,384, as Llama 3 405B was trained with (section 3.3.2)."""
+MOST_TOKENS_PER_STEP = 1 << 26
+"""Of an optimizer step where none are given, on however many chips: 67 million; the largest published steps have 63 million, of
+DeepSeek-V3 (arXiv 2412.19437, section 4.2: 15,360 sequences of 4,096)."""
 _MOST_OF_IT = 2  # times as many tokens a step may have where none are given, for a layout that is simpler
 LONG_SEQUENCE = 32_768
 """Tokens from which context ranks are tried."""
@@ -48,10 +54,30 @@ _SAID = (
     "accumulation_dtype",
     "keeps_gradients",
 )  # not tried, but taken as asked for
-_MOST_OPTIONS = 4
-_LITTLE = 0.05
+_WEIGHTS, _GRADIENTS = 3, 2  # ZeRO's stages that share them
+_ALWAYS = FIXED["context"][0]
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+MOST_OPTIONS = 4
+"""Of one recipe that are shown."""
+NOISE = 0.05
+"""Rates that differ by less are equal, and a layout that this project's trainer runs is taken: the intervals are far wider."""
 
 Fixed = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What searches of one model on one cluster have in common: a table of all recipes costs little more than their kinds.
+
+    Args:
+        seconds: of layouts, by what a recipe computes in: all but the optimizer's.
+        orders: of candidates, by the same and by what is asked of a batch.
+        candidates: by what is asked of a batch.
+    """
+
+    seconds: dict[Hashable, Known] = field(default_factory=dict)
+    orders: dict[Hashable, list[tuple[float, Layout]]] = field(default_factory=dict)
+    candidates: dict[Hashable, list[Layout]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +95,10 @@ class _Question:
     shares: Shares | None
     counted: LayerCounter | None
     is_small_allowed: bool = False
-    # What was computed already: a layout is asked for its memory and its time several times.
+    common: Found = field(default_factory=Found)
+    kind: Hashable = None
+    # What was computed already: a layout is asked for its memory several times.
     memories: dict[Layout, Terms] = field(default_factory=dict)
-    times: dict[Layout, Terms] = field(default_factory=dict)
     kept: dict[tuple[bool, bool], float] = field(default_factory=dict)
 
     def memory(self, layout: Layout) -> Terms:
@@ -90,24 +117,25 @@ class _Question:
         held = host_bytes(self.architecture, self.recipe, layout, self.sequence_length)
         return held * self.cluster.chips_per_node <= self.cluster.host_bytes
 
-    def surely_fits(self, layout: Layout) -> bool:
+    def is_certain(self, layout: Layout) -> bool:
         """Whether the whole interval of its memory fits."""
-        return self.fits(layout) and self.memory(layout).interval[1] < self.cluster.memory_bytes
+        return self.memory(layout).interval[1] < self.cluster.memory_bytes
 
     def least_bytes(self, layout: Layout) -> float:
         """A lower bound of what a chip holds, without looking at its parts: the state, and what layers keep of a micro-batch."""
         kept = self.least_activations(layout)
         if layout.offload != "none":
             return kept
-        number = self.num_parameters / (layout.tensor * layout.pipeline)
+        number = 0.9 * self.num_parameters / (layout.tensor * layout.pipeline)
         if self.architecture.mixture:
             number /= layout.expert
-        visible = bytes_of(self.recipe.storage.visible)
-        rest = max(0.0, self.recipe.bytes_per_param - 2 * visible)
-        parts = (visible, 3), (rest, 1)
-        return kept + 0.9 * number * sum(
-            each / (layout.num_sharing if layout.zero >= zero else 1) for each, zero in parts
-        )
+        visible, sharing = bytes_of(self.recipe.storage.visible), layout.num_sharing
+        weights = visible / (sharing if layout.zero >= _WEIGHTS else 1)
+        row = ACCUMULATIONS[layout.accumulation_dtype]
+        has_sums = layout.micro_batches > 1 and bool(row.planes) and visible < row.bytes_per_param
+        sums = has_sums * row.bytes_per_param / (sharing if layout.zero >= _GRADIENTS else 1)
+        rest = max(0.0, self.recipe.bytes_per_param - 2 * visible) / (sharing if layout.zero else 1)
+        return kept + _ALWAYS + number * (weights + sums + rest)
 
     def least_activations(self, layout: Layout) -> float:
         """A lower bound: the worst stage has at least its part of the layers, and one micro-batch in flight."""
@@ -122,17 +150,42 @@ class _Question:
         tokens = layout.micro_batch * self.sequence_length / layout.context
         return tokens * self.kept[kind] / (layout.tensor * layout.pipeline)
 
-    def waiting(self, layout: Layout) -> float:
-        """The share of a step that exchanges take."""
-        step = self.seconds(layout)
-        return step.groups.get("communication", 0.0) / step.total
+    def pace(self, layout: Layout) -> float:
+        """Seconds of a step by the sequence, without intervals."""
+        step = step_terms(*self._given(layout), has_intervals=False, known=self._known)
+        return step.total / layout.num_sequences
 
-    def seconds(self, layout: Layout) -> Terms:
-        """Of a step, without intervals."""
-        if layout not in self.times:
-            given = self.architecture, self.recipe, layout, self.cluster, self.sequence_length, self.shares
-            self.times[layout] = step_terms(*given, has_intervals=False)
-        return self.times[layout]
+    def least_pace(self, layout: Layout) -> float:
+        """A lower bound of it."""
+        return least_seconds(*self._given(layout), known=self._known) / layout.num_sequences
+
+    @property
+    def batch(self) -> Hashable:
+        """What candidates depend on besides the model and the cluster."""
+        return tuple(sorted(self.fixed.items())), self.num_sequences, self.is_batch_free, self.is_small_allowed
+
+    def option(self, layout: Layout) -> Option:
+        """The layout with all that a plan says about it."""
+        cluster, length = self.cluster, self.sequence_length
+        return Option(
+            self.recipe,
+            layout,
+            self.memory(layout),
+            cluster.memory_bytes,
+            step_terms(*self._given(layout), known=self._known),
+            length,
+            self.architecture.flops_per_token(length),
+            cluster.peak_flops_per_second,
+            cluster.dollars_per_hour,
+            cluster.name,
+        )
+
+    def _given(self, layout: Layout) -> tuple[Architecture, Recipe, Layout, Cluster, int, Shares | None]:
+        return self.architecture, self.recipe, layout, self.cluster, self.sequence_length, self.shares
+
+    @property
+    def _known(self) -> Known:
+        return self.common.seconds.setdefault(self.kind, {})
 
 
 def search(
@@ -146,6 +199,8 @@ def search(
     minimize: str = "days",
     shares: Shares | None = None,
     counted: LayerCounter | None = None,
+    common: Found | None = None,
+    most: int = MOST_OPTIONS,
 ) -> list[Option]:
     """The layouts of a recipe on all chips of a cluster.
 
@@ -161,8 +216,12 @@ def search(
         minimize: ``"days"``, ``"cost"`` or ``"chips"`` (fewest seconds a token), or ``"memory"`` (fewest bytes a chip).
         shares: of the chips' printed rates; None for the published ones.
         counted: what a layer keeps, counted in the model's own modules; None for the formulas.
+        common: what earlier searches of the same model on the same cluster found, by the same shares; the answer does not depend
+            on it.
+        most: options of different shapes that are returned.
     Returns:
-        Options, the best first; or the one that comes nearest to fitting, with advice.
+        Options, the fastest first; or the one that comes nearest to fitting, with advice. The first that fits for certain is the
+        best: the fastest of all that are tried and do, or one of this project's trainer that is as fast but for ``NOISE``.
     Raises:
         RecipeError: no layout has these fixed values on this cluster, or a step has fewer sequences than it has replicas.
         ChipError: a chip does not multiply the recipe's dtype.
@@ -176,34 +235,34 @@ def search(
         (True, 8)
     """
     check_layout(architecture, recipe, Layout(), cluster, sequence_length)
-    usual = max(TOKENS_PER_STEP, TOKENS_PER_CHIP * cluster.num_chips)
+    usual = min(max(TOKENS_PER_STEP, TOKENS_PER_CHIP * cluster.num_chips), MOST_TOKENS_PER_STEP)
     wanted = max(1, round((tokens_per_step or usual) / sequence_length))
     pinned = dict(fixed or {})
     free = tokens_per_step is None and "micro_batches" not in pinned
-    number = architecture.num_parameters
-    question = _Question(architecture, recipe, cluster, sequence_length, wanted, number, free, pinned, shares, counted)
-    question = replace(question, is_small_allowed=minimize == "memory")
-    shapes = [shape for shape in _shapes(question) if not why_not(architecture, shape, sequence_length)]
+    question = _Question(
+        architecture, recipe, cluster, sequence_length, wanted, architecture.num_parameters, free, pinned, shares, counted,
+        minimize == "memory", common or Found(), computed_as(architecture, recipe),
+    )  # fmt: skip
+    layouts, is_fitting = _chosen(question, most, is_asked=tokens_per_step is not None)
+    options = [question.option(layout) for layout in layouts]
+    return options if is_fitting else [_nearest(options[0], question)]
+
+
+def _chosen(question: _Question, most: int, *, is_asked: bool) -> tuple[list[Layout], bool]:
+    """The layouts that an answer has, and whether they fit; the one that comes nearest if none does."""
+    shapes = [s for s in _shapes(question) if not why_not(question.architecture, s, question.sequence_length)]
     if not shapes:
         raise _no_shape(question)
-    shapes = _small_enough(shapes, question, is_asked=tokens_per_step is not None)
-    fitting = list(_fitting(shapes, question))
-    if not fitting and free:
+    shapes = _small_enough(shapes, question, is_asked=is_asked)
+    if question.is_small_allowed:
+        found = _smallest(shapes, question, most)
+        return found or [_nearest_of(shapes, question)], bool(found)
+    found = _fastest(shapes, question, most)
+    if not found and question.is_batch_free:
         # A step of one micro-batch needs no sum of gradients.
         question = replace(question, is_small_allowed=True)
-        fitting = list(_fitting(shapes, question))
-    if not fitting:
-        return [_nearest(_smallest(shapes, question)[0], question)]
-    if minimize == "memory":
-        smallest = [layout for layout in _smallest(shapes, question)[:_MOST_OPTIONS] if question.fits(layout)]
-        ordered = sorted(dict.fromkeys((*smallest, *fitting)), key=lambda layout: question.memory(layout).total)
-    else:
-        ordered = sorted(fitting, key=lambda layout: question.seconds(layout).total / layout.num_sequences)
-    ordered = list(dict.fromkeys(ordered))
-    chosen = ordered[:_MOST_OPTIONS]
-    if not any(map(question.surely_fits, chosen)):
-        chosen += [layout for layout in ordered[_MOST_OPTIONS:] if question.surely_fits(layout)][:1]
-    return [_option(layout, question) for layout in chosen]
+        found = _fastest(shapes, question, most)
+    return found or [_nearest_of(shapes, question)], bool(found)
 
 
 def _small_enough(shapes: list[Layout], question: _Question, *, is_asked: bool) -> list[Layout]:
@@ -220,21 +279,125 @@ def _small_enough(shapes: list[Layout], question: _Question, *, is_asked: bool) 
     return found or shapes
 
 
-def _fitting(shapes: list[Layout], question: _Question) -> Iterator[Layout]:
-    """Layouts that fit; those with more axes than data and shard only where they can be faster.
+class _Pace(NamedTuple):
+    """A layout that fits, and what decides between it and others: the seconds of a sequence, and the memory of a chip."""
 
-    They divide the same work and send more within layers. So they help only where the others must compute layers again, or, on
-    several nodes, wait for the network.
+    seconds: float
+    num_bytes: float
+    layout: Layout
+
+
+def _fastest(shapes: list[Layout], question: _Question, most: int) -> list[Layout]:
+    """The layouts that fit and take the fewest seconds a token, one of each shape, with the best among them.
+
+    The computing of a layout is a lower bound of its seconds: candidates come in its order, and the first that computes for
+    longer than what was found takes ends the search.
     """
-    found = [layout for shape in shapes if shape.runs_here for layout in _batches(shape, question)]
-    yield from found
-    whole = [layout for layout in found if layout.recompute == layout.offload == "none"]
-    is_one_node = question.cluster.num_chips <= question.cluster.chips_per_node
-    if whole and (is_one_node or min(map(question.waiting, whole)) < _LITTLE):
-        return
+    found = _Fitting(question, most)
+    for least, layout in _by_least_pace(shapes, question):
+        if least > found.limit * (1 + NOISE):
+            break
+        # Beyond the limit only this project's own layouts are still of interest.
+        if least <= found.limit or runs_here(layout):
+            found.try_out(layout)
+    return found.chosen()
+
+
+class _Fitting:
+    """The layouts that were found to fit, and the seconds above which others need not be looked at."""
+
+    def __init__(self, question: _Question, most: int) -> None:
+        self.question, self.most = question, most
+        self.limit = math.inf
+        self._paces: dict[Hashable, _Pace] = {}  # the fastest of each shape
+        self._best: dict[
+            tuple[bool, bool], _Pace
+        ] = {}  # by whether it fits for certain, and whether it is one of our own
+        self._too_large: dict[Hashable, int] = {}
+
+    def try_out(self, layout: Layout) -> None:
+        """Look at a layout: whether it fits, and how fast it is."""
+        question, limit = self.question, self.limit * (1 + NOISE * runs_here(layout))
+        # Of layouts that differ in the sequences at once alone, those of more need more memory.
+        alike = _shape_of(layout), layout.recompute, layout.offload, layout.micro_batches == 1
+        if layout.micro_batch >= self._too_large.get(alike, math.inf):
+            return
+        seconds = question.pace(layout) if limit < math.inf else 0.0
+        if seconds > limit:
+            return
+        if not question.fits(layout):
+            self._too_large[alike] = layout.micro_batch
+            return
+        pace = _Pace(seconds or question.pace(layout), question.memory(layout).total, layout)
+        shape, kind = _shape_of(layout), (question.is_certain(layout), runs_here(layout))
+        self._paces[shape] = min(pace, self._paces.get(shape, pace), key=_order)
+        self._best[kind] = min(pace, self._best.get(kind, pace), key=_order)
+        certain = [self._best[kind].seconds for kind in ((True, True), (True, False)) if kind in self._best]
+        if certain and len(self._paces) >= self.most:
+            self.limit = max(min(certain), sorted(each.seconds for each in self._paces.values())[self.most - 1])
+
+    def chosen(self) -> list[Layout]:
+        """The best, and the fastest of other shapes that are not better than it; the fastest first."""
+        if not self._best:
+            return []
+        is_certain = any(certain for certain, _ in self._best)
+        alike = [self._best[is_certain, ours] for ours in (True, False) if (is_certain, ours) in self._best]
+        first = min(alike, key=_order)
+        # What this project's trainer runs stands for all that are as fast as far as can be told.
+        best = alike[0] if alike[0].seconds <= first.seconds * (1 + NOISE) else first
+        others = [
+            pace
+            for pace in self._paces.values()
+            if pace.seconds > best.seconds or (is_certain and not self.question.is_certain(pace.layout))
+        ]
+        others = sorted(others, key=_order)[: self.most - 1]
+        return [pace.layout for pace in sorted([best, *others], key=_order)]
+
+
+def runs_here(layout: Layout) -> bool:
+    """Whether this project's trainer runs a layout."""
+    return layout.runs_here and layout.offload != "optimizer"
+
+
+def _order(pace: _Pace) -> tuple[float, float]:
+    return pace.seconds, pace.num_bytes
+
+
+def _shape_of(layout: Layout) -> Hashable:
+    """The layout without its batch."""
+    axes = layout.data, layout.shard, layout.tensor, layout.pipeline, layout.context, layout.expert
+    return *axes, layout.zero, layout.interleave
+
+
+def _by_least_pace(shapes: list[Layout], question: _Question) -> list[tuple[float, Layout]]:
+    """All candidates with the lower bounds of their seconds, the least first; for recipes that are computed alike the same."""
+    orders, key = question.common.orders, (question.kind, question.batch)
+    if key not in orders:
+        found = question.common.candidates
+        if question.batch not in found:
+            found[question.batch] = list(dict.fromkeys(_candidates(shapes, question)))
+        tried = ((question.least_pace(layout), layout) for layout in found[question.batch])
+        orders[key] = sorted(tried, key=lambda each: each[0])
+    return orders[key]
+
+
+def _candidates(shapes: list[Layout], question: _Question) -> Iterator[Layout]:
+    """Every shape with every batch.
+
+    Where the tokens of a step are free, one micro-batch a step is tried too: sums of gradients then need no memory.
+    """
     for shape in shapes:
-        if not shape.runs_here:
-            yield from _batches(shape, question)
+        for offload in _places(question):
+            for recompute in _tried(question.fixed, "recompute", _RECOMPUTES):
+                tried = replace(shape, offload=offload, recompute=recompute)
+                for sums in (True, False) if question.is_batch_free and shape.pipeline == 1 else (True,):
+                    yield from _with_batches(tried, question, sums=sums)
+
+
+def _places(question: _Question) -> tuple[Offload, ...]:
+    """Where states may lie."""
+    places = ("none",) if question.cluster.host_bytes is None else ("none", "optimizer", "all")
+    return _tried(question.fixed, "offload", places)
 
 
 def _shapes(question: _Question) -> Iterator[Layout]:
@@ -290,37 +453,6 @@ def _expert_and_interleave(pipeline: int, data_ranks: int, question: _Question) 
             yield {"expert": expert, "interleave": interleave}
 
 
-def _batches(shape: Layout, question: _Question) -> Iterator[Layout]:
-    """Of a shape the largest micro-batch that fits, with as little computed again and sent to the host as it can.
-
-    Where the tokens of a step are free, one micro-batch a step is tried last: sums of gradients then need no memory.
-    """
-    places = ("none",) if question.cluster.host_bytes is None else ("none", "optimizer", "all")
-    for offload in _tried(question.fixed, "offload", places):
-        for recompute in _tried(question.fixed, "recompute", ("none", "full")):
-            for sums in (True, False) if question.is_batch_free and shape.pipeline == 1 else (True,):
-                tried = replace(shape, offload=offload, recompute=recompute)
-                found = _largest(tried, question, question.fits, sums=sums)
-                if found is None:
-                    continue
-                yield found
-                # What fits within its interval alone has a smaller one beside it that fits certainly.
-                sure = _largest(tried, question, question.surely_fits, sums=sums)
-                if sure is not None:
-                    yield sure
-                    return
-
-
-def _largest(shape: Layout, question: _Question, fits: Callable[[Layout], bool], *, sums: bool) -> Layout | None:
-    """With the largest micro-batch that fits; None if none does."""
-    found = None
-    for layout in _with_batches(shape, question, sums=sums):
-        if not fits(layout):
-            break
-        found = layout
-    return found
-
-
 def _with_batches(shape: Layout, question: _Question, *, sums: bool) -> Iterator[Layout]:
     """The shape with each micro-batch that its replicas' sequences can be divided into; without ``sums`` one a step."""
     fixed = question.fixed
@@ -335,23 +467,43 @@ def _with_batches(shape: Layout, question: _Question, *, sums: bool) -> Iterator
             yield layout
 
 
-def _smallest(shapes: list[Layout], question: _Question) -> list[Layout]:
-    """Each shape with all layers computed again and the smallest batch; the one that needs the fewest bytes first."""
-    tried = []
+def _smallest(shapes: list[Layout], question: _Question, most: int) -> list[Layout]:
+    """The layouts that fit in the fewest bytes, one of each shape, the smallest first."""
+    paces: dict[Hashable, _Pace] = {}
+    for layout in _least_batches(shapes, question, _RECOMPUTES, _places(question)):
+        if question.fits(layout):
+            pace = _Pace(question.pace(layout), question.memory(layout).total, layout)
+            shape = _shape_of(layout)
+            paces[shape] = min(pace, paces.get(shape, pace), key=lambda each: each.num_bytes)
+    return [pace.layout for pace in sorted(paces.values(), key=lambda each: (each.num_bytes, each.seconds))[:most]]
+
+
+def _nearest_of(shapes: list[Layout], question: _Question) -> Layout:
+    """The layout that needs the fewest bytes: with all layers computed again, and the smallest batch."""
+    tried = sorted(_least_batches(shapes, question, ("full",), ("none",)), key=question.least_bytes)
+    best = tried[0]
+    for layout in tried[1:]:
+        if question.least_bytes(layout) >= question.memory(best).total:
+            break
+        best = min(best, layout, key=lambda each: question.memory(each).total)
+    return best
+
+
+def _least_batches(
+    shapes: list[Layout], question: _Question, recomputes: tuple[Recompute, ...], places: tuple[Offload, ...]
+) -> Iterator[Layout]:
+    """Each shape with the smallest batch."""
     for shape in shapes:
-        last = replace(
-            shape,
-            offload=question.fixed.get("offload", "none"),
-            recompute=question.fixed.get("recompute", "full"),
-        )
         sums = not (question.is_batch_free and question.is_small_allowed) or shape.pipeline > 1
-        tried.append(next(_with_batches(last, question, sums=sums)))
-    return sorted(tried, key=lambda layout: question.memory(layout).total)
+        for offload in _tried(question.fixed, "offload", places):
+            for recompute in _tried(question.fixed, "recompute", recomputes):
+                yield next(_with_batches(replace(shape, offload=offload, recompute=recompute), question, sums=sums))
 
 
-def _nearest(layout: Layout, question: _Question) -> Option:
-    """A layout that does not fit, with the smallest changes that would make it fit."""
-    option = replace(_option(layout, question), why_not=_full_host(layout, question))
+def _nearest(option: Option, question: _Question) -> Option:
+    """An option that does not fit, with the smallest changes that would make it fit."""
+    layout = option.layout
+    option = replace(option, why_not=_full_host(layout, question))
     given = question.architecture, question.recipe, layout, question.cluster, question.sequence_length
     return replace(option, advice=smallest_changes(*given, fixed=question.fixed, counted=question.counted))
 
@@ -363,22 +515,6 @@ def _full_host(layout: Layout, question: _Question) -> str:
     if layout.offload == "none" or cluster.host_bytes is None or held <= cluster.host_bytes:
         return ""
     return f"needs {held / 1e9:,.0f} GB of host memory a node of {cluster.host_bytes / 1e9:,.0f}"
-
-
-def _option(layout: Layout, question: _Question) -> Option:
-    cluster, length = question.cluster, question.sequence_length
-    return Option(
-        question.recipe,
-        layout,
-        question.memory(layout),
-        cluster.memory_bytes,
-        step_terms(question.architecture, question.recipe, layout, cluster, length, question.shares),
-        length,
-        question.architecture.flops_per_token(length),
-        cluster.peak_flops_per_second,
-        cluster.dollars_per_hour,
-        cluster.name,
-    )
 
 
 def _no_shape(question: _Question) -> RecipeError:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.planner.architectures import Architecture
@@ -42,6 +43,10 @@ UNSTEADY_GROUPS = ("data", "checkpoints", "faults")
 """Groups that published throughputs of short runs leave out."""
 
 
+Known = dict[int, dict[Any, Any]]
+"""Seconds that were computed already, by group of nodes: see :class:`~narrowgauge.planner.layer_times.Work`."""
+
+
 def step_terms(
     architecture: Architecture,
     recipe: Recipe,
@@ -52,6 +57,7 @@ def step_terms(
     *,
     attention: Attention = "flash",
     has_intervals: bool = True,
+    known: Known | None = None,
 ) -> Terms:
     """Seconds of an optimizer step of the whole job.
 
@@ -64,6 +70,7 @@ def step_terms(
         shares: of the chips' printed rates; None for the published ones of each chip.
         attention: see :class:`~narrowgauge.planner.layer_times.Work`.
         has_intervals: whether terms have intervals, which takes three evaluations.
+        known: see :func:`least_seconds`.
     Returns:
         Terms in seconds, in groups of ``STEP_GROUPS``.
     Raises:
@@ -81,17 +88,65 @@ def step_terms(
         True
     """
     check_layout(architecture, recipe, layout, cluster, sequence_length)
-    paces = []
-    for nodes in cluster.groups:
-        own = shares or shares_of(nodes.chip, nodes.software)
-        work = Work(architecture, recipe, layout, sequence_length, nodes, own, attention)
-        paces.append((nodes, work, tuple(_terms(work, cluster))))
+    works = _works(architecture, recipe, layout, cluster, sequence_length, shares, attention, known)
+    paces = [(work.nodes, work, tuple(_terms(work, cluster))) for work in works]
     slowest, work, found = max(paces, key=lambda pace: sum(term.value for term in pace[2]))
     if has_intervals:
         found = _with_intervals(found, work, cluster)
     if len({nodes.chip.name for nodes in cluster.groups}) > 1:
         found = (*found, _pace(slowest, [(nodes, terms) for nodes, _, terms in paces]))
     return Terms(found)
+
+
+def least_seconds(
+    architecture: Architecture,
+    recipe: Recipe,
+    layout: Layout,
+    cluster: Cluster,
+    sequence_length: int,
+    shares: Shares | None = None,
+    *,
+    known: Known | None = None,
+) -> float:
+    """A lower bound of a step: the slowest stage computes, and waits for the others; nothing is exchanged or stored.
+
+    Args:
+        architecture, recipe, layout, cluster, sequence_length, shares: as for :func:`step_terms`.
+        known: what was computed of other layouts and of recipes that are :func:`~narrowgauge.planner.layer_times.computed_as`
+            this one, of the same model on the same cluster; what is computed here is added.
+    """
+    works = _works(architecture, recipe, layout, cluster, sequence_length, shares, "flash", known)
+    found = 0.0
+    for work in works:
+        stage = _Stage(work)
+        waited = stage.others / layout.interleave if layout.pipeline > 1 else 0.0
+        computing = (layout.micro_batches * stage.seconds + waited) / work.shares["library"].value
+        found = max(found, computing / work.nodes.speed * (1 + _lateness(work)) * (1 + work.shares["data"].value))
+    return found
+
+
+def _works(
+    architecture: Architecture,
+    recipe: Recipe,
+    layout: Layout,
+    cluster: Cluster,
+    sequence_length: int,
+    shares: Shares | None,
+    attention: Attention,
+    known: Known | None,
+) -> list[Work]:
+    """What a rank computes, of each group of nodes."""
+    given = architecture, recipe, layout, sequence_length
+    return [
+        Work(
+            *given,
+            nodes,
+            shares or shares_of(nodes.chip, nodes.software),
+            attention,
+            {} if known is None else known.setdefault(number, {}),
+        )
+        for number, nodes in enumerate(cluster.groups)
+    ]
 
 
 def check_layout(
@@ -158,7 +213,7 @@ class _Stage:
     def __init__(self, work: Work) -> None:
         layers = work.architecture.num_layers
         self.layers, self.has_head = stage_layers(layers, work.layout.pipeline)
-        body, tail = _layer_seconds(work), _head_seconds(work)
+        body, tail = _body_and_tail(work)
         own_share, own_tail = self.layers / layers, float(self.has_head)
         self.groups = {group: seconds * own_share for group, seconds in body.items()}
         for group, seconds in tail.items():
@@ -167,42 +222,75 @@ class _Stage:
         self.others = max(sum(body.values()) + sum(tail.values()) - self.seconds, 0.0)
 
 
-def _layer_seconds(work: Work) -> dict[str, float]:
-    """Of a micro-batch in all layers, with what backward computes again."""
-    matmuls, casts = linear_seconds(work, head=False)
-    routing = mixture_seconds(work)
-    attention, is_full = attention_seconds(work), work.layout.recompute == "full"
-    # Fused attention always computes its scores again; unfused only if asked to.
-    scores_again = is_full or (work.layout.recompute == "selective" and work.attention == "eager")
-    return {
-        "matmuls": _both(matmuls, work, is_full),
-        "casts": _both(casts, work, is_full),
-        "attention": _both(attention, work, scores_again),
-        "elementwise": _both(elementwise_seconds(work), work, is_full),
-        "waiting": _both(routing, work, is_full),
-    }
+def _body_and_tail(work: Work) -> tuple[dict[str, float], dict[str, float]]:
+    """Of a micro-batch in all layers, with what backward computes again, and in the head and the loss."""
+    layout = work.layout
+    tensor = layout.tensor, layout.stream_ranks, layout.expert_tensor_ranks
+    divided = work.shares, tensor, layout.expert, work.tokens
+    if divided not in work.known:  # every layout that divides a micro-batch alike takes the same
+        work.known[divided] = _passes(work, head=False), _passes(work, head=True)
+    body, tail = work.known[divided]
+    is_once = any(seconds.once for seconds in (*body.values(), *tail.values()))
+    key = divided, layout.recompute, layout.micro_batches if is_once and _stay_gathered(layout) else 0
+    if key not in work.known:
+        is_full = layout.recompute == "full"
+        # Fused attention always computes its scores again; unfused only if asked to.
+        scores_again = is_full or (layout.recompute == "selective" and work.attention == "eager")
+        again = {group: scores_again if group == "attention" else is_full for group in body}
+        work.known[key] = (
+            {group: _both(seconds, work, again[group]) for group, seconds in body.items()},
+            {group: _both(seconds, work, False) for group, seconds in tail.items()},
+        )
+    found: tuple[dict[str, float], dict[str, float]] = work.known[key]
+    return found
 
 
-def _head_seconds(work: Work) -> dict[str, float]:
-    """Of a micro-batch in the head and the loss."""
-    matmuls, casts = linear_seconds(work, head=True)
-    found = {"matmuls": matmuls, "casts": casts, "loss": loss_seconds(work)}
-    return {group: _both(seconds, work, False) for group, seconds in found.items()}
+def _passes(work: Work, *, head: bool) -> dict[str, Seconds]:
+    """Of a micro-batch, forward and backward, in all layers; else in the head and the loss."""
+    matmuls, casts = linear_seconds(work, head=head)
+    if head:
+        return {"matmuls": matmuls, "casts": casts, "loss": loss_seconds(work)}
+    attention, elementwise, routing = attention_seconds(work), elementwise_seconds(work), mixture_seconds(work)
+    return {"matmuls": matmuls, "casts": casts, "attention": attention, "elementwise": elementwise, "waiting": routing}
 
 
 def _both(seconds: Seconds, work: Work, is_repeated: bool) -> float:
     """Forward, backward, and the share of what is done once per step as long as weights stay gathered."""
-    layout = work.layout
-    stay = layout.zero < 3 or layout.shard == 1
-    once = seconds.once / layout.micro_batches if stay else seconds.once
+    once = seconds.once / work.layout.micro_batches if _stay_gathered(work.layout) else seconds.once
     return seconds.forward * (1 + is_repeated) + seconds.backward + once
 
 
+def _stay_gathered(layout: Layout) -> bool:
+    return layout.zero < 3 or layout.shard == 1
+
+
+class _Steady(NamedTuple):
+    """The terms of a step that do not depend on how states are stored, their sum, and the layers of the slowest stage."""
+
+    terms: tuple[Term, ...]
+    total: float
+    layers: int
+
+
 def _terms(work: Work, cluster: Cluster) -> Iterator[Term]:
+    key = work.shares, work.layout
+    if key not in work.known:
+        stage = _Stage(work)
+        terms = tuple(_steady_terms(work, cluster, stage))
+        work.known[key] = _Steady(terms, sum(term.value for term in terms), stage.layers)
+    steady: _Steady = work.known[key]
+    yield from steady.terms
+    total = steady.total
+    for term in _optimizer_terms(work, steady.layers):
+        yield term
+        total += term.value
+    yield from _waiting_terms(work, cluster, steady.layers, total)
+
+
+def _steady_terms(work: Work, cluster: Cluster, stage: _Stage) -> Iterator[Term]:
+    """Computing, exchanging and the bubble."""
     layout, chip = work.layout, work.nodes.chip
-    stage = _Stage(work)
     batches, where = layout.micro_batches, f"{stage.layers} layers on {chip.name}"
-    total = 0.0
     for group, seconds in stage.groups.items():
         if seconds:
             yield Term(
@@ -212,19 +300,12 @@ def _terms(work: Work, cluster: Cluster) -> Iterator[Term]:
     gaps = batches * stage.seconds * (1 / library.value - 1)
     formula = f"{batches} × {stage.seconds:.3g} s × (1 / {library.value:.3g} - 1)"
     yield Term("waiting", "between kernels", gaps, formula, library.source)
-    total += batches * stage.seconds + gaps
     for exchange in Exchanges(work, cluster, stage.layers, stage.seconds, stage.groups["attention"]):
         yield _exchange_term(exchange)
-        total += exchange.exposed
     if layout.pipeline > 1:
         bubble = stage.others / layout.interleave / library.value
         formula = f"{layout.pipeline - 1} other stages, {stage.others:.3g} s a micro-batch, / {layout.interleave}"
         yield Term("bubble", "filling and draining the pipeline", bubble, formula, "arXiv 2104.04473")
-        total += bubble
-    for term in _optimizer_terms(work, stage.layers):
-        yield term
-        total += term.value
-    yield from _waiting_terms(work, cluster, stage.layers, total)
 
 
 _NAMES = {
@@ -272,6 +353,11 @@ def _optimizer_terms(work: Work, layers: int) -> Iterator[Term]:
     yield Term("communication", "weights and gradients from and to the host", moved / host, formula, "PCIe")
 
 
+def _lateness(work: Work) -> float:
+    """The expected excess of the slowest of all chips over their mean, as a share."""
+    return work.shares["spread"].value * math.sqrt(2 * math.log(work.layout.num_ranks))
+
+
 def _waiting_terms(work: Work, cluster: Cluster, layers: int, seconds: float) -> Iterator[Term]:
     """What a step waits for, in proportion to the seconds it takes."""
     chips = work.layout.num_ranks
@@ -281,7 +367,7 @@ def _waiting_terms(work: Work, cluster: Cluster, layers: int, seconds: float) ->
         yield Term("waiting", "for late nodes", lost, formula, "every step ends with the slowest")
         seconds += lost
     if chips > 1:
-        late = work.shares["spread"].value * math.sqrt(2 * math.log(chips))
+        late = _lateness(work)
         formula = f"{seconds:.3g} s × {work.shares['spread'].value:.3g} × √(2 ln {chips})"
         yield Term("waiting", "for the slowest chip", seconds * late, formula, work.shares["spread"].source)
         seconds *= 1 + late

@@ -17,6 +17,7 @@ from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.planner.activations import bytes_per_token, cast_weight_bytes, layer_tensors
 from narrowgauge.planner.memory_figures import LayerCount
 from narrowgauge.planner.model_configs import read_architecture
+from narrowgauge.planner.options import Option
 from narrowgauge.planner.plan_report import Plan
 from narrowgauge.planner.presets import preset
 from narrowgauge.profiling.block_memory import layer_memory
@@ -110,7 +111,7 @@ def require_counted(found: Plan) -> None:
     Raises:
         DataError: no option has its layers whole on one rank.
     """
-    options = [*found.options, *([found.trainable] if found.trainable else [])]
+    options = [*found.options, *([found.trainable] if isinstance(found.trainable, Option) else [])]
     if not any(option.is_counted for option in options):
         raise DataError("--exact was requested, and it counts layers that lie whole on one rank.", _ADVICE)
 

@@ -7,6 +7,7 @@ A storage names a code (:mod:`narrowgauge.spec.codes`) for the weight and for ea
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from narrowgauge.spec.codes import (
@@ -114,7 +115,7 @@ class Storage:
     @property
     def bytes_per_param(self) -> float:
         """Bytes per parameter of weight, gradient (in the visible format) and all states."""
-        return 2 * VISIBLE[self.visible][0] / 8 + sum(width_of(group) for group in self.packing) / 8
+        return _bytes_per_param(self)
 
     @property
     def bytes_per_row(self) -> int:
@@ -302,6 +303,11 @@ STORAGES: dict[str, Storage] = {
         ),
     )
 }  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _bytes_per_param(storage: Storage) -> float:
+    return 2 * VISIBLE[storage.visible][0] / 8 + sum(width_of(group) for group in storage.packing) / 8
 
 
 def for_vectors(storage: Storage) -> Storage:
