@@ -26,9 +26,10 @@ from narrowgauge.spec.models import MODELS
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "model": (
         "recipe", "chip", "chips", "chips_per_node", "interconnect", "dollars_per_hour", "host_memory", "software", "cluster",
-        "sequence_length", "tokens_per_step", "tokens", "layout", "minimize", "exact", "explain", "html", "toml",
+        "sequence_length", "tokens_per_step", "tokens", "days", "budget", "largest", "optimizer", "lora", "base", "layout",
+        "minimize", "exact", "explain", "html", "toml",
     ),
-    "params": ("recipe", "chip", "chips", "chips_per_node", "cluster", "layout", "explain", "html"),
+    "params": ("recipe", "chip", "chips", "chips_per_node", "cluster", "optimizer", "layout", "explain", "html"),
     "measured": ("at", "html"),
     "regression": ("chip", "html"),
     "calibrate": ("chip",),
@@ -142,7 +143,44 @@ def _layout(text: str) -> dict[str, Any]:
     default=None,
     help="The libraries and years whose speed is planned.  [default: those usual on the chip, with wide intervals]",
 )
-@click.option("--dollars-per-hour", type=_amount(0), metavar="X", help="Price of one chip.")
+@click.option(
+    "--price",
+    "--dollars-per-hour",
+    "dollars_per_hour",
+    type=_amount(0),
+    metavar="X",
+    help="Dollars for an hour of one chip; none is assumed.",
+)
+@click.option(
+    "--days",
+    type=_amount(1e-6),
+    metavar="X",
+    help="A deadline for --tokens: the fewest chips (up to --chips) that meet it.",
+)
+@click.option(
+    "--budget",
+    type=_amount(1e-6),
+    metavar="X",
+    help="Dollars for --tokens at --price: the fastest (up to --chips) that keeps it.",
+)
+@click.option(
+    "--largest",
+    type=click.Choice(["context", "batch"]),
+    help="The longest sequences, or the most at once, that fit.",
+)
+@click.option(
+    "--optimizer",
+    type=click.Choice(["adamw", "muon", "adafactor"]),
+    help="Whose states are counted.  [default: adamw]",
+)
+@click.option(
+    "--lora", type=click.IntRange(min=1), metavar="RANK", help="Train adapters of that rank over a frozen model."
+)
+@click.option(
+    "--base",
+    type=click.Choice(["bfloat16", "int8", "float8", "nf4", "nvfp4"]),
+    help="With --lora: how the frozen layers are kept (nf4: QLoRA).  [default: bfloat16]",
+)
 @click.option(
     "--layout",
     metavar="FIELD=N,…",
@@ -153,7 +191,7 @@ def _layout(text: str) -> dict[str, Any]:
     "--minimize",
     type=click.Choice(["days", "cost", "chips", "memory"]),
     default=None,
-    help="What the best option has least of.  [default: days]",
+    help="What the best option has least of.  [default: days; with --days chips]",
 )
 @click.option(
     "--exact",
@@ -198,6 +236,8 @@ def plan_command(runs: tuple[Path, ...], as_json: bool, **asked: Any) -> None:
     narrowgauge plan --model llama-8b --chip H100-SXM --chips 8
     narrowgauge plan --params 10e9 --recipe bfloat16/states8
     narrowgauge plan --model config.json --cluster cluster.toml --tokens 300e9
+    narrowgauge plan --model llama-8b --chip H100-SXM --tokens 300e9 --days 14 --price 2.5
+    narrowgauge plan --model llama-8b --chip H100-SXM --chips 8 --largest context
     narrowgauge plan --measured 128:10d,256:7d --at 512,1024
     narrowgauge plan --regression before.toml after.toml
     narrowgauge plan --calibrate RUN…
@@ -258,7 +298,12 @@ def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
         sequence_length=asked["sequence_length"],
         tokens_per_step=asked["tokens_per_step"] and int(asked["tokens_per_step"]),
         tokens=asked["tokens"],
-        minimize=asked["minimize"] or "days",
+        days=asked["days"],
+        budget=asked["budget"],
+        largest=asked["largest"] or "",
+        optimizer=asked["optimizer"] or "adamw",
+        adapters=_adapters(asked),
+        minimize=asked["minimize"],
         layout=layout,
         counted=counts,
     )
@@ -284,6 +329,19 @@ def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
     said = [*found.sentences(), *([counts.sentence()] if counts else [])]
     _echo(["", *said, *filter(None, [asked["html"], asked["toml"]])])
     return None
+
+
+def _adapters(asked: dict[str, Any]) -> Any:
+    """LoRA, where it is asked for."""
+    from narrowgauge.planner.architectures import Adapters
+
+    if asked["lora"] is None:
+        if asked["base"] is not None:
+            raise click.UsageError("--base goes with --lora RANK.", click.get_current_context())
+        return None
+    if asked["toml"]:
+        raise click.UsageError("--toml is for narrowgauge train, which runs no adapters.", click.get_current_context())
+    return Adapters(asked["lora"], asked["base"] or "bfloat16")
 
 
 def _echo(sentences: list[str]) -> None:

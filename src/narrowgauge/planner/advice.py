@@ -88,7 +88,7 @@ def _narrower(recipe: Recipe, fits: Fits[Recipe]) -> Iterator[str]:
     for storage in others:
         is_possible = is_pair(recipe.compute, storage) and storage.visible == recipe.storage.visible
         is_narrower = is_possible and storage.keeps_updates and storage.bytes_per_param < recipe.bytes_per_param
-        if is_narrower and fits(replace(recipe, storage=storage)):
+        if is_narrower and fits(replace(recipe, storage=storage.keeping(recipe.storage.states))):
             yield f"at {storage.bytes_per_param:g} B/param ({recipe.compute.name}/{storage.name.rpartition('/')[2]})"
             return
 

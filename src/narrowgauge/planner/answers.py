@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.causes import CAUSES
-from narrowgauge.planner.options import OURS, Option
+from narrowgauge.planner.options import NODE_POWER, OURS, Option
 from narrowgauge.planner.scaling_law import duration
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP
 from narrowgauge.planner.shares import software_of
 from narrowgauge.planner.term_changes import changes
-from narrowgauge.planner.words import amount, axes_text, gigabytes, layout_text, seconds_text
+from narrowgauge.planner.words import amount, axes_text, dollars_text, energy_text, gigabytes, layout_text, seconds_text
 from narrowgauge.spec.models import MODELS
 
 if TYPE_CHECKING:
@@ -103,8 +103,14 @@ def _about_best(plan: Plan) -> Iterator[str]:
         f"spare{unsure}: {best.tokens_per_second:,.0f} tokens/s ({low:,.0f} to {high:,.0f} four times of five), "
         f"{best.mfu:.0%} of the peak."
     )
+    yield from _about_training(plan)
+    if plan.question.largest:
+        yield _about_largest(best, plan.question.largest)
+    if plan.question.is_bounded:
+        yield _about_bounds(plan)
     if plan.question.num_tokens is not None:
         yield _duration(best, plan.question.num_tokens)
+    yield from _about_consumption(best, plan.question.num_tokens)
     yield f"It is limited by {best.limited_by}: {REMEDIES.get(best.limited_by, 'see --explain')}."
     yield _overheads(best)
     yield from _about_pace(best)
@@ -159,10 +165,93 @@ def _clause(option: Option) -> str:
 def _duration(option: Option, num_tokens: float) -> str:
     days, cost = option.days(num_tokens), option.cost(num_tokens)
     low, high = option.confidence(num_tokens)["days"]
-    price = "" if cost is None else f" and ${cost:,.0f}"
+    price = "" if cost is None else f" and {dollars_text(cost)}"
     took, least, most = (duration(86_400 * found) for found in (days or 0.0, low, high))
     more = f", with up to {option.restarts:.0%} for restarts" if option.restarts else ""
     return f"{amount(num_tokens)} tokens take {took} ({least} to {most} four times of five{more}){price}."
+
+
+def _about_training(plan: Plan) -> Iterator[str]:
+    """What is trained, and by which optimizer, where it is not all by AdamW."""
+    architecture = plan.question.architecture
+    if (adapters := architecture.adapters) is not None:
+        yield (
+            f"LoRA of rank {adapters.rank} on the linear layers of attention and MLP trains "
+            f"{amount(architecture.num_trained_parameters)} parameters, {architecture.trained_share:.2%}, over a frozen base in "
+            f"{adapters.base} ({adapters.base_bytes:.3g} B a parameter); PEFT's layers run under ng.prepare, not in narrowgauge "
+            "train."
+        )
+    if plan.question.optimizer == "muon":
+        yield (
+            "Muon keeps one moment of the matrices in layers; AdamW steps embedding, head and vectors. The time of its "
+            "orthogonalisation is not in the plan."
+        )
+    if plan.question.optimizer == "adafactor":
+        yield "Adafactor keeps a value for each row and column of a matrix and no first moment; AdamW steps vectors."
+
+
+def _about_largest(best: Option, what: str) -> str:
+    """The largest batch or context, and whether it is more than that."""
+    layout = best.layout
+    if what == "context":
+        return (
+            f"The longest sequences that fit for certain have {best.sequence_length:,} tokens, in {best.recipe.title}."
+        )
+    return (
+        f"The largest batch that fits for certain without accumulation is {layout.num_sequences:,} sequences of "
+        f"{best.sequence_length:,} tokens ({layout.micro_batch} on each of {layout.num_replicas}), in {best.recipe.title}."
+    )
+
+
+def _about_bounds(plan: Plan) -> str:
+    """Whether the deadline and the budget are kept, and by how much the next size misses them."""
+    question, best = plan.question, plan.best
+    tokens = question.num_tokens or 0.0
+    limits = [f"within {_days(question.deadline_days)}"] if question.deadline_days is not None else []
+    limits += [f"for at most {dollars_text(question.budget)}"] if question.budget is not None else []
+    asked = f"{amount(tokens)} tokens {' and '.join(limits)}"
+    if question.is_deadline_assumed:
+        asked += " (no deadline was given: so long did the longest of published runs take; --days says another)"
+    others = [option for option in plan.options if option.fits and not question.meets(option)]
+    if not question.meets(best):
+        return f"No number of chips that was tried trains {asked}; the nearest is {_ending(best, tokens)}."
+    if question.deadline_days is not None:
+        fewer = [option for option in others if option.num_chips < best.num_chips]
+        near = max(fewer, key=lambda option: (option.num_chips, option.tokens_per_second), default=None)
+        what = "The fewest chips that train"
+    else:
+        more = [option for option in others if option.num_chips > best.num_chips]
+        near = min(more, key=lambda option: (option.num_chips, option.cost(tokens)), default=None)
+        what = "The most chips that train"
+    missed = "" if near is None else f"; {_ending(near, tokens)}"
+    return f"{what} {asked} are {_ending(best, tokens)}{missed}."
+
+
+def _ending(option: Option, num_tokens: float) -> str:
+    """A cluster, and when a run on it ends."""
+    cost = option.cost(num_tokens)
+    price = "" if cost is None else f", {dollars_text(cost)}"
+    return f"{option.cluster} ({_days(option.days(num_tokens) or 0.0)}{price})"
+
+
+def _days(days: float) -> str:
+    return duration(86_400 * days)
+
+
+def _about_consumption(best: Option, num_tokens: float | None) -> Iterator[str]:
+    """What tokens cost, in dollars and in energy."""
+    each, joules = best.dollars_per_token, best.joules_per_token
+    if each is not None:
+        yield f"A billion tokens cost {dollars_text(1e9 * each)}, at the price that was given for the chips alone."
+    if joules is None or best.watts is None:
+        return
+    low, high = best.confidence()["joules_per_token"]
+    run = "" if num_tokens is None else f", {energy_text(joules * num_tokens)} in all"
+    chips = f"{best.num_chips} chip{'s' * (best.num_chips > 1)} of {best.watts / best.num_chips:,.0f} W"
+    yield (
+        f"Energy: {energy_text(joules)} a token ({energy_text(low)} to {energy_text(high)}){run}: {chips}, and nodes at "
+        f"{NODE_POWER[0]:g} times that, without the building's cooling."
+    )
 
 
 def _overheads(option: Option) -> str:
@@ -192,7 +281,7 @@ def _about_pace(option: Option) -> Iterator[str]:
 
 
 def _about_all(plan: Plan) -> Iterator[str]:
-    if plan.best.num_chips > 1:
+    if plan.best.num_chips > 1 and plan.question.architecture.adapters is None:
         yield _replicated(plan)
     yield from _about_networks(plan)
     yield from _about_software(plan)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from narrowgauge.errors import RecipeError, suggestion
+
 Part = Literal["attention", "mlp", "experts", "head"]
 Split = Literal["column", "row", "none"]
 Norm = Literal["rms", "rms-float32", "layer"]
@@ -56,6 +58,55 @@ class LatentAttention:
     plain_dim: int
     rotary_dim: int
     value_dim: int
+
+
+BASE_BYTES = {"bfloat16": 2.0, "int8": 1.0, "float8": 1.0, "nf4": 0.5 + 0.127 / 8, "nvfp4": 0.5 + 1 / 16}
+"""Bytes a parameter of a frozen base: nf4 with doubly quantized scales (QLoRA, arXiv 2305.14314, section 3: 0.127 bits), nvfp4
+with a scale of 8 bits for each 16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """LoRA: two matrices of a low rank beside each linear layer of attention and MLP, which is frozen.
+
+    Args:
+        rank: of the two matrices.
+        base: how the frozen layers are kept, a key of ``BASE_BYTES``; what is narrower than 16 bits is widened before each
+            product (QLoRA).
+
+    Raises:
+        RecipeError: the rank is below 1, or the base is not known.
+
+    Source: Hu et al., LoRA, arXiv 2106.09685; Dettmers et al., QLoRA, arXiv 2305.14314.
+    """
+
+    rank: int
+    base: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise RecipeError(f"adapters of rank {self.rank} were requested.", "Use 1 or more, such as 16.")
+        if self.base not in BASE_BYTES:
+            raise RecipeError(
+                f"a base in {self.base!r} was requested.",
+                suggestion(self.base, BASE_BYTES) or f"It is one of {', '.join(BASE_BYTES)}.",
+            )
+
+    @property
+    def base_bytes(self) -> float:
+        """Of a parameter of the frozen layers."""
+        return BASE_BYTES[self.base]
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether a layer is widened to 16 bits before each of its products."""
+        return self.base_bytes < BASE_BYTES["bfloat16"]
+
+    def parameters_of(self, matmul: Matmul) -> int:
+        """Of all adapters of a kind of matmul; experts, routers and the head have none."""
+        if matmul.part not in ("attention", "mlp"):
+            return 0
+        return self.rank * (matmul.in_features + matmul.out_features) * matmul.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +170,7 @@ class Architecture:
         window_share: share of the layers with that window.
         mixture: experts; None without.
         latent: latent attention; None without.
+        adapters: LoRA over the frozen model; None if all is trained.
         stated_parameters: the count of a model of which nothing else is known (:func:`of_size`).
         source: where the shape is published.
         left_out: parts of the model that are not in the shape, such as a vision tower; empty if it is whole.
@@ -161,6 +213,7 @@ class Architecture:
     stated_parameters: int | None = None
     source: str = ""
     left_out: str = ""
+    adapters: Adapters | None = None
 
     @property
     def has_shape(self) -> bool:
@@ -313,6 +366,18 @@ class Architecture:
         return self.outer_parameters + layers
 
     @property
+    def num_trained_parameters(self) -> int:
+        """Parameters that have gradients and states: all, or those of adapters."""
+        if self.adapters is None:
+            return self.num_parameters
+        return sum(self.adapters.parameters_of(matmul) for matmul in self.matmuls)
+
+    @property
+    def trained_share(self) -> float:
+        """The same by the parameters of the model."""
+        return 1.0 if self.adapters is None else self.num_trained_parameters / self.num_parameters
+
+    @property
     def expert_parameters(self) -> int:
         """Parameters of the experts among which routers choose: what expert parallelism shares."""
         return sum(matmul.num_parameters for matmul in self._mixture_matmuls() if matmul.name.startswith("experts."))
@@ -369,7 +434,9 @@ class Architecture:
         """
         if self.stated_parameters is not None:
             return 6.0 * self.stated_parameters
-        weights = 3 * sum(matmul.flops_per_token for matmul in self.matmuls)
+        # Of a frozen weight there is no gradient; what adapters take is left out, as by all who compare.
+        passes = 3 if self.adapters is None else 2
+        weights = passes * sum(matmul.flops_per_token for matmul in self.matmuls)
         return weights + self.attention_flops(sequence_length, is_causal=is_causal)
 
 

@@ -50,6 +50,7 @@ class Nodes:
         host_memory_gb: of each node, for offloading, 2^30 bytes; None if unknown.
         dollars_per_hour: of one chip; None if unknown.
         speed: of these nodes as a share of their chip's, such as 0.8 for nodes that are late at every step.
+        watts: of one chip, as printed; None for what is published of the chip.
         software: a row of :data:`narrowgauge.planner.shares.SOFTWARE`; empty for what is assumed on the chip.
 
     Raises:
@@ -66,6 +67,7 @@ class Nodes:
     host_memory_gb: float | None = None
     dollars_per_hour: float | None = None
     speed: float = 1.0
+    watts: float | None = None
     software: str = ""
 
     def __post_init__(self) -> None:
@@ -202,6 +204,19 @@ class Cluster:
         return sum(g.num_chips * (g.dollars_per_hour or 0.0) for g in self.groups)
 
     @property
+    def watts(self) -> float | None:
+        """Printed power of all chips together; None if one group's is not known.
+
+        Example:
+            >>> cluster_of("H100-SXM", 16).watts
+            11200.0
+        """
+        each = [group.watts or group.chip.watts for group in self.groups]
+        if None in each:
+            return None
+        return float(sum(group.num_chips * (power or 0.0) for group, power in zip(self.groups, each, strict=True)))
+
+    @property
     def peak_flops_per_second(self) -> float:
         """Of all chips together, dense matmuls of 16-bit operands (of float32 ones where a chip multiplies no others)."""
         return 1e12 * sum(group.num_chips * wide_tflops(group.chip) for group in self.groups)
@@ -213,6 +228,11 @@ class Cluster:
 def wide_tflops(chip: Chip) -> float:
     """The rate that MFU is a share of: bfloat16's, or float16's, or float32's."""
     return next(chip.peak_tflops[name] for name in ("bfloat16", "float16", "float32") if name in chip.peak_tflops)
+
+
+def usual_node(chip: Chip) -> int:
+    """Chips of the nodes that such chips usually come in: eight, or as many as share one link."""
+    return _CHIPS_PER_NODE.get(chip.name, 8)
 
 
 def cluster_of(
@@ -246,7 +266,7 @@ def cluster_of(
     found = get_chip(chip) if isinstance(chip, str) else chip
     if num_chips < 1:
         raise ChipError(f"{num_chips} chips were requested.", "Use 1 or more.")
-    whole = chips_per_node or _CHIPS_PER_NODE.get(found.name, 8)
+    whole = chips_per_node or usual_node(found)
     size = min(num_chips, whole)
     if num_chips % size:
         near = num_chips - num_chips % size

@@ -231,11 +231,13 @@ class Exchanges:
 
     @property
     def _weight_bytes(self) -> float:
-        return bytes_of(self.work.recipe.storage.visible)
+        adapters = self.work.architecture.adapters
+        return bytes_of(self.work.recipe.storage.visible) if adapters is None else adapters.base_bytes
 
     @property
     def _gradient_bytes(self) -> float:
-        return self.work.recipe.reduction.bytes_per_element(self.work.recipe.storage.visible)
+        sent = self.work.recipe.reduction.bytes_per_element(self.work.recipe.storage.visible)
+        return sent * self.work.architecture.trained_share
 
 
 def _buckets(num_parameters: float, ranks: int, layers: int) -> int:

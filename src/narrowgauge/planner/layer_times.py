@@ -144,13 +144,24 @@ def _matmul_seconds(matmul: Matmul, setting: Setting, has_own_cast: bool, work: 
     # A grouped kernel starts once for all experts of a layer.
     kernels = mixture.num_layers if grouped and mixture else count
     mine, casts = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+    adapters = work.architecture.adapters
     for name, seconds in found.items():
         place, _, side = name.partition(".")
+        if adapters is not None and place == "grad_weight":
+            continue
         if side and SLOTS[name].tensor == "input" and not has_own_cast:
             continue
         when = 2 if side and SLOTS[name].tensor == "weight" else int(place != "output")
         reached = work.shares["experts"].value if grouped and not side else 1.0
         (casts if side else mine)[when] += (seconds - start) / reached * count + start * kernels
+    if adapters is not None and adapters.parameters_of(matmul):
+        for shape in (Shape(adapters.rank, round(inputs)), Shape(round(out), adapters.rank)):
+            for name, seconds in operation_seconds(shape, setting.plain, tokens, chip, work.shares).items():
+                mine[int(name != "output")] += seconds * count
+    if adapters is not None and adapters.is_widened and matmul.part != "head":
+        # Read and written before the product of forward, and of backward.
+        widened = work.moved((adapters.base_bytes + 2) * round(out) * round(inputs)) * count
+        casts[0], casts[1] = casts[0] + widened, casts[1] + widened
     return Seconds(*mine), Seconds(*casts)
 
 

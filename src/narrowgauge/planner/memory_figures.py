@@ -108,7 +108,7 @@ def _by_formula(
     architecture: Architecture, recipe: Recipe, sequence_length: int, attention: Attention, kernels: Kernels
 ) -> Figures:
     a, widths = architecture, widths_of(recipe.compute, recipe.storage.visible)
-    known = (state_of(a, recipe), bytes_of(recipe.storage), widths, a.num_parameters)
+    known = (state_of(a, recipe), _per_parameter(a, recipe), widths, a.num_parameters)
     if not a.has_shape:
         return Figures(*known)
     mixtures = a.mixture.num_layers if a.mixture else 0
@@ -124,6 +124,17 @@ def _by_formula(
     experts = a.expert_parameters / mixtures if mixtures else 0.0
     others = (a.dense_layer_parameters * (mixtures < a.num_layers), a.mixture_layer_parameters - round(experts))
     return Figures(*known, kept, stream, scores, cast_weight_bytes(a, recipe) * elements, max(others), experts)
+
+
+def _per_parameter(architecture: Architecture, recipe: Recipe) -> Bytes:
+    """Of the parameters of layers; of a frozen model the gradients and states of adapters, by its parameters."""
+    stored = bytes_of(recipe.storage)
+    if architecture.adapters is None:
+        return stored
+    share = architecture.trained_share
+    return Bytes(
+        architecture.adapters.base_bytes + share * stored.weights, share * stored.gradients, share * stored.optimizer
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,15 @@ PARALLELISM = (
 )  # fmt: skip
 OURS = "narrowgauge"
 """Who runs a layout of this project's trainer."""
+_JOULES_PER_KILOWATT_HOUR = 3.6e6
 _COMMON_STORAGES = ("float32", "master", "no-master", "naive")
 _SECONDS_PER_DAY = 86_400
+NODE_POWER = (1.38, 1.0, 1.5)
+"""Of a node in training over the printed power of its chips, ``(usual, least, most)``: processors, memory, network and fans
+come on top, and chips draw less than printed. Nodes of eight H100 drew 76 % of their 10.2 kW in demanding training (7.75 kW for
+5.6 kW of chips; Newkirk et al., arXiv 2506.14551), and 8.4 kW at most (Latif et al., arXiv 2412.08602). Cooling of the building
+is not in it."""
+NODE_POWER_SOURCE = "arXiv 2506.14551, 2412.08602: nodes of 8 H100 in training; without the building's cooling"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,7 @@ class Option:
         flops_per_token: of the model, forward and backward, without what is computed again.
         peak_flops_per_second: of all chips together, for dense bfloat16 matmuls; what MFU is a share of.
         dollars_per_hour: of all chips together; None if unknown.
+        watts: printed power of all chips together; None if unknown.
         cluster: the name of the cluster.
         why_not: why it cannot run, if that is not its memory; empty if it can.
         advice: the smallest change that would make it possible; empty if it fits.
@@ -71,6 +79,7 @@ class Option:
     cluster: str = ""
     why_not: str = ""
     advice: str = ""
+    watts: float | None = None
 
     @property
     def headroom_bytes(self) -> float | None:
@@ -150,6 +159,25 @@ class Option:
         return None if days is None or self.dollars_per_hour is None else days * 24 * self.dollars_per_hour
 
     @property
+    def dollars_per_token(self) -> float | None:
+        """Dollars for one token; None without a price."""
+        return self.cost(1.0)
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """Energy of the nodes for one token; None where the chips' power is not known.
+
+        Source: ``NODE_POWER`` times what is printed of the chips.
+        """
+        rate = self.tokens_per_second
+        return None if rate is None or self.watts is None else NODE_POWER[0] * self.watts / rate
+
+    def kilowatt_hours(self, num_tokens: float) -> float | None:
+        """Energy of the nodes for that many tokens; None where the chips' power is not known."""
+        each = self.joules_per_token
+        return None if each is None else num_tokens * each / _JOULES_PER_KILOWATT_HOUR
+
+    @property
     def limited_by(self) -> str:
         """The largest group: of the memory if it does not fit, else of the step."""
         if self.why_not:
@@ -198,6 +226,9 @@ class Option:
             "mfu": self.mfu,
             "days": days,
             "cost": None if num_tokens is None else self.cost(num_tokens),
+            "dollars_per_token": self.dollars_per_token,
+            "kilowatt_hours": None if num_tokens is None else self.kilowatt_hours(num_tokens),
+            "joules_per_token": self.joules_per_token,
             "limited_by": self.limited_by,
             "confidence": self.confidence(num_tokens),
         }
@@ -208,23 +239,27 @@ class Option:
         Args:
             num_tokens: of the whole run, for ``days``.
         Returns:
-            A dict: ``memory_bytes``, ``tokens_per_second`` and ``days`` as ``[low, high]``; ``restarts``, the share of the steps'
-            time that the high end of ``days`` allows for them; ``is_certain`` of ``fits``.
+            A dict: ``memory_bytes``, ``tokens_per_second``, ``days`` and ``joules_per_token`` as ``[low, high]``; ``restarts``, the
+            share of the steps' time that the high end of ``days`` allows for them; ``is_certain`` of ``fits``.
         """
         rates: list[float] | None = None
         days: list[float] | None = None
+        joules: list[float] | None = None
         if self.step is not None:
             fast, slow = self.step.interval
             rates = [self.tokens_per_step / slow, self.tokens_per_step / fast]
             if num_tokens is not None:
                 fastest, slowest = (num_tokens / rate / _SECONDS_PER_DAY for rate in reversed(rates))
                 days = [fastest, slowest * (1 + self.restarts)]
+            if self.watts is not None:
+                joules = [NODE_POWER[1] * self.watts / rates[1], NODE_POWER[2] * self.watts / rates[0]]
         return {
             "share": 0.8,
             "memory_bytes": list(self.memory.interval),
             "tokens_per_second": rates,
             "days": days,
             "restarts": self.restarts,
+            "joules_per_token": joules,
             "fits_is_certain": self.is_certain,
         }
 

@@ -127,6 +127,39 @@ def multiples_of(cluster: Cluster) -> Iterator[Cluster]:
         yield _part(cluster, replace(cluster.groups[0], count=times * cluster.groups[0].count))
 
 
+def sizes_up_to(cluster: Cluster, node: int, most: int) -> Iterator[Cluster]:
+    """Clusters of the same chips: powers of two of the chips of a node, then of nodes.
+
+    Args:
+        cluster: of such chips.
+        node: chips of a node.
+        most: chips in all.
+    Example:
+        >>> [size.num_chips for size in sizes_up_to(cluster_of("H100-SXM", 1), 8, 64)]
+        [1, 2, 4, 8, 16, 32, 64]
+    """
+    whole = replace(cluster.groups[0], chips=node, count=1)
+    yield from parts_of(_part(cluster, whole))
+    while (whole := replace(whole, count=2 * whole.count)).num_chips <= most:
+        yield _part(cluster, whole)
+
+
+def between_sizes(few: Cluster, many: Cluster) -> Iterator[Cluster]:
+    """Three numbers of whole nodes between those of two clusters of equal nodes, the fewest first; none within a node.
+
+    Example:
+        >>> [each.num_chips for each in between_sizes(cluster_of("H100-SXM", 32), cluster_of("H100-SXM", 64))]
+        [40, 48, 56]
+    """
+    first, last = few.groups[0], many.groups[0]
+    if len(many.groups) > 1 or first.chips != last.chips:
+        return
+    counts = (first.count + (last.count - first.count) * quarter // 4 for quarter in (1, 2, 3))
+    for count in dict.fromkeys(counts):
+        if first.count < count < last.count:
+            yield _part(many, replace(last, count=count))
+
+
 def _part(cluster: Cluster, group: Nodes) -> Cluster:
     return replace(cluster, name=str(group), groups=(group,))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,19 +11,28 @@ from typing import Any
 from narrowgauge.errors import NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.planner.advice import smallest_changes
 from narrowgauge.planner.answers import MOST_SHARED
-from narrowgauge.planner.architectures import Architecture, of_size
-from narrowgauge.planner.clusters import Cluster
+from narrowgauge.planner.architectures import Adapters, Architecture, of_size
+from narrowgauge.planner.clusters import Cluster, usual_node
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory_figures import LayerCounter
 from narrowgauge.planner.model_configs import read_architecture
 from narrowgauge.planner.named_layouts import NAMED_LAYOUTS
 from narrowgauge.planner.options import OURS, Option
-from narrowgauge.planner.places import clusters_asked_for, multiples_of, numbers_of, parts_of, shares_asked_for
+from narrowgauge.planner.places import (
+    between_sizes,
+    clusters_asked_for,
+    multiples_of,
+    numbers_of,
+    parts_of,
+    shares_asked_for,
+    sizes_up_to,
+)
 from narrowgauge.planner.plan_report import Plan, Question
 from narrowgauge.planner.rank_memory import memory_terms
 from narrowgauge.planner.roofline import describe_support
 from narrowgauge.planner.search import MOST_OPTIONS, Found, search
 from narrowgauge.planner.shares import Shares
+from narrowgauge.planner.state_bytes import with_optimizer
 from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.models import MODELS
@@ -30,6 +40,15 @@ from narrowgauge.spec.notation import DEFAULT_STORAGE, parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 
+LONGEST_DAYS = 120.0
+"""Within which a run is to end where the fewest chips are asked for without a deadline: BLOOM's took 117 days (arXiv 2211.05100),
+one of the longest that were published."""
+MOST_CHIPS = 1 << 14
+"""Up to which numbers of chips are tried where none is given: of Llama 3's 405B (arXiv 2407.21783)."""
+LARGEST = ("context", "batch")
+ADAPTED: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
+"""Layouts of adapters: PEFT's layers are shared by FSDP2 or replicated, not divided."""
+_MOST_POSITIONS, _STEP_OF_LENGTH, _MOST_SEQUENCES = 1 << 24, 1024, 1 << 16
 OBJECTIVES: dict[str, Callable[[Option], float]] = {
     "days": lambda option: 1.0 / (option.tokens_per_second or 1.0),
     "cost": lambda option: (option.dollars_per_hour or option.num_chips) / (option.tokens_per_second or 1.0),
@@ -63,7 +82,12 @@ def plan(
     sequence_length: int | None = None,
     tokens_per_step: int | None = None,
     tokens: float | None = None,
-    minimize: str = "days",
+    days: float | None = None,
+    budget: float | None = None,
+    largest: str = "",
+    optimizer: str = "adamw",
+    adapters: Adapters | None = None,
+    minimize: str | None = None,
     layout: Mapping[str, Any] | None = None,
     shares: Shares | None = None,
     counted: LayerCounter | None = None,
@@ -81,14 +105,19 @@ def plan(
         chips: how many; several numbers are compared.
         cluster: files or values, instead of ``chip`` and ``chips``.
         chips_per_node, interconnect_gbit_per_second: of the nodes of ``chip``: chips in each, and the rate of a node's network.
-        dollars_per_hour: of one chip.
+        dollars_per_hour: price of one chip; nothing is assumed without it.
         host_memory_gb: of one node of ``chip``, in 2^30 bytes; layouts that offload to it are then searched too.
         software: a row of :data:`~narrowgauge.planner.shares.SOFTWARE` whose speed is planned; None for what is assumed on the
             chip, with wide intervals.
         sequence_length: tokens of a sequence; the model's longest, at most 4096, by default.
         tokens_per_step: tokens of an optimizer step; chosen if None.
         tokens: of the whole run, for days and cost.
-        minimize: ``"days"``, ``"cost"``, ``"chips"`` or ``"memory"``.
+        days, budget: a deadline in days and a limit in dollars for ``tokens``: numbers of chips are tried, up to ``chips`` where
+            it is given; the best has the fewest that meet the deadline, or with a budget alone is the fastest that meets it.
+        largest: ``"context"`` or ``"batch"``: the longest sequences, or the most sequences at once, that fit for certain.
+        optimizer: whose states are counted: ``"adamw"``, ``"muon"`` or ``"adafactor"``.
+        adapters: LoRA over a frozen base (:class:`~narrowgauge.planner.architectures.Adapters`); None trains all parameters.
+        minimize: ``"days"``, ``"cost"``, ``"chips"`` or ``"memory"``; None for ``"chips"`` with a deadline, else ``"days"``.
         layout: fields of the layout that must have these values.
         shares: of the chips' printed rates; the published ones, or for ``"here"`` the calibrated ones, if None.
         counted: what a layer keeps, counted in the model's own modules (``narrowgauge.profiling.exact_memory.LayerCounts``); the
@@ -104,12 +133,17 @@ def plan(
         >>> [option.memory.total / 1e9 for option in found.options]
         [60.0, 80.0, 160.0]
     """
+    if minimize is None:
+        minimize = "days" if days is None else "chips"
     if minimize not in OBJECTIVES:
         raise NarrowgaugeError(
             f"minimize = {minimize!r} was requested.",
             suggestion(minimize, OBJECTIVES) or f"It is one of {', '.join(OBJECTIVES)}.",
         )
     architecture = _architecture(model, params)
+    if adapters is not None:
+        architecture = _with_adapters(architecture, adapters)
+        layout = {**ADAPTED, **(layout or {})}
     places = clusters_asked_for(
         cluster, chip, chips, chips_per_node, interconnect_gbit_per_second=interconnect_gbit_per_second,
         dollars_per_hour=dollars_per_hour, host_memory_gb=host_memory_gb, software=software,
@@ -125,23 +159,71 @@ def plan(
         shares_asked_for(chip) if shares is None else shares,
         counted,
         tokens_per_step,
+        *_limits(tokens, days, budget, minimize),
+        _largest(largest, days, budget),
+        optimizer,
     )
-    known = tuple(map(parse, recipes))
+    if budget is not None and places and any(place.dollars_per_hour is None for place in places):
+        raise NarrowgaugeError(
+            f"a budget of {budget:,.0f} dollars was requested, and no price of a chip is known.",
+            "Give dollars_per_hour (--price), or write it into the cluster's file.",
+        )
+    known = tuple(with_optimizer(parse(recipe), optimizer) for recipe in recipes)
     if params is not None or not places:
-        return _ranked(question, list(_state_options(question, known or tuple(_storages()), numbers_of(chips))))
-    options = [option for place in _tried(question) for option in _searched(question, place, known, tokens_per_step)]
-    found = _ranked(question, options)
+        stored = known or tuple(with_optimizer(recipe, optimizer) for recipe in _storages())
+        return _ranked(question, list(_state_options(question, stored, numbers_of(chips))))
+    if question.largest:
+        return _ranked(question, [option for place in places for option in _largest_options(question, place, known)])
+    if question.is_bounded:
+        is_free = not (cluster or chips)
+        nodes = [(chips_per_node or usual_node(place.groups[0].chip)) if is_free else None for place in places]
+        options = [o for place, node in zip(places, nodes, strict=True) for o in _within(question, place, known, node)]
+    else:
+        options = [
+            option for place in _tried(question) for option in _searched(question, place, known, tokens_per_step)
+        ]
+    found = _ranked(question, options, is_by_size=question.is_bounded and not known)
     found = replace(found, trainable=_trainable(found, tokens_per_step))
     kinds = {tuple(group.chip.name for group in place.groups) for place in places}
     is_shared = len(kinds) > 1 and len(places) <= MOST_SHARED
     return replace(found, shared=_shared(found, tokens_per_step)) if is_shared else found
 
 
+def _limits(
+    tokens: float | None, days: float | None, budget: float | None, minimize: str
+) -> tuple[float | None, float | None, bool]:
+    """The deadline, the budget, and whether the deadline is assumed: the fewest chips of all would take for ever."""
+    for name, value in (("days", days), ("budget", budget)):
+        if value is not None and not 0 < value < math.inf:
+            raise NarrowgaugeError(f"{name} = {value:g} was requested.", "Use a number above 0.")
+        if value is not None and tokens is None:
+            raise NarrowgaugeError(
+                f"{name} = {value:g} was requested for a run whose tokens are not known.",
+                "Give tokens (--tokens 300e9).",
+            )
+    is_assumed = minimize == "chips" and days is None and tokens is not None
+    return LONGEST_DAYS if is_assumed else days, budget, is_assumed
+
+
+def _largest(what: str, days: float | None, budget: float | None) -> str:
+    if what and what not in LARGEST:
+        raise NarrowgaugeError(
+            f"largest = {what!r} was requested.", suggestion(what, LARGEST) or f"It is one of {', '.join(LARGEST)}."
+        )
+    if what and (days is not None or budget is not None):
+        raise NarrowgaugeError(
+            f"the largest {what} and a deadline or a budget were requested together.", "Ask one after the other."
+        )
+    return what
+
+
 def _trainable(found: Plan, tokens_per_step: int | None) -> Option | RecipeError | None:
     """What this project's trainer would do, where the best option is not one of its own; or why it would do nothing."""
     best, question = found.best, found.question
+    if not best.fits or best.runs_with == OURS or question.is_bounded:
+        return None
     cluster = next((place for place in _tried(question) if place.name == best.cluster), None)
-    if not best.fits or best.runs_with == OURS or cluster is None:
+    if cluster is None:
         return None
     # Numbers of ranks that were asked for beside other axes say nothing about a layout without these.
     batch = {name: value for name, value in question.fixed.items() if name in _BATCH}
@@ -164,6 +246,14 @@ def _architecture(model: str | Path | Architecture | None, params: float | None)
             raise NarrowgaugeError(f"{params:g} parameters were requested.", "Give a number above 1, such as 10e9.")
         return of_size(int(params))
     return model if isinstance(model, Architecture) else read_architecture(str(model))
+
+
+def _with_adapters(architecture: Architecture, adapters: Adapters) -> Architecture:
+    if not architecture.has_shape:
+        raise NarrowgaugeError(
+            "adapters were requested for a number of parameters.", "Name a model: adapters follow from its matrices."
+        )
+    return replace(architecture, adapters=adapters)
 
 
 def _sequence_length(architecture: Architecture, wanted: int | None) -> int:
@@ -217,7 +307,7 @@ def _state_layout(fixed: Mapping[str, Any], number: int | None) -> Layout:
     return replace(layout, shard=shard)
 
 
-def _ranked(question: Question, options: Sequence[Option]) -> Plan:
+def _ranked(question: Question, options: Sequence[Option], *, is_by_size: bool = False) -> Plan:
     objective = OBJECTIVES[question.minimize]
 
     def rank(option: Option) -> tuple[float, ...]:
@@ -225,7 +315,27 @@ def _ranked(question: Question, options: Sequence[Option]) -> Plan:
             return option.num_chips, option.memory.total
         room = option.headroom_bytes or 0.0
         # A recipe whose updates are lost is no answer, however fast, and what may run out of memory comes after what does not.
-        safety = not option.fits, not option.recipe.storage.keeps_updates, bool(option.fits) and not option.is_certain
+        safety: tuple[float, ...] = (
+            not option.fits,
+            not option.recipe.storage.keeps_updates,
+            option.is_certain is False,
+        )
+        if question.is_bounded:
+            is_met = question.meets(option)
+            # Of those that do not end in time the nearest is the fastest, whatever is minimized.
+            safety = (*safety, not is_met)
+            if not is_met and option.fits:
+                return (
+                    *safety,
+                    OBJECTIVES["days" if question.deadline_days is not None else "cost"](option),
+                    0.0,
+                    -room,
+                )
+        if question.largest:
+            safety = (
+                *safety,
+                -(option.sequence_length if question.largest == "context" else option.layout.num_sequences),
+            )
         return (*safety, *((objective(option), OBJECTIVES["days"](option)) if option.fits else ()), -room)
 
     ordered = sorted(options, key=rank)
@@ -233,7 +343,8 @@ def _ranked(question: Question, options: Sequence[Option]) -> Plan:
     groups: dict[Any, list[Option]] = {}
     for option in ordered:
         place = option.num_chips if option.step is None else 0
-        groups.setdefault(None if is_one and place == 0 else (option.recipe, option.cluster, place), []).append(option)
+        row = (option.cluster,) if is_by_size else (option.recipe, option.cluster, place)
+        groups.setdefault(None if is_one and place == 0 else row, []).append(option)
     listed = ordered[:_MOST_LAYOUTS] if is_one and len(groups) == 1 else [group[0] for group in groups.values()]
     return Plan(question, tuple(listed))
 
@@ -244,11 +355,130 @@ def _tried(question: Question) -> Iterator[Cluster]:
         yield from parts_of(cluster) if question.minimize in ("cost", "chips") else (cluster,)
 
 
+def _within(question: Question, cluster: Cluster, recipes: Sequence[Recipe], node: int | None) -> Iterator[Option]:
+    """The layouts on as few chips as a deadline allows, or on as many as a budget does, and on the numbers next to these."""
+    has_deadline = question.deadline_days is not None
+    is_first = question.minimize == ("chips" if has_deadline else "days")
+
+    def options_on(size: Cluster) -> tuple[list[Option], bool]:
+        found = list(_searched(question, size, recipes, question.tokens_per_step))
+        safe = (option for option in found if option.is_certain and option.recipe.storage.keeps_updates)
+        return found, any(map(question.meets, safe))
+
+    tried = parts_of(cluster) if node is None else sizes_up_to(cluster, node, MOST_CHIPS)
+    sizes = sorted(tried, key=lambda size: size.num_chips)
+    sizes = [size for size in sizes if _could_end(question, size)] or sizes[-1:]
+    last: Cluster | None = None
+    for size in sizes:
+        found, is_met = options_on(size)
+        yield from found
+        if is_first and last is not None and is_met == has_deadline:
+            # The deadline is met from here on, or the budget is exceeded: the best lies between this size and the last.
+            for between in between_sizes(last, size):
+                found, is_met = options_on(between)
+                yield from found
+                if is_met == has_deadline:
+                    break
+            return
+        if is_first and has_deadline and is_met:
+            return
+        # A budget that was never kept is not exceeded: too few chips may not hold the model.
+        last = size if has_deadline or is_met else None
+
+
+def _could_end(question: Question, cluster: Cluster) -> bool:
+    """Whether a run could end in time if nothing but multiplying in the fastest format took time."""
+    if question.deadline_days is None or question.num_tokens is None:
+        return True
+    flops = question.num_tokens * question.architecture.flops_per_token(question.sequence_length)
+    peak = sum(1e12 * group.num_chips * max(group.chip.peak_tflops.values()) for group in cluster.groups)
+    return flops / peak <= 86_400 * question.deadline_days
+
+
+def _largest_options(question: Question, cluster: Cluster, recipes: Sequence[Recipe]) -> Iterator[Option]:
+    """Of each recipe the option with the longest sequences, or the most at once, that fits for certain."""
+    near = 0
+    for recipe in list(recipes or _suited(cluster, question.optimizer)):
+        if question.largest == "context":
+            most = question.architecture.max_positions or _MOST_POSITIONS
+            sizes = _sizes(min(_STEP_OF_LENGTH, most), most)
+            found, near = _largest_of(_of_length(question, cluster, recipe), sizes, near)
+        else:
+            sizes = _sizes(1, _MOST_SEQUENCES)
+            # What this project's trainer runs, unless other layouts were asked for or these do not fit.
+            own = {**NAMED_LAYOUTS["fsdp2"], **question.fixed}
+            found, near = _largest_of(_of_batch(question, cluster, recipe, own), sizes, near)
+            if not found.fits:
+                found, near = _largest_of(_of_batch(question, cluster, recipe, question.fixed), sizes, near)
+        yield found
+
+
+def _of_length(question: Question, cluster: Cluster, recipe: Recipe) -> Callable[[int], Option]:
+    """The best option of a length of sequences."""
+
+    def of(length: int) -> Option:
+        asked = replace(question, sequence_length=length)
+        return _search(asked, recipe, cluster, question.fixed, question.tokens_per_step)[0]
+
+    return of
+
+
+def _of_batch(
+    question: Question, cluster: Cluster, recipe: Recipe, fixed: Mapping[str, Any]
+) -> Callable[[int], Option]:
+    """The best option of a number of sequences at once, without accumulation."""
+
+    def of(micro_batch: int) -> Option:
+        asked = {**fixed, "micro_batch": micro_batch, "micro_batches": 1}
+        return _search(question, recipe, cluster, asked, None)[0]
+
+    return of
+
+
+def _sizes(least: int, most: int) -> list[int]:
+    """Multiples of ``least`` up to ``most``, each at least a sixteenth larger than the one before.
+
+    Example:
+        >>> _sizes(1024, 8192), _sizes(1, 24)[-6:]
+        ([1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192], [19, 20, 21, 22, 23, 24])
+    """
+    sizes = [least]
+    while (size := max(sizes[-1] + least, sizes[-1] * 17 // 16 // least * least)) <= most:
+        sizes.append(size)
+    return sizes
+
+
+def _largest_of(of: Callable[[int], Option], sizes: Sequence[int], near: int) -> tuple[Option, int]:
+    """The option of the largest size that fits for certain, and its place; that of the least size if none does.
+
+    Args:
+        of: the option of a size; what fits is taken to fit in smaller sizes too.
+        sizes: in ascending order.
+        near: the place at which to begin, such as that of another recipe; the answer does not depend on it.
+    """
+    fitting: dict[int, Option] = {}
+    low, high, stride, place = -1, len(sizes), 1, max(0, min(near, len(sizes) - 1))
+    while high - low > 1:
+        option = of(sizes[place])
+        if option.fits and option.is_certain:
+            low, fitting[place] = place, option
+        else:
+            high = place
+        stride *= 2
+        if low < 0:
+            place = max(0, high - stride)
+        elif high == len(sizes):
+            place = min(high - 1, low + stride)
+        else:
+            place = (low + high) // 2
+    return (fitting[low], low) if low >= 0 else (of(sizes[0]), 0)
+
+
 def _searched(
     question: Question, cluster: Cluster, recipes: Sequence[Recipe], tokens_per_step: int | None
 ) -> Iterator[Option]:
     """The layouts of each recipe; of many recipes the best of each."""
-    known, common = list(recipes or _suited(cluster)), Found()
+    known, common = list(recipes or _suited(cluster, question.optimizer)), Found()
     most = MOST_OPTIONS if len(known) == 1 else 1
     for recipe in known:
         yield from _search(question, recipe, cluster, question.fixed, tokens_per_step, common, most)
@@ -268,7 +498,7 @@ def _search(
     return search(*given, fixed=fixed, **same, common=common, most=most)
 
 
-def _suited(cluster: Cluster) -> Iterator[Recipe]:
+def _suited(cluster: Cluster, optimizer: str = "adamw") -> Iterator[Recipe]:
     """Every storage of 16-bit weights, and every other compute with its own storage, that all chips multiply natively.
 
     Computes that change the whole model, or are for fine-tuning, are for those who ask for them.
@@ -281,7 +511,7 @@ def _suited(cluster: Cluster) -> Iterator[Recipe]:
     for recipe in map(parse, dict.fromkeys(names)):
         is_native = all(describe_support(recipe.compute, chip) == "native" for chip in chips)
         if is_native and not recipe.compute.transform and recipe.compute.name not in _TUNING:
-            yield recipe
+            yield with_optimizer(recipe, optimizer)
 
 
 def _shared(found: Plan, tokens_per_step: int | None) -> tuple[Option, ...]:

@@ -21,7 +21,7 @@ from narrowgauge.planner.memory_figures import COUNTED, KORTHIKANTI, LayerCounte
 from narrowgauge.planner.memory_overhead import FIXED as FIXED
 from narrowgauge.planner.memory_overhead import overhead_terms
 from narrowgauge.planner.pipeline_stages import Stage, stages_of
-from narrowgauge.planner.state_bytes import Bytes, on_stage, shared
+from narrowgauge.planner.state_bytes import Bytes, bytes_of, on_stage, shared
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.accumulations import ACCUMULATIONS
 from narrowgauge.spec.recipes import Recipe
@@ -68,6 +68,8 @@ def memory_terms(
     """
     kinds: Kernels = kernels or kernels_of(layout)
     figures = figures_of(architecture, recipe, sequence_length, attention, kinds, counted)
+    # The trainer's chunked loss is not PEFT's.
+    is_loss_chunked = is_loss_chunked and architecture.adapters is None
     options = (attention, kinds, is_loss_chunked, fixed or {})
     request = Request(architecture, recipe, layout, sequence_length, *options, figures)
     stages = stages_of(architecture, layout)
@@ -90,7 +92,7 @@ def _worst_moment(request: Request, stage: Stage) -> Terms:
     kept, layer, passing = _activations(request, stage), _one_layer(request), _passing(request)
     forward, backward = loss_terms(request, stage)
     # The planes of a sum exist all the time. Where layers are computed again, one is whole beside the inputs of all.
-    always = (weights, optimizer, *planes)
+    always = (weights, optimizer, *planes, *_widened_matrix(request))
     # No gradient is on its way before the first layer's backward.
     gathered = [term for term in buffers if term.name != ON_THEIR_WAY]
     again = (layer,) if request.layout.recompute == "full" else ()
@@ -103,6 +105,16 @@ def _worst_moment(request: Request, stage: Stage) -> Terms:
     worst = max(moments, key=lambda terms: sum(term.value for term in terms))
     dynamic = sum(term.value for term in worst if term.group in _OF_A_STEP)
     return Terms((*map(_widened, worst), *overhead_terms(dynamic, request.layout.num_ranks, request.fixed)))
+
+
+def _widened_matrix(request: Request) -> list[Term]:
+    """A matrix of a frozen base of few bits in 16, for as long as its product takes."""
+    architecture, layout = request.architecture, request.layout
+    if architecture.adapters is None or not architecture.adapters.is_widened:
+        return []
+    largest = max(m.in_features * m.out_features for m in architecture.matmuls if m.part != "head") / layout.tensor
+    source = "QLoRA, arXiv 2305.14314, section 3"
+    return [Term("buffers", "a frozen matrix, widened", 2 * largest, f"{largest:,.0f} parameters × 2 B", source)]
 
 
 def _widened(term: Term) -> Term:
@@ -188,7 +200,7 @@ def _sum_planes(request: Request, gradients: Term) -> tuple[Term, ...]:
     row = ACCUMULATIONS[request.layout.accumulation_dtype]
     if request.layout.micro_batches == 1 or request.recipe.storage.visible == "float32" or not row.planes:
         return ()
-    width = request.figures.per.gradients
+    width = bytes_of(request.recipe.storage).gradients
     value = gradients.value / width * row.bytes_per_param
     is_beside = request.layout.runs_here or request.layout.keeps_gradients
     where = "beside the last gradients" if is_beside else "to which each gradient is added"
@@ -198,7 +210,7 @@ def _sum_planes(request: Request, gradients: Term) -> tuple[Term, ...]:
 
 def _made_gradients(request: Request, gradients: Term) -> list[Term]:
     """What backward has made of a layer's gradients, where they do not stay."""
-    if gradients.value or request.layout.zero == 3:
+    if gradients.value or request.layout.zero == 3 or request.architecture.adapters:
         return []
     figures, layout = request.figures, request.layout
     largest = figures.layer_on_rank(layout)
@@ -254,7 +266,7 @@ def _passing(request: Request) -> Term:
 
 def _head_gradient(request: Request, stage: Stage, early: Term) -> list[Term]:
     """The head's gradient, the first that backward makes, where gradients do not exist already."""
-    if early.value or stage.number != request.layout.pipeline - 1:
+    if early.value or stage.number != request.layout.pipeline - 1 or request.architecture.adapters:
         return []
     value = request.architecture.vocab_size * request.architecture.hidden_size * request.figures.per.gradients
     return [Term("gradients", "gradient of the head", value / request.layout.tensor, "the first that backward makes")]

@@ -130,6 +130,8 @@ class _Question:
         if self.architecture.mixture:
             number /= layout.expert
         visible, sharing = bytes_of(self.recipe.storage.visible), layout.num_sharing
+        if (adapters := self.architecture.adapters) is not None:
+            return kept + _ALWAYS + number * adapters.base_bytes / (sharing if layout.zero >= _WEIGHTS else 1)
         weights = visible / (sharing if layout.zero >= _WEIGHTS else 1)
         row = ACCUMULATIONS[layout.accumulation_dtype]
         has_sums = layout.micro_batches > 1 and bool(row.planes) and visible < row.bytes_per_param
@@ -178,6 +180,7 @@ class _Question:
             cluster.peak_flops_per_second,
             cluster.dollars_per_hour,
             cluster.name,
+            watts=cluster.watts,
         )
 
     def _given(self, layout: Layout) -> tuple[Architecture, Recipe, Layout, Cluster, int, Shares | None]:

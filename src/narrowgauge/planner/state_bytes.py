@@ -9,10 +9,11 @@ Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5: stage 1 shares op
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from narrowgauge.planner.architectures import Architecture, Matmul
+from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.planner.architectures import Adapters, Architecture, Matmul
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.spec.codes import VISIBLE, width_of
 from narrowgauge.spec.recipes import Recipe
@@ -38,6 +39,41 @@ class Bytes:
     def total(self) -> float:
         """All of it."""
         return self.weights + self.gradients + self.optimizer
+
+
+OPTIMIZER_STATES: dict[str, tuple[tuple[str, str], ...]] = {
+    "adamw": (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")),
+    "muon": (("momentum_buffer", "exp_avg"),),
+    "adafactor": (),
+}
+"""The states that optimizers keep of each element of a matrix, with the storage's code for each: as ``optim/rules`` has them."""
+_FACTOR_BYTES = 4  # of each row and column of a matrix that Adafactor steps
+
+
+def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
+    """The recipe with the states of another optimizer.
+
+    Args:
+        recipe: of AdamW.
+        optimizer: a key of ``OPTIMIZER_STATES``.
+    Raises:
+        RecipeError: no such optimizer is planned, or the storage has the arithmetic of AdamW alone.
+    Example:
+        >>> from narrowgauge.spec.notation import parse
+        >>> [with_optimizer(parse("bfloat16/master"), name).bytes_per_param for name in OPTIMIZER_STATES]
+        [16.0, 12.0, 8.0]
+    """
+    if optimizer not in OPTIMIZER_STATES:
+        raise RecipeError(
+            f"the states of optimizer {optimizer!r} were requested.",
+            suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
+        )
+    states = OPTIMIZER_STATES[optimizer]
+    overrides = tuple(
+        override if override.storage is None else replace(override, storage=override.storage.keeping(states))
+        for override in recipe.overrides
+    )
+    return replace(recipe, storage=recipe.storage.keeping(states), overrides=overrides)
 
 
 @lru_cache(maxsize=256)
@@ -100,6 +136,8 @@ def state_of(architecture: Architecture, recipe: Recipe) -> ModelState:
     if not architecture.has_shape:
         sizes = bytes_of(recipe.storage).scaled(architecture.num_parameters)
         return ModelState(Part(sizes), Part(), Part(), Part())
+    if architecture.adapters is not None:
+        return _frozen(architecture, recipe, architecture.adapters)
     layers, experts = Part(), Part()
     for name, storage, matmul, count in _named(architecture, recipe):
         part = _matrix(storage, matmul, count)
@@ -108,9 +146,9 @@ def state_of(architecture: Architecture, recipe: Recipe) -> ModelState:
         else:
             layers += part
     layers += _vectors(architecture, recipe)
-    table = recipe.storage_of("model.embed_tokens.weight", 2)
+    table = _outer_storage(recipe, "model.embed_tokens.weight")
     embedding = Matmul("embed_tokens", architecture.hidden_size, architecture.vocab_size, 1, "head", "column")
-    head = recipe.storage_of("lm_head.weight", 2)
+    head = _outer_storage(recipe, "lm_head.weight")
     norm = Part(whole=bytes_of(recipe.storage_of("model.norm.weight", 1)).scaled(architecture.norm_parameters))
     positions = Part(whole=bytes_of(table).scaled((architecture.max_positions or 0) * architecture.hidden_size))
     first = _matrix(table, embedding, 1) + positions
@@ -118,6 +156,35 @@ def state_of(architecture: Architecture, recipe: Recipe) -> ModelState:
     if architecture.head_bias:
         last += Part(bytes_of(for_vectors(head)).scaled(architecture.vocab_size))
     return ModelState(layers, experts, first + norm if architecture.has_embedding_norm else first, last)
+
+
+def _outer_storage(recipe: Recipe, name: str) -> Storage:
+    """The storage of embedding or head, which are AdamW's where Muon steps the layers."""
+    found = recipe.storage_of(name, 2)
+    return found.keeping(OPTIMIZER_STATES["adamw"]) if found.states == OPTIMIZER_STATES["muon"] else found
+
+
+def _frozen(architecture: Architecture, recipe: Recipe, adapters: Adapters) -> ModelState:
+    """The state of a frozen model and its adapters, which alone have gradients and states."""
+    visible, trained = Bytes(bytes_of(recipe.storage).weights), bytes_of(recipe.storage)
+    layers, experts = Part(whole=visible.scaled(architecture.vector_parameters * architecture.num_layers)), Part()
+    for matmul in architecture.matmuls:
+        if matmul.part == "head":
+            continue
+        elements = matmul.count * matmul.in_features * matmul.out_features
+        kept = Bytes(adapters.base_bytes if matmul.name != "router" else visible.weights).scaled(elements)
+        kept += visible.scaled(matmul.num_parameters - elements) + trained.scaled(adapters.parameters_of(matmul))
+        part = Part(whole=kept) if matmul.split == "none" else Part(kept)
+        if matmul.name.startswith("experts."):
+            experts += part
+        else:
+            layers += part
+    table = architecture.hidden_size * architecture.vocab_size
+    positions = architecture.embedding_parameters - table
+    head = architecture.outer_parameters - architecture.embedding_parameters
+    return ModelState(
+        layers, experts, Part(visible.scaled(table), visible.scaled(positions)), Part(visible.scaled(head))
+    )
 
 
 def _named(architecture: Architecture, recipe: Recipe) -> Iterator[tuple[str, Storage, Matmul, float]]:
@@ -147,6 +214,8 @@ def _vectors(architecture: Architecture, recipe: Recipe) -> Part:
 def _matrix(storage: Storage, matmul: Matmul, count: float) -> Part:
     elements = count * matmul.in_features * matmul.out_features
     rows = Bytes(optimizer=storage.bytes_per_row * count * matmul.out_features)
+    if not storage.states:
+        rows += Bytes(optimizer=_FACTOR_BYTES * count * (matmul.in_features + matmul.out_features))
     matrices = bytes_of(storage).scaled(elements) + rows
     biases = bytes_of(for_vectors(storage)).scaled(count * matmul.out_features * matmul.has_bias)
     return Part(whole=matrices + biases) if matmul.split == "none" else Part(matrices, biases)

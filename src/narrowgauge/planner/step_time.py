@@ -335,7 +335,7 @@ def _exchange_term(exchange: Exchange) -> Term:
 def _optimizer_terms(work: Work, layers: int) -> Iterator[Term]:
     layout, storage = work.layout, work.recipe
     owned = parameters_of(work, layers)
-    number = owned.on_rank(layout)
+    number = owned.on_rank(layout) * work.architecture.trained_share
     if layout.offload == "none":
         seconds = optimizer_seconds(work, number)
         formula = f"{number:.3g} parameters × {storage.bytes_per_param:g} B read and written"
@@ -373,7 +373,7 @@ def _waiting_terms(work: Work, cluster: Cluster, layers: int, seconds: float) ->
         seconds *= 1 + late
     share = work.shares["data"].value
     yield Term("data", "batches and the host", seconds * share, f"{share:.1%} of the step", work.shares["data"].source)
-    owned = parameters_of(work, layers).on_rank(work.layout)
+    owned = parameters_of(work, layers).on_rank(work.layout) * work.architecture.trained_share
     saved = owned * work.recipe.bytes_per_param / (work.nodes.host_bytes_per_second * work.shares["host"].value)
     mtbf = None if cluster.chip_mtbf_hours is None else cluster.chip_mtbf_hours * 3600 / chips
     interval = CHECKPOINT_SECONDS if mtbf is None else math.sqrt(2 * saved * mtbf)

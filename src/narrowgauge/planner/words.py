@@ -6,6 +6,7 @@ from narrowgauge.planner.layouts import Layout
 
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_JOULES = ((3.6e9, "MWh"), (3.6e6, "kWh"), (1.0, "J"), (1e-3, "mJ"))
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -31,6 +32,28 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds / scale:.3g} {unit}"
 
 
+def energy_text(joules: float) -> str:
+    """Energy in the unit that suits it.
+
+    Example:
+        >>> energy_text(0.105), energy_text(3.15e10), energy_text(1.08e8)
+        ('105 mJ', '8.75 MWh', '30 kWh')
+    """
+    scale, unit = unit_of(joules, "J")
+    shown = joules / scale
+    return f"{shown:,.0f} {unit}" if shown >= 1000 else f"{shown:.3g} {unit}"
+
+
+def dollars_text(dollars: float) -> str:
+    """A price: whole dollars from a hundred on.
+
+    Example:
+        >>> dollars_text(41_312.4), dollars_text(1.3771), dollars_text(0.00042)
+        ('$41,312', '$1.38', '$0.00042')
+    """
+    return f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:.2f}" if dollars >= 1 else f"${dollars:.2g}"
+
+
 def amount(number: float) -> str:
     """A count of parameters or tokens.
 
@@ -47,11 +70,11 @@ def unit_of(value: float, quantity: str) -> tuple[float, str]:
 
     Args:
         value: in bytes or seconds.
-        quantity: ``"bytes"`` or ``"s"``.
+        quantity: ``"bytes"``, ``"s"`` or ``"J"``.
     Returns:
         Its size, and its name.
     """
-    units = _SECONDS if quantity == "s" else _BYTES
+    units = {"s": _SECONDS, "J": _JOULES}.get(quantity, _BYTES)
     # 480 GB is easier to compare with a chip's memory than 0.48 TB: terabytes begin at ten.
     return next((unit for unit in units if abs(value) >= unit[0] * (10 if unit[1] == "TB" else 1)), units[-1])
 

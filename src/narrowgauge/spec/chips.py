@@ -35,6 +35,8 @@ class Chip:
         source: the pages of these values.
         mxfp8_tflops: as ``peak_tflops``, for MXFP8 with block scales applied in hardware; ``None`` without.
         measured_tflops: the best published large matmul, by format.
+        watts, watts_source: the vendor's design power of the chip (TDP, board power), and who published it; ``None`` where no
+            publication is known here.
         notes: caveats.
     """
 
@@ -54,6 +56,8 @@ class Chip:
     peer_gb_per_second: float | None = None
     mxfp8_tflops: float | None = None
     measured_tflops: Mapping[str, float] = field(default_factory=dict, hash=False)
+    watts: float | None = None
+    watts_source: str = ""
     notes: str = ""
 
     @property
@@ -91,6 +95,7 @@ _CHIPS = (
         memory_gb=40, memory_type="HBM2", bandwidth_gb_per_second=1555,
         peak_tflops={"float32": 19.5, "tfloat32": 156, "float16": 312, "bfloat16": 312, "int8": 624},
         measured_tflops={"bfloat16": 271.2},
+        watts=400, watts_source="hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200 (A100 SXM)",
         link="NVLink3", link_gb_per_second=300, peer_gb_per_second=300, host_link="PCIe4 x16",
         evidence="A",
         notes="same compute as 80 GB; measured value is for A100 SXM (80 GB)",
@@ -104,6 +109,7 @@ _CHIPS = (
         memory_gb=80, memory_type="HBM2e", bandwidth_gb_per_second=2039,
         peak_tflops={"float32": 19.5, "tfloat32": 156, "float16": 312, "bfloat16": 312, "int8": 624},
         measured_tflops={"bfloat16": 271.2},
+        watts=400, watts_source="hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200",
         link="NVLink3", link_gb_per_second=300, peer_gb_per_second=300, host_link="PCIe4 x16",
         evidence="A",
         source=(
@@ -115,6 +121,7 @@ _CHIPS = (
         "A800-SXM4-80GB", "NVIDIA", "Ampere sm80", "SXM4",
         memory_gb=80, memory_type="HBM2e", bandwidth_gb_per_second=2039,
         peak_tflops={"float32": 19.5, "tfloat32": 156, "float16": 312, "bfloat16": 312, "int8": 624},
+        watts=400, watts_source="that of the A100: aiwiki.ai/wiki/nvidia_a800, all but NVLink unchanged",
         link="NVLink3", link_gb_per_second=200, peer_gb_per_second=200, host_link="PCIe4 x16",
         evidence="B",
         notes="an A100 SXM with 400 instead of 600 GB/s of NVLink in both directions",
@@ -125,6 +132,7 @@ _CHIPS = (
         memory_gb=80, memory_type="HBM3", bandwidth_gb_per_second=3350,
         peak_tflops={"float32": 67, "tfloat32": 494.5, "float16": 989, "bfloat16": 989, "float8_e4m3fn": 1979, "int8": 1979},
         measured_tflops={"bfloat16": 794.5, "float8_e4m3fn": 1402.6},
+        watts=700, watts_source="arXiv 2412.08602; hmc-tech.com/gpu/nvidia-gb200-vs-nvidia-h100-sxm",
         link="NVLink4", link_gb_per_second=450, peer_gb_per_second=450, host_link="PCIe5 x16",
         evidence="A",
         notes="MXFP8 not in hardware (TE uses fp8 tensor or block scaling)",
@@ -137,6 +145,7 @@ _CHIPS = (
         "H100-PCIe-80GB", "NVIDIA", "Hopper sm90", "PCIe",
         memory_gb=80, memory_type="HBM2e", bandwidth_gb_per_second=2000,
         peak_tflops={"float32": 51, "tfloat32": 378, "float16": 756, "bfloat16": 756, "float8_e4m3fn": 1513, "int8": 1513},
+        watts=350, watts_source="hmc-tech.com/gpu/nvidia-h100-vs-nvidia-h200-sxm-vs-nvidia-gb200",
         link="NVLink4 bridge (pairs)", link_gb_per_second=300, peer_gb_per_second=300, host_link="PCIe5 x16",
         evidence="A",
         notes=(
@@ -152,6 +161,7 @@ _CHIPS = (
         "H800-SXM5-80GB", "NVIDIA", "Hopper sm90", "SXM5",
         memory_gb=80, memory_type="HBM3", bandwidth_gb_per_second=3350,
         peak_tflops={"float32": 67, "tfloat32": 494.5, "float16": 989, "bfloat16": 989, "float8_e4m3fn": 1979, "int8": 1979},
+        watts=700, watts_source="that of the H100, an assumption",
         link="NVLink4", link_gb_per_second=200, peer_gb_per_second=200, host_link="PCIe5 x16",
         evidence="B",
         notes="an H100 SXM with 400 instead of 900 GB/s of NVLink in both directions, and less float64",
@@ -174,6 +184,7 @@ _CHIPS = (
         memory_gb=141, memory_type="HBM3e", bandwidth_gb_per_second=4800,
         peak_tflops={"float32": 67, "tfloat32": 494.5, "float16": 989, "bfloat16": 989, "float8_e4m3fn": 1979, "int8": 1979},
         measured_tflops={"bfloat16": 794.5, "float8_e4m3fn": 1453.4},
+        watts=700, watts_source="hmc-tech.com/gpu/nvidia-h100-vs-nvidia-h200-sxm-vs-nvidia-gb200",
         link="NVLink4", link_gb_per_second=450, peer_gb_per_second=450, host_link="PCIe5 x16",
         evidence="A",
         notes="pairwise copy measured 396 GB/s of 450; about 139 GiB usable",
@@ -190,6 +201,7 @@ _CHIPS = (
             "float4_e2m1fn": 9000, "int8": 4500,
         },
         mxfp8_tflops=4500, measured_tflops={"bfloat16": 1745, "float8_e4m3fn": 3432.5},
+        watts=1000, watts_source="hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200",
         link="NVLink5", link_gb_per_second=900, peer_gb_per_second=900, host_link="PCIe5 x16",
         evidence="A",
         notes=(
@@ -209,6 +221,7 @@ _CHIPS = (
             "float4_e2m1fn": 10000, "int8": 5000,
         },
         mxfp8_tflops=5000, measured_tflops={"bfloat16": 1822, "float8_e4m3fn": 3615.6},
+        watts=1200, watts_source="tweaktown.com/news/97059 (full Blackwell: 1200 W)",
         link="NVLink5 (72-GPU domain)", link_gb_per_second=900, peer_gb_per_second=900, host_link="NVLink-C2C",
         evidence="A",
         notes="per GPU; 4 GPUs per tray; 72-GPU NVLink domain",
@@ -241,6 +254,7 @@ _CHIPS = (
             "int8": 2600,
         },
         measured_tflops={"bfloat16": 668.4},
+        watts=750, watts_source="meterpreter.org, AMD confirms Instinct MI300X power consumption up to 750W",
         link="xGMI full mesh", link_gb_per_second=448, peer_gb_per_second=64, host_link="PCIe5 x16",
         evidence="A",
         notes=(
@@ -275,6 +289,7 @@ _CHIPS = (
             "int8": 5000,
         },
         mxfp8_tflops=5000, measured_tflops={"bfloat16": 1565},
+        watts=1400, watts_source="tomshardware.com, AMD's Instinct MI355X accelerator will consume 1,400 watts",
         link="xGMI full mesh", link_gb_per_second=535.5, peer_gb_per_second=76.5, host_link="PCIe5 x16",
         evidence="A",
         notes=(
@@ -287,6 +302,7 @@ _CHIPS = (
         "L4", "NVIDIA", "Ada sm89", "PCIe LP",
         memory_gb=24, memory_type="GDDR6", bandwidth_gb_per_second=300,
         peak_tflops={"float32": 30.3, "tfloat32": 60, "float16": 121, "bfloat16": 121, "float8_e4m3fn": 242.5, "int8": 242.5},
+        watts=72, watts_source="store.sourcecode.com L4 page",
         link="none", link_gb_per_second=0, peer_gb_per_second=0, host_link="PCIe4 x16",
         evidence="B",
         notes=(
@@ -302,6 +318,7 @@ _CHIPS = (
         "L40S", "NVIDIA", "Ada sm89", "PCIe",
         memory_gb=48, memory_type="GDDR6", bandwidth_gb_per_second=864,
         peak_tflops={"float32": 91.6, "tfloat32": 183, "float16": 362, "bfloat16": 362, "float8_e4m3fn": 733, "int8": 733},
+        watts=350, watts_source="llmbook.apartsin.com, appendix G.1",
         link="none", link_gb_per_second=0, peer_gb_per_second=0, host_link="PCIe4 x16",
         evidence="A",
         source=(
@@ -316,6 +333,7 @@ _CHIPS = (
             "float32": 82.6, "tfloat32": 82.6, "float16": 165.2, "bfloat16": 165.2, "float8_e4m3fn": 330.3,
             "int8": 660.6,
         },
+        watts=450, watts_source="hothardware.com, NVIDIA's GeForce RTX 5090 (power of the 40 series)",
         link="none", link_gb_per_second=0, peer_gb_per_second=0, host_link="PCIe4 x16",
         evidence="B",
         notes=(

@@ -266,7 +266,8 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         *name_columns(chip="name"), *number_columns(memory_GB="memory_gb"), Column("GB/s", "bandwidth_gb_per_second", right=True),
         Column("TFLOP/s: bfloat16", _peak("bfloat16"), right=True),
         *number_columns(float8=_peak("float8_e4m3fn", "float8_e4m3fnuz"), float4=_peak("float4_e2m1fn"), int8=_peak("int8")),
-        *text_columns(link="link"), Column("link GB/s", "link_gb_per_second", right=True), *text_columns(evidence="evidence"),
+        *text_columns(link="link"), Column("link GB/s", "link_gb_per_second", right=True), *number_columns(W="watts"),
+        *text_columns(evidence="evidence"),
     ),
     "models": (
         *name_columns(model="name"),
