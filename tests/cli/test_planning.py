@@ -70,6 +70,18 @@ def refusal(*words: str) -> str:
         (("--model", "llama-8b", "--chip", "H100-SXM", "--layout", "tensr=2"), "Did you mean 'tensor'"),
         (("--model", "llama-8b", "--chip", "H100-SXM", "--recipe", "bfloat16/wurd"), "Did you mean"),
         (("--model", "gpt2-124m", "--chip", "H100-SXM", "--sequence-length", "4096"), "1,024 positions"),
+        (("--model", "llama-8b", "--chip", "H100-SXM", "--days", "14"), "a run whose tokens are not known"),
+        (("--model", "llama-8b", "--chip", "H100-SXM", "--days", "0", "--tokens", "1e9"), "--days"),
+        (
+            ("--model", "llama-8b", "--chip", "H100-SXM", "--budget", "9", "--tokens", "1e9"),
+            "no price of a chip is known",
+        ),
+        (("--model", "llama-8b", "--chip", "H100-SXM", "--largest", "contxt"), "contxt"),
+        (("--model", "llama-8b", "--chip", "H100-SXM", "--base", "nf4"), "--base goes with --lora"),
+        (("--model", "llama-8b", "--chip", "H100-SXM", "--lora", "8", "--toml"), "which runs no adapters"),
+        (("--model", "llama-8b", "--chip", "H100-SXM", "--lora", "0"), "--lora"),
+        (("--model", "llama-8b", "--chip", "H100-SXM", "--optimizer", "moun"), "moun"),
+        (("--params", "1e9", "--lora", "8"), "--lora does not go with --params"),
         (("--measured", "128:10d"), "128 chips only"),
         (("--measured", ""), "needs times or run folders"),
     ],
@@ -91,9 +103,25 @@ def test_a_question_is_answered_in_json_too() -> None:
     assert found["question"]["num_parameters"] == 8_030_261_248 and found["answer"]
 
 
+def test_limits_sizes_and_states_in_json() -> None:
+    eight = EIGHT[:4] + EIGHT[6:]
+    found = json.loads(answer(*eight, "--tokens", "300e9", "--days", "14", "--price", "2.5", "--json"))
+    assert found["question"]["deadline_days"] == 14
+    best = found["options"][0]
+    assert best["days"] <= 14 and best["dollars_per_token"] > 0 and best["kilowatt_hours"] > 0
+    low, high = best["confidence"]["joules_per_token"]
+    assert low < best["joules_per_token"] < high
+    longest = json.loads(answer(*EIGHT, "--largest", "context", "--json"))["options"][0]
+    assert longest["sequence_length"] > 131_072
+    adapted = json.loads(answer(*EIGHT, "--lora", "16", "--base", "nf4", "--optimizer", "muon", "--json"))["question"]
+    assert adapted["adapters"] == {"rank": 16, "base": "nf4"} and adapted["optimizer"] == "muon"
+    assert adapted["num_trained_parameters"] < 0.01 * adapted["num_parameters"]
+
+
 def test_explain_prints_terms_with_their_sources() -> None:
     text = answer(*EIGHT, "--explain")
     assert "4 of 5 times" in text and "source" in text and "bfloat16" in text
+    assert "Energy of 1B tokens" in text and "the rest of their nodes" in text
 
 
 def test_settings_are_read_by_train(tmp_path: Path) -> None:

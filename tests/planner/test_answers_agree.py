@@ -128,7 +128,7 @@ def test_why_this_trainer_does_not_run_a_layout_is_true(
     if not ours.fits:
         assert ours.reason in sentence
     elif ours.tokens_per_step < LEAST_TOKENS_PER_STEP <= found.best.tokens_per_step:
-        assert f"fit in steps of {ours.tokens_per_step:,} tokens at most" in sentence
+        assert f"fit for certain in steps of {ours.tokens_per_step:,} tokens at most" in sentence
     elif not ours.is_certain:
         assert "barely fit at most" in sentence
     else:

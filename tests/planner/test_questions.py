@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from narrowgauge.errors import ChipError
+from narrowgauge.planner.architectures import Adapters
 from narrowgauge.planner.clusters import Cluster, Nodes
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.named_layouts import NAMED_LAYOUTS
@@ -283,6 +285,60 @@ def test_why_64_chips_are_not_64_times_one() -> None:
     assert 16 < many.tokens_per_second / one.tokens_per_second < 64 or not one.fits
 
 
+def test_three_hundred_billion_tokens_in_two_weeks_or_for_a_budget() -> None:
+    asked: dict[str, Any] = {"recipes": ["bfloat16/word"], "chip": "H100-SXM", "tokens": 300e9, "dollars_per_hour": 2.5}
+    in_time = plan("llama-8b", **asked, days=14)
+    assert in_time.best.num_chips == 32 and in_time.options[1].num_chips == 24
+    assert in_time.best.days(300e9) == pytest.approx(11.7, abs=0.1)
+    assert in_time.best.cost(300e9) == pytest.approx(22_520, rel=0.01)
+    assert "The fewest chips that train 300B tokens within 14 d are 32 × H100" in said(in_time)
+    assert plan("llama-8b", **asked, budget=22_500).best.num_chips == 24
+
+
+def test_the_longest_context_and_the_largest_batch_on_eight() -> None:
+    asked: dict[str, Any] = {"recipes": ["bfloat16/word"], "chip": "H100-SXM", "chips": 8}
+    longest = plan("llama-8b", **asked, largest="context")
+    assert longest.best.sequence_length == pytest.approx(223_232, rel=0.07) and longest.best.layout.tensor == 8
+    own = plan("llama-8b", **asked, largest="context", layout=NAMED_LAYOUTS["fsdp2"])
+    assert own.best.sequence_length == pytest.approx(99_328, rel=0.07)
+    assert "The longest sequences that fit for certain have" in said(longest)
+    batch = plan("llama-8b", **asked, largest="batch")
+    assert batch.best.layout.num_sequences == pytest.approx(192, rel=0.07)
+    assert f"{batch.best.layout.num_sequences} sequences of 4,096 tokens" in said(batch)
+
+
+def test_adapters_on_one_chip() -> None:
+    def one(model: str, chip: str, adapters: Adapters | None) -> Option:
+        return plan(model, recipes=["bfloat16/master"], chip=chip, sequence_length=2048, adapters=adapters).best
+
+    small = [one("llama-8b", "RTX-4090", how) for how in (None, Adapters(16), Adapters(16, "nf4"))]
+    assert [option.fits for option in small] == [False, True, True]
+    assert (small[1].headroom_bytes or 0.0) < (small[2].headroom_bytes or 0.0)
+    large = [one("llama-70b", "H100-SXM", how) for how in (Adapters(16), Adapters(16, "nf4"))]
+    assert [option.fits for option in large] == [False, True]
+    assert "LoRA of rank 16" in said(
+        plan("llama-70b", recipes=["bfloat16/word"], chip="H100-SXM", adapters=Adapters(16, "nf4"))
+    )
+
+
+def test_what_muon_and_adafactor_save() -> None:
+    found = {}
+    for optimizer in ("adamw", "muon", "adafactor"):
+        best = plan("llama-8b", recipes=["bfloat16/master"], chip="H100-SXM", chips=8, optimizer=optimizer).best
+        found[optimizer] = best.recipe.bytes_per_param, round(best.memory.groups["optimizer"] / 1e9, 1)
+    assert found == {"adamw": (16.0, 12.0), "muon": (12.0, 8.6), "adafactor": (8.0, 4.0)}
+
+
+def test_energy_and_price_of_a_token() -> None:
+    asked: dict[str, Any] = {"recipes": ["bfloat16/word"], "chip": "H100-SXM", "chips": 32}
+    found = plan("llama-8b", **asked, tokens=300e9, dollars_per_hour=2.5)
+    assert found.best.kilowatt_hours(300e9) == pytest.approx(8700, rel=0.01)
+    assert found.best.joules_per_token == pytest.approx(0.104, rel=0.01)
+    assert found.best.dollars_per_token == pytest.approx(75e-9, rel=0.01)
+    assert "32 chips of 700 W, and nodes at 1.38 times that" in said(found)
+    assert any(table.title.startswith("Energy of 300B tokens") for table in found.explanation())
+
+
 # ── the page ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -299,6 +355,13 @@ def test_every_question_is_a_paragraph_of_the_page() -> None:
         "7 days",
         "late",
         "64",
+        "300 billion tokens in 14 days",
+        "22,500 dollars",
+        "longest context",
+        "QLoRA",
+        "Muon and Adafactor",
+        "energy",
+        "a token cost",
     ):
         assert words in page, f"the page does not answer the question about {words}"
 

@@ -179,6 +179,14 @@ def test_what_is_not_looked_at_would_not_have_been_taken(
     assert len(looked_at) > 5 and all(least <= held for least, held in looked_at)
 
 
+def test_a_narrower_storage_does_not_fit_worse() -> None:
+    """It once fitted barely in steps of half a million tokens where a wider one, which did not, got smaller steps for certain."""
+    cluster = cluster_of("A100-SXM4-40GB", 8)
+    for storage in ("states8", "compact", "word"):
+        options = search(LARGE, parse(f"bfloat16/{storage}"), cluster, 4096)
+        assert any(option.is_certain and option.fits for option in options)
+
+
 def test_steps_are_not_smaller_than_half_a_million_tokens_where_any_fit() -> None:
     """On one chip of a large model a single micro-batch would need no sum of gradients, and 4,096 tokens a step."""
     options = search(LARGE, MASTER, H100, 4096)

@@ -152,7 +152,7 @@ def _about_trainer(best: Option, ours: Option | RecipeError | None) -> str:
     if not ours.fits:
         return f"{said}, whose nearest layout ({layout}) {_clause(ours)}".removesuffix(".") + "."
     if ours.tokens_per_step < LEAST_TOKENS_PER_STEP <= best.tokens_per_step:
-        return f"{said}, whose layouts fit in steps of {ours.tokens_per_step:,} tokens at most ({layout})."
+        return f"{said}, whose layouts fit for certain in steps of {ours.tokens_per_step:,} tokens at most ({layout})."
     if best.is_certain and not ours.is_certain:
         return f"{said}, whose layouts barely fit at most ({layout}: {gigabytes(ours.headroom_bytes or 0.0)} to spare)."
     return f"{said}, which reaches {ours.tokens_per_second:,.0f} tokens/s with {layout} (--layout fsdp2)."

@@ -220,6 +220,7 @@ class Option:
             "memory_bytes": {**dict.fromkeys(MEMORY_GROUPS, 0.0), **self.memory.groups, "total": self.memory.total},
             "activations_from": "count" if self.is_counted else "formula",
             "headroom_bytes": self.headroom_bytes,
+            "sequence_length": self.sequence_length,
             "tokens_per_step": self.tokens_per_step,
             "step_seconds": None if self.step is None else {**self.step.groups, "total": self.step.total},
             "tokens_per_second": self.tokens_per_second,
@@ -239,8 +240,8 @@ class Option:
         Args:
             num_tokens: of the whole run, for ``days``.
         Returns:
-            A dict: ``memory_bytes``, ``tokens_per_second``, ``days`` and ``joules_per_token`` as ``[low, high]``; ``restarts``, the
-            share of the steps' time that the high end of ``days`` allows for them; ``is_certain`` of ``fits``.
+            A dict: ``memory_bytes``, ``tokens_per_second``, ``days`` and ``joules_per_token`` as ``[low, high]``; ``restarts``,
+            the share of the steps' time that the high end of ``days`` allows for them; ``is_certain`` of ``fits``.
         """
         rates: list[float] | None = None
         days: list[float] | None = None

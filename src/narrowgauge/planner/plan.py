@@ -45,6 +45,7 @@ LONGEST_DAYS = 120.0
 one of the longest that were published."""
 MOST_CHIPS = 1 << 14
 """Up to which numbers of chips are tried where none is given: of Llama 3's 405B (arXiv 2407.21783)."""
+_COSTS_VARY = 1.25
 LARGEST = ("context", "batch")
 ADAPTED: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
 """Layouts of adapters: PEFT's layers are shared by FSDP2 or replicated, not divided."""
@@ -356,34 +357,44 @@ def _tried(question: Question) -> Iterator[Cluster]:
 
 
 def _within(question: Question, cluster: Cluster, recipes: Sequence[Recipe], node: int | None) -> Iterator[Option]:
-    """The layouts on as few chips as a deadline allows, or on as many as a budget does, and on the numbers next to these."""
-    has_deadline = question.deadline_days is not None
-    is_first = question.minimize == ("chips" if has_deadline else "days")
+    """The layouts on as few chips as a deadline allows, or on as many as a budget does, and on other numbers beside these.
 
-    def options_on(size: Cluster) -> tuple[list[Option], bool]:
-        found = list(_searched(question, size, recipes, question.tokens_per_step))
-        safe = (option for option in found if option.is_certain and option.recipe.storage.keeps_updates)
-        return found, any(map(question.meets, safe))
-
+    Args:
+        node: chips of a node of clusters of any size; None for parts of ``cluster``.
+    """
     tried = parts_of(cluster) if node is None else sizes_up_to(cluster, node, MOST_CHIPS)
     sizes = sorted(tried, key=lambda size: size.num_chips)
     sizes = [size for size in sizes if _could_end(question, size)] or sizes[-1:]
-    last: Cluster | None = None
-    for size in sizes:
-        found, is_met = options_on(size)
+    has_deadline, looked_at = question.deadline_days is not None, 0
+    is_usual = question.minimize == ("chips" if has_deadline else "days")
+    met: list[int] = []  # places of the sizes that meet the limits
+    for place, size in enumerate(sizes):
+        found = list(_searched(question, size, recipes, question.tokens_per_step))
         yield from found
-        if is_first and last is not None and is_met == has_deadline:
-            # The deadline is met from here on, or the budget is exceeded: the best lies between this size and the last.
-            for between in between_sizes(last, size):
-                found, is_met = options_on(between)
-                yield from found
-                if is_met == has_deadline:
-                    break
+        met += [place] if any(map(question.meets, filter(_is_safe, found))) else []
+        looked_at = place
+        # More chips only shorten a run; what they cost goes up and down by some per cent.
+        if is_usual and met and (has_deadline or not _could_cost(question, found)):
+            break
+    edges = (met[0] - 1, met[0]) if met and has_deadline else (met[-1], met[-1] + 1) if met else (-1, 0)
+    if not is_usual or edges[0] < 0 or edges[1] > looked_at:
+        return
+    for between in between_sizes(sizes[edges[0]], sizes[edges[1]]):
+        found = list(_searched(question, between, recipes, question.tokens_per_step))
+        yield from found
+        if has_deadline and any(map(question.meets, filter(_is_safe, found))):
             return
-        if is_first and has_deadline and is_met:
-            return
-        # A budget that was never kept is not exceeded: too few chips may not hold the model.
-        last = size if has_deadline or is_met else None
+
+
+def _is_safe(option: Option) -> bool:
+    """Whether an option fits for certain and keeps updates."""
+    return bool(option.fits) and bool(option.is_certain) and option.recipe.storage.keeps_updates
+
+
+def _could_cost(question: Question, options: Sequence[Option]) -> bool:
+    """Whether a larger cluster than that of these options could still keep the budget."""
+    costs = [option.cost(question.num_tokens or 0.0) or 0.0 for option in options if option.fits]
+    return question.budget is None or min(costs, default=0.0) <= _COSTS_VARY * question.budget
 
 
 def _could_end(question: Question, cluster: Cluster) -> bool:

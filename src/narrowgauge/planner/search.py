@@ -261,10 +261,11 @@ def _chosen(question: _Question, most: int, *, is_asked: bool) -> tuple[list[Lay
         found = _smallest(shapes, question, most)
         return found or [_nearest_of(shapes, question)], bool(found)
     found = _fastest(shapes, question, most)
-    if not found and question.is_batch_free:
-        # A step of one micro-batch needs no sum of gradients.
+    if question.is_batch_free and not any(map(question.is_certain, found)):
+        # A step of one micro-batch needs no sum of gradients; what fits barely is no reason not to have it.
         question = replace(question, is_small_allowed=True)
-        found = _fastest(shapes, question, most)
+        small = [layout for layout in _fastest(shapes, question, most) if not found or question.is_certain(layout)]
+        found = sorted([*small, *found][:most], key=question.pace)
     return found or [_nearest_of(shapes, question)], bool(found)
 
 
