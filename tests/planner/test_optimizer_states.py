@@ -94,4 +94,4 @@ def test_wrong_adapters_are_refused_in_a_line() -> None:
         with pytest.raises(RecipeError, match=message):
             Adapters(rank, base)
     with pytest.raises(NarrowgaugeError, match="adapters were requested for a number of parameters"):
-        plan(params=1e9, adapters=Adapters(8))
+        plan(params=1e9, lora=8)

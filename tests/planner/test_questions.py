@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import ChipError
-from narrowgauge.planner.architectures import Adapters
 from narrowgauge.planner.clusters import Cluster, Nodes
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.named_layouts import NAMED_LAYOUTS
@@ -308,17 +307,15 @@ def test_the_longest_context_and_the_largest_batch_on_eight() -> None:
 
 
 def test_adapters_on_one_chip() -> None:
-    def one(model: str, chip: str, adapters: Adapters | None) -> Option:
-        return plan(model, recipes=["bfloat16/master"], chip=chip, sequence_length=2048, adapters=adapters).best
+    def one(model: str, chip: str, **how: Any) -> Option:
+        return plan(model, recipes=["bfloat16/master"], chip=chip, sequence_length=2048, **how).best
 
-    small = [one("llama-8b", "RTX-4090", how) for how in (None, Adapters(16), Adapters(16, "nf4"))]
+    small = [one("llama-8b", "RTX-4090", **how) for how in ({}, {"lora": 16}, {"lora": 16, "base": "nf4"})]
     assert [option.fits for option in small] == [False, True, True]
     assert (small[1].headroom_bytes or 0.0) < (small[2].headroom_bytes or 0.0)
-    large = [one("llama-70b", "H100-SXM", how) for how in (Adapters(16), Adapters(16, "nf4"))]
+    large = [one("llama-70b", "H100-SXM", lora=16, base=base) for base in ("bfloat16", "nf4")]
     assert [option.fits for option in large] == [False, True]
-    assert "LoRA of rank 16" in said(
-        plan("llama-70b", recipes=["bfloat16/word"], chip="H100-SXM", adapters=Adapters(16, "nf4"))
-    )
+    assert "LoRA of rank 16" in said(plan("llama-70b", recipes=["bfloat16/word"], chip="H100-SXM", lora=16, base="nf4"))
 
 
 def test_what_muon_and_adafactor_save() -> None:

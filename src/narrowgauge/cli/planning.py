@@ -302,7 +302,8 @@ def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
         budget=asked["budget"],
         largest=asked["largest"] or "",
         optimizer=asked["optimizer"] or "adamw",
-        adapters=_adapters(asked),
+        lora=asked["lora"],
+        base=_base(asked),
         minimize=asked["minimize"],
         layout=layout,
         counted=counts,
@@ -331,17 +332,13 @@ def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
     return None
 
 
-def _adapters(asked: dict[str, Any]) -> Any:
-    """LoRA, where it is asked for."""
-    from narrowgauge.planner.architectures import Adapters
-
-    if asked["lora"] is None:
-        if asked["base"] is not None:
-            raise click.UsageError("--base goes with --lora RANK.", click.get_current_context())
-        return None
-    if asked["toml"]:
+def _base(asked: dict[str, Any]) -> str:
+    """How frozen layers are kept; refused where nothing is frozen, and where the trainer should run it."""
+    if asked["base"] is not None and asked["lora"] is None:
+        raise click.UsageError("--base goes with --lora RANK.", click.get_current_context())
+    if asked["lora"] is not None and asked["toml"]:
         raise click.UsageError("--toml is for narrowgauge train, which runs no adapters.", click.get_current_context())
-    return Adapters(asked["lora"], asked["base"] or "bfloat16")
+    return asked["base"] or "bfloat16"
 
 
 def _echo(sentences: list[str]) -> None:

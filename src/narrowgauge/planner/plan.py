@@ -87,7 +87,8 @@ def plan(
     budget: float | None = None,
     largest: str = "",
     optimizer: str = "adamw",
-    adapters: Adapters | None = None,
+    lora: int | None = None,
+    base: str = "bfloat16",
     minimize: str | None = None,
     layout: Mapping[str, Any] | None = None,
     shares: Shares | None = None,
@@ -117,7 +118,8 @@ def plan(
             it is given; the best has the fewest that meet the deadline, or with a budget alone is the fastest that meets it.
         largest: ``"context"`` or ``"batch"``: the longest sequences, or the most sequences at once, that fit for certain.
         optimizer: whose states are counted: ``"adamw"``, ``"muon"`` or ``"adafactor"``.
-        adapters: LoRA over a frozen base (:class:`~narrowgauge.planner.architectures.Adapters`); None trains all parameters.
+        lora: rank of adapters over a frozen model, which alone are trained; None trains all parameters.
+        base: how the frozen layers are kept: a key of :data:`~narrowgauge.planner.architectures.BASE_BYTES`; ``"nf4"`` is QLoRA.
         minimize: ``"days"``, ``"cost"``, ``"chips"`` or ``"memory"``; None for ``"chips"`` with a deadline, else ``"days"``.
         layout: fields of the layout that must have these values.
         shares: of the chips' printed rates; the published ones, or for ``"here"`` the calibrated ones, if None.
@@ -142,8 +144,8 @@ def plan(
             suggestion(minimize, OBJECTIVES) or f"It is one of {', '.join(OBJECTIVES)}.",
         )
     architecture = _architecture(model, params)
-    if adapters is not None:
-        architecture = _with_adapters(architecture, adapters)
+    if lora is not None:
+        architecture = _with_adapters(architecture, Adapters(lora, base))
         layout = {**ADAPTED, **(layout or {})}
     places = clusters_asked_for(
         cluster, chip, chips, chips_per_node, interconnect_gbit_per_second=interconnect_gbit_per_second,
