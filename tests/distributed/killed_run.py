@@ -23,6 +23,8 @@ def strike(rank: int, step: int, whom: str) -> None:
         noted(self, done)
         if (self.placement.rank, self.placement.attempt, done) == (rank, 0, step):
             os.kill(os.getppid() if to == "agent" else os.getpid(), getattr(signal, name))
+            while (to, name) == ("agent", "SIGKILL"):  # no step more, until this rank ends too
+                signal.pause()
 
     Liveness.beat = beat  # type: ignore[method-assign]
 
