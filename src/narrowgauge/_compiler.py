@@ -3,7 +3,8 @@
 ``torch._inductor.aoti_compile_and_package``
     One fused loop from the definition, 3 us a call where ``torch.compile`` takes 20. The way out: ``torch.compile``.
 ``torch._inductor.aoti_load_package(…).loader.boxed_run``
-    Calls the package without 10 us of tree flattening. The way out: calling the package itself.
+    Calls the package without 10 us of tree flattening. The way out: calling the package itself. Its ``get_metadata`` names the
+    device; the way out: look at the arguments of each call.
 Option names of ``torch._inductor.config``
     Keep every reduction in one loop; round as eager mode does on CUDA; part the cache on disk by the length of vectors. The
     way out: eager kernels, and a ``TORCHINDUCTOR_CACHE_DIR`` for each value of ``ATEN_CPU_CAPABILITY``.
@@ -163,8 +164,9 @@ def load_ahead(path: Path) -> Loaded:
         RuntimeError: the package cannot be loaded here, or this release has renamed what loads it.
     """
     with quiet(), _names_kept(), _for_level():
-        run: Loaded = torch._inductor.aoti_load_package(str(path)).loader.boxed_run
-    return on_aligned(run)
+        loader = torch._inductor.aoti_load_package(str(path)).loader
+    run: Loaded = loader.boxed_run
+    return run if loader.get_metadata().get("AOTI_DEVICE_KEY") == "cpu" else on_aligned(run)
 
 
 _ALIGNMENT = 16
