@@ -67,7 +67,7 @@ def lightning_findings(tmp_path: Path, optimizer_of: Any, **options: Any) -> ng.
 
 
 def prepare(model: nn.Module) -> Any:
-    return ng.prepare(model, "bfloat16/word", compile=False)
+    return ng.prepare(model, "bfloat16/word", max_grad_norm=1.0, compile=False)
 
 
 def adamw(model: nn.Module) -> Any:
@@ -99,7 +99,7 @@ def trainer_findings(tmp_path: Path, recipe: str, **options: Any) -> ng.Findings
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, tie_word_embeddings=True,
     )  # fmt: skip
-    model, optimizer = ng.prepare(LlamaForCausalLM(config), recipe, compile=False)
+    model, optimizer = ng.prepare(LlamaForCausalLM(config), recipe, max_grad_norm=1.0, compile=False)
     tokens = torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     found: list[ng.Findings] = []
@@ -150,7 +150,7 @@ def accelerate_findings(recipe: str, overflow: bool = False, **options: Any) -> 
     accelerate = pytest.importorskip("accelerate", reason=INSTALLS.format("huggingface"))
     accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
-    model, optimizer = ng.prepare(layers(), recipe, compile=False)
+    model, optimizer = ng.prepare(layers(), recipe, max_grad_norm=1.0, compile=False)
     data = torch.utils.data.DataLoader(INPUTS, batch_size=2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
     model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)

@@ -133,7 +133,7 @@ def test_the_trainer_refuses_what_it_cannot_continue(tmp_path: Path) -> None:
 
 
 def small(storage: str = "word") -> tuple[nn.Module, ng.Optimizer]:
-    model, optimizer = ng.prepare(nn.Linear(8, 8), f"bfloat16/{storage}", lr=1e-2)
+    model, optimizer = ng.prepare(nn.Linear(8, 8), f"bfloat16/{storage}", lr=1e-2, max_grad_norm=1.0)
     return model, optimizer
 
 
