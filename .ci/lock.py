@@ -1,6 +1,8 @@
 """Write ``constraints.txt``: one version of every package that ``./dev`` installs, for each Python that is supported.
 
-``pip`` resolves all extras once per Python, without installing anything; where the results differ, a line says for which
+``pip`` resolves all extras once per Python, without installing anything: freely for the second oldest Python, and for the
+others with the same versions where they all exist (which also keeps pip from building old ones that it only looks at). The
+oldest Python, which packages leave first, is resolved freely where they do not. Where results differ, a line says for which
 Pythons it is. What PyTorch pins itself (NVIDIA's libraries, Triton) is left to it, and differs by platform.
 
 Usage: ``./dev lock``. It needs every supported Python on PATH or under pyenv, and the network.
@@ -54,15 +56,20 @@ def interpreter(release: str) -> str:
     sys.exit(f"lock: no Python {release} with ensurepip and venv was found on PATH or under pyenv.")
 
 
-def resolved(release: str, folder: Path) -> dict[str, str]:
-    """The version of each package for one Python."""
-    own, report, torch = folder / release, folder / f"{release}.json", folder / "torch.txt"
-    torch.write_text(f"torch=={torch_of_lock()}.*\n")
+def resolved(release: str, folder: Path, known: dict[str, str]) -> dict[str, str]:
+    """The version of each package for one Python: the known one where all of these can be installed together."""
+    own, report, constraints = folder / release, folder / f"{release}.json", folder / "constraints.txt"
     subprocess.run([interpreter(release), "-m", "venv", own], check=True)
     pip = [own / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
     subprocess.run([*pip, "pip>=25"], check=True)  # an older one downloads every wheel that it only looks at
-    what = ["--dry-run", "--ignore-installed", "--report", report, "--constraint", torch, f"{ROOT}[{EXTRAS}]"]
-    subprocess.run([*pip, *what], check=True)
+    what = ["--dry-run", "--ignore-installed", "--report", report, "--constraint", constraints, f"{ROOT}[{EXTRAS}]"]
+    pins = "".join(f"{name}=={version}\n" for name, version in known.items())
+    for text in filter(None, (pins, f"torch=={torch_of_lock()}.*\n")):
+        constraints.write_text(text)
+        if subprocess.run([*pip, *what], check=False).returncode == 0:
+            break
+    else:
+        sys.exit(f"lock: pip found no versions for Python {release} (above).")
     found: list[dict[str, Any]] = [each["metadata"] for each in json.loads(report.read_text())["install"]]
     named = {re.sub(r"[-_.]+", "-", each["name"]).lower(): each["version"].partition("+")[0] for each in found}
     return {name: version for name, version in named.items() if name != "narrowgauge" and not PLATFORM.match(name)}
@@ -83,8 +90,12 @@ def lines(versions: dict[str, dict[str, str]]) -> list[str]:
 
 
 def main() -> None:
+    oldest, second, *others = pythons()
+    versions: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        versions = {release: resolved(release, Path(folder)) for release in pythons()}
+        for release in (second, *others, oldest):
+            versions[release] = resolved(release, Path(folder), versions.get(second, {}))
+    versions = {release: versions[release] for release in pythons()}
     FILE.write_text(HEAD + "".join(f"{line}\n" for line in lines(versions)), encoding="utf-8")
     print(f"{FILE}: {len(set().union(*versions.values()))} packages for Python {', '.join(versions)}")
 
