@@ -60,9 +60,17 @@ def resolved(release: str, folder: Path, known: dict[str, str]) -> dict[str, str
     """The version of each package for one Python: the known one where all of these can be installed together."""
     own, report, constraints = folder / release, folder / f"{release}.json", folder / "constraints.txt"
     subprocess.run([interpreter(release), "-m", "venv", own], check=True)
-    pip = [own / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+    pip: list[str | Path] = [own / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
     subprocess.run([*pip, "pip>=25"], check=True)  # an older one downloads every wheel that it only looks at
-    what = ["--dry-run", "--ignore-installed", "--report", report, "--constraint", constraints, f"{ROOT}[{EXTRAS}]"]
+    what: list[str | Path] = [
+        "--dry-run",
+        "--ignore-installed",
+        "--report",
+        report,
+        "--constraint",
+        constraints,
+        f"{ROOT}[{EXTRAS}]",
+    ]
     pins = "".join(f"{name}=={version}\n" for name, version in known.items())
     for text in filter(None, (pins, f"torch=={torch_of_lock()}.*\n")):
         constraints.write_text(text)
