@@ -19,6 +19,7 @@ GRID = [
     *itertools.product(MODELS, ("A100-SXM4-80GB", "H100-SXM"), (8, 64)),
     *itertools.product(MODELS, ("B200",), (1, 512)),
     *itertools.product(("llama-8b", "llama-70b"), ("RTX-4090",), (8, 64)),
+    *itertools.product(("llama-8b",), ("H100-SXM",), (24_000, 1_000_000)),
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.clusters import Cluster, Nodes
 from narrowgauge.planner.options import NODE_POWER
-from narrowgauge.planner.plan import LONGEST_DAYS, plan
+from narrowgauge.planner.plan import LONGEST_DAYS, plan, sizes_of
 from narrowgauge.planner.plan_report import energy_terms
 from narrowgauge.spec.chips import CHIPS, get_chip
 
@@ -56,6 +56,12 @@ def test_a_budget_is_kept_by_the_fastest(budget: float) -> None:
     assert found.question.meets(found.best)
     larger = [chips for chips in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048) if chips > found.best.num_chips]
     assert all((plan("llama-8b", **given, chips=chips).best.cost(300e9) or 0.0) > budget for chips in larger)
+
+
+def test_a_page_of_a_deadline_has_the_sizes_that_were_tried() -> None:
+    found = plan("llama-8b", **WORD, tokens=300e9, days=14)
+    assert [option.num_chips for option in sizes_of(found)] == sorted(option.num_chips for option in found.options)
+    assert "Networks are assumed" in "\n".join(found.sentences())
 
 
 def test_both_limits() -> None:

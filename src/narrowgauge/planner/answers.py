@@ -10,7 +10,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.planner.causes import CAUSES
 from narrowgauge.planner.options import NODE_POWER, OURS, Option
 from narrowgauge.planner.scaling_law import duration
-from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP
+from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_OF_IT, MOST_TOKENS_PER_STEP, usual_tokens_per_step
 from narrowgauge.planner.shares import software_of
 from narrowgauge.planner.term_changes import changes
 from narrowgauge.planner.words import amount, axes_text, dollars_text, energy_text, gigabytes, layout_text, seconds_text
@@ -151,6 +151,8 @@ def _about_trainer(best: Option, ours: Option | RecipeError | None) -> str:
     layout = layout_text(ours.layout)
     if not ours.fits:
         return f"{said}, whose nearest layout ({layout}) {_clause(ours)}".removesuffix(".") + "."
+    if ours.tokens_per_step > max(best.tokens_per_step, MOST_OF_IT * usual_tokens_per_step(best.num_chips)):
+        return f"{said}, whose layouts take steps of {ours.tokens_per_step:,} tokens at least ({layout})."
     if ours.tokens_per_step < LEAST_TOKENS_PER_STEP <= best.tokens_per_step:
         return f"{said}, whose layouts fit for certain in steps of {ours.tokens_per_step:,} tokens at most ({layout})."
     if best.is_certain and not ours.is_certain:

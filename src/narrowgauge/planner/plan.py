@@ -179,8 +179,10 @@ def plan(
         return _ranked(question, [option for place in places for option in _largest_options(question, place, known)])
     if question.is_bounded:
         is_free = not (cluster or chips)
+        tried: dict[str, Cluster] = {}
         nodes = [(chips_per_node or usual_node(place.groups[0].chip)) if is_free else None for place in places]
-        options = [o for place, node in zip(places, nodes, strict=True) for o in _within(question, place, known, node)]
+        options = [o for p, node in zip(places, nodes, strict=True) for o in _within(question, p, known, node, tried)]
+        question = replace(question, clusters=tuple(tried.values()))
     else:
         options = [
             option for place in _tried(question) for option in _searched(question, place, known, tokens_per_step)
@@ -358,30 +360,34 @@ def _tried(question: Question) -> Iterator[Cluster]:
         yield from parts_of(cluster) if question.minimize in ("cost", "chips") else (cluster,)
 
 
-def _within(question: Question, cluster: Cluster, recipes: Sequence[Recipe], node: int | None) -> Iterator[Option]:
+def _within(
+    question: Question, cluster: Cluster, recipes: Sequence[Recipe], node: int | None, looked_at: dict[str, Cluster]
+) -> Iterator[Option]:
     """The layouts on as few chips as a deadline allows, or on as many as a budget does, and on other numbers beside these.
 
     Args:
         node: chips of a node of clusters of any size; None for parts of ``cluster``.
+        looked_at: the clusters that were tried, by name; what is tried here is added.
     """
     tried = parts_of(cluster) if node is None else sizes_up_to(cluster, node, MOST_CHIPS)
     sizes = sorted(tried, key=lambda size: size.num_chips)
     sizes = [size for size in sizes if _could_end(question, size)] or sizes[-1:]
-    has_deadline, looked_at = question.deadline_days is not None, 0
+    has_deadline = question.deadline_days is not None
     is_usual = question.minimize == ("chips" if has_deadline else "days")
     met: list[int] = []  # places of the sizes that meet the limits
     for place, size in enumerate(sizes):
         found = list(_searched(question, size, recipes, question.tokens_per_step))
         yield from found
         met += [place] if any(map(question.meets, filter(_is_safe, found))) else []
-        looked_at = place
+        looked_at[size.name] = size
         # More chips only shorten a run; what they cost goes up and down by some per cent.
         if is_usual and met and (has_deadline or not _could_cost(question, found)):
             break
     edges = (met[0] - 1, met[0]) if met and has_deadline else (met[-1], met[-1] + 1) if met else (-1, 0)
-    if not is_usual or edges[0] < 0 or edges[1] > looked_at:
+    if not is_usual or edges[0] < 0 or edges[1] == len(sizes) or sizes[edges[1]].name not in looked_at:
         return
     for between in between_sizes(sizes[edges[0]], sizes[edges[1]]):
+        looked_at[between.name] = between
         found = list(_searched(question, between, recipes, question.tokens_per_step))
         yield from found
         if has_deadline and any(map(question.meets, filter(_is_safe, found))):
@@ -559,7 +565,9 @@ def sizes_of(found: Plan, most: int = 8) -> list[Option]:
     Returns:
         An option for each number of chips on which the model fits, by that number; empty for states alone.
     """
-    best, question = found.best, found.question
+    best, question = found.best, replace(found.question, sequence_length=found.best.sequence_length)
+    if question.is_bounded:
+        return sorted((o for o in found.options if o.fits and o.recipe == best.recipe), key=lambda o: o.num_chips)
     if best.step is None or not best.fits or len(question.clusters) != 1 or len(question.clusters[0].groups) != 1:
         return []
     free = {name: value for name, value in question.fixed.items() if name not in ("data", "shard")}

@@ -42,7 +42,8 @@ TOKENS_PER_CHIP = 1 << 10
 MOST_TOKENS_PER_STEP = 1 << 26
 """Of an optimizer step where none are given, on however many chips: 67 million; the largest published steps have 63 million, of
 DeepSeek-V3 (arXiv 2412.19437, section 4.2: 15,360 sequences of 4,096)."""
-_MOST_OF_IT = 2  # times as many tokens a step may have where none are given, for a layout that is simpler
+MOST_OF_IT = 2
+"""Times as many tokens a step may have where none are given, for a layout that is simpler."""
 LONG_SEQUENCE = 32_768
 """Tokens from which context ranks are tried."""
 _TENSOR = (1, 2, 4, 8)
@@ -191,6 +192,16 @@ class _Question:
         return self.common.seconds.setdefault(self.kind, {})
 
 
+def usual_tokens_per_step(num_chips: int) -> int:
+    """Tokens of an optimizer step where none are given.
+
+    Example:
+        >>> [usual_tokens_per_step(chips) >> 20 for chips in (8, 16_384, 1_000_000)]
+        [4, 16, 64]
+    """
+    return min(max(TOKENS_PER_STEP, TOKENS_PER_CHIP * num_chips), MOST_TOKENS_PER_STEP)
+
+
 def search(
     architecture: Architecture,
     recipe: Recipe,
@@ -238,8 +249,7 @@ def search(
         (True, 8)
     """
     check_layout(architecture, recipe, Layout(), cluster, sequence_length)
-    usual = min(max(TOKENS_PER_STEP, TOKENS_PER_CHIP * cluster.num_chips), MOST_TOKENS_PER_STEP)
-    wanted = max(1, round((tokens_per_step or usual) / sequence_length))
+    wanted = max(1, round((tokens_per_step or usual_tokens_per_step(cluster.num_chips)) / sequence_length))
     pinned = dict(fixed or {})
     free = tokens_per_step is None and "micro_batches" not in pinned
     question = _Question(
@@ -271,7 +281,7 @@ def _chosen(question: _Question, most: int, *, is_asked: bool) -> tuple[list[Lay
 
 def _small_enough(shapes: list[Layout], question: _Question, *, is_asked: bool) -> list[Layout]:
     """Shapes whose replicas have a sequence each in a step; all of them if none has, unless these tokens were asked for."""
-    each, most = question.fixed.get("micro_batch", 1), question.num_sequences * (1 if is_asked else _MOST_OF_IT)
+    each, most = question.fixed.get("micro_batch", 1), question.num_sequences * (1 if is_asked else MOST_OF_IT)
     found = [shape for shape in shapes if shape.num_replicas * each <= most]
     if is_asked and not found:
         least = each * min(shape.num_replicas for shape in shapes)
@@ -325,6 +335,9 @@ class _Fitting:
         # Of layouts that differ in the sequences at once alone, those of more need more memory.
         alike = _shape_of(layout), layout.recompute, layout.offload, layout.micro_batches == 1
         if layout.micro_batch >= self._too_large.get(alike, math.inf):
+            return
+        # Recipes before this one may have made the bound tighter.
+        if limit < math.inf and question.least_pace(layout) > limit:
             return
         seconds = question.pace(layout) if limit < math.inf else 0.0
         if seconds > limit:

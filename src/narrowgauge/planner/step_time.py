@@ -108,7 +108,8 @@ def least_seconds(
     *,
     known: Known | None = None,
 ) -> float:
-    """A lower bound of a step: the slowest stage computes, and waits for the others; nothing is exchanged or stored.
+    """A lower bound of a step: the slowest stage computes, and waits for the others; nothing is stored, and nothing exchanged
+    unless that is known.
 
     Args:
         architecture, recipe, layout, cluster, sequence_length, shares: as for :func:`step_terms`.
@@ -118,9 +119,13 @@ def least_seconds(
     works = _works(architecture, recipe, layout, cluster, sequence_length, shares, "flash", known)
     found = 0.0
     for work in works:
-        stage = _Stage(work)
-        waited = stage.others / layout.interleave if layout.pipeline > 1 else 0.0
-        computing = (layout.micro_batches * stage.seconds + waited) / work.shares["library"].value
+        steady: _Steady | None = work.known.get((work.shares, layout))
+        if steady is not None:
+            computing = steady.total
+        else:
+            stage = _Stage(work)
+            waited = stage.others / layout.interleave if layout.pipeline > 1 else 0.0
+            computing = (layout.micro_batches * stage.seconds + waited) / work.shares["library"].value
         found = max(found, computing / work.nodes.speed * (1 + _lateness(work)) * (1 + work.shares["data"].value))
     return found
 
