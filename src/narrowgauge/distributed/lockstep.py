@@ -18,8 +18,8 @@ from narrowgauge import _torch
 from narrowgauge.distributed.exchanges import SAME_PARAMETERS, Parties
 from narrowgauge.errors import RecipeError
 
-_WATCHED = 8
-"""Backward passes of which each exchange is agreed upon; later those at powers of two. Of the others only the first is."""
+_WATCHED = 32
+"""Backward passes of which each exchange is agreed upon; of later ones those at powers of two are."""
 _SIZE_BITS = 40
 _ENDS = ("end a micro-batch", "end a step")
 
@@ -34,8 +34,8 @@ class Lockstep:
         is_inside: whether somebody else calls :meth:`end` after the backward pass that is under way.
         is_forward: whether a forward pass is under way that will be differentiated; who evaluates may do so alone.
 
-    Cost: a message of 16 bytes before each gather of a forward pass, before the first exchange of a backward pass and after its
-        last; in a few passes before each. A device makes the host wait for each answer: there nothing is said but in those few.
+    Cost: in the passes that are watched a message of 16 bytes before each exchange, for whose answer the host waits; a run whose
+        ranks have used the same layers for so many passes pays nothing more.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Lockstep:
         self._groups = [parties.shard_group, *([parties.group] if parties.replicas > 1 else [])]
         self._device, self._names = device, dict(names)
         self._is_inside, self._is_forward = is_inside, is_forward
-        self._num_passes, self._has_exchanged = 0, False
+        self._num_passes = 0
         self._ends: set[int] = set()
 
     def before_gather(self, number: int, num_bytes: int) -> None:
@@ -63,7 +63,7 @@ class Lockstep:
             RecipeError: on all ranks, where one is about to do something else.
         """
         if self._is_forward():
-            self._agree(2 * number + 1, num_bytes, [self._row], self._is_watched or self._device == "cpu")
+            self._agree(2 * number + 1, num_bytes, [self._row])
         elif _torch.runs_backward():  # replicas that have evaluated alone gather in another order
             self._exchange(2 * number + 1, num_bytes, [self._row])
 
@@ -73,12 +73,11 @@ class Lockstep:
 
     def end(self, *, is_last: bool) -> None:
         """Agree that a backward pass has ended, and whether it was the step's last; as :meth:`before_gather`."""
-        self._agree(0, int(is_last), self._groups, self._is_watched or self._device == "cpu")
-        self._num_passes, self._has_exchanged = self._num_passes + 1, False
+        self._agree(0, int(is_last), self._groups)
+        self._num_passes += 1
 
     def discard(self) -> None:
         """Forget a backward pass that has failed, on all ranks."""
-        self._has_exchanged = False
         self._ends.clear()
 
     @property
@@ -90,16 +89,15 @@ class Lockstep:
         if _torch.runs_backward() and not self._is_inside() and (number := _torch.current_backward()) not in self._ends:
             self._ends.add(number)
             _torch.queue_after_backward(lambda: self._end_of(number))
-        is_first, self._has_exchanged = not self._has_exchanged, True
-        self._agree(what, size, groups, self._is_watched or (is_first and self._device == "cpu"))
+        self._agree(what, size, groups)
 
     def _end_of(self, number: int) -> None:
         self._ends.discard(number)
         self.end(is_last=True)
 
-    def _agree(self, what: int, size: int, groups: Sequence[Any], is_said: bool) -> None:
+    def _agree(self, what: int, size: int, groups: Sequence[Any]) -> None:
         code = what << _SIZE_BITS | size
-        for group in groups if is_said else ():
+        for group in groups if self._is_watched else ():
             ends = torch.tensor([code, -code], dtype=torch.int64, device=self._device)
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
             high, low = ends.tolist()
