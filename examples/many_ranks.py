@@ -44,7 +44,8 @@ def train(rank: int, ranks: int) -> None:
     inputs = torch.randn(10, MICRO_BATCHES, 16, 32)
     targets = torch.sin(inputs @ torch.randn(32, 8))
     mesh = init_device_mesh("cpu", (ranks,)) if ranks > 1 else None
-    model, optimizer = ng.prepare(Net(), "bfloat16/word/reproducible", lr=3e-3, mesh=mesh, average=False)
+    options = {"lr": 3e-3, "max_grad_norm": 1.0, "mesh": mesh, "average": False}
+    model, optimizer = ng.prepare(Net(), "bfloat16/word/reproducible", **options)
     for x, y in zip(inputs, targets, strict=True):
         rounds = -(-MICRO_BATCHES // ranks)
         for k in range(rounds):

@@ -57,7 +57,9 @@ def recipe_of(case: str) -> Any:
 def prepared(case: str, **options: Any) -> tuple[nn.Module, ng.AdamW]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ng.prepare(llama(tied=case != "kept head"), recipe_of(case), lr=1e-2, compile=False, **options)
+        return ng.prepare(
+            llama(tied=case != "kept head"), recipe_of(case), lr=1e-2, max_grad_norm=1.0, compile=False, **options
+        )
 
 
 def tokens(seed: int) -> Tensor:
@@ -124,14 +126,14 @@ def unequal(rank: int, mesh: Any) -> tuple[nn.Module, ng.AdamW]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + rank)
-    return ng.prepare(model, "float32/float32", lr=1e-2, compile=False, mesh=mesh)
+    return ng.prepare(model, "float32/float32", lr=1e-2, max_grad_norm=1.0, compile=False, mesh=mesh)
 
 
 def frozen(mesh: Any = None) -> tuple[nn.Module, ng.AdamW]:
     model = llama()
     model.model.embed_tokens.requires_grad_(False)  # type: ignore[union-attr]
     model.model.layers[0].self_attn.requires_grad_(False)  # type: ignore[union-attr, index]
-    return ng.prepare(model, "float32/float32", lr=1e-2, compile=False, mesh=mesh)
+    return ng.prepare(model, "float32/float32", lr=1e-2, max_grad_norm=1.0, compile=False, mesh=mesh)
 
 
 def sharded_by_the_caller(case: str, mesh: Any) -> tuple[nn.Module, ng.AdamW]:
@@ -141,7 +143,7 @@ def sharded_by_the_caller(case: str, mesh: Any) -> tuple[nn.Module, ng.AdamW]:
     fully_shard(model, mesh=mesh)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ng.prepare(model, recipe_of(case), lr=1e-2, compile=False)
+        return ng.prepare(model, recipe_of(case), lr=1e-2, max_grad_norm=1.0, compile=False)
 
 
 def refusals(mesh: Any) -> dict[str, str]:
