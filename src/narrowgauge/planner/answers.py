@@ -105,7 +105,7 @@ def _about_best(plan: Plan) -> Iterator[str]:
     )
     yield from _about_training(plan)
     if plan.question.largest:
-        yield _about_largest(best, plan.question.largest)
+        yield _about_largest(plan)
     if plan.question.is_bounded:
         yield _about_bounds(plan)
     if plan.question.num_tokens is not None:
@@ -192,13 +192,15 @@ def _about_training(plan: Plan) -> Iterator[str]:
         yield "Adafactor keeps a value for each row and column of a matrix and no first moment; AdamW steps vectors."
 
 
-def _about_largest(best: Option, what: str) -> str:
-    """The largest batch or context, and whether it is more than that."""
-    layout = best.layout
-    if what == "context":
-        return (
-            f"The longest sequences that fit for certain have {best.sequence_length:,} tokens, in {best.recipe.title}."
-        )
+def _about_largest(plan: Plan) -> str:
+    """The largest batch or context, and whether it is longer than the model was made for."""
+    best, layout = plan.best, plan.best.layout
+    if plan.question.largest == "context":
+        preset = MODELS.get(plan.question.model)
+        more = preset is not None and best.sequence_length > preset.max_positions
+        beyond = f"; {preset.name} itself has {preset.max_positions:,} positions" if preset and more else ""
+        length = f"{best.sequence_length:,} tokens"
+        return f"The longest sequences that fit for certain have {length}, in {best.recipe.title}{beyond}."
     return (
         f"The largest batch that fits for certain without accumulation is {layout.num_sequences:,} sequences of "
         f"{best.sequence_length:,} tokens ({layout.micro_batch} on each of {layout.num_replicas}), in {best.recipe.title}."
