@@ -34,7 +34,7 @@ from narrowgauge.spec.compiler import compiler_missing
 Compiled = Callable[[list[Tensor]], list[Tensor]]
 
 
-TABLES = ("accumulations", "codes", "formats", "processor", "storages")
+TABLES = ("accumulations", "codes", "formats", "frameworks", "processor", "storages")
 SOURCES = (
     "_compiler.py",
     "_torch.py",
