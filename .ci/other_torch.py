@@ -1,7 +1,6 @@
 """Install another release of PyTorch for the tests, small enough for a machine without a GPU.
 
-Where an index offers a build for the CPU (``PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu``; 200 MB), pip takes
-it. PyPI's wheel for Linux is built for CUDA (540 MB) and asks for gigabytes of NVIDIA's libraries, of which a CPU needs not
+Where ``PIP_EXTRA_INDEX_URL`` names PyTorch's own index of builds for the CPU (200 MB), pip takes one of those. PyPI's wheel for Linux is built for CUDA (540 MB) and asks for gigabytes of NVIDIA's libraries, of which a CPU needs not
 one: but the dynamic linker wants each of them, and in it each function that PyTorch calls. So the wheel is installed
 without them, and libraries of those names are written into ``torch/lib``, whose functions only return 100, CUDA's "no
 device": PyTorch then finds no GPU, and computes on the CPU by the same code as ever.
