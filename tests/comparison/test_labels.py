@@ -38,7 +38,7 @@ def test_settings_that_only_some_runs_record_stay_out_of_labels() -> None:
 
 def test_the_page_and_compare_json_have_the_same_labels() -> None:
     table = {"recipe": "bf16/word", "keep": ["lm_head"]}
-    runs = [made("", 0, 4.0, config={"recipe": recipe}) for recipe in ("bf16", "bfloat16/compact", table, "mine")]
+    runs = [made("", 0, 4.0, config={"recipe": recipe}) for recipe in ("bf16/word", "bfloat16/compact", table, "mine")]
     runs += [made("bfloat16/compact", 0, 4.1, config={"lr": 1e-4})]
     rows = [row["recipe"] for row in json.loads(compare_runs(runs).json())]
     assert rows == [group.label for group in groups_of(compare_runs(runs))] == run_labels(runs)

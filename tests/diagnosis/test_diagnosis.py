@@ -202,6 +202,7 @@ CASES: dict[str, tuple[str, dict[str, object], Fault]] = {
     "massive-activations": ("float8-tensor/word", {}, always(massive)),
     "rank-divergence": ("bfloat16/word", {}, both(ranks, event(
         "corruption", "model.norm.weight of rank 1 differs from that of 3 other ranks after step 80", tensor="model.norm.weight",
+        detector="replicas",
     ))),
     "silent-corruption": (
         "bfloat16/word", {}, both(samples(set_tensors(f"weight:{DOWN}", amax=4000.0)), spike(1)),
@@ -221,10 +222,11 @@ CASES: dict[str, tuple[str, dict[str, object], Fault]] = {
     ),
     "repeated-data": ("bfloat16/word", {}, steps(lambda row: {"batch_crc": f"{row['step'] % 20:08x}"})),
     "resume-changed": ("bfloat16/word", {}, both(resumed, steps(lambda row: {"loss": row["loss"] + 0.6}), event(
-        "note", "lr was 0.003 up to step 80 and is 0.007 from there on",
+        "note", "lr was 0.003 up to step 80 and is 0.007 from there on", detector="changed-settings",
     ))),
     "software-change": ("bfloat16/word", {}, both(resumed, steps(lambda row: {"loss": row["loss"] + 0.6}), event(
         "note", "the run started with torch 2.8.0 and resumes with 2.9.0: bits may differ from an uninterrupted run",
+        detector="changed-software",
     ))),
     "slow-rank": ("bfloat16/word", {}, both(ranks, late_rank)),
     "slow-data-loader": ("bfloat16/word", {}, lambda run: [row.update(data_seconds=0.06) for row in run.steps] and None),

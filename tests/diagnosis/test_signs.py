@@ -272,11 +272,17 @@ def test_what_a_resume_changed_is_a_note_until_the_loss_moves() -> None:
     run.events.extend(
         [
             {"kind": "resume", "step": AT - 1, "message": f"from step {AT - 1}"},
-            {"kind": "note", "step": AT, "message": f"lr was 0.003 up to step {AT - 1} and is 0.007 from there on"},
+            {
+                "kind": "note",
+                "step": AT,
+                "message": f"lr was 0.003 up to step {AT - 1} and is 0.007 from there on",
+                "detector": "changed-settings",
+            },
             {
                 "kind": "note",
                 "step": AT,
                 "message": "the run started with torch 2.8.0 and resumes with 2.9.0: bits may differ",
+                "detector": "changed-software",
             },
         ]
     )

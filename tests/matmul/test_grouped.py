@@ -67,7 +67,9 @@ def test_each_expert_is_a_linear_layer_of_its_own(row: str, dtype: torch.dtype, 
         if tokens.start == tokens.stop:
             assert not weights.grad[expert].any()
             continue
-        alone = plain(row, weights[expert], None if own_bias is None else own_bias[expert], layer.state[:, expert])
+        alone = plain(
+            COMPUTES[row], weights[expert], None if own_bias is None else own_bias[expert], layer.state[:, expert]
+        )
         group = x.detach()[tokens].clone().requires_grad_()
         expected = alone(group)
         expected.backward(grad[tokens])

@@ -300,9 +300,9 @@ def test_what_cannot_be_served_is_refused() -> None:
         if row.endswith("-e5m2") and "delayed" not in row:
             continue  # whose forward is that of the row without
         with pytest.raises(RecipeError, match=rf"'{row}' was requested for inference.*Use one of .*int8-outlier"):
-            quantize_for_inference(holder(), row)
-    with pytest.raises(RecipeError, match="no compute is named 'int8'"):
-        quantize_for_inference(holder(), "int8")
+            quantize_for_inference(holder(), COMPUTES[row])
+    with pytest.raises(RecipeError, match="no compute is named 'int7'"):
+        quantize_for_inference(holder(), "int7")
     with pytest.raises(RecipeError, match="no linear layer"):
         quantize_for_inference(holder(), keep=("fc",))
     shape = {
