@@ -92,7 +92,6 @@ def test_a_row_of_ones_own_is_obeyed_and_an_impostor_refused() -> None:
         {"max_grad_norm": -1.0},
         {"max_grad_norm": float("nan")},
         {"audit_every": -1},
-        {"storage": None},
         {"storage": "wrod"},
     ],
 )

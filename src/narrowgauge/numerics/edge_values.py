@@ -62,7 +62,7 @@ def with_nan(values: Tensor) -> Tensor:
     sign = bool((endless - endless).view(torch.int32) < 0)
     width = 8 * values.dtype.itemsize
     bits = _QUIET[values.dtype] - (1 << (width - 1) if sign else 0)
-    place = torch.arange(values.numel(), device=values.device).view(values.shape)
+    place = torch.arange(values.numel(), dtype=torch.int64, device=values.device).view(values.shape)
     integers = values.view(_BITS[values.dtype.itemsize])
     return torch.where(place % 17 == 16, bits, integers).to(integers.dtype).view(values.dtype)
 

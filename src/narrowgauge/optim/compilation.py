@@ -34,12 +34,13 @@ from narrowgauge.spec.compiler import compiler_missing
 Compiled = Callable[[list[Tensor]], list[Tensor]]
 
 
-TABLES = ("accumulations", "codes", "formats", "frameworks", "processor", "storages")
+TABLES = ("accumulations", "codes", "compiler", "formats", "frameworks", "processor", "storages")
 SOURCES = (
     "_compiler.py",
     "_torch.py",
     "caching.py",
     "errors.py",
+    "lifetimes.py",
     *(f"spec/{n}.py" for n in TABLES),
     "numerics/*.py",
     "optim/**/*.py",
