@@ -82,10 +82,10 @@ def generator_state(device: torch.device) -> tuple[bytes, ...]:
     Cost: 5 µs.
     """
     states = [torch.default_generator.get_state()]
-    if device.type != "cpu":
+    if device.type not in ("cpu", "meta"):
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return ()
-        states.append(torch.get_device_module(device.type).get_rng_state(device))
+        states.append(torch.get_device_module(device.type).get_rng_state(*([] if device.type == "mps" else [device])))
     # Not as tensors: a forward pass may run in a mode that takes no real ones.
     return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
 
@@ -94,11 +94,11 @@ class ForwardPasses:
     """Watches the forward passes of a model in training.
 
     Args:
-        device: of its parameters.
+        device: on which it computes, asked anew each time.
         check: called as one begins; raises where its gradients could not be summed.
     """
 
-    def __init__(self, device: torch.device, check: Callable[[], None]) -> None:
+    def __init__(self, device: Callable[[], torch.device], check: Callable[[], None]) -> None:
         self._device, self._check = device, check
         self._outermost: object = None
         self._before: tuple[bytes, ...] = ()
@@ -138,7 +138,7 @@ class ForwardPasses:
         """
         if self._outermost is None:
             is_trained = part.training if isinstance(part, nn.Module) else True
-            self._outermost, self._before = part, generator_state(self._device) if is_trained else ()
+            self._outermost, self._before = part, generator_state(self._device()) if is_trained else ()
             self._check()
 
     def end(self, part: object) -> None:
@@ -150,7 +150,7 @@ class ForwardPasses:
         if self._outermost is not part:
             return
         self._outermost = None
-        if self._before and self._before != (generator_state(self._device) or self._before):
+        if self._before and self._before != (generator_state(self._device()) or self._before):
             raise RecipeError(
                 f"a forward pass{f' of {type(part).__name__}' if isinstance(part, nn.Module) else ''} drew random numbers from "
                 "PyTorch's default generator (dropout, sampling, layers left out at random), whose state depends on what this "

@@ -211,8 +211,8 @@ class GradientReduction:
         self._arrivals = Arrivals(self._sharded if self._sums_leaves else (), parties.group)
         if self.size > 1 or self._sums_leaves:
             self._undo += self._arrivals.install(self._trainable)
-        self._forwards = ForwardPasses(next(model.parameters()).device, self._require_sent)
-        if self._sums_leaves:
+        self._forwards = ForwardPasses(self._device, self._require_sent)
+        if self._sums_leaves and self._trainable:
             self._undo += self._forwards.install(inner_of(model))
             self._keep_in_step(model, parties)
             take_norms(_are_summed_exactly)
@@ -335,7 +335,7 @@ class GradientReduction:
             RecipeError: the sum would not be sent.
         """
         if self._sums_leaves:
-            self._require_sent()
+            self._require_sent([group])
         if self._is_inside():
             return
         for parameter in _torch.fsdp_parameters(group):
@@ -367,8 +367,14 @@ class GradientReduction:
         if self._sums_leaves:
             require_first(before)
 
-    def _require_sent(self) -> None:
-        if any(_torch.fsdp_keeps_gradients(group) for _, group in self._fsdp):
+    def _device(self) -> torch.device:
+        """Where the model computes, which is not where an offloaded parameter is."""
+        device: torch.device = self._fsdp[0][1].device if self._fsdp else self._trainable[0].device
+        return device
+
+    def _require_sent(self, groups: Sequence[Any] = ()) -> None:
+        """Refuse what FSDP2 was told to keep on its rank, of some of its groups or of all."""
+        if any(map(_torch.fsdp_keeps_gradients, groups or (group for _, group in self._fsdp))):
             refuse_unsent("set_requires_gradient_sync(False), or set_requires_all_reduce(False), of FSDP2")
 
     def _begin(self, is_absent: bool) -> None:
