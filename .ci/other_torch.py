@@ -1,9 +1,10 @@
 """Install another release of PyTorch for the tests, small enough for a machine without a GPU.
 
-Where ``PIP_EXTRA_INDEX_URL`` names PyTorch's own index of builds for the CPU (200 MB), pip takes one of those. PyPI's wheel for Linux is built for CUDA (540 MB) and asks for gigabytes of NVIDIA's libraries, of which a CPU needs not
-one: but the dynamic linker wants each of them, and in it each function that PyTorch calls. So the wheel is installed
-without them, and libraries of those names are written into ``torch/lib``, whose functions only return 100, CUDA's "no
-device": PyTorch then finds no GPU, and computes on the CPU by the same code as ever.
+Where ``PIP_EXTRA_INDEX_URL`` names PyTorch's own index of builds for the CPU (200 MB), pip takes one of those. PyPI's wheel
+for Linux is built for CUDA (540 MB) and asks for gigabytes of NVIDIA's libraries, of which a CPU needs not one: but the
+dynamic linker wants each of them, and in it each function that PyTorch calls. So the wheel is installed without them, and
+libraries of those names are written into ``torch/lib``, whose functions only return 100, CUDA's "no device": PyTorch then
+finds no GPU, and computes on the CPU by the same code as ever.
 
 Usage: ``./dev test --torch VERSION``, which runs ``python .ci/other_torch.py VERSION`` in an environment of its own. The
 libraries take a C++ compiler (``g++``, or what ``CXX`` names) and binutils, a second and 400 KB.

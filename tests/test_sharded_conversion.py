@@ -43,7 +43,9 @@ def restore_shards(rank: int, folder: Path, recipe: str) -> dict[str, torch.Tens
 def test_every_rank_takes_its_part(recipe: str, tmp_path: Path) -> None:
     model, optimizer = ng.prepare(model_of(0), "bfloat16/exact", compile=False)
     for step in range(3):
-        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).bfloat16()).float().square().sum().backward()
+        model(
+            torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).bfloat16()
+        ).float().square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "mine.pt")

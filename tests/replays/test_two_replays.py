@@ -53,9 +53,13 @@ def test_where_settings_differ_the_first_tensor_is_found_and_rounding_is_measure
     found = compare_exactly(plain, other, say=said.append)
     parting, replayed = found.alignment.parting, found.alignment.replayed
     assert replayed is not None and replayed.repeats == (True, True) and replayed.since == 0, found.text()
-    assert parting is not None and parting.tensor.startswith("grad:") and parting.step == 1, found.text()
-    assert replayed.envelope is not None and len(replayed.envelope.changes) == 3 and 0 < replayed.envelope.limit < 0.1
+    assert parting is not None and parting.step == 1, found.text()
     assert found.reason is not None and found.reason.name == "order-of-sums", found.text()
+    if parting.stage == "loss":  # with AVX512 the loss of two halves differs in its last bit already, and has no tensor
+        assert abs(parting.values[0] - parting.values[1]) < 1e-6 and replayed.envelope is None, found.text()
+        return
+    assert parting.tensor.startswith("grad:"), found.text()
+    assert replayed.envelope is not None and len(replayed.envelope.changes) == 3 and 0 < replayed.envelope.limit < 0.1
     assert (
         "in 3 replays with weights changed by one ulp of float32 it moved by at most" in found.text() and len(said) >= 3
     )

@@ -30,6 +30,7 @@ def runs(make_run: MakeRun) -> list[Run]:
         "kind": "loss_spike",
         "step": 60,
         "message": "the loss jumped to 9 (threshold 3, z = 40)",
+        "detector": "loss-spike",
         "threshold": 3.0,
     }
     return [make_run(), make_run("bfloat16/master", loss=spiked, events=(event,))]

@@ -72,14 +72,17 @@ def bind(optimizer: Optimizer, converted: Converted, *, first: bool = True) -> N
 
 def expect_storage(converted: Converted) -> None:
     """Say how the recipe of a converted model stores its parameters, to the optimizer that is about to be made for them."""
-    for name, parameter in converted.model.named_parameters():
-        EXPECTED[parameter] = converted.recipe.storage_of(plain_name(name), max(2, parameter.ndim))
+    named = converted.model.named_parameters()
+    EXPECTED[converted.model] = {n: converted.recipe.storage_of(plain_name(n), max(2, p.ndim)) for n, p in named}
 
 
 def leave_storage_open(parameters: Iterable[Tensor]) -> None:
     """End :func:`expect_storage` for parameters that have their optimizer, or get none."""
-    for parameter in parameters:
-        EXPECTED.pop(parameter, None)
+    gone = set(parameters)
+    for model, rows in EXPECTED.items():
+        for name, parameter in model.named_parameters():
+            if parameter in gone:
+                rows.pop(name, None)
 
 
 def _is_unchanged(parameter: Tensor, value: Tensor) -> bool:

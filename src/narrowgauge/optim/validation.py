@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from narrowgauge import _torch
 from narrowgauge.errors import RecipeError, suggestion
@@ -192,7 +192,8 @@ def known_row(storage: object, own: Mapping[str, Storage]) -> Storage:
     return row
 
 
-EXPECTED: MutableMapping[Tensor, Storage] = WeakTensorKeyDictionary()
+# By model and name: PyTorch does not move a DTensor to which somebody has a weak reference.
+EXPECTED: WeakKeyDictionary[nn.Module, dict[str, Storage]] = WeakKeyDictionary()
 """How a framework's recipe stores the parameters of a model that it has converted and whose optimizer its user makes."""
 USUAL_STORAGE = "word"
 """The storage of parameters for which neither their optimizer's maker nor a recipe names one."""
@@ -208,7 +209,9 @@ def expected_row(parameters: Iterable[Tensor], named: str | Storage | None, rows
     Raises:
         RecipeError: the recipe stores them otherwise, or not all alike.
     """
-    wanted = {row.name: row for p in parameters if (row := EXPECTED.get(p)) is not None}
+    members = set(parameters)
+    models = [(rows, model.named_parameters()) for model, rows in EXPECTED.items() if rows]
+    wanted = {rows[n].name: rows[n] for rows, named in models for n, p in named if p in members and n in rows}
     row = None if named is None else known_row(named, rows)
     if len(wanted) > 1:
         raise RecipeError(f"a param group holds parameters that their recipe stores as {_listed(wanted)}.", OF_RECIPE)
