@@ -91,12 +91,24 @@ def test_the_fewest_chips_end_within_months() -> None:
         ({"days": 0, "tokens": 1e9}, "days = 0 was requested"),
         ({"largest": "context", "days": 3, "tokens": 1e9}, "the largest context and a deadline"),
         ({"largest": "contxt"}, "Did you mean 'context'"),
+        ({"largest": "context", "sequence_length": 4096}, "sequence_length = 4096 as well"),
+        ({"largest": "batch", "tokens_per_step": 1_000_000}, "tokens_per_step = 1000000 as well"),
+        ({"largest": "batch", "layout": {"micro_batch": 2}}, "micro_batch = 2 as well"),
     ],
 )
 def test_wrong_limits_are_refused_in_a_line(given: dict[str, Any], message: str) -> None:
     with pytest.raises(NarrowgaugeError) as caught:
         plan("llama-8b", **WORD, **given)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given", [{"days": 3, "tokens": 1e9}, {"budget": 3, "tokens": 1e9}, {"largest": "batch"}, {"lora": 8}]
+)
+def test_the_state_alone_answers_no_other_question(given: dict[str, Any]) -> None:
+    """Without machines these were left out without a word; adapters were counted as the training of all parameters."""
+    with pytest.raises(NarrowgaugeError, match="was requested without machines"):
+        plan("llama-8b", **given)
 
 
 def test_the_longest_sequences_fit_and_longer_ones_do_not() -> None:

@@ -151,6 +151,9 @@ def plan(
         cluster, chip, chips, chips_per_node, interconnect_gbit_per_second=interconnect_gbit_per_second,
         dollars_per_hour=dollars_per_hour, host_memory_gb=host_memory_gb, software=software,
     )  # fmt: skip
+    largest = _largest(largest, days, budget, sequence_length, tokens_per_step, layout or {})
+    if params is not None or not places:
+        _refuse_without_machines(days, budget, largest, lora)
     question = Question(
         architecture,
         str(model) if isinstance(model, str | Path) else architecture.name if model is not None else "",
@@ -163,7 +166,7 @@ def plan(
         counted,
         tokens_per_step,
         *_limits(tokens, days, budget, minimize),
-        _largest(largest, days, budget),
+        largest,
         optimizer,
     )
     if budget is not None and places and any(place.dollars_per_hour is None for place in places):
@@ -210,7 +213,25 @@ def _limits(
     return LONGEST_DAYS if is_assumed else days, budget, is_assumed
 
 
-def _largest(what: str, days: float | None, budget: float | None) -> str:
+def _refuse_without_machines(days: float | None, budget: float | None, largest: str, lora: int | None) -> None:
+    """Refuse what a count of the state alone would leave out without a word."""
+    for name, value in {"days": days, "budget": budget, "largest": largest or None, "lora": lora}.items():
+        if value is not None:
+            raise NarrowgaugeError(
+                f"{name} = {value} was requested without machines, where the state of a whole model alone is counted.",
+                "Name the model and its chips (--model llama-8b --chip H100-SXM).",
+            )
+
+
+def _largest(
+    what: str,
+    days: float | None,
+    budget: float | None,
+    sequence_length: int | None,
+    tokens_per_step: int | None,
+    layout: Mapping[str, Any],
+) -> str:
+    """What is to be the largest; refused where something else that was asked for says how large it is."""
     if what and what not in LARGEST:
         raise NarrowgaugeError(
             f"largest = {what!r} was requested.", suggestion(what, LARGEST) or f"It is one of {', '.join(LARGEST)}."
@@ -219,6 +240,17 @@ def _largest(what: str, days: float | None, budget: float | None) -> str:
         raise NarrowgaugeError(
             f"the largest {what} and a deadline or a budget were requested together.", "Ask one after the other."
         )
+    said: dict[str, Any] = {"sequence_length": sequence_length} if what == "context" else {}
+    if what == "batch":
+        said = {"tokens_per_step": tokens_per_step} | {
+            each: layout.get(each) for each in ("micro_batch", "micro_batches")
+        }
+    for name, value in said.items():
+        if value is not None:
+            raise NarrowgaugeError(
+                f"the largest {what} was requested, and {name} = {value} as well.",
+                f"Leave {name} out: it is the answer.",
+            )
     return what
 
 
