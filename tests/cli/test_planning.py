@@ -79,6 +79,8 @@ def refusal(*words: str) -> str:
         (("--model", "llama-8b", "--chip", "H100-SXM", "--largest", "contxt"), "contxt"),
         (("--model", "llama-8b", "--chip", "H100-SXM", "--base", "nf4"), "--base goes with --lora"),
         (("--model", "llama-8b", "--chip", "H100-SXM", "--lora", "8", "--toml"), "which runs no adapters"),
+        (("--model", "llama-8b", "--chip", "H100-SXM", "--optimizer", "muon", "--toml"), "steps with AdamW"),
+        ((*EIGHT, "--largest", "context", "--toml"), "which has 8,192 positions"),
         (("--model", "llama-8b", "--chip", "H100-SXM", "--lora", "0"), "--lora"),
         (("--model", "llama-8b", "--chip", "H100-SXM", "--optimizer", "moun"), "moun"),
         (("--params", "1e9", "--lora", "8"), "--lora does not go with --params"),

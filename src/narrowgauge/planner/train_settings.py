@@ -54,6 +54,11 @@ def train_settings(plan: Plan) -> str:
 def _require_trainable(plan: Plan, best: Option) -> None:
     if not best.fits:
         raise NarrowgaugeError(f"settings were requested, and nothing fits: {best.reason}.", best.advice)
+    if plan.question.optimizer != "adamw":
+        raise NarrowgaugeError(
+            f"settings were requested for states of {plan.question.optimizer}, and narrowgauge train steps with AdamW.",
+            "Leave --optimizer out.",
+        )
     if best.runs_with != OURS:
         raise NarrowgaugeError(
             f"settings were requested for a layout that narrowgauge train does not run ({axes_text(best.layout)}).",
@@ -66,9 +71,9 @@ def _trainable_model(plan: Plan) -> str:
     name = plan.question.model
     path = Path(name).expanduser()
     row = MODELS.get(name.strip().lower())
-    if row is not None and plan.question.sequence_length > row.max_positions:
+    if row is not None and plan.best.sequence_length > row.max_positions:
         raise NarrowgaugeError(
-            f"settings were requested for sequences of {plan.question.sequence_length:,} tokens of {row.name}, which has "
+            f"settings were requested for sequences of {plan.best.sequence_length:,} tokens of {row.name}, which has "
             f"{row.max_positions:,} positions.",
             "Name a folder with a config.json whose max_position_embeddings says so.",
         )
