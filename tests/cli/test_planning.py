@@ -84,6 +84,7 @@ def refusal(*words: str) -> str:
         (("--model", "llama-8b", "--chip", "H100-SXM", "--lora", "0"), "--lora"),
         (("--model", "llama-8b", "--chip", "H100-SXM", "--optimizer", "moun"), "moun"),
         (("--params", "1e9", "--lora", "8"), "--lora does not go with --params"),
+        (("--params", "1e9", "--price", "8"), "--price does not go with --params"),
         (("--measured", "128:10d"), "128 chips only"),
         (("--measured", ""), "needs times or run folders"),
     ],

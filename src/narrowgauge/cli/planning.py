@@ -268,7 +268,7 @@ def _question(context: click.Context, asked: dict[str, Any], runs: tuple[Path, .
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return "--price" if name == "dollars_per_hour" else f"--{name.replace('_', '-')}"
 
 
 def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
