@@ -292,6 +292,7 @@ def test_three_hundred_billion_tokens_in_two_weeks_or_for_a_budget() -> None:
     assert in_time.best.cost(300e9) == pytest.approx(22_000, rel=0.05)
     assert 15 < (in_time.options[1].days(300e9) or 0.0) < 16
     assert "The fewest chips that train 300B tokens within 14 d are 32 × H100" in said(in_time)
+    assert re.search(r"; 24 × H100-SXM5-80GB \(\S+ d, \S+\) do not\.", said(in_time))
     budget = 1.001 * (in_time.options[1].cost(300e9) or 0.0)
     assert plan("llama-8b", **asked, budget=budget).best.num_chips == 24
 

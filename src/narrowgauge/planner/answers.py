@@ -227,7 +227,7 @@ def _about_bounds(plan: Plan) -> str:
         more = [option for option in others if option.num_chips > best.num_chips]
         near = min(more, key=lambda option: (option.num_chips, option.cost(tokens)), default=None)
         what = "The most chips that train"
-    missed = "" if near is None else f"; {_ending(near, tokens)}"
+    missed = "" if near is None else f"; {_ending(near, tokens)} do{'es' * (near.num_chips == 1)} not"
     return f"{what} {asked} are {_ending(best, tokens)}{missed}."
 
 
