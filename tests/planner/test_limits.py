@@ -123,6 +123,12 @@ def test_the_longest_sequences_fit_and_longer_ones_do_not() -> None:
     assert (at.fits, at.is_certain, at.layout) == (True, True, found.best.layout)
 
 
+def test_positions_that_are_learned_end_a_context() -> None:
+    found = plan("gpt2-124m", **WORD, largest="context")
+    assert found.best.sequence_length == 1024
+    assert "fit for certain, in bfloat16/word: as many as the model has positions for." in "\n".join(found.sentences())
+
+
 def test_the_largest_batch_fits_and_a_larger_one_does_not() -> None:
     found = plan("llama-8b", **WORD, chips=8, largest="batch")
     each = found.best.layout.micro_batch

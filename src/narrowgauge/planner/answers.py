@@ -200,6 +200,10 @@ def _about_largest(plan: Plan) -> str:
         more = preset is not None and best.sequence_length > preset.max_positions
         beyond = f"; {preset.name} itself has {preset.max_positions:,} positions" if preset and more else ""
         length = f"{best.sequence_length:,} tokens"
+        if (
+            0 <= (plan.question.architecture.max_positions or -1) - best.sequence_length < 16
+        ):  # OPT's table has two rows more
+            return f"Sequences of {length} fit for certain, in {best.recipe.title}: as many as the model has positions for."
         return f"The longest sequences that fit for certain have {length}, in {best.recipe.title}{beyond}."
     return (
         f"The largest batch that fits for certain without accumulation is {layout.num_sequences:,} sequences of "
