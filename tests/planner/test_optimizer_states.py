@@ -54,6 +54,23 @@ def test_bytes_of_a_parameter() -> None:
         with_optimizer(parse("bfloat16/word"), "moun")
 
 
+@pytest.mark.parametrize("storage", ["kahan", "collage-light", "collage-plus", "naive"])
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_what_an_optimizer_refuses_is_not_planned(name: str, storage: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
+    asked = f"bfloat16/{storage}"
+    try:
+        {"muon": ng.Muon, "adafactor": ng.Adafactor}[name]([weight], lr=1e-3, storage=storage)  # type: ignore[operator]
+    except RecipeError:
+        with pytest.raises(RecipeError, match=f"states of {name} were requested in storage '{storage}'"):
+            plan("llama-8b", recipes=[asked], chip="H100-SXM", optimizer=name)
+    else:
+        assert plan("llama-8b", recipes=[asked], chip="H100-SXM", optimizer=name).options
+    # Where none is named, those that it steps are planned, of the state alone too.
+    tables = plan("llama-8b", chip="H100-SXM", chips=8, optimizer=name), plan(params=1e9, optimizer=name)
+    assert all(option.recipe.storage.arithmetic == "float32" for table in tables for option in table.options)
+
+
 def test_muon_leaves_embedding_and_head_to_adamw() -> None:
     recipe = parse("bfloat16/master")
     muon, adamw = state_of(LLAMA, with_optimizer(recipe, "muon")), state_of(LLAMA, recipe)

@@ -32,7 +32,7 @@ from narrowgauge.planner.rank_memory import memory_terms
 from narrowgauge.planner.roofline import describe_support
 from narrowgauge.planner.search import MOST_OPTIONS, Found, search
 from narrowgauge.planner.shares import Shares
-from narrowgauge.planner.state_bytes import with_optimizer
+from narrowgauge.planner.state_bytes import is_stepped, with_optimizer
 from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.models import MODELS
@@ -176,7 +176,8 @@ def plan(
         )
     known = tuple(with_optimizer(parse(recipe), optimizer) for recipe in recipes)
     if params is not None or not places:
-        stored = known or tuple(with_optimizer(recipe, optimizer) for recipe in _storages())
+        stepped = (recipe for recipe in _storages() if is_stepped(recipe.storage, optimizer))
+        stored = known or tuple(with_optimizer(recipe, optimizer) for recipe in stepped)
         return _ranked(question, list(_state_options(question, stored, numbers_of(chips))))
     if question.largest:
         return _ranked(question, [option for place in places for option in _largest_options(question, place, known)])
@@ -561,7 +562,8 @@ def _suited(cluster: Cluster, optimizer: str = "adamw") -> Iterator[Recipe]:
     names += [f"{name}/{storage}" for name, storage in DEFAULT_STORAGE.items()]
     for recipe in map(parse, dict.fromkeys(names)):
         is_native = all(describe_support(recipe.compute, chip) == "native" for chip in chips)
-        if is_native and not recipe.compute.transform and recipe.compute.name not in _TUNING:
+        is_left_out = recipe.compute.transform or recipe.compute.name in _TUNING
+        if is_native and not is_left_out and is_stepped(recipe.storage, optimizer):
             yield with_optimizer(recipe, optimizer)
 
 

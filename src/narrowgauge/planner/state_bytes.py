@@ -50,6 +50,17 @@ OPTIMIZER_STATES: dict[str, tuple[tuple[str, str], ...]] = {
 _FACTOR_BYTES = 4  # of each row and column of a matrix that Adafactor steps
 
 
+def is_stepped(storage: Storage, optimizer: str) -> bool:
+    """Whether an optimizer steps parameters in a storage: Muon and Adafactor multiply matrices, which expansions do not define.
+
+    Example:
+        >>> from narrowgauge.spec.storages import STORAGES
+        >>> is_stepped(STORAGES["kahan"], "muon"), is_stepped(STORAGES["collage-plus"], "muon")
+        (True, False)
+    """
+    return optimizer == "adamw" or storage.arithmetic == "float32"
+
+
 def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
     """The recipe with the states of another optimizer.
 
@@ -57,7 +68,7 @@ def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
         recipe: of AdamW.
         optimizer: a key of ``OPTIMIZER_STATES``.
     Raises:
-        RecipeError: no such optimizer is planned, or the storage has the arithmetic of AdamW alone.
+        RecipeError: no such optimizer is planned, or it does not step a storage of the recipe.
     Example:
         >>> from narrowgauge.spec.notation import parse
         >>> [with_optimizer(parse("bfloat16/master"), name).bytes_per_param for name in OPTIMIZER_STATES]
@@ -68,6 +79,13 @@ def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
             f"the states of optimizer {optimizer!r} were requested.",
             suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
         )
+    for storage in (recipe.storage, *(each.storage for each in recipe.overrides if each.storage is not None)):
+        if not is_stepped(storage, optimizer):
+            raise RecipeError(
+                f"the states of {optimizer} were requested in storage '{storage.name}', in whose arithmetic of expansions a "
+                "matrix product is not defined.",
+                "Take another storage, such as 'split', or optimizer adamw.",
+            )
     states = OPTIMIZER_STATES[optimizer]
     overrides = tuple(
         override if override.storage is None else replace(override, storage=override.storage.keeping(states))
