@@ -39,6 +39,11 @@ is not in it."""
 NODE_POWER_SOURCE = "arXiv 2506.14551, 2412.08602: nodes of 8 H100 in training; without the building's cooling"
 
 
+def runs_here(layout: Layout) -> bool:
+    """Whether this project's trainer runs a layout."""
+    return layout.runs_here and layout.offload != "optimizer"
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One way to run a job.
@@ -189,7 +194,7 @@ class Option:
     @property
     def runs_with(self) -> str:
         """Who runs it: this project's trainer, or libraries with more layouts, which lack its own storages and computes."""
-        if self.layout.runs_here and self.layout.offload != "optimizer":
+        if runs_here(self.layout):
             return OURS
         is_common = self.recipe.storage.name in _COMMON_STORAGES
         return (

@@ -23,7 +23,7 @@ from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.layer_times import computed_as
 from narrowgauge.planner.layouts import Layout, Offload, Recompute
 from narrowgauge.planner.memory_figures import LayerCounter, figures_of, kernels_of
-from narrowgauge.planner.options import Option
+from narrowgauge.planner.options import Option, runs_here
 from narrowgauge.planner.rank_memory import FIXED, host_bytes, memory_terms
 from narrowgauge.planner.roofline import bytes_of
 from narrowgauge.planner.shares import Shares
@@ -369,11 +369,6 @@ class _Fitting:
         ]
         others = sorted(others, key=_order)[: self.most - 1]
         return [pace.layout for pace in sorted([best, *others], key=_order)]
-
-
-def runs_here(layout: Layout) -> bool:
-    """Whether this project's trainer runs a layout."""
-    return layout.runs_here and layout.offload != "optimizer"
 
 
 def _order(pace: _Pace) -> tuple[float, float]:
