@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
+from narrowgauge.spec.notation import default_storage
 from tensors import assert_same_bits, random_tokens
 
 VOCABULARY, BEFORE, STEPS = 32, 3, 6
@@ -31,7 +32,7 @@ REMEMBERING = [
     "float8-delayed/split", "float8-delayed/compact", "int8-row/compact", "int8-row/exact", "nvfp4/states8", "mxfp4/float32",
 ]  # fmt: skip
 CASES = [
-    *((ng.parse(name).name, "model first") for name in ng.COMPUTES),
+    *((f"{name}/{default_storage(name)}", "model first") for name in ng.COMPUTES),
     *((recipe, order) for recipe in REMEMBERING for order in ("model first", "optimizer first")),
 ]
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
