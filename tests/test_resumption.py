@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
+from narrowgauge.assembly import assemble
+from narrowgauge.integrations import carried_state
 from narrowgauge.spec.notation import default_storage
 from tensors import assert_same_bits, random_tokens
 
@@ -134,6 +136,21 @@ def test_a_recipe_that_needs_nothing_more_saves_what_it_did() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         prepared("int8-row/split", seed=0)[1].load_state_dict(plain)  # of torch.optim, which promises no bits
+
+
+def test_the_step_travels_whatever_is_computed_in_when_it_is_saved() -> None:
+    """An evaluation, or an early phase of a recipe, may compute without random bits."""
+    model, optimizer = prepared("int8-row/word", seed=0)
+    trained(model, optimizer, range(2))
+    linears = ng.linears_of(model)
+    assert linears is not None
+    linears.set_compute(lambda name: ng.COMPUTES["bfloat16"])
+    assert optimizer.state_dict()["param_groups"][0]["narrowgauge"]["matmul_step"] == 2
+
+    plain = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    _, stepped = assemble(plain, ng.parse("bfloat16/word"), lr=1e-3, weight_decay=0.0)
+    ng.swap_linears(plain, "bfloat16").step = 5
+    assert carried_state.carried(stepped, plain)["matmul_step"] == 5  # a later phase may take some
 
 
 def test_the_loss_scale_and_the_step_of_a_stochastic_reduction_travel() -> None:

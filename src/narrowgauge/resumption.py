@@ -80,8 +80,8 @@ def carried(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
 
 
 def _remembers(linears: Linears) -> bool:
-    """Whether a step of these layers depends on earlier ones, or on how many there were."""
-    return bool(linears.histories()) or any(layer.compute.is_stochastic for layer in linears.layers.values())
+    """Whether a step of these layers depends on earlier ones, or on how many there were, in any compute that they had."""
+    return bool(linears.histories()) or any(layer.is_keyed for layer in linears.layers.values())
 
 
 def restore(optimizer: Optimizer, model: nn.Module, state: dict[str, Any]) -> None:

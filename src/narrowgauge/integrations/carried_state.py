@@ -12,6 +12,7 @@ from torch import nn
 
 from narrowgauge import resumption
 from narrowgauge.integrations.framework_optimizers import restore_audit, saved_audit
+from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.optim.optimizer import Optimizer
 
 KEY = "narrowgauge"
@@ -53,8 +54,13 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def carried(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """What a resumed run needs besides weights and states, and the windows of its audit."""
-    return {**saved_audit(optimizer), **resumption.carried(optimizer, model)}
+    """What a resumed run needs besides weights and states, and the windows of its audit.
+
+    The layers' step is there whatever they compute in: a recipe may change it, in a later phase or for an evaluation.
+    """
+    linears = linears_of(model)
+    own = {} if linears is None else linears.state_dict()
+    return {**saved_audit(optimizer), **resumption.carried(optimizer, model), **own}
 
 
 def restore(optimizer: Optimizer, model: nn.Module, state: dict[str, Any]) -> None:

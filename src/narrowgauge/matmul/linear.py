@@ -97,6 +97,7 @@ class NarrowLayer(ExactBuffers):
 
     Attributes:
         compute: the compute in force.
+        is_keyed: whether this or an earlier compute takes random bits, which the step keys.
         state: int32 ``[4]``, or ``[4, experts]``: seed of the step, step, first sequence, key of the layer's random bits.
         amax_history: see :func:`narrowgauge.matmul.delayed_scaling.new_history`; ``None`` where no scale was ever delayed.
         step: optimizer steps done.
@@ -107,6 +108,7 @@ class NarrowLayer(ExactBuffers):
     exact = ("amax_history",)
     num_experts: int = 1
     compute: Compute
+    is_keyed: bool = False
     state: Tensor
     amax_history: Tensor | None
     step: int = 0
@@ -128,6 +130,7 @@ class NarrowLayer(ExactBuffers):
     def set_compute(self, compute: Compute) -> None:
         """Continue in another compute, or in the layer's variant of it."""
         self.compute = (variants.find(compute.name + self.variant) if self.variant else None) or compute
+        self.is_keyed = self.is_keyed or self.compute.is_stochastic
         history = history_for(self.compute, self.state.device, self.num_experts)
         # A longer history than the compute needs is kept: it holds the same amax values.
         if history is not None and (self.amax_history is None or self.amax_history.shape[-1] < history.shape[-1]):
