@@ -6,7 +6,9 @@ those that were removed get no gradients.
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -183,6 +185,30 @@ def test_gradients_are_released_by_what_is_there() -> None:
     ]
     assert 0 < moved[1] < moved[2] and [optimizer.num_steps(w) for w in weights] == [0, 2, 2]
     handle.remove()
+
+
+def test_replaced_and_removed_parameters_are_freed() -> None:
+    """Frozen ones too: sharding a model after it was prepared must not keep the whole one in memory."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 8))
+    model[1].weight.requires_grad_(False)
+    model, optimizer = ng.prepare(model, compile=False)
+    before = {name: weakref.ref(p) for name, p in model.named_parameters()}
+    names = list(optimizer.parameter_names().values())
+    for module in model:
+        for name, old in list(module._parameters.items()):
+            module._parameters[name] = new = nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
+            for group in optimizer.param_groups:
+                group["params"] = [new if p is old else p for p in group["params"]]
+    before |= {f"new {name}": weakref.ref(p) for name, p in model[2].named_parameters()}
+    x = torch.ones(4, 16, dtype=torch.bfloat16)
+    model(x).sum().backward()
+    optimizer.step()
+    assert list(optimizer.parameter_names().values()) == names
+    del optimizer.param_groups[0]["params"][-2:], model[2], module, old, new
+    model(x).sum().backward()
+    optimizer.step()
+    gc.collect()
+    assert [name for name, parameter in before.items() if parameter() is not None] == []
 
 
 def test_names_that_a_user_sets_stay() -> None:

@@ -231,6 +231,8 @@ class Optimizer(torch.optim.Optimizer):
             raise
         if not named:
             self._left_to_recipe.update(group["params"])
+        if (model := self._model()) is not None:
+            self.name_parameters(model)
         self._registry.align_names()
 
     def names_storage(self, group: Mapping[str, Any]) -> bool:
@@ -277,6 +279,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         if not self._stepped:
             self._stepped = True
+            self._left_to_recipe.clear()  # too late for one, and others may replace these parameters
             warn_of_slow_matmuls(self.param_groups)
             for kernel in self._registry.kernels.values() if self.audit_every else ():
                 if isinstance(kernel, StepKernel):
@@ -503,9 +506,13 @@ class Optimizer(torch.optim.Optimizer):
         return self._registry.parameter_names()
 
     def name_parameters(self, model: nn.Module) -> None:
-        """Use a model's names, in alarms and metrics, for parameters that were given without; and remember whose they are."""
+        """Use a model's names, in alarms and metrics, for parameters that were given without; and remember whose they are.
+
+        Names of others are not kept: what holds a name holds its parameter, and the model may replace it.
+        """
         self._model = weakref.ref(model)
-        self._names.update({parameter: plain_name(name) for name, parameter in model.named_parameters()})
+        own = set(self._registry.parameters())
+        self._names.update({p: plain_name(name) for name, p in model.named_parameters() if p in own})
 
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -43,7 +43,7 @@ class Registry:
         storages: the storages that its groups name, by name; more may be added.
         compile: whether to compile kernels; ``None`` decides by size.
         groups: returns the optimizer's param groups.
-        names: names of parameters whose groups give none.
+        names: names of parameters whose groups give none; those of parameters that have left the groups are removed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Registry:
         storages: dict[str, Storage],
         compile: bool | None,
         groups: Callable[[], list[Group]],
-        names: Mapping[Tensor, str],
+        names: dict[Tensor, str],
     ) -> None:
         self.rule, self.storages, self.compile, self._groups, self._names = rule, storages, compile, groups, names
         self.stores: dict[Tensor, Store] = {}
@@ -236,7 +236,11 @@ class Registry:
         Returns:
             The stores that were removed.
         """
-        gone = {self.stores.pop(parameter) for parameter in parameters if parameter in self.stores}
+        removed = [parameter for parameter in parameters if parameter in self.stores]
+        gone = {self.stores.pop(parameter) for parameter in removed}
+        for parameter in self._left.intersection(removed):  # nothing holds it any more
+            self._left.remove(parameter)
+            self._places.pop(parameter, None)
         buckets, self.buckets = self.buckets, []
         for bucket in buckets:
             touched = any(member in gone for member in bucket.members)
@@ -267,11 +271,14 @@ class Registry:
         self._pass_on(gone, replaced)
         left = {p: self._places[p] for p in gone.keys() - replaced.keys() if p in self._places}
         self._listed, self._left, self._places = listed, set(gone) - set(replaced), known | left
+        for parameter in self._names.keys() - known.keys():
+            del self._names[parameter]
 
     def _pass_on(self, gone: Mapping[Tensor, Store], replaced: Mapping[Tensor, Tensor]) -> None:
         """Pass the states of parameters that are gone to those that took their places."""
         if not replaced:
             return
+        self._names.update({heir: self._names[old] for old, heir in replaced.items() if old in self._names})
         names = self.parameter_names()
         for old, heir in replaced.items():
             check_heir(gone[old], heir, names.get(heir, "param"))
