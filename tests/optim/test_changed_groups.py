@@ -187,6 +187,19 @@ def test_gradients_are_released_by_what_is_there() -> None:
     handle.remove()
 
 
+def test_bits_that_a_weight_cuts_pass_on_before_gradients_are_released() -> None:
+    model = nn.Linear(128, 96, bias=False)
+    model, optimizer = ng.prepare(model, compile=False, lr=0.0, weight_decay=0.0)
+    stored, old = optimizer.stored(model.weight), model.weight
+    model.weight = optimizer.param_groups[0]["params"][0] = nn.Parameter(old.detach().clone())
+    handle = ng.release_gradients(optimizer)
+    model(torch.ones(4, 128, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    handle.remove()
+    assert float((optimizer.stored(model.weight) - stored).abs().max()) < 1e-5
+    assert not torch.equal(stored, model.weight.float())
+
+
 def test_replaced_and_removed_parameters_are_freed() -> None:
     """Frozen ones too: sharding a model after it was prepared must not keep the whole one in memory."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 8))

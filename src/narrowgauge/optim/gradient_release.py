@@ -65,6 +65,7 @@ def release_gradients(optimizer: Optimizer) -> Release:
                 f"gradients were to be released as they arrive, and {option} = {value} needs all of them first.",
                 f"Build the optimizer with {option}=None, or keep the gradients.",
             )
+    optimizer._registry.follow()  # states of parameters that were replaced pass on before these are stepped
 
     def arrived(parameter: Tensor) -> None:
         group = optimizer._registry.group_of(parameter)

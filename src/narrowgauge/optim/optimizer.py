@@ -431,6 +431,7 @@ class Optimizer(torch.optim.Optimizer):
             states: the float32 states of each parameter by name, and under ``step`` the number of steps taken. A code
                 that rounds stochastically does so here: the nearest of many equal values would all err alike.
         """
+        self._registry.follow()
         for group in self.param_groups:
             mine = [p for p in group["params"] if p in values]
             self._registry.make(group, mine)
