@@ -217,6 +217,12 @@ def test_replaced_and_removed_parameters_are_freed() -> None:
     model(x).sum().backward()
     optimizer.step()
     assert list(optimizer.parameter_names().values()) == names
+    first = optimizer.param_groups[0]["params"].pop(0)
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["params"].insert(0, first)
+    optimizer.step()
+    assert list(optimizer.parameter_names().values()) == names
     del optimizer.param_groups[0]["params"][-2:], model[2], module, old, new
     model(x).sum().backward()
     optimizer.step()

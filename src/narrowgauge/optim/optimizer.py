@@ -181,7 +181,9 @@ class Optimizer(torch.optim.Optimizer):
         self._left_to_recipe: set[Tensor] = set()
         self._names: dict[Tensor, str] = {}
         self._model: Callable[[], nn.Module | None] = lambda: None
-        self._registry = Registry(self.rule, self.rows, self.compile, lambda: self.param_groups, self._names)
+        self._registry = Registry(
+            self.rule, self.rows, self.compile, lambda: self.param_groups, self._names, self._look_up_names
+        )
         self._states = States(self._registry, self.settle)
         self.loss_scaler = options["loss_scaler"]
         self._stepped = False
@@ -231,8 +233,7 @@ class Optimizer(torch.optim.Optimizer):
             raise
         if not named:
             self._left_to_recipe.update(group["params"])
-        if (model := self._model()) is not None:
-            self.name_parameters(model)
+        self._look_up_names()
         self._registry.align_names()
 
     def names_storage(self, group: Mapping[str, Any]) -> bool:
@@ -514,6 +515,10 @@ class Optimizer(torch.optim.Optimizer):
         self._model = weakref.ref(model)
         own = set(self._registry.parameters())
         self._names.update({p: plain_name(name) for name, p in model.named_parameters() if p in own})
+
+    def _look_up_names(self) -> None:
+        if (model := self._model()) is not None:
+            self.name_parameters(model)
 
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -44,6 +44,7 @@ class Registry:
         compile: whether to compile kernels; ``None`` decides by size.
         groups: returns the optimizer's param groups.
         names: names of parameters whose groups give none; those of parameters that have left the groups are removed.
+        look_up_names: fills ``names`` for parameters that have joined the groups.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class Registry:
         compile: bool | None,
         groups: Callable[[], list[Group]],
         names: dict[Tensor, str],
+        look_up_names: Callable[[], object] = lambda: None,
     ) -> None:
         self.rule, self.storages, self.compile, self._groups, self._names = rule, storages, compile, groups, names
+        self._look_up_names = look_up_names
         self.stores: dict[Tensor, Store] = {}
         self.buckets: list[Bucket] = []
         self.kernels: dict[tuple[str, Storage], Kernel] = {}
@@ -262,6 +265,7 @@ class Registry:
         listed = [[id(p) for p in group["params"]] for group in groups]
         if listed == self._listed:
             return
+        self._look_up_names()
         self.align_names()
         known = places_of(groups)
         gone = {p: store for p, store in self.stores.items() if p not in known}
