@@ -247,7 +247,19 @@ def compile_any_shape(function: FunctionType, name: str) -> Callable[..., Any]:
     Args:
         function: pure; tensors to tensors.
         name: what profiles and logs call it.
+    Returns:
+        The function itself, with a warning, where this release lacks an option without which the bits on CUDA may be others:
+        nothing compares these with their definitions.
     """
+    wanted = _AS_EAGER if torch.cuda.is_available() else _TRUST_COMPILER
+    options = known_options(wanted)
+    if wanted is _AS_EAGER and (lacking := sorted(wanted.keys() - options.keys())):
+        warnings.warn(
+            f"PyTorch {torch.__version__} lacks the option {' and '.join(lacking)} of its compiler: casts run uncompiled, with "
+            "the same bits but slower.",
+            stacklevel=2,
+        )
+        return function
     own = FunctionType(
         function.__code__.replace(co_name=name),
         function.__globals__,
@@ -256,7 +268,6 @@ def compile_any_shape(function: FunctionType, name: str) -> Callable[..., Any]:
         function.__closure__,
     )
     remove_torn_files()
-    options = known_options(_AS_EAGER if torch.cuda.is_available() else _TRUST_COMPILER)
     return torch.compile(own, fullgraph=True, dynamic=True, options=options)
 
 

@@ -73,6 +73,14 @@ def test_an_option_that_a_release_does_not_have_is_left_out() -> None:
         assert _compiler.known_options(options) == options  # this release has them all
 
 
+def test_casts_run_uncompiled_where_a_release_lacks_an_option_of_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of the optimizer is compared with its definition; a compiled cast is not."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(_compiler._AS_EAGER, "no_such", True)
+    with pytest.warns(UserWarning, match=r"lacks the option no_such .* uncompiled"):
+        assert _compiler.compile_any_shape(shifts, "shifts") is shifts  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "name", ["aoti_compile_and_package", "cpu_vec_isa.valid_vec_isa_list", "codegen.cpp.CppVecOverrides"]
 )
