@@ -153,6 +153,29 @@ def test_the_step_travels_whatever_is_computed_in_when_it_is_saved() -> None:
     assert carried_state.carried(stepped, plain)["matmul_step"] == 5  # a later phase may take some
 
 
+@pytest.mark.parametrize("from_loop", [False, True])
+def test_a_loop_and_a_framework_load_each_others_states(from_loop: bool) -> None:
+    """A framework's stands beside the param groups."""
+
+    def made(by_loop: bool) -> tuple[nn.Module, ng.Optimizer]:
+        if by_loop:
+            return prepared("int8-row/word", seed=0)
+        plain = LlamaForCausalLM(LlamaConfig(**SHAPE)).train()
+        model, optimizer = assemble(plain, ng.parse("int8-row/word"), lr=3e-3, weight_decay=0.0)
+        carried_state.carry_state(optimizer, model)
+        return model, optimizer
+
+    model, optimizer = made(from_loop)
+    trained(model, optimizer, range(2))
+    other, its = made(not from_loop)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        its.load_state_dict(through_a_file(optimizer.state_dict()))
+    linears = ng.linears_of(other)
+    assert linears is not None and linears.step == 2
+    assert not any("narrowgauge" in group for group in its.param_groups)
+
+
 def test_the_loss_scale_and_the_step_of_a_stochastic_reduction_travel() -> None:
     _, optimizer = prepared("float16/split/compressed8", seed=0)
     assert optimizer.loss_scaler is not None and optimizer.reduction is not None

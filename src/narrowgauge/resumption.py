@@ -46,12 +46,10 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
         return {**state_dict, "param_groups": [{**groups[0], KEY: state}, *groups[1:]]} if state else state_dict
 
     def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        found, rest = separated(state_dict)
         given.clear()
-        groups = state_dict["param_groups"]
-        for group in groups:
-            given.update(group.get(KEY, {}))
-        given["is_ours"] = any("storage" in group for group in groups)
-        return {**state_dict, "param_groups": [{k: v for k, v in g.items() if k != KEY} for g in groups]}
+        given.update(found, is_ours=any("storage" in group for group in rest["param_groups"]))
+        return rest
 
     def put(_: Any) -> None:
         restore(optimizer, model, given)
@@ -77,6 +75,18 @@ def carried(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
         state["reduction_step"] = optimizer.reduction.step
     linears = linears_of(model)
     return state if linears is None or not _remembers(linears) else {**state, **linears.state_dict()}
+
+
+def separated(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What travels in an optimizer's state, beside the param groups or in one of them, and the state without it."""
+    found: dict[str, Any] = {}
+
+    def without(place: dict[str, Any]) -> dict[str, Any]:
+        found.update(place.get(KEY, {}))
+        return {name: value for name, value in place.items() if name != KEY}
+
+    rest = without(state_dict)
+    return found, {**rest, "param_groups": [without(group) for group in rest["param_groups"]]}
 
 
 def _remembers(linears: Linears) -> bool:

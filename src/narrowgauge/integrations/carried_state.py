@@ -15,8 +15,6 @@ from narrowgauge.integrations.framework_optimizers import restore_audit, saved_a
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.optim.optimizer import Optimizer
 
-KEY = "narrowgauge"
-
 
 def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
     """Let an optimizer's ``state_dict()`` hold, and ``load_state_dict`` restore, what a resumed run needs besides.
@@ -35,14 +33,15 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
     """
 
     def add(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {**state_dict, KEY: carried(optimizer, model)}
+        return {**state_dict, resumption.KEY: carried(optimizer, model)}
 
     given: dict[str, Any] = {}
 
     def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        found, rest = resumption.separated(state_dict)
         given.clear()
-        given.update(state_dict.get(KEY, {}))
-        return {name: value for name, value in state_dict.items() if name != KEY}
+        given.update(found)
+        return rest
 
     def put(_: Any) -> None:
         # Only now: loading states begins an audit of its own.
