@@ -45,7 +45,7 @@ def recipe_name(recipe: Any) -> str:
     """The label of a recipe: its title, or the given name where no recipe has it.
 
     Example:
-        >>> recipe_name("bf16"), recipe_name({"recipe": "bfloat16/word", "keep": ["lm_head"]}), recipe_name("mine")
+        >>> recipe_name("bf16/word"), recipe_name({"recipe": "bfloat16/word", "keep": ["lm_head"]}), recipe_name("mine")
         ('bfloat16/word', 'bfloat16/word with keep', 'mine')
     """
     found = parsed_recipe(recipe)

@@ -90,6 +90,7 @@ def is_torn(path: Path) -> bool:
     Example:
         >>> is_torn(Path(sys.executable).resolve())
         False
+
     Source: elf(5), of 64 bits.
     """
     with path.open("rb") as file:
