@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 from collections.abc import Callable
@@ -60,6 +61,13 @@ class Multihead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x, x, x)[0]
+
+
+@pytest.fixture(autouse=True)
+def no_gauges_of_earlier_tests() -> None:
+    """Gauges that an earlier test left as garbage may be in a sampled step, which ends when they are collected: at any moment,
+    also while a model is traced, whose code is guarded on it."""
+    gc.collect()
 
 
 class Model(nn.Module):
