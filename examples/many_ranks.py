@@ -74,6 +74,7 @@ def main() -> None:
         sys.exit(subprocess.run([sys.executable, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode)
     dist.init_process_group("gloo")
     train(dist.get_rank(), dist.get_world_size())
+    dist.barrier()  # no rank takes the group down while another still sends
     dist.destroy_process_group()
 
 
