@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from narrowgauge.gauges.nan_origin.replay import Replay as Replay
     from narrowgauge.gauges.nan_origin.replay import first_bad_value as first_bad_value
     from narrowgauge.gauges.nan_origin.replay import replay as replay
-    from narrowgauge.integrations.findings import Finding as Finding
     from narrowgauge.integrations.findings import Findings as Findings
     from narrowgauge.integrations.findings import SetUpWarning as SetUpWarning
     from narrowgauge.integrations.loop_check import check as check
@@ -77,6 +76,7 @@ if TYPE_CHECKING:
     from narrowgauge.replays.step_replay import replay_step as replay_step
     from narrowgauge.runs.events import Event as Event
     from narrowgauge.runs.events import on_event as on_event
+    from narrowgauge.runs.finding import Finding as Finding
     from narrowgauge.runs.record import Run as Run
     from narrowgauge.runs.record import read_run as read_run
     from narrowgauge.runs.writer import RunWriter as RunWriter
@@ -130,7 +130,7 @@ _HOMES = {
     "Event": "runs.events",
     "Alarms": "monitor.alarms",
     "check": "integrations.loop_check",
-    "Finding": "integrations.findings",
+    "Finding": "runs.finding",
     "Findings": "integrations.findings",
     "SetUpWarning": "integrations.findings",
     "compare": "experiment.harness",

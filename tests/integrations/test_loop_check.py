@@ -20,7 +20,7 @@ import narrowgauge as ng
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.integrations import checks_of_process as process
 from narrowgauge.integrations.check_table import CHECKS
-from narrowgauge.integrations.findings import SEVERITIES
+from narrowgauge.runs.finding import SEVERITIES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -10,8 +10,8 @@ from narrowgauge.integrations import checks_of_loop as loop
 from narrowgauge.integrations import checks_of_numbers as numbers
 from narrowgauge.integrations import checks_of_parameters as parameters
 from narrowgauge.integrations import checks_of_process as process
-from narrowgauge.integrations.findings import Finding
 from narrowgauge.integrations.set_up import SetUp
+from narrowgauge.runs.finding import Finding
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,13 @@ class Check:
 
     def run(self, set_up: SetUp) -> list[Finding]:
         """The findings of this check."""
-        found = []
-        for values in self.find(set_up):
-            severity = values.get("severity", self.severity)
-            message, advice = self.message.format(**values), self.advice.format(**values)
-            found.append(Finding(self.name, message, advice, values["where"], severity))
-        return found
+        return [
+            Finding.filled(
+                self.name, self.message, self.advice, values,
+                where=values["where"], severity=values.get("severity", self.severity),
+            )
+            for values in self.find(set_up)
+        ]  # fmt: skip
 
 
 CHECKS: dict[str, Check] = {

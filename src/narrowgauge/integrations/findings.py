@@ -9,47 +9,18 @@ import io
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from typing import Any, overload
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.runs.events import Event, emit
+from narrowgauge.runs.finding import SEVERITIES, Finding
 from narrowgauge.spec.tables import Table, name_columns, text_columns
-
-SEVERITIES: dict[str, str] = {
-    "error": "training computes something else than it says, or stands still",
-    "warning": "something is lost that need not be",
-    "note": "nothing is lost, and it is worth a line",
-}
-"""How serious a finding is, most serious first."""
 
 
 class SetUpWarning(UserWarning):
     """Something is wrong in a training loop that :func:`narrowgauge.check` watched."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong in a set-up.
-
-    Args:
-        name: the check that found it.
-        message: what was found.
-        advice: what to do, with the line to change.
-        where: parameters, modules, or the object it is about.
-        severity: a key of :data:`SEVERITIES`.
-    """
-
-    name: str
-    message: str
-    advice: str
-    where: str = ""
-    severity: str = "warning"
-
-    def __str__(self) -> str:
-        where = f" ({self.where})" if self.where else ""
-        return f"{self.severity}: {self.name}{where}\n  {self.message}\n  {self.advice}"
 
 
 class Findings(Sequence[Finding]):
@@ -125,11 +96,7 @@ class Findings(Sequence[Finding]):
             return
         for each in self:
             kind = "note" if each.severity == "note" else "warning"
-            where = each.where or None
-            event = Event(
-                kind, self.steps, f"{each.name}: {each.message}", where, advice=each.advice, detector=each.name
-            )
-            emit(event)
+            emit(Event.of(kind, self.steps, replace(each, message=f"{each.name}: {each.message}")))
         if not self.ok:
             warnings.warn(f"narrowgauge.check watched {self.steps} steps.\n{self.plain()}", SetUpWarning, stacklevel=2)
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.integrations.check_table import found_in
-from narrowgauge.integrations.findings import Finding, Findings
+from narrowgauge.integrations.findings import Findings
 from narrowgauge.integrations.loop_watch import Seen, Watch
 from narrowgauge.integrations.set_up import SetUp, set_up_of, storage_of, updates_of_averages
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.validation import Range
+from narrowgauge.runs.finding import Finding
 
 
 def check(

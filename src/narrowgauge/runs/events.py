@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 
 from narrowgauge.errors import suggestion
+from narrowgauge.runs.finding import Finding, sentences
 from narrowgauge.runs.schema import Row
 
 KINDS: dict[str, str] = {
@@ -112,7 +113,21 @@ class Event:
     @property
     def sentence(self) -> str:
         """What happened and what to do, without the last full stop."""
-        return ". ".join(part.rstrip(".") for part in (self.message, self.advice) if part)
+        return sentences(self.message, self.advice).removesuffix(".")
+
+    @classmethod
+    def of(cls, kind: str, step: int, finding: Finding) -> Event:
+        """The event that a finding raises.
+
+        Args:
+            kind: a key of :data:`KINDS`.
+            step: optimizer steps done.
+            finding: what was found.
+        """
+        return cls(
+            kind, step, finding.message, finding.where or None, finding.value, finding.threshold, finding.advice,
+            finding.rank, finding.name,
+        )  # fmt: skip
 
     @classmethod
     def from_row(cls, row: Row) -> Event:

@@ -1,0 +1,100 @@
+"""A finding: one thing that is wrong, whoever found it, and what to do about it.
+
+Detectors of the monitor, checks of ``ng.check``, causes of the diagnosis, ranks that compare what they hold, and the planner's
+layouts that do not fit are rows of different tables, with an id, a message and advice each. What they find has this one type,
+and is put into words here alone: :meth:`Finding.filled` fills a row's templates with the values that were measured, and
+:func:`sentences` joins a message and its advice for a console, a page or a logger. Code reads the fields and never the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+SEVERITIES: dict[str, str] = {
+    "error": "training computes something else than it says, or stands still",
+    "warning": "something is lost that need not be",
+    "note": "nothing is lost, and it is worth a line",
+}
+"""How serious a finding is, most serious first."""
+
+AnyFinding = TypeVar("AnyFinding", bound="Finding")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Args:
+        name: the id of what found it: a detector, a check, a cause.
+        message: what was found.
+        advice: what to do, with the setting or the line to change.
+        where: the parameter, tensor or module, or the object it is about.
+        severity: a key of :data:`SEVERITIES`.
+        step: the optimizer step at which it shows; ``None`` where it has none.
+        rank: the process it is about; ``None`` where all are alike, or which one it is is not known.
+        value: what was measured.
+        threshold: what the value was compared with.
+        unit: of both; empty for ratios.
+        source: where the symptom and its threshold are described.
+
+    Example:
+        >>> print(Finding("frozen-parameters", "2 parameters are frozen.", "Unfreeze them.", "lm_head", "note"))
+        note: frozen-parameters (lm_head)
+          2 parameters are frozen.
+          Unfreeze them.
+    """
+
+    name: str
+    message: str
+    advice: str
+    where: str = ""
+    severity: str = "warning"
+    step: int | None = None
+    rank: int | None = None
+    value: float | None = None
+    threshold: float | None = None
+    unit: str = ""
+    source: str = ""
+
+    @classmethod
+    def filled(
+        cls: type[AnyFinding], name: str, message: str, advice: str, values: Mapping[str, Any], **fields: Any
+    ) -> AnyFinding:
+        """A finding whose words are templates of a table, filled with values.
+
+        Args:
+            name: of the row.
+            message, advice: of the row, with a name in braces for each value.
+            values: by name; those that no template names are ignored.
+            fields: of the finding.
+        Example:
+            >>> Finding.filled("overflow", "{value:.0%} of it saturates", "Widen '{module}'.", {"value": 0.2, "module": "a"})
+            Finding(name='overflow', message='20% of it saturates', advice="Widen 'a'.", where='', severity='warning', ...)
+        """
+        return cls(name, message.format(**values), advice.format(**values), **fields)
+
+    def __str__(self) -> str:
+        where = f" ({self.where})" if self.where else ""
+        return f"{self.severity}: {self.name}{where}\n  {self.message}\n  {self.advice}"
+
+
+def sentences(message: str, advice: str = "") -> str:
+    """A message and its advice as sentences, each with a full stop.
+
+    Example:
+        >>> sentences("the loss is not finite", "Go back to a checkpoint."), sentences("the run began.")
+        ('the loss is not finite. Go back to a checkpoint.', 'the run began.')
+    """
+    return " ".join(f"{part.rstrip('.')}." for part in (message, advice) if part)
+
+
+def at_step(step: int | None, message: str) -> str:
+    """A message after its step, where it has one.
+
+    Example:
+        >>> at_step(7, "the loss jumped"), at_step(None, "the rate is low")
+        ('step 7: the loss jumped', 'the rate is low')
+    """
+    return message if step is None else f"step {step}: {message}"
