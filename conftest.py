@@ -16,8 +16,8 @@ from optional_packages import absent_packages, reason  # noqa: E402
 
 SERVING = {
     path: path.read_text(encoding="utf-8")
-    for room in ("integrations", "loggers")
-    for path in (ROOT / "src" / "narrowgauge" / room).glob("*.py")
+    for room in ("integrations", "runs/loggers")
+    for path in (ROOT / "src" / "narrowgauge" / room).rglob("*.py")
 }
 """The modules that serve packages, which they import at once or in a function."""
 collect_ignore = [str(path) for path, code in SERVING.items() if absent_packages(ast.parse(code).body)]

@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge.assembly import is_matrix
+from narrowgauge.assembly.preparation import is_matrix
 from narrowgauge.runs.record import Run
 from narrowgauge.trainer.data import Dataset, prepare_data
 

@@ -2,7 +2,7 @@
 
 Claim: every fault of ``faults.py`` is reported within the stated steps or samples of the gauges, by an event of the expected
 kind that names the right tensor; and of at least 20 healthy runs across recipes none raises a serious alarm
-(``narrowgauge.monitor.detectors.SERIOUS``). Other alarms of healthy runs are counted beside.
+(``narrowgauge.analysis.monitor.detectors.SERIOUS``). Other alarms of healthy runs are counted beside.
 
 Baseline: the table of faults, made before the runs. Each fault strikes a run of its own, at a step at which gauges have been
 read a few times; it is in time when the event comes no later than the column *by*. The last column has every other
@@ -30,8 +30,8 @@ from typing import Any
 from faults import FAULTS, Fault, struck
 from timing import Report, Row, parser
 
+from narrowgauge.analysis.monitor.detectors import DETECTORS, SERIOUS
 from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.monitor.detectors import DETECTORS, SERIOUS
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.loop import train

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from timing import Contender, Report, Row, measure, parser
 
 import narrowgauge as ng
-from narrowgauge.comparison.intervals import interval
+from narrowgauge.analysis.comparison.intervals import interval
 from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.numerics.block_codes import BLOCK_CODES
 from narrowgauge.spec.models import get_model

@@ -47,8 +47,8 @@ from typing import Any
 import torch
 from timing import Report, Row, parser
 
-from narrowgauge.comparison.intervals import interval
-from narrowgauge.comparison.run_stats import LossCurve
+from narrowgauge.analysis.comparison.intervals import interval
+from narrowgauge.analysis.comparison.run_stats import LossCurve
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.runs.atomic_io import lock

@@ -13,12 +13,12 @@ from itertools import groupby
 from typing import Any
 
 import narrowgauge
-from narrowgauge.diagnosis import cause_tables
-from narrowgauge.diagnosis.partings import REASONS
-from narrowgauge.diagnosis.replay_variants import variant_table
-from narrowgauge.diagnosis.stages import STAGES
-from narrowgauge.monitor.conditions import CONDITIONS, Detector
-from narrowgauge.monitor.detectors import DETECTORS, SERIOUS
+from narrowgauge.analysis.diagnosis import cause_tables
+from narrowgauge.analysis.diagnosis.partings import REASONS
+from narrowgauge.analysis.diagnosis.replay_variants import variant_table
+from narrowgauge.analysis.diagnosis.stages import STAGES
+from narrowgauge.analysis.monitor.conditions import CONDITIONS, Detector
+from narrowgauge.analysis.monitor.detectors import DETECTORS, SERIOUS
 from narrowgauge.runs import schema
 from narrowgauge.runs.events import KINDS
 from narrowgauge.spec import show

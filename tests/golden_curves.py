@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge.assembly import is_matrix
+from narrowgauge.assembly.preparation import is_matrix
 from narrowgauge.spec import show
 from narrowgauge.spec.notation import default_storage
 

@@ -15,13 +15,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from narrowgauge.assembly import prepare as prepare
-    from narrowgauge.comparison.comparison import Comparison as Comparison
-    from narrowgauge.comparison.comparison import compare_runs as compare_runs
-    from narrowgauge.conversion.states import convert as convert
-    from narrowgauge.conversion.states import restore as restore
-    from narrowgauge.diagnosis.diagnosis import Diagnosis as Diagnosis
-    from narrowgauge.diagnosis.diagnosis import diagnose as diagnose
+    from narrowgauge.analysis.comparison.comparison import Comparison as Comparison
+    from narrowgauge.analysis.comparison.comparison import compare_runs as compare_runs
+    from narrowgauge.analysis.diagnosis.diagnosis import Diagnosis as Diagnosis
+    from narrowgauge.analysis.diagnosis.diagnosis import diagnose as diagnose
+    from narrowgauge.analysis.monitor.alarms import Alarms as Alarms
+    from narrowgauge.assembly.preparation import prepare as prepare
+    from narrowgauge.checkpoints.conversion.states import convert as convert
+    from narrowgauge.checkpoints.conversion.states import restore as restore
     from narrowgauge.distributed.reduction import reduce_gradients_with as reduce_gradients_with
     from narrowgauge.errors import ChipError as ChipError
     from narrowgauge.errors import CorruptionError as CorruptionError
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from narrowgauge.errors import RankError as RankError
     from narrowgauge.errors import RecipeError as RecipeError
     from narrowgauge.errors import RecordError as RecordError
-    from narrowgauge.experiment.harness import compare as compare
     from narrowgauge.gauges.attach import GaugeNotice as GaugeNotice
     from narrowgauge.gauges.attach import Gauges as Gauges
     from narrowgauge.gauges.attach import attach_gauges as attach_gauges
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from narrowgauge.matmul.swapping import linears_of as linears_of
     from narrowgauge.matmul.swapping import swap_experts as swap_experts
     from narrowgauge.matmul.swapping import swap_linears as swap_linears
-    from narrowgauge.monitor.alarms import Alarms as Alarms
     from narrowgauge.numerics.casting import round_to as round_to
     from narrowgauge.numerics.scaling import LossScaler as LossScaler
     from narrowgauge.numerics.summation import fingerprint as fingerprint
@@ -73,7 +72,6 @@ if TYPE_CHECKING:
     from narrowgauge.optim.rules.elementwise import Rule as Rule
     from narrowgauge.planner.plan import plan as plan
     from narrowgauge.planner.plan_report import Plan as Plan
-    from narrowgauge.replays.step_replay import replay_step as replay_step
     from narrowgauge.runs.events import Event as Event
     from narrowgauge.runs.events import on_event as on_event
     from narrowgauge.runs.finding import Finding as Finding
@@ -93,15 +91,17 @@ if TYPE_CHECKING:
     from narrowgauge.spec.recipes import Recipe as Recipe
     from narrowgauge.spec.storages import STORAGES as STORAGES
     from narrowgauge.spec.storages import Storage as Storage
+    from narrowgauge.trainer.experiment.harness import compare as compare
     from narrowgauge.trainer.loop_record import RunNotice as RunNotice
+    from narrowgauge.trainer.replays.step_replay import replay_step as replay_step
 
 __version__ = "0.1.0"
 
 # Where each public name lives: its one documented import path is ``narrowgauge.NAME``.
 _HOMES = {
-    "prepare": "assembly",
-    "convert": "conversion.states",
-    "restore": "conversion.states",
+    "prepare": "assembly.preparation",
+    "convert": "checkpoints.conversion.states",
+    "restore": "checkpoints.conversion.states",
     "AdamW": "optim.elementwise_optimizers",
     "Adam": "optim.elementwise_optimizers",
     "SGD": "optim.elementwise_optimizers",
@@ -128,17 +128,17 @@ _HOMES = {
     "Replay": "gauges.nan_origin.replay",
     "on_event": "runs.events",
     "Event": "runs.events",
-    "Alarms": "monitor.alarms",
+    "Alarms": "analysis.monitor.alarms",
     "check": "integrations.loop_check",
     "Finding": "runs.finding",
     "Findings": "integrations.findings",
     "SetUpWarning": "integrations.findings",
-    "compare": "experiment.harness",
-    "compare_runs": "comparison.comparison",
-    "Comparison": "comparison.comparison",
-    "diagnose": "diagnosis.diagnosis",
-    "Diagnosis": "diagnosis.diagnosis",
-    "replay_step": "replays.step_replay",
+    "compare": "trainer.experiment.harness",
+    "compare_runs": "analysis.comparison.comparison",
+    "Comparison": "analysis.comparison.comparison",
+    "diagnose": "analysis.diagnosis.diagnosis",
+    "Diagnosis": "analysis.diagnosis.diagnosis",
+    "replay_step": "trainer.replays.step_replay",
     "plan": "planner.plan",
     "Plan": "planner.plan_report",
     "read_run": "runs.record",

@@ -12,13 +12,13 @@ from narrowgauge.cli import launching
 from narrowgauge.cli.launching import Launch, how_to_resume, is_own_run, starts_ranks, without
 from narrowgauge.cli.main import main
 from narrowgauge.errors import RankError, ReportedError
-from narrowgauge.experiment.definition import make_config
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import preflight
 from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.experiment.definition import make_config
 
 RANK = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 AGENT = {

@@ -23,13 +23,13 @@ from narrowgauge.cli import launching
 from narrowgauge.cli.exit_status import open_streams
 from narrowgauge.cli.main import main
 from narrowgauge.errors import ChipError, Terminated
-from narrowgauge.experiment.definition import read_settings
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec import details, show
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import preflight
 from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.experiment.definition import read_settings
 from narrowgauge.trainer.setting import kind_of
 from narrowgauge.trainer.streamed_export import MAX_FILE_BYTES
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from narrowgauge.assembly import is_matrix
+from narrowgauge.assembly.preparation import is_matrix
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.loggers.available import LOGGERS, require_loggers
-from narrowgauge.loggers.delivery import Delivery
 from narrowgauge.runs.events import Event
+from narrowgauge.runs.loggers.available import LOGGERS, require_loggers
+from narrowgauge.runs.loggers.delivery import Delivery
 
 MISSING = "narrowgauge[loggers] is not installed: ./dev test integrations installs it"
 Points = dict[str, dict[int, float]]
@@ -169,7 +169,7 @@ def test_nobody_logged_in_is_told_and_not_asked(tmp_path: Path, home: Path, monk
 
 
 def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("narrowgauge.loggers.available.find_spec", lambda name: None)
+    monkeypatch.setattr("narrowgauge.runs.loggers.available.find_spec", lambda name: None)
     for name, known in LOGGERS.items():
         with pytest.raises(NarrowgaugeError) as caught:
             require_loggers([name])
@@ -192,7 +192,7 @@ class Silent:
 def test_a_logger_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    from narrowgauge.loggers import delivery
+    from narrowgauge.runs.loggers import delivery
 
     monkeypatch.setattr(delivery, "MOST_WAITING", 10)
     answer = threading.Event()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from integrations.own_trainer import OwnRun, reference
 from narrowgauge.cli.main import main
-from narrowgauge.loggers.available import LOGGERS, Available
+from narrowgauge.runs.loggers.available import LOGGERS, Available
 from narrowgauge.trainer import loop_record
 
 # Of the clock, or of the trainer or the recorder alone.
@@ -241,7 +241,9 @@ def test_a_logger_that_fails_is_one_event_and_changes_nothing(tmp_path: Path, mo
     assert all(torch.equal(loop.model.state_dict()[name], tensor) for name, tensor in run.state.items())
 
 
-@pytest.mark.parametrize(("name", "said"), [("wand", "no logger is named 'wand'"), ("absent", "narrowgauge.loggers.")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("wand", "no logger is named 'wand'"), ("absent", "narrowgauge.runs.loggers.")]
+)
 def test_a_logger_that_is_not_there_is_refused_before_anything_is_written(
     name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,7 +219,7 @@ def test_under_the_variables_that_make_an_avx2_laptop() -> None:
 
 COMPILED = """
 import torch
-from narrowgauge._compiler import compile_any_shape
+from narrowgauge._torch.inductor import compile_any_shape
 def doubled(x):
     return x * 2 + 1
 x = torch.arange(4099.0)

@@ -35,7 +35,7 @@ from matmul.scenarios import (
     quantized,
     same,
 )  # fmt: skip
-from narrowgauge._compiler import _TRUST_COMPILER
+from narrowgauge._torch.inductor import _TRUST_COMPILER
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import custom_ops, gemm, layer_matmuls, rng
 from narrowgauge.matmul.gemm import EmulationNotice

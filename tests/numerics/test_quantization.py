@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge._compiler import compile_any_shape
+from narrowgauge._torch.inductor import compile_any_shape
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.casting import round_to
 from narrowgauge.numerics.quantization import (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge import _compiler
+from narrowgauge._torch import inductor
 from narrowgauge.optim import compilation
 from narrowgauge.optim.clip import _definition, measure_words
 from narrowgauge.optim.kernel import StepKernel
@@ -224,6 +224,6 @@ def test_a_kernel_is_proved_on_edge_values_once(compilations: list[Path], monkey
 def test_a_real_kernel_is_right_on_edge_values(tmp_path: Path) -> None:
     """A small one; wherever a test compiles steps, they are proved, or warn that they are not."""
     definition, path = _definition(measure_words, torch.zeros(2, dtype=torch.int32)), tmp_path / "kernel.pt2"
-    _compiler.compile_ahead(definition.function, definition.example, definition.lengths, path)
-    run = _compiler.load_ahead(path)
+    inductor.compile_ahead(definition.function, definition.example, definition.lengths, path)
+    run = inductor.load_ahead(path)
     assert compilation.is_proved(run, definition)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge import _compiler
-from narrowgauge._compiler import compile_ahead, load_ahead
+from narrowgauge._torch import inductor
+from narrowgauge._torch.inductor import compile_ahead, load_ahead
 from narrowgauge.optim import compilation
 from narrowgauge.spec.compiler import compiler_missing
 
@@ -40,7 +40,7 @@ def test_shifts_masks_and_casts_keep_their_bits(tmp_path: Path) -> None:
     load_ahead(path)([words, found])
     shifts(words, wanted)
     assert torch.equal(found, wanted)
-    if _compiler._level() is not None:
+    if inductor._level() is not None:
         with zipfile.ZipFile(path) as package:
             (name,) = (name for name in package.namelist() if name.endswith(".kernel.cpp"))
             text = package.read(name).decode()
@@ -52,7 +52,7 @@ def test_inductor_is_left_as_it_was() -> None:
     from torch._inductor.codegen.cpp import CppVecOverrides
 
     before = dict(vars(CppVecOverrides))
-    with _compiler._few_instructions():
+    with inductor._few_instructions():
         assert vars(CppVecOverrides)["bitwise_and"] is not before["bitwise_and"]
     assert {name: vars(CppVecOverrides)[name] for name in before} == before
 
@@ -68,17 +68,17 @@ def test_an_option_that_a_release_does_not_have_is_left_out() -> None:
         "no_such.option": 1,
         "no_such": 1,
     }
-    assert list(_compiler.known_options(asked)) == ["realize_opcount_threshold", "cpp.vec_isa_ok"]
-    for options in (_compiler._ONE_LOOP, _compiler._TRUST_COMPILER, _compiler._AS_EAGER):
-        assert _compiler.known_options(options) == options  # this release has them all
+    assert list(inductor.known_options(asked)) == ["realize_opcount_threshold", "cpp.vec_isa_ok"]
+    for options in (inductor._ONE_LOOP, inductor._TRUST_COMPILER, inductor._AS_EAGER):
+        assert inductor.known_options(options) == options  # this release has them all
 
 
 def test_casts_run_uncompiled_where_a_release_lacks_an_option_of_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel of the optimizer is compared with its definition; a compiled cast is not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setitem(_compiler._AS_EAGER, "no_such", True)
+    monkeypatch.setitem(inductor._AS_EAGER, "no_such", True)
     with pytest.warns(UserWarning, match=r"lacks the option no_such .* uncompiled"):
-        assert _compiler.compile_any_shape(shifts, "shifts") is shifts  # type: ignore[arg-type]
+        assert inductor.compile_any_shape(shifts, "shifts") is shifts  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_name_that_a_release_does_not_have_leaves_the_definition_running(
 ) -> None:
     import torch._inductor.codegen.cpp
 
-    monkeypatch.setattr(_compiler, "_level", lambda: _compiler._LEVELS["AVX2"])
+    monkeypatch.setattr(inductor, "_level", lambda: inductor._LEVELS["AVX2"])
     monkeypatch.delattr(f"torch._inductor.{name}")
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
     monkeypatch.setattr(compilation, "compiler_missing", lambda: "")

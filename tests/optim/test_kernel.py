@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge import _compiler
+from narrowgauge._torch import inductor
 from narrowgauge.optim import compilation, kernel
 from narrowgauge.optim.compilation import Compiled, Definition
 from narrowgauge.optim.kernel import StepKernel, Work, num_scales, row_peaks
@@ -255,7 +255,7 @@ def test_steps_of_misaligned_words_are_written_back(
     storage: str, audit_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters that begin at odd words of a flat buffer, and planes whose second tensor does: as if compiled for a GPU."""
-    for module in (_compiler, kernel):
+    for module in (inductor, kernel):
         monkeypatch.setattr(module, "is_aligned", lambda tensor: tensor.data_ptr() % 16 == 0)
     monkeypatch.setattr(StepKernel, "compile_audit_elsewhere", lambda *_: None)
     monkeypatch.setattr("narrowgauge.optim.buckets.SMALL", 0)  # none is copied into a bucket
@@ -268,7 +268,7 @@ def test_steps_of_misaligned_words_are_written_back(
         ) -> Compiled:
             if name not in made:
                 run = like_inductor(define())
-                made[name] = _compiler.on_aligned(run) if kind == "guarded" else run
+                made[name] = inductor.on_aligned(run) if kind == "guarded" else run
             return cast(Compiled, made[name])
 
         monkeypatch.setattr(kernel, "compiled", compiled)
@@ -293,7 +293,7 @@ def test_a_tensor_is_copied_only_where_it_must_be(monkeypatch: pytest.MonkeyPatc
     base = torch.zeros(64, dtype=torch.int32)
     odd = base[1 + (-base.data_ptr() // 4) % 4 :][:8]
     even = base[(-base.data_ptr() // 4) % 4 + 16 :][:8]
-    assert _compiler.is_aligned(odd)  # anything on a CPU
+    assert inductor.is_aligned(odd)  # anything on a CPU
     seen: list[int] = []
 
     def run(arguments: list[Tensor]) -> list[Tensor]:
@@ -301,12 +301,12 @@ def test_a_tensor_is_copied_only_where_it_must_be(monkeypatch: pytest.MonkeyPatc
         arguments[-1].fill_(7)
         return [torch.ones(1)]
 
-    monkeypatch.setattr(_compiler, "is_aligned", lambda tensor: tensor.data_ptr() % 16 == 0)
-    assert _compiler.on_aligned(run)([even, even]) and seen == [even.data_ptr()] * 2 and even.eq(7).all()
-    assert _compiler.on_aligned(run)([odd, even, odd]) and odd.eq(7).all()
+    monkeypatch.setattr(inductor, "is_aligned", lambda tensor: tensor.data_ptr() % 16 == 0)
+    assert inductor.on_aligned(run)([even, even]) and seen == [even.data_ptr()] * 2 and even.eq(7).all()
+    assert inductor.on_aligned(run)([odd, even, odd]) and odd.eq(7).all()
     assert seen[3] == even.data_ptr() and seen[2] == seen[4] != odd.data_ptr() and seen[2] % 16 == 0
     odd.zero_()
-    _compiler.on_aligned(run)([even, odd])  # it was read alone
+    inductor.on_aligned(run)([even, odd])  # it was read alone
     assert not odd.any()
 
 
@@ -319,4 +319,4 @@ def test_a_package_for_a_cpu_is_called_as_it_is(device: str | None, monkeypatch:
 
     loader = SimpleNamespace(boxed_run=run, get_metadata=lambda: {"AOTI_DEVICE_KEY": device} if device else {})
     monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda _: SimpleNamespace(loader=loader))
-    assert (_compiler.load_ahead(Path("a.pt2")) is run) == (device == "cpu")
+    assert (inductor.load_ahead(Path("a.pt2")) is run) == (device == "cpu")

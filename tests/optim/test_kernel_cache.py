@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge import _compiler
+from narrowgauge._torch import inductor
 from narrowgauge.optim import compilation, kernel_cache
 from narrowgauge.spec.compiler import compiler_missing
 
@@ -38,7 +38,7 @@ DOUBLED = compilation.Definition(doubled, [torch.ones(8), torch.ones(8)], [(0,),
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One real package, compiled once."""
     path = tmp_path_factory.mktemp("made") / "made.pt2"
-    _compiler.compile_ahead(doubled, (torch.ones(8), torch.ones(8)), [(0,), (0,)], path)
+    inductor.compile_ahead(doubled, (torch.ones(8), torch.ones(8)), [(0,), (0,)], path)
     return path
 
 
@@ -315,11 +315,11 @@ def test_the_key_names_the_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> 
     keys = set()
     for capability in ("AVX2", "AVX512", "DEFAULT"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
-        keys.add(_compiler.machine_key())
+        keys.add(inductor.machine_key())
     # Where a compiler may use all that the processor has, two processors share nothing.
     for sets in ({"avx", "gfni"}, {"avx"}):
-        monkeypatch.setattr(_compiler, "instruction_sets", lambda sets=sets: sets)
-        keys.add(_compiler.machine_key())
+        monkeypatch.setattr(inductor, "instruction_sets", lambda sets=sets: sets)
+        keys.add(inductor.machine_key())
     assert len(keys) == 5
 
 
@@ -330,7 +330,7 @@ def test_the_key_names_the_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_a_kernel_is_compiled_for_its_level_alone(capability: str, has: str, lacks: str) -> None:
     """Whatever this processor has beyond."""
-    flags = _compiler._arch_flags(_compiler._LEVELS[capability]).split()
+    flags = inductor._arch_flags(inductor._LEVELS[capability]).split()
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     command = [get_cpp_compiler(), "-march=native", *flags, "-dM", "-E", "-x", "c++", os.devnull]
@@ -341,13 +341,13 @@ def test_a_kernel_is_compiled_for_its_level_alone(capability: str, has: str, lac
 def test_inductor_compiles_for_that_level(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import cpu_vec_isa
 
-    level, real = _compiler._level(), cpu_vec_isa.valid_vec_isa_list
-    with _compiler._for_level():
+    level, real = inductor._level(), cpu_vec_isa.valid_vec_isa_list
+    with inductor._for_level():
         picked = cpu_vec_isa.pick_vec_isa()
     assert cpu_vec_isa.valid_vec_isa_list is real
     if level is not None:
         assert isinstance(picked, getattr(cpu_vec_isa, level.vectors)) and picked
-        assert picked.build_arch_flags() == _compiler._arch_flags(level)
-    monkeypatch.setattr(_compiler, "_level", lambda: None)
-    with _compiler._for_level():
+        assert picked.build_arch_flags() == inductor._arch_flags(level)
+    monkeypatch.setattr(inductor, "_level", lambda: None)
+    with inductor._for_level():
         assert cpu_vec_isa.valid_vec_isa_list is real

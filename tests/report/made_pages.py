@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from narrowgauge.comparison.comparison import compare_runs
+from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.report.groups import Group, groups_of
 from narrowgauge.report.render import render
 from narrowgauge.runs.record import Run

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import narrowgauge as ng
-from diagnosis.records import AT, NUM_STEPS, healthy_run, raise_events
+from analysis.diagnosis.records import AT, NUM_STEPS, healthy_run, raise_events
 from narrowgauge.cli.main import main
 from narrowgauge.report.diagnosis_page import render_diagnosis, render_two
 from narrowgauge.report.hindsight import hindsight, until

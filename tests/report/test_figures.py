@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.comparison.comparison import compare_runs
-from narrowgauge.comparison.run_stats import LossCurve
+from narrowgauge.analysis.comparison.comparison import compare_runs
+from narrowgauge.analysis.comparison.run_stats import LossCurve
 from narrowgauge.report import figures, history_figures
 from narrowgauge.report.figures import comparison_figures
 from narrowgauge.report.groups import Group, run_names

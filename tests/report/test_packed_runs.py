@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from comparison.made_runs import MASTER, made, seeds
+from analysis.comparison.made_runs import MASTER, made, seeds
 from narrowgauge.cli.main import main
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.report.packed_runs import pack

@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 import narrowgauge
-from diagnosis.records import AT, healthy_run, raise_events
-from narrowgauge.comparison.comparison import compare_runs
+from analysis.diagnosis.records import AT, healthy_run, raise_events
+from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.report.diagnosis_page import render_diagnosis
 from narrowgauge.report.plan_page import render_plan
 from narrowgauge.report.render import render

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from narrowgauge.comparison.comparison import compare_runs
+from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.report.groups import groups_of
 from narrowgauge.report.page_tables import MAX_EVENT_ROWS, MAX_REPETITIONS, cost_table, event_rows
 from narrowgauge.runs.record import Run

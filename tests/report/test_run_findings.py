@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.diagnosis import diagnosis
+from narrowgauge.analysis.diagnosis import diagnosis
 from narrowgauge.report import run_findings as section
 from narrowgauge.report.run_findings import run_findings
 from narrowgauge.runs.record import Run

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge
-from narrowgauge.monitor.detectors import DETECTORS
+from narrowgauge.analysis.monitor.detectors import DETECTORS
 from narrowgauge.runs.events import RAISED_BY
 from narrowgauge.runs.older_events import with_detector
 

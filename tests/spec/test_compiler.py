@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge._compiler import remove_torn_files
+from narrowgauge._torch.inductor import remove_torn_files
 from narrowgauge.spec.compiler import (
     compiled_folder,
     compiler_missing,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmark_modules import benchmark_module
-from narrowgauge.monitor.detectors import SERIOUS
+from narrowgauge.analysis.monitor.detectors import SERIOUS
 from narrowgauge.runs.events import KINDS
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop

@@ -413,7 +413,7 @@ def test_an_overflow_is_replayed_at_the_scale_it_was_found_at(
 def test_a_step_is_judged_once_and_all_read_the_same_judgement(
     action: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from narrowgauge.monitor.spikes import SpikeJudge
+    from narrowgauge.analysis.monitor.spikes import SpikeJudge
 
     judged: dict[str, list[float | None]] = {"loss": [], "norm": []}
     for what, true in (("loss", SpikeJudge.loss), ("norm", SpikeJudge.norm)):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.experiment.harness import RunLog, compare
 from narrowgauge.runs.schema import GAUGE, METRICS, NOT_FINITE, PYTHON_TYPES, TABLES, TENSOR_KINDS, Column
 from narrowgauge.trainer import loop
+from narrowgauge.trainer.experiment.harness import RunLog, compare
 from narrowgauge.trainer.session import Session
 from trainer.tiny_runs import settings
 

@@ -20,7 +20,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from narrowgauge.assembly import prepare
+from narrowgauge.assembly.preparation import prepare
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import custom_ops, layer_matmuls
 from narrowgauge.matmul.cast_cache import cached_weights

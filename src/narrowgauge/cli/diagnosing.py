@@ -1,6 +1,6 @@
 """The commands of a diagnosis: ``diagnose`` a run, and ``show causes``.
 
-What they print is made in :mod:`narrowgauge.diagnosis`, which needs no PyTorch and is loaded once a command runs.
+What they print is made in :mod:`narrowgauge.analysis.diagnosis`, which needs no PyTorch and is loaded once a command runs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.spec import tables
 
 if TYPE_CHECKING:
-    from narrowgauge.diagnosis.diagnosis import Diagnosis
-    from narrowgauge.diagnosis.replayed_step import ReplayedStep
-    from narrowgauge.diagnosis.two_runs import TwoRuns
+    from narrowgauge.analysis.diagnosis.diagnosis import Diagnosis
+    from narrowgauge.analysis.diagnosis.replayed_step import ReplayedStep
+    from narrowgauge.analysis.diagnosis.two_runs import TwoRuns
 
 
 @click.command("diagnose")
@@ -57,7 +57,7 @@ def diagnose_command(
 
     RUN is a run folder, finished or not, one in a zip file of report --pack, or the log of another framework, as for report.
     """
-    from narrowgauge.diagnosis import diagnosis
+    from narrowgauge.analysis.diagnosis import diagnosis
 
     if exact and other is None:
         raise click.UsageError("--exact compares two runs, and one was named.", click.get_current_context())
@@ -102,7 +102,7 @@ def _record(path: Path) -> Run:
 
 
 def _compared_exactly(run: Run, other: Run, perturbations: int) -> TwoRuns:
-    from narrowgauge.replays.two_replays import compare_exactly
+    from narrowgauge.trainer.replays.two_replays import compare_exactly
 
     return compare_exactly(run.path, other.path, num_replays=perturbations, say=partial(click.echo, err=True))
 
@@ -113,7 +113,7 @@ def _replayed(run: Path, step: int) -> ReplayedStep:
 
     require_replayable(run, step)
     try:
-        from narrowgauge.replays.step_replay import replay_step
+        from narrowgauge.trainer.replays.step_replay import replay_step
     except ModuleNotFoundError as error:
         advice = "pip install narrowgauge installs it."
         raise NarrowgaugeError(f"--replay computes a step, and {error.name} is not installed.", advice) from error
@@ -137,7 +137,7 @@ def _print(found: Diagnosis | TwoRuns, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 def causes_command(as_json: bool) -> None:
     """Causes that diagnose names: what each does to a run, the signs that it predicts, and what to do."""
-    from narrowgauge.diagnosis import cause_tables
+    from narrowgauge.analysis.diagnosis import cause_tables
 
     if as_json:
         tables.write_json(cause_tables.cause_rows())

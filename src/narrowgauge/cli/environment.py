@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import narrowgauge
-from narrowgauge.caching import cache_folder
 from narrowgauge.errors import ChipError
+from narrowgauge.machine.cache_folder import cache_folder
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.compiler import compiler_name
 from narrowgauge.spec.formats import FORMATS

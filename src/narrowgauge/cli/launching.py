@@ -22,10 +22,10 @@ from narrowgauge.runs.record import is_run, read_run, read_settings
 from narrowgauge.runs.writer import append_event
 
 if TYPE_CHECKING:
-    from narrowgauge.comparison.comparison import Comparison
+    from narrowgauge.analysis.comparison.comparison import Comparison
     from narrowgauge.distributed.placement import Placement
-    from narrowgauge.experiment.definition import ExperimentConfig
     from narrowgauge.trainer.config import TrainConfig
+    from narrowgauge.trainer.experiment.definition import ExperimentConfig
     from narrowgauge.trainer.exporting import Dtype
 
 
@@ -347,12 +347,12 @@ def compare(
         The comparison and its page; None on all ranks but the first.
     """
     from narrowgauge.distributed.placement import read_placement
-    from narrowgauge.experiment import training
+    from narrowgauge.trainer.experiment import training
 
     if read_placement().launcher == "none":
         return training.run_experiment(config, folder, stream)
     from narrowgauge.distributed.agreement import describe_rank, require_same
-    from narrowgauge.experiment.shared_training import Lead, follow
+    from narrowgauge.trainer.experiment.shared_training import Lead, follow
     from narrowgauge.trainer.preflight import require_ranks
 
     def goes_on() -> str:

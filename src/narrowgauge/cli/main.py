@@ -218,8 +218,8 @@ def compare(
     --seeds N or --recipes (all of them); all other settings stay as they are.
     """
     launching.refuse_once()
-    from narrowgauge.experiment import definition, training
     from narrowgauge.trainer import preflight
+    from narrowgauge.trainer.experiment import definition, training
 
     given = {name: value for name, value in settings.items() if value is not None}
     lengths = [f"--{name}" for name, value in (("seconds", seconds), ("tokens", tokens)) if value is not None]
@@ -335,10 +335,10 @@ def convert(
 ) -> None:
     """Convert the training state CKPT (a run, or a checkpoint of another library: see `show frameworks`) to another storage."""
     launching.require_one_process("convert")
-    from narrowgauge.conversion.preflight import require_convertible
+    from narrowgauge.checkpoints.conversion.preflight import require_convertible
 
     require_convertible(source, recipe, out, optimizer, like)
-    from narrowgauge.conversion import states
+    from narrowgauge.checkpoints.conversion import states
 
     listed = names.read_text(encoding="utf-8").split() if names is not None else ()
     report = states.convert(source, recipe, out, optimizer, listed, like)

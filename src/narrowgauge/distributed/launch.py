@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public
 
-from narrowgauge import lifetimes
 from narrowgauge.distributed.endings import AGENT_PROCESS, Ending, agent_folder
 from narrowgauge.distributed.liveness import Liveness
 from narrowgauge.distributed.meeting import meet, second_connection, with_local_rank
 from narrowgauge.distributed.placement import Placement, read_placement, variables
+from narrowgauge.machine import child_processes
 
 TIMEOUT_SECONDS = 1800.0
 """Default of the longest time without progress: enough to prepare data on rank 0 and to compile a large model."""
@@ -98,7 +98,7 @@ def process_group(
     parent: int | None = None
     if here.launcher == "torchrun":
         parent = int(os.environ.get(AGENT_PROCESS) or os.getppid())
-        lifetimes.die_with_parent(parent)
+        child_processes.die_with_parent(parent)
     is_watching = parent is not None and not here.local_rank  # the first one of its host
     store, prefix = meet(here, join_seconds) if here.size > 1 else (None, "")
     if store is not None:
@@ -113,7 +113,7 @@ def process_group(
         )  # fmt: skip
         ending.alive = alive
         if is_watching:
-            lifetimes.outlive_parent()
+            child_processes.outlive_parent()
         try:
             with _group(here, store, timeout_seconds), _spoken_once(here):
                 yield here
@@ -125,7 +125,7 @@ def process_group(
             alive.close()
             _current = None
             if is_watching:
-                lifetimes.die_with_parent(parent)
+                child_processes.die_with_parent(parent)
 
 
 @contextlib.contextmanager

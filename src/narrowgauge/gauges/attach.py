@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import _compiler
-from narrowgauge._torch import plain_name
+from narrowgauge._torch import inductor, plain_name
+from narrowgauge.analysis.monitor.alarms import Alarms
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.gauges import attention, hooks
 from narrowgauge.gauges.aggregate import Shards
@@ -32,7 +32,6 @@ from narrowgauge.gauges.collect import Packed, measure, rounded, row_of
 from narrowgauge.gauges.moment_shadow import MomentShadow, StateReader, UpdateMetrics
 from narrowgauge.gauges.recorder import SAMPLING, Recorder, WatchedTensor
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.monitor.alarms import Alarms
 from narrowgauge.numerics.plain import matmul
 from narrowgauge.numerics.shards import is_sharded, local_of
 from narrowgauge.optim.audit import audit, unwrapped
@@ -172,7 +171,7 @@ class Gauges:
                 self._watched.append(WatchedTensor("output", name))
 
     def _attach(self, outputs: Sequence[str]) -> None:
-        _compiler.heed_hooks()
+        inductor.heed_hooks()
         modules = hooks.named_modules(self.model)
         entries: dict[str, dict[str, Tensor]] = {}
         for index, watched in enumerate(self._watched):

@@ -1,7 +1,8 @@
 """State that travels in an optimizer's ``state_dict()`` through frameworks that save it and nothing else of ours.
 
-It is what :mod:`narrowgauge.resumption` carries for other loops, and the windows of the audit. It stands beside the param groups,
-not in one: a framework that saves through ``torch.distributed.checkpoint`` drops it there, and saves it in a file of its own.
+It is what :mod:`narrowgauge.assembly.resumption` carries for other loops, and the windows of the audit. It stands beside the
+param groups, not in one: a framework that saves through
+``torch.distributed.checkpoint`` drops it there, and saves it in a file of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from narrowgauge import resumption
+from narrowgauge.assembly import resumption
 from narrowgauge.integrations.framework_optimizers import restore_audit, saved_audit
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.optim.optimizer import Optimizer
@@ -25,7 +26,7 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
 
     Example:
         >>> import torch, narrowgauge as ng
-        >>> from narrowgauge.assembly import assemble
+        >>> from narrowgauge.assembly.preparation import assemble
         >>> model, optimizer = assemble(torch.nn.Linear(16, 4), ng.parse("int8/word"), lr=1e-3, weight_decay=0.0)
         >>> carry_state(optimizer, model)
         >>> optimizer.state_dict()["narrowgauge"]["matmul_step"]

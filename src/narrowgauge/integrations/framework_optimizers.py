@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge._torch import plain_name
-from narrowgauge.assembly import Converted, scales_loss
-from narrowgauge.cutting import visible
+from narrowgauge.assembly.parameter_rounding import visible
+from narrowgauge.assembly.preparation import Converted, scales_loss
 from narrowgauge.distributed.sharding import has_shards
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.shards import local_of

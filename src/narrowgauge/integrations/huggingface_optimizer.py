@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import check_target_module_exists
 
-from narrowgauge.assembly import assemble_with, say_what_differs
+from narrowgauge.assembly.amax_sync import join_histories
+from narrowgauge.assembly.preparation import assemble_with, say_what_differs
 from narrowgauge.distributed.sharding import begin_alike
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.carried_state import carry_state
-from narrowgauge.joint_scales import join_histories
 from narrowgauge.optim.elementwise_optimizers import SGD, AdamW, Lion
 from narrowgauge.optim.matrix_optimizers import Adafactor, GaLore
 from narrowgauge.optim.optimizer import Optimizer

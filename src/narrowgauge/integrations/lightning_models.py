@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from narrowgauge.assembly import Converted, convert_model
+from narrowgauge.assembly.preparation import Converted, convert_model
 from narrowgauge.distributed.ranks import all_ranks, largest_of_ranks
 from narrowgauge.distributed.sharding import begin_alike
 from narrowgauge.errors import RecipeError

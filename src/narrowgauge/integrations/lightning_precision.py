@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.assembly import DEFAULTS, optimizer_for, say_what_differs, scales_loss
+from narrowgauge.assembly.preparation import DEFAULTS, optimizer_for, say_what_differs, scales_loss
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.framework_optimizers import bind, require_recipe, restore_audit, saved_audit
 from narrowgauge.integrations.lightning_gradients import MicroBatchSums, RankSums, StepNorms, refuse_second_clipping

@@ -19,10 +19,10 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges.attach import Gauges, recipe_in_use
-from narrowgauge.loggers.available import names_in, require_loggers
 from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
+from narrowgauge.runs.loggers.available import names_in, require_loggers
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter

@@ -17,7 +17,7 @@ from torch import nn
 from torchtitan.components.optimizer import ParamGroupConfig
 
 from narrowgauge._torch import plain_name
-from narrowgauge.assembly import DEFAULTS
+from narrowgauge.assembly.preparation import DEFAULTS
 from narrowgauge.errors import RecipeError
 
 NAME = "NarrowgaugeAdamW"

@@ -32,13 +32,13 @@ from torchtitan.config.override import derive, override
 from torchtitan.trainer import Trainer
 
 from narrowgauge._torch import fsdp_dtypes, plain_name
-from narrowgauge.assembly import prepare_with
+from narrowgauge.assembly.amax_sync import join_histories
+from narrowgauge.assembly.preparation import prepare_with
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules, mesh_of
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.torchtitan_converter import NarrowgaugeConverter, take_request
 from narrowgauge.integrations.torchtitan_groups import NAME, SETTING_DEFAULTS, ParamGroups
-from narrowgauge.joint_scales import join_histories
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.numerics.shards import is_sharded

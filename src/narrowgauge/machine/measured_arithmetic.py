@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.caching import cache_folder
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.machine.cache_folder import cache_folder
 from narrowgauge.machine.functions import FUNCTIONS, measure_function
 from narrowgauge.machine.roundings import ROUNDINGS
 from narrowgauge.machine.software import settings_in_force

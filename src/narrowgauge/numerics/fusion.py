@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge._compiler import compile_any_shape
+from narrowgauge._torch.inductor import compile_any_shape
 from narrowgauge.spec.compiler import model_compiler_missing
 
 COMPILE_ELEMENTS = 1 << 18

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 import narrowgauge
-from narrowgauge._compiler import compile_ahead, load_ahead, machine_key
-from narrowgauge.caching import cache_folder
-from narrowgauge.lifetimes import start_tied
+from narrowgauge._torch.inductor import compile_ahead, load_ahead, machine_key
+from narrowgauge.machine.cache_folder import cache_folder
+from narrowgauge.machine.child_processes import start_tied
 from narrowgauge.numerics.edge_values import edge_values, same_numbers
 from narrowgauge.optim.kernel_cache import add_package, alone, discard, find_package, is_refuted, marked, refute
 from narrowgauge.spec.compiler import compiler_missing
@@ -36,11 +36,11 @@ Compiled = Callable[[list[Tensor]], list[Tensor]]
 
 TABLES = ("accumulations", "codes", "compiler", "formats", "frameworks", "processor", "storages")
 SOURCES = (
-    "_compiler.py",
-    "_torch.py",
-    "caching.py",
+    "_torch/inductor.py",
+    "_torch/__init__.py",
+    "machine/cache_folder.py",
     "errors.py",
-    "lifetimes.py",
+    "machine/child_processes.py",
     *(f"spec/{n}.py" for n in TABLES),
     "numerics/*.py",
     "optim/**/*.py",
@@ -78,7 +78,7 @@ class Definition:
     Args:
         function: the definition.
         example: arguments to compile with, and to compare the loaded function with the definition on: values that occur.
-        lengths: which arguments share a dynamic length, see :func:`narrowgauge._compiler.compile_ahead`.
+        lengths: which arguments share a dynamic length, see :func:`narrowgauge._torch.inductor.compile_ahead`.
         one_loop: whether it is to be one loop, see there.
         edges: makes more arguments to prove a new kernel on: zeros, subnormals, ties, the largest, infinities, NaN.
     """

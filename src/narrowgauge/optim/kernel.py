@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge._compiler import is_aligned
+from narrowgauge._torch.inductor import is_aligned
 from narrowgauge.numerics import summation
 from narrowgauge.numerics.edge_values import with_nan
 from narrowgauge.numerics.update_metrics import update_terms

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from narrowgauge.caching import cache_folder
+from narrowgauge.machine.cache_folder import cache_folder
 
 if sys.platform != "win32":
     import fcntl

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.caching import cache_folder
 from narrowgauge.errors import ChipError, DataError
+from narrowgauge.machine.cache_folder import cache_folder
 from narrowgauge.planner.fitting import SIGMAS, Fit, Observation, fit_shares
 from narrowgauge.planner.launches import Launch, read_launch
 from narrowgauge.planner.roofline import Setting, Shape, operation_seconds, setting_of

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from narrowgauge import _compiler
+from narrowgauge._torch import inductor
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import swap_linears
@@ -115,7 +115,7 @@ def training_block(session: Session, recipe: Recipe, *, compile: bool = True) ->
 @contextmanager
 def many_versions() -> Iterator[None]:
     """Within it the compiler makes a version of a block for each compute; its default limit is eight."""
-    limit = max(torch._dynamo.config.recompile_limit, _compiler.MANY_VERSIONS)
+    limit = max(torch._dynamo.config.recompile_limit, inductor.MANY_VERSIONS)
     with torch._dynamo.config.patch(recompile_limit=limit):
         yield
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, masking_utils
 
-from narrowgauge.assembly import narrow_linears
+from narrowgauge.assembly.preparation import narrow_linears
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import language_model

@@ -16,8 +16,8 @@ import json
 import zlib
 from typing import Any, NamedTuple
 
-from narrowgauge.caching import cache_folder
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.machine.cache_folder import cache_folder
 from narrowgauge.runs.atomic_io import write_whole
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from narrowgauge.comparison.run_stats import LossCurve, RunStats, losses_at_common_times
+from narrowgauge.analysis.comparison.run_stats import LossCurve, RunStats, losses_at_common_times
 from narrowgauge.report.groups import Group, final_loss
 from narrowgauge.report.history_figures import gradient_norm, loss_scale, skipped, worst_overflow, worst_underflow
 from narrowgauge.report.marks import colour, plain, symbol_of

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from narrowgauge.comparison.comparison import Comparison
-from narrowgauge.comparison.run_stats import RunStats
-from narrowgauge.diagnosis.diagnosis import Diagnosis, diagnose
+from narrowgauge.analysis.comparison.comparison import Comparison
+from narrowgauge.analysis.comparison.run_stats import RunStats
+from narrowgauge.analysis.diagnosis.diagnosis import Diagnosis, diagnose
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report.samples import Samples, gauges_for_now, read_samples
 from narrowgauge.report.series import Series, column, number
@@ -99,7 +99,7 @@ def groups_of(found: Comparison) -> list[Group]:
 
     Example:
         >>> from pathlib import Path
-        >>> from narrowgauge.comparison.comparison import compare_runs
+        >>> from narrowgauge.analysis.comparison.comparison import compare_runs
         >>> made = [Run(Path("a"), {"config": {"recipe": "bfloat16/word", "seed": seed}}) for seed in (0, 1)]
         >>> [(group.label, len(group.runs)) for group in groups_of(compare_runs(made))]
         [('bfloat16/word', 2)]

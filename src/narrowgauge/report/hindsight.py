@@ -11,12 +11,12 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from narrowgauge.diagnosis.diagnosis import Finding, diagnose
-from narrowgauge.diagnosis.evidence import step_of
-from narrowgauge.diagnosis.signs import SIGNS
+from narrowgauge.analysis.diagnosis.diagnosis import Finding, diagnose
+from narrowgauge.analysis.diagnosis.evidence import step_of
+from narrowgauge.analysis.diagnosis.signs import SIGNS
+from narrowgauge.analysis.monitor.detectors import SERIOUS
+from narrowgauge.analysis.monitor.features import number
 from narrowgauge.errors import RecordError
-from narrowgauge.monitor.detectors import SERIOUS
-from narrowgauge.monitor.features import number
 from narrowgauge.planner.scaling_law import duration
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row

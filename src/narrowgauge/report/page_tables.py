@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from narrowgauge.comparison.classification import Classification
-from narrowgauge.comparison.comparison import Comparison
-from narrowgauge.comparison.intervals import MINUS, shown_difference, shown_loss
-from narrowgauge.comparison.labels import counted, listed
+from narrowgauge.analysis.comparison.classification import Classification
+from narrowgauge.analysis.comparison.comparison import Comparison
+from narrowgauge.analysis.comparison.intervals import MINUS, shown_difference, shown_loss
+from narrowgauge.analysis.comparison.labels import counted, listed
 from narrowgauge.report.groups import Group, final_loss
 from narrowgauge.report.history_figures import ROUTINE
 from narrowgauge.report.series import number

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 import markupsafe
 
-from narrowgauge.comparison.comparison import Comparison
+from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.report.embedding import digest_of, embedded, packed, plotly_script
 from narrowgauge.report.figures import comparison_figures
 from narrowgauge.report.groups import Group, groups_of, run_names

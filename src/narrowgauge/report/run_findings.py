@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from narrowgauge.comparison.labels import listed
-from narrowgauge.diagnosis.diagnosis import Diagnosis
+from narrowgauge.analysis.comparison.labels import listed
+from narrowgauge.analysis.diagnosis.diagnosis import Diagnosis
 from narrowgauge.report.groups import Group
 from narrowgauge.report.marks import colour, plain
 from narrowgauge.report.traces import Figure

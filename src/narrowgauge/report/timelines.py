@@ -7,10 +7,10 @@ from itertools import count
 
 import numpy as np
 
-from narrowgauge.diagnosis.diagnosis import Finding
-from narrowgauge.diagnosis.evidence import step_of
-from narrowgauge.diagnosis.stages import Parting
-from narrowgauge.diagnosis.two_runs import TwoRuns
+from narrowgauge.analysis.diagnosis.diagnosis import Finding
+from narrowgauge.analysis.diagnosis.evidence import step_of
+from narrowgauge.analysis.diagnosis.stages import Parting
+from narrowgauge.analysis.diagnosis.two_runs import TwoRuns
 from narrowgauge.report.hindsight import Hindsight
 from narrowgauge.report.marks import colour, plain
 from narrowgauge.report.series import Series, column, decimate, gaps, is_wide, json_list

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from narrowgauge.comparison.comparison import Comparison, compare_runs
-from narrowgauge.comparison.labels import listed
+from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
+from narrowgauge.analysis.comparison.labels import listed
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.archive import files_in, zip_file_of
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole

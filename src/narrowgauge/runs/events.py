@@ -59,7 +59,7 @@ RAISED_BY: dict[str, str] = {
     "changed-settings": "a resume, with other settings than the run had",
     "changed-software": "a resume, with other versions or on another machine",
 }
-"""What raises events beside the detectors of :mod:`narrowgauge.monitor.detectors` and the checks of ``ng.check``."""
+"""What raises events beside the detectors of :mod:`narrowgauge.analysis.monitor.detectors` and the checks of ``ng.check``."""
 
 _LISTENERS: list[Callable[[Event], object]] = []
 

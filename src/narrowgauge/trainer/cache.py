@@ -16,8 +16,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from narrowgauge.caching import cache_folder
 from narrowgauge.errors import DataError
+from narrowgauge.machine.cache_folder import cache_folder
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, disk_errors, lock
 from narrowgauge.trainer.tokenization import SCHEMA_VERSION, Tokens, read_tokens, write_tokens
 

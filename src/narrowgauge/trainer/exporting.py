@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from narrowgauge.checkpoints.conversion.folders import new_folder
 from narrowgauge.checkpoints.reading import saved_tensors
-from narrowgauge.conversion.folders import new_folder
 from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from narrowgauge.monitor.spikes import Spike
+from narrowgauge.analysis.monitor.spikes import Spike
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row

@@ -28,8 +28,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
-from narrowgauge._compiler import remove_torn_files
-from narrowgauge.conversion.files import UNREADABLE, require_weights
+from narrowgauge._torch.inductor import remove_torn_files
+from narrowgauge.checkpoints.conversion.files import UNREADABLE, require_weights
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import DataError, suggestion
 from narrowgauge.matmul.linear import has_plain_product

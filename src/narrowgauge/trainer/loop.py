@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from narrowgauge._compiler import why_compiling_failed
+from narrowgauge._torch.inductor import why_compiling_failed
 from narrowgauge.distributed.launch import beat
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.traffic import Traffic

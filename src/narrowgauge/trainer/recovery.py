@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 
+from narrowgauge.analysis.monitor.spikes import StepJudgement
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.nan_origin.replay import Replay, replay
-from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.checkpoint import go_back

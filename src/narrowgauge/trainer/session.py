@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from narrowgauge.assembly import assemble, is_matrix
+from narrowgauge.assembly.preparation import assemble, is_matrix
 from narrowgauge.checkpoints.reading import saved_tensors
 from narrowgauge.checkpoints.state_tensors import give_back, load_tensors, require_same_model, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks

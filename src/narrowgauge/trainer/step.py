@@ -13,10 +13,10 @@ from dataclasses import asdict
 
 import torch
 
+from narrowgauge.analysis.monitor.spikes import StepJudgement
 from narrowgauge.distributed.ranks import largest_of_ranks
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.matmul.cast_cache import cached_weights
-from narrowgauge.monitor.spikes import StepJudgement
 from narrowgauge.optim.accumulation import backward_in_parts
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row

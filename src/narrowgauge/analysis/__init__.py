@@ -1,0 +1,1 @@
+"""From the rows of runs to findings: while a run goes on, between two runs, and after one."""

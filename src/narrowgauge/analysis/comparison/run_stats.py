@@ -1,0 +1,187 @@
+"""The statistics of one run that a comparison needs: final loss, divergence, loss over time, and late audit metrics.
+
+The final loss is not enough. A recipe that loses its updates falls behind late, when the learning rate is small. The large
+first steps dominate the sums over a run, so the audit's last values are read instead. Seconds are those of training steps
+alone: validations are left out, and a step that compiles counts as a median one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
+from typing import Any
+
+from narrowgauge.analysis.comparison.labels import recipe_of, seed_of
+from narrowgauge.runs.record import Run
+from narrowgauge.spec.recipes import Recipe
+
+MAX_LOSS_RISE = 0.2
+"""A run whose loss ends higher than it began, by more than this share, has diverged."""
+
+TIMING_NOISE = 1.1
+"""Times whose ratio is below this do not differ: timings vary by as much from seed to seed on a busy machine."""
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """The validation losses of a run over seconds of training.
+
+    Args:
+        points: seconds and loss of each validation, in the order of time.
+        step_seconds: of the median step, where steps are timed.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    step_seconds: float | None = None
+
+    @classmethod
+    def of(cls, run: Run) -> LossCurve:
+        """The curve of a run, over the seconds of its steps; over those of its validations where steps are not timed.
+
+        Steps that compile, the first of each resumed part among them, are not compared: a step of five times the median or
+        more counts as a median one.
+        """
+        known = [row for row in run.evals if row.get("val_loss") is not None]
+        timed = [row for row in run.steps if row.get("seconds") is not None]
+        if not timed:
+            points = [
+                (float(row["seconds"]), float(row["val_loss"])) for row in known if row.get("seconds") is not None
+            ]
+            return cls(tuple(sorted(points, key=itemgetter(0))))
+        seconds = [float(row["seconds"]) for row in timed]
+        median = statistics.median(seconds)
+        totals = list(itertools.accumulate(s if s < 5 * median else median for s in seconds))
+        steps = [int(row["step"]) for row in timed]
+        points = []
+        for row in known:
+            place = bisect.bisect_right(steps, int(row["step"]))
+            points.append((totals[place - 1] if place else 0.0, float(row["val_loss"])))
+        return cls(tuple(sorted(points, key=itemgetter(0))), median)
+
+    @property
+    def end(self) -> float:
+        """Seconds up to the last validation."""
+        return self.points[-1][0]
+
+    def loss_at(self, seconds: float) -> float | None:
+        """The loss at that time, interpolated between two validations; ``None`` before the first and after the last."""
+        place = bisect.bisect_left(self.points, seconds, key=itemgetter(0))
+        if place == len(self.points):
+            return None
+        late, after = self.points[place]
+        if late == seconds:
+            return after
+        if not place:
+            return None
+        early, before = self.points[place - 1]
+        return before + (after - before) * (seconds - early) / (late - early)
+
+
+def losses_at_common_times(curves: Sequence[LossCurve]) -> list[tuple[float, list[float]]]:
+    """The losses of several runs at the same times, each interpolated on its own curve.
+
+    Invariant: the times are those of all validations that lie within every curve, and each loss is exactly
+    :meth:`LossCurve.loss_at`, as in the verdict. Between two of these times every loss, and so their mean, is linear.
+
+    Args:
+        curves: of any runs.
+    Returns:
+        Times, ascending, each with a loss per curve; none where the curves share no time.
+    """
+    times = sorted({at for curve in curves for at, _ in curve.points})
+    losses = [(at, [curve.loss_at(at) for curve in curves]) for at in times]
+    return [(at, [loss for loss in found if loss is not None]) for at, found in losses if None not in found]
+
+
+def divergence(run: Run) -> str:
+    """How a run diverged; empty where it did not."""
+    for event in run.events:
+        if event.get("kind") == "divergence":
+            return f"at step {event.get('step')}: {event.get('message', '')}"
+    losses = [float(row["loss"]) for row in run.steps if row.get("loss") is not None]
+    if run.summary is None:
+        ends = losses[-1:]
+    else:
+        ends = [float(run.summary["val_loss"])] if run.summary.get("val_loss") is not None else []
+    if ends and not math.isfinite(ends[0]):
+        return f"its {'loss' if run.summary is None else 'validation loss'} is {ends[0]}"
+    if len(losses) >= 10:
+        first, last = statistics.median(losses[:5]), statistics.median(losses[-5:])
+        if last - first > MAX_LOSS_RISE * abs(first):
+            return f"its loss began at {first:.2f} and ended at {last:.2f}"
+    return ""
+
+
+@dataclass(frozen=True)
+class RunStats:
+    """A run of a comparison, with the statistics that are read more than once.
+
+    Args:
+        label: of its recipe, as the comparison prints it.
+        recipe: as recorded; ``None`` where the name is no recipe's, as it may be in your own training loop.
+        seed: as recorded.
+        run: the record.
+        divergence: how the run diverged; empty where it did not.
+    """
+
+    label: str
+    recipe: Recipe | None
+    seed: int
+    run: Run
+    divergence: str
+
+    @classmethod
+    def of(cls, run: Run, label: str) -> RunStats:
+        """The statistics of a run."""
+        return cls(label, recipe_of(run), seed_of(run), run, divergence(run))
+
+    @property
+    def counts(self) -> bool:
+        """Whether its metrics may be averaged."""
+        return self.run.summary is not None and not self.divergence and self.run.summary.get("val_loss") is not None
+
+    @property
+    def loss(self) -> float:
+        """The last validation loss; only a run that counts has one."""
+        assert self.run.summary is not None
+        return float(self.run.summary["val_loss"])
+
+    @property
+    def is_unit_scaled(self) -> bool:
+        """Whether the model is unit-scaled, with initial weights and a learning rate of its own."""
+        return self.recipe is not None and self.recipe.compute.transform == "unit"
+
+    @cached_property
+    def curve(self) -> LossCurve:
+        """Its losses over time."""
+        return LossCurve.of(self.run)
+
+    @property
+    def has_curve(self) -> bool:
+        """Whether it has losses at other times than its end."""
+        return len(self.curve.points) > 1
+
+    def late(self, metric: str) -> float | None:
+        """The median of the last audited values (a tenth of them, three at least); else the summary's value."""
+        values = [float(row[metric]) for row in self.run.steps if row.get(metric) is not None]
+        if values:
+            return statistics.median(values[-max(3, len(values) // 10) :])
+        value = (self.run.summary or {}).get(metric)
+        return None if value is None else float(value)
+
+
+def late_median(runs: Iterable[RunStats], metric: str) -> float | None:
+    """The median over the runs that count of a metric's late value."""
+    known = [value for run in runs if run.counts and (value := run.late(metric)) is not None]
+    return statistics.median(known) if known else None
+
+
+def requested_steps(groups: Mapping[str, Sequence[RunStats]]) -> dict[str, Any]:
+    """The number of steps that each recipe was to take."""
+    return {label: group[-1].run.config.get("steps") for label, group in groups.items()}

@@ -1,0 +1,274 @@
+"""The diagnosis of one run: findings, each with its evidence, what speaks against it, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from narrowgauge.analysis.diagnosis.causes import CAUSES, Cause
+from narrowgauge.analysis.diagnosis.evidence import Evidence, gather
+from narrowgauge.analysis.diagnosis.observations import Observation
+from narrowgauge.analysis.diagnosis.posterior import (
+    CONFIDENCE,
+    Measurement,
+    Observations,
+    Ranked,
+    against,
+    explained,
+    healthy_share,
+    is_considered,
+    likely,
+    next_measurement,
+    ranked,
+)
+from narrowgauge.analysis.diagnosis.replayed_step import ReplayedStep
+from narrowgauge.analysis.diagnosis.signs import observe
+from narrowgauge.analysis.diagnosis.two_runs import TwoRuns, compare_two
+from narrowgauge.analysis.monitor.alarms import module_of
+from narrowgauge.analysis.monitor.detectors import SAFER
+from narrowgauge.runs.record import Run, read_run
+
+NUM_ALTERNATIVES = 3
+MAX_LINES = 10
+"""Lines of :meth:`Diagnosis.text`, for a ticket."""
+LEAST_STEPS = 20
+"""Steps with a loss from which a run without a sign is called healthy: as many as it takes to judge a spike."""
+_CHAIN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One cause of what a run shows.
+
+    Args:
+        cause: what it is.
+        probability: of this cause, among all that the run can have.
+        step: the first step at which it shows.
+        tensor: where it shows first.
+        chain: its signs that are present, by step.
+        against: signs that it predicts and the run lacks.
+        alternatives: the most likely other causes.
+        remedy: what to do, in a recipe's or a setting's words.
+    """
+
+    cause: Cause
+    probability: float
+    step: int | None
+    tensor: str | None
+    chain: tuple[Observation, ...]
+    against: tuple[str, ...]
+    alternatives: tuple[Ranked, ...]
+    remedy: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The finding as values for JSON."""
+        return {
+            "cause": self.cause.name,
+            "title": self.cause.title,
+            "probability": self.probability,
+            "step": self.step,
+            "tensor": self.tensor,
+            "effect": self.cause.effect,
+            "chain": [_sign_dict(sign) for sign in self.chain],
+            "against": list(self.against),
+            "alternatives": {row.cause.name: row.probability for row in self.alternatives},
+            "remedy": self.remedy,
+            "source": self.cause.source,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a run's record says about its causes.
+
+    Args:
+        name: of the run.
+        findings: the most likely one first; empty where nothing is wrong or nothing can be said.
+        verdict: one sentence.
+        causes: every cause that the run can have, with its probability, before anything was explained.
+        next_measurement: what would distinguish the causes in question.
+        missing: what the record does not hold, one sentence each.
+        signs: every sign that is present, by step.
+        notes: settings and changes that lose something and show no effect, one sentence each.
+        is_enough: whether the record holds so many steps with a loss that a run without a sign may be called healthy.
+        replay: one of its steps, computed again, if any was.
+    """
+
+    name: str
+    findings: tuple[Finding, ...]
+    verdict: str
+    causes: tuple[Ranked, ...]
+    next_measurement: Measurement | None
+    missing: tuple[str, ...]
+    signs: tuple[Observation, ...]
+    notes: tuple[str, ...] = ()
+    is_enough: bool = True
+    replay: ReplayedStep | None = None
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether nothing is wrong, as far as the record says."""
+        return self.is_enough and not self.findings and healthy_share(self.causes) >= CONFIDENCE
+
+    def to_dict(self) -> dict[str, Any]:
+        """The diagnosis as values for JSON."""
+        measure = self.next_measurement
+        return {
+            "run": self.name,
+            "verdict": self.verdict,
+            "healthy": self.is_healthy,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "causes": {row.cause.name: row.probability for row in self.causes[: NUM_ALTERNATIVES + 1]},
+            "next_measurement": measure
+            and {"what": measure.what, "tells": list(measure.tells), "gain_bits": measure.gain},
+            "signs": [_sign_dict(sign) for sign in self.signs],
+            "notes": list(self.notes),
+            "missing": list(self.missing),
+            "replay": self.replay and self.replay.to_dict(),
+        }
+
+    def text(self) -> str:
+        """At most ten lines, for a ticket, and as many of a replayed step."""
+        lines = [f"{self.name}: {self.verdict}"]
+        for finding in self.findings[:2]:
+            shown = finding.chain[: _CHAIN if len(self.findings) == 1 else 2]
+            lines += [f"  {_at(sign)}{sign.sentence}" for sign in shown]
+            lines.append(f"  what to do: {finding.remedy}")
+        if not self.findings:
+            lines += [f"  {_at(sign)}{sign.sentence}" for sign in self.signs[:_CHAIN]]
+        if self.next_measurement is not None:
+            lines.append(
+                f"  next: {self.next_measurement.what} (distinguishes {', '.join(self.next_measurement.tells)})"
+            )
+        lines += [f"  note: {said}" for said in self.notes]
+        lines += [f"  not recorded: {said}" for said in self.missing]
+        return "\n".join(lines[:MAX_LINES] + (self.replay.lines() if self.replay is not None else []))
+
+
+@overload
+def diagnose(run: str | Path | Run, *, replay: ReplayedStep | None = None) -> Diagnosis: ...
+
+
+@overload
+def diagnose(run: str | Path | Run, other: str | Path | Run) -> TwoRuns: ...
+
+
+def diagnose(
+    run: str | Path | Run, other: str | Path | Run | None = None, *, replay: ReplayedStep | None = None
+) -> Diagnosis | TwoRuns:
+    """Name the cause of what a run's record shows.
+
+    Invariant: a function of the record alone. Nothing is guessed: below a probability of 0.7 no cause is named.
+
+    Args:
+        run: a run folder, the log of another framework, or what :func:`narrowgauge.read_run` returned.
+        other: a second run that should have been equal: where the two part, and why.
+        replay: a step of the run, computed again by :func:`narrowgauge.replay_step`: what it showed counts as evidence.
+    Returns:
+        The findings with their evidence, what else it could be, and what would tell; of two runs, where they part.
+    Raises:
+        RecordError: there is no run, or its record is damaged.
+
+    Cost: below a second for 10,000 steps; samples of many tensors over which detectors have yet to run take longer.
+
+    Example:
+        >>> import tempfile, narrowgauge as ng
+        >>> folder = Path(tempfile.mkdtemp(), "first")
+        >>> with ng.RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
+        ...     for step in range(1, 81):
+        ...         writer.step({"step": step, "loss": 9.0 if step == 60 else 3.0 + 1.0 / step, "grad_norm": 1.0})
+        >>> ng.diagnose(folder).findings[0].cause.name
+        'bad-data'
+
+    Source: see :mod:`narrowgauge.analysis.diagnosis.posterior`.
+    """
+    if other is not None:
+        one, two = (each if isinstance(each, Run) else read_run(each) for each in (run, other))
+        return compare_two(one, two)
+    return _diagnosis(gather(run, replay))
+
+
+def _diagnosis(evidence: Evidence) -> Diagnosis:
+    """What one run's evidence says."""
+    seen = observe(evidence)
+    causes = ranked(evidence, seen)
+    found = likely(evidence, seen)
+    findings = tuple(_finding(evidence, seen, first, others) for first, others in found)
+    asked = causes if not findings else [found[0][0], *found[0][1]]
+    num_losses = sum(loss is not None for loss in evidence.column("loss"))
+    return Diagnosis(
+        evidence.run.path.name,
+        findings,
+        _verdict(findings, causes, num_losses),
+        tuple(causes),
+        next_measurement(evidence, seen, asked),
+        evidence.missing,
+        _by_step(row for row in seen.values() if row.state == "present"),
+        tuple(_notes(evidence, seen)),
+        num_losses >= LEAST_STEPS,
+        evidence.replay,
+    )
+
+
+def _notes(evidence: Evidence, seen: Observations) -> Iterator[str]:
+    """What causes without an effect would have been told by."""
+    for cause in CAUSES.values():
+        if cause.applies(evidence) and not is_considered(cause, seen):
+            for name in cause.notes:
+                if seen[name].state == "present":
+                    yield f"{seen[name].sentence} ({cause.name}); no effect shows"
+
+
+def _finding(evidence: Evidence, seen: Observations, first: Ranked, others: Sequence[Ranked]) -> Finding:
+    chain = _by_step(seen[name] for name in explained(first.cause, seen))
+    tensor = next((sign.tensor for sign in chain if sign.tensor), None)
+    storage = evidence.recipe.storage if evidence.recipe is not None else None
+    fields = {
+        "tensor": tensor or "the tensor",
+        "module": module_of(tensor or "") or "the layer",
+        "cure": storage.cure if storage is not None else "word",
+        "safer": SAFER.get(evidence.compute.partition("+")[0], "bfloat16"),
+    }
+    rest = tuple(row for row in others[:NUM_ALTERNATIVES] if row.probability >= 0.001)
+    step = next((sign.step for sign in chain if sign.step is not None), None)
+    remedy = first.cause.remedy.format(**fields)
+    return Finding(first.cause, first.probability, step, tensor, chain, tuple(against(first.cause, seen)), rest, remedy)
+
+
+def _verdict(findings: Sequence[Finding], causes: Sequence[Ranked], num_losses: int) -> str:
+    if findings:
+        return "; and ".join(_sentence(finding) for finding in findings) + "."
+    if num_losses < LEAST_STEPS:
+        held = f"{num_losses or 'no'} step{'' if num_losses == 1 else 's'} with a loss"
+        return f"not known from this record, which holds {held} ({LEAST_STEPS} are needed)."
+    if (share := healthy_share(causes)) >= CONFIDENCE:
+        return f"no sign of a fault ({share:.0%})."
+    asked = ", ".join(f"{row.cause.name} {row.probability:.0%}" for row in causes[: NUM_ALTERNATIVES + 1])
+    return f"not known from this record: {asked}."
+
+
+def _sentence(finding: Finding) -> str:
+    since = f" since step {finding.step}" if finding.step is not None else ""
+    where = f", first in {finding.tensor}" if finding.tensor else ""
+    return f"{finding.cause.title} ({finding.cause.name}, {finding.probability:.0%}){since}{where}"
+
+
+def _by_step(signs: Any) -> tuple[Observation, ...]:
+    return tuple(sorted(signs, key=lambda sign: -1 if sign.step is None else sign.step))
+
+
+def _at(sign: Observation) -> str:
+    return f"step {sign.step}: " if sign.step is not None else ""
+
+
+def _sign_dict(sign: Observation) -> dict[str, Any]:
+    return {
+        "sign": sign.sign,
+        "step": sign.step,
+        "tensor": sign.tensor,
+        "value": sign.value,
+        "threshold": sign.threshold,
+        "says": sign.sentence,
+    }

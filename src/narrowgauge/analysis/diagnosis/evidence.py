@@ -1,0 +1,315 @@
+"""Evidence: a run's record, read once, in the form in which signs ask for it.
+
+A sign asks for a column of the steps, a metric of the gauges, a kind of event or a setting, by names such as ``steps.grad_norm``,
+``updates.edq``, ``events.loss_spike`` and ``config.lr``. :meth:`Evidence.has` says whether the record holds it, so that what was
+not recorded is unknown, and never taken for absent. Series of gauges are sorted by tensor once, for all signs together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from narrowgauge.analysis.diagnosis.replayed_step import ReplayedStep
+from narrowgauge.analysis.monitor.alarms import Alarms
+from narrowgauge.analysis.monitor.detectors import DETECTORS
+from narrowgauge.analysis.monitor.features import number
+from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.schema import METRICS, Row
+from narrowgauge.spec.notation import parse_value
+from narrowgauge.spec.recipes import Recipe
+
+Series = dict[str, list[tuple[int, list[float | None]]]]
+"""By tensor: the steps that were sampled, each with the metrics of the table."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One run, read once.
+
+    Args:
+        run: its record.
+        recipe: what it trained in; ``None`` where the record does not say.
+        missing: what could not be read, and why, one sentence each.
+        replay: one of its steps, computed again, if any was.
+    """
+
+    run: Run
+    recipe: Recipe | None = None
+    missing: tuple[str, ...] = ()
+    replay: ReplayedStep | None = None
+    _held: dict[str, bool] = field(default_factory=dict, repr=False)
+    _columns: dict[str, list[float | None]] = field(default_factory=dict, repr=False)
+
+    # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def setting(self, name: str) -> Any:
+        """A setting of the run, or ``None``."""
+        table = self.run.run.get("config")
+        return table.get(name) if isinstance(table, dict) else None
+
+    def number_of(self, name: str) -> float | None:
+        """A setting that is a number, or ``None``."""
+        return number(self.setting(name))
+
+    @property
+    def compute(self) -> str:
+        """The name of the compute, or empty."""
+        return self.recipe.compute.name if self.recipe is not None else ""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that trained together."""
+        machine = self.run.run.get("machine")
+        ranks = machine.get("ranks", 1) if isinstance(machine, dict) else 1
+        return ranks if isinstance(ranks, int) else 1
+
+    @property
+    def hidden_size(self) -> int | None:
+        """The model's, or ``None`` where the record does not tell it."""
+        model = self.run.run.get("model")
+        size = model.get("hidden_size") if isinstance(model, dict) else None
+        return size if isinstance(size, int) and size > 0 else None
+
+    @property
+    def first_step(self) -> int:
+        """The first step that was recorded."""
+        return int(self.run.steps[0]["step"]) if self.run.steps else 0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps from the first row to the last."""
+        return int(self.run.steps[-1]["step"]) - self.first_step + 1 if self.run.steps else 0
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """The steps that have a row."""
+        return [int(row["step"]) for row in self.run.steps]
+
+    @cached_property
+    def starts_trained(self) -> bool:
+        """Whether the first losses are those of a model that was trained before: below what token frequencies alone give."""
+        pairs = zip(self.column("loss")[:5], self.column("unigram_loss")[:5], strict=True)
+        gaps = [unigram - loss for loss, unigram in pairs if loss is not None and unigram is not None]
+        return bool(gaps) and median(gaps) > 0.3
+
+    @cached_property
+    def is_sparse(self) -> bool:
+        """Whether most rows are more than one step after the row before them, as in a log of every tenth step."""
+        gaps = [now - before for before, now in pairwise(self.steps)]
+        return 2 * sum(gap > 1 for gap in gaps) > len(gaps)
+
+    @cached_property
+    def tokens_per_step(self) -> float | None:
+        """Tokens of a step, the median; ``None`` where the rows do not count them."""
+        known = [
+            (step, count) for step, count in zip(self.steps, self.column("tokens"), strict=True) if count is not None
+        ]
+        rates = [(late - early) / (now - then) for (then, early), (now, late) in pairwise(known) if now > then]
+        return median(rates) if rates and median(rates) > 0 else None
+
+    def column(self, name: str) -> list[float | None]:
+        """A column of ``steps.jsonl``: a value per row, ``None`` where it has none; not to be changed."""
+        if name not in self._columns:
+            self._columns[name] = [number(row.get(name)) for row in self.run.steps]
+        return self._columns[name]
+
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def events(self) -> dict[str, list[Row]]:
+        """The events by kind. Of a kind that none is recorded of, those that the rows raise: not every writer has detectors."""
+        found: dict[str, list[Row]] = {}
+        for row in self.run.events:
+            found.setdefault(str(row.get("kind")), []).append(row)
+        # A run with this setting reacts to what its detectors raise: they ran, and what they did not raise was not there.
+        if self.setting("on_spike") is not None:
+            return found
+        raised: dict[str, list[Row]] = {}
+        for row in self._raised():
+            raised.setdefault(str(row["kind"]), []).append(row)
+        return {**raised, **found}
+
+    def _raised(self) -> list[Row]:
+        alarms = Alarms(self.recipe, is_audited=self.has("steps.edq"))
+        events = [event for row in self.run.steps for event in alarms.on_step(row)]
+        events += [event for row in self.gauges for event in alarms.on_gauges(row)]
+        return [event.row() for event in events]
+
+    def raised_by(self, *detectors: str) -> list[Row]:
+        """The events of some detectors, by step.
+
+        Args:
+            detectors: keys of :data:`~narrowgauge.analysis.monitor.detectors.DETECTORS` and
+                :data:`~narrowgauge.runs.events.RAISED_BY`.
+        """
+        rows = [event for events in self.events.values() for event in events if event.get("detector") in detectors]
+        return sorted(rows, key=step_of)
+
+    # ── gauges ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def gauges(self) -> list[Row]:
+        """The rows of ``gauges.jsonl``; none where the file is damaged."""
+        try:
+            return self.run.gauges
+        except RecordError:
+            return []
+
+    @cached_property
+    def _series(self) -> dict[str, Series]:
+        tables: dict[str, Series] = {table: {} for table in METRICS}
+        for row in self.gauges:
+            for table, series in tables.items():
+                for name, values in (row.get(table) or {}).items():
+                    if values:
+                        series.setdefault(name, []).append((row["step"], values))
+        return tables
+
+    def metric(self, table: str, metric: str, kind: str = "") -> dict[str, list[tuple[int, float]]]:
+        """One metric of all tensors over the sampled steps.
+
+        Args:
+            table: of the gauges, such as ``updates``.
+            metric: of that table, such as ``edq``.
+            kind: of tensors, such as ``weight``; all if empty.
+        Returns:
+            By tensor: steps and values, without those that are null.
+        """
+        place = list(METRICS[table]).index(metric)
+        found = {}
+        for name, samples in self._series[table].items():
+            if kind and name.partition(":")[0] != kind:
+                continue
+            values = [(step, float(v[place])) for step, v in samples if place < len(v) and v[place] is not None]  # type: ignore[arg-type]
+            if values:
+                found[name] = values
+        return found
+
+    # ── what is held ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def has(self, read: str) -> bool:
+        """Whether the record holds what a sign reads.
+
+        Args:
+            read: ``steps.COLUMN``, ``TABLE.METRIC`` of the gauges, ``logits.METRIC``, ``config.SETTING``, ``events.KIND``,
+                ``replay.step`` and ``replay.variants``, or ``run.recipe``, ``run.ranks`` (several), ``run.ours``, ``run.data``
+                (steps can be computed again), ``run.evals``, ``run.blocks`` (block scales), ``run.histograms`` and
+                ``run.on_cpu``.
+        """
+        if read not in self._held:
+            self._held[read] = self._holds(*read.split(".", 1))
+        return self._held[read]
+
+    def _holds(self, table: str, name: str) -> bool:
+        if table == "steps":
+            return any(row.get(name) is not None for row in self.run.steps)
+        if table == "config":
+            return self.setting(name) is not None
+        if table == "run":
+            return self._facts[name]
+        if table == "replay":
+            return self.replay is not None and (name == "step" or bool(self.replay.variants))
+        if table == "logits":
+            return any((row.get("logits") or {}).get(name) is not None for row in self.gauges)
+        if table == "events":
+            return self._could_raise(name)
+        place = list(METRICS[table]).index(name)
+        samples = (values for series in self._series[table].values() for _, values in series)
+        return any(place < len(values) and values[place] is not None for values in samples)
+
+    @cached_property
+    def _facts(self) -> dict[str, bool]:
+        return {
+            "recipe": self.recipe is not None,
+            "ranks": self.num_ranks > 1,
+            "ours": not self.run.is_foreign,
+            "data": "recorder" not in self.run.run and (self.run.path / "data" / "data.json").is_file(),
+            "evals": bool(self.run.evals),
+            "blocks": any(row.get("block_scales") for row in self.gauges),
+            "histograms": any(row.get("histograms") for row in self.gauges),
+            "on_cpu": isinstance(machine := self.run.run.get("machine"), dict) and machine.get("device") == "cpu",
+        }
+
+    def _could_raise(self, kind: str) -> bool:
+        """Whether an event of that kind would have been raised: a detector had what it reads, or one was."""
+        if kind in self.events:
+            return True
+        metrics = {row.metric for row in DETECTORS.values() if row.kind == kind}
+        return any(self.has(_COMPUTED.get(metric, metric)) or self._is_audited(metric) for metric in metrics)
+
+    def _is_audited(self, metric: str) -> bool:
+        """Whether the audit of all parameters together measures a metric of the updates."""
+        table, _, name = metric.partition(".")
+        return table == "updates" and name in ("edq", "noise") and self.has(f"steps.{name}")
+
+
+_COMPUTED = {
+    "updates.intended": "updates.edq", "attention.nonfinite": "attention.max_logit", "logits.nonfinite": "logits.log_z",
+    "steps.climb": "steps.loss", "steps.growth": "steps.grad_norm", "steps.halvings": "steps.loss_scale",
+    "steps.skipped": "steps.loss_scale", "steps.nonfinite": "steps.loss",
+}  # fmt: skip
+"""What detectors compute, and the column that they compute it from."""
+
+
+def step_of(event: Row) -> int:
+    """The step of an event; 0 where it has none."""
+    step = event.get("step")
+    return int(step) if isinstance(step, (int, float)) else 0
+
+
+def gather(run: str | Path | Run, replay: ReplayedStep | None = None) -> Evidence:
+    """Read a run.
+
+    Args:
+        run: its folder, the log of another framework, or what :func:`narrowgauge.read_run` returned.
+        replay: one of its steps, computed again.
+    Returns:
+        The evidence; what is damaged or was not recorded is listed as missing.
+    Raises:
+        RecordError: there is no run, or its steps cannot be read.
+    """
+    record = run if isinstance(run, Run) else read_run(run)
+    missing, recipe = [], None
+    given = record.run.get("config")
+    name = given.get("recipe") if isinstance(given, dict) else None
+    if name is None:
+        missing.append("the recipe: the record does not name it, so what only some formats can cause is considered too")
+    else:
+        try:
+            recipe = parse_value(name)
+        except NarrowgaugeError as error:
+            missing.append(f"the recipe: {error.message.rstrip('.')}")
+    try:
+        is_watched = bool(record.gauges)
+    except RecordError as error:
+        is_watched = True
+        missing.append(f"the gauges: {error.message.rstrip('.')}")
+    if not is_watched:
+        missing.append("the gauges: no tensor was sampled (--gauges-every 20)")
+    return Evidence(record, recipe, (*missing, *_missing_rows(record)), replay)
+
+
+def _missing_rows(run: Run) -> Iterator[str]:
+    """What of the rows of steps is not there, or not in order."""
+    steps = [step_of(row) for row in run.steps]
+    if not steps:
+        yield "the steps: no row of a step was written"
+        return
+    if any(row.get("loss") is None for row in run.steps):
+        count = sum(row.get("loss") is None for row in run.steps)
+        yield f"the loss of {count} of the {len(steps)} steps"
+    place = next((k for k in range(1, len(steps)) if steps[k] <= steps[k - 1]), None)
+    if place is not None:
+        yield f"the order of the steps: row {place + 1} is of step {steps[place]}, after one of step {steps[place - 1]}"
+    last = max((step_of(row) for row in run.events), default=0)
+    if last > max(steps) + 1:
+        yield f"the steps after {max(steps)}: events go on to step {last}"

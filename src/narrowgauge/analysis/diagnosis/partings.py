@@ -1,0 +1,251 @@
+"""Why two runs part: one table of reasons, and which of them the place of the first difference allows.
+
+Every reason acts at certain stages of a step. A seed acts on the first weights; another order of a sum cannot show before a
+matmul has summed; the limit of the gradient norm cannot show before the update. So the stage in which two runs part rules out
+most reasons, whatever else differs between them; the settings that differ rule out most of the rest; and the size of the first
+difference tells rounding, which is as small as the format says, from anything else. What none of the settings explains is a
+bug, other code, or a fault of the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from narrowgauge.analysis.diagnosis.alignment import Alignment
+from narrowgauge.analysis.diagnosis.given import Difference
+from narrowgauge.analysis.diagnosis.stages import Parting
+
+_FORWARD = ("output", "loss", "grad", "norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One reason why two runs part.
+
+    Args:
+        name: its key.
+        title: what it is, to follow "Cause: ".
+        decided_by: what decides it, as ``table.name`` or ``table.*`` of ``run.toml``; empty for what no setting says.
+        stages: where the first difference may be.
+        size: how large the first difference is: that of ``rounding``, ``above`` it, or ``any``.
+        weight: how likely it is beside the others that are allowed as much.
+        remedy: what to do.
+        of_one_rank: it is one where one rank alone is not as in the other run, or as the other ranks.
+    """
+
+    name: str
+    title: str
+    decided_by: tuple[str, ...]
+    stages: tuple[str, ...]
+    size: str
+    weight: float
+    remedy: str
+    of_one_rank: bool = False
+
+
+_ROWS = (
+    Reason(
+        "other-model", "another model", ("config.model",), ("start", *_FORWARD), "any", 1.0,
+        "Compare runs of one model.",
+    ),
+    Reason(
+        "random-numbers",
+        "other random numbers: the seed decides the first weights, the order of the data and stochastic rounding",
+        ("config.seed",), ("start", "tokens", "output", "loss", "update"), "any", 1.0,
+        "Give both runs one --seed.",
+    ),
+    Reason(
+        "data", "other data, or batches of another shape",
+        ("config.data", "config.tokenizer", "config.held_out", "config.batch_size", "config.sequence_length", "data.*"),
+        ("tokens", "loss", "output"), "any", 1.0,
+        "Give both runs the same --data, --batch-size and --sequence-length; the order follows from the seed.",
+    ),
+    Reason(
+        "data-order", "the same data in another order, which no setting says", (), ("tokens",), "any", 1.0,
+        "Look at what reads the data: a resume from another batch, skipped batches (on_spike), a rank that reads another's.",
+    ),
+    Reason(
+        "format", "another number format or cast",
+        ("config.recipe", "config.accumulation_dtype"), ("start", *_FORWARD, "skip", "update"), "any", 1.0,
+        "Expected of two recipes; narrowgauge compare says what each costs.",
+    ),
+    Reason(
+        "reduction", "another reduction of the gradients", ("config.recipe.reduction",),
+        ("grad", "norm", "loss", "update"), "any", 1.0,
+        "Expected of two reductions; narrowgauge show reductions says which one does not depend on the order.",
+    ),
+    Reason(
+        "optimizer-settings", "other settings of the optimizer",
+        (
+            "config.lr", "config.schedule", "config.warmup_steps", "config.min_lr_ratio", "config.steps", "config.beta1",
+            "config.beta2", "config.eps", "config.weight_decay", "config.max_grad_norm", "config.on_spike",
+        ),
+        ("rate", "skip", "clip", "update", "loss"), "any", 1.0,
+        "Give both runs the same settings.",
+    ),
+    Reason(
+        "order-of-sums", "another order of the same sums",
+        (
+            "config.gradient_accumulation_steps", "config.shard", "config.replicas", "config.offload", "config.threads",
+            "machine.ranks", "machine.num_threads", "arithmetic.sums.*",
+        ),
+        (*_FORWARD, "update"), "rounding", 1.0,
+        "Only rounding differs. For equal bits use an order-free reduction (…/reproducible), and the same number of threads.",
+    ),
+    Reason(
+        "kernels", "other kernels or versions of a library",
+        ("config.compile", "config.activation_checkpointing", "config.narrow_gather", "versions.*", "arithmetic.versions.*"),
+        ("start", *_FORWARD, "update"), "rounding", 0.8,
+        "Install the same versions; a compiled and an eager model round differently.",
+    ),
+    Reason(
+        "hardware", "another machine",
+        ("machine.device", "machine.capability", "machine.processor", "machine.system", "arithmetic.machine.*"),
+        ("start", *_FORWARD, "update"), "rounding", 0.7,
+        "Only rounding differs. narrowgauge fingerprint RUN OTHER names the operations.",
+    ),
+    Reason(
+        "nondeterminism", "sums whose order varies from run to run", (), (*_FORWARD, "update"), "rounding", 0.3,
+        "Repeat one of the runs. If it differs from itself, look for atomic additions (torch.use_deterministic_algorithms) and "
+        "for a reduction whose order depends on timing.",
+    ),
+    Reason(
+        "bug", "other code: a bug in one of the two, or a change that no setting records",
+        (), ("held", "output", "loss", "grad", "norm", "rate", "skip", "clip", "update"), "above", 0.3,
+        "Look at the code that makes this tensor; run both with one installation.",
+    ),
+    Reason(
+        "one-rank", "one rank does not do what the others do", (), ("output", "grad", "skip", "clip", "update"), "above", 1.0,
+        "Look at what this rank alone does to its gradients: clipping, hooks, a reduction that it leaves out.",
+        of_one_rank=True,
+    ),
+    Reason(
+        "silent-corruption", "damaged memory or arithmetic",
+        (), ("held", "output", "loss", "grad", "norm", "update"), "any", 0.03,
+        "Repeat the run that is off from its last checkpoint: damage does not happen twice. Then test the machine.",
+    ),
+    Reason(
+        "other-start", "the runs began from other weights", (), ("start",), "any", 0.5,
+        "Begin both from one checkpoint.",
+    ),
+)  # fmt: skip
+
+REASONS: dict[str, Reason] = {row.name: row for row in _ROWS}
+"""Every reason why two runs part, by name."""
+
+
+def without_rounding(alignment: Alignment) -> Alignment:
+    """The same alignment where the runs part by more than rounding, if rounding is all that explains where they part first."""
+    first = alignment.parting
+    if (
+        first is None
+        or alignment.beyond is None
+        or any(
+            row.size == "any" and first.stage in row.stages and deciding(row, alignment.differences)
+            for row in REASONS.values()
+        )
+    ):
+        return replace(alignment, beyond=None)
+    return replace(alignment, parting=alignment.beyond, beyond=None, rounded=first)
+
+
+def weigh(alignment: Alignment) -> dict[str, float]:
+    """How likely each reason is, given where the runs part.
+
+    Returns:
+        Reason to probability, the likeliest first; empty where they do not part.
+    """
+    parting = alignment.parting
+    if parting is None:
+        return {}
+    small = alignment.is_rounding(parting)
+    weights = {row.name: _weight(row, alignment, parting, small) for row in REASONS.values()}
+    if any(weights[row.name] > 0 and _explains(row, alignment, small) for row in REASONS.values()):
+        # What was given differently and acts there explains it; that something else happened there as well is unlikely.
+        weights = {
+            name: value * (1.0 if deciding(REASONS[name], alignment.differences) else 0.05)
+            for name, value in weights.items()
+        }
+    total = sum(weights.values())
+    ranked = sorted(weights.items(), key=lambda item: -item[1])
+    return {name: value / total for name, value in ranked if value > 0} if total else {}
+
+
+def _fits(row: Reason, small: bool | None) -> bool:
+    return small is None or row.size == "any" or small == (row.size == "rounding")
+
+
+def _explains(row: Reason, alignment: Alignment, small: bool | None) -> bool:
+    """Whether what was given differently decides a reason whose size the difference has."""
+    return _fits(row, small) and bool(deciding(row, alignment.differences)) and _of_replays(row, alignment) == 1.0
+
+
+_MISFIT = {"rounding": 0.005, "above": 0.05}
+"""How much less likely a reason is where the size does not fit: rounding is never large, and code may be wrong by little."""
+_STEPS_IN_DOUBT = 2
+"""Steps with equal bits after which an order of sums that varies is half as likely: it acts in every step."""
+
+
+def _weight(row: Reason, alignment: Alignment, parting: Parting, small: bool | None) -> float:
+    if parting.stage not in row.stages or (row.decided_by and not deciding(row, alignment.differences)):
+        return 0.0
+    weight = row.weight if _fits(row, small) else _MISFIT[row.size] * row.weight
+    if row.size == "rounding":
+        weight /= 1 + max(0, parting.step - 1) / _STEPS_IN_DOUBT
+    return weight * _of_rank(row, parting) * _of_tensor(row, parting) * _of_replays(row, alignment)
+
+
+def _of_rank(row: Reason, parting: Parting) -> float:
+    """How much likelier, or less so, a reason is where one rank alone is off."""
+    is_one = bool(parting.ranks or parting.said)
+    if row.of_one_rank:
+        return float(is_one)
+    return 0.2 if is_one and row.name in ("bug", "nondeterminism") else 1.0
+
+
+_ALONE, _SPREAD, _AGAIN = 30.0, 0.1, 10.0
+
+
+def _of_tensor(row: Reason, parting: Parting) -> float:
+    """How likely it is that one tensor alone is off: once, as a bit of memory; again in the next steps, as code is."""
+    if row.name == "silent-corruption":
+        return _ALONE if _is_alone(parting) or parting.recurs is False else _SPREAD if parting.recurs else 1.0
+    if row.name in ("bug", "one-rank") and parting.recurs is not None:
+        return _AGAIN if parting.recurs else _SPREAD
+    if row.name == "nondeterminism" and parting.recurs:
+        return _SPREAD  # it has no tensor of its own
+    return 1.0
+
+
+_EXCLUDED = 0.02
+
+
+def _of_replays(row: Reason, alignment: Alignment) -> float:
+    """How much less likely a reason is once both were computed again: damage does not happen twice, and settings act again."""
+    replayed = alignment.replayed
+    if replayed is None:
+        return 1.0
+    if row.name == "nondeterminism":
+        return _EXCLUDED if True in replayed.repeats else 1.0
+    if row.name == "silent-corruption":
+        return _EXCLUDED if replayed.repeats == (True, True) or replayed.persists else 1.0
+    if row.name in ("bug", "one-rank") and replayed.persists is False:
+        return _EXCLUDED
+    decided = deciding(row, alignment.differences)
+    is_setting = bool(decided) and all(each.table in ("config", "data") for each in decided)
+    return _EXCLUDED if is_setting and replayed.excludes_settings else 1.0
+
+
+def _is_alone(parting: Parting) -> bool:
+    """Whether one weight alone differs, between two steps or although its moments do not: no update does that."""
+    is_weight = parting.tensor.startswith("weight:") and parting.same_after > 0
+    return (parting.stage == "held" or is_weight) and parting.others[0] == 0
+
+
+def deciding(row: Reason, found: tuple[Difference, ...]) -> tuple[Difference, ...]:
+    """The differences between two runs that decide a reason."""
+    return tuple(each for each in found if _is_named(each, row.decided_by))
+
+
+def _is_named(difference: Difference, names: tuple[str, ...]) -> bool:
+    return f"{difference.table}.{difference.name}" in names or f"{difference.table}.*" in names

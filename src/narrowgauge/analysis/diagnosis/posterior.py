@@ -1,0 +1,270 @@
+"""From signs to causes: how likely each cause is, which signs it leaves unexplained, and what to measure next.
+
+The probability of a cause is proportional to its prior times the product, over the signs that are known, of how likely a run with
+this cause shows or lacks each. One cause is taken at a time; the signs that it predicts are then explained, and the rest is asked
+again, so that a run may have several. Where no cause is likely enough, nothing is claimed: the next measurement is the unknown
+sign whose answer is expected to lower the uncertainty over the causes in question most, for its cost.
+
+Source: naive Bayes; explaining away: Pearl 1988; the expected entropy after a test: de Kleer and Williams 1987, Diagnosing
+multiple faults.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from narrowgauge.analysis.diagnosis.causes import CAUSES, HEALTHY, Cause
+from narrowgauge.analysis.diagnosis.evidence import Evidence
+from narrowgauge.analysis.diagnosis.observations import Observation, Sign
+from narrowgauge.analysis.diagnosis.signs import SIGNS
+
+CONFIDENCE = 0.7
+"""Below this probability nothing is claimed."""
+PREDICTED = 0.3
+"""From this probability on a cause predicts a sign, and explains it where it is present."""
+MAJORITY = 0.5
+"""From this probability on the absence of a sign counts."""
+EXPECTED = 0.6
+"""From this probability on the absence of a sign speaks against a cause."""
+CONSEQUENCE = 0.4
+"""Share of faults that show a sign later on which is none of their own."""
+MAX_FINDINGS = 4
+FLAG, REPLAY, SECOND_RUN = 1.0, 2.0, 10.0
+"""Costs of measurements, relative to each other: a flag of the next run, a replay of one step of this one, another run."""
+_ALIKE = 0.05
+"""A cause less likely than this is not in question."""
+
+Observations = Mapping[str, Observation]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A cause and its probability."""
+
+    cause: Cause
+    probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What would distinguish the causes in question.
+
+    Args:
+        what: what to do, without a full stop.
+        tells: the causes that it distinguishes.
+        gain: entropy that it is expected to remove, in bits.
+        cost: relative to a flag of the next run.
+    """
+
+    what: str
+    tells: tuple[str, ...]
+    gain: float
+    cost: float
+
+
+def chance(cause: Cause, sign: str, base_rate: float | None = None, is_consequence: bool = False) -> float:
+    """How likely a run with this cause shows a sign: as predicted, but not less often than healthy runs do.
+
+    Of a sign that says more of another one, what is predicted holds as it is: that other one is there and this cause's own.
+
+    Args:
+        cause: the cause.
+        sign: the sign's name.
+        base_rate: share of the healthy runs of this length that show it; ``None``: of short ones.
+        is_consequence: another cause came before the sign, so that whatever follows may be due to that.
+    """
+    base = max(SIGNS[sign].base_rate if base_rate is None else base_rate, CONSEQUENCE if is_consequence else 0.0)
+    if SIGNS[sign].given and sign in cause.predicts and not is_consequence:
+        return cause.predicts[sign]
+    return min(0.9995, max(base, cause.predicts.get(sign, base)))
+
+
+def ranked(evidence: Evidence, seen: Observations, onset: float = math.inf) -> list[Ranked]:
+    """All causes that the run can have, the most likely one first.
+
+    Args:
+        evidence: of the run.
+        seen: by sign; unknown ones do not count.
+        onset: the step at which another cause began: what shows from there on may be a consequence.
+    """
+    logs = {
+        name: _log_likelihood(cause, seen, onset)
+        for name, cause in CAUSES.items()
+        if cause.applies(evidence) and is_considered(cause, seen)
+    }
+    top = max(logs.values())
+    weights = {name: math.exp(log - top) for name, log in logs.items()}
+    total = sum(weights.values())
+    order = sorted(weights, key=weights.__getitem__, reverse=True)
+    return [Ranked(CAUSES[name], weights[name] / total) for name in order]
+
+
+def healthy_share(causes: Sequence[Ranked]) -> float:
+    """How likely nothing is wrong, against the likeliest fault alone: the many others add up to no rival.
+
+    Args:
+        causes: all that a run can have.
+    """
+    healthy = sum(row.probability for row in causes if row.cause.name == HEALTHY)
+    rival = max((row.probability for row in causes if row.cause.name != HEALTHY), default=0.0)
+    return healthy / (healthy + rival) if healthy > 0 else 0.0
+
+
+def is_considered(cause: Cause, seen: Observations) -> bool:
+    """Whether a sign that a cause requires is present."""
+    return not cause.required or any(name in seen and seen[name].state == "present" for name in cause.required)
+
+
+def _log_likelihood(cause: Cause, seen: Observations, onset: float) -> float:
+    log = math.log(cause.prior)
+    for name, observation in seen.items():
+        if observation.state != "unknown":
+            shown = chance(cause, name, observation.base_rate, _may_follow(observation, name, onset))
+            # What shows in a minority of cases comes together or not at all: its absence counts once, which is next to nothing.
+            absent = 1 - (shown if shown >= MAJORITY else observation.base_rate)
+            log += math.log(shown if observation.state == "present" else absent)
+    return log
+
+
+def _may_follow(observation: Observation, sign: str, onset: float) -> bool:
+    """Whether a sign may be due to what began at a step: those of durations never are, nor those of settings."""
+    return observation.step is not None and observation.step >= onset and not SIGNS[sign].is_of_time
+
+
+def explained(cause: Cause, seen: Observations) -> list[str]:
+    """The signs that are present and that a cause predicts."""
+    return [
+        name
+        for name, observation in seen.items()
+        if observation.state == "present" and cause.predicts.get(name, 0.0) >= min(PREDICTED, 3 * SIGNS[name].base_rate)
+    ]
+
+
+def against(cause: Cause, seen: Observations) -> list[str]:
+    """The signs that a cause predicts and that are absent."""
+    return [
+        name for name, probability in cause.predicts.items() if probability >= EXPECTED and seen[name].state == "absent"
+    ]
+
+
+def likely(evidence: Evidence, seen: Observations) -> list[tuple[Ranked, list[Ranked]]]:
+    """The causes that explain a run, one after the other, until nothing is left to explain or none is likely enough.
+
+    Args:
+        evidence: of the run.
+        seen: by sign.
+    Returns:
+        Each cause with all others at the time it was chosen; empty where the run is healthy or nothing is likely enough.
+    """
+    found: list[tuple[Ranked, list[Ranked]]] = []
+    rest, onset = dict(seen), math.inf
+    while len(found) < MAX_FINDINGS:
+        named = {first.cause.name for first, _ in found}
+        causes = [row for row in ranked(evidence, rest, onset) if row.cause.name not in named]
+        chosen = _first_sure(causes, rest)
+        if chosen is None:
+            break
+        first, share = chosen
+        found.append((Ranked(first.cause, share), [row for row in causes if row is not first]))
+        signs = explained(first.cause, rest) if first.cause.spreads else []
+        steps = [seen[name].step for name in signs if not SIGNS[name].is_of_time]
+        onset = min([onset, *(step for step in steps if step is not None)])
+        # Those that it predicts say nothing more about the others, present or not.
+        rest = {name: row for name, row in rest.items() if name not in first.cause.predicts}
+    return found
+
+
+def _first_sure(causes: Sequence[Ranked], seen: Observations) -> tuple[Ranked, float] | None:
+    """The likeliest cause that is likely enough among its rivals; causes between which nothing decides keep no other back."""
+    unsure: list[Ranked] = []
+    for first in causes:
+        if first.cause.name == HEALTHY or any(_is_rival(row.cause, first.cause, seen) for row in unsure):
+            continue
+        share = first.probability / sum(row.probability for row in causes if _is_rival(first.cause, row.cause, seen))
+        if share >= CONFIDENCE:
+            return first, share
+        unsure.append(first)
+    return None
+
+
+def _is_rival(cause: Cause, other: Cause, seen: Observations) -> bool:
+    """Whether another cause explains a sign that this one does, or is this one, or none at all.
+
+    Others may be there as well: a slow loader and a batch of noise are no alternatives of each other.
+    """
+    explains = set(explained(cause, seen))
+    return other in (cause, CAUSES[HEALTHY]) or bool(explains & set(explained(other, seen)))
+
+
+def next_measurement(evidence: Evidence, seen: Observations, causes: Iterable[Ranked]) -> Measurement | None:
+    """What would distinguish the causes in question at the least cost.
+
+    Args:
+        evidence: of the run.
+        seen: by sign.
+        causes: with their probabilities.
+    Returns:
+        The measurement with the largest expected loss of entropy for its cost; ``None`` where one cause alone is in question, or
+        nothing distinguishes them.
+    """
+    asked = [row for row in causes if row.probability >= _ALIKE]
+    if len(asked) < 2:
+        return None
+    total = sum(row.probability for row in asked)
+    shares = [(row.cause, row.probability / total) for row in asked]
+    tells = tuple(cause.name for cause, _ in shares)
+    options = [
+        Measurement(_said(SIGNS[name], evidence, seen), tells, _gain(shares, name), _cost(SIGNS[name]))
+        for name, row in seen.items()
+        if row.state == "unknown" and _can_be_recorded(name, evidence, seen)
+    ]
+    for cause, share in shares:
+        if cause.measure:
+            options.append(Measurement(cause.measure, tells, _entropy([share, 1 - share]), SECOND_RUN))
+    best = max(options, key=lambda option: option.gain / option.cost, default=None)
+    return best if best is not None and best.gain > 0.01 else None
+
+
+def _said(sign: Sign, evidence: Evidence, seen: Observations) -> str:
+    """What to do to know a sign. A replay is of the first step that shows anything, or of the last one."""
+    needs = sign.needs
+    if _cost(sign) == REPLAY:
+        first = min((row.step for row in seen.values() if row.state == "present" and row.step), default=None)
+        step = first or (evidence.steps[-1] if evidence.steps else 1)
+        needs = needs.replace("RUN", str(evidence.run.path)).replace("STEP", str(step))
+    return f"{needs}: {sign.meaning}?"
+
+
+def _cost(sign: Sign) -> float:
+    return REPLAY if any(read.startswith("replay.") for read in sign.reads) else FLAG
+
+
+def _can_be_recorded(sign: str, evidence: Evidence, seen: Observations) -> bool:
+    """Whether a flag would show a sign: not one that another must come before, nor one of several ranks on one."""
+    row = SIGNS[sign]
+    if row.given and seen[row.given].state != "present":
+        return False
+    if _cost(row) == REPLAY and (evidence.replay is not None or not evidence.has("run.data")):
+        return False
+    if all(evidence.has(read) for read in row.reads):  # it is recorded, and says nothing of such a run
+        return False
+    return bool(row.needs) and all(
+        evidence.has(read) for read in row.reads if read in ("run.ranks", "run.recipe", "run.ours")
+    )
+
+
+def _gain(shares: list[tuple[Cause, float]], sign: str) -> float:
+    """The entropy over causes, less the one that is expected once a sign is known."""
+    chances = [chance(cause, sign) for cause, _ in shares]
+    shown = sum(share * p for (_, share), p in zip(shares, chances, strict=True))
+    after = 0.0
+    for weight, answers in ((shown, chances), (1 - shown, [1 - p for p in chances])):
+        if weight > 0:
+            after += weight * _entropy([share * p / weight for (_, share), p in zip(shares, answers, strict=True)])
+    return _entropy([share for _, share in shares]) - after
+
+
+def _entropy(shares: Iterable[float]) -> float:
+    return -sum(share * math.log2(share) for share in shares if share > 0)

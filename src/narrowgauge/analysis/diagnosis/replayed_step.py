@@ -1,0 +1,269 @@
+"""What a replayed step has shown: the step as it was, and what each change of its arithmetic would have given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from narrowgauge.analysis.diagnosis.departures import Departure
+from narrowgauge.analysis.diagnosis.replay_variants import REPLAY_VARIANTS, WIDENINGS
+from narrowgauge.spec.tables import Row, number_columns, text_columns
+
+SHARE = 0.5
+"""From this share on a widening is named as what removes most of a difference."""
+ORDER = 4.0
+"""The order of sums alone explains a difference up to so many times what another order makes."""
+EXACT = 1e-5
+"""A relative difference to the step in float32 that sums in float32 make by themselves."""
+_SHOWN, _LINES = 4, 10
+
+
+@dataclass(frozen=True, slots=True)
+class VariantResult:
+    """One computation of the step, against the step in float32.
+
+    Args:
+        name: of :data:`~narrowgauge.analysis.diagnosis.replay_variants.REPLAY_VARIANTS`.
+        loss, gradient, update: relative differences to the step in float32; of other orders to the same step in the first order.
+            ``None`` where there is none: it is not finite, or the variant does not change it.
+        gradient_share, update_share: how much of the run's own squared difference a widening removes, at most 1.
+        tensors: the relative differences of the gradients that differ most, by parameter.
+        is_finite: whether the loss and all gradients are.
+    """
+
+    name: str
+    loss: float | None = None
+    gradient: float | None = None
+    update: float | None = None
+    gradient_share: float | None = None
+    update_share: float | None = None
+    tensors: Mapping[str, float] | None = None
+    is_finite: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """A step of a run, computed again in several ways.
+
+    Args:
+        run: the run's name.
+        step: its number.
+        started: the step of the checkpoint that the replay began from; 0 for the initial weights.
+        departure: where the replay parts from the record, if it does.
+        loss, grad_norm: of the replayed step.
+        bad_value: the operation that made the first value that is not finite, or empty.
+        variants: by the table's order.
+        unexplained: the share of the step's squared difference to float32 that no place of the table stands for.
+        losses: by parameter, the share of its elements whose update the storage rounded away; those with most.
+        lost_share: the same share of all elements.
+        edq: the part of the intended update that arrived, over all tensors; 1 is all.
+        watched: what the gauges read of the step: by table, tensor and metric.
+        is_compared: whether the record holds of this step what could be compared.
+        reasons: what makes it another computation than the run's, so that it may part from the record, in sentences.
+        notes: what else is worth a sentence.
+    """
+
+    run: str
+    step: int
+    started: int
+    departure: Departure | None
+    loss: float
+    grad_norm: float | None
+    bad_value: str = ""
+    variants: tuple[VariantResult, ...] = ()
+    unexplained: float | None = None
+    losses: Mapping[str, float] | None = None
+    lost_share: float | None = None
+    edq: float | None = None
+    watched: Mapping[str, Mapping[str, Mapping[str, float | None]]] | None = None
+    is_compared: bool = True
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_the_run(self) -> bool | None:
+        """Whether it is the run's own step to the last digit; ``None`` where nothing tells."""
+        return False if self.departure is not None else True if self.is_compared else None
+
+    def variant(self, name: str) -> VariantResult | None:
+        """The result of one row of the table, if it was computed."""
+        return next((row for row in self.variants if row.name == name), None)
+
+    @property
+    def difference(self) -> float | None:
+        """The relative difference of the step's gradient to float32's."""
+        row = self.variant("as-run")
+        return row.gradient if row is not None else None
+
+    @property
+    def is_order(self) -> bool:
+        """Whether the order of sums alone explains the difference to float32."""
+        order = self.variant("other-order-float32")
+        moved = order.gradient if order is not None and order.gradient is not None else 0.0
+        return self.difference is not None and self.difference <= max(EXACT, ORDER * moved)
+
+    @property
+    def cause(self) -> VariantResult | None:
+        """The widening that removes most of the gradient's difference to float32, or makes it finite."""
+        widened = [row for row in self.variants if row.name in WIDENINGS]
+        as_run = self.variant("as-run")
+        if as_run is not None and not as_run.is_finite:
+            return next((row for row in widened if row.is_finite), None)
+        return None if self.is_order else _largest(widened, "gradient_share")
+
+    @property
+    def cause_of_update(self) -> VariantResult | None:
+        """The widening that removes most of the update's difference to float32."""
+        row = self.variant("as-run")
+        if row is None or row.update is None or row.update <= EXACT:
+            return None
+        return _largest([row for row in self.variants if row.name in WIDENINGS], "update_share")
+
+    def share_of(self, name: str) -> float:
+        """The share of the gradient's difference that a widening removes; 0 where it was not computed or nothing differs."""
+        row = self.variant(name)
+        return 0.0 if row is None or self.is_order or row.gradient_share is None else row.gradient_share
+
+    def to_dict(self) -> dict[str, Any]:
+        """The replay as values for JSON."""
+        return {
+            "step": self.step,
+            "started": self.started,
+            "is_the_run": self.is_the_run,
+            "departure": self.departure and self.departure.message,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "bad_value": self.bad_value,
+            "cause": self.cause and self.cause.name,
+            "cause_of_update": self.cause_of_update and self.cause_of_update.name,
+            "order_explains_it": self.is_order,
+            "unexplained_share": self.unexplained,
+            "lost_share": self.lost_share,
+            "edq": self.edq,
+            "losses": dict(self.losses or {}),
+            "variants": [_row(each) for each in self.variants],
+            "watched": dict(self.watched or {}),
+            "reasons": list(self.reasons),
+            "notes": list(self.notes),
+        }
+
+    def lines(self) -> list[str]:
+        """At most ten lines."""
+        lines = self.every_line()
+        return (
+            lines if len(lines) <= _LINES else [*lines[: _LINES - 1], f"  and {len(lines) - _LINES + 1} more (--json)"]
+        )
+
+    def every_line(self) -> list[str]:
+        """What it has shown, the most important first."""
+        since = f"checkpoint {self.started}" if self.started else "the initial weights"
+        is_the_run = "the bits of the record" if self.is_compared else "the record holds nothing of it to compare with"
+        if self.departure is not None:
+            is_the_run = self.departure.message
+        norm = "" if self.grad_norm is None else f", gradient norm {self.grad_norm:.4g}"
+        lines = [f"replay of step {self.step} from {since}: loss {self.loss:.6g}{norm}; {is_the_run}"]
+        lines += [f"  note: {said}" for said in self.reasons]
+        lines += [f"  {self.bad_value}"] if self.bad_value else []
+        lines += self._difference_lines()
+        if self.lost_share is not None and self.edq is not None:
+            first = next(iter(self.losses or {}), "")
+            where = f", most in {first} ({(self.losses or {})[first]:.0%})" if first and self.lost_share > 0.01 else ""
+            lines.append(f"  storage: {self.lost_share:.1%} of the updates rounded away{where}; EDQ {self.edq:.4f}")
+        lines += [f"  watched: {said}" for said in [self._worst()] if said]
+        return lines + [f"  note: {said}" for said in self.notes]
+
+    def _worst(self) -> str:
+        """The tensors whose casts lose most."""
+        tensors = (self.watched or {}).get("tensors", {})
+        said = []
+        for metric, what in (("overflow", "saturates"), ("underflow", "is rounded to zero")):
+            name = max(tensors, key=lambda each: tensors[each].get(metric) or 0.0, default="")
+            if name and (share := tensors[name].get(metric) or 0.0) >= 0.001:
+                said.append(f"{share:.1%} of {name} {what}")
+        return ", ".join(said)
+
+    def _difference_lines(self) -> list[str]:
+        as_run = self.variant("as-run")
+        if as_run is None:
+            return []
+        if not as_run.is_finite:
+            wide = self.variant("float32")
+            if wide is not None and not wide.is_finite:
+                return ["  the step is not finite in float32 either: no format is the cause"]
+            which = (
+                f", and with this alone widened: {self.cause.name}"
+                if self.cause
+                else ", and no place alone makes it so"
+            )
+            return [f"  the step is finite in float32{which}"]
+        lines = [
+            f"  difference to float32: loss {_of(as_run.loss)}, gradient {_of(as_run.gradient)}, update {_of(as_run.update)}"
+        ]
+        if self.is_order:
+            return [*lines, "  the order of sums alone explains the gradient's"]
+        for what in ("gradient", "update"):
+            ranked = _ranked(self.variants, f"{what}_share")[:_SHOWN]
+            said = ", ".join(f"{row.name} {getattr(row, f'{what}_share'):.0%}" for row in ranked)
+            lines += [f"  of the {what}'s difference, widening removes: {said}"] if said else []
+        cause = self.cause
+        if cause is not None:
+            tensor = next(iter(as_run.tensors or {}), "")
+            lines.append(f"  mostly: {REPLAY_VARIANTS[cause.name].shows}{f'; most in {tensor}' if tensor else ''}")
+        if self.unexplained is not None and self.unexplained > SHARE:
+            lines.append(
+                f"  {self.unexplained:.0%} of it comes from no place of the table: the kernels, or what the code does itself"
+            )
+        return lines
+
+
+def _ranked(rows: Sequence[VariantResult], share: str) -> list[VariantResult]:
+    """Widenings that remove a tenth of the difference or more, the largest first."""
+    known = [row for row in rows if (getattr(row, share) or 0.0) >= 0.1]
+    return sorted(known, key=lambda row: -getattr(row, share))
+
+
+def _largest(rows: Sequence[VariantResult], share: str) -> VariantResult | None:
+    first = next(iter(_ranked(rows, share)), None)
+    return first if first is not None and getattr(first, share) >= SHARE else None
+
+
+def _of(value: float | None) -> str:
+    return "none" if value is None or not math.isfinite(value) else f"{value:.2e}"
+
+
+def _row(row: VariantResult) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__slots__} | {"tensors": dict(row.tensors or {})}
+
+
+RESULT_COLUMNS = (
+    *text_columns(variant="name", what_is_changed="changed"),
+    *number_columns(
+        loss="loss",
+        gradient="gradient",
+        removes_of_it="gradient_share",
+        update="update",
+        removes_of_that="update_share",
+    ),
+    *text_columns(gradient_differs_most_in="tensor"),
+)
+"""Columns of :func:`variant_results`."""
+
+
+def variant_results(variants: Sequence[VariantResult]) -> list[Row]:
+    """Variants as a table: relative differences, and the shares of the run's own that a widening removes."""
+    return [
+        {
+            "name": row.name,
+            "changed": REPLAY_VARIANTS[row.name].changed,
+            **{
+                what: _of(getattr(row, what)) if row.is_finite else "not finite"
+                for what in ("loss", "gradient", "update")
+            },
+            "gradient_share": "" if row.gradient_share is None else f"{row.gradient_share:.0%}",
+            "update_share": "" if row.update_share is None else f"{row.update_share:.0%}",
+            "tensor": next(iter(row.tensors or {}), ""),
+        }
+        for row in variants
+    ]

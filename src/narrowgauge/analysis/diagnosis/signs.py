@@ -1,0 +1,61 @@
+"""The table of signs: everything that one run's record can show or not show.
+
+The posterior multiplies the probabilities of signs as if they were independent given a cause. They nearly are: each event of the
+monitor is one sign, and signs that compare (which comes first, which tensor of many) add what no event says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from narrowgauge.analysis.diagnosis.evidence import Evidence
+from narrowgauge.analysis.diagnosis.observations import UNKNOWN, Observation, Sign
+from narrowgauge.analysis.diagnosis.signs_of_batches import SIGNS_OF_BATCHES
+from narrowgauge.analysis.diagnosis.signs_of_evals import SIGNS_OF_EVALS
+from narrowgauge.analysis.diagnosis.signs_of_events import SIGNS_OF_EVENTS
+from narrowgauge.analysis.diagnosis.signs_of_gauges import SIGNS_OF_GAUGES
+from narrowgauge.analysis.diagnosis.signs_of_layers import SIGNS_OF_LAYERS
+from narrowgauge.analysis.diagnosis.signs_of_loss_scale import SIGNS_OF_LOSS_SCALE
+from narrowgauge.analysis.diagnosis.signs_of_rates import SIGNS_OF_RATES
+from narrowgauge.analysis.diagnosis.signs_of_replays import SIGNS_OF_REPLAYS
+from narrowgauge.analysis.diagnosis.signs_of_settings import SIGNS_OF_SETTINGS
+from narrowgauge.analysis.diagnosis.signs_of_steps import SIGNS_OF_STEPS
+from narrowgauge.analysis.diagnosis.signs_of_time import SIGNS_OF_TIME
+
+SIGNS: dict[str, Sign] = {
+    sign.name: sign
+    for sign in (
+        *SIGNS_OF_EVENTS,
+        *SIGNS_OF_STEPS,
+        *SIGNS_OF_BATCHES,
+        *SIGNS_OF_EVALS,
+        *SIGNS_OF_TIME,
+        *SIGNS_OF_RATES,
+        *SIGNS_OF_LOSS_SCALE,
+        *SIGNS_OF_GAUGES,
+        *SIGNS_OF_LAYERS,
+        *SIGNS_OF_SETTINGS,
+        *SIGNS_OF_REPLAYS,
+    )
+}
+"""All signs by name."""
+
+
+def observe(evidence: Evidence) -> dict[str, Observation]:
+    """Look for every sign in a run.
+
+    Args:
+        evidence: of the run.
+    Returns:
+        An observation per sign, by its name.
+    """
+    seen: dict[str, Observation] = {}
+    return {name: _look(sign, evidence, seen) for name, sign in SIGNS.items()}
+
+
+def _look(sign: Sign, evidence: Evidence, seen: dict[str, Observation]) -> Observation:
+    """Look for a sign, unless another one that must be there first is not; ``seen`` holds those that are known."""
+    if sign.name not in seen:
+        is_asked = not sign.given or _look(SIGNS[sign.given], evidence, seen).state == "present"
+        seen[sign.name] = sign.observe(evidence) if is_asked else replace(UNKNOWN, sign=sign.name)
+    return seen[sign.name]

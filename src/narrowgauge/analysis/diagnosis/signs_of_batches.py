@@ -1,0 +1,191 @@
+"""Signs in what a step was trained on: batches that come again, tokens that are unusual, and a loss that is weighted wrongly.
+
+A record holds a checksum of each step's tokens and their loss under the frequencies of single tokens, which no fault of the
+model changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean, median, pstdev
+
+from narrowgauge.analysis.diagnosis.evidence import Evidence, step_of
+from narrowgauge.analysis.diagnosis.observations import ABSENT, UNKNOWN, Observation, Sign, present
+from narrowgauge.analysis.diagnosis.signs_of_steps import BEFORE, FEWEST, LATER
+
+UNUSUAL, LEAST_UNUSUAL = 7.0, 0.1
+"""Standard deviations, and nats, between a step's unigram loss and that of all steps, from which its tokens are unusual."""
+FOLLOWS_SIGMAS = 4.0
+"""Standard errors by which the loss of such steps exceeds that of the steps around them where it follows their tokens."""
+TOGETHER = 0.5
+"""Correlation of the changes of the loss and of the gradient norm; healthy runs reach 0.35, and nearly all stay below 0."""
+SLOPES = (0.5, 2.0)
+"""Change of the gradient norm's logarithm for one of the loss's: a factor on the loss is one on its gradient."""
+LEAST_SPREAD = 0.02
+"""Standard deviation of the loss's logarithm below which a factor on it is too small to be seen."""
+LEARNED = 0.3
+"""Nats above the unigram loss at which a model does not even know how often each token occurs."""
+
+
+def _repeated(evidence: Evidence) -> list[tuple[int, int]]:
+    """The steps whose batch came before, each with the first step that had it; not those of a second epoch."""
+    seen: dict[str, int] = {}
+    repeats = []
+    epoch = evidence.run.run.get("data", {}).get("tokens", math.inf)
+    for row in evidence.run.steps:
+        crc = row.get("batch_crc")
+        if (row.get("tokens") or 0) > epoch:
+            break
+        if isinstance(crc, str):
+            if crc in seen:
+                repeats.append((int(row["step"]), seen[crc]))
+            seen.setdefault(crc, int(row["step"]))
+    return repeats
+
+
+def _repeats(evidence: Evidence) -> Observation:
+    repeats = _repeated(evidence)
+    if len(repeats) < 2:
+        return ABSENT
+    step, before = repeats[0]
+    said = f"{len(repeats)} batches came more than once; that of step {step} was step {before}'s"
+    return present(step, said, value=float(len(repeats)), threshold=2.0)
+
+
+def _repeats_since_resume(evidence: Evidence) -> Observation:
+    step, before = _repeated(evidence)[0]
+    at = next((step_of(e) for e in evidence.events.get("resume", []) if 0 < step - step_of(e) <= FEWEST), None)
+    if at is None:
+        return ABSENT
+    return present(step, f"the run resumed at step {at} and went on with the batch of step {before}")
+
+
+def _unusual_rows(evidence: Evidence) -> tuple[list[int], float]:
+    """The rows whose tokens are unusual, and the unigram loss of the usual ones."""
+    losses = evidence.column("unigram_loss")
+    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    if len(known) < BEFORE:
+        return [], math.nan
+    level = median(known)
+    spread = 1.05 * median(
+        abs(b - a) for a, b in pairwise(known)
+    )  # of neighbours, where a third of all steps is unusual too
+    limit = max(UNUSUAL * spread, LEAST_UNUSUAL)
+    return [row for row, loss in enumerate(losses) if loss is not None and abs(loss - level) > limit], level
+
+
+def _unusual(evidence: Evidence) -> Observation:
+    rows, level = _unusual_rows(evidence)
+    if not rows:
+        return UNKNOWN if math.isnan(level) else ABSENT
+    step, loss = evidence.steps[rows[0]], evidence.column("unigram_loss")[rows[0]]
+    more = f", as those of {len(rows) - 1} more steps" if len(rows) > 1 else ""
+    said = f"the tokens of step {step} are unusual{more}: their unigram loss is {loss:.2f}, and usually {level:.2f}"
+    return present(step, said, None, loss, level)
+
+
+def _loss_follows(evidence: Evidence) -> Observation:
+    """Whether the loss is higher where the tokens are unusual, beside the steps before and after."""
+    rows, _ = _unusual_rows(evidence)
+    losses, unusual = evidence.column("loss"), set(rows)
+    inside = [loss for row in rows if (loss := losses[row]) is not None and math.isfinite(loss)]
+    near = range(max(0, rows[0] - BEFORE), min(len(losses), rows[-1] + 10))
+    beside = [loss for row in near if row not in unusual and (loss := losses[row]) is not None and math.isfinite(loss)]
+    if not inside or len(beside) < FEWEST:
+        return UNKNOWN
+    noise = median(abs(b - a) for a, b in pairwise(beside)) * math.sqrt(1 / len(inside) + 1 / len(beside))
+    more = median(inside) - median(beside)
+    if more <= max(FOLLOWS_SIGMAS * noise, 0.05):
+        return ABSENT
+    step = evidence.steps[rows[0]]
+    return present(step, f"the loss is {more:.2f} nats higher at the steps whose tokens are unusual", None, more)
+
+
+def _changes(values: Sequence[float | None]) -> list[float | None]:
+    """The change of the logarithm from each row to the next."""
+    good = [value if value is not None and 0 < value < math.inf else None for value in values]
+    return [None if a is None or b is None else math.log(b / a) for a, b in pairwise(good)]
+
+
+def _fit(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The correlation of pairs, and the slope of the second over the first."""
+    ones, others = zip(*pairs, strict=True)
+    a, b = fmean(ones), fmean(others)
+    joint = fmean((x - a) * (y - b) for x, y in pairs)
+    spreads = pstdev(ones), pstdev(others)
+    return (joint / (spreads[0] * spreads[1]), joint / spreads[0] ** 2) if min(spreads) > 0 else (0.0, 0.0)
+
+
+def _vary_together(evidence: Evidence) -> Observation:
+    """A factor on the loss of a step is one on its gradient too; in a healthy run the two have little in common.
+
+    Both thirds after the warm-up must show it, so that no single spike does.
+    """
+    changes = zip(*(_changes(evidence.column(name)) for name in ("loss", "grad_norm")), strict=True)
+    pairs = [(x, y) for x, y in changes if x is not None and y is not None]
+    parts = [pairs[k * len(pairs) // 3 : (k + 1) * len(pairs) // 3] for k in (1, 2)]
+    if evidence.is_sparse or min(map(len, parts)) < 15:
+        return UNKNOWN
+    fits = [_fit(part) for part in parts]
+    spread = min(pstdev(x for x, _ in part) for part in parts)
+    if spread < LEAST_SPREAD or not all(r >= TOGETHER and SLOPES[0] <= slope <= SLOPES[1] for r, slope in fits):
+        return ABSENT
+    lowest = min(r for r, _ in fits)
+    said = f"loss and gradient norm vary by the same factors from step to step (correlation {lowest:.2f})"
+    return present(None, said, None, lowest, TOGETHER)
+
+
+def _still_warms_up(evidence: Evidence) -> bool:
+    """Whether the learning rate still rises at the end."""
+    rates = [rate for rate in evidence.column("lr") if rate is not None]
+    return len(rates) > 1 and rates[-1] == max(rates) and rates[-1] > rates[-2]
+
+
+def _learns_nothing(evidence: Evidence) -> Observation:
+    rows = [
+        (loss, unigram)
+        for loss, unigram in zip(evidence.column("loss"), evidence.column("unigram_loss"), strict=True)
+        if loss is not None and unigram is not None and math.isfinite(loss)
+    ]
+    if len(rows) < 2 * BEFORE or _still_warms_up(evidence):
+        return UNKNOWN
+    tens = [rows[k : k + 10] for k in range(0, len(rows) - 9, 10)]
+    levels = [tuple(median(part) for part in zip(*ten, strict=True)) for ten in tens]
+    if any(loss < unigram + LEARNED for loss, unigram in levels):  # what was learned and lost again is another matter
+        return ABSENT
+    loss, unigram = levels[-1]
+    said = f"the loss ends at {loss:.2f}; knowing how often each token occurs gives {unigram:.2f}"
+    return present(evidence.steps[-1], said, None, loss, unigram + LEARNED)
+
+
+_TOKENS, _LOSS = ("steps.unigram_loss",), ("steps.loss",)
+
+SIGNS_OF_BATCHES: tuple[Sign, ...] = (
+    Sign(
+        "batches-repeat", "batches come more than once", ("steps.batch_crc",), 0.002, _repeats,
+        LATER.format("batch_crc"),
+    ),
+    Sign(
+        "repeats-begin-at-resume", "batches come again from a resume on", ("steps.batch_crc",), 0.05, _repeats_since_resume,
+        given="batches-repeat",
+    ),
+    Sign(
+        "tokens-are-unusual", "the tokens of some steps are unlike those of all others", _TOKENS, 0.01, _unusual,
+        LATER.format("unigram_loss"), per_step=1e-5,
+    ),
+    Sign(
+        "loss-follows-tokens", "the loss is higher where the tokens are unusual", _TOKENS + _LOSS, 0.3, _loss_follows,
+        given="tokens-are-unusual",
+    ),
+    Sign(
+        "loss-and-gradient-vary-together", "loss and gradient norm vary by the same factors from step to step",
+        (*_LOSS, "steps.grad_norm"), 0.006, _vary_together,
+    ),
+    Sign(
+        "learns-nothing", "the loss stays above that of a model that knows how often each token occurs", _TOKENS + _LOSS, 0.01,
+        _learns_nothing, LATER.format("unigram_loss"),
+    ),
+)  # fmt: skip
+"""The signs in what steps were trained on."""

@@ -1,0 +1,375 @@
+"""Signs in the shape of what layers hold: which of a layer's tensors differ from what its arithmetic makes of ordinary ones.
+
+None of them is a threshold of one run: a norm bounds what it gives, an update has the size of its rate, updates make all weights
+grow alike, and a format ends somewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from statistics import median
+
+from narrowgauge.analysis.diagnosis import possible
+from narrowgauge.analysis.diagnosis.evidence import Evidence
+from narrowgauge.analysis.diagnosis.observations import ABSENT, UNKNOWN, Observation, Sign, present
+from narrowgauge.analysis.diagnosis.signs_of_events import GAUGES, first_of
+from narrowgauge.analysis.diagnosis.signs_of_gauges import FEWEST, Samples
+from narrowgauge.analysis.diagnosis.signs_of_steps import BEFORE, LATER, level_of
+from narrowgauge.analysis.monitor.detectors import DETECTORS
+from narrowgauge.runs.schema import FIRST_EXPONENT
+from narrowgauge.spec.significance import MIN_EDQ
+
+DOMINATES = 0.85
+"""Share of the square root of the hidden size, which is what a norm gives where one channel is all of its input."""
+FED_BY_NORM = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "qkv_proj",
+    "c_attn",
+    "gate_proj",
+    "up_proj",
+    "gate_up_proj",
+    "c_fc",
+    "lm_head",
+)
+"""Layers whose input is a norm's output."""
+AFTER_GATE = ("down_proj", "w2", "fc2", "mlp.c_proj")
+"""Layers whose input is what comes after a gate or an activation."""
+QUERY_KEY = ("q_proj", "k_proj")
+GROWN = 2.0
+"""Factor by which queries' and keys' weights outgrow all other matrices; healthy ones stay within 1.3."""
+MOVED = 3.0
+"""Nats by which log Z leaves its first level; at equal loss a softmax does not see it."""
+SMALL_UPDATE = 0.05
+"""Rms of an update over its learning rate, which AdamW keeps between a fifth and one."""
+SHOCK = 12.0
+"""Factor over its largest of ten steps of the embedding's gradient, while others stay; healthy ones reach 13 once, not thrice."""
+PILED, EDGE = 0.2, -21 - FIRST_EXPONENT
+"""Share of the gradients that are not zero in the last three binades of float16, 2^-24 to 2^-21: what is smaller is zero."""
+SPREAD = 3.0
+"""Binary exponents by which a tensor's highest block scale leaves its median scale."""
+FEW_ZEROS = 0.01
+"""Share of a tensor that blocks of eight bits round to zero at most."""
+DROWNS = 10.0
+"""Energy of one feature over that of all others together; healthy inputs of 24 features reached 3.1."""
+
+
+def _values(evidence: Evidence, metric: str, kind: str) -> dict[str, dict[int, float]]:
+    return {name: dict(found) for name, found in evidence.metric("tensors", metric, kind).items()}
+
+
+def _largest_gain(evidence: Evidence) -> dict[int, float]:
+    """The largest gain of any norm, by step."""
+    found: dict[int, float] = {}
+    for name, samples in evidence.metric("tensors", "amax", "weight").items():
+        if "norm" in name or ".ln_" in name:
+            for step, value in samples:
+                found[step] = max(found.get(step, 0.0), value)
+    return found
+
+
+def _dominated(evidence: Evidence) -> list[tuple[int, str, float]]:
+    """Inputs that one channel fills in the last samples: since when, which, and the share of what a norm can give at most."""
+    size, gains = evidence.hidden_size, _largest_gain(evidence)
+    if size is None or not gains:
+        return []
+    found = []
+    for name, samples in evidence.metric("tensors", "amax", "input").items():
+        if not name.endswith(FED_BY_NORM):
+            continue
+        shares = [(step, value / (math.sqrt(size) * max(1.0, gains.get(step, 1.0)))) for step, value in samples]
+        first = next((k for k in range(len(shares)) if all(share >= DOMINATES for _, share in shares[k:])), len(shares))
+        if len(shares) - first >= FEWEST:
+            found.append((shares[first][0], name, median(share for _, share in shares[first:])))
+    return found
+
+
+def _massive(evidence: Evidence) -> Observation:
+    found = _dominated(evidence)
+    if evidence.hidden_size is None:
+        return UNKNOWN
+    if len(found) < 2:
+        return ABSENT
+    step, name, share = min(found)
+    said = f"one channel is nearly all of some tokens in {name} and {len(found) - 1} more ({share:.0%} of what a norm can give)"
+    return present(step, said, name, share, DOMINATES)
+
+
+def _massive_in_narrow(evidence: Evidence) -> Observation:
+    if not possible.is_narrow(evidence):
+        return ABSENT
+    found = [one for one in _dominated(evidence) if evidence.metric("tensors", "sqnr_db").get(one[1])]
+    if not found:
+        return ABSENT
+    step, name, _ = min(found)
+    return present(step, f"the cast of {name} shares one scale between such a channel and all others", name)
+
+
+def _growth_of(samples: Samples) -> dict[str, list[tuple[int, float]]]:
+    """By tensor its rms over that of its first sample."""
+    return {
+        name: [(step, value / values[0][1]) for step, value in values]
+        for name, values in samples.items()
+        if len(values) >= FEWEST and values[0][1] > 0 and "norm" not in name and not name.endswith(".bias")
+    }
+
+
+def _queries_grow(evidence: Evidence) -> Observation:
+    """The weights that only attention's logits hold in check grow, and all others do not."""
+    growth = _growth_of(evidence.metric("tensors", "rms", "weight"))
+    own = {name: rows for name, rows in growth.items() if name.removesuffix(".weight").endswith(QUERY_KEY)}
+    others = [dict(rows) for name, rows in growth.items() if name not in own]
+    if not own or len(others) < FEWEST:
+        return UNKNOWN
+    found = []
+    for name, rows in own.items():
+        beyond = [(step, value / median(row.get(step, 1.0) for row in others)) for step, value in rows]
+        if all(factor >= GROWN for _, factor in beyond[-2:]):
+            found.append((next(step for step, factor in beyond if factor >= GROWN), name, beyond[-1][1]))
+    if len(found) < 2:
+        return ABSENT
+    step, name, factor = min(found)
+    said = f"{name} and {len(found) - 1} more weights of queries and keys grew {factor:.1f} times as much as other matrices"
+    return present(step, said, name, factor, GROWN)
+
+
+def _sharpens(evidence: Evidence) -> Observation:
+    """Attention that becomes more certain in one layer, fast: its entropy falls to less than half of what it was."""
+    found = []
+    for name, samples in evidence.metric("attention", "entropy").items():
+        if len(samples) < FEWEST:
+            continue
+        first = samples[0][1]
+        fallen = [step for step, value in samples if value < 0.5 * first]
+        if fallen and all(value < 0.5 * first for _, value in samples[-1:]):
+            found.append((fallen[0], name, samples[-1][1] / first))
+    if not found:
+        return ABSENT
+    step, name, share = min(found)
+    return present(step, f"the entropy of {name} fell to {share:.0%} of what it was at first", name, share, 0.5)
+
+
+def _logits_move(evidence: Evidence) -> Observation:
+    samples = [
+        (int(row["step"]), float(value))
+        for row in evidence.gauges
+        if isinstance(value := (row.get("logits") or {}).get("log_z"), (int, float)) and math.isfinite(value)
+    ]
+    if len(samples) < FEWEST + 1 or possible.is_unit_scaled(evidence):  # whose head has a scale of its own
+        return UNKNOWN
+    first = samples[0][1] if len(samples) < 3 * FEWEST else median(value for _, value in samples[:FEWEST])
+    off = [step for step, value in samples if abs(value - first) >= MOVED]
+    if not all(abs(value - first) >= MOVED for _, value in samples[-2:]):
+        return ABSENT
+    said = f"log Z went from {first:.1f} to {samples[-1][1]:.1f}"
+    return present(off[0], said, None, samples[-1][1] - first, MOVED)
+
+
+def _below_rate(evidence: Evidence) -> Observation:
+    """Where updates are far smaller than their rate: what divides them is not the gradient's own size."""
+    rates = dict(zip(evidence.steps, evidence.column("lr"), strict=True))
+    sizes, stored = (
+        _values(evidence, "rms", "weight"),
+        {n: dict(v) for n, v in evidence.metric("updates", "edq").items()},
+    )
+    ratios: dict[int, list[float]] = {}
+    for name, samples in evidence.metric("updates", "update_to_weight").items():
+        for step, value in samples:
+            rate, size = rates.get(step), sizes.get(f"weight:{name}", {}).get(step)
+            if rate and size and "norm" not in name and stored.get(name, {}).get(step, 1.0) >= MIN_EDQ:
+                ratios.setdefault(step, []).append(value * size / rate)
+    if len(ratios) < 2 or possible.is_unit_scaled(evidence):  # whose rates are those of each tensor
+        return UNKNOWN
+    levels = [(step, median(values)) for step, values in ratios.items()]
+    low = [(step, level) for step, level in levels if level <= SMALL_UPDATE]
+    if len(low) < max(2, 0.8 * len(levels)):
+        return ABSENT
+    step, level = min(low)
+    said = f"updates are {level:.2g} of their learning rate, and AdamW's are a fifth to one where epsilon is small"
+    return present(step, said, None, level, SMALL_UPDATE)
+
+
+def _embedding_jumps(evidence: Evidence) -> Observation:
+    """The embedding's gradient against its own level and the rest of the gradient's, in every step; once is a batch's."""
+    rest: list[float | None] = []
+    calm: list[float] = []
+    found: list[tuple[int, float, float]] = []
+    for row, (own, whole) in enumerate(
+        zip(evidence.column("embedding_grad_norm"), evidence.column("grad_norm"), strict=True)
+    ):
+        known = own is not None and whole is not None and whole < math.inf
+        rest.append(math.sqrt(max(0.0, whole * whole - own * own)) if known else None)  # type: ignore[operator]
+        if own is None or not own < math.inf:
+            continue
+        now, highest = rest[-1], max(calm[-10:], default=math.inf)
+        if len(calm) < 10 or now is None or own <= SHOCK * highest:
+            calm.append(own)
+            continue
+        level = level_of(rest[max(0, row - BEFORE) : row])
+        # The embedding alone: the others neither jump with it, nor are they larger than it anyway.
+        if level is not None and now <= SHOCK / 2 * level and own > now:
+            found.append((evidence.steps[row], own, own / highest))
+    if len(found) < FEWEST:
+        return ABSENT
+    step, value, factor = found[0]
+    said = f"the embedding's gradient was {factor:.0f} times its largest before at step {step}, and the others' was not"
+    return present(step, f"{said}; so it was at {len(found) - 1} more", None, value, value / factor * SHOCK)
+
+
+def _piled(evidence: Evidence) -> Observation:
+    """The left edge of a histogram of gradients is where float16 ends, and much of it lies there, or nothing is left of it."""
+    if not possible.in_float16(evidence) or evidence.recipe is None:
+        return UNKNOWN
+    was_any = False
+    for row in evidence.gauges:
+        counts = (row.get("histograms") or {}).get("output_grad")
+        total = sum(counts) if counts else 0
+        if counts is None or not (total or was_any):
+            continue
+        share = sum(counts[:EDGE]) / total if total else 1.0
+        if share >= PILED:
+            said = f"{share:.0%} of all gradients that are not zero are below 2^-21, and what is below 2^-25 is zero in float16"
+            return present(int(row["step"]), said if total else "every gradient is zero in float16", None, share, PILED)
+        was_any = True
+    return ABSENT
+
+
+def _first_risen(series: Samples, limit_of: Callable[[float], float]) -> tuple[int, str, float] | None:
+    """The first tensor that rose, and stays: the step from which it reached its limit, its name and its last value.
+
+    Args:
+        series: by tensor: steps and values.
+        limit_of: a tensor's limit, by its first value.
+    """
+    found = []
+    for name, samples in series.items():
+        limit = limit_of(samples[0][1])
+        if len(samples) >= FEWEST and all(value >= limit for _, value in samples[-2:]):
+            found.append((next(step for step, value in samples if value >= limit), name, samples[-1][1]))
+    return min(found, default=None)
+
+
+def _blocks_spread(evidence: Evidence) -> Observation:
+    """Single blocks whose scale leaves that of most others, where it did not at first; blocks of zeros have none."""
+    series: Samples = {}
+    for row in evidence.gauges:
+        for name, scales in (row.get("block_scales") or {}).items():
+            if name.startswith(("input:", "weight:")) and scales and len(scales) == 3 and None not in scales:
+                series.setdefault(name, []).append((int(row["step"]), scales[2] - scales[1]))
+    found = _first_risen(series, lambda first: first + SPREAD)
+    if found is None:
+        return ABSENT
+    step, name, spread = found
+    return present(
+        step, f"blocks of {name} have scales up to 2^{spread:.0f} times the median one", name, spread, SPREAD
+    )
+
+
+def _blocks_lose(evidence: Evidence) -> Observation:
+    """More of a tensor is zero in its blocks than was, however little energy that has: one large value has nearly all of it."""
+    if not possible.in_blocks(evidence) or evidence.recipe is None:
+        return UNKNOWN
+    # Where many values are zero from the beginning, as in four bits, more of them say nothing.
+    series = {
+        name: samples for name, samples in evidence.metric("tensors", "underflow").items() if samples[0][1] < FEW_ZEROS
+    }
+    found = _first_risen(series, lambda first: max(DETECTORS["underflow"].threshold, 3 * first))
+    if found is None:
+        return ABSENT
+    step, name, share = found
+    return present(
+        step, f"blocks of {name} round {share:.0%} of their values to zero, and did not at first", name, share
+    )
+
+
+def _feature_drowns(evidence: Evidence) -> Observation:
+    """After a gate, one feature with far more energy than all others, and it was not so at first."""
+    ratios = evidence.metric("tensors", "top_to_rest", "input")
+    series = {name: samples for name, samples in ratios.items() if name.endswith(AFTER_GATE)}
+    found = _first_risen(series, lambda first: max(DROWNS, 4 * first))
+    if found is None:
+        return ABSENT
+    step, name, value = found
+    return present(
+        step, f"one feature of {name} has {value:.0f} times the energy of all others together", name, value, DROWNS
+    )
+
+
+def _gradient_flows_past(evidence: Evidence) -> Observation:
+    """Weights without a gradient whose outputs have one: they are frozen. Of a dead block only the last output has one."""
+    grads, outputs = _values(evidence, "rms", "grad"), _values(evidence, "rms", "output_grad")
+    zero: list[tuple[int, str, bool]] = []
+    for name, samples in grads.items():
+        steps, module = [step for step, value in samples.items() if value == 0.0], name.removesuffix(".weight")[5:]
+        passed = outputs.get(f"output_grad:{module}", {})
+        if len(steps) >= FEWEST and steps[-1] == max(samples) and passed:
+            zero.append((steps[0], name, all(passed.get(step, 0.0) > 0 for step in steps[-FEWEST:])))
+    flows = [one for one in zero if one[2]]
+    if not zero or 2 * len(flows) <= len(zero):
+        return ABSENT if zero else UNKNOWN
+    step, name, _ = min(flows)
+    return present(step, f"the gradient of {name[5:]} is zero and that of its output is not", name)
+
+
+def _first_in_forward(evidence: Evidence) -> Observation:
+    return first_of(event for event in evidence.events.get("first_bad_value", []) if event.get("phase") == "forward")
+
+
+_WEIGHT, _GRAD = ("tensors.rms",), ("tensors.rms", "events.dead_layer")
+
+SIGNS_OF_LAYERS: tuple[Sign, ...] = (
+    Sign(
+        "channels-dominate", "one channel is nearly all of some tokens, in what norms give to layers", ("tensors.amax",), 0.01,
+        _massive, GAUGES,
+    ),
+    Sign(
+        "dominated-casts", "such a channel shares the scale of a narrow cast with all others", ("tensors.amax",), 0.3,
+        _massive_in_narrow, GAUGES, given="channels-dominate",
+    ),
+    Sign(
+        "queries-and-keys-grow", "weights of queries and keys grow, and other matrices do not", _WEIGHT, 0.01, _queries_grow,
+        GAUGES,
+    ),
+    Sign(
+        "attention-sharpens", "the entropy of an attention falls below half of what it was", ("attention.entropy",), 0.05,
+        _sharpens, GAUGES,
+    ),
+    Sign(
+        "logits-move", "log Z leaves its first level by three nats", ("logits.log_z",), 0.005, _logits_move, GAUGES,
+        per_step=2e-5,
+    ),
+    Sign(
+        "updates-below-rate", "updates are far smaller than their learning rate", ("updates.update_to_weight", "config.eps"),
+        0.005,
+        _below_rate, GAUGES,
+    ),
+    Sign(
+        "embedding-gradient-alone", "the embedding's gradient jumps, and no other's", ("steps.embedding_grad_norm",
+        "steps.grad_norm"),
+        0.003, _embedding_jumps, LATER.format("embedding_grad_norm"), per_step=1e-6,
+    ),
+    Sign("gradients-at-edge", "much of all gradients lies where float16 ends", ("run.histograms",), 0.003, _piled, GAUGES),
+    Sign(
+        "blocks-round-to-zero", "blocks round much more of a tensor to zero than at first", ("tensors.underflow",), 0.005,
+        _blocks_lose, GAUGES,
+    ),
+    Sign(
+        "block-scales-spread", "scales of single blocks leave those of most others", ("run.blocks",), 0.004, _blocks_spread,
+        GAUGES, per_step=1e-5,
+    ),
+    Sign(
+        "feature-drowns-others", "one feature after a gate has far more energy than all others", ("tensors.top_to_rest",), 0.005,
+        _feature_drowns, GAUGES,
+    ),
+    Sign(
+        "gradient-flows-past", "a weight's gradient is zero, and its output's is not", _GRAD, 0.05, _gradient_flows_past, GAUGES,
+        given="gradient-is-zero",
+    ),
+    Sign(
+        "first-in-forward", "the first value that is not finite came in the forward pass", ("run.ours",), 0.002,
+        _first_in_forward,
+    ),
+)  # fmt: skip
+"""The signs in the shape of what layers hold."""

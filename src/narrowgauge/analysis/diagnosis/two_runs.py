@@ -1,0 +1,213 @@
+"""The diagnosis of two runs: where they part, why, and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from narrowgauge.analysis.diagnosis.alignment import Alignment, align
+from narrowgauge.analysis.diagnosis.envelope import rounding_of
+from narrowgauge.analysis.diagnosis.partings import REASONS, Reason, deciding, weigh, without_rounding
+from narrowgauge.analysis.diagnosis.posterior import CONFIDENCE
+from narrowgauge.analysis.diagnosis.replayed import Replayed
+from narrowgauge.analysis.diagnosis.stages import STAGES, Parting
+from narrowgauge.runs.odd_ranks import APPLIED_NO_CLIP, in_words
+from narrowgauge.runs.record import Run
+
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TwoRuns:
+    """What the records of two runs say about their difference.
+
+    Args:
+        names: of the runs.
+        alignment: what they were given, and where they part.
+        reasons: why, with probabilities, the likeliest first; empty where they do not part.
+        evidence: what speaks for the first, a sentence each.
+        next_measurement: what would tell more, or empty.
+    """
+
+    names: tuple[str, str]
+    alignment: Alignment
+    reasons: tuple[tuple[Reason, float], ...]
+    evidence: tuple[str, ...]
+    next_measurement: str
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why they part; ``None`` where they do not, or where it is not known from these records."""
+        known = self.reasons and self.reasons[0][1] >= CONFIDENCE
+        return self.reasons[0][0] if known else None
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        parting = self.alignment.parting
+        if parting is None:
+            return _sameness(self.alignment)
+        where = f"The runs part at step {parting.step}, in {_place(parting)}"
+        if self.reason is None:
+            asked = ", ".join(f"{row.name} {share:.0%}" for row, share in self.reasons[:_NAMED])
+            return f"{where}. Why is not known from these records{f': {asked}' if asked else ''}."
+        return f"{where}. Cause: {self.reason.title} ({self.reason.name}, {self.reasons[0][1]:.0%})."
+
+    def text(self) -> str:
+        """At most ten lines, for a ticket."""
+        lines = [f"{' and '.join(self.names)}: {self.verdict}", *(f"  {said}" for said in self.evidence)]
+        if self.reason is not None:
+            lines.append(f"  what to do: {self.reason.remedy}")
+            if others := ", ".join(f"{row.name} {share:.0%}" for row, share in self.reasons[1:_NAMED] if share >= 0.01):
+                lines.append(f"  it could also be: {others}")
+        if self.next_measurement:
+            lines.append(f"  next: {self.next_measurement}")
+        return "\n".join([*lines, *(f"  note: {said}" for said in self.alignment.notes)][:10])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The diagnosis as values for JSON."""
+        alignment, parting = self.alignment, self.alignment.parting
+        return {
+            "runs": list(self.names),
+            "verdict": self.verdict,
+            "same": parting is None,
+            "step": parting and parting.step,
+            "stage": parting and parting.stage,
+            "tensor": (parting and parting.tensor) or None,
+            "ranks": list(parting.ranks) if parting else [],
+            "replayed": alignment.replayed and alignment.replayed.to_dict(),
+            "equal_tokens": alignment.at_tokens and alignment.at_tokens.to_dict(),
+            "rounding_since": alignment.rounded and alignment.rounded.step,
+            "relative": None if parting is None or math.isnan(parting.relative) else parting.relative,
+            "reasons": {row.name: share for row, share in self.reasons},
+            "differences": [
+                {"name": each.name, "table": each.table, "values": list(each.values)} for each in alignment.differences
+            ],
+            "evidence": list(self.evidence),
+            "next_measurement": self.next_measurement or None,
+            "notes": list(alignment.notes),
+        }
+
+
+def compare_two(one: Run, other: Run, replayed: Replayed | None = None) -> TwoRuns:
+    """Say where two runs part, and why.
+
+    Invariant: a function of the two records alone; no cause is named below a probability of 0.7.
+
+    Args:
+        one, other: their records, finished or not.
+        replayed: what replays of both say, where there were any
+            (:func:`narrowgauge.trainer.replays.two_replays.compare_exactly`).
+    Returns:
+        The first step and tensor that differ, the reasons, and what would tell more.
+
+    Cost: one read of both records, and of their fingerprints.
+    """
+    alignment = without_rounding(align(one, other, replayed))
+    ranked = tuple((REASONS[name], share) for name, share in weigh(alignment).items())
+    evidence = tuple(_evidence(alignment, ranked))
+    return TwoRuns(_names(one, other), alignment, ranked, evidence, _next(alignment, _can_be_replayed(one, other)))
+
+
+def _names(one: Run, other: Run) -> tuple[str, str]:
+    """The folders' names; with their parents' where they are alike."""
+    first, second = one.path, other.path
+    if first.name != second.name:
+        return first.name, second.name
+    return str(first), str(second)
+
+
+def _sameness(alignment: Alignment) -> str:
+    if not alignment.num_common and not alignment.has_prints:
+        return "The records have no step in common, so they cannot be compared."
+    given = f", although they were given {_listed(alignment)}" if alignment.differences else ""
+    if alignment.is_complete:
+        return f"The same run, bit for bit to the last weight{given}."
+    return f"The same in all that both recorded ({alignment.num_common} steps){given}."
+
+
+def _listed(alignment: Alignment) -> str:
+    shown = [str(each) for each in alignment.differences[:_NAMED]]
+    more = len(alignment.differences) - len(shown)
+    return ", ".join(shown) + (f" and {more} more differences" if more else "")
+
+
+def _place(parting: Parting) -> str:
+    place = f"{parting.tensor} ({STAGES[parting.stage]})" if parting.tensor else STAGES[parting.stage]
+    return f"{place} of {in_words(parting.ranks)}" if parting.ranks else place
+
+
+def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...]) -> Iterator[str]:
+    parting = alignment.parting
+    given = _listed(alignment)
+    yield f"given differently: {given}" if given else "given alike: settings, data, versions, machine"
+    if parting is None:
+        return
+    if ranked and (decided := deciding(ranked[0][0], alignment.differences)):
+        yield f"of these, {', '.join(each.name for each in decided[:_NAMED])} can act there"
+    yield from _of_ranks(parting)
+    yield from alignment.replayed.sentences() if alignment.replayed is not None else ()
+    if alignment.at_tokens is not None:
+        yield str(alignment.at_tokens)
+    if parting.equal_until is not None:
+        yield f"every tensor was equal up to step {parting.equal_until}"
+    if (rounded := alignment.rounded) is not None:
+        yield f"before, they differ by rounding alone: since step {rounded.step}, first in {_place(rounded)}"
+    yield from _of_size(alignment, parting)
+    if parting.others[1]:
+        kind, (differing, of) = parting.tensor.partition(":")[0], parting.others
+        yield f"{differing} of the {of - 1} other tensors of its kind ({kind}) differ in that step"
+
+
+def _of_size(alignment: Alignment, parting: Parting) -> Iterator[str]:
+    """How far the two values lie apart, and how far rounding reaches: measured, or by a formula."""
+    replayed = alignment.replayed
+    small = alignment.is_rounding(parting)
+    if small is None:
+        return
+    what = "norm" if parting.tensor else "value"
+    said = f"its {what} is {parting.values[0]:.6g} and {parting.values[1]:.6g}: a relative difference of {parting.relative:.2g}"
+    if replayed is not None and replayed.envelope is not None and replayed.envelope.tensor == parting.tensor:
+        yield f"{said}; {replayed.envelope}: {'inside' if small else 'outside'} of what rounding does"
+        return
+    explains = f"rounding explains ({rounding_of(parting.numel, alignment.roundoff):.2g})"
+    yield f"{said}, {'as small as' if small else 'more than'} {explains}"
+
+
+def _of_ranks(parting: Parting) -> Iterator[str]:
+    """What is known of single ranks."""
+    if parting.said:
+        yield parting.said
+    elif parting.ranks and parting.stage == "clip":
+        which = ("the first run", "the second run")
+        did = [f"by {value:.6g} in {run}" for value, run in zip(parting.values, which, strict=True)]
+        none = [run for value, run in zip(parting.values, which, strict=True) if value == max(parting.values) == 1.0]
+        told = f"; it {APPLIED_NO_CLIP} in {none[0]}" if none else ""
+        yield f"{in_words(parting.ranks)} multiplied its gradients {' and '.join(did)}{told}"
+    elif parting.ranks:
+        yield f"only {in_words(parting.ranks)} differs: the other ranks computed what they did in the other run"
+
+
+def _can_be_replayed(one: Run, other: Run) -> bool:
+    """Whether both were trained here, by the trainer: their data lie in their folders."""
+    return all("recorder" not in run.run and (run.path / "data").is_dir() for run in (one, other))
+
+
+def _next(alignment: Alignment, can_be_replayed: bool) -> str:
+    parting = alignment.parting
+    if parting is None or parting.stage in ("start", "tokens") or alignment.replayed is not None:
+        return ""
+    since = 0 if parting.equal_until is None else parting.equal_until
+    is_located = alignment.rounded is not None or (alignment.has_prints and parting.step - since <= 1)
+    if can_be_replayed and parting.step > 0:
+        more = (
+            "tells damage from code, and measures how far rounding reaches" if is_located else "names the first tensor"
+        )
+        return f"narrowgauge diagnose RUN OTHER --exact computes both again, and {more}"
+    if is_located:
+        return ""
+    hashed = f"nothing was hashed between steps {since} and {parting.step}"
+    why = hashed if alignment.has_prints else "that shows which tensor differs first"
+    return f"repeat both with --fingerprints-every 1 --stop-after {parting.step}: {why}"

@@ -1,0 +1,257 @@
+"""Alarms: run all detectors over the rows of a run, and raise events.
+
+:class:`Alarms` takes every row of ``steps.jsonl`` and ``gauges.jsonl`` and returns the events that the row raises. It reads
+nothing else: no model, no clock, no random numbers. So the detectors can run again over a finished run's folder, a resumed
+run restores their state by reading its own rows, and so does a rollback, which deletes rows.
+
+Each occurrence raises one event: a tensor raises that kind of event again only after it has recovered, and when many tensors
+trip in the same row there is one event, for the worst of them, with the number of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from narrowgauge.analysis.monitor.conditions import CONDITIONS, Detector, Facts, Metrics
+from narrowgauge.analysis.monitor.detectors import DETECTORS, SAFER
+from narrowgauge.analysis.monitor.features import StepMetrics, gauge_metrics, number
+from narrowgauge.analysis.monitor.spikes import Spike, SpikeJudge, StepJudgement
+from narrowgauge.analysis.monitor.stragglers import Stragglers
+from narrowgauge.runs.events import Event
+from narrowgauge.runs.schema import METRICS, Row
+from narrowgauge.spec.notation import parse_value
+from narrowgauge.spec.recipes import Recipe
+
+FEWEST_VALUES = 3
+"""Fewest earlier values that make a baseline."""
+# Forward before backward: of tensors that are equally bad, the one that was computed first.
+_ORDER = ("weight", "input", "output", "output_grad", "grad")
+
+
+@dataclass
+class _State:
+    """The state of one detector for one tensor."""
+
+    recent: deque[float]
+    lowest: float | None = None
+    num_bad: int = 0
+    num_good: int = 0
+    is_active: bool = False
+
+    def update(self, detector: Detector, trips: bool, recovers: bool) -> bool:
+        """Count one value; whether the detector becomes active with it."""
+        self.num_bad = self.num_bad + 1 if trips else 0
+        self.num_good = self.num_good + 1 if recovers else 0
+        begins = not self.is_active and self.num_bad >= detector.consecutive
+        self.is_active = begins or (self.is_active and self.num_good < detector.recovery)
+        return begins
+
+    def baseline(self, detector: Detector) -> float | None:
+        """The median of earlier values: the latest, or the lowest so far."""
+        if detector.lowest:
+            return self.lowest
+        return median(self.recent) if len(self.recent) >= FEWEST_VALUES else None
+
+    def remember(self, detector: Detector, value: float) -> None:
+        """Make a value part of the baseline."""
+        self.recent.append(value)
+        if detector.lowest and len(self.recent) == detector.window:
+            middle = median(self.recent)
+            self.lowest = middle if self.lowest is None else min(self.lowest, middle)
+
+
+@dataclass(frozen=True)
+class _Trip:
+    """A detector that became active."""
+
+    detector: Detector
+    tensor: str | None
+    value: float
+    limit: float
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Smaller is worse."""
+        kind = (self.tensor or "").partition(":")[0]
+        order = _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
+        # One value that is not finite is as bad as many: the first tensor to hold one is the worst.
+        excess = 1.0 if self.detector.kind == "nonfinite" else self.detector.excess(self.value, self.limit)
+        return -excess, order
+
+
+class Alarms:
+    """Runs all detectors over the rows of a run.
+
+    Invariant: the events are a function of the arguments and of the rows, in their order. Rows of steps and rows of gauges are
+    independent of each other, so it does not matter how the two are interleaved.
+
+    Args:
+        recipe: what the run trains in, as for :func:`narrowgauge.prepare`; ``None`` where it is not known.
+        is_audited: the optimizer's audit raises ``lost_updates`` for this run, so no detector does.
+
+    Cost: about 25 µs per step, and 20 µs per tensor of a row of gauges.
+
+    Example:
+        >>> import narrowgauge as ng
+        >>> alarms = ng.Alarms("bfloat16/naive")
+        >>> for step in (20, 40, 60):
+        ...     events = alarms.on_gauges({"step": step, "updates": {"model.norm.weight": [0.2, 0.9, 0.8, 0.8, 0, 0]}})
+        >>> print(events[0].message, "|", events[0].advice)
+        model.norm.weight stores only 20% of its update (threshold 90%); the rest is rounded away | Use storage 'word', which
+        keeps what this one rounds away.
+    """
+
+    def __init__(self, recipe: str | Path | Recipe | None = None, *, is_audited: bool = False) -> None:
+        known = None if recipe is None else parse_value(recipe)
+        self.facts = Facts(
+            known.compute.name if known else "",
+            known.storage if known else None,
+            any(compute.scales_loss for compute in known.computes) if known else False,
+            is_audited,
+        )
+        self.judge = SpikeJudge()
+        """Judges spikes against all steps so far; a trainer judges a step with it before the update."""
+        self._steps, self._stragglers = StepMetrics(), Stragglers()
+        self._states: dict[tuple[str, str | None], _State] = {}
+
+    @classmethod
+    def rebuilt(
+        cls,
+        recipe: str | Path | Recipe | None,
+        steps: Iterable[Row] = (),
+        gauges: Iterable[Row] = (),
+        *,
+        is_audited: bool = False,
+    ) -> Alarms:
+        """The alarms of a run that continues after a resume, or after a rollback that deleted rows.
+
+        Args:
+            recipe, is_audited: as of the class.
+            steps: the rows of ``steps.jsonl`` that are left.
+            gauges: those of ``gauges.jsonl``.
+        Returns:
+            The alarms after these rows; the events that they raise are dropped.
+        Example:
+            >>> rows = [{"step": step, "loss": 2.0, "grad_norm": 1.0} for step in range(1, 31)]
+            >>> Alarms.rebuilt(None, rows).on_step({"step": 31, "loss": 5.0, "grad_norm": 1.0})[0].kind
+            'loss_spike'
+        """
+        alarms = cls(recipe, is_audited=is_audited)
+        for row in steps:
+            alarms.on_step(row)
+        for row in gauges:
+            alarms.on_gauges(row)
+        return alarms
+
+    def on_step(self, row: Row, judgement: StepJudgement | None = None) -> list[Event]:
+        """Read a row of ``steps.jsonl``.
+
+        Args:
+            row: the row just written; rows come in the order of their steps.
+            judgement: of this step by :attr:`judge`, where it was judged before its update; ``None`` judges it now.
+        Returns:
+            The events that it raises.
+        """
+        loss, norm = number(row.get("loss")), number(row.get("grad_norm"))
+        loss = math.nan if loss is None else loss
+        if judgement is None:
+            judgement = StepJudgement(self.judge)
+            judgement.judge_loss(loss)
+            judgement.judge_norm(norm)
+        spikes = judgement.loss, judgement.gradient
+        metrics = self._steps.metrics(row, spikes)
+        trips = [
+            trip
+            for field, detector in _OF_STEPS
+            if (value := metrics.get(field)) is not None
+            for trip in self._read(detector, None, value, metrics)
+        ]
+        for name, spike in zip(("loss-spike", "gradient-spike"), spikes, strict=True):
+            if self._state(DETECTORS[name], None).update(DETECTORS[name], spike is not None, spike is None) and spike:
+                trips.append(_Trip(DETECTORS[name], None, spike.value, spike.threshold))
+        self.judge.add(loss, norm, spiked=any(spikes))
+        return [*self._events(int(row.get("step", 0)), trips, spikes), *self._stragglers.on_step(row)]
+
+    def on_gauges(self, row: Row) -> list[Event]:
+        """Read a row of ``gauges.jsonl``.
+
+        Args:
+            row: the row just written (see :data:`narrowgauge.runs.schema.GAUGE`); rows come in the order of their steps.
+        Returns:
+            The events that it raises: one of each kind at most, for the worst tensor.
+        """
+        trips = []
+        for table, name, metrics in gauge_metrics(row):
+            for detector in _BY_TABLE.get(table, ()):
+                if detector.tensors and (name or "").partition(":")[0] not in detector.tensors:
+                    continue
+                value = metrics.get(detector.field)
+                if value is not None and not math.isnan(value):
+                    trips += self._read(detector, name, value, metrics)
+        return self._events(int(row.get("step", 0)), trips)
+
+    def _state(self, detector: Detector, name: str | None) -> _State:
+        key = (detector.name, name)
+        if key not in self._states:
+            self._states[key] = _State(deque(maxlen=detector.window if detector.relative else 0))
+        return self._states[key]
+
+    def _read(self, detector: Detector, name: str | None, value: float, metrics: Metrics) -> list[_Trip]:
+        """Give one value to one detector: the trip that begins with it, or nothing."""
+        state = self._state(detector, name)
+        limit = detector.limit(state.baseline(detector))
+        if detector.relative:
+            state.remember(detector, value)
+        if limit is None:
+            return []
+        applies = not detector.condition or CONDITIONS[detector.condition][1](metrics, self.facts)
+        trips, recovers = applies and detector.trips(value, limit), not applies or detector.recovers(value, limit)
+        begins = state.update(detector, trips, recovers)
+        return [_Trip(detector, name, value, limit)] if begins and not self._is_known(detector, name) else []
+
+    def _is_known(self, detector: Detector, name: str | None) -> bool:
+        """Whether another detector is active for the same tensor and kind of event."""
+        others = (row.name for row in DETECTORS.values() if row.kind == detector.kind and row is not detector)
+        return any((state := self._states.get((other, name))) is not None and state.is_active for other in others)
+
+    def _events(self, step: int, trips: list[_Trip], spikes: tuple[Spike | None, ...] = ()) -> list[Event]:
+        by_kind: dict[str, list[_Trip]] = {}
+        for trip in trips:
+            by_kind.setdefault(trip.detector.kind, []).append(trip)
+        sentences: dict[str, str] = {spike.what: spike.message for spike in spikes if spike is not None}
+        return [
+            self._event(step, min(group, key=lambda trip: trip.rank), group, sentences) for group in by_kind.values()
+        ]
+
+    def _event(self, step: int, worst: _Trip, group: list[_Trip], sentences: Mapping[str, str]) -> Event:
+        detector, name = worst.detector, worst.tensor
+        spike = sentences.get("loss" if detector.kind == "loss_spike" else "gradient", "")
+        fields = {
+            "module": module_of(name or ""),
+            "cure": self.facts.storage.cure if self.facts.storage else "word",
+            "safer": SAFER.get(self.facts.compute.partition("+")[0], "bfloat16"),
+        }
+        others = len({trip.tensor for trip in group}) - 1
+        more = f"; the same holds for {others} more tensor{'s' if others > 1 else ''}" if others else ""
+        text = detector.message.format(value=worst.value, limit=worst.limit, spike=spike)
+        message = f"{name or ''} {text}{more}".strip()
+        advice = detector.advice.format(**fields)
+        return Event(detector.kind, step, message, name, worst.value, worst.limit, advice, detector=detector.name)
+
+
+_BY_TABLE: dict[str, tuple[Detector, ...]] = {
+    table: tuple(row for row in DETECTORS.values() if row.table == table) for table in (*METRICS, "logits")
+}
+_OF_STEPS = tuple((row.field, row) for row in DETECTORS.values() if row.table == "steps")
+
+
+def module_of(tensor: str) -> str:
+    """The module of a tensor called ``KIND:MODULE``, ``KIND:PARAMETER`` or ``PARAMETER``, as a recipe's pattern names it."""
+    name = tensor.rpartition(":")[2]
+    module, _, last = name.rpartition(".")
+    return module if module and last in ("weight", "bias") else name

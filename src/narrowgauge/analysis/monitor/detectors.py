@@ -1,0 +1,269 @@
+"""The table of detectors: one entry per symptom.
+
+A detector reads one metric of each row of a run's record (``steps.jsonl`` or ``gauges.jsonl``), compares it with a limit, and
+trips after a number of consecutive values beyond it. The limit is a number, or a factor over earlier values where no number
+fits all models. A tripped detector is silent until the metric has recovered, so each occurrence raises one event.
+:class:`~narrowgauge.analysis.monitor.alarms.Alarms` and the documentation read this table.
+
+Thresholds are published ones where there are any. A condition narrows them where a published threshold would raise alarms in
+healthy runs: in int8 or four bits a healthy cast rounds half of a tensor to zero (measured: up to 74 % of the inputs of
+down_proj under mxfp4), yet its signal-to-noise ratio stays above 12 dB, since the zeroed values are small.
+"""
+
+from __future__ import annotations
+
+from narrowgauge.analysis.monitor.conditions import Detector
+from narrowgauge.spec.significance import MIN_EDQ
+
+SERIOUS: dict[str, str] = {
+    "lost_updates": "training slows or stops, and the loss curve does not show why",
+    "frozen_moments": "step sizes no longer follow the gradients; they shrink or grow for the rest of the run",
+    "underflow": "the operand of a matmul is mostly rounding noise",
+    "overflow": "the operand of a matmul is saturated, and mostly rounding noise",
+    "attention": "collapsed attention does not recover by itself",
+    "loss_scale": "gradients overflow repeatedly; the loss diverges some tens of steps later (GLM-130B: 30)",
+    "loss_spike": "the model may not recover, and checkpoints from before the spike will be deleted",
+    "loss_climb": "the model loses what it has learned, and checkpoints from before the climb will be deleted",
+    "dead_layer": "a part of the model takes memory and time and learns nothing",
+    "nonfinite": "every step from here on may be lost",
+}
+"""The kinds of event that need immediate attention, each with the reason. The others (noise, outliers, logits, gradient_spike,
+growth) may become serious, or cost little; healthy runs with small batches have gradient spikes."""
+
+_GRADIENTS = ("output_grad", "grad")
+_WORTMAN = "Wortsman et al. 2023, Small-scale proxies for large-scale Transformer training instabilities (2309.14322)"
+_KEEP = 'leave the layer wide: in a recipe file [[override]] pattern = "{module}", compute = "bfloat16"'
+_DECAY = "Check that weight decay reaches '{module}', or lower the learning rate: an update moves a larger weight less."
+_FIRST = (
+    "Find the operation that made the first (event first_bad_value; ng.first_bad_value in your own loop), and go back to a "
+    "good checkpoint."
+)
+_BACK = "go back to a checkpoint, lower the learning rate, or skip such batches with --on-spike skip"
+
+_ROWS = (
+    Detector(
+        "lost-updates", "lost_updates", "updates.edq", MIN_EDQ, side="below", clears=1.05, consecutive=3, condition="rounded",
+        message="stores only {value:.0%} of its update (threshold {limit:.0%}); the rest is rounded away",
+        advice="Use storage '{cure}', which keeps what this one rounds away.",
+        source="EDQ: Yu et al. 2024, Collage (2405.03637); threshold as in the optimizer's audit",
+    ),
+    Detector(
+        "noise", "noise", "updates.noise", 10.0, consecutive=3,
+        message="gets {value:.0f} times as much rounding noise as update (threshold {limit:g})",
+        advice="Use storage '{cure}', or a larger learning rate: the noise comes from the stored weight's last bit.",
+        source="measured: bfloat16 weights rounded stochastically reach 20 at small learning rates, all others stay below 1",
+    ),
+    Detector(
+        "frozen-moments", "frozen_moments", "moments.frozen_fraction", 0.5, consecutive=3, condition="frozen",
+        message="has frozen second moments: {value:.0%} no longer change (threshold {limit:.0%})",
+        advice="Use a storage with longer second moments, such as '{cure}', or a smaller beta2 (0.95).",
+        source="bfloat16 stores no relative change below 2^-9, and beta2 = 0.999 lowers a second moment by at most 2^-10",
+    ),
+    Detector(
+        "underflow", "underflow", "tensors.underflow", 0.05, consecutive=2, condition="drowned",
+        message="underflows: its cast rounds {value:.0%} of its values to zero (threshold {limit:.0%}), and most of its signal",
+        advice="Use compute '{safer}', or " + _KEEP + ".",
+        source="Micikevicius et al. 2018 (1710.03740): a speech model whose fp16 gradients were zero to 5 % lost accuracy",
+    ),
+    Detector(
+        "overflow", "overflow", "tensors.overflow", 1e-3, condition="drowned",
+        message="overflows: {value:.2%} of its values saturate in its cast (threshold {limit:.2%})",
+        advice="Use compute '{safer}', whose scales are current, or " + _KEEP + ".",
+        source="delayed scales are stale after a jump; Peng et al. 2023, FP8-LM (2310.18313)",
+    ),
+    Detector(
+        "growing-outliers", "outliers", "tensors.outlier", 4.0, relative=True, lowest=True, floor=16.0, window=10,
+        consecutive=3, tensors=("input",), condition="cast",
+        message="has outliers: its amax is {value:.0f} times its rms (threshold {limit:.0f})",
+        advice="Use compute '{safer}', whose scales are finer-grained, or " + _KEEP + ".",
+        source="Fishman et al. 2024 (2409.12517): inputs of down_proj after SwiGLU in fp8; healthy inputs reached 39",
+    ),
+    Detector(
+        "growing-feature", "outliers", "tensors.top_feature", 4.0, relative=True, lowest=True, floor=5.0, window=10,
+        consecutive=3, tensors=("input",), condition="cast",
+        message="has one feature with {value:.0f} times the rms of all (threshold {limit:.0f})",
+        advice="Use compute '{safer}', whose scales are finer-grained, or " + _KEEP + ".",
+        source="Fishman et al. 2024 (2409.12517): few channels, whose two weights align; healthy inputs reached 11",
+    ),
+    Detector(
+        "drowning-feature", "outliers", "tensors.top_to_rest", 4.0, relative=True, lowest=True, floor=2.5, window=10,
+        consecutive=3, tensors=("input",), condition="cast",
+        message="has one feature with {value:.0f} times the energy of all others together (threshold {limit:.0f})",
+        advice="Use compute '{safer}', whose scales are finer-grained, or " + _KEEP + ".",
+        source="as growing-feature, for layers of fewer than 440 features; healthy inputs of 24 features reached 3.1",
+    ),
+    Detector(
+        "weight-jump", "outliers", "tensors.amax", 8.0, relative=True, window=5, tensors=("weight",),
+        message="has an amax of {value:.3g}, far above its recent values (threshold {limit:.3g})",
+        advice="No update does that: go back to a checkpoint, and test the memory of this machine if it happens again.",
+        source="a flipped exponent bit; measured: healthy weights less than double between samples",
+    ),
+    Detector(
+        "input-jump", "outliers", "tensors.amax", 64.0, relative=True, window=5, tensors=("input",),
+        message="has an amax of {value:.3g}, far above its recent values (threshold {limit:.3g})",
+        advice="Look at the weights of the layers before '{module}', and " + _BACK + ".",
+        source="measured: inputs of healthy runs jump by a factor of up to 13 in the first steps",
+    ),
+    Detector(
+        "weight-surge", "outliers", "tensors.amax", 4.0, relative=True, floor=0.1, window=20, consecutive=3, tensors=("weight",),
+        message="has a growing amax: {value:.3g} (threshold {limit:.3g})",
+        advice=_DECAY,
+        source="measured: healthy weights reach 2.9 times the median of 20 samples in warm-ups, 5.5 at 30 times the best rate",
+    ),
+    Detector(
+        "weight-growth", "growth", "tensors.rms", 4.0, relative=True, lowest=True, floor=0.04, window=50, consecutive=3,
+        tensors=("weight",),
+        message="has grown to an rms of {value:.3g} (threshold {limit:.3g})",
+        advice=_DECAY,
+        source="Kosson et al. 2023, Rotational Equilibrium (2305.17212): decay lets it settle; measured: 2.6 with, 4.9 without",
+    ),
+    Detector(
+        "weight-peak", "outliers", "tensors.amax", 8.0, relative=True, lowest=True, floor=0.25, window=50, consecutive=3,
+        tensors=("weight",),
+        message="has grown to an amax of {value:.3g} (threshold {limit:.3g})",
+        advice=_DECAY,
+        source="as weight-growth; measured: 3.7 with weight decay, 7.2 without",
+    ),
+    Detector(
+        "attention-logits", "attention", "attention.max_logit", 1e4,
+        message="has attention logits up to {value:.3g} (threshold {limit:.3g})",
+        advice="Normalize queries and keys (QK-norm) or cap the logits, and lower the learning rate.",
+        source=_WORTMAN + ": runs whose logits passed 1e4 diverged",
+    ),
+    Detector(
+        "attention-growth", "attention", "attention.max_logit", 5.0, relative=True, lowest=True, floor=20.0, window=20,
+        consecutive=3,
+        message="has growing attention logits, now up to {value:.3g} (threshold {limit:.3g})",
+        advice="Normalize queries and keys (QK-norm) or cap the logits, and lower the learning rate.",
+        source=_WORTMAN + "; Kimi K2 (2507.20534) caps at 100; healthy small runs reached 27",
+    ),
+    Detector(
+        "attention-entropy", "attention", "attention.entropy", 0.05, side="below", clears=2.0, consecutive=3,
+        message="attends to one position only: its entropy is {value:.3f} of uniform attention (threshold {limit:.3f})",
+        advice="Normalize queries and keys (QK-norm), and lower the learning rate.",
+        source="Zhai et al. 2023, Stabilizing Transformer training by preventing attention entropy collapse (2303.06296)",
+    ),
+    Detector(
+        "logit-drift", "logits", "logits.log_z", 3.0, relative=True, lowest=True, floor=10.0, window=10, consecutive=3,
+        message="the logits drift: log Z is {value:.3g} away from zero (threshold {limit:.3g})",
+        advice="Add a z-loss (1e-4 of its square), and keep 'lm_head' in bfloat16 or float32.",
+        source="Chowdhery et al. 2022, PaLM (2204.02311), section 5; " + _WORTMAN,
+    ),
+    Detector(
+        "dead-gradient", "dead_layer", "tensors.rms", 0.0, side="below", consecutive=3, tensors=_GRADIENTS,
+        message="is zero everywhere, so the layer learns nothing",
+        advice="Look for a zero before '{module}' (a gate, a mask, a saturated cast); freeze the layer if that is intended.",
+        source="OPT-175B logbook: position embeddings with almost no gradient never moved, unnoticed",
+    ),
+    Detector(
+        "dead-update", "dead_layer", "updates.intended", 0.0, side="below", consecutive=3,
+        message="received no update in the last audited steps",
+        advice="Check its learning rate and its gradient; freeze the parameter if that is intended.",
+        source="as dead-gradient; an EDQ of nothing intended is NaN",
+    ),
+    Detector(
+        "nonfinite", "nonfinite", "tensors.nonfinite", 1.0, tensors=("weight", "input", "output"),
+        message="holds {value:.0f} values that are not finite",
+        advice=_FIRST,
+        source="isfinite",
+    ),
+    Detector(
+        "nonfinite-gradient", "nonfinite", "tensors.nonfinite", 1.0, tensors=_GRADIENTS, condition="unscaled",
+        message="holds {value:.0f} values that are not finite",
+        advice=_FIRST,
+        source="isfinite",
+    ),
+    Detector(
+        "nonfinite-scaled", "nonfinite", "tensors.nonfinite", 1.0, tensors=_GRADIENTS, condition="scaled", consecutive=3,
+        message="holds {value:.0f} values that are not finite, in every sample",
+        advice="Lowering the loss scale does not help: use compute '{safer}', which needs none.",
+        source="Micikevicius et al. 2018 (1710.03740): single overflows are how a loss scale is found",
+    ),
+    Detector(
+        "nonfinite-logits", "nonfinite", "logits.nonfinite", 1.0,
+        message="the logits are not finite",
+        advice=_FIRST,
+        source="isfinite",
+    ),
+    Detector(
+        "nonfinite-attention", "nonfinite", "attention.nonfinite", 1.0,
+        message="has attention logits that are not finite",
+        advice=_FIRST,
+        source="isfinite",
+    ),
+    Detector(
+        "nonfinite-step", "nonfinite", "steps.nonfinite", 1.0, recovery=10,
+        message="the loss or the gradient norm is not finite",
+        advice=_FIRST,
+        source="isfinite; not a step that the loss scaler skipped",
+    ),
+    Detector(
+        "scale-halvings", "loss_scale", "steps.halvings", 3.0, window=100, recovery=100,
+        message="the loss scale was halved {value:.0f} times within 100 steps (threshold {limit:g})",
+        advice="Lower the learning rate, or use compute '{safer}', which needs no loss scale.",
+        source="OPT-175B and BLOOM-104B logbooks; GLM-130B's fell 30 steps before its loss blew up",
+    ),
+    Detector(
+        "scale-floor", "loss_scale", "steps.loss_scale", 1.0, side="below", clears=2.0, recovery=100,
+        message="the loss scale has reached its floor, {value:g}",
+        advice="Something else overflows: use compute '{safer}', and go back to a checkpoint.",
+        source="OPT-175B logbook: the loss scale at its minimum; torch.amp.GradScaler has no floor and reaches zero",
+    ),
+    Detector(
+        "scale-skips", "loss_scale", "steps.skipped", 0.05, window=200, recovery=100,
+        message="{value:.0%} of the last 200 steps were skipped (threshold {limit:.0%})",
+        advice="Lower the learning rate, or use compute '{safer}', which needs no loss scale.",
+        source="a loss scale that has settled skips one step in 2,000",
+    ),
+    Detector(
+        "loss-spike", "loss_spike", "steps.loss", 8.0, window=100, recovery=10,
+        message="{spike}",
+        advice="If it does not recover within some tens of steps, " + _BACK + ".",
+        source="robust z-score, see SpikeJudge; PaLM went back 100 steps and skipped 200 to 500 batches",
+    ),
+    Detector(
+        "gradient-spike", "gradient_spike", "steps.grad_norm", 8.0, window=100, recovery=10,
+        message="{spike}",
+        advice="Gradient clipping (--max-grad-norm) limits the damage. If the loss rises too, " + _BACK + ".",
+        source="robust z-score of the logarithm; BLOOM-176B's norm rose two steps before its loss",
+    ),
+    Detector(
+        "loss-climb", "loss_climb", "steps.climb", 0.1, recovery=5,
+        message="the loss climbs: it is at least {value:.2f} nats above its lowest level (threshold {limit:g})",
+        advice="Unless its data changed, go back to a checkpoint from before the climb, and lower the learning rate.",
+        source="a lower bound, see DriftJudge; BLOOM-104B's loss went from 6.4 to 14 near step 7,000 (chronicles of tr8)",
+    ),
+    Detector(
+        "gradient-growth", "growth", "steps.growth", 5.0, recovery=5,
+        message="the gradient norm grows: it is at least {value:.1f} times its lowest level (threshold {limit:g})",
+        advice="Check which weights or attention logits grow with it; lower the learning rate.",
+        source="a lower bound, see DriftJudge; OLMo 2 (2501.00656) reports a growing norm, and spikes, in its predecessor",
+    ),
+)  # fmt: skip
+
+DETECTORS: dict[str, Detector] = {row.name: row for row in _ROWS}
+"""All detectors by name. Spikes are judged by :class:`~narrowgauge.analysis.monitor.spikes.SpikeJudge`; their
+threshold is its z."""
+
+SAFER: dict[str, str] = {
+    "float16": "bfloat16",
+    "float16-throughout": "bfloat16",
+    "float8-tensor": "float8-row",
+    "float8-delayed": "float8-row",
+    "float8-tensor-e5m2": "float8-row-e5m2",
+    "float8-delayed-e5m2": "float8-row-e5m2",
+    "float8-row": "float8-block",
+    "float8-row-e5m2": "float8-block-e5m2",
+    "float8-block": "bfloat16",
+    "float8-block-e5m2": "bfloat16",
+    "int8-row": "bfloat16",
+    "int8-outlier": "bfloat16",
+    "mxfp8": "bfloat16",
+    "mxfp6": "mxfp8",
+    "mxfp4": "mxfp8",
+    "nvfp4": "mxfp8",
+    "scalify": "float8-row",
+    "scalify-float16": "bfloat16",
+    "unit": "float8-row",
+}
+"""For each compute the next one with more range or with finer-grained scales; ``bfloat16`` for those not listed."""

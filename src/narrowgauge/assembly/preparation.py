@@ -1,0 +1,462 @@
+"""``prepare`` applies a recipe to a model: it swaps layers, rounds the weights and builds the optimizer.
+
+The order of the steps matters. Unit scaling redraws the weights, so it comes first. The optimizer takes its tails from the
+float32 weights *before* they are rounded, and its parameter groups from the parameters *after*. On many ranks the rounded
+model is sharded in between, since FSDP2 gathers a group of parameters in one format. Propagated scales, autocast and the casts
+of :mod:`narrowgauge.matmul.scopes` come last.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.assembly.amax_sync import join_histories
+from narrowgauge.assembly.parameter_rounding import cut_parameters
+from narrowgauge.assembly.resumption import carry_state
+from narrowgauge.assembly.trainable import require_contiguous, require_summable, require_trainable, unwrapped
+from narrowgauge.distributed import sharding
+from narrowgauge.distributed.reduction import reduce_gradients_with
+from narrowgauge.distributed.sharding import has_shards, make_equal, require_mesh, settle
+from narrowgauge.errors import RecipeError
+from narrowgauge.matmul.linears import Linears
+from narrowgauge.matmul.narrow_gather import gather_narrow
+from narrowgauge.matmul.scopes import compute_in_scope
+from narrowgauge.matmul.swapping import keep_ranks_apart, linear_names, swap_linears
+from narrowgauge.numerics.scaling import LossScaler
+from narrowgauge.numerics.shards import own_part
+from narrowgauge.optim.elementwise_optimizers import AdamW
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.spec.computes import Compute
+from narrowgauge.spec.notation import parse
+from narrowgauge.spec.processor import multiplies
+from narrowgauge.spec.recipes import Recipe
+
+Made = TypeVar("Made", bound=Optimizer)
+
+
+def is_any(name: str, parameter: Tensor) -> bool:
+    """True: every parameter is decayed, as in ``torch.optim``."""
+    return True
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter has two dims or more: what language models decay."""
+    return parameter.ndim >= 2
+
+
+def prepare(
+    model: nn.Module,
+    recipe: str | Path | Recipe = "bfloat16/word",
+    *,
+    lr: float | Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    decays: Callable[[str, Tensor], bool] = is_any,
+    max_grad_norm: float | None = None,
+    seed: int = 0,
+    audit_every: int = 10,
+    compile: bool | None = None,
+    loss_scaler: LossScaler | None = None,
+    mesh: Any = None,
+    shard: str = "full",
+    offload: bool = False,
+    narrow_gather: bool = False,
+    average: bool = True,
+) -> tuple[nn.Module, AdamW]:
+    """Prepare a float32 model for training with a recipe, on one process or on the ranks of a mesh.
+
+    Invariant: the model computes with each weight in its visible format, and the optimizer holds the remaining bits. Before
+    the first step, the stored weights are the given float32 weights, rounded once to the storage's code.
+
+    The defaults are those of ``torch.optim.AdamW``: a loop that changes to ``prepare`` changes its formats, and nothing else.
+    What still differs is said once, by a :class:`DifferenceNotice`: learning rates that a compute multiplies, and a ``beta2``
+    at which a storage's second moments no longer fall. Language models are mostly trained otherwise, with ``betas=(0.9, 0.95)``,
+    ``weight_decay=0.1`` of matrices alone and ``max_grad_norm=1.0``: so ``narrowgauge train`` does.
+
+    Args:
+        model: a float32 model on one device, changed in place. A bfloat16 model is accepted too; its tails start at zero,
+            since bits that were rounded away earlier cannot be recovered.
+        recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
+        lr, betas, eps: as in AdamW.
+        weight_decay: decoupled weight decay.
+        decays: whether a parameter is decayed, by its name and itself; left out all are, as in PyTorch. For matrices alone:
+            ``decays=lambda name, parameter: parameter.ndim >= 2``.
+        max_grad_norm: clip the gradient norm to this value and skip steps with non-finite gradients; ``None`` does neither.
+            PyTorch's ``clip_grad_norm_`` refuses a model with shards beside parameters that stay whole (``keep``).
+        seed: seed of the stochastic rounding.
+        audit_every: steps between audits; 0 disables them.
+        compile: compile the optimizer's kernels; ``None`` decides by model size.
+        loss_scaler: the loss scaler; ``None`` makes one where the compute is float16. It becomes ``optimizer.loss_scaler``:
+            pass the loss through its ``scale`` before ``backward()``.
+        mesh: a ``DeviceMesh`` over which the model is sharded, or replicated with ``shard="none"``; of two axes for replicas
+            of a sharded model. Every rank starts from the values of the first. ``None`` leaves a model as it is: whole, or
+            sharded by the caller, who may have run it. Its parameters stay the same objects.
+        shard: ``"full"`` or ``"none"``, with a mesh.
+        offload: keep parameters, gradients and states in the host's memory, with a mesh.
+        narrow_gather: gather weights as the codes that their matmuls take, where the compute allows it (``narrowgauge show
+            gathers``): half of bfloat16's bytes, the same bits. With a mesh, or a model sharded by the caller.
+        average: average gradients over the ranks, as FSDP2 and DDP do. ``False`` adds them up, for losses that are a
+            micro-batch's share of the step's: needed for the same bits on any number of ranks.
+    Returns:
+        ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. Its ``reduction`` is what sums gradients
+        over ranks, if anything does: its ``micro_batch`` surrounds the backward passes of a step with several. The model's and
+        the optimizer's ``state_dict()`` are all that the same bits after a resume need; the model's is that of the plain model.
+    Raises:
+        RecipeError: an unknown recipe; a ``keep`` pattern or override that matches nothing, or only one name of a tied
+            parameter; a model of another dtype or without trainable parameters; a batch norm that would mix dtypes; a
+            mesh for a model that is sharded already, or a sharded model whose groups would mix dtypes; sparse gradients;
+            narrow gathers that no layer allows, or of a recipe whose compute changes; a float32 parameter to be sharded that
+            is not contiguous; with an order-free reduction a batch norm or dropout, through which micro-batches depend on
+            those before them. What a loop does that such a reduction cannot allow is refused as it happens: see
+            :func:`~narrowgauge.reduce_gradients_with`.
+
+    Cost: a temporary float32 copy of the weights, on every rank.
+
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> model, optimizer = ng.prepare(torch.nn.Linear(16, 4), "bfloat16/word", lr=1e-3)
+        >>> model(torch.ones(1, 16, dtype=torch.bfloat16)).float().sum().backward()
+        >>> optimizer.step()
+        >>> model.weight.dtype
+        torch.bfloat16
+    """
+    _, optimizer = prepare_with(
+        model,
+        parse(recipe),
+        average=average,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decays=decays,
+        max_grad_norm=max_grad_norm,
+        seed=seed,
+        audit_every=audit_every,
+        compile=compile,
+        loss_scaler=loss_scaler,
+        mesh=mesh,
+        shard=shard,
+        offload=offload,
+        narrow_gather=narrow_gather,
+    )
+    join_histories(unwrapped(model), optimizer)
+    carry_state(optimizer, unwrapped(model))
+    return model, optimizer
+
+
+_OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "max_grad_norm")
+DEFAULTS = {name: inspect.signature(prepare).parameters[name].default for name in _OF_OPTIMIZER}
+"""The defaults of :func:`prepare` for the optimizer's options, which are those of ``torch.optim.AdamW``."""
+
+
+def prepare_with(
+    model: nn.Module, policy: Recipe, *, average: bool = True, mesh: Any = None, seed: int = 0, **settings: Any
+) -> tuple[nn.Module, AdamW]:
+    """:func:`prepare` for frameworks, in which parameters have options of their own; they join the delayed scales of ranks.
+
+    Args:
+        model, average, mesh, seed: as for :func:`prepare`.
+        policy: the recipe.
+        settings: as for :func:`assemble_with`.
+    Returns:
+        As :func:`prepare`.
+    Raises:
+        RecipeError: as :func:`prepare`.
+    """
+    inner = unwrapped(model)
+    require_summable(model, policy, mesh)
+    _, optimizer = assemble(inner, policy, mesh=mesh, seed=seed, **settings)
+    # FSDP2 and DDP average by themselves, and add up nothing.
+    adds_up = not average and (inner is not model or has_shards(inner))
+    if mesh is not None or policy.reduction.name != "native" or adds_up:
+        name = policy.reduction.name
+        optimizer.reduction = reduce_gradients_with(model, name, average=average, seed=seed, mesh=mesh)
+    say_what_differs(optimizer, policy)
+    return model, optimizer
+
+
+class DifferenceNotice(UserWarning):
+    """Says once what an optimizer does otherwise than ``torch.optim.AdamW`` would with the same numbers."""
+
+
+_SAID: set[str] = set()
+
+
+def say_what_differs(optimizer: Optimizer, recipe: Recipe) -> None:
+    """Warn, once in a process, of what a recipe's optimizer does otherwise than ``torch.optim`` with the same options.
+
+    Args:
+        optimizer: of a prepared model.
+        recipe: what it was prepared with.
+    """
+    for text in _differences(optimizer, recipe):
+        if text not in _SAID:
+            _SAID.add(text)
+            warnings.warn(text, DifferenceNotice, stacklevel=4)
+
+
+def _differences(optimizer: Optimizer, recipe: Recipe) -> Iterator[str]:
+    if any("lr_factor" in group for group in optimizer.param_groups):
+        yield (
+            f"recipe '{recipe.name}' multiplies the learning rate of each parameter by a factor of its shape, and decays weights "
+            f"as at a rate of {_DECAYED_AT:g}, whatever the rate: torch.optim.AdamW does neither."
+        )
+    for group in optimizer.param_groups:
+        row = optimizer.rows[group["storage"]]
+        beta2 = group["betas"][1] if "betas" in group else 0.0
+        if row.highest_beta2 is not None and float(beta2) > row.highest_beta2:
+            yield (
+                f"beta2 = {float(beta2):g} moves the second moments of storage '{row.name}' by less than half a spacing: they "
+                f"are rounded to {row.exp_avg_sq.mantissa_bits} mantissa bits and do not fall again. Take a beta2 below "
+                f"{row.highest_beta2:.4g}, such as betas=(0.9, 0.95), or storage '{row.cure}', which does not freeze."
+            )
+            return
+
+
+def assemble(model: nn.Module, policy: Recipe, **settings: Any) -> tuple[nn.Module, AdamW]:
+    """:func:`prepare` without the sum of gradients over ranks, for callers that divide a step into micro-batches themselves.
+
+    Args:
+        model, policy, settings: as for :func:`assemble_with`.
+    Returns:
+        As :func:`prepare`.
+    Raises:
+        RecipeError: as :func:`prepare`.
+    """
+    return assemble_with(AdamW, model, policy, **settings)
+
+
+def assemble_with(
+    optimizer_class: Callable[..., Made],
+    model: nn.Module,
+    policy: Recipe,
+    *,
+    seed: int = 0,
+    mesh: Any = None,
+    shard: str = "full",
+    offload: bool = False,
+    narrow_gather: bool = False,
+    **options: Any,
+) -> tuple[nn.Module, Made]:
+    """:func:`assemble` for any optimizer of ours.
+
+    Args:
+        optimizer_class: the optimizer.
+        model, policy, seed, mesh, shard, offload, narrow_gather: as for :func:`prepare`.
+        options: of the optimizer, ``weight_decay``, ``lr`` and ``loss_scaler`` among them; ``decays(name, parameter)``, whether
+            a parameter is decayed (left out all are); ``options_of(name)``, the options of a parameter that are not the
+            optimizer's, such as ``{"lr": 1e-4}``, or ``{"rule": "adamw"}`` where the optimizer has a matrix rule.
+    Returns:
+        The model and its optimizer.
+    Raises:
+        RecipeError: as :func:`prepare`.
+    """
+    converted = convert_model(model, policy, seed=seed, mesh=mesh, shard=shard, offload=offload)
+    optimizer = optimizer_for(optimizer_class, converted, seed=seed, **options)
+    if narrow_gather:
+        _gather_narrow(model, policy)
+    return model, optimizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Converted:
+    """A model that computes as a recipe says and has no optimizer yet.
+
+    Attributes:
+        model, recipe: the model, and its recipe.
+        values: the float32 weights of what is trained (of a shard, this rank's), before they were rounded.
+        factors: learning-rate factors by parameter name, where the compute has them.
+        linears: the narrow layers that were swapped in.
+    """
+
+    model: nn.Module
+    recipe: Recipe
+    values: dict[Tensor, Tensor]
+    factors: dict[str, float]
+    linears: Linears | None
+
+
+def convert_model(
+    model: nn.Module, recipe: Recipe, *, seed: int = 0, mesh: Any = None, shard: str = "full", offload: bool = False
+) -> Converted:
+    """The half of :func:`assemble` that needs no optimizer, for frameworks that make theirs later.
+
+    Args:
+        model, recipe, seed, mesh, shard, offload: as for :func:`prepare`.
+    Returns:
+        What :func:`optimizer_for` makes an optimizer of.
+    Raises:
+        RecipeError: as :func:`prepare`.
+    """
+    settle(model)
+    require_trainable(model, recipe)
+    if mesh is not None:
+        require_mesh(model, mesh, shard)
+        if shard == "full":
+            require_contiguous(model, recipe)
+        make_equal(model, mesh)
+    factors = _rebuild(model, recipe, seed)
+    values = cut_parameters(model, recipe)
+    narrow = narrow_linears(model, recipe, seed)
+    keep_ranks_apart(model)
+    if mesh is not None:
+        values = _shard(model, values, mesh, shard, offload)
+    _propagate_scales(model, recipe)
+    compute_in_scope(model, recipe)
+    return Converted(model, recipe, values, factors, narrow)
+
+
+def optimizer_for(
+    optimizer_class: Callable[..., Made],
+    converted: Converted,
+    *,
+    weight_decay: float,
+    lr: float | Tensor,
+    seed: int = 0,
+    loss_scaler: LossScaler | None = None,
+    decays: Callable[[str, Tensor], bool] = is_any,
+    options_of: Callable[[str], Mapping[str, Any]] = lambda name: {},
+    **options: Any,
+) -> Made:
+    """The optimizer of a converted model.
+
+    Args:
+        converted: the model, whose float32 values the optimizer takes over.
+        optimizer_class, weight_decay, lr, seed, loss_scaler, decays, options_of, options: as for :func:`assemble_with`.
+    Returns:
+        The optimizer; the stored weights are the float32 values, rounded once to the storage's code.
+    Raises:
+        RecipeError: a storage among the options.
+    """
+    policy = converted.recipe
+    if "storage" in options:
+        raise RecipeError(
+            f"storage '{options['storage']}' was requested beside recipe '{policy.name}', which says how everything is stored.",
+            "Leave it out, or name it in the recipe.",
+        )
+    optimizer = optimizer_class(
+        _groups(converted, {"weight_decay": weight_decay, "lr": lr}, decays, options_of),
+        lr=lr,
+        weight_decay=weight_decay,
+        storage=policy.storage,
+        seed=seed,
+        loss_scaler=(loss_scaler or LossScaler()) if scales_loss(policy) else loss_scaler,
+        **options,
+    )
+    optimizer.name_parameters(converted.model)
+    optimizer.adopt(converted.values)
+    if converted.linears:
+        converted.linears.follow(optimizer)
+    return optimizer
+
+
+def scales_loss(recipe: Recipe) -> bool:
+    """Whether a recipe's loss must be scaled: one of its computes is float16."""
+    return any(compute.scales_loss for compute in recipe.computes)
+
+
+def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> Linears | None:
+    """Swap the linear layers whose compute differs from PyTorch's own, in any phase or in evaluation."""
+    device = next(model.parameters()).device
+    moments = [0.0, *(phase.until for phase in recipe.phases)]
+    wanted: dict[str, Compute] = {}
+    for name in linear_names(model):
+        needed = {each.compute_of(name, at).name for each in (recipe, recipe.in_evaluation) for at in moments}
+        if needed != {_compute_of_torch(recipe, name, device)}:
+            wanted[name] = recipe.compute_of(name, 0.0)
+    return swap_linears(model, wanted.get, seed=seed) if wanted else None
+
+
+def _gather_narrow(model: nn.Module, recipe: Recipe) -> None:
+    """Gather weights as codes, unless their compute changes."""
+    if recipe.changes_compute:
+        raise RecipeError(
+            f"narrow gathers were requested of recipe '{recipe.name}', which changes its compute, and weights are gathered as "
+            "the codes of one.",
+            "Leave out the narrow gathers, or the phases and the compute of evaluation.",
+        )
+    gather_narrow(model)
+
+
+def _compute_of_torch(recipe: Recipe, name: str, device: torch.device) -> str:
+    """The compute that PyTorch's own layer implements, or ``""`` where ours is needed for speed or for the loss scale."""
+    if recipe.keeps(name):
+        return "float32"
+    is_slow = device.type != "cuda" and not multiplies(recipe.dtype)
+    # PyTorch's own head would receive unscaled gradients of its logits, which underflow in float16.
+    is_scaled = bool(recipe.compute.transform) and recipe.dtype == "float16"
+    is_plain = recipe.storage.visible in ("float32", recipe.dtype) and not is_slow and not is_scaled
+    return recipe.dtype if is_plain else ""
+
+
+def _rebuild(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, float]:
+    """Redraw the weights for unit scaling; returns the learning-rate factor of each parameter."""
+    if recipe.compute.transform != "unit":
+        return {}
+    # Imported here since it imports transformers, which takes seconds.
+    from narrowgauge.transforms import unit_scaling
+
+    unit_scaling.unit_scale(model, seed)
+    return unit_scaling.learning_rate_factors(model)
+
+
+def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
+    """Apply scale propagation where the compute has it; the linear layers have been swapped by now."""
+    if recipe.compute.transform == "scalify":
+        from narrowgauge.transforms import scalify
+
+        scalify.scalify(model, getattr(torch, recipe.dtype) if recipe.storage.visible != "float32" else None)
+
+
+def _shard(model: nn.Module, values: dict[Tensor, Tensor], mesh: Any, how: str, offload: bool) -> dict[Tensor, Tensor]:
+    """Shard a rounded model; returns the float32 values of what this rank holds of its trainable parameters."""
+    if how == "none":
+        return values
+    of_name = {name: values[parameter] for name, parameter in model.named_parameters() if parameter in values}
+    sharding.shard(model, mesh, offload=offload)
+    return {p: own_part(p, of_name[name]) for name, p in model.named_parameters() if name in of_name}
+
+
+# The learning rate at which weight decay has the same strength in a unit-scaled model as in any other.
+_DECAYED_AT = 1e-3
+
+
+def _groups(
+    converted: Converted,
+    whole: Mapping[str, Any],
+    decays: Callable[[str, Tensor], bool],
+    options_of: Callable[[str], Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Named parameter groups by storage, weight decay, learning-rate factor and options of their own.
+
+    ``whole`` is the optimizer's ``lr`` and ``weight_decay``.
+    """
+    groups: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
+    for name, parameter in converted.model.named_parameters():
+        if parameter.requires_grad:
+            # The optimizer derives the storage of vectors from the storage of their group.
+            storage = converted.recipe.storage_of(name, max(2, parameter.ndim))
+            factor = converted.factors.get(name, 1.0)
+            own = tuple(sorted(options_of(name).items()))
+            key = (storage.name, decays(name, parameter), factor, own)
+            groups.setdefault(key, []).append((name, parameter))
+    made = []
+    for (storage_name, decayed, factor, own), members in groups.items():
+        options = {**whole, **dict(own)}
+        decay = options["weight_decay"] if decayed else 0.0
+        group: dict[str, Any] = {"params": members, **dict(own), "storage": storage_name, "weight_decay": decay}
+        if converted.factors:
+            # Weight decay independent of the learning rate: as strong as at 1e-3.
+            rate = options["lr"] * factor
+            group |= {"lr": rate, "lr_factor": factor, "weight_decay": float(decay * _DECAYED_AT / rate)}
+        made.append(group)
+    return made

@@ -1,0 +1,281 @@
+"""A run in memory, before one of its past steps: from the nearest checkpoint on, or from its beginning, as the trainer stepped.
+
+Nothing is written into the run folder and nothing is locked, so a live run can be replayed too. The session takes the same
+batches, rates, loss scales and random bits as the run did, and leaves out the updates that it left out. Every step on the way is
+compared with its row: a replay that is not the run says so (:mod:`narrowgauge.trainer.replays.record_checks`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.analysis.diagnosis.departures import Departure
+from narrowgauge.analysis.monitor.spikes import Spike
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.optim.accumulation import AccumulationWarning
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.trainer.changes import differences
+from narrowgauge.trainer.checkpoint import checkpoint_before
+from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.data import Dataset, open_data
+from narrowgauge.trainer.detours import detours_of
+from narrowgauge.trainer.preflight import require_replayable
+from narrowgauge.trainer.replays.record_checks import departure, is_compared
+from narrowgauge.trainer.session import Session, build, describe
+from narrowgauge.trainer.step import train_step
+
+_OF_ONE_PROCESS: dict[str, Any] = {"replicas": 1, "offload": False, "narrow_gather": False, "verify_every": 0}
+"""Settings of ranks, none of which changes a bit of what one process computes."""
+
+
+class RecordedJudgement:
+    """Leaves out the update of a step that the run left out as a spike; stands in for the trainer's judgement.
+
+    Args:
+        row: the recorded row.
+    """
+
+    def __init__(self, row: Row) -> None:
+        self._is_left_out = "spike" in row and bool(row.get("skipped"))
+
+    def judge_loss(self, value: float) -> float:
+        """The gradient norm above which the update is not applied."""
+        return -1.0 if self._is_left_out else float("inf")
+
+    def judge_norm(self, value: float | None) -> Spike | None:
+        """Nothing: the record has it."""
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """A copy of what a session stands at: its weights, states, histories and counters.
+
+    Example: ``before = Moment.of(session)``, then steps, then ``before.put(session)``.
+    """
+
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+
+    @classmethod
+    def of(cls, session: Session) -> Moment:
+        """A copy of this moment."""
+        tensors, state = session.taken()
+        return cls({name: tensor.detach().clone() for name, tensor in tensors.items()}, state)
+
+    def put(self, session: Session) -> None:
+        """Go back to it; a session of the same model and recipe."""
+        session.optimizer.zero_grad(set_to_none=True)
+        session.put({name: tensor.clone() for name, tensor in self.tensors.items()}, self.state)
+
+
+@dataclass(eq=False)
+class PastStep:
+    """A run in memory, at a state of its past.
+
+    Args:
+        session: the run, after ``session.step`` steps.
+        record: its folder, read.
+        started: the step of the checkpoint that it was loaded from; 0 for the initial weights.
+        reasons: what makes it another computation than the run's, so that it may part from the record, in sentences.
+        notes: what else is worth a sentence.
+
+    Attributes:
+        departure: where the replay first parts from the record, while it does not ``None``.
+        not_compared: steps of which the record holds nothing to compare.
+    """
+
+    session: Session
+    record: Run
+    started: int
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    departure: Departure | None = None
+    not_compared: list[int] = field(default_factory=list)
+
+    def advance(self) -> Row:
+        """Take the next step as the run did, and compare it with its row; returns the row of this replay."""
+        number = self.session.step + 1
+        recorded = _row_of(self.record.steps, number) or {}
+        judgement: Any = RecordedJudgement(recorded) if self.session.config.on_spike != "report" else None
+        row = train_step(self.session, judgement)
+        if self.departure is None:
+            printed = self.session.prints.last
+            is_printed = printed is not None and printed["step"] == number
+            prints = _row_of(self.record.fingerprints, number) if is_printed else None
+            if not is_compared(recorded, prints):
+                self.not_compared.append(number)
+            self.departure = departure(recorded, row, prints, printed)
+            if self.departure is not None:
+                self.reasons += differences(self.record.run, describe(self.session), "is replayed")
+                self.reasons += _changes_on_the_way(self.record)
+        return row
+
+
+@contextmanager
+def replaying(
+    folder: str | Path,
+    step: int,
+    *,
+    recipe: Recipe | None = None,
+    prepared: Callable[[Session], Any] | None = None,
+    perturb: Callable[[Session], Any] | None = None,
+    say: Callable[[str], object] = lambda _: None,
+    **settings: Any,
+) -> Iterator[PastStep]:
+    """A run just before one of its steps; :meth:`PastStep.advance` takes the step.
+
+    Invariant: nothing in the run folder changes, not even a lock.
+
+    Args:
+        folder: the run folder.
+        step: number of the step that comes next, from 1.
+        recipe: another recipe to go on in from the loaded state; its storage must hold the checkpoint's.
+        prepared: called with the session once it is built, before a state is loaded: hooks on modules go here.
+        perturb: called with the session at the loaded state, before any step is taken.
+        say: called with a sentence before what takes a while.
+        settings: other settings of the run, such as ``compile=False`` or ``fingerprints_every=1``.
+    Yields:
+        The run, ``step - 1`` steps done.
+    Raises:
+        RecordError: no such run or step, or its data, model or checkpoint cannot be used.
+
+    Cost: every step since the nearest checkpoint, once more.
+    """
+    run = require_replayable(Path(folder), step)
+    config = dataclasses.replace(TrainConfig.from_dict(run.config, str(run.path / "run.toml")), **_OF_ONE_PROCESS)
+    given: dict[str, Any] = {"recipe": recipe or config.recipe, **settings}
+    config = dataclasses.replace(config, **given)
+    data = open_data(run.path)
+    data.require_same(run.data_fingerprint)
+    with _threads_of(run), tempfile.TemporaryDirectory() as nowhere:
+        say("Building the model.")
+        past = _loaded(run, config, data, step, Path(nowhere), prepared)
+        if perturb is not None:
+            perturb(past.session)
+        left = step - 1 - past.session.step
+        if left:
+            since = f"checkpoint {past.started}" if past.started else "the initial weights"
+            say(f"Repeating {left} step{'s' if left > 1 else ''} from {since} to step {step - 1}.")
+        while past.session.step < step - 1:
+            past.advance()
+        yield past
+
+
+def _loaded(
+    run: Run, config: TrainConfig, data: Dataset, step: int, nowhere: Path, prepared: Callable[[Session], Any] | None
+) -> PastStep:
+    """The session at the nearest state before a step."""
+    notes: list[str] = []
+    session = _built(config, nowhere, data)  # whose folder is not the run's: a mistake here must not write there
+    if prepared is not None:
+        prepared(session)
+    session.detours = detours_of(run.events)
+    checkpoint = checkpoint_before(
+        run.path, step - 1, lambda path, reason: notes.append(f"{path.name} is damaged ({reason})")
+    )
+    if checkpoint is not None:
+        session.load(checkpoint)
+    return PastStep(session, run, session.step, _other_order(run, config), notes)
+
+
+def _changes_on_the_way(run: Run) -> list[str]:
+    """What the run noted at its resumes: other settings, software or machines, any of which a replay does not repeat."""
+    noted = [event for event in run.events if event.get("kind") == "note" and event.get("step")]
+    return [f"the run noted after step {event['step']}: {event.get('message')}" for event in noted]
+
+
+def _built(config: TrainConfig, folder: Path, data: Dataset) -> Session:
+    """A session; of what its settings lose the run's own start has warned."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AccumulationWarning)
+        return build(config, folder, data)
+
+
+def _other_order(run: Run, config: TrainConfig) -> list[str]:
+    """What makes one process compute in another order than the run's ranks did."""
+    ranks = run.run.get("machine", {}).get("ranks", 1)
+    if ranks == 1 or config.recipe.reduction.order_free:
+        return []
+    return [
+        f"{ranks} ranks summed the gradients, each its own part first, and one process sums them in another order: gradients "
+        "differ by rounding (they do not with the reduction 'reproducible')"
+    ]
+
+
+def _row_of(rows: list[Row], step: int) -> Row | None:
+    """The row of a step; a step that was taken again has its row once."""
+    return next((row for row in reversed(rows) if row["step"] == step), None)
+
+
+@contextmanager
+def _threads_of(run: Run) -> Iterator[None]:
+    """As many threads as the run had, since sums inside a matrix product depend on them."""
+    before, found = torch.get_num_threads(), run.run.get("machine", {}).get("num_threads")
+    try:
+        if isinstance(found, int) and found > 0:
+            torch.set_num_threads(found)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def in_other_recipe(session: Session, recipe: Recipe, **settings: Any) -> Session:
+    """A second session at the same state in another recipe: the same stored weights and moments, cut to its storage.
+
+    Args:
+        session: the first.
+        recipe: of the second.
+        settings: other settings of the second.
+    """
+    config = dataclasses.replace(session.config, recipe=recipe, **settings)
+    other = _built(config, session.folder, session.data)
+    other.detours, other.step, other.tokens = session.detours, session.step, session.tokens
+    own: dict[str, Tensor] = dict(session.named_parameters())
+    theirs: dict[str, Tensor] = dict(other.named_parameters())
+    trained = session.optimizer.parameter_names()
+    values = {theirs[name]: session.optimizer.stored(p) for name, p in own.items() if p in trained}
+    other.optimizer.adopt(values, {theirs[name]: _moments(session, p) for name, p in own.items() if p in trained})
+    if other.linears is not None:
+        other.set_compute()
+        other.linears.step = session.step
+        if session.linears is not None:
+            other.linears.load_histories({name: t.clone() for name, t in session.linears.histories().items()})
+    return other
+
+
+def _moments(session: Session, parameter: Tensor) -> dict[str, Tensor | int]:
+    """The states of a parameter in float32, and how many steps it has taken."""
+    found: dict[str, Tensor | int] = {"step": session.optimizer.num_steps(parameter)}
+    for name in ("exp_avg", "exp_avg_sq"):
+        try:
+            found[name] = session.optimizer.stored(parameter, name)
+        except KeyError:  # a rule without this state
+            continue
+    return found
+
+
+def require_finite(session: Session) -> None:
+    """Refuse a state whose weights are not finite: nothing can be compared from there on.
+
+    Raises:
+        NarrowgaugeError: they are not.
+    """
+    for name, parameter in session.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise NarrowgaugeError(
+                f"{name} is not finite before step {session.step + 1}, so the step cannot be compared with float32.",
+                "Replay an earlier step.",
+            )

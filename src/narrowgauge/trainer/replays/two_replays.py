@@ -1,0 +1,235 @@
+"""Two runs computed again side by side: the first step and tensor in which they part, whatever was recorded.
+
+The rows of two runs bracket the step. Both are loaded from the newest checkpoint before it at which their weights are still
+equal, and stepped forward with every tensor hashed. A run that can be repeated has its own fingerprints now. One that cannot
+was computed by other code, on another machine, or was damaged; a later checkpoint tells these apart, since damage does not happen
+twice.
+
+How far rounding alone would carry the tensor is measured too: the step is taken again with weights changed by one ulp of
+float32, a few times. A difference beyond that has a cause; one within it may be another order of sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from narrowgauge.analysis.diagnosis.departures import Departure
+from narrowgauge.analysis.diagnosis.prints import by_step
+from narrowgauge.analysis.diagnosis.replayed import MeasuredEnvelope, Replayed
+from narrowgauge.analysis.diagnosis.stages import Parting, relative_difference
+from narrowgauge.analysis.diagnosis.two_runs import TwoRuns, compare_two
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.schema import Row
+from narrowgauge.trainer.checkpoint import checkpoint_before
+from narrowgauge.trainer.replays.past_steps import Moment, PastStep, replaying
+from narrowgauge.trainer.session import Session
+
+_ROUNDED = ("output", "grad", "update")
+"""Stages whose tensors rounding moves."""
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True, eq=False)
+class _Repeated:
+    """Some steps of a run, computed again."""
+
+    prints: list[Row]
+    departure: Departure | None
+    untold: str
+    notes: list[str]
+
+    @property
+    def repeats(self) -> bool | None:
+        """Whether it has the bits of the record; ``None`` where nothing tells it, for the reason ``untold``."""
+        return None if self.untold else self.departure is None
+
+
+def compare_exactly(one: str | Path, other: str | Path, *, num_replays: int = 3, say: Say = lambda _: None) -> TwoRuns:
+    """Say where two runs part, and why, by computing both again around the first step that differs.
+
+    Invariant: nothing in the run folders changes.
+
+    Args:
+        one, other: run folders, with their data.
+        num_replays: how often the step is repeated with changed weights; 0 does not measure how far rounding reaches.
+        say: called with a sentence before what takes a while.
+    Returns:
+        As :func:`~narrowgauge.analysis.diagnosis.two_runs.compare_two`, with what the replays say.
+    Raises:
+        RecordError: one of the two cannot be replayed; see :func:`~narrowgauge.trainer.replays.past_steps.replaying`.
+
+    Cost: for both, every step since the last checkpoint that they have in common; then, since the nearest one, once more.
+    """
+    runs = read_run(Path(one)), read_run(Path(other))
+    found = compare_two(*runs)
+    parting = found.alignment.parting
+    if parting is None or parting.step == 0:
+        return found
+    since = common_state(*runs, before=parting.step - (1 if _is_located(parting) else 2))
+    while True:
+        repeated = [_repeat(run, since, parting.step, say) for run in runs]
+        first, second = (each.prints[0]["tensors"] for each in repeated)
+        if since == 0 or {key: entry[0] for key, entry in first.items()} == {
+            key: entry[0] for key, entry in second.items()
+        }:
+            break
+        since = common_state(*runs, before=since - 1)  # the weights were equal there, and a moment was not
+    replayed = _replayed(runs, since, repeated, say)
+    if replayed.repeats == (True, True):
+        runs = _with_prints(runs[0], repeated[0].prints), _with_prints(runs[1], repeated[1].prints)
+    located = compare_two(*runs, replayed).alignment.parting
+    if located is not None and num_replays > 0 and located.tensor and located.stage in _ROUNDED:
+        envelope = measure_envelope(runs[0], located.step, located.tensor, num_replays, say)
+        replayed = dataclasses.replace(replayed, envelope=envelope)
+    return compare_two(*runs, replayed)
+
+
+def _is_located(parting: Parting) -> bool:
+    return bool(parting.tensor) and parting.equal_until == parting.step - 1
+
+
+def common_state(one: Run, other: Run, before: int) -> int:
+    """The step of the newest checkpoint that two runs both have, with equal weights; 0 without one.
+
+    Args:
+        one, other: the runs.
+        before: the last step that it may be of.
+    """
+    step = before
+    while step > 0:
+        found = [checkpoint_before(run.path, step, lambda path, reason: None) for run in (one, other)]
+        if found[0] is None or found[1] is None:
+            return 0
+        first, second = found[0], found[1]
+        if first.step == second.step:
+            if first.state()["fingerprint"] == second.state()["fingerprint"]:
+                return first.step
+            step = first.step - 1
+        else:
+            step = min(first.step, second.step)
+    return 0
+
+
+def _repeat(run: Run, since: int, last: int, say: Say) -> _Repeated:
+    """The steps after a state, hashed."""
+    say(f"Repeating steps {since + 1} to {last} of {run.path}, with every tensor hashed.")
+    with replaying(run.path, since + 1, fingerprints_every=1) as past:
+        prints = past.session.prints
+        prints.before_first(past.session.step)
+        rows = [prints.last]
+        while past.session.step < last:
+            past.advance()
+            rows.append(prints.last)
+        found = [row for row in rows if row is not None]
+        untold = _untold(past)
+        return _Repeated(found, past.departure, untold, past.notes + ([] if untold else past.reasons))
+
+
+def _untold(past: PastStep) -> str:
+    """Why a replay without a difference does not show that the run is repeated, if it does not."""
+    ranks = past.record.run.get("machine", {}).get("ranks", 1)
+    if ranks > 1 and not past.session.config.recipe.reduction.order_free:
+        return "was trained on several ranks, which sum in another order than the process of a replay"
+    if past.departure is None and past.not_compared:
+        return f"has no loss of step {past.not_compared[0]} to compare with"
+    return ""
+
+
+def _replayed(runs: tuple[Run, Run], since: int, repeated: list[_Repeated], say: Say) -> Replayed:
+    """What the replays say of the two runs."""
+    said: list[str] = []
+    again: list[bool | None] = []
+    for run, each in zip(runs, repeated, strict=True):
+        said += [f"{run.path.name}: {note}" for note in each.notes]
+        if each.untold:
+            said.append(f"{run.path.name} {each.untold}")
+        elif each.departure is not None:
+            said.append(f"of {run.path.name}, {each.departure.message}")
+            again.append(_persists(run, each.departure.step, say))
+            if again[-1] is not None:
+                how = "parts from its replay again" if again[-1] else "has the bits of its replay again"
+                said.append(f"from a later checkpoint on, {run.path.name} {how}")
+    persists = None if not again or None in again else True in again
+    tables = [[{key: entry[0] for key, entry in row["tensors"].items()} for row in each.prints] for each in repeated]
+    one, other = repeated
+    return Replayed(since, (one.repeats, other.repeats), tables[0] == tables[1], tuple(said), persists)
+
+
+def _persists(run: Run, step: int, say: Say) -> bool | None:
+    """Whether a run parts from its replay again, in the first step after a checkpoint that was written later."""
+    last = int(run.steps[-1]["step"])
+    later = checkpoint_before(run.path, last - 1, lambda path, reason: None)
+    if later is None or later.step < step:
+        return None
+    say(f"Repeating step {later.step + 1} of {run.path}.")
+    with replaying(run.path, later.step + 1) as past:
+        past.advance()
+        return past.departure is not None
+
+
+def _with_prints(run: Run, rows: list[Row]) -> Run:
+    """The run as if these rows of fingerprints had been recorded, where none were."""
+    known = by_step(run)
+    joined = [*known.values(), *(row for row in rows if row["step"] not in known)]
+    found = dataclasses.replace(run)
+    found.__dict__["fingerprints"] = sorted(joined, key=lambda row: int(row["step"]))
+    return found
+
+
+def measure_envelope(
+    run: Run, step: int, tensor: str, num_replays: int, say: Say = lambda _: None
+) -> MeasuredEnvelope | None:
+    """How far one-ulp changes of every weight carry a tensor in one step.
+
+    Args:
+        run: that is repeated.
+        step: of it.
+        tensor: ``KIND:NAME`` of a fingerprint.
+        num_replays: how often, each time with other signs.
+        say: called with a sentence before what takes a while.
+    Returns:
+        The changes of its norm, or ``None`` where the replay does not make that tensor or its norm is not finite.
+
+    Cost: ``1 + num_replays`` steps after those since the nearest checkpoint.
+    """
+    say(f"Repeating step {step} of {run.path} {num_replays} times with weights changed by one ulp of float32.")
+    with replaying(run.path, step, fingerprints_every=1) as past, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimizer says that somebody changed its weights
+        before, norms = Moment.of(past.session), []
+        for seed in range(num_replays + 1):
+            if seed:
+                before.put(past.session)
+                shift_weights(past.session, seed)
+            past.advance()
+            row = past.session.prints.last
+            norms.append(row["tensors"].get(tensor, (0, math.nan))[1] if row is not None else math.nan)
+    changes = tuple(relative_difference(norms[0], norm) for norm in norms[1:])
+    return MeasuredEnvelope(step, tensor, changes) if changes and all(map(math.isfinite, changes)) else None
+
+
+@torch.no_grad()
+def shift_weights(session: Session, seed: int) -> None:
+    """Change the weights of a session by an ulp of float32, up or down by a draw, and round them to their format at random.
+
+    What rounding changes is the last digit of a sum in float32. In a narrower format most weights are then as before, and few are
+    their neighbours: in bfloat16 one of 65,536, of each tensor one at least.
+
+    Args:
+        session: the run.
+        seed: of the draw.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for _, parameter in session.named_parameters():
+        draw = torch.rand(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.device)
+        share = torch.finfo(torch.float32).eps / torch.finfo(parameter.dtype).eps
+        moved = (draw < share) | (draw == draw.amin())
+        up = torch.randint(2, parameter.shape, generator=generator).to(parameter.device).bool()
+        bound = torch.where(up, math.inf, -math.inf).to(parameter.dtype)
+        parameter.copy_(torch.where(moved, torch.nextafter(parameter, bound), parameter))

@@ -1,0 +1,237 @@
+"""The classification of recipes, as tables: runs in; rank, faults, noise, cheapest and best metrics out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from analysis.comparison.made_runs import MASTER, made, seeds
+from narrowgauge.analysis.comparison.classification import Classes, Rank, rank
+from narrowgauge.analysis.comparison.comparison import compare_runs
+from narrowgauge.analysis.comparison.intervals import Difference
+from narrowgauge.runs.record import Run
+
+EQUAL = (4.0, 4.1, 4.2)
+
+
+def classes_of(*groups: Sequence[Run], baseline: str | None = None) -> Classes:
+    return compare_runs([run for group in groups for run in group], baseline).classes
+
+
+def word(*losses: float | None, **more: Any) -> list[Run]:
+    return seeds("bfloat16/word", losses, **more)
+
+
+def sized(runs: list[Run], size: float | None) -> list[Run]:
+    for run in runs:
+        assert run.summary is not None
+        run.summary["bytes_per_param"] = size
+    return runs
+
+
+# ── rank ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("mean", "half", "found"),
+    [
+        (0.1, 0.02, Rank.WORSE),
+        (-0.1, 0.02, Rank.BETTER),
+        (0.01, 0.02, Rank.WITHIN_NOISE),
+        (-0.01, 0.02, Rank.WITHIN_NOISE),
+        # All of the interval within a thousandth of a loss of 4, on either side of zero.
+        (0.0005, 0.0001, Rank.NEGLIGIBLE),
+        (-0.0005, 0.0001, Rank.NEGLIGIBLE),
+        (0.1, math.inf, Rank.NO_INTERVAL),
+    ],
+)
+def test_the_interval_of_a_difference_decides_its_rank(mean: float, half: float, found: Rank) -> None:
+    assert rank(Difference("a", mean, half, 3), 4.0) is found
+
+
+def test_a_rank_is_inconclusive_where_the_interval_reaches_too_high_or_is_too_wide() -> None:
+    difference = Difference("a", 0.01, 0.05, 3)
+    assert rank(difference, 4.0, max_high=0.07) is rank(difference, 4.0, max_half=0.06) is Rank.WITHIN_NOISE
+    assert rank(difference, 4.0, max_high=0.04) is rank(difference, 4.0, max_half=0.04) is Rank.INCONCLUSIVE
+    # A certain difference is one however high its interval reaches, but not where the interval is dwarfing.
+    assert rank(Difference("a", 0.2, 0.1, 3), 4.0, max_high=0.04) is Rank.WORSE
+    assert rank(Difference("a", 0.2, 0.1, 3), 4.0, max_half=0.04) is Rank.INCONCLUSIVE
+    assert rank(None, 4.0) is Rank.NO_INTERVAL
+
+
+# A group beside three seeds of bfloat16/master at 4.0, 4.1 and 4.2: its rank, and the names of its faults.
+RANKS: list[tuple[list[Run], Rank, list[str]]] = [
+    (word(4.01, 4.09, 4.2), Rank.WITHIN_NOISE, []),
+    # +0.0005 on 4.1 is an eighth of a thousandth: certain, and too small to matter.
+    (word(4.0005, 4.1005, 4.2005), Rank.NEGLIGIBLE, []),
+    (word(3.9995, 4.0995, 4.1995), Rank.NEGLIGIBLE, []),
+    (word(3.9, 4.001, 4.1), Rank.BETTER, []),
+    # Certain, below a hundredth of the loss: a price, not a fault.
+    (word(4.02, 4.121, 4.22), Rank.WORSE, []),
+    (word(4.1, 4.2, 4.31), Rank.WORSE, ["ends worse than bfloat16/master"]),
+    (word(4.2, 4.0, 4.2), Rank.INCONCLUSIVE, []),
+    (word(4.01), Rank.NO_INTERVAL, []),
+    ([made("bfloat16/word", 9, 4.0)], Rank.NO_INTERVAL, []),
+    (word(None, None), Rank.NO_LOSS, []),
+    (word(4.0, math.nan, 4.2), Rank.WITHIN_NOISE, ["diverged in 1 of 3 runs"]),
+    (word(math.nan, math.nan), Rank.NO_LOSS, ["diverged in 2 of 2 runs"]),
+    # The summary's EDQ is 1.0: the first steps dominate the sums over a run.
+    (word(*EQUAL, edq=(1.0, 0.4, 0.3, 0.3)), Rank.WITHIN_NOISE, ["loses its updates"]),
+    (word(*EQUAL, edq=(0.89, 0.89, 0.89)), Rank.WITHIN_NOISE, ["loses its updates"]),
+    (word(*EQUAL, edq=(0.91, 0.91, 0.91)), Rank.WITHIN_NOISE, []),
+    (word(4.0, edq=(0.1, 0.1, 0.1)), Rank.NO_INTERVAL, ["loses its updates"]),
+    (word(*EQUAL, skipped=0), Rank.WITHIN_NOISE, []),
+    (word(*EQUAL, skipped=1), Rank.WITHIN_NOISE, ["skipped 3 of its 30 steps"]),
+    (word(*EQUAL, skipped=1, steps=40), Rank.WITHIN_NOISE, []),
+    (
+        word(4.1, 4.2, 4.31, edq=(0.3, 0.3, 0.3)),
+        Rank.WORSE,
+        ["loses its updates", "ends worse than bfloat16/master"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("group", "found", "faults"), RANKS)
+def test_runs_have_a_rank_and_faults(group: list[Run], found: Rank, faults: list[str]) -> None:
+    one = classes_of(MASTER, group)["bfloat16/word"]
+    assert one.rank is found and [fault.name for fault in one.faults] == faults
+    is_fit = found in (Rank.WITHIN_NOISE, Rank.NEGLIGIBLE, Rank.BETTER) and not faults
+    assert one.is_fit is is_fit
+    assert one.has_price is (found is Rank.WORSE and not faults)
+    assert one.is_open is (found is Rank.INCONCLUSIVE)
+    assert one.is_unranked is (found is Rank.NO_INTERVAL and not faults)
+
+
+def test_a_baseline_has_a_rank_of_its_own_unless_it_has_no_loss() -> None:
+    assert classes_of(MASTER, word(*EQUAL))["bfloat16/master"].rank is Rank.BASELINE
+    unfinished = classes_of(seeds("bfloat16/master", (None,)), word(4.0), baseline="bfloat16/master")
+    assert [one.rank for one in unfinished.values()] == [Rank.NO_LOSS, Rank.NO_INTERVAL]
+    losing = classes_of(seeds("bfloat16/master", EQUAL, edq=(0.1,) * 3), word(*EQUAL), baseline="bfloat16/master")
+    assert losing["bfloat16/master"].rank is Rank.BASELINE and not losing["bfloat16/master"].is_fit
+
+
+def test_a_fault_of_a_worse_loss_has_its_share_and_names_other_lengths() -> None:
+    zero = classes_of(seeds("bfloat16/master", (0.0, 0.0)), word(0.1, 0.1))["bfloat16/word"]
+    assert zero.rank is Rank.WORSE and zero.faults[0].text == (
+        "ends worse than bfloat16/master by +0.1000\u00a0±\u00a00.0000"
+    )
+    longer = classes_of(MASTER, word(4.1, 4.2, 4.31, config={"steps": 25}))["bfloat16/word"]
+    assert longer.faults[0].text.endswith("(+2.5%, after another number of steps)")
+
+
+@pytest.mark.parametrize(("noise", "is_noisy"), [(0.01, False), (1.0, False), (5.0, True)])
+def test_a_recipe_is_noisy_where_its_late_noise_exceeds_its_updates(noise: float, is_noisy: bool) -> None:
+    assert classes_of(MASTER, word(*EQUAL, noise=noise))["bfloat16/word"].is_noisy is is_noisy
+
+
+def test_a_recipe_is_audited_where_a_run_that_counts_is() -> None:
+    found = classes_of(MASTER, word(*EQUAL, edq=()))
+    assert [one.is_audited for one in found.values()] == [True, False]
+
+
+# ── the cheapest ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+COMPACT = seeds("bfloat16/compact", EQUAL)
+UNSURE = seeds("bfloat16/compact", (4.2, 4.0, 4.2))
+
+
+@pytest.mark.parametrize(
+    ("groups", "cheapest", "cheaper_open"),
+    [
+        ([MASTER, word(4.01, 4.09, 4.2), COMPACT], "bfloat16/compact", []),
+        # Equal bytes are ordered by time; less than a tenth of a byte is no saving.
+        ([MASTER, word(*EQUAL), seeds("float8-row/word", EQUAL, step_seconds=0.3)], "float8-row/word", []),
+        ([MASTER, sized(word(*EQUAL), 8.04), sized(seeds("mine", EQUAL, step_seconds=0.3), 8.0)], "mine", []),
+        ([MASTER, word(4.1, 4.2, 4.31)], "bfloat16/master", []),
+        ([MASTER, word(4.02, 4.121, 4.22)], "bfloat16/master", []),
+        ([MASTER, word(*EQUAL, edq=(1.0, 0.3, 0.3, 0.3))], "bfloat16/master", []),
+        ([MASTER, word(*EQUAL, noise=5.0)], "bfloat16/word", []),
+        # Two seeds, +0.0866 ± 0.1372 on 1.28: it may be worse by more than 1 %, or no worse.
+        (
+            [seeds("bfloat16/master", (1.216, 1.344)), seeds("float8-row/word", (1.2918, 1.4414))],
+            "bfloat16/master",
+            ["float8-row/word"],
+        ),
+        ([MASTER, word(*EQUAL), UNSURE], "bfloat16/word", ["bfloat16/compact"]),
+        ([MASTER, word(*EQUAL), sized(seeds("mine", (4.2, 4.0, 4.2)), 12.0)], "bfloat16/word", []),
+        ([sized(seeds("a", EQUAL), None), sized(seeds("b", EQUAL), None)], None, []),
+        ([seeds("bfloat16/master", EQUAL, edq=(0.1,) * 3), word(*EQUAL, edq=(0.1,) * 3)], None, []),
+    ],
+)
+def test_the_cheapest_is_fit_and_what_might_be_cheaper_is_named(
+    groups: list[list[Run]], cheapest: str | None, cheaper_open: list[str]
+) -> None:
+    found = classes_of(*groups)
+    assert (found.cheapest.label if found.cheapest else None) == cheapest
+    assert [one.label for one in found.cheaper_open] == cheaper_open
+
+
+# ── best beyond chance ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def best(column: str, *groups: Sequence[Run]) -> set[str]:
+    return {label for label, one in classes_of(*groups).items() if column in one.best}
+
+
+@pytest.mark.parametrize(
+    ("master", "others", "found"),
+    [
+        (EQUAL, (3.99, 4.11, 4.19), set()),
+        (EQUAL, (3.90, 4.01, 4.09), {"bfloat16/word"}),
+        ((4.0,), (3.9,), set()),
+    ],
+)
+def test_a_loss_is_best_only_where_the_interval_excludes_chance(
+    master: tuple[float, ...], others: tuple[float, ...], found: set[str]
+) -> None:
+    assert best("val_loss", seeds("bfloat16/master", master), word(*others)) == found
+
+
+@pytest.mark.parametrize(
+    ("master", "others", "found"),
+    [
+        ((100.0, 100.0, 100.0), (101.0, 102.0, 103.0), {"bfloat16/word"}),
+        ((100.0, 100.0, 100.0), (120.0, 130.0, 99.0), set()),
+        # Half a percent is no reason to choose a recipe, even if the seeds agree.
+        ((100.0, 100.0), (100.4, 100.4), set()),
+        ((100.0, 100.0), (101.0, 100.4), set()),
+        ((1000.0, 1000.0), (1006.0, 1006.0), {"bfloat16/word"}),
+        # One seed may be chance, unless by a margin.
+        ((100.0,), (105.0,), set()),
+        ((100.0,), (120.0,), {"bfloat16/word"}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("column", "of_rate"), [("tokens_per_second", lambda rate: rate), ("peak_memory_bytes", lambda rate: 1e9 / rate)]
+)
+def test_speed_and_memory_are_best_where_every_seed_agrees(
+    column: str,
+    of_rate: Callable[[float], float],
+    master: tuple[float, ...],
+    others: tuple[float, ...],
+    found: set[str],
+) -> None:
+    runs = []
+    for recipe, rates in (("bfloat16/master", master), ("bfloat16/word", others)):
+        for seed, rate in enumerate(rates):
+            run = made(recipe, seed, 4.0)
+            assert run.summary is not None
+            run.summary[column] = of_rate(rate)
+            runs.append(run)
+    assert best(column, runs) == found
+
+
+def test_recipes_of_the_fewest_bytes_are_best_together_and_all_alike_are_not() -> None:
+    groups = [MASTER, sized(word(*EQUAL), 8.04), sized(seeds("float8-row/word", EQUAL), 8.0)]
+    assert best("bytes_per_param", *groups) == {"bfloat16/word", "float8-row/word"}
+    assert best("bytes_per_param", *groups[1:]) == set()
+
+
+def test_a_recipe_with_a_fault_is_best_in_nothing_and_keeps_no_other_from_it() -> None:
+    naive = sized(seeds("bfloat16/naive", (2.5, 2.6, 2.7), edq=(0.2,) * 3, step_seconds=0.1), 7.0)
+    found = classes_of(MASTER, word(3.90, 4.01, 4.09, step_seconds=0.25), naive)
+    assert found["bfloat16/naive"].best == set()
+    assert found["bfloat16/word"].best == {"val_loss", "tokens_per_second", "bytes_per_param"}

@@ -1,0 +1,128 @@
+"""The rows of a comparison, its baseline, and its table."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from analysis.comparison.made_runs import COLUMNS, MASTER, made, seeds
+from narrowgauge.analysis.comparison.comparison import compare_runs
+from narrowgauge.errors import RecipeError
+from narrowgauge.runs.record import Run
+
+
+def test_a_row_has_the_documented_columns() -> None:
+    found = compare_runs([*MASTER, *seeds("bfloat16/word", (4.0, 4.2, 4.4), step_seconds=0.25)])
+    assert [list(row) for row in found.rows] == [COLUMNS] * 2
+    row = found.rows[1]
+    assert row["val_loss"] == pytest.approx(4.2) and row["val_loss_std"] == pytest.approx(0.2)
+    assert row["tokens_per_second"] == 400 and row["bytes_per_param"] == 8 and row["peak_memory_bytes"] == 1 << 20
+    assert (row["edq"], row["noise"], row["lost_fraction"], row["diverged"], row["num_seeds"]) == (
+        1,
+        0.01,
+        0.25,
+        False,
+        3,
+    )
+
+
+def test_differences_are_paired_by_seed_and_only_by_seed() -> None:
+    # Seed 7 is word's alone; the order of the runs does not matter.
+    word = [made("bfloat16/word", seed, loss) for seed, loss in ((7, 9.0), (2, 4.23), (0, 4.01), (1, 4.12))]
+    (difference,) = compare_runs([*word, *MASTER]).differences
+    assert difference.num_pairs == 3 and difference.mean == pytest.approx(0.02)
+    assert difference.half == pytest.approx(4.302653 * statistics.stdev([0.01, 0.02, 0.03]) / 3**0.5)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda run: run.summary.update(val_loss=math.nan),
+        lambda run: run.events.append({"kind": "divergence", "step": 3, "message": "the loss is inf"}),
+        lambda run: [row.update(loss=11.0) for row in run.steps[5:]],
+    ],
+)
+def test_a_diverged_run_is_named_and_not_averaged(spoil: Callable[[Run], Any]) -> None:
+    word = seeds("bfloat16/word", (4.0, 4.1, 4.2))
+    spoil(word[1])
+    found = compare_runs([*MASTER, *word])
+    row = found.rows[1]
+    assert row["diverged"] and row["num_seeds"] == 2 and row["val_loss"] == pytest.approx(4.1)
+    assert [fault.name for fault in found.classes["bfloat16/word"].faults] == ["diverged in 1 of 3 runs"]
+    assert "(seed 1, " in found.not_to_be_used["bfloat16/word"][0]
+    assert found.classes.cheapest is found.classes["bfloat16/master"]
+
+
+def test_recipes_without_a_finished_run_have_rows_without_values() -> None:
+    found = compare_runs(seeds("bfloat16/word", (None, None)))
+    assert found.baseline is None and found.rows[0]["val_loss"] is None and found.rows[0]["num_seeds"] == 0
+    assert found.verdict[0].startswith("No run has ended")
+    assert json.loads(found.json())[0]["bytes_per_param"] is None
+
+
+def test_the_baseline_is_the_widest_and_does_not_depend_on_losses() -> None:
+    low, high = (4.0, 4.1, 4.2), (4.9, 5.0, 5.1)
+    for master, word in ((low, high), (high, low)):
+        found = compare_runs([*seeds("bfloat16/word", word), *seeds("bfloat16/master", master)])
+        assert found.baseline == "bfloat16/master"
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (("float8-row/word", "bfloat16/word"), "bfloat16/word"),
+        (("bfloat16/word", "bfloat16/naive"), "bfloat16/word"),
+        (("mine", "yours"), "mine"),
+    ],
+)
+def test_among_equal_sizes_the_baseline_is_the_wider_compute_then_the_first(
+    names: tuple[str, str], chosen: str
+) -> None:
+    assert compare_runs([run for name in names for run in seeds(name, (4.0, 4.1))]).baseline == chosen
+
+
+def test_what_loses_its_updates_is_no_baseline() -> None:
+    runs = [*seeds("bfloat16/master", (4.0, 4.1), edq=(0.2, 0.2, 0.2)), *seeds("bfloat16/word", (4.0, 4.1))]
+    assert compare_runs(runs).baseline == "bfloat16/word"
+
+
+def test_a_baseline_may_be_named_and_must_be_there() -> None:
+    runs = [*MASTER, *seeds("bfloat16/word", (4.0, 4.1))]
+    assert compare_runs(runs, "bf16/word").baseline == "bfloat16/word"
+    # The name of earlier versions.
+    assert compare_runs(runs, yardstick="bf16/word").yardstick == "bfloat16/word"
+    with pytest.raises(RecipeError, match=r"bfloat16/wrd was requested.*Did you mean 'bfloat16/word'"):
+        compare_runs(runs, "bfloat16/wrd")
+
+
+def test_no_torch_is_loaded() -> None:
+    rooms = "narrowgauge.analysis.comparison.comparison, narrowgauge.trainer.experiment.training"
+    code = f"import sys, {rooms}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_the_table_shows_every_recipe_and_its_difference() -> None:
+    text = compare_runs([*MASTER, *seeds("bfloat16/word", (4.01, 4.11, 4.21))]).table().plain()
+    heads, master, word = text.splitlines()
+    assert "minus bfloat16/master" in heads and "4.1000 (std 0.1000)" in master and "+0.0100\u00a0±\u00a00.0000" in word
+
+
+def test_late_metrics_and_faults_are_given_by_recipe() -> None:
+    found = compare_runs([*MASTER, *seeds("bfloat16/naive", (4.0, 4.1, 4.2), edq=(1.0, 0.4, 0.3, 0.3))])
+    assert found.rows[1]["edq"] == 1.0 and found.late["bfloat16/naive"]["edq"] == 0.3
+    assert list(found.not_to_be_used) == ["bfloat16/naive"]
+    assert found.not_to_be_used["bfloat16/naive"][0].startswith("loses its updates (a late EDQ of 0.30")
+
+
+def test_a_huge_loss_is_printed_with_an_exponent() -> None:
+    text = (
+        compare_runs([*seeds("bfloat16/master", (1e30, 1e30)), *seeds("bfloat16/word", (2e30, 2.5e30))]).table().plain()
+    )
+    assert "1.00e+30 (std 0.0000)" in text and "+1.2e+30\u00a0±\u00a03.2e+30" in text and "0000000" not in text
