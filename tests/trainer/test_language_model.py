@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 import narrowgauge.trainer.language_model as language_model
 from narrowgauge.cli.main import main
@@ -68,7 +75,7 @@ def write_config(folder: Path, **changes: object) -> Path:
 def test_a_preset_has_the_parameters_its_row_says(name: str) -> None:
     with torch.device("meta"):
         config = language_model._preset_config(MODELS[name], None)
-        model = language_model.AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
     assert num_parameters(model) == MODELS[name].num_parameters
 

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias
 
 from narrowgauge import _torch
 from narrowgauge.gauges.hooks import as_multiplied, entry_of
@@ -238,7 +237,10 @@ def _hook_called(module: nn.Module) -> Undo:
 def _recording_call(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def scaled_dot_product_attention(*args: Any, **options: Any) -> Tensor:
         mask = args[3] if len(args) > 3 else options.get("attn_mask")
-        if isinstance(mask, CausalBias):  # it checks whether it was called with the original function
+        if type(mask).__name__ == "CausalBias":  # its module imports Dynamo, which takes seconds
+            from torch.nn.attention.bias import CausalBias
+
+            # It checks whether it was called with the original function.
             result: Tensor = CausalBias.__torch_function__(F.scaled_dot_product_attention, (CausalBias,), args, options)
             return result
         if torch.is_grad_enabled() and SAMPLING.is_on:

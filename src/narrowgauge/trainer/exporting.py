@@ -10,12 +10,11 @@ from __future__ import annotations
 import copy
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from narrowgauge.checkpoints.conversion.folders import new_folder
 from narrowgauge.checkpoints.reading import saved_tensors
@@ -28,6 +27,9 @@ from narrowgauge.trainer.preflight import refuse_occupied
 from narrowgauge.trainer.saved_run import SavedRun, load, open_run
 from narrowgauge.trainer.streamed_export import MAX_FILE_BYTES, WeightSource, can_stream, write_weights
 from narrowgauge.trainer.tokenization import load_tokenizer
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 Dtype = Literal["visible", "float32"]
 
@@ -233,6 +235,8 @@ def _plain_weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
 
 
 def _write_tokenizer(run: Run | SavedRun, folder: Path, positions: int | None) -> int:
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer, end = _tokenizer(run)
     name = tokenizer.id_to_token(end)
     length = {} if positions is None else {"model_max_length": positions}

@@ -18,15 +18,12 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging
 
 from narrowgauge._torch.inductor import remove_torn_files
 from narrowgauge.checkpoints.conversion.files import UNREADABLE, require_weights
@@ -37,6 +34,9 @@ from narrowgauge.numerics.plain import linear
 from narrowgauge.planner.head_memory import CHUNK_LOGITS
 from narrowgauge.planner.head_memory import LARGE_VOCABULARY as LARGE_VOCABULARY
 from narrowgauge.spec.models import MODELS, WEIGHTS, Model, refuse_own_code, weights_file
+
+if TYPE_CHECKING:  # transformers takes seconds to import: each function below imports what it needs
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _MIN_CHUNK_TOKENS = 128
 # Operations of some models on the logits after the head, which the chunked loss does not apply.
@@ -76,6 +76,8 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
     row = MODELS.get(model.strip().lower())
     if row is not None:
         return ready(drawn(_preset_config(row, vocab_size), seed))
+    from transformers import AutoConfig
+
     folder = _folder(model)
     refuse_own_code(folder)
     weights = require_initial_weights(model)
@@ -119,6 +121,8 @@ def skeleton(model: str, vocab_size: int) -> PreTrainedModel:
     row = MODELS.get(model.strip().lower())
     if row is not None:
         return drawn(_preset_config(row, vocab_size), 0, "meta")
+    from transformers import AutoConfig
+
     folder = _folder(model)
     refuse_own_code(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -253,6 +257,8 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
     Cost: the first call compiles; so do the first with another shape (from then on shapes are dynamic) and the first
     without gradients.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     remove_torn_files()
     sharded = fsdp_modules(model)
     for module in model.modules():
@@ -277,6 +283,8 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:
     """Disable transformers' progress bars while it reads or writes weights."""
+    from transformers.utils import logging
+
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -330,6 +338,8 @@ def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:
     tokens: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     size = row.vocab_size if vocab_size is None else vocab_size
     if row.family == "gpt2":
+        from transformers import GPT2Config
+
         return GPT2Config(
             vocab_size=size,
             n_positions=row.max_positions,
@@ -341,6 +351,8 @@ def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:
             tie_word_embeddings=row.tie_embeddings,
             **tokens,
         )
+    from transformers import LlamaConfig
+
     return LlamaConfig(
         vocab_size=size,
         hidden_size=row.hidden_size,
@@ -383,16 +395,20 @@ def _without_dropout(config: Any) -> Any:
 
 
 def drawn(config: PretrainedConfig, seed: int, device: str = "cpu") -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
     config = _without_dropout(config)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.default_generator.manual_seed(seed)
         made = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
         )
-    return cast(PreTrainedModel, made)
+    return cast("PreTrainedModel", made)
 
 
 def _loaded(folder: Path, weights: Path, vocab_size: int | None, seed: int) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     config = _without_dropout(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     # The seed is for weights that the folder lacks, such as a new head.
     with torch.random.fork_rng(devices=[]), without_progress_bars():
@@ -427,8 +443,8 @@ def _loaded(folder: Path, weights: Path, vocab_size: int | None, seed: int) -> P
             f"The weights in {folder} have {rows:,} token embeddings; the text has {vocab_size:,} different tokens.",
             "Use the tokenizer of these weights, or a folder with only config.json.",
         )
-    return cast(PreTrainedModel, made)
+    return cast("PreTrainedModel", made)
 
 
 def ready(model: PreTrainedModel) -> PreTrainedModel:
-    return cast(PreTrainedModel, model.train())
+    return cast("PreTrainedModel", model.train())

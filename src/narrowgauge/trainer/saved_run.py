@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import RecordError
@@ -16,6 +15,9 @@ from narrowgauge.trainer.checkpoint import Checkpoint, latest_checkpoint
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset, open_data
 from narrowgauge.trainer.session import Session, build
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

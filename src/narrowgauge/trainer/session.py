@@ -15,12 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from narrowgauge.assembly.preparation import assemble, is_matrix
 from narrowgauge.checkpoints.reading import saved_tensors
@@ -52,7 +51,9 @@ from narrowgauge.trainer.detours import Detour, batch_index
 from narrowgauge.trainer.fingerprints import Fingerprints
 from narrowgauge.trainer.leaves import Turn, turns
 from narrowgauge.trainer.saving import Saver
-from narrowgauge.transforms.unit_scaling import fix_batch
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -328,6 +329,8 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
     linears = linears_of(model)
     if config.recipe.compute.transform == "unit":
+        from narrowgauge.transforms.unit_scaling import fix_batch
+
         fix_batch(model, sequence_length=config.sequence_length, tokens=config.tokens_per_step)
     return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator, linears, reduction, here)
 

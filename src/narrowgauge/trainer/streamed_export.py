@@ -12,10 +12,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from narrowgauge.checkpoints.reading import SavedTensor, load_whole
 from narrowgauge.checkpoints.tensor_files import write_one_by_one
@@ -25,6 +25,9 @@ from narrowgauge.numerics.summation import fingerprint, fingerprint_all
 from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.checkpoint import Checkpoint
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 MAX_FILE_BYTES = 5_000_000_000
 """The largest file of an export, unless a single tensor is larger."""
