@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim import packing
-from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.stores import Store
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.optimizer import Optimizer
 
 
 def kept_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
