@@ -24,7 +24,7 @@ from timing import Report, Row, parser
 from narrowgauge.distributed.replicas import Held, Verifier
 from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.numerics.checksums import checksum
-from narrowgauge.optim.kept_tensors import kept_tensors
+from narrowgauge.optim.state_dict import kept_tensors
 from ranks import Case, Loop, on_ranks
 
 EVERY = 1000  # --verify-every

@@ -285,7 +285,7 @@ def test_tables_records_and_command_line_load_no_torch_in_fact() -> None:
 @pytest.mark.parametrize(
     ("module", "line", "fault"),
     [
-        ("numerics.rounding", "from narrowgauge.optim.encoding import encode", True),
+        ("numerics.rounding", "from narrowgauge.optim.codec import encode", True),
         ("optim.kernel", "import narrowgauge.matmul.operand", True),
         ("optim.kernel", "from ..numerics import rounding", False),
         ("runs.record", "from narrowgauge._torch import anything", True),

@@ -59,16 +59,16 @@ if TYPE_CHECKING:
     from narrowgauge.optim.audit import Reading as Reading
     from narrowgauge.optim.audit import UpdateLossWarning as UpdateLossWarning
     from narrowgauge.optim.audit import audit as audit
-    from narrowgauge.optim.elementwise_optimizers import SGD as SGD
-    from narrowgauge.optim.elementwise_optimizers import Adam as Adam
-    from narrowgauge.optim.elementwise_optimizers import AdamW as AdamW
-    from narrowgauge.optim.elementwise_optimizers import Lion as Lion
-    from narrowgauge.optim.gradient_release import release_gradients as release_gradients
-    from narrowgauge.optim.matrix_optimizers import Adafactor as Adafactor
-    from narrowgauge.optim.matrix_optimizers import GaLore as GaLore
-    from narrowgauge.optim.matrix_optimizers import GradNormLoRP as GradNormLoRP
-    from narrowgauge.optim.matrix_optimizers import Muon as Muon
     from narrowgauge.optim.optimizer import Optimizer as Optimizer
+    from narrowgauge.optim.optimizers import SGD as SGD
+    from narrowgauge.optim.optimizers import Adafactor as Adafactor
+    from narrowgauge.optim.optimizers import Adam as Adam
+    from narrowgauge.optim.optimizers import AdamW as AdamW
+    from narrowgauge.optim.optimizers import GaLore as GaLore
+    from narrowgauge.optim.optimizers import GradNormLoRP as GradNormLoRP
+    from narrowgauge.optim.optimizers import Lion as Lion
+    from narrowgauge.optim.optimizers import Muon as Muon
+    from narrowgauge.optim.release import release_gradients as release_gradients
     from narrowgauge.optim.rules.elementwise import Rule as Rule
     from narrowgauge.planner.plan import plan as plan
     from narrowgauge.planner.plan_report import Plan as Plan
@@ -102,20 +102,20 @@ _HOMES = {
     "prepare": "assembly.preparation",
     "convert": "checkpoints.conversion.states",
     "restore": "checkpoints.conversion.states",
-    "AdamW": "optim.elementwise_optimizers",
-    "Adam": "optim.elementwise_optimizers",
-    "SGD": "optim.elementwise_optimizers",
-    "Lion": "optim.elementwise_optimizers",
-    "Muon": "optim.matrix_optimizers",
-    "Adafactor": "optim.matrix_optimizers",
-    "GaLore": "optim.matrix_optimizers",
-    "GradNormLoRP": "optim.matrix_optimizers",
+    "AdamW": "optim.optimizers",
+    "Adam": "optim.optimizers",
+    "SGD": "optim.optimizers",
+    "Lion": "optim.optimizers",
+    "Muon": "optim.optimizers",
+    "Adafactor": "optim.optimizers",
+    "GaLore": "optim.optimizers",
+    "GradNormLoRP": "optim.optimizers",
     "Rule": "optim.rules.elementwise",
     "LossScaler": "numerics.scaling",
     "GradientAccumulator": "optim.accumulation",
     "AccumulationWarning": "optim.accumulation",
     "ACCUMULATIONS": "spec.accumulations",
-    "release_gradients": "optim.gradient_release",
+    "release_gradients": "optim.release",
     "reduce_gradients_with": "distributed.reduction",
     "Optimizer": "optim.optimizer",
     "audit": "optim.audit",

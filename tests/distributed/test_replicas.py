@@ -16,7 +16,7 @@ import narrowgauge as ng
 from narrowgauge.distributed.reduction import reduce_gradients_with
 from narrowgauge.distributed.replicas import Held, Verifier
 from narrowgauge.errors import CorruptionError
-from narrowgauge.optim.kept_tensors import kept_tensors
+from narrowgauge.optim.state_dict import kept_tensors
 from ranks import run_ranks
 
 EVERY, STEPS = 4, 13

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.numerics import widening
-from narrowgauge.numerics.plain import linear, matmul
-from narrowgauge.numerics.widening import float32_tiles, is_widened, sum_integers
+from narrowgauge.numerics.widening import float32_tiles, is_widened, linear, matmul, sum_integers
 from narrowgauge.spec.processor import pretending
 
 DTYPES = [torch.bfloat16, torch.float16]

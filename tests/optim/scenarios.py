@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.optim import packing
+from narrowgauge.optim import codec
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.spec.storages import Storage, find, for_vectors
 
@@ -38,7 +38,7 @@ REPRESENTATIVES = {
 def kind(storage: Storage) -> tuple[object, ...]:
     """What decides by which lines of the library a storage is stepped."""
     stands = ("master",) if storage.master else ("tail",) if storage.tail_bits else storage.beside
-    how = packing.num_lanes(storage), packing.by_rows(storage), "weight" in storage.scaled, storage.is_stochastic
+    how = codec.num_lanes(storage), codec.by_rows(storage), "weight" in storage.scaled, storage.is_stochastic
     return storage.visible, storage.arithmetic, stands, *how
 
 

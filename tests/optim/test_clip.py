@@ -12,7 +12,7 @@ from torch import Tensor
 import narrowgauge as ng
 from narrowgauge.numerics import summation
 from narrowgauge.optim.clip import GradientNorm, control_scalars
-from narrowgauge.optim.stores import SMALL
+from narrowgauge.optim.state import SMALL
 from tensors import scalar_bits
 
 CPU = torch.device("cpu")

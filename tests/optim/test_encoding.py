@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import bits_of, float_of, half, quiet, round_to_float16
-from narrowgauge.optim import encoding, packing
+from narrowgauge.optim import codec
 from narrowgauge.spec.codes import MOMENT_CODES, WEIGHT_CODES, Code
 from narrowgauge.spec.storages import STORAGES, Storage, find
 from oracles import codes as oracle
@@ -78,7 +78,7 @@ def test_decode_reads_the_listed_values_whatever_else_the_word_holds(code: Code)
     expected = np.concatenate([values, -values]) if code.signed else values
     for shift in shifts(code):
         garbage = np.random.default_rng(shift).integers(0, 2**32, len(expected)) & ~place_mask(code, shift)
-        result = encoding.decode(code, as_int32(every_code(code) * 2**shift | garbage), shift).numpy()
+        result = codec.decode(code, as_int32(every_code(code) * 2**shift | garbage), shift).numpy()
         assert np.array_equal(result.astype(np.float64), expected)
         assert np.array_equal(np.signbit(result), np.signbit(expected))
 
@@ -86,11 +86,11 @@ def test_decode_reads_the_listed_values_whatever_else_the_word_holds(code: Code)
 @pytest.mark.parametrize("code", SHORT, **ids)
 def test_what_was_decoded_is_encoded_to_the_same_code_in_its_place(code: Code) -> None:
     steps = every_code(code)
-    x = encoding.decode(code, as_int32(steps), 0)
+    x = codec.decode(code, as_int32(steps), 0)
     for shift in shifts(code):
         # Values that lie in the code leave no remainder, so that no addend of any rounding can move them.
-        for addend in (0, half(encoding.dropped_bits(code)), 2 ** encoding.dropped_bits(code) - 1):
-            assert np.array_equal(unsigned(encoding.encode(code, x, addend, shift)), steps * 2**shift)
+        for addend in (0, half(codec.dropped_bits(code)), 2 ** codec.dropped_bits(code) - 1):
+            assert np.array_equal(unsigned(codec.encode(code, x, addend, shift)), steps * 2**shift)
 
 
 @pytest.mark.parametrize("code", SHORT, **ids)
@@ -103,33 +103,33 @@ def test_encode_takes_the_nearest_listed_value_and_ties_away(code: Code) -> None
     assert len(x) > 3 * num_magnitudes(code) or code.exponent_bits == 8
     steps = oracle.nearest_steps(values, x)
     held = np.maximum(steps, (x > 0).astype(np.int64)) if code.hold else steps
-    addend = half(encoding.dropped_bits(code))
+    addend = half(codec.dropped_bits(code))
     positive = torch.from_numpy(x.astype(np.float32))
-    assert np.array_equal(unsigned(encoding.encode(code, positive, addend, 0)), held)
+    assert np.array_equal(unsigned(codec.encode(code, positive, addend, 0)), held)
     if code.signed:
-        assert np.array_equal(unsigned(encoding.encode(code, -positive, addend, 0)), steps + 2 ** (code.bits - 1))
+        assert np.array_equal(unsigned(codec.encode(code, -positive, addend, 0)), steps + 2 ** (code.bits - 1))
 
 
 @pytest.mark.parametrize("code", SHORT, **ids)
 def test_encode_is_monotone_and_leaves_zeros_outside_its_place(code: Code) -> None:
     bits = np.arange(0, oracle.INFINITY + 1, 8191, dtype=np.int64)
     positive = float_of(as_int32(np.append(bits, oracle.INFINITY)))
-    for addend in (0, half(encoding.dropped_bits(code)), 2 ** encoding.dropped_bits(code) - 1):
-        steps = unsigned(encoding.encode(code, positive, addend, 0))
+    for addend in (0, half(codec.dropped_bits(code)), 2 ** codec.dropped_bits(code) - 1):
+        steps = unsigned(codec.encode(code, positive, addend, 0))
         assert (np.diff(steps) >= 0).all()
         some = positive[::7]
         for shift in shifts(code):
             for x in (some, -some):
-                assert not (unsigned(encoding.encode(code, x, addend, shift)) & ~place_mask(code, shift)).any()
+                assert not (unsigned(codec.encode(code, x, addend, shift)) & ~place_mask(code, shift)).any()
 
 
 @pytest.mark.parametrize("code", ALL, **ids)
 def test_nan_and_signed_zero_stay_in_their_place(code: Code) -> None:
     x = float_of(as_int32(np.array([0, 2**31, 0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000])))
     for shift in shifts(code):
-        words = encoding.encode(code, x, half(encoding.dropped_bits(code)), shift)
+        words = codec.encode(code, x, half(codec.dropped_bits(code)), shift)
         assert not (unsigned(words) & ~place_mask(code, shift)).any()
-        result = encoding.decode(code, words, shift)
+        result = codec.decode(code, words, shift)
         assert result[:2].tolist() == [0.0, 0.0]
         assert bool(result[1].signbit()) == code.signed
         if code.is_window:
@@ -144,8 +144,8 @@ def test_a_window_saturates_and_has_subnormals(code: Code) -> None:
     x = torch.tensor(
         [largest, largest * 1.5, 2.0**127, math.inf, smallest, 2.0**code.lowest, 1.5 * smallest, 0.75 * smallest]
     )
-    for addend in (half(encoding.dropped_bits(code)), 2 ** encoding.dropped_bits(code) - 1):
-        result = encoding.decode(code, encoding.encode(code, x, addend, 0), 0)
+    for addend in (half(codec.dropped_bits(code)), 2 ** codec.dropped_bits(code) - 1):
+        result = codec.decode(code, codec.encode(code, x, addend, 0), 0)
         assert result.tolist() == [*[largest] * 4, smallest, 2.0**code.lowest, 2 * smallest, smallest]
 
 
@@ -154,27 +154,27 @@ def test_hold_keeps_every_positive_value_above_zero(code: Code) -> None:
     bits = np.concatenate([np.arange(1, 2**13), 2 ** np.arange(31), np.arange(1, oracle.INFINITY, 65521)])
     x = float_of(as_int32(bits))
     assert (x > 0).all() or x.isnan().any()
-    for addend in (0, half(encoding.dropped_bits(code))):
-        assert (encoding.encode(code, x, addend, 3) > 0).all()
-        assert not encoding.encode(code, torch.tensor([0.0] if code.signed else [0.0, -0.0]), addend, 3).any()
+    for addend in (0, half(codec.dropped_bits(code))):
+        assert (codec.encode(code, x, addend, 3) > 0).all()
+        assert not codec.encode(code, torch.tensor([0.0] if code.signed else [0.0, -0.0]), addend, 3).any()
 
 
 def test_only_the_leading_part_of_an_expansion_is_held() -> None:
     pair = STORAGES["float16/collage-plus"].exp_avg_sq
     tiny = torch.tensor([2.0**-30])
-    kept = [float(encoding.decode(part, encoding.encode(part, tiny, 0, 0), 0)) for part in (pair.part(0), pair.part(1))]
+    kept = [float(codec.decode(part, codec.encode(part, tiny, 0, 0), 0)) for part in (pair.part(0), pair.part(1))]
     assert kept == [2.0**-24, 0.0]
 
 
 @pytest.mark.parametrize("code", WINDOWS, **ids)
 def test_powers_of_two_inside_the_window_move_the_exponent_alone(code: Code) -> None:
     x = 1 + torch.rand(1000, generator=torch.Generator().manual_seed(0))
-    addend = torch.randint(1 << encoding.dropped_bits(code), (1000,), generator=torch.Generator().manual_seed(1)).to(
+    addend = torch.randint(1 << codec.dropped_bits(code), (1000,), generator=torch.Generator().manual_seed(1)).to(
         torch.int32
     )
-    low = encoding.encode(code, x * 2.0**code.lowest, addend, 0)
+    low = codec.encode(code, x * 2.0**code.lowest, addend, 0)
     for up in range(code.highest - code.lowest):
-        high = encoding.encode(code, x * 2.0 ** (code.lowest + up), addend, 0)
+        high = codec.encode(code, x * 2.0 ** (code.lowest + up), addend, 0)
         assert torch.equal(high - low, torch.full_like(low, up << code.mantissa_bits))
 
 
@@ -182,10 +182,10 @@ def test_powers_of_two_inside_the_window_move_the_exponent_alone(code: Code) -> 
 @pytest.mark.parametrize("where", [0.3, 1.0, 1.7e3])
 def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> None:
     """A count over every addend there is, not a sample; also among the subnormals."""
-    dropped = encoding.dropped_bits(code)
+    dropped = codec.dropped_bits(code)
     value = torch.tensor(where * 2.0**code.lowest).expand(1 << dropped)
     every = torch.arange(1 << dropped, dtype=torch.int32)
-    mean = float(encoding.decode(code, encoding.encode(code, value, every, 0), 0).double().mean())
+    mean = float(codec.decode(code, codec.encode(code, value, every, 0), 0).double().mean())
     assert mean == pytest.approx(float(value[0]), rel=2.0**-20)
 
 
@@ -215,7 +215,7 @@ def above(bound: float) -> float:
 
 
 def multipliers(code: Code, bound: float) -> tuple[Tensor, Tensor]:
-    return encoding.multipliers(code, torch.tensor(bound))
+    return codec.multipliers(code, torch.tensor(bound))
 
 
 @pytest.mark.parametrize("code", SCALED, **ids)
@@ -234,10 +234,10 @@ def test_every_code_of_a_row_comes_back(code: Code, bound: float) -> None:
     values, steps = values_of(code) * above(bound), every_code(code)
     for shift in shifts(code):
         garbage = np.random.default_rng(shift).integers(0, 2**32, len(steps)) & ~place_mask(code, shift)
-        x = encoding.decode(code, as_int32(steps * 2**shift | garbage), shift, back)
+        x = codec.decode(code, as_int32(steps * 2**shift | garbage), shift, back)
         assert np.array_equal(x.double().numpy(), np.concatenate([values, -values])[: len(steps)])
-        for addend in (0, half(encoding.dropped_bits(code)), 2 ** encoding.dropped_bits(code) - 1):
-            assert np.array_equal(unsigned(encoding.encode(code, x, addend, shift, into)), steps * 2**shift)
+        for addend in (0, half(codec.dropped_bits(code)), 2 ** codec.dropped_bits(code) - 1):
+            assert np.array_equal(unsigned(codec.encode(code, x, addend, shift, into)), steps * 2**shift)
 
 
 @pytest.mark.parametrize("code", SCALED, **ids)
@@ -246,8 +246,8 @@ def test_nothing_up_to_its_bound_saturates_and_all_beyond_the_window_does(code: 
     into, back = multipliers(code, bound)
     window = above(bound) * (2 - 2.0**-code.mantissa_bits)
     x = torch.tensor([bound, above(bound) * 1.7, window, window * 1.5, window * 1e10, math.inf, math.nan])
-    for addend in (0, half(encoding.dropped_bits(code)), 2 ** encoding.dropped_bits(code) - 1):
-        kept = encoding.decode(code, encoding.encode(code, x, addend, 0, into), 0, back).tolist()
+    for addend in (0, half(codec.dropped_bits(code)), 2 ** codec.dropped_bits(code) - 1):
+        kept = codec.decode(code, codec.encode(code, x, addend, 0, into), 0, back).tolist()
         assert abs(kept[0] - bound) <= bound * 2.0**-code.mantissa_bits and kept[0] < window
         assert kept[1] <= window and kept[2:] == [window] * 5
 
@@ -260,15 +260,15 @@ def test_encoding_relative_to_a_row_is_monotone_and_scales_with_it(code: Code, b
     fine = 2.0 ** -torch.randint(0, 40, (4000,), generator=generator).double()
     x = torch.cat([magnitudes, magnitudes * fine]).sort().values.float()
     into, _ = multipliers(code, bound)
-    for addend in (0, half(encoding.dropped_bits(code)), 2 ** encoding.dropped_bits(code) - 1):
-        steps = encoding.encode(code, x, addend, 0, into)
+    for addend in (0, half(codec.dropped_bits(code)), 2 ** codec.dropped_bits(code) - 1):
+        steps = codec.encode(code, x, addend, 0, into)
         assert (steps.diff() >= 0).all() and steps[0] >= 0
         if code.signed:
-            assert torch.equal(encoding.encode(code, -x, addend, 0, into), steps | 1 << (code.bits - 1))
+            assert torch.equal(codec.encode(code, -x, addend, 0, into), steps | 1 << (code.bits - 1))
         for up in (-20, 1):
             if bound * 2.0**up <= 2.0**14 and bound * 2.0**up >= 2.0**-80:
                 other, _ = multipliers(code, bound * 2.0**up)
-                assert torch.equal(encoding.encode(code, x * 2.0**up, addend, 0, other), steps)
+                assert torch.equal(codec.encode(code, x * 2.0**up, addend, 0, other), steps)
 
 
 @pytest.mark.parametrize("code", [c for c in SCALED if c.hold], **ids)
@@ -276,31 +276,31 @@ def test_encoding_relative_to_a_row_is_monotone_and_scales_with_it(code: Code, b
 def test_hold_keeps_every_positive_value_of_a_row_above_zero(code: Code, bound: float) -> None:
     into, back = multipliers(code, bound)
     x = torch.tensor([2.0**-149, 2.0**-126, 1e-30, 1e-10, 1.0, 1e30])
-    for addend in (0, half(encoding.dropped_bits(code))):
-        steps = encoding.encode(code, x, addend, 0, into)
+    for addend in (0, half(codec.dropped_bits(code))):
+        steps = codec.encode(code, x, addend, 0, into)
         assert (steps > 0).all()
         # What a float32 can say of them, of rows whose largest is above 2^-100.
-        assert bound < 2.0**-100 or (encoding.decode(code, steps, 0, back) > 0).all()
-        assert not encoding.encode(code, torch.tensor([0.0, -0.0]), addend, 0, into).any()
+        assert bound < 2.0**-100 or (codec.decode(code, steps, 0, back) > 0).all()
+        assert not codec.encode(code, torch.tensor([0.0, -0.0]), addend, 0, into).any()
 
 
 @pytest.mark.parametrize("code", SCALED, **ids)
 def test_a_row_of_zeros_keeps_zeros(code: Code) -> None:
     into, back = multipliers(code, 0.0)
-    words = encoding.encode(code, torch.zeros(4), half(encoding.dropped_bits(code)), 8, into)
-    assert not words.any() and encoding.decode(code, words, 8, back).tolist() == [0.0] * 4
+    words = codec.encode(code, torch.zeros(4), half(codec.dropped_bits(code)), 8, into)
+    assert not words.any() and codec.decode(code, words, 8, back).tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("code", [c for c in SCALED if c.rounding == "stochastic"], **ids)
 @pytest.mark.parametrize("bound", [1e-3, 3.0])
 @pytest.mark.parametrize("where", [2.0**-17.3, 2.0**-9.1, 0.3, 0.9])
 def test_the_mean_over_all_addends_is_the_value_relative_to_any_row(code: Code, bound: float, where: float) -> None:
-    dropped, (into, back) = encoding.dropped_bits(code), multipliers(code, bound)
+    dropped, (into, back) = codec.dropped_bits(code), multipliers(code, bound)
     if where < 2.0 ** (code.lowest - 2) and code.hold:
         return
     value = torch.tensor(where * bound).expand(1 << dropped)
     every = torch.arange(1 << dropped, dtype=torch.int32)
-    mean = float(encoding.decode(code, encoding.encode(code, value, every, 0, into), 0, back).double().mean())
+    mean = float(codec.decode(code, codec.encode(code, value, every, 0, into), 0, back).double().mean())
     # Of subnormals the last places of a float32 are lost by scaling: a part in 2^16 at most here.
     assert mean == pytest.approx(float(value[0]), rel=2.0**-20 if where > 2.0**code.lowest else 2.0**-15)
 
@@ -324,11 +324,11 @@ def through_a_word(storage: Storage, field: Tensor | None, shift: int) -> Tensor
     """A tail laid at ``shift`` among other bits and taken out again; a master as it is."""
     if field is None or storage.master:
         return field
-    word = encoding.place_tail(storage, field, shift)
+    word = codec.place_tail(storage, field, shift)
     mask = (2**storage.tail_bits - 1) * 2**shift
     assert not (unsigned(word) & ~mask).any()
     garbage = np.random.default_rng(shift).integers(0, 2**32, len(word)) & ~mask
-    return encoding.take_tail(storage, word | as_int32(garbage), shift)
+    return codec.take_tail(storage, word | as_int32(garbage), shift)
 
 
 def tail_shifts(storage: Storage) -> list[int]:
@@ -337,21 +337,21 @@ def tail_shifts(storage: Storage) -> list[int]:
         return [0]
     if storage.tail_bits == 8:
         return list(range(25))
-    place = packing.places(storage)["tail"]
+    place = codec.places(storage)["tail"]
     return [place.shift + place.plane.bits * k for k in range(32 // place.plane.bits)]
 
 
 @pytest.mark.parametrize("storage", IN_BFLOAT16, **row_ids)
 def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> None:
-    every, dropped = patterns(), encoding.dropped_bits(storage.weight)
+    every, dropped = patterns(), codec.dropped_bits(storage.weight)
     for shift in tail_shifts(storage):
         x = every if shift in (0, 16, 24) else every[::17]
         finite = ~x.isnan().numpy()
         for addend in (half(dropped), 0, 2**dropped - 1)[: 3 if shift in (0, 24) else 1]:
-            seen, field, kept = encoding.encode_weight(storage, x, addend)
+            seen, field, kept = codec.encode_weight(storage, x, addend)
             assert (field is None) == (not storage.beside)
             field = through_a_word(storage, field, shift)
-            assert torch.equal(bits_of(encoding.decode_weight(storage, seen, field)), bits_of(kept))
+            assert torch.equal(bits_of(codec.decode_weight(storage, seen, field)), bits_of(kept))
             assert np.array_equal(x.isnan(), kept.isnan()) and np.array_equal(x.isnan(), float_of(seen).isnan())
             exact = unsigned(bits_of(x))[finite]
             stored = oracle.cut(exact, dropped, addend) if dropped else exact
@@ -363,8 +363,8 @@ def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> Non
 @pytest.mark.parametrize("name", ["exact", "split", "master"])
 def test_rows_that_lose_nothing_of_the_weight_give_float32_back(name: str) -> None:
     storage, x = STORAGES[name], patterns()
-    seen, field, kept = encoding.encode_weight(storage, x, half(encoding.dropped_bits(storage.weight)))
-    assert torch.equal(bits_of(encoding.decode_weight(storage, seen, field)), bits_of(x))
+    seen, field, kept = codec.encode_weight(storage, x, half(codec.dropped_bits(storage.weight)))
+    assert torch.equal(bits_of(codec.decode_weight(storage, seen, field)), bits_of(x))
     assert torch.equal(bits_of(kept), bits_of(x))
 
 
@@ -399,7 +399,7 @@ def nearest_float16(x: Tensor) -> oracle.Floats:
 
 def visible_float16(seen: Tensor) -> Tensor:
     """What a model sees of a kernel's bits, through the words of the layout."""
-    words = packing.words_of_weight("float16", [seen, seen])
+    words = codec.words_of_weight("float16", [seen, seen])
     return words[0].view(torch.float16)[::2].double()
 
 
@@ -407,19 +407,19 @@ def visible_float16(seen: Tensor) -> Tensor:
 def test_a_float16_weight_is_seen_as_the_nearest(storage: Storage) -> None:
     x = around_float16()
     for sign in (1.0, -1.0):
-        seen, field, kept = encoding.encode_weight(storage, sign * x, 0)
+        seen, field, kept = codec.encode_weight(storage, sign * x, 0)
         assert np.array_equal(visible_float16(seen).numpy(), sign * nearest_float16(kept.abs()))
         shown = kept.abs() < 65520
         field = through_a_word(storage, field, 0)
-        assert torch.equal(encoding.decode_weight(storage, seen, field)[shown], kept[shown])
-        assert (encoding.decode_weight(storage, seen, field)[~shown].abs() >= 65520).all()  # it stays where it is seen
+        assert torch.equal(codec.decode_weight(storage, seen, field)[shown], kept[shown])
+        assert (codec.decode_weight(storage, seen, field)[~shown].abs() >= 65520).all()  # it stays where it is seen
 
 
 def test_float16_and_its_tail_hold_float32_down_to_its_bound() -> None:
     storage, x = STORAGES["float16/split"], around_float16()
     for shift in (0, 16):
-        seen, field, kept = encoding.encode_weight(storage, x, 0)
-        back = encoding.decode_weight(storage, seen, through_a_word(storage, field, shift))
+        seen, field, kept = codec.encode_weight(storage, x, 0)
+        back = codec.decode_weight(storage, seen, through_a_word(storage, field, shift))
         normal = (x >= 2.0**-14) & (x < 65520)
         assert torch.equal(back[normal], x[normal]) and torch.equal(kept[normal], x[normal])
         small = x < 2.0**-14
@@ -430,15 +430,15 @@ def test_float16_and_its_tail_hold_float32_down_to_its_bound() -> None:
 
 def test_a_float16_master_is_the_float32_itself() -> None:
     x = torch.cat([around_float16(), torch.tensor([1e30, -1e30, math.inf])])
-    seen, field, kept = encoding.encode_weight(STORAGES["float16/master"], x, 0)
-    assert torch.equal(kept, x) and torch.equal(encoding.decode_weight(STORAGES["float16/master"], seen, field), x)
+    seen, field, kept = codec.encode_weight(STORAGES["float16/master"], x, 0)
+    assert torch.equal(kept, x) and torch.equal(codec.decode_weight(STORAGES["float16/master"], seen, field), x)
 
 
 @pytest.mark.parametrize("storage", IN_FLOAT16, **row_ids)
 def test_beyond_float16_a_weight_is_seen_as_infinite(storage: Storage) -> None:
     x = torch.tensor([65519.996, 65520.0, 65536.0, 1e10, math.inf, math.nan])
     for sign in (1.0, -1.0):
-        seen, _, _ = encoding.encode_weight(storage, sign * x, half(encoding.dropped_bits(storage.weight)))
+        seen, _, _ = codec.encode_weight(storage, sign * x, half(codec.dropped_bits(storage.weight)))
         shown = visible_float16(seen)
         assert shown[0] == sign * 65504 and (shown[1:5] == sign * math.inf).all()
         assert not shown[5].isfinite()
@@ -447,23 +447,23 @@ def test_beyond_float16_a_weight_is_seen_as_infinite(storage: Storage) -> None:
 def test_float16_gradients_keep_their_values_and_what_is_not_finite() -> None:
     every = torch.arange(2**16, dtype=torch.int32)
     word = (every << 16) | every
-    low, high = packing.lanes_of_weight("float16", [word])
+    low, high = codec.lanes_of_weight("float16", [word])
     assert torch.equal(low, high)
     exact = every.to(torch.int16).view(torch.float16)
-    value, fine = encoding.gradient_value("float16", low), exact.isfinite()
+    value, fine = codec.gradient_value("float16", low), exact.isfinite()
     assert torch.equal(bits_of(value[fine]), bits_of(exact[fine].float()))
     assert not value[~fine].isfinite().any() and int((~fine).sum()) == 2048
     assert torch.equal(value[exact.isinf()], exact[exact.isinf()].float())
     # A weight's infinity is a number to the kernel, so that a step of zero can still be taken from it.
-    assert (encoding.visible_value("float16", low)[~fine].abs() >= 65536).all()
-    assert torch.equal(encoding.visible_bits("float16", encoding.visible_value("float16", low)), low)
+    assert (codec.visible_value("float16", low)[~fine].abs() >= 65536).all()
+    assert torch.equal(codec.visible_bits("float16", codec.visible_value("float16", low)), low)
 
 
 @pytest.mark.parametrize("visible", ["bfloat16", "float32"])
 def test_other_gradients_are_their_bits(visible: str) -> None:
     bits = torch.tensor([0x7FC00000, 0x7F800000, -0x800000, 0, 0x3F800000], dtype=torch.int32)
-    assert torch.equal(bits_of(encoding.gradient_value(visible, bits)), bits)
-    assert torch.equal(encoding.visible_bits(visible, encoding.visible_value(visible, bits)), bits)
+    assert torch.equal(bits_of(codec.gradient_value(visible, bits)), bits)
+    assert torch.equal(codec.visible_bits(visible, codec.visible_value(visible, bits)), bits)
 
 
 def test_round_to_float16_is_nearest_with_ties_away() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
-from narrowgauge.optim import packing
+from narrowgauge.optim import codec
 from optim.pairs import Shape, build, everything, parameters
 from optim.scenarios import REPRESENTATIVES, row_of, visible_dtype
 from tensors import assert_same_bits, parameters_of, take_steps
@@ -23,7 +23,7 @@ from tensors import assert_same_bits, parameters_of, take_steps
 SHAPES: list[Shape] = [(80, 64), (12, 10), (6,)]
 # In rows relative to their largest a weight that is set is cut once more, and small matrices have no bucket.
 STORED = pytest.mark.parametrize("storage", [s for s in REPRESENTATIVES if "weight" not in row_of(s).scaled])
-FLAT = pytest.mark.parametrize("storage", [s for s in REPRESENTATIVES if not packing.by_rows(row_of(s))])
+FLAT = pytest.mark.parametrize("storage", [s for s in REPRESENTATIVES if not codec.by_rows(row_of(s))])
 pytestmark = pytest.mark.filterwarnings("ignore:weights of .* were modified outside this optimizer")
 
 

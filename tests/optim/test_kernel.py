@@ -130,11 +130,11 @@ def test_more_dims_strides_and_pieces_have_the_same_bits(monkeypatch: pytest.Mon
         (gradient,) = step_gradients([reference], step, 1e-2)
         reference.grad, crossed.grad = gradient, gradient.clone()
         spread.grad, flat.grad = gradient.transpose(0, 1).contiguous().transpose(0, 1), gradient.view(21, 9)
-        monkeypatch.setattr("narrowgauge.optim.pieces.PIECE_WORDS", 1 << 16)
-        monkeypatch.setattr("narrowgauge.optim.buckets.BUCKET_WORDS", 1 << 16)
+        monkeypatch.setattr("narrowgauge.optim.step.PIECE_WORDS", 1 << 16)
+        monkeypatch.setattr("narrowgauge.optim.state.BUCKET_WORDS", 1 << 16)
         plain.step()
-        monkeypatch.setattr("narrowgauge.optim.pieces.PIECE_WORDS", 16)
-        monkeypatch.setattr("narrowgauge.optim.buckets.BUCKET_WORDS", 16)
+        monkeypatch.setattr("narrowgauge.optim.step.PIECE_WORDS", 16)
+        monkeypatch.setattr("narrowgauge.optim.state.BUCKET_WORDS", 16)
         for optimizer in others:
             optimizer.step()
     for optimizer in others:
@@ -258,7 +258,7 @@ def test_steps_of_misaligned_words_are_written_back(
     for module in (inductor, kernel):
         monkeypatch.setattr(module, "is_aligned", lambda tensor: tensor.data_ptr() % 16 == 0)
     monkeypatch.setattr(StepKernel, "compile_audit_elsewhere", lambda *_: None)
-    monkeypatch.setattr("narrowgauge.optim.buckets.SMALL", 0)  # none is copied into a bucket
+    monkeypatch.setattr("narrowgauge.optim.state.SMALL", 0)  # none is copied into a bucket
     runs = []
     for kind in ("eager", "guarded", "bare"):
         made: dict[str, Compiled] = {}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.optim import packing
+from narrowgauge.optim import codec
 from narrowgauge.spec.codes import VISIBLE
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage
 from optim.scenarios import REPRESENTATIVES, kind, row_of
@@ -29,12 +29,12 @@ every_row = pytest.mark.parametrize("storage", ROWS, ids=lambda row: f"{row.name
 def random_integers(shape: tuple[int, ...] | torch.Size, bits: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     limit = 2 ** (bits - 1)
-    return torch.randint(-limit, limit, tuple(shape), generator=generator).to(packing.INTEGER[bits])
+    return torch.randint(-limit, limit, tuple(shape), generator=generator).to(codec.INTEGER[bits])
 
 
 def integers(values: Tensor) -> Tensor:
     """Bits, so that NaNs compare."""
-    return values.reshape(-1).view(packing.INTEGER[8 * values.element_size()]).view(values.shape)
+    return values.reshape(-1).view(codec.INTEGER[8 * values.element_size()]).view(values.shape)
 
 
 def test_every_kind_of_storage_has_a_representative() -> None:
@@ -46,56 +46,56 @@ def test_every_kind_of_storage_has_a_representative() -> None:
 @every_row
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_parameter_order_and_back(storage: Storage, shape: tuple[int, ...]) -> None:
-    for plane in packing.planes(storage):
+    for plane in codec.planes(storage):
         values = random_integers(shape, plane.bits).reshape(-1).view(plane.dtype).view(shape)
-        words = packing.from_parameter_order(storage, plane, values)
-        assert words.shape == packing.allocate(storage, plane, shape, values.device).shape
+        words = codec.from_parameter_order(storage, plane, values)
+        assert words.shape == codec.allocate(storage, plane, shape, values.device).shape
         assert words.dtype is torch.int32 and words.is_contiguous()
-        back = packing.to_parameter_order(storage, plane, words, shape)
+        back = codec.to_parameter_order(storage, plane, words, shape)
         assert back.dtype is plane.dtype and back.shape == shape and torch.equal(integers(back), integers(values))
-        assert torch.equal(packing.from_parameter_order(storage, plane, back), words)
+        assert torch.equal(codec.from_parameter_order(storage, plane, back), words)
         assert back.data_ptr() != words.data_ptr() or not math.prod(shape)
         # All the bits of the parameter's values and no others: what fills odd ends up is zero.
-        ones = packing.from_parameter_order(storage, plane, torch.full_like(integers(values), -1).view(plane.dtype))
+        ones = codec.from_parameter_order(storage, plane, torch.full_like(integers(values), -1).view(plane.dtype))
         assert sum(bin(word % 2**32).count("1") for word in ones.reshape(-1).tolist()) == plane.bits * math.prod(shape)
 
 
 @every_row
 @pytest.mark.parametrize("shape", [(5, 7), (6, 8), (3, 4, 2)], ids=str)
 def test_parameter_order_of_strided_values(storage: Storage, shape: tuple[int, ...]) -> None:
-    for plane in packing.planes(storage):
+    for plane in codec.planes(storage):
         values = random_integers(shape, plane.bits).view(plane.dtype)
         crossed = values.transpose(0, -1).contiguous().transpose(0, -1)
         assert not crossed.is_contiguous()
-        words = packing.from_parameter_order(storage, plane, values)
-        assert torch.equal(packing.from_parameter_order(storage, plane, crossed), words)
+        words = codec.from_parameter_order(storage, plane, values)
+        assert torch.equal(codec.from_parameter_order(storage, plane, crossed), words)
 
 
 def numbered(storage: Storage, shape: tuple[int, ...]) -> list[Tensor]:
     """The words of a weight whose elements are the numbers of their places, as a kernel takes them."""
     bits = VISIBLE[storage.visible][0]
-    flat = torch.arange(math.prod(shape), dtype=packing.INTEGER[bits]).view(torch.int32)
-    return list(flat.view(packing.num_parts(storage), *packing.extent(storage, shape)).unbind(0))
+    flat = torch.arange(math.prod(shape), dtype=codec.INTEGER[bits]).view(torch.int32)
+    return list(flat.view(codec.num_parts(storage), *codec.extent(storage, shape)).unbind(0))
 
 
 @every_row
 @pytest.mark.parametrize("shape", [(24,), (6, 8), (4, 2, 6)], ids=str)
 def test_words_hold_neighbours_where_the_weight_does(storage: Storage, shape: tuple[int, ...]) -> None:
     """Element k of a plane meets element k of the weight in the same place of the same lane."""
-    if not packing.fits(storage, shape):
-        assert packing.by_rows(storage) and len(shape) == 1  # a single row has no two halves
+    if not codec.fits(storage, shape):
+        assert codec.by_rows(storage) and len(shape) == 1  # a single row has no two halves
         return
     words = []
-    for plane in packing.planes(storage):
-        values = torch.arange(math.prod(shape), dtype=packing.INTEGER[plane.bits]).view(plane.dtype).view(shape)
-        words += packing.from_parameter_order(storage, plane, values).unbind(0)
-    weight = packing.lanes_of_weight(storage.visible, numbered(storage, shape))
-    assert len(weight) == packing.num_lanes(storage)
-    lanes = packing.by_lane(storage, words)
+    for plane in codec.planes(storage):
+        values = torch.arange(math.prod(shape), dtype=codec.INTEGER[plane.bits]).view(plane.dtype).view(shape)
+        words += codec.from_parameter_order(storage, plane, values).unbind(0)
+    weight = codec.lanes_of_weight(storage.visible, numbered(storage, shape))
+    assert len(weight) == codec.num_lanes(storage)
+    lanes = codec.by_lane(storage, words)
     begins = {"float32": 0, "bfloat16": 16, "float16": 13}[storage.visible]
     for seen, fields in zip(weight, lanes, strict=True):
         number = seen >> begins  # none so large that it would have a sign
-        for plane in packing.planes(storage):
+        for plane in codec.planes(storage):
             word, shift = fields[plane.fields[0][0]]
             assert torch.equal((word >> shift) & ((1 << plane.bits) - 1 if plane.bits < 32 else -1), number)
 
@@ -104,23 +104,23 @@ def test_words_hold_neighbours_where_the_weight_does(storage: Storage, shape: tu
 def test_lanes_apart_and_together_again(storage: Storage) -> None:
     words = [
         random_integers((3, 5), 32, seed=10 * k + t)
-        for k, plane in enumerate(packing.planes(storage))
-        for t in range(packing.num_tensors(storage, plane.bits))
+        for k, plane in enumerate(codec.planes(storage))
+        for t in range(codec.num_tensors(storage, plane.bits))
     ]
-    widths = {name: bits for plane in packing.planes(storage) for name, _, bits in plane.fields}
-    apart = packing.by_lane(storage, words)
-    assert len(apart) == packing.num_lanes(storage) and all(fields.keys() == widths.keys() for fields in apart)
+    widths = {name: bits for plane in codec.planes(storage) for name, _, bits in plane.fields}
+    apart = codec.by_lane(storage, words)
+    assert len(apart) == codec.num_lanes(storage) and all(fields.keys() == widths.keys() for fields in apart)
     # What a code leaves: its bits in their place, zeros elsewhere.
     fields = [
         {n: word & (((1 << widths[n]) - 1) << shift if widths[n] < 32 else -1) for n, (word, shift) in lane.items()}
         for lane in apart
     ]
-    together = iter(packing.join_lanes(storage, fields))
+    together = iter(codec.join_lanes(storage, fields))
     given = iter(words)
-    for plane in packing.planes(storage):
+    for plane in codec.planes(storage):
         used = sum(((1 << bits) - 1) << shift for _, shift, bits in plane.fields)
         everywhere = sum(used << place for place in range(0, 32, plane.bits))
-        for _ in range(packing.num_tensors(storage, plane.bits)):
+        for _ in range(codec.num_tensors(storage, plane.bits)):
             assert torch.equal(next(together), next(given) & (everywhere - (everywhere >> 31 << 32)))
     assert next(together, None) is None
 
@@ -128,37 +128,35 @@ def test_lanes_apart_and_together_again(storage: Storage) -> None:
 @every_row
 def test_every_field_has_one_place_and_no_two_share_a_bit(storage: Storage) -> None:
     taken: dict[str, int] = {}
-    assert packing.places(storage).keys() == dict(storage.fields).keys()
+    assert codec.places(storage).keys() == dict(storage.fields).keys()
     for name, bits in storage.fields:
-        place = packing.places(storage)[name]
+        place = codec.places(storage)[name]
         assert (name, place.shift, bits) in place.plane.fields
         mask = ((1 << bits) - 1) << place.shift
         assert mask < 1 << place.plane.bits and not taken.get(place.plane.name, 0) & mask
         taken[place.plane.name] = taken.get(place.plane.name, 0) | mask
-    assert sorted(plane.name for plane in packing.planes(storage)) == sorted(taken)
-    assert sum(len(plane.fields) for plane in packing.planes(storage)) == len(storage.fields)
+    assert sorted(plane.name for plane in codec.planes(storage)) == sorted(taken)
+    assert sum(len(plane.fields) for plane in codec.planes(storage)) == len(storage.fields)
 
 
 @every_row
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_bytes_allocated_are_those_of_the_table(storage: Storage, shape: tuple[int, ...]) -> None:
-    planes = packing.planes(storage)
-    allocated = [packing.allocate(storage, plane, shape, torch.device("cpu")) for plane in planes]
+    planes = codec.planes(storage)
+    allocated = [codec.allocate(storage, plane, shape, torch.device("cpu")) for plane in planes]
     assert not any(words.any() for words in allocated)
     states = storage.bytes_per_param - 2 * VISIBLE[storage.visible][0] / 8
     wanted = math.prod(shape) * states
     total = sum(words.numel() * 4 for words in allocated)
-    if packing.fits(storage, shape):
+    if codec.fits(storage, shape):
         assert total == wanted
     else:
         # An odd row ends one weight early, an odd number of rows one row early.
-        rows = packing.matrix_of(storage, shape)[0] if packing.by_rows(storage) else 1
+        rows = codec.matrix_of(storage, shape)[0] if codec.by_rows(storage) else 1
         assert wanted < total or not states
-        assert total <= states * (
-            math.prod(shape) + rows + packing.extent(storage, shape)[-1] * packing.per_word(storage)
-        )
-    per_plane = [packing.num_tensors(storage, plane.bits) for plane in planes]
-    assert per_plane == [packing.num_lanes(storage) * plane.bits // 32 for plane in planes] and 0 not in per_plane
+        assert total <= states * (math.prod(shape) + rows + codec.extent(storage, shape)[-1] * codec.per_word(storage))
+    per_plane = [codec.num_tensors(storage, plane.bits) for plane in planes]
+    assert per_plane == [codec.num_lanes(storage) * plane.bits // 32 for plane in planes] and 0 not in per_plane
 
 
 # ── the visible weight ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,10 +167,10 @@ def test_lanes_of_a_weight_hold_every_value_in_order(visible: str) -> None:
     """All 65,536 values of the 16-bit formats, NaNs of every payload among them."""
     bits = VISIBLE[visible][0]
     numbers = torch.arange(-(2**15), 2**15).to(torch.int32) * (65537 if bits == 32 else 1)
-    words = list(numbers.to(packing.INTEGER[bits]).view(torch.int32).view(4, -1).unbind(0))
-    lanes = packing.lanes_of_weight(visible, words)
+    words = list(numbers.to(codec.INTEGER[bits]).view(torch.int32).view(4, -1).unbind(0))
+    lanes = codec.lanes_of_weight(visible, words)
     assert len(lanes) == 4 * 32 // bits
-    for before, after in zip(words, packing.words_of_weight(visible, lanes), strict=True):
+    for before, after in zip(words, codec.words_of_weight(visible, lanes), strict=True):
         assert torch.equal(before, after)
     if bits == 32:
         return
@@ -186,14 +184,14 @@ def test_lanes_of_a_weight_hold_every_value_in_order(visible: str) -> None:
 
 
 def test_word_fills_its_word_with_the_signed_code_at_the_top() -> None:
-    (plane,) = packing.planes(STORAGES["word"])
+    (plane,) = codec.planes(STORAGES["word"])
     assert (plane.name, plane.dtype) == ("packed", torch.int32)
     assert plane.fields == (("tail", 0, 8), ("exp_avg_sq", 8, 12), ("exp_avg", 20, 12))
     assert set(STATE_NAMES) < {name for name, _, _ in plane.fields}
 
 
 def test_plain_states_have_their_own_dtypes() -> None:
-    dtypes = {name: {p.name: p.dtype for p in packing.planes(row)} for name, row in STORAGES.items()}
+    dtypes = {name: {p.name: p.dtype for p in codec.planes(row)} for name, row in STORAGES.items()}
     bfloat16, single = torch.bfloat16, torch.float32
     assert dtypes["split"] == {"tail": torch.int16, "exp_avg": bfloat16, "exp_avg_sq": single}
     assert dtypes["naive"] == {"exp_avg": bfloat16, "exp_avg_sq": bfloat16}
@@ -207,15 +205,15 @@ def test_plain_states_have_their_own_dtypes() -> None:
 
 
 def test_scales_and_eight_bit_planes_lie_in_rows_and_nothing_else_does() -> None:
-    in_rows = {row.name for row in STORAGES.values() if packing.by_rows(row)}
+    in_rows = {row.name for row in STORAGES.values() if codec.by_rows(row)}
     published = {"scalify-float16/scaled16", "float8/collage-light", "float8/collage-plus"}
     assert in_rows == {"compact", "states8", "float32-states8", *published}
-    assert [packing.num_lanes(STORAGES[n]) for n in ("float32", "word", "states8", "compact")] == [1, 2, 2, 4]
-    assert packing.num_parts(STORAGES["float32-states8"]) == packing.num_lanes(STORAGES["float32-states8"]) == 2
-    assert packing.matrix_of(STORAGES["compact"], (5, 3, 4)) == (15, 4)
-    assert packing.matrix_of(STORAGES["word"], (5, 3, 4)) == (60,)
-    assert packing.extent(STORAGES["compact"], (5, 3, 5)) == (8, 3)
-    assert packing.extent(STORAGES["states8"], (5, 3, 5)) == (15, 3)
-    assert packing.extent(STORAGES["float32-states8"], (5, 3, 5)) == (8, 5)
-    assert packing.extent(STORAGES["word"], (5, 3, 5)) == (38,)
-    assert packing.extent(STORAGES["float32"], (5, 3, 5)) == (75,)
+    assert [codec.num_lanes(STORAGES[n]) for n in ("float32", "word", "states8", "compact")] == [1, 2, 2, 4]
+    assert codec.num_parts(STORAGES["float32-states8"]) == codec.num_lanes(STORAGES["float32-states8"]) == 2
+    assert codec.matrix_of(STORAGES["compact"], (5, 3, 4)) == (15, 4)
+    assert codec.matrix_of(STORAGES["word"], (5, 3, 4)) == (60,)
+    assert codec.extent(STORAGES["compact"], (5, 3, 5)) == (8, 3)
+    assert codec.extent(STORAGES["states8"], (5, 3, 5)) == (15, 3)
+    assert codec.extent(STORAGES["float32-states8"], (5, 3, 5)) == (8, 5)
+    assert codec.extent(STORAGES["word"], (5, 3, 5)) == (38,)
+    assert codec.extent(STORAGES["float32"], (5, 3, 5)) == (75,)

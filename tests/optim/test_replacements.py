@@ -11,7 +11,7 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
-from narrowgauge.optim import registry
+from narrowgauge.optim import reconcile
 
 STORAGES = ("word", "compact", "split", "master", "kahan", "float32")
 SHAPES = ((96, 64), (5, 3), (7,))
@@ -104,7 +104,7 @@ def test_a_moved_parameter_keeps_its_states(storage: str, after: int, monkeypatc
         p.data = p.data.clone()  # as model.to(device) does
     # One device only is at hand: what is elsewhere is said to be.
     waiting = set(right._registry.stores.values())
-    monkeypatch.setattr(registry, "is_elsewhere", lambda store: store in waiting)
+    monkeypatch.setattr(reconcile, "is_elsewhere", lambda store: store in waiting)
     step(right, 7)
     waiting.clear()
     step(left, 7)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import bits_of, float_of, half
-from narrowgauge.optim import encoding, packing
-from narrowgauge.optim.rules.elementwise import ADAMW, Rule
-from narrowgauge.optim.update import (
+from narrowgauge.optim import codec
+from narrowgauge.optim.codec import (
     ARITHMETICS,
     Lane,
     Written,
@@ -25,6 +24,7 @@ from narrowgauge.optim.update import (
     write_state,
     write_weight,
 )
+from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.spec.codes import low_parts
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage
 from optim.scenarios import finest, row_of, storage_error
@@ -41,13 +41,13 @@ def empty_lane(
 ) -> Lane:
     """A lane of zeros, all of one row whose bounds are ``bounds`` before a step and ``after`` it."""
     nothing = torch.zeros(count, dtype=torch.int32)
-    fields = {name: (nothing, place.shift) for name, place in packing.places(storage).items()}
+    fields = {name: (nothing, place.shift) for name, place in codec.places(storage).items()}
     scales = {}
     for name in storage.scaled:
         new = torch.tensor((after or bounds)[name])
         scales[name] = (
-            encoding.multipliers(storage.code(name), new)[0],
-            encoding.multipliers(storage.code(name), torch.tensor(bounds[name]))[1],
+            codec.multipliers(storage.code(name), new)[0],
+            codec.multipliers(storage.code(name), torch.tensor(bounds[name]))[1],
         )
     return Lane(nothing, nothing, fields, scales)
 
@@ -65,10 +65,10 @@ def bounds_of(storage: Storage, values: Mapping[str, Tensor]) -> dict[str, float
 def started(storage: Storage, weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> Lane:
     """A lane in which values are kept, cut to the nearest."""
     lane = empty_lane(storage, len(weight), bounds_of(storage, {"weight": 2 * weight, **states}))
-    seen, fields = write_weight(storage, lane, weight, half(encoding.dropped_bits(storage.weight)))
+    seen, fields = write_weight(storage, lane, weight, half(codec.dropped_bits(storage.weight)))
     for name, value in states.items():
-        fields |= write_state(storage, lane, name, value, half(encoding.dropped_bits(storage.code(name))))
-    return filled(lane, seen, encoding.visible_bits(storage.visible, gradient), fields)
+        fields |= write_state(storage, lane, name, value, half(codec.dropped_bits(storage.code(name))))
+    return filled(lane, seen, codec.visible_bits(storage.visible, gradient), fields)
 
 
 # ── what is kept ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -81,7 +81,7 @@ def test_a_state_is_the_sum_of_its_parts(storage: Storage, name: str) -> None:
     value = value.square() if name == "exp_avg_sq" else value
     bounds = {n: float(value.abs().max()) for n in storage.scaled}
     lane = empty_lane(storage, 3000, bounds)
-    addend = half(encoding.dropped_bits(code))
+    addend = half(codec.dropped_bits(code))
     # What is written does not depend on the scales of before the step.
     fields = write_state(
         storage, empty_lane(storage, 3000, {n: 20 * b for n, b in bounds.items()}, bounds), name, value, addend
@@ -109,10 +109,10 @@ def test_a_state_is_the_sum_of_its_parts(storage: Storage, name: str) -> None:
 def test_a_weight_is_what_is_seen_and_what_lies_beside(storage: Storage) -> None:
     value = torch.cat([gaussian(3000), torch.tensor([0.0, 1.0, -1.0, 1 + 2.0**-8, 1 - 2.0**-9, 3.0])])
     lane = empty_lane(storage, len(value), dict.fromkeys(storage.scaled, 2 * float(value.abs().max())))
-    seen, fields = write_weight(storage, lane, value, half(encoding.dropped_bits(storage.weight)))
+    seen, fields = write_weight(storage, lane, value, half(codec.dropped_bits(storage.weight)))
     assert fields.keys() == set(storage.beside)
     full = filled(lane, seen, seen, fields)
-    kept, shown = read_weight(storage, full), encoding.visible_value(storage.visible, seen)
+    kept, shown = read_weight(storage, full), codec.visible_value(storage.visible, seen)
     near = storage_error(storage, "weight") if storage.arithmetic == "float32" else 2.0 ** -(4 * storage.weight.parts)
     scale = value.abs().max() if storage.weight.scaled else value.abs()
     floor = finest(storage, "weight") or 2.0**-38
@@ -138,7 +138,7 @@ def test_other_bits_of_a_word_do_not_enter(storage: Storage) -> None:
     """Every field is read out of words that hold all the others, in any lane."""
     weight, states = gaussian(500), {"exp_avg": gaussian(500, seed=1), "exp_avg_sq": gaussian(500, seed=2).square()}
     lane = started(storage, weight, gaussian(500, seed=3), states)
-    for plane in packing.planes(storage):
+    for plane in codec.planes(storage):
         for up in range(0, 32, plane.bits):
             words = torch.zeros(500, dtype=torch.int32)
             for name, shift, bits in plane.fields:
@@ -190,7 +190,7 @@ def test_what_was_decided_before_the_kernel_is_written_as_the_rule_inside_it_wri
     """A matrix rule's result and an element-wise rule's are the same bits, and the same changes for the audit."""
     lane, _, done = one_step(storage, 500)
     old = read(storage, lane, STATE_NAMES)
-    gradient = encoding.gradient_value(storage.visible, lane.gradient) * scalars()["gradient_scale"]
+    gradient = codec.gradient_value(storage.visible, lane.gradient) * scalars()["gradient_scale"]
     decided = ADAMW.update(old.weight, gradient, *old.states, scalars())
     found = write_decided(storage, STATE_NAMES)(lane, decided, {}, SEED)
     assert torch.equal(found.visible, done.visible)
@@ -203,10 +203,10 @@ def test_what_was_decided_before_the_kernel_is_written_as_the_rule_inside_it_wri
 def test_a_step_tells_the_audit_what_it_did(storage: Storage) -> None:
     """The second change is that of what is read before and after, the third that of what the model sees."""
     before, after, done = one_step(storage)
-    assert after.fields.keys() == done.fields.keys() == packing.places(storage).keys()
+    assert after.fields.keys() == done.fields.keys() == codec.places(storage).keys()
     for name, word in done.fields.items():
         bits = dict(storage.fields)[name]
-        mask = ((1 << bits) - 1) << packing.places(storage)[name].shift
+        mask = ((1 << bits) - 1) << codec.places(storage)[name].shift
         assert not (unsigned(word) & ~mask).any(), name
     _, taken, shown = done.changes
     exact = [
@@ -217,7 +217,7 @@ def test_a_step_tells_the_audit_what_it_did(storage: Storage) -> None:
     ]
     moved = exact[1] - exact[0]
     assert bool(((taken.double() - moved).abs() <= 2.0**-23 * moved.abs()).all())
-    seen = [encoding.visible_value(storage.visible, lane.visible) for lane in (before, after)]
+    seen = [codec.visible_value(storage.visible, lane.visible) for lane in (before, after)]
     assert torch.equal(shown, seen[1] - seen[0])
     assert taken.any() or storage.weight.bits * storage.weight.parts <= 16
 
@@ -227,8 +227,8 @@ def test_a_step_in_float32_is_the_papers_and_only_what_is_kept_is_cut(storage: S
     before, after, done = one_step(storage)
     weight = read_weight(storage, before)
     if storage.weight.parts > 1:
-        weight = encoding.visible_value(storage.visible, before.visible)  # Kahan's rule steps what is seen
-    gradient = encoding.visible_value(storage.visible, before.gradient).numpy() * np.float32(SCALARS["gradient_scale"])
+        weight = codec.visible_value(storage.visible, before.visible)  # Kahan's rule steps what is seen
+    gradient = codec.visible_value(storage.visible, before.gradient).numpy() * np.float32(SCALARS["gradient_scale"])
     states = [read_state(storage, before, name).numpy() for name in STATE_NAMES]
     change, *moments = adamw(weight.numpy(), gradient, *states)
     assert np.array_equal(change, done.changes[0].numpy())
@@ -269,7 +269,7 @@ def spacings(storage: Storage, lane: Lane, name: str, x: np.ndarray) -> oracle.F
 @pytest.mark.parametrize("storage", [row for row in ROWS if row.arithmetic == "expansion"], ids=lambda row: row.name)
 def test_what_a_step_in_expansions_keeps_are_numbers_of_the_format_that_do_not_overlap(storage: Storage) -> None:
     _, after, done = one_step(storage)
-    dropped, digits = encoding.dropped_bits(storage.weight), storage.weight.mantissa_bits + 1
+    dropped, digits = codec.dropped_bits(storage.weight), storage.weight.mantissa_bits + 1
     for name in ("weight", *STATE_NAMES):
         parts = read_parts(storage, after, name)
         for part, below in zip(parts, (*parts[1:], None), strict=True):
@@ -283,7 +283,7 @@ def test_what_a_step_in_expansions_keeps_are_numbers_of_the_format_that_do_not_o
                     scale = scale.clamp(min=2.0 ** (code.lowest - code.mantissa_bits))
                 assert bool((below.abs() <= scale).all()), name
     assert not (unsigned(bits_of(done.changes[0])) % 2**dropped).any()
-    assert torch.equal(encoding.visible_value(storage.visible, done.visible), read_parts(storage, after, "weight")[0])
+    assert torch.equal(codec.visible_value(storage.visible, done.visible), read_parts(storage, after, "weight")[0])
 
 
 def test_every_arithmetic_that_a_row_names_is_there() -> None:
@@ -303,7 +303,7 @@ def walked(name: str, change: float, steps: int, start: float = 1.0, count: int 
     storage = STORAGES[name].keeping(())
     weight = torch.full((count,), start)
     lane = empty_lane(storage, count, dict.fromkeys(storage.scaled, 2 * start))
-    seen, fields = write_weight(storage, lane, weight, half(encoding.dropped_bits(storage.weight)))
+    seen, fields = write_weight(storage, lane, weight, half(codec.dropped_bits(storage.weight)))
     lane = filled(lane, seen, seen, fields)
     rule, values = constant(change), {"gradient_scale": torch.tensor(1.0)}
     for step in range(steps):
@@ -313,7 +313,7 @@ def walked(name: str, change: float, steps: int, start: float = 1.0, count: int 
         lane = Lane(lane.visible, slopes, lane.fields, lane.scales)
         done = ARITHMETICS[storage.arithmetic](rule, storage, lane, values, seed)
         lane = filled(lane, done.visible, slopes, done.fields)
-    return encoding.visible_value(storage.visible, lane.visible), read_weight(storage, lane)
+    return codec.visible_value(storage.visible, lane.visible), read_weight(storage, lane)
 
 
 @pytest.mark.parametrize(
@@ -381,9 +381,9 @@ def test_states_are_read_with_the_old_scales_and_written_with_the_new(name: str,
     keep = Rule("keep", STATE_NAMES, (), lambda group, step: (), lambda w, g, m, v, s: (w * 0, m, v))
     values = torch.tensor([0.125, 0.25, 0.0, 0.1875, 0.21875])
     before = empty_lane(storage, 5, dict.fromkeys(storage.scaled, 1.0))
-    seen, fields = write_weight(storage, before, values, half(encoding.dropped_bits(storage.weight)))
+    seen, fields = write_weight(storage, before, values, half(codec.dropped_bits(storage.weight)))
     for state in STATE_NAMES:
-        fields |= write_state(storage, before, state, values, half(encoding.dropped_bits(storage.code(state))))
+        fields |= write_state(storage, before, state, values, half(codec.dropped_bits(storage.code(state))))
     changing = empty_lane(storage, 5, dict.fromkeys(storage.scaled, 1.0), dict.fromkeys(storage.scaled, after))
     gradient = torch.zeros(5, dtype=torch.int32)
     done = ARITHMETICS[storage.arithmetic](
@@ -413,7 +413,7 @@ def test_every_stochastic_row_is_listed() -> None:
     assert DEALT.keys() == {row.name for row in STORAGES.values() if row.is_stochastic}
     for name, dealt in DEALT.items():
         assert {n: count for n, (_, count) in dealt.items()} == {
-            n: encoding.dropped_bits(c)
+            n: codec.dropped_bits(c)
             for n in ("weight", *STATE_NAMES)
             if (c := STORAGES[name].code(n)).rounding == "stochastic"
         }
@@ -440,7 +440,7 @@ def test_float16_gradients_give_their_own_mantissas() -> None:
     row = row_of("float16/split")
     stochastic = Storage("mine", "float16", STORAGES["word"].weight, row.exp_avg, row.exp_avg_sq, loses="", source="")
     weight, seed = gaussian(50), torch.tensor(3, dtype=torch.int32)
-    gradient = encoding.visible_bits("float16", gaussian(50, seed=1).half().float())
+    gradient = codec.visible_bits("float16", gaussian(50, seed=1).half().float())
     result = torch.as_tensor(addends(stochastic, weight, gradient, seed)["weight"]).tolist()
     keys = zip(unsigned(bits_of(weight)), unsigned(gradient), strict=True)
     assert result == [oracle.field(oracle.hashed(int(w ^ (g % 2**23)), 3), 0, 8) for w, g in keys]
@@ -452,7 +452,7 @@ def test_rows_that_round_to_the_nearest_add_half() -> None:
     weight, seed = torch.ones(3), torch.tensor(1, dtype=torch.int32)
     for name, row in STORAGES.items():
         if not row.is_stochastic:
-            wanted = {n: half(encoding.dropped_bits(row.code(n))) for n in ("weight", *STATE_NAMES)}
+            wanted = {n: half(codec.dropped_bits(row.code(n))) for n in ("weight", *STATE_NAMES)}
             assert addends(row, weight, bits_of(weight), seed) == wanted, name
 
 
@@ -461,7 +461,7 @@ def test_a_rule_of_many_states_is_dealt_fewer_bits_each_and_none_is_without() ->
     result = addends(STORAGES["word"].keeping(states), gaussian(4000), bits_of(gaussian(4000, seed=1)) & -65536, SEED)
     assert result.keys() == {"weight", *dict(states)}
     for name, addend in result.items():
-        dropped = encoding.dropped_bits(STORAGES["word"].code("weight" if name == "weight" else "exp_avg"))
+        dropped = codec.dropped_bits(STORAGES["word"].code("weight" if name == "weight" else "exp_avg"))
         values = torch.as_tensor(addend).double()
         assert float(values.min()) >= 0 and float(values.max()) < 2**dropped
         assert abs(float(values.mean()) / 2**dropped - 0.5) < 5 / np.sqrt(12 * 4000)

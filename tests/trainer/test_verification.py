@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from narrowgauge.errors import CorruptionError
-from narrowgauge.optim.kept_tensors import kept_tensors
+from narrowgauge.optim.state_dict import kept_tensors
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import STEP
 from narrowgauge.trainer import loop

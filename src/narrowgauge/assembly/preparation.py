@@ -32,8 +32,8 @@ from narrowgauge.matmul.scopes import compute_in_scope
 from narrowgauge.matmul.swapping import keep_ranks_apart, linear_names, swap_linears
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import own_part
-from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.processor import multiplies

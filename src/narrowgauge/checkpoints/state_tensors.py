@@ -24,7 +24,7 @@ from narrowgauge.checkpoints.reading import SavedTensor, load_whole
 from narrowgauge.errors import RecordError
 from narrowgauge.numerics.shards import is_sharded, local_of, placed_like
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.state_dicts import replicated_states
+from narrowgauge.optim.state_dict import replicated_states
 
 
 def state_tensors(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Tensor]:

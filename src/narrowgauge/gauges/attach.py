@@ -32,8 +32,8 @@ from narrowgauge.gauges.collect import Packed, measure, rounded, row_of
 from narrowgauge.gauges.moment_shadow import MomentShadow, StateReader, UpdateMetrics
 from narrowgauge.gauges.recorder import SAMPLING, Recorder, WatchedTensor
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.numerics.plain import matmul
 from narrowgauge.numerics.shards import is_sharded, local_of
+from narrowgauge.numerics.widening import matmul
 from narrowgauge.optim.audit import audit, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import emit

@@ -20,9 +20,8 @@ from narrowgauge.assembly.preparation import assemble_with, say_what_differs
 from narrowgauge.distributed.sharding import begin_alike
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.carried_state import carry_state
-from narrowgauge.optim.elementwise_optimizers import SGD, AdamW, Lion
-from narrowgauge.optim.matrix_optimizers import Adafactor, GaLore
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.optimizers import SGD, Adafactor, AdamW, GaLore, Lion
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 

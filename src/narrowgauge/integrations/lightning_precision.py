@@ -37,8 +37,8 @@ from narrowgauge.integrations.lightning_packages import joined_when_asked, map_t
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.audit import unwrapped
-from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 

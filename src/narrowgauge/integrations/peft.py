@@ -23,8 +23,8 @@ from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul import custom_ops, inference
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import is_linear, is_transposed
-from narrowgauge.numerics.plain import linear, matmul
 from narrowgauge.numerics.quantization import padded, quantize, spread
+from narrowgauge.numerics.widening import linear, matmul
 from narrowgauge.spec.computes import Cast, Compute
 from narrowgauge.spec.variants import get_compute
 

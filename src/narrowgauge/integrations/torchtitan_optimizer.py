@@ -42,7 +42,7 @@ from narrowgauge.integrations.torchtitan_groups import NAME, SETTING_DEFAULTS, P
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.numerics.shards import is_sharded
-from narrowgauge.optim.elementwise_optimizers import AdamW
+from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 

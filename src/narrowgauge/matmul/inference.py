@@ -25,8 +25,8 @@ from narrowgauge.matmul.layer_matmuls import multiply_slots, outlier_columns
 from narrowgauge.matmul.linear import ExactBuffers, is_linear, is_transposed
 from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.matmul.swapping import chooser
-from narrowgauge.numerics.plain import add_product
 from narrowgauge.numerics.quantization import blocked, padded, quantize
+from narrowgauge.numerics.widening import add_product
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute
 from narrowgauge.spec.variants import get_compute
 

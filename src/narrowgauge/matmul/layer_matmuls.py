@@ -19,7 +19,7 @@ from narrowgauge.matmul.delayed_scaling import delayed_amax
 from narrowgauge.matmul.gemm import multiply, operand_dtype, with_channels_back
 from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.matmul.rng import STEP, random_words
-from narrowgauge.numerics.plain import add_product
+from narrowgauge.numerics.widening import add_product
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.slots import SLOTS, slot_of_cast
 

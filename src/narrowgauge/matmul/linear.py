@@ -19,8 +19,8 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import custom_ops, rng
 from narrowgauge.matmul.cast_cache import LastCast
 from narrowgauge.matmul.delayed_scaling import history_for
-from narrowgauge.numerics.plain import bias_gradient, linear
 from narrowgauge.numerics.rounding import step_seed
+from narrowgauge.numerics.widening import bias_gradient, linear
 from narrowgauge.spec import variants
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.slots import slot_of_cast
@@ -232,7 +232,7 @@ def is_plain(compute: Compute, dtype: torch.dtype) -> bool:
 
 
 def has_plain_product(module: nn.Module) -> bool:
-    """Whether a linear layer is :func:`~narrowgauge.numerics.plain.linear` of its input and its weight, and nothing else."""
+    """Whether a linear layer is :func:`~narrowgauge.numerics.widening.linear` of its input and its weight, and nothing else."""
     if isinstance(module, Linear):
         return is_plain(module.compute, getattr(torch, module.compute.dtype)) and not module.is_transposed
     return type(module) is nn.Linear

@@ -35,7 +35,7 @@ from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.numerics.summation import flat_chunks
 from narrowgauge.optim.compilation import Definition, compiled, edge_words, normal_words
-from narrowgauge.optim.stores import as_words
+from narrowgauge.optim.state import as_words
 from narrowgauge.optim.validation import gradient_of
 from narrowgauge.spec.accumulations import ACCUMULATIONS, Accumulation, naive_limit
 

@@ -18,7 +18,7 @@ from narrowgauge.numerics.edge_values import edge_values
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import add_up, by_reduction, local_of
 from narrowgauge.optim.compilation import Definition, compiled, normal_words
-from narrowgauge.optim.stores import SMALL, as_words
+from narrowgauge.optim.state import SMALL, as_words
 
 
 def measure_words(words: Tensor, scales: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ from narrowgauge._torch.inductor import is_aligned
 from narrowgauge.numerics import summation
 from narrowgauge.numerics.edge_values import with_nan
 from narrowgauge.numerics.update_metrics import update_terms
-from narrowgauge.optim import encoding, packing
+from narrowgauge.optim import codec
+from narrowgauge.optim.codec import Advance, Lane, advance_by, write_decided
 from narrowgauge.optim.compilation import Compiled, Definition, compile_elsewhere, compiled, edge_words, normal_words
 from narrowgauge.optim.rules.elementwise import RULES, Rule, rule_source
 from narrowgauge.optim.rules.matrix import MatrixRule
-from narrowgauge.optim.update import Advance, Lane, advance_by, write_decided
 from narrowgauge.spec.storages import Storage
 
 Step = Callable[..., Tensor]
@@ -46,7 +46,7 @@ def term_table(terms: Sequence[Tensor]) -> Tensor:
 
 def num_scales(storage: Storage) -> int:
     """How many tensors of multipliers a step takes after its words: two for each scaled code and part of the rows."""
-    return 2 * len(storage.scaled) * packing.num_parts(storage)
+    return 2 * len(storage.scaled) * codec.num_parts(storage)
 
 
 def always_new(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
@@ -75,14 +75,14 @@ def make_step(
         choose: from whether to skip, the old words and the new ones to what is written.
     Returns:
         ``step(*words, *scales, *decided, values, seed, *outputs) -> Tensor``. The words are int32: the parts of the weight,
-        those of the gradient, then the tensors of each plane, all of one shape (:func:`narrowgauge.optim.packing.extent`).
+        those of the gradient, then the tensors of each plane, all of one shape (:func:`narrowgauge.optim.codec.extent`).
         The scales are float32 ``[rows, 1]``: for each scaled code and each part, into the code's window and back.
         ``decided`` holds the float32 tensors of the first lane, then those of the next. ``outputs`` are where to write,
         weight first, then the planes: the same tensors again (a compiler that knows this makes no temporaries). The
         result is the audit, empty where there is none.
     """
-    parts, visible, scaled = packing.num_parts(storage), storage.visible, storage.scaled
-    names, lanes = (*CONTROL, *scalars), range(packing.num_lanes(storage))
+    parts, visible, scaled = codec.num_parts(storage), storage.visible, storage.scaled
+    names, lanes = (*CONTROL, *scalars), range(codec.num_lanes(storage))
     ends = num_scales(storage), num_scales(storage) + num_decided * len(lanes)
 
     def step(*arguments: Tensor) -> Tensor:
@@ -91,17 +91,17 @@ def make_step(
         multipliers, decided, (values, seed, *outputs) = rest[: ends[0]], rest[ends[0] : ends[1]], rest[ends[1] :]
         numbers = {name: values[index] for index, name in enumerate(names)}
         pairs = [(multipliers[k], multipliers[k + 1]) for k in range(0, len(multipliers), 2)]
-        weights = packing.lanes_of_weight(visible, words[:parts])
-        gradients = packing.lanes_of_weight(visible, words[parts : 2 * parts])
-        fields = packing.by_lane(storage, words[2 * parts :])
+        weights = codec.lanes_of_weight(visible, words[:parts])
+        gradients = codec.lanes_of_weight(visible, words[parts : 2 * parts])
+        fields = codec.by_lane(storage, words[2 * parts :])
         done = []
         for k in lanes:
-            part = k // packing.per_word(storage)
+            part = k // codec.per_word(storage)
             scales = {name: pairs[index * parts + part] for index, name in enumerate(scaled)}
             given = decided[k * num_decided : (k + 1) * num_decided]
             done.append(advance(Lane(weights[k], gradients[k], fields[k], scales), given, numbers, seed))
-        new = packing.words_of_weight(visible, [d.visible for d in done])
-        new += packing.join_lanes(storage, [d.fields for d in done])
+        new = codec.words_of_weight(visible, [d.visible for d in done])
+        new += codec.join_lanes(storage, [d.fields for d in done])
         skip = numbers["skip"] != 0
         for output, old, value in zip(outputs, (*words[:parts], *words[2 * parts :]), new, strict=True):
             output.copy_(choose(skip, old, value))
@@ -115,7 +115,7 @@ def make_step(
 
 def row_peaks(*words: Tensor) -> Tensor:
     """The largest magnitude in each row of a bfloat16 matrix read as words, float32 ``[rows]``."""
-    lanes = [encoding.visible_value("bfloat16", lane).abs() for lane in packing.lanes_of_weight("bfloat16", words)]
+    lanes = [codec.visible_value("bfloat16", lane).abs() for lane in codec.lanes_of_weight("bfloat16", words)]
     return torch.stack([lane.amax(1) for lane in lanes]).amax(0)
 
 
@@ -190,7 +190,7 @@ class StepKernel:
 
     def __init__(self, rule: Rule, storage: Storage, *, compile: bool) -> None:
         self.rule, self.storage, self.compile = rule, storage, compile
-        self.parts = packing.num_parts(storage)
+        self.parts = codec.num_parts(storage)
         # In the arithmetic of expansions too much is reused for one loop; its many then run a chunk at a time.
         self.one_loop = storage.arithmetic == "float32"
         self._plain = self._definition()
@@ -268,7 +268,7 @@ class StepKernel:
 
     def _variant(self, device: torch.device, audited: bool) -> Definition:
         storage, example = self.storage, self._example(device)
-        words: tuple[int | None, ...] = (0, 1) if packing.by_rows(storage) else (0,)
+        words: tuple[int | None, ...] = (0, 1) if codec.by_rows(storage) else (0,)
         count = (len(example) - num_scales(storage) - 2 + self.parts) // 2
         lengths = [words] * count + [(0, None)] * num_scales(storage) + [(), ()] + [words] * (count - self.parts)
         # On a CPU the host knows whether a step is skipped: choosing in each word would be an eighth of the instructions.
@@ -292,8 +292,8 @@ class StepKernel:
         The rule's scalars lie between ``lowest`` and ``highest``; where all are a half, results are exact and tie.
         """
         storage, visible = self.storage, getattr(torch, self.storage.visible)
-        shape = (4, 1 << 8) if packing.by_rows(storage) else (1 << 10,)
-        count = sum(packing.num_tensors(storage, plane.bits) for plane in packing.planes(storage))
+        shape = (4, 1 << 8) if codec.by_rows(storage) else (1 << 10,)
+        count = sum(codec.num_tensors(storage, plane.bits) for plane in codec.planes(storage))
         drawn = [draw(visible, shape, device, seed) for seed in range(3 * self.parts)]
         weight, first, then = (drawn[k * self.parts : (k + 1) * self.parts] for k in range(3))
         states = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(count)]
@@ -335,7 +335,7 @@ class MatrixKernel:
     compile = False
 
     def __init__(self, rule: MatrixRule, storage: Storage) -> None:
-        self.rule, self.storage, self.parts = rule, storage, packing.num_parts(storage)
+        self.rule, self.storage, self.parts = rule, storage, codec.num_parts(storage)
         names = tuple(state for state, _ in storage.states)
         advance, count = write_decided(storage, names), 1 + len(names)
         self._plain = make_step(storage, advance, num_decided=count)

@@ -1,6 +1,6 @@
 """The one optimizer: a rule joined with a storage, behind the interface of ``torch.optim.Optimizer``.
 
-Nothing here knows a format or a formula. A step asks the registry for the :class:`~narrowgauge.optim.stores.Store` of every
+Nothing here knows a format or a formula. A step asks the registry for the :class:`~narrowgauge.optim.state.ParameterState` of every
 parameter, hands its words to the kernel of its (rule, storage), and counts. Gradient clipping and the decision to skip a
 step with a non-finite gradient are two scalars that the kernel reads; the host reads the decision after the fact.
 """
@@ -22,15 +22,21 @@ from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import StepControl, control_scalars
-from narrowgauge.optim.external_writes import snapshot_adopted, snapshot_after_step
 from narrowgauge.optim.kernel import StepKernel
-from narrowgauge.optim.registry import Registry, read_leading
+from narrowgauge.optim.reconcile import Registry, read_leading, snapshot_adopted, snapshot_after_step
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
-from narrowgauge.optim.state_dicts import load_states, numbered, save_states, seed_of, show_states, take_states
-from narrowgauge.optim.state_view import States
+from narrowgauge.optim.state import NO_GRADIENT, ParameterState
+from narrowgauge.optim.state_dict import (
+    StateView,
+    load_states,
+    numbered,
+    save_states,
+    seed_of,
+    show_states,
+    take_states,
+)
 from narrowgauge.optim.step import Stepper
-from narrowgauge.optim.stores import NO_GRADIENT, Store
 from narrowgauge.optim.validation import (
     USUAL_STORAGE,
     Range,
@@ -184,11 +190,11 @@ class Optimizer(torch.optim.Optimizer):
         self._registry = Registry(
             self.rule, self.rows, self.compile, lambda: self.param_groups, self._names, self._look_up_names
         )
-        self._states = States(self._registry, self.settle)
+        self._states = StateView(self._registry, self.settle)
         self.loss_scaler = options["loss_scaler"]
         self._stepped = False
         # Of the last step: its control scalars, its stores, and the largest gradient magnitude of each where it may be skipped.
-        self._pending: tuple[Tensor, list[Store], list[Tensor]] | None = None
+        self._pending: tuple[Tensor, list[ParameterState], list[Tensor]] | None = None
 
     @property
     def loss_scaler(self) -> LossScaler | None:
@@ -331,13 +337,13 @@ class Optimizer(torch.optim.Optimizer):
         stores[0].gradient, parameter.grad = NO_GRADIENT, None
         self.released.add(parameter)
 
-    def _advance(self, group: dict[str, Any], stores: list[Store], control: Tensor) -> None:
+    def _advance(self, group: dict[str, Any], stores: list[ParameterState], control: Tensor) -> None:
         Stepper(group, control, self.auditor, self.audit_every).step(stores, self._registry.buckets)
         for store in stores:
             store.step += 1
         snapshot_after_step(stores, self.audit_every)
 
-    def _stores_with_gradient(self, group: dict[str, Any]) -> list[Store]:
+    def _stores_with_gradient(self, group: dict[str, Any]) -> list[ParameterState]:
         """The stores of a group's parameters that have a gradient, with their gradients set; made where there are none yet."""
         self._states.take_writes()
         self._states.forget()
@@ -370,7 +376,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         self._take_audit(stores)
 
-    def _take_audit(self, stores: list[Store]) -> None:
+    def _take_audit(self, stores: list[ParameterState]) -> None:
         """Take the audit of the last step into the windows, and raise alarms."""
         auditor = self.auditor
         # Ranks that hold nothing of what was audited take part too.
@@ -386,7 +392,7 @@ class Optimizer(torch.optim.Optimizer):
     # ── the state, as torch.optim's users know it ───────────────────────────────────────────────────────────────────
 
     @property  # type: ignore[override]
-    def state(self) -> States:
+    def state(self) -> StateView:
         """The state of each parameter: ``state[p]["exp_avg"]`` as in ``torch.optim``; see :class:`States`."""
         return self._states
 

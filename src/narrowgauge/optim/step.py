@@ -17,12 +17,10 @@ from torch import Tensor
 
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.numerics.shards import gathered, own_part
-from narrowgauge.optim import encoding, packing
+from narrowgauge.optim import codec
 from narrowgauge.optim.audit import Auditor, audited_parts
-from narrowgauge.optim.buckets import Bucket
 from narrowgauge.optim.kernel import CONTROL, MatrixKernel, StepKernel, Work
-from narrowgauge.optim.pieces import pieces, write_back
-from narrowgauge.optim.stores import Store, weight_bound
+from narrowgauge.optim.state import Bucket, ParameterState, weight_bound
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +52,7 @@ class Stepper:
         self.group, self.control, self.auditor, self.audit_every = group, control, auditor, audit_every
         self._numbers: dict[tuple[str, int, int], Numbers] = {}
 
-    def numbers(self, store: Store) -> Numbers:
+    def numbers(self, store: ParameterState) -> Numbers:
         """The scalars and the seed of a store's next step."""
         kernel, count = store.kernel, store.step + 1
         key = kernel.rule.name, count, store.begun
@@ -69,7 +67,7 @@ class Stepper:
             self._numbers[key] = Numbers(values, seed, self.audit_every > 0 and count % self.audit_every == 0)
         return self._numbers[key]
 
-    def step(self, stores: Sequence[Store], buckets: Sequence[Bucket]) -> None:
+    def step(self, stores: Sequence[ParameterState], buckets: Sequence[Bucket]) -> None:
         """Step stores that have their gradients, each once.
 
         Args:
@@ -85,7 +83,7 @@ class Stepper:
                     del waiting[member]
         for store in waiting:  # stepped outside of any bucket, which therefore gets no copy of the visible weight
             store.last_visible = store.last_visible if store.owns_copy else None
-        elementwise: list[tuple[Store, StepKernel]] = []
+        elementwise: list[tuple[ParameterState, StepKernel]] = []
         for store in waiting:
             if isinstance(store.kernel, MatrixKernel):
                 self._step_matrix(store, store.kernel)
@@ -115,7 +113,7 @@ class Stepper:
             kernel.run(bucket.work, numbers.values, numbers.seed)
         bucket.scatter()
 
-    def _step_audited(self, store: Store, work: Work, numbers: Numbers) -> None:
+    def _step_audited(self, store: ParameterState, work: Work, numbers: Numbers) -> None:
         turn = (store.step + 1) // self.audit_every
         first = work.words[0]
         row = first[0].numel() if first.numel() else 1
@@ -125,9 +123,9 @@ class Stepper:
                 length = max(1, first.shape[0])
                 self.auditor.add(store.owner, sums, store.parameter.numel() * (part.stop - part.start) // length)
 
-    def _step_pieces(self, store: Store, numbers: Numbers) -> None:
+    def _step_pieces(self, store: ParameterState, numbers: Numbers) -> None:
         total: list[Tensor] = []
-        for work, copies in pieces(store):
+        for work, copies in strided_copies(store):
             sums = store.kernel.run(work, numbers.values, numbers.seed, audited=numbers.audited)
             for words, piece in copies:
                 write_back(words, piece)
@@ -137,9 +135,9 @@ class Stepper:
 
     # ── scales by row ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _bound_rows(self, stores: Sequence[tuple[Store, StepKernel]]) -> None:
+    def _bound_rows(self, stores: Sequence[tuple[ParameterState, StepKernel]]) -> None:
         """Give every store of a storage with scales by row the scales of this step."""
-        batches: dict[tuple[StepKernel, Numbers], list[Store]] = {}
+        batches: dict[tuple[StepKernel, Numbers], list[ParameterState]] = {}
         for store, kernel in stores:
             if store.storage.scaled:
                 batches.setdefault((kernel, self.numbers(store)), []).append(store)
@@ -151,7 +149,7 @@ class Stepper:
 
     # ── matrix rules ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _step_matrix(self, store: Store, kernel: MatrixKernel) -> None:
+    def _step_matrix(self, store: ParameterState, kernel: MatrixKernel) -> None:
         """The rule decides on the whole matrix; the kernel of the storage writes what it decided."""
         numbers, owner = self.numbers(store), store.owner
         own = [state for state, _ in store.storage.states]
@@ -180,7 +178,9 @@ class Stepper:
             self.auditor.add(store.owner, torch.stack(total).sum(0), store.parameter.numel())
 
 
-def _rescale(batch: Sequence[Store], old: Mapping[str, Tensor], new: Mapping[str, Tensor], skip: Tensor) -> None:
+def _rescale(
+    batch: Sequence[ParameterState], old: Mapping[str, Tensor], new: Mapping[str, Tensor], skip: Tensor
+) -> None:
     """Give stores of one storage their rows' new bounds, where the step is not skipped, and the scales of this step.
 
     Args:
@@ -192,23 +192,23 @@ def _rescale(batch: Sequence[Store], old: Mapping[str, Tensor], new: Mapping[str
     into, back = {}, {}
     for name in old:
         code, bound = batch[0].storage.code(name), torch.where(skip, old[name], new[name])
-        into[name] = encoding.multipliers(code, bound)[0].split(sizes)
-        back[name] = encoding.multipliers(code, old[name])[1].split(sizes)
+        into[name] = codec.multipliers(code, bound)[0].split(sizes)
+        back[name] = codec.multipliers(code, old[name])[1].split(sizes)
         torch._foreach_copy_([store.bounds[name] for store in batch], list(bound.split(sizes)))
     for place, store in enumerate(batch):
         store.set_scales({n: into[n][place] for n in into}, {n: back[n][place] for n in back})
 
 
-def _chunks(store: Store) -> Iterator[tuple[Work, list[tuple[Tensor, Tensor]]]]:
+def _chunks(store: ParameterState) -> Iterator[tuple[Work, list[tuple[Tensor, Tensor]]]]:
     """A store's words in cache-sized pieces, in place or copied, in order."""
     if (work := store.direct()) is None:
-        yield from pieces(store)
+        yield from strided_copies(store)
     else:
         yield from ((chunk, []) for chunk in work.chunks())
 
 
 def _new_bounds(
-    kernel: StepKernel, batch: Sequence[Store], old: Mapping[str, Tensor], values: Tensor
+    kernel: StepKernel, batch: Sequence[ParameterState], old: Mapping[str, Tensor], values: Tensor
 ) -> dict[str, Tensor]:
     """Bounds of each row's magnitudes after the step."""
     rule = kernel.rule
@@ -231,8 +231,94 @@ def _new_bounds(
     return new
 
 
-def _in_lanes(store: Store, values: Tensor) -> list[Tensor]:
+def _in_lanes(store: ParameterState, values: Tensor) -> list[Tensor]:
     """A float32 tensor of the parameter's shape as the kernel's lanes."""
-    plane = packing.Plane("lanes", 32, (("lanes", 0, 32),), torch.float32)
-    words = packing.from_parameter_order(store.storage, plane, values.float().contiguous())
+    plane = codec.Plane("lanes", 32, (("lanes", 0, 32),), torch.float32)
+    words = codec.from_parameter_order(store.storage, plane, values.float().contiguous())
     return list(words.view(torch.float32).unbind(0))
+
+
+# FOLDED from optim.pieces: Pieces: copies of a parameter and gradient that cannot be read as words in place.
+# FOLDED
+# FOLDED An oddly strided or placed tensor is copied a piece at a time into words, stepped there, and the weights are copied back.
+
+PIECE_WORDS = 1 << 16
+"""The longest piece, in words."""
+
+
+def strided_copies(store: ParameterState) -> Iterator[tuple[Work, list[tuple[Tensor, Tensor]]]]:
+    """A store's weights and gradients in copies of at most ``PIECE_WORDS`` words.
+
+    Yields:
+        ``(work, copies)``: after the step the caller writes each copied weight's words back with :func:`write_back`.
+    """
+    if codec.by_rows(store.storage):
+        yield from _row_pieces(store)
+        return
+    lanes = codec.num_lanes(store.storage)
+    for start, weight, gradient in _even_pieces(store.parameter.detach(), store.gradient, PIECE_WORDS * lanes):
+        first, count = start // lanes, -(-weight.numel() // lanes)
+        planes = [words[first : first + count] for words in store.plane_words]
+        copies = [_padded(values.reshape(1, -1), (1, count)).view(-1) for values in (weight, gradient)]
+        yield Work([*copies, *planes]), [(copies[0], weight)]
+
+
+def _row_pieces(store: ParameterState) -> Iterator[tuple[Work, list[tuple[Tensor, Tensor]]]]:
+    storage, shape = store.storage, store.parameter.shape
+    rows, columns = codec.matrix_of(storage, shape)
+    parts = codec.num_parts(storage)
+    group, width = codec.extent(storage, shape)
+    weights = store.parameter.detach()
+    # Oddly strided tensors of more than two dims are copied whole: their rows are no matrix in memory.
+    whole = weights.reshape(rows, columns)
+    gradients = store.gradient.reshape(rows, columns)
+    step = max(1, PIECE_WORDS // max(1, width))
+    for start in range(0, group, step):
+        stop = min(start + step, group)
+        ranges = [(min(p * group + start, rows), min(p * group + stop, rows)) for p in range(parts)]
+        copies = [
+            _padded(values[first:last], (stop - start, width))
+            for values in (whole, gradients)
+            for first, last in ranges
+        ]
+        words = [*copies, *(words[start:stop] for words in store.plane_words)]
+        work = Work(words, [scale[start:stop] for scale in store.scales])
+        yield work, [(copies[p], whole[first:last]) for p, (first, last) in enumerate(ranges)]
+    if whole.data_ptr() != weights.data_ptr():
+        weights.copy_(whole.view(shape))
+
+
+def write_back(words: Tensor, piece: Tensor) -> None:
+    """Copy stepped words back into the piece of the parameter they were copied from."""
+    values = words.view(piece.dtype)
+    if values.ndim == 2:
+        piece.copy_(values[: piece.shape[0], : piece.shape[1]])
+    else:
+        piece.copy_(values[: piece.numel()].view(piece.shape))
+
+
+def _even_pieces(weight: Tensor, gradient: Tensor, limit: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Pieces in row-major order that begin at even elements and hold about ``limit`` of them: ``(start, w, g)``."""
+    if weight.is_contiguous() and gradient.is_contiguous():
+        weight, gradient = weight.view(-1), gradient.view(-1)
+    if weight.ndim == 1:
+        for start in range(0, weight.numel(), limit):
+            yield start, weight[start : start + limit], gradient[start : start + limit]
+    elif weight.numel() <= limit:
+        yield 0, weight, gradient
+    elif (row := weight[0].numel()) > limit and row % 2 == 0:
+        for index in range(weight.shape[0]):
+            for start, w, g in _even_pieces(weight[index], gradient[index], limit):
+                yield index * row + start, w, g
+    else:
+        rows = max(2, limit // row // 2 * 2)
+        for first in range(0, weight.shape[0], rows):
+            yield first * row, weight[first : first + rows], gradient[first : first + rows]
+
+
+def _padded(values: Tensor, words: tuple[int, int]) -> Tensor:
+    """A copy of a matrix as a matrix of words of that shape, filled up with zeros."""
+    # Words first: rows of nothing have no stride that narrower values could be viewed as words by.
+    buffer = torch.zeros(words, dtype=torch.int32, device=values.device)
+    buffer.view(values.dtype)[: values.shape[0], : values.shape[1]].copy_(values)
+    return buffer

@@ -30,7 +30,7 @@ from narrowgauge.checkpoints.conversion.files import UNREADABLE, require_weights
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import DataError, suggestion
 from narrowgauge.matmul.linear import has_plain_product
-from narrowgauge.numerics.plain import linear
+from narrowgauge.numerics.widening import linear
 from narrowgauge.planner.head_memory import CHUNK_LOGITS
 from narrowgauge.planner.head_memory import LARGE_VOCABULARY as LARGE_VOCABULARY
 from narrowgauge.spec.models import MODELS, WEIGHTS, Model, refuse_own_code, weights_file

@@ -38,8 +38,8 @@ from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import joined_over_ranks
-from narrowgauge.optim.elementwise_optimizers import AdamW
-from narrowgauge.optim.kept_tensors import kept_tensors
+from narrowgauge.optim.optimizers import AdamW
+from narrowgauge.optim.state_dict import kept_tensors
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.batch_facts import checksum

@@ -22,7 +22,7 @@ from narrowgauge.checkpoints.tensor_files import write_one_by_one
 from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.numerics.summation import fingerprint, fingerprint_all
-from narrowgauge.optim.elementwise_optimizers import AdamW
+from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.checkpoint import Checkpoint
 

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.llama.modeling_llama import eager_attention_forward as llama_eager
 
-from narrowgauge.numerics import plain
+from narrowgauge.numerics import widening
 from narrowgauge.transforms import unit_rules as rules
 from narrowgauge.transforms.unit_rules import Batch, linear, scaled
 
@@ -91,7 +91,7 @@ class UnitReadout(nn.Linear):
         arriving = tokens * rules.cross_entropy_gradient(self.out_features)
         x = scaled(input, forward=1 / self.in_features, backward=arriving * self.out_features**-0.5)
         weight = scaled(self.weight, backward=arriving * tokens**-0.5 * self.in_features)
-        return plain.linear(x, weight)
+        return widening.linear(x, weight)
 
 
 def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, eager: Any, **kwargs: Any) -> tuple[Tensor, Any]:

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from narrowgauge.optim.rules import low_rank
+from narrowgauge.optim.rules import matrix
 from narrowgauge.optim.rules.matrix import (
     ADAFACTOR,
     GALORE,
@@ -392,14 +392,14 @@ def test_muons_step_is_nearly_orthogonal_and_as_large_as_adamws(shape: tuple[int
 def test_the_basis_is_the_decompositions_with_its_signs_fixed(shape: tuple[int, int]) -> None:
     x = gaussian(*shape)
     rank = min(3, *shape)
-    basis = low_rank.leading_basis(x, rank)
+    basis = matrix.leading_basis(x, rank)
     u, _, vt = np.linalg.svd(x.double().numpy(), full_matrices=False)
     wanted = torch.from_numpy((vt[:rank].T if shape[0] >= shape[1] else u[:, :rank]).copy())
     signs = (basis.double() * wanted).sum(0).sign()
     assert float((basis.double() - wanted * signs).abs().max()) < 1e-6
     assert (basis.gather(0, basis.abs().argmax(0, keepdim=True)) > 0).all()
-    assert torch.equal(low_rank.leading_basis(-x, rank), basis)
-    assert torch.equal(low_rank.leading_basis(x * 2.0**-60, rank), basis)  # its squares are below float32
+    assert torch.equal(matrix.leading_basis(-x, rank), basis)
+    assert torch.equal(matrix.leading_basis(x * 2.0**-60, rank), basis)  # its squares are below float32
 
 
 def test_the_basis_is_found_at_the_first_step_and_every_gap_after_it() -> None:

@@ -34,9 +34,9 @@ from narrowgauge.errors import DataError, RecipeError, RecordError
 from narrowgauge.numerics.shards import is_sharded, local_of, own_part
 from narrowgauge.numerics.summation import fingerprint_all
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
-from narrowgauge.optim.elementwise_optimizers import AdamW
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.state_dicts import replicated_states
+from narrowgauge.optim.optimizers import AdamW
+from narrowgauge.optim.state_dict import replicated_states
 from narrowgauge.runs.writer import require_free
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STATE_NAMES, Storage

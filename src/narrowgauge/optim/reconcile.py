@@ -1,6 +1,6 @@
 """The registry: which store, kernel and bucket belong to each parameter of an optimizer.
 
-A parameter gets its :class:`~narrowgauge.optim.stores.Store` at its first step, or when a state is loaded or written. The
+A parameter gets its :class:`~narrowgauge.optim.state.ParameterState` at its first step, or when a state is loaded or written. The
 registry makes it, finds it again, and checks before each use that the parameter still is what its states were made for.
 """
 
@@ -13,20 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.optim import packing
-from narrowgauge.optim.buckets import Bucket, make_stores, without
-from narrowgauge.optim.external_writes import (
-    adopt_modified,
-    check_matches_states,
-    is_unmodified,
-    modified_silently,
-    snapshot_of,
-)
+from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.shards import is_sharded, local_of, own_part
+from narrowgauge.numerics.summation import fingerprint
+from narrowgauge.optim import codec
+from narrowgauge.optim.audit import audited_parts
 from narrowgauge.optim.kernel import Kernel, MatrixKernel, StepKernel
-from narrowgauge.optim.replacements import Place, bring, check_heir, heir_of, is_elsewhere, pass_on, places_of, settle
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
-from narrowgauge.optim.stores import Store
+from narrowgauge.optim.state import Bucket, ParameterState, Snapshot, make_stores, without
 from narrowgauge.optim.validation import check_unchanged, check_visible, known_row
 from narrowgauge.spec.storages import Storage, for_vectors
 
@@ -58,7 +53,7 @@ class Registry:
     ) -> None:
         self.rule, self.storages, self.compile, self._groups, self._names = rule, storages, compile, groups, names
         self._look_up_names = look_up_names
-        self.stores: dict[Tensor, Store] = {}
+        self.stores: dict[Tensor, ParameterState] = {}
         self.buckets: list[Bucket] = []
         self.kernels: dict[tuple[str, Storage], Kernel] = {}
         self._places: dict[Tensor, Place] = {}
@@ -144,14 +139,14 @@ class Registry:
         known = set(self.parameters())
         return {parameter: None for parameter in self.stores if parameter in known}
 
-    def get(self, parameter: Tensor) -> Store | None:
+    def get(self, parameter: Tensor) -> ParameterState | None:
         """The store of a parameter, with all writes to it adopted; ``None`` where there is none."""
         self.follow()
         if (store := self.stores.get(parameter)) is not None:
             self.adopt_writes([store], loaded=False)
         return store
 
-    def begin(self, parameter: Tensor, name: str) -> Store:
+    def begin(self, parameter: Tensor, name: str) -> ParameterState:
         """Make the store of a parameter, with a state called ``name`` if the rule has one."""
         group = self.group_of(parameter)
         assert group is not None
@@ -233,7 +228,7 @@ class Registry:
             new.inherit(store)
             new.snapshot = snapshot_of(store, bound=store.snapshot is None or store.snapshot.version is not None)
 
-    def remove(self, parameters: Iterable[Tensor]) -> set[Store]:
+    def remove(self, parameters: Iterable[Tensor]) -> set[ParameterState]:
         """Remove the stores of parameters: they start again from their visible weights.
 
         Returns:
@@ -278,7 +273,7 @@ class Registry:
         for parameter in self._names.keys() - known.keys():
             del self._names[parameter]
 
-    def _pass_on(self, gone: Mapping[Tensor, Store], replaced: Mapping[Tensor, Tensor]) -> None:
+    def _pass_on(self, gone: Mapping[Tensor, ParameterState], replaced: Mapping[Tensor, Tensor]) -> None:
         """Pass the states of parameters that are gone to those that took their places."""
         if not replaced:
             return
@@ -309,7 +304,7 @@ class Registry:
 
     # ── writes to the weights from outside the optimizer ────────────────────────────────────────────────────────────
 
-    def adopt_writes(self, stores: Iterable[Store], audit_every: int = 0, *, loaded: bool = True) -> None:
+    def adopt_writes(self, stores: Iterable[ParameterState], audit_every: int = 0, *, loaded: bool = True) -> None:
         """Adopt what was written to parameters outside the optimizer, before their stores are used.
 
         Args:
@@ -327,7 +322,7 @@ class Registry:
         if found := [*modified, *(modified_silently(others, audit_every) if others else [])]:
             self.adopt(found)
 
-    def adopt(self, stores: Sequence[Store]) -> None:
+    def adopt(self, stores: Sequence[ParameterState]) -> None:
         """Adopt the present weights of parameters, known to be modified or not; the first time one was, warn."""
         names = self.parameter_names()
         brought = self._bring_states()
@@ -344,7 +339,7 @@ class Registry:
                 stacklevel=2,
             )
 
-    def _bring_states(self) -> set[Store]:
+    def _bring_states(self) -> set[ParameterState]:
         """Move states to the devices that their parameters have been moved to; returns the stores of these."""
         moved = {store for store in self.stores.values() if is_elsewhere(store)}
         alone = set(moved)
@@ -362,7 +357,7 @@ class Registry:
         return moved
 
 
-def read_leading(stores: Sequence[Store], count: int, name: str) -> list[Tensor]:
+def read_leading(stores: Sequence[ParameterState], count: int, name: str) -> list[Tensor]:
     """The first values of each store's weight or state.
 
     Unpacking costs the same for one value as for a thousand, so the leading words of all stores of one storage are joined
@@ -381,7 +376,7 @@ def read_leading(stores: Sequence[Store], count: int, name: str) -> list[Tensor]
     found: dict[int, Tensor] = {}
     alike: dict[Storage, list[int]] = {}
     for place, store in enumerate(first):
-        if store is stores[place] or packing.by_rows(store.storage):
+        if store is stores[place] or codec.by_rows(store.storage):
             found[place] = store.stored(name)
         else:
             alike.setdefault(store.storage, []).append(place)
@@ -389,23 +384,23 @@ def read_leading(stores: Sequence[Store], count: int, name: str) -> list[Tensor]
         members = [first[place] for place in places]
         words = {key: torch.cat([store.words[key] for store in members], 1) for key in members[0].words}
         joined = torch.cat([store.parameter for store in members])
-        values = Store(joined, joined, storage, members[0].kernel, words).stored(name)
+        values = ParameterState(joined, joined, storage, members[0].kernel, words).stored(name)
         found.update(zip(places, values.split([len(store.parameter) for store in members]), strict=True))
     return [found[place].reshape(-1)[:count] for place in range(len(stores))]
 
 
-def leading(store: Store, count: int) -> Store:
+def leading(store: ParameterState, count: int) -> ParameterState:
     """A store of the first elements alone, at least ``count`` or all: whole words, and whole rows where it has rows.
 
     It is only for reading: its words are copies or views.
     """
-    matrix = packing.matrix_of(store.storage, store.parameter.shape)
-    lanes = packing.num_lanes(store.storage)
+    matrix = codec.matrix_of(store.storage, store.parameter.shape)
+    lanes = codec.num_lanes(store.storage)
     wanted = -(-count // matrix[1]) if len(matrix) == 2 else -(-count // lanes) * lanes
     if wanted >= matrix[0]:
         return store
     groups = wanted if len(matrix) == 2 else wanted // lanes
-    return Store(
+    return ParameterState(
         store.owner,
         store.parameter.detach().reshape(matrix)[:wanted],
         store.storage,
@@ -413,3 +408,245 @@ def leading(store: Store, count: int) -> Store:
         {name: words[:, :groups] for name, words in store.words.items()},
         {name: bound[:wanted] for name, bound in store.bounds.items()},
     )
+
+
+# FOLDED from optim.replacements: Parameters that were moved or replaced after their optimizer was built: their states follow them.
+# FOLDED
+# FOLDED A framework may place a model on a device later (``model.to`` gives each parameter other memory), or shard it later: Accelerate's
+# FOLDED FSDP2 puts the shard of each parameter at its place in the param groups. Torch's optimizers have no states by then. Ours
+# FOLDED has the bits of the weights that the visible ones cut, since :func:`narrowgauge.prepare`.
+# FOLDED
+# FOLDED Invariant: a parameter that follows has the bits that it had. A state passes to another parameter only at the same place of the
+# FOLDED groups, with the same shape, and where every visible bit that this rank holds is the same; else the new one starts afresh.
+# FOLDED
+# FOLDED Source: Accelerate 1.15, ``fsdp2_switch_optimizer_parameters`` and ``AcceleratedOptimizer._switch_parameters``.
+
+Place = tuple[int, int]
+"""The number of a group and of a parameter in it."""
+
+
+def places_of(groups: Sequence[dict[str, Any]]) -> dict[Tensor, Place]:
+    """The place of each parameter."""
+    return {p: (number, index) for number, group in enumerate(groups) for index, p in enumerate(group["params"])}
+
+
+def heir_of(store: ParameterState, place: Place | None, groups: Sequence[dict[str, Any]]) -> Tensor | None:
+    """The parameter that has taken the place of another of its shape; ``None`` where there is none."""
+    if place is None or is_sharded(store.owner) or place[0] >= len(groups):
+        return None
+    members = groups[place[0]]["params"]
+    heir = members[place[1]] if place[1] < len(members) else None
+    return heir if heir is not None and heir is not store.owner and heir.shape == store.owner.shape else None
+
+
+def check_heir(store: ParameterState, heir: Tensor, name: str) -> None:
+    """Refuse a parameter in another format than the one whose place it took.
+
+    Raises:
+        RecipeError: it is.
+    """
+    wanted = getattr(torch, store.storage.visible)
+    if heir.dtype is not wanted:
+        kind, given = (str(dtype).removeprefix("torch.") for dtype in (wanted, heir.dtype))
+        raise RecipeError(
+            f"parameter '{name}' was replaced by a {given} one, and its storage '{store.storage.name}' holds {kind} weights.",
+            "Accelerate's FSDP2 does so unless mixed_precision='no': leave it so, since the recipe says what to compute in.",
+        )
+
+
+def pass_on(old: ParameterState, new: ParameterState) -> bool:
+    """Pass a state to the store of the parameter that took its place, where that has the same visible bits.
+
+    Args:
+        old: of a whole parameter.
+        new: of the same parameter in other memory, or of this rank's shard of it; all zero.
+    Returns:
+        Whether it did.
+    """
+    device = new.parameter.device
+    shown = own_part(new.owner, old.owner.detach().to(device))
+    if shown.dtype is not new.parameter.dtype or not torch.equal(shown, new.parameter.detach()):
+        return False
+    values = old.in_parameter_order()
+    new.take({n: v.to(device) if n in old.extras else own_part(new.owner, v.to(device)) for n, v in values.items()})
+    new.step, new.begun, new.notes = old.step, old.begun, old.notes
+    snapshot_adopted(new)
+    return True
+
+
+def is_elsewhere(store: ParameterState) -> bool:
+    """Whether the states of a parameter are on another device than it is."""
+    kept = next(iter(store.tensors()), None)
+    return kept is not None and kept.device != store.parameter.device
+
+
+def bring(stores: Iterable[ParameterState]) -> None:
+    """Move states, but for those in buckets, to the devices of their parameters.
+
+    A write but one through ``.data`` shows in the version counter, so bits whose counter stands have only been moved.
+    """
+    for store in stores:
+        device = store.parameter.device
+        for kept in (store.words, store.bounds, store.extras):
+            kept.update({name: tensor.to(device) for name, tensor in kept.items()})
+        settle(store)
+
+
+def settle(store: ParameterState) -> None:
+    """Forget what a store knows of the memory that it has left."""
+    store.__dict__.pop("plane_words", None)
+    if store.last_visible is not None:
+        store.last_visible = store.last_visible.to(store.parameter.device)
+    before, now = store.snapshot, snapshot_of(store)
+    if before is not None and before.version == now.version:
+        now.fingerprint, now.num_writes = before.fingerprint, before.num_writes
+        store.snapshot = now
+
+
+# FOLDED from optim.external_writes: Weights that were modified outside the optimizer: adopted where the value changed, refused where the tensor did.
+# FOLDED
+# FOLDED A user may load a checkpoint, apply a mask or swap in an average at any time. What is stored with the weight then belongs to
+# FOLDED a value that is gone. A float32 master is compared with the visible weight in every step, in the kernel, and is replaced
+# FOLDED element by element. A tail does not say which weight it belongs to, so a :class:`~narrowgauge.optim.state.Snapshot` of the
+# FOLDED parameter is taken after each step: its address and its version counter (``_version``), which every write but one through
+# FOLDED ``.data`` raises, and for audited steps a checksum. If these are unchanged, so is the weight. If not, and a copy of the
+# FOLDED visible weight is at hand, elements with unchanged bits keep their tails: a bucket has such a copy, and a parameter that is
+# FOLDED modified repeatedly gets one. Without a copy all tails of the parameter are discarded.
+
+OFTEN = 2
+"""Modifications after which a copy of the visible weight is stored, so that the next one is adopted element by element."""
+
+
+def snapshot_of(store: ParameterState, *, bound: bool = True) -> Snapshot:
+    """A snapshot of a parameter now; with ``bound=False`` the value that it has at its next step belongs to its states."""
+    weight = store.parameter
+    version = _version(store) if bound else None
+    return Snapshot(weight.detach(), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, version)
+
+
+def _version(store: ParameterState) -> int:
+    version: int = store.owner._version
+    return version if store.parameter is store.owner else version + store.parameter._version
+
+
+def has_tail(store: ParameterState) -> bool:
+    """Whether the stored weight has a part that does not say which visible weight it belongs to."""
+    return bool(store.storage.beside) and not store.storage.master
+
+
+def is_unmodified(store: ParameterState) -> bool:
+    """Whether a parameter was neither moved, replaced nor (but through ``.data``) written to since its last step."""
+    weight, snapshot, owner = store.parameter, store.snapshot, store.owner
+    if weight is owner:
+        version: int = owner._version
+    else:
+        weight = store.parameter = local_of(owner)  # the local tensor of a DTensor may have been replaced
+        version = _version(store)
+    return (
+        snapshot is not None
+        and version == snapshot.version
+        and weight.data_ptr() == snapshot.address
+        and weight.shape == snapshot.shape
+        and weight.stride() == snapshot.stride
+        and weight.dtype is snapshot.dtype
+    )
+
+
+def check_matches_states(store: ParameterState, name: str) -> None:
+    """Refuse a parameter that its states do not fit any more.
+
+    Raises:
+        RecipeError: its shape, dtype or device is not what it was.
+    """
+    snapshot, weight = store.snapshot, store.parameter
+    device = next((kept.device for kept in store.tensors()), weight.device)
+    if snapshot is None or (weight.shape, weight.dtype, weight.device) == (snapshot.shape, snapshot.dtype, device):
+        return
+    now, then = (_described(*kind) for kind in ((weight.dtype, weight.shape), (snapshot.dtype, snapshot.shape)))
+    raise RecipeError(
+        f"parameter '{name}' is {now} on {weight.device} now, and its states were made for {then} on {device}.",
+        "Change a model before its optimizer is built: build a new one for it as it is, and load or ng.convert what was "
+        "saved from before.",
+    )
+
+
+def _described(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
+
+
+def snapshot_after_step(stores: Sequence[ParameterState], audit_every: int) -> None:
+    """Take snapshots of parameters after a step."""
+    for store in stores:
+        snapshot = store.snapshot
+        assert snapshot is not None
+        weight = store.parameter
+        snapshot.version = weight._version if weight is store.owner else _version(store)
+        snapshot.fingerprint = None
+        if store.owns_copy:
+            assert store.last_visible is not None
+            store.last_visible.copy_(store.parameter.detach())
+        if audit_every and (snapshot.checksum is not None or (store.step + 1) % audit_every == 0):
+            audited = (store.step + 1) % audit_every == 0 and store.last_visible is None and has_tail(store)
+            snapshot.checksum = checksum(store, (store.step + 1) // audit_every) if audited else None
+
+
+def modified_silently(stores: Sequence[ParameterState], audit_every: int) -> list[ParameterState]:
+    """Those whose next step is audited and whose bits have changed although their version counters have not."""
+    found = []
+    for store in stores:
+        if (store.step + 1) % audit_every == 0 and has_tail(store) and store.snapshot is not None:
+            if store.last_visible is not None:
+                found.append((store, (_bits(store.last_visible) != _bits(store.parameter.detach())).any()))
+            elif (spot := store.snapshot.checksum) is not None:
+                now = checksum(store, (store.step + 1) // audit_every)
+                found.append((store, spot != (spot + 1 if now is None else now)))
+    flags = torch.stack([flag for _, flag in found]).tolist() if found else []  # one wait for a device, not many
+    return [store for (store, _), flag in zip(found, flags, strict=True) if flag]
+
+
+def snapshot_adopted(store: ParameterState) -> None:
+    """Take a snapshot of a parameter whose value was just stored; a fingerprint finds any write before the first step."""
+    store.snapshot = snapshot_of(store)
+    store.snapshot.fingerprint = fingerprint(store.parameter) if has_tail(store) else None
+
+
+def checksum(store: ParameterState, turn: int) -> Tensor | None:
+    """Checksum of the words that audit number ``turn`` covers, int64 0-d; ``None`` where they cannot be read as words."""
+    words = store.weight_words()
+    if words is None or not words[0].numel():
+        return None
+    row = words[0][0].numel()
+    ((part, _),) = [p for p in audited_parts(words[0].shape[0], turn, row) if p[1]]
+    return torch.stack([half[part].sum(dtype=torch.int64) for half in words]).sum()
+
+
+def adopt_modified(store: ParameterState) -> int:
+    """Adopt the value of a parameter that was modified.
+
+    Returns:
+        How many elements were adopted: those that changed, or all where that is unknown.
+    """
+    weight = store.parameter.detach()
+    before, store.snapshot = store.snapshot, snapshot_of(store)
+    if before is None or before.version is None or not store.storage.beside:
+        return 0
+    store.snapshot.num_writes = before.num_writes
+    if store.storage.master:
+        return int(store.outdated().sum())  # the next step adopts them
+    if before.fingerprint is not None and before.fingerprint == fingerprint(weight):
+        store.snapshot.fingerprint = before.fingerprint
+        return 0
+    changed = torch.ones_like(weight, dtype=torch.bool)
+    if store.last_visible is not None:
+        changed = (_bits(store.last_visible) != _bits(weight)).view(weight.shape)
+    count = int(changed.sum())
+    if count:
+        store.discard_tails(changed)
+        store.snapshot.num_writes += 1
+    if store.snapshot.num_writes >= OFTEN and store.last_visible is None:
+        store.last_visible, store.owns_copy = weight.clone(memory_format=torch.contiguous_format), True
+    return count
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(codec.INTEGER[8 * values.element_size()])

@@ -12,12 +12,20 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import bits_of
-from narrowgauge.optim import encoding, packing
-from narrowgauge.optim.buckets import ALIGNMENT, BUCKET_WORDS, make_stores
+from narrowgauge.optim import codec
 from narrowgauge.optim.kernel import StepKernel
-from narrowgauge.optim.pieces import pieces, write_back
 from narrowgauge.optim.rules.elementwise import ADAMW
-from narrowgauge.optim.stores import SMALL, SMALLEST_BOUND, Store, as_words, weight_bound
+from narrowgauge.optim.state import (
+    ALIGNMENT,
+    BUCKET_WORDS,
+    SMALL,
+    SMALLEST_BOUND,
+    ParameterState,
+    as_words,
+    make_stores,
+    weight_bound,
+)
+from narrowgauge.optim.step import strided_copies, write_back
 from narrowgauge.spec.storages import STORAGES, Storage
 from optim.scenarios import REPRESENTATIVES, finest, row_of
 from oracles import codes as oracle
@@ -26,8 +34,8 @@ from tensors import gaussian
 # Two that no row of the table is like: four lanes without scales, and scales for one of the moments only.
 ROWS = [STORAGES[name] for name in REPRESENTATIVES]
 ROWS += [row_of("tail8+bfloat16+float32"), row_of("bfloat16-pair+e4m3-row+float32")]
-FLAT = [row for row in ROWS if not packing.by_rows(row)]
-IN_ROWS = [row for row in ROWS if packing.by_rows(row)]
+FLAT = [row for row in ROWS if not codec.by_rows(row)]
+IN_ROWS = [row for row in ROWS if codec.by_rows(row)]
 names = {"ids": lambda row: row.name}
 every_storage = pytest.mark.parametrize("storage", ROWS, **names)
 every_flat = pytest.mark.parametrize("storage", FLAT, **names)
@@ -44,7 +52,7 @@ def visible(storage: Storage) -> torch.dtype:
     return getattr(torch, storage.visible)
 
 
-def alone(parameter: Tensor, storage: Storage) -> Store:
+def alone(parameter: Tensor, storage: Storage) -> ParameterState:
     """A store with words of its own, whatever its size."""
     (store,), _ = make_stores([parameter], storage, kernel(storage), joined=False)
     return store
@@ -57,7 +65,7 @@ def odd_offset(values: Tensor) -> Tensor:
     return base[1:].view(values.shape)
 
 
-def fill(store: Store, seed: int = 0) -> None:
+def fill(store: ParameterState, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for words in store.words.values():
         words.copy_(torch.randint(-(2**31), 2**31, tuple(words.shape), generator=generator).to(torch.int32))
@@ -80,10 +88,10 @@ def test_small_parameters_share_a_bucket_and_large_ones_stand_alone(storage: Sto
         size = store.parameter.numel()
         in_words = as_words(store.parameter) is not None
         assert (id(store) in inside) == (size <= SMALL or not in_words)
-        for plane in packing.planes(storage):
+        for plane in codec.planes(storage):
             assert not store.words[plane.name].any()
             shape = tuple(store.parameter.shape)
-            assert store.words[plane.name].shape == packing.allocate(storage, plane, shape, torch.device("cpu")).shape
+            assert store.words[plane.name].shape == codec.allocate(storage, plane, shape, torch.device("cpu")).shape
 
 
 @every_in_rows
@@ -91,8 +99,8 @@ def test_what_lies_in_rows_stands_alone_and_so_does_what_is_not_to_be_joined(sto
     stores, buckets = make_stores([gaussian(*s, dtype=visible(storage)) for s in SHAPES], storage, kernel(storage))
     assert buckets == []
     for store, shape in zip(stores, SHAPES, strict=True):
-        for plane in packing.planes(storage):
-            assert store.words[plane.name].shape[1:] == packing.extent(storage, shape)
+        for plane in codec.planes(storage):
+            assert store.words[plane.name].shape[1:] == codec.extent(storage, shape)
         rows = math.prod(shape[:-1])
         assert store.bounds.keys() == set(storage.scaled)
         assert all(bound.shape == (rows, 1) and bound.dtype is torch.float32 for bound in store.bounds.values())
@@ -106,7 +114,7 @@ def test_segments_are_aligned_disjoint_and_seen_through_the_members(storage: Sto
     end = 0
     for member, segment in zip(bucket.members, bucket.segments(), strict=True):
         assert segment.start % ALIGNMENT == 0 and segment.start >= end
-        assert segment.stop - segment.start == packing.extent(storage, member.parameter.shape)[0]
+        assert segment.stop - segment.start == codec.extent(storage, member.parameter.shape)[0]
         end = segment.stop
     assert bucket.weights.numel() >= end
     for number, store in enumerate(stores):
@@ -115,14 +123,14 @@ def test_segments_are_aligned_disjoint_and_seen_through_the_members(storage: Sto
     for number, segment in enumerate(bucket.segments()):
         assert all((words[..., segment] == number + 1).all() for words in bucket.words.values())
     # Nobody's words are the padding's.
-    counts = sum(packing.extent(storage, s.parameter.shape)[0] for s in stores)
+    counts = sum(codec.extent(storage, s.parameter.shape)[0] for s in stores)
     for words in bucket.words.values():
         assert int((words != 0).sum()) == counts * (words.numel() // bucket.weights.numel())
 
 
 @every_flat
 def test_buckets_are_closed_when_full(storage: Storage) -> None:
-    size = SMALL // packing.num_lanes(storage)
+    size = SMALL // codec.num_lanes(storage)
     parameters = [torch.zeros(SMALL, dtype=visible(storage)) for _ in range(2 * BUCKET_WORDS // size + 1)]
     _, buckets = make_stores(parameters, storage, kernel(storage))
     assert [len(b.members) for b in buckets] == [BUCKET_WORDS // size, BUCKET_WORDS // size, 1]
@@ -183,15 +191,15 @@ LAYOUTS = {
 def test_pieces_cover_the_parameter_once_in_order(
     monkeypatch: pytest.MonkeyPatch, name: str, how: str, shape: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr("narrowgauge.optim.pieces.PIECE_WORDS", 512)
-    storage, lanes = STORAGES[name], packing.num_lanes(STORAGES[name])
+    monkeypatch.setattr("narrowgauge.optim.step.PIECE_WORDS", 512)
+    storage, lanes = STORAGES[name], codec.num_lanes(STORAGES[name])
     weight, gradient = (gaussian(*shape, dtype=visible(storage), seed=n) for n in range(2))
     placed, slopes = (place(x) for place, x in zip(LAYOUTS[how], (weight.clone(), gradient), strict=True))
     store = alone(placed, storage)
     store.gradient = slopes
     fill(store)
     start, before = 0, {k: w.clone() for k, w in store.words.items()}
-    for work, ((words, piece),) in pieces(store):
+    for work, ((words, piece),) in strided_copies(store):
         count = piece.numel()
         assert start % lanes == 0 and words is work.words[0] and work.scales == []
         slope_words, *plane_words = work.words[1:]
@@ -217,21 +225,21 @@ def test_pieces_cover_the_parameter_once_in_order(
 def test_row_pieces_cover_every_row_once_with_its_scales(
     monkeypatch: pytest.MonkeyPatch, storage: Storage, how: str, shape: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr("narrowgauge.optim.pieces.PIECE_WORDS", 64)
+    monkeypatch.setattr("narrowgauge.optim.step.PIECE_WORDS", 64)
     weight, gradient = (gaussian(*shape, dtype=visible(storage), seed=n) for n in range(2))
     placed, slopes = (place(x) for place, x in zip(LAYOUTS[how], (weight.clone(), gradient), strict=True))
-    store, (rows, columns), parts = alone(placed, storage), shape, packing.num_parts(storage)
+    store, (rows, columns), parts = alone(placed, storage), shape, codec.num_parts(storage)
     store.gradient = slopes
     fill(store)
     numbers = {name: torch.arange(1.0, rows + 1).unsqueeze(1) for name in storage.scaled}
     store.set_scales(numbers, {name: -number for name, number in numbers.items()})
     before, done, total = {k: w.clone() for k, w in store.words.items()}, torch.zeros(rows), 0
-    for work, copies in pieces(store):
+    for work, copies in strided_copies(store):
         weights, gradients, planes = work.words[:parts], work.words[parts : 2 * parts], work.words[2 * parts :]
         (height,) = {words.shape[0] for words in work.words} | {scale.shape[0] for scale in work.scales}
         assert len(copies) == parts and len({w.shape for w in work.words}) == 1
         for part, ((words, piece), slope_words) in enumerate(zip(copies, gradients, strict=True)):
-            first = min(part * packing.extent(storage, shape)[0] + total, rows)
+            first = min(part * codec.extent(storage, shape)[0] + total, rows)
             mine = slice(first, first + piece.shape[0])
             assert words is weights[part] and piece.shape[1] == columns
             for copied, source in ((words, weight), (slope_words, gradient)):
@@ -250,7 +258,7 @@ def test_row_pieces_cover_every_row_once_with_its_scales(
         for words in planes:
             words.add_(1)
         total += height
-    assert (done == 1).all() and total == packing.extent(storage, shape)[0]
+    assert (done == 1).all() and total == codec.extent(storage, shape)[0]
     # Only where the parameter's own rows are not what was copied is there something left to do after the last piece.
     assert torch.equal(placed, -2 * weight)
     assert all(torch.equal(words, before[key] + 1) for key, words in store.words.items())
@@ -263,7 +271,7 @@ def test_odd_strides_of_more_dims_are_written_back_whole(storage: Storage) -> No
     store = alone(placed, storage)
     store.gradient = torch.ones_like(weight)
     store.set_scales(*[dict.fromkeys(storage.scaled, torch.ones(24, 1))] * 2)
-    for _, copies in pieces(store):
+    for _, copies in strided_copies(store):
         for words, piece in copies:
             words.view(weight.dtype).mul_(-2)
             write_back(words, piece)
@@ -276,14 +284,14 @@ def test_what_fits_is_stepped_where_it_lies(storage: Storage, shape: tuple[int, 
     parameter, gradient = gaussian(*shape, dtype=visible(storage)), gaussian(*shape, dtype=visible(storage), seed=1)
     store = alone(parameter, storage)
     store.gradient = gradient
-    work, parts = store.direct(), packing.num_parts(storage)
+    work, parts = store.direct(), codec.num_parts(storage)
     assert work is not None
     size = parameter.numel() * parameter.element_size() // parts
     for part in range(parts):
         assert work.words[part].data_ptr() == parameter.data_ptr() + part * size
         assert work.words[parts + part].data_ptr() == gradient.data_ptr() + part * size
     assert [w.data_ptr() for w in work.words[2 * parts :]] == [w.data_ptr() for w in store.plane_words]
-    assert {w.shape for w in work.words} == {packing.extent(storage, shape)}
+    assert {w.shape for w in work.words} == {codec.extent(storage, shape)}
     store.gradient = odd_offset(gradient)
     assert (store.direct() is None) == (storage.visible != "float32")  # any float32 begins at a word
     parameter.data = gaussian(*shape, dtype=visible(storage), seed=2)
@@ -297,9 +305,9 @@ def test_what_fits_is_stepped_where_it_lies(storage: Storage, shape: tuple[int, 
 def test_what_does_not_fit_is_copied(storage: Storage, shape: tuple[int, ...]) -> None:
     store = alone(gaussian(*shape, dtype=visible(storage)), storage)
     store.gradient = gaussian(*shape, dtype=visible(storage), seed=1)
-    assert (store.direct() is None) == (not packing.fits(storage, shape))
-    if packing.per_word(storage) > 1:  # of odd rows, whole words fit nowhere; of whole rows, two halves do
-        assert not (packing.fits(storage, shape) and packing.num_parts(storage) > 1)
+    assert (store.direct() is None) == (not codec.fits(storage, shape))
+    if codec.per_word(storage) > 1:  # of odd rows, whole words fit nowhere; of whole rows, two halves do
+        assert not (codec.fits(storage, shape) and codec.num_parts(storage) > 1)
 
 
 # ── values ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -319,7 +327,7 @@ def expected_weight(storage: Storage, values: Tensor) -> Tensor:
             np.where(values.abs() < 2.0**-14, np.rint(values.double() * 2.0**37) * 2.0**-37, values)
         )
     exact = bits_of(values).numpy().astype("int64") % 2**32
-    cut = oracle.cut(exact, encoding.dropped_bits(storage.weight)) if encoding.dropped_bits(storage.weight) else exact
+    cut = oracle.cut(exact, codec.dropped_bits(storage.weight)) if codec.dropped_bits(storage.weight) else exact
     return torch.from_numpy(cut.astype(np.uint32).view(np.float32)).double()
 
 
@@ -420,7 +428,7 @@ def test_what_is_taken_out_goes_in_again(storage: Storage, shape: tuple[int, ...
     fill(one)
     saved = one.in_parameter_order()
     rows = (*shape[:-1], 1) if shape else (1,)
-    assert saved.keys() == {p.name for p in packing.planes(storage)} | {f"{n}_bound" for n in storage.scaled}
+    assert saved.keys() == {p.name for p in codec.planes(storage)} | {f"{n}_bound" for n in storage.scaled}
     assert all(value.shape == (rows if name.endswith("_bound") else shape) for name, value in saved.items())
     other.take(saved)
     for name in ("weight", *STATES):

@@ -2,15 +2,15 @@
 
 A *storage* (:class:`narrowgauge.spec.storages.Storage`) says in which formats weights and states are stored; a
 :class:`Store` holds the tensors of one parameter in that storage. Its words, in the layout of
-:mod:`narrowgauge.optim.packing`, are what a kernel reads and writes. The methods in the first half unpack them to
+:mod:`narrowgauge.optim.codec`, are what a kernel reads and writes. The methods in the first half unpack them to
 float32 values in the parameter's order and pack such values; those in the second half hand the words to a kernel. Most
 parameters are stepped in place: parameter and gradient are contiguous, and two bfloat16 make a word. Small ones share a
-:class:`~narrowgauge.optim.buckets.Bucket`, oddly placed ones are copied (:mod:`narrowgauge.optim.pieces`).
+:class:`~narrowgauge.optim.state.Bucket`, oddly placed ones are copied (:mod:`narrowgauge.optim.step`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import half, quiet
-from narrowgauge.optim import encoding, packing, update
-from narrowgauge.optim.kernel import Kernel, Work, peaks_of_parts
+from narrowgauge.numerics.shards import local_of
+from narrowgauge.optim import codec
+from narrowgauge.optim.kernel import Kernel, StepKernel, Work, peaks_of_parts
 from narrowgauge.spec.storages import Storage
 
 NO_GRADIENT = torch.empty(0, dtype=torch.float32)
@@ -36,7 +37,7 @@ SMALLEST_BOUND = 2.0**-8
 
 @dataclass(slots=True)
 class Snapshot:
-    """What a parameter was after its last step: how :mod:`narrowgauge.optim.external_writes` notices that it was modified.
+    """What a parameter was after its last step: how :mod:`narrowgauge.optim.reconcile` notices that it was modified.
 
     Args:
         view: it, detached: the same memory and version counter.
@@ -60,7 +61,7 @@ class Snapshot:
 
 
 @dataclass(eq=False)
-class Store:
+class ParameterState:
     """One parameter and its packed state.
 
     Args:
@@ -105,8 +106,8 @@ class Store:
     def allocate(self) -> None:
         """Allocate its words, all zero."""
         shape, device = self.parameter.shape, self.parameter.device
-        for plane in packing.planes(self.storage):
-            self.words[plane.name] = packing.allocate(self.storage, plane, shape, device)
+        for plane in codec.planes(self.storage):
+            self.words[plane.name] = codec.allocate(self.storage, plane, shape, device)
         for name in self.storage.scaled:
             self.bounds[name] = torch.zeros(self.num_rows, 1, dtype=torch.float32, device=device)
         if "weight" in self.bounds:
@@ -115,7 +116,7 @@ class Store:
     @property
     def num_rows(self) -> int:
         """Rows of the parameter as a matrix, for storages laid out in rows."""
-        return packing.matrix_of(self.storage, self.parameter.shape)[0]
+        return codec.matrix_of(self.storage, self.parameter.shape)[0]
 
     @cached_property
     def plane_words(self) -> list[Tensor]:
@@ -133,8 +134,8 @@ class Store:
         """Every plane as a tensor of the parameter's shape, in its own dtype, without loss; bounds as ``…_bound``."""
         shape = self.parameter.shape
         planes = {
-            plane.name: packing.to_parameter_order(self.storage, plane, self.words[plane.name], shape)
-            for plane in packing.planes(self.storage)
+            plane.name: codec.to_parameter_order(self.storage, plane, self.words[plane.name], shape)
+            for plane in codec.planes(self.storage)
         }
         bounds = {f"{name}_bound": bound.reshape(self._rows_shape).clone() for name, bound in self.bounds.items()}
         return {**planes, **bounds, **{name: value.clone() for name, value in self.extras.items()}}
@@ -146,9 +147,9 @@ class Store:
 
     def take(self, values: dict[str, Tensor]) -> None:
         """Fill the planes from tensors made by :meth:`in_parameter_order`."""
-        for plane in packing.planes(self.storage):
+        for plane in codec.planes(self.storage):
             value = self._checked(values, plane.name, plane.dtype, tuple(self.parameter.shape))
-            self.words[plane.name].copy_(packing.from_parameter_order(self.storage, plane, value))
+            self.words[plane.name].copy_(codec.from_parameter_order(self.storage, plane, value))
         for name, bound in self.bounds.items():
             given = self._checked(values, f"{name}_bound", bound.dtype, self._rows_shape)
             bound.copy_(given.reshape(bound.shape))
@@ -178,9 +179,9 @@ class Store:
         kept = dict.fromkeys(dict(self.storage.states), tuple(self.owner.shape))
         return {**kept, **{name: tuple(extra.shape) for name, extra in self.extras.items()}}
 
-    def inherit(self, old: Store) -> None:
+    def inherit(self, old: ParameterState) -> None:
         """Copy the state of another store of the parameter, bit for bit; states that it lacks begin as zeros."""
-        kept, places, fields = old._lane().fields, packing.places(self.storage), {}
+        kept, places, fields = old._lane().fields, codec.places(self.storage), {}
         widths = dict(self.storage.fields)
         for name in places.keys() & kept.keys():
             word, shift = kept[name]
@@ -192,22 +193,22 @@ class Store:
                 mine[name].copy_(theirs[name])
         self.step = self.begun = old.step
 
-    def _bits(self, plane: packing.Plane) -> Tensor:
+    def _bits(self, plane: codec.Plane) -> Tensor:
         """A plane's bits in the parameter's order and shape, int32."""
-        words = packing.to_parameter_order(self.storage, plane, self.words[plane.name], self.parameter.shape)
-        return words.view(packing.INTEGER[plane.bits]).to(torch.int32)
+        words = codec.to_parameter_order(self.storage, plane, self.words[plane.name], self.parameter.shape)
+        return words.view(codec.INTEGER[plane.bits]).to(torch.int32)
 
-    def _lane(self) -> update.Lane:
+    def _lane(self) -> codec.Lane:
         """The store as one lane in the parameter's order, a matrix or flat."""
-        matrix = packing.matrix_of(self.storage, self.parameter.shape)
+        matrix = codec.matrix_of(self.storage, self.parameter.shape)
         fields = {}
-        for plane in packing.planes(self.storage):
+        for plane in codec.planes(self.storage):
             raw = self._bits(plane).reshape(matrix)
             fields.update({name: (raw, shift) for name, shift, _ in plane.fields})
-        scales = {n: encoding.multipliers(self.storage.code(n), bound) for n, bound in self.bounds.items()}
+        scales = {n: codec.multipliers(self.storage.code(n), bound) for n, bound in self.bounds.items()}
         weight = self.parameter.detach().float().reshape(matrix).contiguous()
-        visible = encoding.visible_bits(self.storage.visible, weight)
-        return update.Lane(visible, visible, fields, scales)
+        visible = codec.visible_bits(self.storage.visible, weight)
+        return codec.Lane(visible, visible, fields, scales)
 
     def stored(self, name: str) -> Tensor:
         """The stored weight (``"weight"``) or a state, by name, as float32 of the parameter's shape (a copy)."""
@@ -217,9 +218,9 @@ class Store:
             raise KeyError(f"storage '{self.storage.name}' has no '{name}'")
         lane = self._lane()
         if name == "weight":
-            value = update.read_weight(self.storage, lane)
+            value = codec.read_weight(self.storage, lane)
         else:
-            value = update.read_state(self.storage, lane, name)
+            value = codec.read_state(self.storage, lane, name)
         return value.reshape(self.parameter.shape).clone()
 
     def adopt(self, values: Tensor, seed: Tensor | None = None) -> None:
@@ -231,8 +232,8 @@ class Store:
         """
         value = self._fresh("weight", values)
         lane = self._lane()
-        bits, fields = update.write_weight(self.storage, lane, value, self._addend("weight", lane, seed))
-        visible = encoding.visible_value(self.storage.visible, bits).reshape(self.parameter.shape)
+        bits, fields = codec.write_weight(self.storage, lane, value, self._addend("weight", lane, seed))
+        visible = codec.visible_value(self.storage.visible, bits).reshape(self.parameter.shape)
         visible = visible.to(getattr(torch, self.storage.visible))
         if self.parameter.dtype is visible.dtype:
             self.parameter.data.copy_(visible)  # in place: there may be views of this memory
@@ -247,12 +248,12 @@ class Store:
             return
         value = self._fresh(name, values)
         lane = self._lane()
-        self._fill(update.write_state(self.storage, lane, name, value, self._addend(name, lane, seed)))
+        self._fill(codec.write_state(self.storage, lane, name, value, self._addend(name, lane, seed)))
 
     def outdated(self) -> Tensor:
         """Where the visible weight is not the rounded float32 master, bool of the parameter's shape."""
         lane = self._lane()
-        outdated = encoding.is_outdated(self.storage, lane.visible, lane.fields["master"][0])
+        outdated = codec.is_outdated(self.storage, lane.visible, lane.fields["master"][0])
         return outdated.reshape(self.parameter.shape)
 
     def discard_tails(self, where: Tensor) -> None:
@@ -265,25 +266,23 @@ class Store:
 
     def _fresh(self, name: str, values: Tensor) -> Tensor:
         """Values as a matrix; sets the bounds of their rows."""
-        value = quiet(values.detach().float().contiguous()).reshape(
-            packing.matrix_of(self.storage, self.parameter.shape)
-        )
+        value = quiet(values.detach().float().contiguous()).reshape(codec.matrix_of(self.storage, self.parameter.shape))
         if name in self.bounds:
             peaks = self.peaks_of(value)
             self.bounds[name].copy_(weight_bound(peaks) if name == "weight" else peaks)
         return value
 
-    def _addend(self, name: str, lane: update.Lane, seed: Tensor | None) -> Tensor | int:
+    def _addend(self, name: str, lane: codec.Lane, seed: Tensor | None) -> Tensor | int:
         """What is added before cutting: the random bits are a hash of the stored weights, as in a step."""
         if seed is None:
-            return half(encoding.dropped_bits(self.storage.code(name)))
-        weight = update.read_weight(self.storage, lane)
-        return update.addends(self.storage, weight, torch.zeros_like(lane.visible), seed)[name]
+            return half(codec.dropped_bits(self.storage.code(name)))
+        weight = codec.read_weight(self.storage, lane)
+        return codec.addends(self.storage, weight, torch.zeros_like(lane.visible), seed)[name]
 
     def _fill(self, fields: dict[str, Tensor]) -> None:
         """Overwrite fields, given in the parameter's order and in their bits of a word."""
         shape = self.parameter.shape
-        for plane in packing.planes(self.storage):
+        for plane in codec.planes(self.storage):
             mine = [(name, shift, bits) for name, shift, bits in plane.fields if name in fields]
             if not mine:
                 continue
@@ -291,8 +290,8 @@ class Store:
             for name, shift, bits in mine:
                 mask = ((1 << bits) - 1) << shift if bits < 32 else -1
                 raw = (raw & ~mask) | (fields[name].reshape(shape) & mask)
-            value = raw.to(packing.INTEGER[plane.bits]).view(plane.dtype)
-            self.words[plane.name].copy_(packing.from_parameter_order(self.storage, plane, value))
+            value = raw.to(codec.INTEGER[plane.bits]).view(plane.dtype)
+            self.words[plane.name].copy_(codec.from_parameter_order(self.storage, plane, value))
 
     def detached(self) -> Tensor:
         """The parameter, detached: the view of its snapshot where there is one."""
@@ -302,7 +301,7 @@ class Store:
 
     def peaks_of(self, values: Tensor) -> Tensor:
         """The largest magnitude of each row, float32 ``[rows, 1]``."""
-        matrix = packing.matrix_of(self.storage, self.parameter.shape)
+        matrix = codec.matrix_of(self.storage, self.parameter.shape)
         if not values.numel():
             return values.new_zeros(matrix[0], 1, dtype=torch.float32)
         words = None
@@ -315,11 +314,11 @@ class Store:
 
     def _parts(self, tensor: Tensor) -> list[Tensor] | None:
         """A tensor of the parameter's shape as words in place, as a kernel takes them, or ``None``."""
-        if not packing.fits(self.storage, tensor.shape) or (flat := as_words(tensor)) is None:
+        if not codec.fits(self.storage, tensor.shape) or (flat := as_words(tensor)) is None:
             return None
-        if not packing.by_rows(self.storage):
+        if not codec.by_rows(self.storage):
             return [flat]
-        parts, shape = packing.num_parts(self.storage), packing.extent(self.storage, tensor.shape)
+        parts, shape = codec.num_parts(self.storage), codec.extent(self.storage, tensor.shape)
         return list(flat.view(parts, *shape).unbind(0))
 
     def direct(self) -> Work | None:
@@ -339,8 +338,8 @@ class Store:
 
     def set_scales(self, into: dict[str, Tensor], back: dict[str, Tensor]) -> None:
         """The multipliers of each scaled code, ``[rows, 1]``, as a kernel takes them: for each code, each part's pair."""
-        parts = packing.num_parts(self.storage)
-        group = packing.extent(self.storage, self.parameter.shape)[0]
+        parts = codec.num_parts(self.storage)
+        group = codec.extent(self.storage, self.parameter.shape)[0]
         self.scales = []
         for name in self.storage.scaled:
             halves = [_filled(s[name], parts * group).view(parts, group, 1).unbind(0) for s in (into, back)]
@@ -349,7 +348,7 @@ class Store:
 
 def tensors_of_planes(storage: Storage, words: Mapping[str, Tensor]) -> list[Tensor]:
     """The words of each plane as the list of tensors that a kernel takes."""
-    return [tensor for plane in packing.planes(storage) for tensor in words[plane.name].unbind(0)]
+    return [tensor for plane in codec.planes(storage) for tensor in words[plane.name].unbind(0)]
 
 
 def weight_bound(peaks: Tensor) -> Tensor:
@@ -368,3 +367,124 @@ def as_words(tensor: Tensor) -> Tensor | None:
 def _filled(rows: Tensor, count: int) -> Tensor:
     """``rows`` filled up with ones to ``count`` rows."""
     return rows if rows.shape[0] == count else torch.cat([rows, rows.new_ones(count - rows.shape[0], 1)])
+
+
+# FOLDED from optim.buckets: Buckets: small parameters that are stepped together.
+# FOLDED
+# FOLDED The states of a bucket's members lie side by side in one tensor. Their weights and gradients are copied in, one kernel call
+# FOLDED steps all of them, and the weights are copied out: 300 norm gains cost one call. A storage with scales by row has no
+# FOLDED buckets, since each row has scales of its own.
+
+BUCKET_WORDS = 1 << 16
+"""A bucket is closed once it holds this many words."""
+ALIGNMENT = 16
+"""Every member of a bucket begins at a multiple of this many words: a full vector register."""
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Small parameters of one storage, stepped together."""
+
+    members: list[ParameterState]
+    kernel: StepKernel
+    starts: list[int]
+    words: dict[str, Tensor]
+    weights: Tensor
+    gradients: Tensor
+    weight_views: list[Tensor] = field(default_factory=list)
+    gradient_views: list[Tensor] = field(default_factory=list)
+
+    @cached_property
+    def work(self) -> Work:
+        """The words of all members, as a kernel takes them."""
+        return Work([self.weights, self.gradients, *tensors_of_planes(self.members[0].storage, self.words)])
+
+    def gather(self) -> None:
+        """Copy the members' weights and gradients in."""
+        torch._foreach_copy_(self.weight_views, [m.detached() for m in self.members])
+        torch._foreach_copy_(self.gradient_views, [m.gradient for m in self.members])
+
+    def scatter(self) -> None:
+        """Copy the weights out; the copies that remain here show later whether a weight was modified."""
+        torch._foreach_copy_([m.detached() for m in self.members], self.weight_views)
+        for member, view in zip(self.members, self.weight_views, strict=True):
+            member.last_visible = member.last_visible if member.owns_copy else view
+
+    def segments(self) -> list[slice]:
+        """Which words belong to each member."""
+        return [
+            slice(start, start + codec.extent(m.storage, m.parameter.shape)[0])
+            for start, m in zip(self.starts, self.members, strict=True)
+        ]
+
+
+def make_stores(
+    parameters: Sequence[Tensor], storage: Storage, kernel: Kernel, *, joined: bool = True
+) -> tuple[list[ParameterState], list[Bucket]]:
+    """Stores with zeroed states for parameters of one storage and device, and the buckets of the small ones.
+
+    Args:
+        parameters: the parameters.
+        storage, kernel: how they are stored and stepped.
+        joined: whether small ones may share a bucket.
+    """
+    stores, small = [], []
+    # Neither rows with scales of their own nor whole matrices can be joined.
+    shared = kernel if joined and isinstance(kernel, StepKernel) and not codec.by_rows(storage) else None
+    for owner in parameters:
+        parameter = local_of(owner)
+        store = ParameterState(owner, parameter, storage, kernel)
+        stores.append(store)
+        odd = as_words(parameter) is None and parameter.numel() <= BUCKET_WORDS
+        if shared is not None and (parameter.numel() <= SMALL or odd):
+            small.append(store)
+        else:
+            store.allocate()
+    return stores, [] if shared is None else [_make_bucket(members, shared) for members in _batches(small)]
+
+
+def _batches(small: Sequence[ParameterState]) -> Iterator[list[ParameterState]]:
+    """Stores in groups of about ``BUCKET_WORDS`` words."""
+    batch: list[ParameterState] = []
+    total = 0
+    for store in small:
+        total += codec.extent(store.storage, store.parameter.shape)[0]
+        batch.append(store)
+        if total >= BUCKET_WORDS:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+def _make_bucket(members: list[ParameterState], kernel: StepKernel) -> Bucket:
+    storage, device = members[0].storage, members[0].parameter.device
+    starts, total = [], 0
+    for member in members:
+        starts.append(total)
+        count = codec.extent(storage, member.parameter.shape)[0]
+        total += -(-count // ALIGNMENT) * ALIGNMENT
+    planes = codec.planes(storage)
+    length = total * codec.num_lanes(storage)
+    words = {p.name: codec.allocate(storage, p, (length,), device) for p in planes}
+    weights, gradients = (torch.zeros(total, dtype=torch.int32, device=device) for _ in range(2))
+    bucket = Bucket(members, kernel, starts, words, weights, gradients)
+    visible = getattr(torch, storage.visible)
+    for member, segment in zip(members, bucket.segments(), strict=True):
+        member.words = {p.name: words[p.name][:, segment] for p in planes}
+        shape = member.parameter.shape
+        for source, views in ((weights, bucket.weight_views), (gradients, bucket.gradient_views)):
+            views.append(source[segment].view(visible)[: shape.numel()].view(shape))
+    return bucket
+
+
+def without(bucket: Bucket, gone: Collection[ParameterState]) -> list[Bucket]:
+    """The bucket without some members, the words of the others unchanged; none where no member is left."""
+    stay = [member for member in bucket.members if member not in gone]
+    old = [member.words for member in stay]
+    buckets = [_make_bucket(stay, bucket.kernel)] if stay else []
+    for member, words in zip(stay, old, strict=True):
+        member.__dict__.pop("plane_words", None)  # of the old words
+        for name, kept in words.items():
+            member.words[name].copy_(kept)
+    return buckets

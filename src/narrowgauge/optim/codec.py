@@ -1,0 +1,754 @@
+"""Codes: pure functions that cut float32 values to the bits that a storage stores, and restore them.
+
+:class:`narrowgauge.spec.storages.Code` says which bits are stored. This file implements it, element by element, in int32 and
+float32 operations that give the same bits in eager mode, compiled, on a CPU and on a GPU. Several codes share an int32
+word, each at its own ``shift``: encoding returns a code's bits in place and zeros elsewhere, so packing is an ``or``, and
+decoding takes one shift and one mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
+from operator import or_
+
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics.expansions import Expansion, nearest_even_bits
+from narrowgauge.numerics.rounding import MAGNITUDE, bits_of, cut, dither, float_of, half, random_bits
+from narrowgauge.optim.rules.collage import expanded
+from narrowgauge.optim.rules.elementwise import Rule, Scalars
+from narrowgauge.spec.codes import VISIBLE, Code, low_parts, width_of
+from narrowgauge.spec.storages import Storage
+
+SIGN = -(1 << 31)
+
+
+def dropped_bits(code: Code) -> int:
+    """How many low mantissa bits of a float32 the code drops."""
+    return 23 - code.mantissa_bits
+
+
+def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | None = None) -> Tensor:
+    """Cut ``x`` to ``code``.
+
+    Args:
+        code: the code.
+        x: float32 tensor.
+        addend: what to add before cutting (see :func:`narrowgauge.numerics.rounding.cut`).
+        shift: where in the word the code's lowest bit goes.
+        scale: of a scaled code, the first result of :func:`multipliers`.
+    Returns:
+        int32 tensor, zero outside the code's bits.
+    """
+    if code.is_window:
+        return _encode_window(code, x, addend, shift, 2.0 ** -_scale(code) if scale is None else scale)
+    if not dropped_bits(code):
+        return bits_of(x)
+    # The code is the upper bits of the float32, and shift = dropped is where they already are; elsewhere the copies of
+    # the sign that a right shift makes, or the sign that an unsigned code leaves out, must be masked.
+    moved = _moved(cut(x, dropped_bits(code), addend), shift - dropped_bits(code))
+    return moved if code.signed and shift == dropped_bits(code) else moved & (((1 << code.bits) - 1) << shift)
+
+
+def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) -> Tensor:
+    """The float32 values of codes at ``shift`` in int32 words; all other bits of the words are ignored.
+
+    ``scale`` is, of a scaled code, the second result of :func:`multipliers`.
+    """
+    if code.is_window:
+        return _decode_window(code, word, shift, 2.0 ** _scale(code) if scale is None else scale)
+    kept = -(1 << dropped_bits(code)) & (-1 if code.signed else MAGNITUDE)
+    left = _moved(word, dropped_bits(code) - shift)
+    return float_of(left & kept if code.bits < 32 else left)
+
+
+def _encode_window(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | float) -> Tensor:
+    """A small float with subnormals: scaled by a power of two, its exponent field begins at zero like float32's own."""
+    bits, dropped = bits_of(x * scale), dropped_bits(code)
+    magnitude = bits & MAGNITUDE  # of unsigned codes too: -0 and a negative NaN would fill the word
+    step = (magnitude.clamp(max=_last_step(code) << dropped) + addend) >> dropped
+    if code.hold:
+        # Of x itself: scaled, the smallest of float32's own subnormals are zero already.
+        step = step.maximum(bits_of(x).clamp(max=1))
+    step = _moved(step, shift)
+    if not code.signed:
+        return step
+    sign = bits & SIGN
+    place = shift + code.bits - 1
+    return step | (sign if place == 31 else (sign >> (31 - place)) & (1 << place))
+
+
+def _decode_window(code: Code, word: Tensor, shift: int, scale: Tensor | float) -> Tensor:
+    steps = _last_step(code) << dropped_bits(code)
+    moved = _moved(word, dropped_bits(code) - shift)
+    place = shift + code.bits - 1
+    if code.signed and place == 31:
+        bits = moved & (steps | SIGN)  # a right shift of an int32 leaves its sign where it is
+    elif code.signed:
+        bits = (moved & steps) | ((word << (31 - place)) & SIGN)
+    else:
+        bits = moved & steps
+    return float_of(bits) * scale
+
+
+def _last_step(code: Code) -> int:
+    """The largest magnitude a window code holds, counted in steps from zero; it also stands for all that is larger."""
+    return (1 << (code.exponent_bits + code.mantissa_bits)) - 1
+
+
+def _scale(code: Code) -> int:
+    """The difference between the window's exponents and float32's."""
+    return code.lowest + 126
+
+
+def _moved(x: Tensor, left: int) -> Tensor:
+    """``x`` shifted left, or right by a negative number (copying the sign), or untouched by zero."""
+    return x << left if left > 0 else x >> -left if left < 0 else x
+
+
+def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """What takes values of a row into the window of a scaled code, and back.
+
+    The window ends at the smallest power of two that is not below ``bound``; what lies up to 1.7 times above it still fits.
+    The largest window of a code that begins at ``2**lowest`` of its end is at ``2**-lowest``.
+
+    Args:
+        code: a scaled code.
+        bound: float32, the largest magnitude of each row, or somewhat more.
+    Returns:
+        ``(into, back)``: powers of two, float32, shaped like ``bound``.
+    """
+    # Rounding the exponent up: anything but a power of two carries. Both results must be normal float32 values.
+    exponent = ((bits_of(bound.nan_to_num(nan=3e38, posinf=3e38)) + 0x7FFFFF) >> 23) - 127
+    exponent = (exponent + _scale(code)).clamp(-126, 126)
+    return float_of((127 - exponent) << 23), float_of((127 + exponent) << 23)
+
+
+# ── the weight ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def visible_value(visible: str, bits: Tensor) -> Tensor:
+    """The float32 of a visible weight's bits.
+
+    Args:
+        visible: the visible format.
+        bits: int32, the bits of a float32; for float16, of that float32 times 2^-112, whose exponents are float16's own.
+    Returns:
+        float32 tensor; float16's infinities and NaNs are 65536 and more.
+    """
+    exponent = VISIBLE[visible][2]
+    return float_of(bits) * 2.0**-exponent if exponent else float_of(bits)
+
+
+def gradient_value(visible: str, bits: Tensor) -> Tensor:
+    """:func:`visible_value` for a gradient: infinities and NaNs stay what they are."""
+    value = visible_value(visible, bits)
+    if VISIBLE[visible][2]:
+        value = torch.where(value.abs() >= 65536.0, value * float("inf"), value)
+    return value
+
+
+def visible_bits(visible: str, x: Tensor) -> Tensor:
+    """The bits of a visible weight in a kernel: the inverse of :func:`visible_value`."""
+    exponent = VISIBLE[visible][2]
+    return bits_of(x * 2.0**exponent) if exponent else bits_of(x)
+
+
+def encode_visible(storage: Storage, x: Tensor, addend: Tensor | int) -> Tensor:
+    """Cut ``x`` to the visible format's bits (see :func:`visible_value`), its infinities included.
+
+    Args:
+        storage: a row whose visible format is narrow.
+        x: float32 tensor.
+        addend: what to add before cutting; 0 where ``x`` is a value of the format, or beyond it.
+    Returns:
+        int32 tensor.
+    """
+    _, below, exponent = VISIBLE[storage.visible]
+    return _in_range(storage, cut(x * 2.0**exponent if exponent else x, below, addend))
+
+
+def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Cut a weight into the visible weight and its tail.
+
+    Args:
+        storage: the storage; its weight has one part.
+        x: float32 tensor, the weight after the step.
+        addend: what to add before cutting.
+    Returns:
+        ``(visible, field, stored)``: the visible weight's bits (see :func:`visible_value`), the signed tail or the bits
+        of the master (int32), ``None`` where there is neither, and the float32 value that the two stand for.
+    """
+    if storage.visible == "float32":
+        return bits_of(x), None, x
+    _, below, exponent = VISIBLE[storage.visible]
+    scaled = x * 2.0**exponent if exponent else x
+    if storage.master:
+        return _in_range(storage, cut(scaled, below, half(below))), bits_of(x), x
+    if not storage.tail_bits:
+        visible = _in_range(storage, cut(scaled, below, addend))
+        return visible, None, visible_value(storage.visible, visible)
+    whole = cut(scaled, dropped_bits(storage.weight), addend)
+    # The nearest visible value, and the signed rest: adding half of the tail's range carries exactly where the rest is
+    # negative. Only NaNs are large enough to wrap, and `cut` leaves none that does.
+    visible = _in_range(storage, (whole + half(below)) & -(1 << below))
+    return visible, whole - visible, visible_value(storage.visible, whole)
+
+
+def _in_range(storage: Storage, visible: Tensor) -> Tensor:
+    """What rounds past float16's largest value, or is no number, becomes its infinity."""
+    if storage.visible != "float16":
+        return visible
+    infinity = 31 << 23
+    return (visible & MAGNITUDE).clamp(max=infinity) | (visible & SIGN)
+
+
+def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Tensor:
+    """The stored float32 weight from its visible bits and its field: the inverse of :func:`encode_weight`.
+
+    Where the visible weight is not the rounded master, it was modified outside the optimizer and replaces the master.
+    """
+    if storage.master:
+        assert field is not None
+        return torch.where(
+            is_outdated(storage, visible, field), visible_value(storage.visible, visible), float_of(field)
+        )
+    return visible_value(storage.visible, visible if field is None else visible + field)
+
+
+def is_outdated(storage: Storage, visible: Tensor, field: Tensor) -> Tensor:
+    """Where the visible weight is not the rounded master."""
+    return encode_weight(storage, float_of(field), 0)[0] != _in_range(storage, visible)
+
+
+def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
+    """A signed tail's bits at their place in a word, zeros elsewhere."""
+    dropped = dropped_bits(storage.weight)
+    return _moved(tail, shift - dropped) & (((1 << storage.tail_bits) - 1) << shift)
+
+
+def take_tail(storage: Storage, word: Tensor, shift: int) -> Tensor:
+    """The signed tail at ``shift`` in a word: the inverse of :func:`place_tail`."""
+    # Up to the sign, then down: the tail is signed, and its lowest bit belongs where the cut ended. What lies below it in
+    # the word is cleared; below bit 0 there is nothing.
+    dropped = dropped_bits(storage.weight)
+    tail = _moved(word, 32 - storage.tail_bits - shift) >> (32 - storage.tail_bits - dropped)
+    return tail & -(1 << dropped) if dropped and shift else tail
+
+
+# FOLDED from optim.packing: Layouts: how the codes of a storage pack into 32-bit words, so that a kernel only ever touches int32.
+# FOLDED
+# FOLDED A loop over 32-bit values runs at full vector width; one that mixes 16- and 32-bit loads does not. So a bfloat16 tensor is
+# FOLDED read as int32 words of two neighbours. A *lane* is one element of such a group: a bfloat16 weight has an even and an odd
+# FOLDED lane, taken by shift and mask; a float32 weight has one. A *plane* is one state tensor: a lone field, or several fields
+# FOLDED packed into an element of 8, 16 or 32 bits. A plane of 16 bits packs like the weight; one of 32 bits is stored as two
+# FOLDED tensors, first all even elements, then all odd ones. Where a storage has an 8-bit plane, four lanes share a word of it; the
+# FOLDED weight is then read in two *parts*, its upper and its lower half of rows: lanes 0 and 1 come from the first, 2 and 3 from
+# FOLDED the second. A *tail* is the signed rest of the stored weight below the visible one.
+# FOLDED
+# FOLDED A storage whose codes are scaled by row, or that has two parts, lies in a matrix of rows; any other lies flat.
+# FOLDED
+# FOLDED This layout is internal: :func:`to_parameter_order` and :func:`from_parameter_order` turn a plane into a tensor of the
+# FOLDED parameter's shape and back without losing a bit.
+
+INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One tensor of state: its name, bits per element, and ``(field, shift, bits)`` of what is packed into an element."""
+
+    name: str
+    bits: int
+    fields: tuple[tuple[str, int, int], ...]
+    dtype: torch.dtype
+
+
+@lru_cache
+def planes(storage: Storage) -> tuple[Plane, ...]:
+    """The planes of a storage, as :func:`narrowgauge.spec.codes.packed` groups its fields.
+
+    Returns:
+        Planes in the order in which the kernel takes them.
+    """
+    result: list[Plane] = []
+    for group in storage.packing:
+        width = width_of(group)
+        if len(group) == 1:
+            ((name, bits),) = group
+            result.append(Plane(name, width, ((name, 0, bits),), _dtype(storage, name, width)))
+            continue
+        # Signed codes last: the sign bit of the topmost one then lies where a float32 has it.
+        ordered = sorted(group, key=lambda field: _is_signed_state(storage, field[0]))
+        fields, shift = [], 0
+        for name, bits in ordered:
+            fields.append((name, shift, bits))
+            shift += bits
+        number = sum(plane.name.startswith("packed") for plane in result)
+        name = f"packed{number + 1}" if number else "packed"
+        result.append(Plane(name, width, tuple(fields), INTEGER[width]))
+    return tuple(result)
+
+
+def _is_signed_state(storage: Storage, name: str) -> bool:
+    return name in dict(storage.states) and storage.code(name).signed
+
+
+def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
+    """A lone field has the dtype of PyTorch with the same bits, where there is one."""
+    if width == 32:
+        return torch.float32
+    state = name.split("_low")[0]
+    code = None if name in ("tail", "master") else storage.code(state)
+    plain = width == 16 and code is not None and not code.is_window and code.signed
+    return torch.bfloat16 if plain else INTEGER[width]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a field is stored: its plane, and the lowest of its bits in an element of the plane."""
+
+    plane: Plane
+    shift: int
+
+
+@lru_cache
+def places(storage: Storage) -> Mapping[str, Place]:
+    """The place of every field of the storage, by name."""
+    return {field: Place(plane, shift) for plane in planes(storage) for field, shift, _ in plane.fields}
+
+
+# ── extents: what shape the words have ──────────────────────────────────────────────────────────────────────────────────
+
+
+def per_word(storage: Storage) -> int:
+    """How many neighbouring weights share a 32-bit word."""
+    return 32 // VISIBLE[storage.visible][0]
+
+
+@lru_cache
+def num_lanes(storage: Storage) -> int:
+    """How many weights one place of the kernel's loop steps."""
+    return max(per_word(storage), *(32 // plane.bits for plane in planes(storage)), 1)
+
+
+def num_parts(storage: Storage) -> int:
+    """Into how many halves the weight's rows are cut."""
+    return num_lanes(storage) // per_word(storage)
+
+
+def by_rows(storage: Storage) -> bool:
+    """Whether the layout of the storage is a matrix of rows."""
+    return bool(storage.scaled) or num_parts(storage) > 1
+
+
+def matrix_of(storage: Storage, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape in which a parameter's elements are taken: ``(rows, columns)`` or flat."""
+    if not by_rows(storage):
+        return (math.prod(shape),)
+    columns = shape[-1] if shape else 1
+    return (math.prod(shape[:-1]), columns)
+
+
+def extent(storage: Storage, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of each tensor of words that a kernel takes for a parameter of ``shape``; odd ends are padded."""
+    matrix = matrix_of(storage, shape)
+    words = (*matrix[:-1], -(-matrix[-1] // per_word(storage)))
+    return (-(-words[0] // num_parts(storage)), *words[1:])
+
+
+def fits(storage: Storage, shape: Sequence[int]) -> bool:
+    """Whether a parameter of ``shape`` fills its words without padding."""
+    whole = extent(storage, shape)
+    return math.prod(whole) * num_lanes(storage) == math.prod(shape)
+
+
+def num_tensors(storage: Storage, bits: int) -> int:
+    """The number of tensors of words in which a kernel takes a plane with this many bits per element."""
+    return num_lanes(storage) * bits // 32
+
+
+def allocate(storage: Storage, plane: Plane, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Zeroed words of one plane, ``[tensors, *extent]``, for a parameter of ``shape`` (zero encodes 0)."""
+    full = (num_tensors(storage, plane.bits), *extent(storage, shape))
+    return torch.zeros(full, dtype=torch.int32, device=device)
+
+
+def to_parameter_order(storage: Storage, plane: Plane, words: Tensor, shape: Sequence[int]) -> Tensor:
+    """The plane as a tensor of the parameter's shape and the plane's own dtype (a copy)."""
+    lanes, group = num_lanes(storage), words.shape[1:]
+    neighbours, parts = per_word(storage), num_parts(storage)
+    # [tensors, *extent] of words → a lane for each tensor and each place in its words → parts and neighbours.
+    # (Flattened before the view: a dim of one element may have any stride.)
+    small = words.reshape(-1).view(INTEGER[plane.bits]).view(len(words), *group, 32 // plane.bits)
+    elements = small.movedim(-1, 1).reshape(lanes, *group)
+    apart = elements.reshape(parts, neighbours, *group).movedim(1, -1)
+    rows = apart.reshape(parts * group[0], group[1] * neighbours) if len(group) == 2 else apart.reshape(-1)
+    matrix = matrix_of(storage, shape)
+    for dim, size in enumerate(matrix):
+        rows = rows.narrow(dim, 0, size)
+    return rows.reshape(-1).view(plane.dtype).view(tuple(shape)).clone()
+
+
+def from_parameter_order(storage: Storage, plane: Plane, values: Tensor) -> Tensor:
+    """The inverse of :func:`to_parameter_order`; padding is zero."""
+    words = allocate(storage, plane, values.shape, values.device)
+    group, neighbours, parts = words.shape[1:], per_word(storage), num_parts(storage)
+    whole = (parts * group[0], *group[1:-1], group[-1] * neighbours) if len(group) == 2 else (group[0] * neighbours,)
+    matrix = matrix_of(storage, values.shape)
+    filled = torch.zeros(whole, dtype=INTEGER[plane.bits], device=values.device)
+    target = filled
+    for dim, size in enumerate(matrix):
+        target = target.narrow(dim, 0, size)
+    target.copy_(values.reshape(-1).view(INTEGER[plane.bits]).view(matrix))
+    lanes = filled.reshape(parts, *group, neighbours).movedim(-1, 1).reshape(len(words), 32 // plane.bits, *group)
+    return lanes.movedim(1, -1).reshape(-1).view(torch.int32).view(words.shape)
+
+
+# ── in the kernel ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lanes_of_weight(visible: str, words: Sequence[Tensor]) -> list[Tensor]:
+    """The bits of every lane of a visible tensor (see :func:`narrowgauge.optim.codec.visible_value`), from its parts."""
+    if visible == "float32":
+        return list(words)
+    if visible == "bfloat16":
+        return [lane for word in words for lane in (word << 16, word & -65536)]
+    return [lane for word in words for lane in (_float16_bits(word << 16), _float16_bits(word))]
+
+
+def words_of_weight(visible: str, lanes: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of :func:`lanes_of_weight`."""
+    if visible == "float32":
+        return list(lanes)
+    if visible == "float16":
+        lanes = [((lane << 3) & 0x7FFF0000) | (lane & -(1 << 31)) for lane in lanes]
+    return [_pair(even, odd) for even, odd in zip(lanes[::2], lanes[1::2], strict=True)]
+
+
+def _float16_bits(word: Tensor) -> Tensor:
+    """From a float16 in the upper half of a word, a float32 with its sign, exponent and mantissa fields."""
+    return ((word & 0x7FFF0000) >> 3) | (word & -(1 << 31))
+
+
+def _pair(even: Tensor, odd: Tensor) -> Tensor:
+    """Words of two 16-bit neighbours, each given in the upper half of a word."""
+    return ((even >> 16) & 0xFFFF) | odd
+
+
+def by_lane(storage: Storage, words: Sequence[Tensor]) -> list[dict[str, tuple[Tensor, int]]]:
+    """For each lane, the word and the shift in it of every field, from the flat list of tensors that a kernel takes."""
+    lanes: list[dict[str, tuple[Tensor, int]]] = [{} for _ in range(num_lanes(storage))]
+    queue = iter(words)
+    for plane in planes(storage):
+        tensors = [next(queue) for _ in range(num_tensors(storage, plane.bits))]
+        share = 32 // plane.bits
+        for lane, fields in enumerate(lanes):
+            for name, shift, _ in plane.fields:
+                fields[name] = tensors[lane // share], shift + plane.bits * (lane % share)
+    return lanes
+
+
+def join_lanes(storage: Storage, fields: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+    """The words of the planes that a kernel writes, from each lane's fields in their places: the inverse of :func:`by_lane`."""
+    result = []
+    for plane in planes(storage):
+        share = 32 // plane.bits
+        for first in range(0, len(fields), share):
+            together = [lane[name] for lane in fields[first : first + share] for name, _, _ in plane.fields]
+            result.append(reduce(or_, together))
+    return result
+
+
+# FOLDED from optim.update: One element-wise update: read the stored values, apply the rule, write the result in the storage's formats.
+# FOLDED
+# FOLDED A *lane* is one tensor of elements as a kernel steps them: the bits of the visible weight, those of the gradient, and the
+# FOLDED words in which the states are packed. :func:`read` turns a lane into float32 values, :func:`write` turns a change and new
+# FOLDED states into the lane's new bits. An element-wise rule runs between the two in one kernel; a matrix rule runs outside of
+# FOLDED the kernel, on whole matrices, and only its result is written (:func:`write_decided`).
+# FOLDED
+# FOLDED The published Collage computes otherwise: it rounds every operation to the visible format and carries errors as
+# FOLDED expansions (:func:`in_expansions`). ``Storage.arithmetic`` says which of the two a storage uses.
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What a step reads.
+
+    Args:
+        visible: int32 bits of the visible weight (see :func:`narrowgauge.optim.codec.visible_value`).
+        gradient: int32 bits of the gradient, likewise.
+        fields: for each bit field, the word that holds it and the bit where it begins.
+        scales: for each code that is scaled by row, the multipliers into the code's window, for writing, and out of it, for
+            reading.
+    """
+
+    visible: Tensor
+    gradient: Tensor
+    fields: Mapping[str, tuple[Tensor, int]]
+    scales: Mapping[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The float32 values of a lane.
+
+    Args:
+        visible: the visible weight.
+        weight: the weight that the rule reads: the stored one, or the visible one where ``low`` is its compensation.
+        low: Kahan's compensation, ``None`` where the storage has none.
+        states: the states, in the order in which they were requested.
+    """
+
+    visible: Tensor
+    weight: Tensor
+    low: Tensor | None
+    states: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a step writes, and what the audit reads.
+
+    Args:
+        visible: int32 bits of the new visible weight.
+        fields: int32, the bits of every field in their place.
+        changes: float32: the intended change, the change of the stored weight, and that of the visible one.
+    """
+
+    visible: Tensor
+    fields: dict[str, Tensor]
+    changes: tuple[Tensor, Tensor, Tensor]
+
+
+Advance = Callable[[Lane, Sequence[Tensor], Scalars, Tensor], Written]
+"""A step of one lane: ``(lane, decided, scalars, seed) -> written``. ``decided`` are the float32 tensors that were computed
+before the kernel: none for an element-wise rule, the change and the new states for a matrix rule."""
+
+
+def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tensor) -> dict[str, Tensor | int]:
+    """What each code of the storage adds before it cuts, from one hashed word per element.
+
+    The key is the element's own bits: its stored weight and its gradient's *mantissa* (with the exponent in it, scaling
+    all gradients by a power of two would change the rounding). The 32 bits are dealt to the stochastic codes, the weight
+    first. A code that drops more bits than it was dealt borrows its lower ones from its neighbour's upper ones: with
+    12 bits for 18 a chance below 2^-12 would be none, and at beta2 = 0.9999 a second moment would stop short by 2 %.
+
+    Args:
+        storage: the row.
+        weight: float32, the stored weights before the step.
+        gradient_bits: int32, the gradients' float32 bits before any scaling.
+        seed: 0-d int32 tensor of this step.
+    Returns:
+        One addend for ``weight`` and for each state.
+    """
+    table = {"weight": storage.weight, **{state: storage.code(state) for state, _ in storage.states}}
+    result: dict[str, Tensor | int] = {n: half(dropped_bits(c)) for n, c in table.items()}
+    stochastic = [(n, dropped_bits(c)) for n, c in table.items() if c.rounding == "stochastic"]
+    if not stochastic:
+        return result
+    mantissa = (gradient_bits >> 16) & 0x7F if storage.visible == "bfloat16" else gradient_bits & 0x7FFFFF
+    random, start = random_bits(bits_of(weight) ^ mantissa, seed), 0
+    for place, (name, dropped) in enumerate(stochastic):
+        start += min(dropped, (32 - start) // (len(stochastic) - place))
+        missing = max(0, dropped - start)
+        # The first code has no neighbour below: it borrows round the word, from the last one's upper bits.
+        turned = random if not missing else (random << missing) | ((random >> (32 - missing)) & ((1 << missing) - 1))
+        result[name] = dither(turned, start + missing - dropped, dropped, dropped)
+    return result
+
+
+def read(storage: Storage, lane: Lane, states: Sequence[str]) -> Values:
+    """The float32 values of a lane's weight and of some of its states."""
+    visible = visible_value(storage.visible, lane.visible)
+    weight, low = _weight(storage, lane, visible)
+    return Values(visible, weight, low, tuple(read_state(storage, lane, name) for name in states))
+
+
+def write(
+    storage: Storage, lane: Lane, old: Values, change: Tensor, states: Mapping[str, Tensor], seed: Tensor
+) -> Written:
+    """Cut the result of a step to the storage's formats.
+
+    Args:
+        storage: the storage.
+        lane: where to write; its gradient is part of the key of the random bits.
+        old: what :func:`read` found there.
+        change: float32, what to add to the weight.
+        states: float32, the new states by name.
+        seed: 0-d int32 tensor of this step.
+    """
+    addend = addends(storage, old.weight, lane.gradient, seed)
+    fields: dict[str, Tensor] = {}
+    if old.low is not None:
+        # Kahan's order: the compensation is added to the change first, so that neither is lost beside the weight.
+        total = old.low + change
+        visible = encode_visible(storage, old.visible + total, addend["weight"])
+        moved = visible_value(storage.visible, visible) - old.visible
+        shift = lane.fields["weight_low"][1]
+        fields["weight_low"] = encode(storage.weight, total - moved, addend["weight"], shift)
+        taken = moved + (decode(storage.weight, fields["weight_low"], shift) - old.low)
+    else:
+        visible, field, kept = encode_weight(storage, old.weight + change, addend["weight"])
+        if field is not None:
+            fields = _placed(storage, lane, field)
+        taken = kept - old.weight
+    for name, value in states.items():
+        fields |= write_state(storage, lane, name, value, addend[name])
+    return Written(visible, fields, (change, taken, visible_value(storage.visible, visible) - old.visible))
+
+
+def in_float32(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
+    """The rule in float32; only what is stored is cut.
+
+    Args:
+        rule, storage: what to do and how to store it.
+        lane: what is stored.
+        scalars: 0-d float32 tensors, ``gradient_scale`` and the rule's.
+        seed: 0-d int32 tensor.
+    Returns:
+        The new bits and the changes.
+    """
+    gradient = gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
+    old = read(storage, lane, rule.states)
+    change, *new = rule.update(old.weight, gradient, *old.states, scalars)
+    return write(storage, lane, old, change, dict(zip(rule.states, new, strict=True)), seed)
+
+
+def write_decided(storage: Storage, states: Sequence[str]) -> Advance:
+    """The step of a rule that has run already: it writes the change and the new states that it is given.
+
+    Args:
+        storage: how to store them.
+        states: names of the states among ``decided``, after the change.
+    """
+
+    def advance(lane: Lane, decided: Sequence[Tensor], scalars: Scalars, seed: Tensor) -> Written:
+        change, *new = decided
+        return write(storage, lane, read(storage, lane, ()), change, dict(zip(states, new, strict=True)), seed)
+
+    return advance
+
+
+def advance_by(rule: Rule, storage: Storage) -> Advance:
+    """The step of an element-wise rule, in the arithmetic of the storage."""
+    step = ARITHMETICS[storage.arithmetic]
+    return lambda lane, decided, scalars, seed: step(rule, storage, lane, scalars, seed)
+
+
+def _weight(storage: Storage, lane: Lane, visible: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The float32 that the rule reads, and Kahan's compensation where there is one."""
+    if not storage.beside:
+        return visible, None
+    word, shift = lane.fields[storage.beside[0]]
+    if storage.weight.parts > 1 and not storage.master:
+        return visible, decode(storage.weight, word, shift)
+    field = word if storage.master else take_tail(storage, word, shift)
+    return decode_weight(storage, lane.visible, field), None
+
+
+def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
+    """The float32 values of a state's parts, or of those of a weight that is an expansion."""
+    code = storage.code(name)
+    names = (name, *low_parts(name, code))
+    if name == "weight":
+        first = (visible_value(storage.visible, lane.visible),)
+    else:
+        first = (decode(code, *lane.fields[name], _back(code, lane.scales, name, 0)),)
+    low = (decode(code, *lane.fields[part], _back(code, lane.scales, name, k)) for k, part in enumerate(names[1:], 1))
+    return (*first, *low)
+
+
+def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
+    """A state's float32 value: the sum of its parts."""
+    parts = read_parts(storage, lane, name)
+    return sum(parts[1:], parts[0])
+
+
+def read_weight(storage: Storage, lane: Lane) -> Tensor:
+    """The stored weight as float32."""
+    if storage.weight.parts > 1:
+        return read_state(storage, lane, "weight")
+    return _weight(storage, lane, visible_value(storage.visible, lane.visible))[0]
+
+
+def write_weight(storage: Storage, lane: Lane, value: Tensor, addend: Tensor | int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The visible bits and the fields in their places of a float32 weight; each part takes what the ones before leave."""
+    if storage.weight.parts > 1:
+        code, zero = storage.weight, torch.zeros((), dtype=torch.int32, device=value.device)
+        alone = replace(lane, fields={**lane.fields, "weight": (zero, 32 - code.bits if not code.is_window else 0)})
+        fields = write_state(storage, alone, "weight", value, addend)
+        shift, into = alone.fields["weight"][1], _into(code, lane.scales, "weight", 0)
+        first = decode(code, fields.pop("weight"), shift, _inverse(into))
+        return encode_visible(storage, first, 0), fields
+    visible, field, _ = encode_weight(storage, value, addend)
+    return visible, {} if field is None else _placed(storage, lane, field)
+
+
+def _placed(storage: Storage, lane: Lane, field: Tensor) -> dict[str, Tensor]:
+    """The tail or master of a weight, in its place."""
+    name = storage.beside[0]
+    return {name: field if storage.master else place_tail(storage, field, lane.fields[name][1])}
+
+
+def _inverse(into: Tensor | None) -> Tensor | None:
+    """The multiplier out of the window into which ``into`` scales."""
+    return None if into is None else 1.0 / into
+
+
+def write_state(storage: Storage, lane: Lane, name: str, value: Tensor, addend: Tensor | int) -> dict[str, Tensor]:
+    """A state's bits in their places; each part takes what the ones before leave."""
+    code, fields, rest = storage.code(name), {}, value
+    names = (name, *low_parts(name, code))
+    for place, part in enumerate(names):
+        shift = lane.fields[part][1]
+        into = _into(code, lane.scales, name, place)
+        fields[part] = encode(code.part(place), rest, addend, shift, into)
+        if part != names[-1]:
+            rest = rest - decode(code, fields[part], shift, _inverse(into))
+    return fields
+
+
+def _back(code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, place: int) -> Tensor | None:
+    """The multiplier out of the window of a scaled code's part: each is finer by the bits of the one before."""
+    return scales[name][1] * 2.0 ** -(place * (code.mantissa_bits + 1)) if code.scaled else None
+
+
+def _into(code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, place: int) -> Tensor | None:
+    return scales[name][0] * 2.0 ** (place * (code.mantissa_bits + 1)) if code.scaled else None
+
+
+def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
+    """The published arithmetic: every operation rounded to nearest even at the weight's precision.
+
+    Arguments and result as of :func:`in_float32`.
+    """
+    rounding = nearest_even_bits(dropped_bits(storage.weight), quiet=True)
+    weight = Expansion(read_parts(storage, lane, "weight"), rounding)
+    states = [Expansion(read_parts(storage, lane, name), rounding) for name in rule.states]
+    gradient = gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
+    advance = rule.expanded or expanded(rule.update)
+    change, new_weight, *new_states = advance(weight, gradient, *states, scalars)
+    fields: dict[str, Tensor] = {}
+    kept: list[Tensor] = []
+    for name, value in zip(("weight", *rule.states), (new_weight, *new_states), strict=True):
+        code = storage.code(name)
+        for place, part in enumerate(value.parts):
+            own = name if place == 0 else low_parts(name, code)[place - 1]
+            shift = lane.fields[own][1] if own in lane.fields else 0
+            into = _into(code, lane.scales, name, place)
+            bits = encode(code.part(place), part, half(dropped_bits(code)), shift, into)
+            if name == "weight":
+                kept.append(decode(code, bits, shift, _inverse(into)))
+            if own != "weight":
+                fields[own] = bits
+    visible = encode_visible(storage, kept[0], 0)
+    moved = [new - old for new, old in zip(kept, weight.parts, strict=True)]
+    return Written(visible, fields, (change, sum(moved[1:], moved[0]), moved[0]))
+
+
+ARITHMETICS: dict[str, Callable[..., Written]] = {"float32": in_float32, "expansion": in_expansions}

@@ -1,0 +1,511 @@
+"""Saving and loading states: our own, lossless, and those of plain ``torch.optim`` optimizers.
+
+A state of ours is saved packed and loaded bit for bit. A state of ``torch.optim`` holds each moment as a tensor of the
+parameter's shape, under torch's names, and no tails. So its moments are cut to the storage's codes, with a warning, and the
+weight stays as it is. A state of another rule, or of another library's formats, is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.rounding import step_seed
+from narrowgauge.numerics.shards import local_of, placed_like
+from narrowgauge.optim import codec
+from narrowgauge.optim.reconcile import Group, Registry, snapshot_adopted, snapshot_of
+from narrowgauge.optim.rules.elementwise import LION, PLAIN_SGD, SGD
+from narrowgauge.optim.rules.matrix import MUON, MatrixRule
+from narrowgauge.optim.state import ParameterState
+from narrowgauge.optim.validation import agree
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.optimizer import Optimizer
+
+
+SavedEntry = Mapping[str, Tensor]
+_ADVICE = "ng.convert takes states of Adam and AdamW from other libraries and storages; any other restarts."
+# What these do does not depend on how many steps they have taken, and torch does not count them.
+_COUNTLESS = {SGD.name, PLAIN_SGD.name, LION.name, MUON.name}
+_MOMENTA = {name for rule in (SGD, LION) for name in rule.states}
+
+
+@dataclass
+class Losses:
+    """The states that lost bits when they were loaded.
+
+    Args:
+        cut: ``(storage, state, bits)`` of each state that did not fit its code.
+    """
+
+    cut: dict[tuple[str, str, int], None] = field(default_factory=dict)
+
+    def warn(self) -> None:
+        """Warn of them, in one sentence."""
+        if self.cut:
+            kept = ", ".join(f"{state} to {bits} bits in '{storage}'" for storage, state, bits in self.cut)
+            warnings.warn(f"The state that was loaded is torch.optim's, and was cut: {kept}.", stacklevel=6)
+
+
+def taken_steps(entry: SavedEntry, rule: str) -> int:
+    """The number of steps that a state was saved after.
+
+    Raises:
+        RecipeError: the state has no ``step``, and the rule depends on it.
+    """
+    if "step" in entry:
+        return int(entry["step"])
+    if rule in _COUNTLESS and entry.keys() <= _MOMENTA:
+        return int(bool(entry))
+    raise RecipeError(f"the state to load holds {sorted(entry)}, and rule '{rule}' needs 'step'.", _ADVICE)
+
+
+def take_plain(
+    store: ParameterState, entry: SavedEntry, old: ParameterState | None, seed: Tensor, losses: Losses
+) -> None:
+    """Take a parameter's state of ``torch.optim``: moments are cut, stochastically where their code is.
+
+    Args:
+        store: a new one; it takes the weight of ``old`` where that is still the visible one.
+        entry: moments by name.
+        old: the parameter's store until now.
+        seed: 0-d int32, of the stochastic rounding.
+        losses: collects what lost bits.
+    Raises:
+        RecipeError: other names or shapes than the rule's.
+    """
+    given, wanted = entry.keys() - {"step"}, store.shapes_of_states
+    if strange := sorted(given - wanted.keys()) or sorted(wanted.keys() - given):
+        what = "which it does not have" if strange[0] in given else "which is missing"
+        raise RecipeError(
+            f"the state to load holds {sorted(given)}, and rule '{store.kernel.rule.name}' has {sorted(wanted)}: "
+            f"'{strange[0]}', {what}.",
+            _ADVICE,
+        )
+    if old is not None:
+        _keep_weight(store, old.stored("weight"))
+    for name in wanted:
+        value = entry[name].to(store.parameter.device)
+        if value.shape != store.stored(name).shape or not value.is_floating_point():
+            raise RecipeError(
+                f"'{name}' to load is {value.dtype} of shape {tuple(value.shape)}, and a parameter's is a float of shape "
+                f"{tuple(store.stored(name).shape)}.",
+                _ADVICE,
+            )
+        store.put(name, value.float(), seed)
+        if name not in store.extras and not torch.equal(store.stored(name), value.float()):
+            losses.cut[store.storage.name, name, store.storage.code(name).bits] = None
+
+
+def _keep_weight(store: ParameterState, value: Tensor) -> None:
+    """Store a weight where it is still the visible one; elsewhere the parameter was modified, and its value stands."""
+    shown = store.parameter.detach().clone()
+    store.adopt(value)
+    moved = store.parameter.detach() != shown
+    if bool(moved.any()):
+        store.adopt(torch.where(moved, shown.float(), value))
+
+
+def without_none(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry without the names that have no value.
+
+    ``None`` is torch's buffer of a momentum that is 0; an empty dict stands in a state that a distributed checkpoint had
+    flattened for what it did not find.
+    """
+    return {
+        name: torch.tensor(value, dtype=torch.float32) if isinstance(value, int | float) else value
+        for name, value in entry.items()
+        if value is not None and value != {}
+    }
+
+
+def seed_of(group: Group, store: ParameterState, index: int) -> Tensor:
+    """The seed by which the state of a group's parameter is cut when it is loaded: no step has it."""
+    return torch.tensor(step_seed(group["seed"], -1 - index), dtype=torch.int32, device=store.parameter.device)
+
+
+def save_states(registry: Registry) -> dict[Tensor, dict[str, Any]]:
+    """The state of every parameter that has one, lossless: see :meth:`narrowgauge.Optimizer.state_dict`."""
+    registry.adopt_writes(registry.stores.values(), loaded=False)
+    result: dict[Tensor, dict[str, Any]] = {}
+    for parameter, store in registry.stores.items():
+        values = {
+            name: value if name in store.extras else placed_like(parameter, value)
+            for name, value in store.in_parameter_order().items()
+        }
+        result[parameter] = {"step": torch.tensor(float(store.step), dtype=torch.float32), **values, **store.notes}
+    return result
+
+
+def replicated_states(optimizer: Any, parameter: Tensor) -> set[str]:
+    """The states of a parameter that every rank has whole, however the parameter is sharded: a matrix rule's own."""
+    registry: Registry = optimizer._registry
+    group = registry.group_of(parameter)
+    assert group is not None
+    rule = registry.rule_of(group, parameter)
+    if not isinstance(rule, MatrixRule):
+        return set()
+    return {name for name, kept in rule.states(tuple(parameter.shape), group).items() if kept.role is None}
+
+
+def load_states(
+    registry: Registry,
+    groups: Sequence[Group],
+    entries: Mapping[Tensor, Mapping[str, Any]],
+    saved_groups: Sequence[Group],
+) -> None:
+    """Replace all states by loaded ones; a state that is refused changes nothing.
+
+    Args:
+        registry: of the optimizer's stores.
+        groups: the optimizer's param groups.
+        entries: the state of each parameter, from :func:`save_states` or a plain ``torch.optim``.
+        saved_groups: the options that the states were saved under; a group without ``storage`` is of a plain ``torch.optim``.
+    Raises:
+        RecipeError: a state was saved from another storage, rule or shape.
+    """
+    if any("storage" not in group for group in saved_groups):
+        registry.adopt_writes(registry.stores.values(), loaded=False)  # a plain state leaves weights as they are
+    before = registry.stores, registry.buckets
+    registry.stores, registry.buckets = {}, []
+    losses = Losses()
+    try:
+        for mine, saved in zip(groups, saved_groups, strict=True):
+            group, is_plain = {**mine, **saved, "params": mine["params"]}, "storage" not in saved
+            given = {p: without_none(entries[p]) for p in group["params"] if p in entries}
+            loaded = {
+                p: {name: local_of(value) for name, value in entry.items()} for p, entry in given.items() if entry
+            }
+            registry.make(group, loaded, loaded)
+            for index, (parameter, entry) in enumerate(loaded.items()):
+                store = registry.stores[parameter]
+                if is_plain:
+                    take_plain(store, entry, before[0].get(parameter), seed_of(group, store, index), losses)
+                else:
+                    store.take(entry)
+                    store.notes = notes_of(store, entry)
+                store.step = taken_steps(entry, store.kernel.rule.name)
+                # The weights that belong to it may have been loaded before, or will be after.
+                store.snapshot = snapshot_of(store, bound=False)
+    except BaseException:
+        registry.stores, registry.buckets = before
+        raise
+    losses.warn()
+
+
+def numbered(states: Mapping[Tensor, dict[str, Any]], registry: Registry) -> dict[int, dict[str, Any]]:
+    """States by the numbers that ``state_dict()`` gives to their parameters."""
+    index = {p: k for k, p in enumerate(registry.parameters())}
+    return {index[p]: entry for p, entry in states.items()}
+
+
+def show_states(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """A hook: parameter-shaped states in place of packed words."""
+    state_dict["state"] = {**numbered(optimizer.states(), optimizer._registry), **optimizer.state.free}
+
+
+def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A hook: load what belongs to parameters, uncast, and leave the groups to torch."""
+    saved = copy.deepcopy(state_dict["param_groups"])
+    plain = ["storage" not in group for group in saved]
+    agree(optimizer.param_groups, saved, optimizer.rule)
+    # By numbers, or by names where a distributed checkpoint has put them.
+    listed = [key for group in saved for key in group["params"]]
+    members = dict(zip(listed, optimizer._registry.parameters(), strict=True))
+    free = {key: value for key, value in state_dict["state"].items() if key not in members}
+    if strange := [key for key, value in free.items() if isinstance(key, int) or isinstance(value, Mapping)]:
+        raise RecipeError(f"the state to load has an entry {strange[0]!r}, which none of its param groups lists.")
+    options = [
+        {name: value for name, value in group.items() if name != "storage" or not is_plain}
+        for group, is_plain in zip(saved, plain, strict=True)
+    ]
+    entries = {members[key]: entry for key, entry in state_dict["state"].items() if key in members}
+    optimizer.load_states(entries, options)
+    return {"state": free, "param_groups": saved}
+
+
+# FOLDED from optim.state_view: ``optimizer.state``: the state of each parameter under torch's names, for hooks and users to read and write.
+# FOLDED
+# FOLDED The state is stored as packed words. Reading an entry unpacks a float32 tensor of the parameter's shape; writing to it, by
+# FOLDED assignment or in place, packs it again before the words are next used, so the next step and ``state_dict()`` see the write.
+# FOLDED An entry thus behaves as torch's does, with one difference: a tensor that was read before a step is not updated by it.
+# FOLDED Nothing is unpacked unless somebody reads.
+
+WEIGHT = "master"
+"""The name of the stored float32 weight, in storages that store more than the visible one."""
+
+
+class StateView(MutableMapping[Any, Any]):
+    """The mapping from parameters to entries, and from any other key to what a hook or user stores there.
+
+    Args:
+        registry: of the optimizer's stores.
+        settle: finishes the last step, whose decision to skip may still be on a device.
+    """
+
+    def __init__(self, registry: Registry, settle: Callable[[], None]) -> None:
+        self._registry, self._settle = registry, settle
+        self.free: dict[Any, Any] = {}
+        self._handed: dict[ParameterState, dict[str, tuple[Tensor, int]]] = {}
+
+    def _is_parameter(self, key: object) -> bool:
+        return isinstance(key, Tensor) and self._registry.group_of(key) is not None
+
+    def store_of(self, parameter: Tensor) -> ParameterState | None:
+        """The store of a parameter, with all that was written to it; ``None`` where there is none."""
+        self._settle()
+        return self._registry.get(parameter)
+
+    def begin(self, parameter: Tensor, name: str) -> ParameterState:
+        """Make the store of a parameter, with a state called ``name`` if the rule has one."""
+        return self._registry.begin(parameter, name)
+
+    def discard(self, parameters: Iterable[Tensor]) -> None:
+        """Remove the states of parameters: they start again from their visible weights."""
+        self._settle()
+        self.take_writes()
+        for store in self._registry.remove(list(parameters)):
+            self.forget(store)
+
+    def __getitem__(self, key: Any) -> Any:
+        if self._is_parameter(key):
+            return StateEntry(self, key)
+        return self.free[key] if key in self.free else self.free.setdefault(key, {})  # as torch's defaultdict
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not self._is_parameter(key):
+            self.free[key] = value
+        elif entries := dict(value):
+            StateEntry(self, key).update(entries)
+        else:
+            self.discard([key])
+
+    def __delitem__(self, key: Any) -> None:
+        if key not in self:
+            raise KeyError(key)
+        if key in self.free:
+            del self.free[key]
+        else:
+            self.discard([key])
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._registry.with_states()
+        yield from list(self.free)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, key: object) -> bool:
+        return key in (self._registry.with_states() if self._is_parameter(key) else self.free)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The entry of a parameter that has one, else ``default``."""
+        if key not in self:
+            return default
+        return self[key]
+
+    def clear(self) -> None:
+        """Remove all states: parameters start again from their visible weights."""
+        self.free.clear()
+        self.discard(self._registry.stores)
+
+    def __repr__(self) -> str:
+        return repr({key: dict(value) if isinstance(value, StateEntry) else value for key, value in self.items()})
+
+    # ── tensors that were read ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def read(self, parameter: Tensor, store: ParameterState, name: str) -> Tensor:
+        """A state as a tensor, the same one until a step; :meth:`take_writes` packs what is done to it in place."""
+        if name in store.extras:
+            return store.extras[name]
+        handed = self._handed.setdefault(store, {})
+        if name not in handed:
+            if name == "step":
+                value = torch.tensor(float(store.step), dtype=torch.float32)
+            elif name in _packed(store):
+                value = placed_like(parameter, store.in_parameter_order()[name])
+            else:
+                value = placed_like(parameter, store.stored("weight" if name == WEIGHT else name))
+            handed[name] = value, value._version
+        return handed[name][0]
+
+    def take_writes(self) -> None:
+        """Pack all tensors that were modified in place after they were read."""
+        for store, handed in self._handed.items():
+            for name, (value, version) in handed.items():
+                if value._version != version:
+                    write(store, name, value)
+                    handed[name] = value, value._version
+
+    def is_what_was_read(self, store: ParameterState, name: str, value: Any) -> bool:
+        """Whether a value is put back as it was read: frameworks move each state to where it is already.
+
+        Storing it again would cut it again, and a pair of bfloat16 can hold more than the float32 that was read.
+        """
+        read, version = self._handed.get(store, {}).get(name, (None, 0))
+        return read is not None and value is read and read._version == version
+
+    def forget(self, store: ParameterState | None = None) -> None:
+        """Forget the tensors that were read: the words have changed."""
+        if store is None:
+            self._handed.clear()
+        else:
+            self._handed.pop(store, None)
+
+
+class StateEntry(MutableMapping[str, Any]):
+    """The state of one parameter: ``step``, the rule's states, ``master`` where more than the visible weight is stored, notes.
+
+    The packed tensors that ``state_dict()`` saves are there too, under the same names, but for storages with scales by row: a
+    distributed checkpoint that flattens its state takes the names from an entry, not from ``state_dict()``.
+
+    Args:
+        states: the mapping that it belongs to.
+        parameter: the parameter; one without states has an empty entry, and the first write makes all of them.
+    """
+
+    def __init__(self, states: StateView, parameter: Tensor) -> None:
+        self._states, self._parameter = states, parameter
+
+    @property
+    def _store(self) -> ParameterState | None:
+        return self._states.store_of(self._parameter)
+
+    def __getitem__(self, name: str) -> Any:
+        store = self._store
+        if store is None or name not in _names(store):
+            raise KeyError(name)
+        return store.notes[name] if name in store.notes else self._states.read(self._parameter, store, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if (known := self._store) is not None and self._states.is_what_was_read(known, name, value):
+            return
+        store = self._store or self._states.begin(self._parameter, name)
+        self._states.take_writes()
+        if name in _names(store) and name not in store.notes:
+            write(store, name, value)
+            self._states.forget(store)
+        else:
+            store.notes[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        store = self._store
+        if store is None or name not in _names(store):
+            raise KeyError(name)
+        if name in store.notes:
+            del store.notes[name]
+            return
+        shown = local_of(self._parameter).detach().float()
+        self[name] = 0 if name == "step" else shown if name == WEIGHT else torch.zeros_like(local_of(self[name]))
+
+    def __iter__(self) -> Iterator[str]:
+        store = self._store
+        return iter([] if store is None else _names(store))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def clear(self) -> None:
+        """Remove the state: the parameter starts again from its visible weight."""
+        self._states.discard([self._parameter])
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def _names(store: ParameterState) -> list[str]:
+    return [*_readable(store), *_packed(store), *store.extras, *store.notes]
+
+
+def _readable(store: ParameterState) -> list[str]:
+    """Names of entries that are read as float32 values."""
+    return ["step", *(name for name, _ in store.storage.states), *([WEIGHT] if store.storage.beside else [])]
+
+
+def _packed(store: ParameterState) -> list[str]:
+    """Names of entries that are read packed; none where they have no meaning without the scales of their rows."""
+    return [] if store.bounds else [name for name in store.words if name not in _readable(store)]
+
+
+def write(store: ParameterState, name: str, value: Any) -> None:
+    """Pack a value into a store.
+
+    Raises:
+        RecipeError: it has another shape than the state.
+    """
+    if name == "step":
+        store.step = int(value)
+        return
+    given = local_of(value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float32))
+    if name in _packed(store):
+        store.take({**store.in_parameter_order(), name: given.detach()})
+        return
+    shape = store.extras[name].shape if name in store.extras else store.parameter.shape
+    if given.shape != shape:
+        raise RecipeError(
+            f"'{name}' of shape {tuple(given.shape)} was written to the state of a parameter whose own has {tuple(shape)}.",
+            "Give a tensor of that shape.",
+        )
+    with torch.no_grad():
+        given = given.detach().to(store.parameter.device)
+        if name == WEIGHT:
+            store.adopt(given)
+            snapshot_adopted(store)
+        else:
+            store.put(name, given)
+
+
+def notes_of(store: ParameterState, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a saved entry that hooks and users added."""
+    own = {"step", *store.words, *(f"{name}_bound" for name in store.bounds), *store.extras}
+    return {name: value for name, value in entry.items() if name not in own}
+
+
+# FOLDED from optim.kept_tensors: The tensors that an optimizer keeps between steps, as they lie in memory, for checks of that memory.
+
+
+def kept_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Every tensor of the model and of the optimizer's state that must not change between steps.
+
+    Args:
+        optimizer: after any number of steps; parameters that have taken none have no state.
+    Returns:
+        Of each tensor its name, itself and its parameter: planes of states by the fields that they hold (``"exp_avg of
+        layer.weight"``), the visible weight under the parameter's name, and its tail. What an update reads comes before what it
+        writes, so the first of several damaged ones is the cause. Packed words, and of DTensors this rank's part.
+
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> model = torch.nn.Linear(2, 2, bias=False)
+        >>> optimizer = ng.AdamW(model.named_parameters(), lr=1e-3, storage="float32")
+        >>> model(torch.ones(2)).sum().backward(), optimizer.step()
+        (None, None)
+        >>> [name for name, _, _ in kept_tensors(optimizer)]
+        ['exp_avg of weight', 'exp_avg_sq of weight', 'weight']
+    """
+    optimizer.settle()
+    stores = optimizer._registry.stores
+    for parameter, name in optimizer.parameter_names().items():
+        store = stores.get(parameter)
+        states, tails = ({}, {}) if store is None else _planes(store)
+        for what, tensor in (*states.items(), ("", local_of(parameter).detach()), *tails.items()):
+            yield f"{what} of {name}" if what else name, tensor, parameter
+
+
+def _planes(store: ParameterState) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a store: those that hold states, and those that belong to the weight alone."""
+    kept: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    for plane in codec.planes(store.storage):
+        fields = [field for field, _, _ in plane.fields]
+        kept[set(fields) <= set(store.storage.beside)][", ".join(fields)] = store.words[plane.name].view(plane.dtype)
+    for name, bound in store.bounds.items():
+        kept[name == "weight"][f"{name} bound"] = bound
+    kept[0].update(store.extras)
+    return kept
