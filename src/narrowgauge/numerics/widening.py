@@ -5,6 +5,10 @@ Widened, multiplied and added in float32 and rounded once, they give the values 
 differs. Sums of integers are exact: those of 1,024 products of two int8 codes fit float32's 24 bits, and such partial sums are
 added exactly. Only tiles of the operands are widened at a time, in memory that is reused for the next ones.
 
+:func:`linear`, :func:`matmul` and :func:`add_product` are PyTorch's own functions where the processor multiplies the operands'
+format. Elsewhere, and where a weight is narrower than what it is multiplied with (bfloat16 weights in a float32 compute), one
+operator serves all three matmuls; it keeps the operands for backward as they came.
+
 Models call PyTorch's fused attention themselves, so its CPU kernel is wrapped: it multiplies tiles of queries, keys and values in
 their own format, and its backward pass is 5 to 20 times slower in bfloat16 than in float32 on a processor without bfloat16
 instructions. The kernel gets widened operands and its results are rounded. What is kept for backward stays bfloat16.
@@ -136,11 +140,7 @@ def _as_float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in _NARROW else value
 
 
-# FOLDED from numerics.plain: Plain products: operands of 16 or 32 bits as they are, without scales.
-# FOLDED
-# FOLDED Where the processor multiplies their format, that is PyTorch's own function. Elsewhere, and where the weight is narrower than
-# FOLDED what it is multiplied with (bfloat16 weights in a float32 compute), it is one operator for all three matmuls, by float32
-# FOLDED products rounded once; the operands are kept for backward as they came.
+# ── products of 16- and 32-bit operands ─────────────────────────────────────────────────────────────────────────────────
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

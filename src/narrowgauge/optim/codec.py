@@ -1,9 +1,25 @@
-"""Codes: pure functions that cut float32 values to the bits that a storage stores, and restore them.
+"""The codec of a storage: how float32 values are cut to bits, and how those bits lie in 32-bit words.
 
-:class:`narrowgauge.spec.storages.Code` says which bits are stored. This file implements it, element by element, in int32 and
-float32 operations that give the same bits in eager mode, compiled, on a CPU and on a GPU. Several codes share an int32
-word, each at its own ``shift``: encoding returns a code's bits in place and zeros elsewhere, so packing is an ``or``, and
-decoding takes one shift and one mask.
+It has three levels. Each is written once, in int32 and float32 operations that give the same bits in eager mode, compiled, on a
+CPU and on a GPU.
+
+*Codes* cut one float32 to the bits that a storage stores, and restore it (:class:`narrowgauge.spec.codes.Code` says which).
+Several codes share a word, each at its own ``shift``: encoding returns a code's bits in place and zeros elsewhere, so
+packing is an ``or``, and decoding takes one shift and one mask. The weight is cut in two: the *visible* weight, which the
+model computes with, and its *tail*, the signed rest of the stored weight.
+
+*Lanes* are elements as a kernel steps them. :func:`read` turns a lane's bits into float32 values, :func:`write` cuts new
+values.
+
+*Layouts* say where the bits lie. A loop over 32-bit values runs at full vector width; one that mixes 16- and 32-bit loads
+does not. So a bfloat16 tensor is read as int32 words of two neighbours: an even and an odd lane, taken by shift and mask. A
+float32 weight has one lane. A *plane* is one state tensor: a lone field, or several fields packed into an element of 8, 16
+or 32 bits. A plane of 16 bits packs like the weight; one of 32 bits is stored as two tensors, first all even elements, then
+all odd ones. Where a storage has an 8-bit plane, four lanes share a word of it; the weight is then read in two *parts*, its
+upper and its lower half of rows: lanes 0 and 1 come from the first, 2 and 3 from the second. A storage whose codes are
+scaled by row, or that has two parts, lies in a matrix of rows; any other lies flat. Layouts are internal:
+:func:`to_parameter_order` and :func:`from_parameter_order` turn a plane into a tensor of the parameter's shape and back
+without losing a bit.
 """
 
 from __future__ import annotations
@@ -240,20 +256,7 @@ def take_tail(storage: Storage, word: Tensor, shift: int) -> Tensor:
     return tail & -(1 << dropped) if dropped and shift else tail
 
 
-# FOLDED from optim.packing: Layouts: how the codes of a storage pack into 32-bit words, so that a kernel only ever touches int32.
-# FOLDED
-# FOLDED A loop over 32-bit values runs at full vector width; one that mixes 16- and 32-bit loads does not. So a bfloat16 tensor is
-# FOLDED read as int32 words of two neighbours. A *lane* is one element of such a group: a bfloat16 weight has an even and an odd
-# FOLDED lane, taken by shift and mask; a float32 weight has one. A *plane* is one state tensor: a lone field, or several fields
-# FOLDED packed into an element of 8, 16 or 32 bits. A plane of 16 bits packs like the weight; one of 32 bits is stored as two
-# FOLDED tensors, first all even elements, then all odd ones. Where a storage has an 8-bit plane, four lanes share a word of it; the
-# FOLDED weight is then read in two *parts*, its upper and its lower half of rows: lanes 0 and 1 come from the first, 2 and 3 from
-# FOLDED the second. A *tail* is the signed rest of the stored weight below the visible one.
-# FOLDED
-# FOLDED A storage whose codes are scaled by row, or that has two parts, lies in a matrix of rows; any other lies flat.
-# FOLDED
-# FOLDED This layout is internal: :func:`to_parameter_order` and :func:`from_parameter_order` turn a plane into a tensor of the
-# FOLDED parameter's shape and back without losing a bit.
+# ── layouts: planes, lanes and words ────────────────────────────────────────────────────────────────────────────────────
 
 INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
@@ -464,15 +467,7 @@ def join_lanes(storage: Storage, fields: Sequence[Mapping[str, Tensor]]) -> list
     return result
 
 
-# FOLDED from optim.update: One element-wise update: read the stored values, apply the rule, write the result in the storage's formats.
-# FOLDED
-# FOLDED A *lane* is one tensor of elements as a kernel steps them: the bits of the visible weight, those of the gradient, and the
-# FOLDED words in which the states are packed. :func:`read` turns a lane into float32 values, :func:`write` turns a change and new
-# FOLDED states into the lane's new bits. An element-wise rule runs between the two in one kernel; a matrix rule runs outside of
-# FOLDED the kernel, on whole matrices, and only its result is written (:func:`write_decided`).
-# FOLDED
-# FOLDED The published Collage computes otherwise: it rounds every operation to the visible format and carries errors as
-# FOLDED expansions (:func:`in_expansions`). ``Storage.arithmetic`` says which of the two a storage uses.
+# ── lanes: the values of a weight and its states ────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The one optimizer: a rule joined with a storage, behind the interface of ``torch.optim.Optimizer``.
 
-Nothing here knows a format or a formula. A step asks the registry for the :class:`~narrowgauge.optim.state.ParameterState` of every
-parameter, hands its words to the kernel of its (rule, storage), and counts. Gradient clipping and the decision to skip a
-step with a non-finite gradient are two scalars that the kernel reads; the host reads the decision after the fact.
+Nothing here knows a format or a formula. A step asks the registry for the :class:`~narrowgauge.optim.state.ParameterState`
+of every parameter, hands its words to the kernel of its (rule, storage), and counts. Gradient clipping and the decision to
+skip a step with a non-finite gradient are two scalars that the kernel reads; the host reads the decision after the fact.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Named optimizers with element-wise rules: a rule, its options, and their defaults."""
+"""The named optimizers: a rule, its options, and their defaults.
+
+Those with a matrix rule (:class:`Muon`, :class:`Adafactor`, :class:`GaLore`, :class:`GradNormLoRP`) step parameters of two
+dims or more. AdamW steps those of fewer (gains, biases), with the same learning rate and the group's ``betas`` and ``eps``.
+Embeddings and output heads are matrices by shape only: their rows are words, of which a batch meets few. Give them a group
+of their own with ``"rule": "adamw"``.
+"""
 
 from __future__ import annotations
 
@@ -208,11 +214,7 @@ class Lion(_Betas):
         super().__init__(params, LION, lr, betas, weight_decay, None, options)
 
 
-# FOLDED from optim.matrix_optimizers: Named optimizers with matrix rules; AdamW steps parameters that are no matrices.
-# FOLDED
-# FOLDED A parameter of two dims or more is stepped by the rule, one of fewer (gains, biases) by AdamW, with the same learning rate and
-# FOLDED the group's ``betas`` and ``eps``. Embeddings and output heads are matrices by shape only: their rows are words, of which a
-# FOLDED batch meets few. Give them a group of their own with ``"rule": "adamw"``.
+# ── matrix rules ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _InSubspace(Optimizer):

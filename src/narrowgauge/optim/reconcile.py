@@ -1,7 +1,25 @@
-"""The registry: which store, kernel and bucket belong to each parameter of an optimizer.
+"""The states of an optimizer's parameters, and what may have happened to a parameter since its last step.
 
-A parameter gets its :class:`~narrowgauge.optim.state.ParameterState` at its first step, or when a state is loaded or written. The
-registry makes it, finds it again, and checks before each use that the parameter still is what its states were made for.
+A parameter gets its :class:`~narrowgauge.optim.state.ParameterState` at its first step, or when a state is loaded or
+written. The registry makes it, finds it again, and checks before each use that the parameter still is what its states were
+made for.
+
+*Moved or replaced.* A framework may place a model on a device later (``model.to`` gives each parameter other memory), or
+shard it later: Accelerate's FSDP2 puts the shard of each parameter at its place in the param groups. Torch's optimizers
+have no states by then. Ours has the bits of the weights that the visible ones cut, since :func:`narrowgauge.prepare`. A
+parameter that follows has the bits that it had: a state passes to another parameter only at the same place of the groups,
+with the same shape, and where every visible bit that this rank holds is the same; else the new one starts afresh.
+
+*Written to.* A user may load a checkpoint, apply a mask or swap in an average at any time. What is stored with the weight
+then belongs to a value that is gone. A float32 master is compared with the visible weight in every step, in the kernel, and
+is replaced element by element. A tail does not say which weight it belongs to, so a
+:class:`~narrowgauge.optim.state.Snapshot` of the parameter is taken after each step: its address and its version counter
+(``_version``), which every write but one through ``.data`` raises, and for audited steps a checksum. If these are
+unchanged, so is the weight. If not, and a copy of the visible weight is at hand, elements with unchanged bits keep their
+tails: a bucket has such a copy, and a parameter that is modified repeatedly gets one. Without a copy all tails of the
+parameter are discarded.
+
+Source: Accelerate 1.15, ``fsdp2_switch_optimizer_parameters`` and ``AcceleratedOptimizer._switch_parameters``.
 """
 
 from __future__ import annotations
@@ -410,16 +428,7 @@ def leading(store: ParameterState, count: int) -> ParameterState:
     )
 
 
-# FOLDED from optim.replacements: Parameters that were moved or replaced after their optimizer was built: their states follow them.
-# FOLDED
-# FOLDED A framework may place a model on a device later (``model.to`` gives each parameter other memory), or shard it later: Accelerate's
-# FOLDED FSDP2 puts the shard of each parameter at its place in the param groups. Torch's optimizers have no states by then. Ours
-# FOLDED has the bits of the weights that the visible ones cut, since :func:`narrowgauge.prepare`.
-# FOLDED
-# FOLDED Invariant: a parameter that follows has the bits that it had. A state passes to another parameter only at the same place of the
-# FOLDED groups, with the same shape, and where every visible bit that this rank holds is the same; else the new one starts afresh.
-# FOLDED
-# FOLDED Source: Accelerate 1.15, ``fsdp2_switch_optimizer_parameters`` and ``AcceleratedOptimizer._switch_parameters``.
+# ── parameters that were moved or replaced ──────────────────────────────────────────────────────────────────────────────
 
 Place = tuple[int, int]
 """The number of a group and of a parameter in it."""
@@ -503,15 +512,7 @@ def settle(store: ParameterState) -> None:
         store.snapshot = now
 
 
-# FOLDED from optim.external_writes: Weights that were modified outside the optimizer: adopted where the value changed, refused where the tensor did.
-# FOLDED
-# FOLDED A user may load a checkpoint, apply a mask or swap in an average at any time. What is stored with the weight then belongs to
-# FOLDED a value that is gone. A float32 master is compared with the visible weight in every step, in the kernel, and is replaced
-# FOLDED element by element. A tail does not say which weight it belongs to, so a :class:`~narrowgauge.optim.state.Snapshot` of the
-# FOLDED parameter is taken after each step: its address and its version counter (``_version``), which every write but one through
-# FOLDED ``.data`` raises, and for audited steps a checksum. If these are unchanged, so is the weight. If not, and a copy of the
-# FOLDED visible weight is at hand, elements with unchanged bits keep their tails: a bucket has such a copy, and a parameter that is
-# FOLDED modified repeatedly gets one. Without a copy all tails of the parameter are discarded.
+# ── weights that were modified outside the optimizer ────────────────────────────────────────────────────────────────────
 
 OFTEN = 2
 """Modifications after which a copy of the visible weight is stored, so that the next one is adopted element by element."""

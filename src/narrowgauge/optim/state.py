@@ -1,11 +1,13 @@
-"""Stores: the packed state of one parameter.
+"""The packed state of one parameter, and the buckets in which small parameters share one.
 
 A *storage* (:class:`narrowgauge.spec.storages.Storage`) says in which formats weights and states are stored; a
-:class:`Store` holds the tensors of one parameter in that storage. Its words, in the layout of
-:mod:`narrowgauge.optim.codec`, are what a kernel reads and writes. The methods in the first half unpack them to
-float32 values in the parameter's order and pack such values; those in the second half hand the words to a kernel. Most
-parameters are stepped in place: parameter and gradient are contiguous, and two bfloat16 make a word. Small ones share a
-:class:`~narrowgauge.optim.state.Bucket`, oddly placed ones are copied (:mod:`narrowgauge.optim.step`).
+:class:`ParameterState` holds the tensors of one parameter in that storage. Its words, in the layout of
+:mod:`narrowgauge.optim.codec`, are what a kernel reads and writes. Most parameters are stepped in place: parameter and
+gradient are contiguous, and two bfloat16 make a word.
+
+Small parameters share a :class:`Bucket`: the states of its members lie side by side in one tensor. Their weights and
+gradients are copied in, one kernel call steps all of them, and the weights are copied out: 300 norm gains cost one call. A
+storage with scales by row has no buckets, since each row has scales of its own.
 """
 
 from __future__ import annotations
@@ -369,11 +371,7 @@ def _filled(rows: Tensor, count: int) -> Tensor:
     return rows if rows.shape[0] == count else torch.cat([rows, rows.new_ones(count - rows.shape[0], 1)])
 
 
-# FOLDED from optim.buckets: Buckets: small parameters that are stepped together.
-# FOLDED
-# FOLDED The states of a bucket's members lie side by side in one tensor. Their weights and gradients are copied in, one kernel call
-# FOLDED steps all of them, and the weights are copied out: 300 norm gains cost one call. A storage with scales by row has no
-# FOLDED buckets, since each row has scales of its own.
+# ── buckets ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 BUCKET_WORDS = 1 << 16
 """A bucket is closed once it holds this many words."""

@@ -1,8 +1,13 @@
-"""Saving and loading states: our own, lossless, and those of plain ``torch.optim`` optimizers.
+"""The state of an optimizer as others see it: ``state_dict()``, ``optimizer.state`` and the tensors themselves.
 
-A state of ours is saved packed and loaded bit for bit. A state of ``torch.optim`` holds each moment as a tensor of the
-parameter's shape, under torch's names, and no tails. So its moments are cut to the storage's codes, with a warning, and the
-weight stays as it is. A state of another rule, or of another library's formats, is refused.
+*Saved and loaded.* A state of ours is saved packed and loaded bit for bit. A state of ``torch.optim`` holds each moment as
+a tensor of the parameter's shape, under torch's names, and no tails. So its moments are cut to the storage's codes, with a
+warning, and the weight stays as it is. A state of another rule, or of another library's formats, is refused.
+
+*Read and written.* ``optimizer.state`` holds the state of each parameter under torch's names, for hooks and users. Reading
+an entry unpacks a float32 tensor of the parameter's shape; writing to it, by assignment or in place, packs it again before
+the words are next used, so the next step and ``state_dict()`` see the write. An entry thus behaves as torch's does, with
+one difference: a step does not update a tensor that was read before it. Nothing is unpacked unless somebody reads.
 """
 
 from __future__ import annotations
@@ -231,12 +236,7 @@ def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {"state": free, "param_groups": saved}
 
 
-# FOLDED from optim.state_view: ``optimizer.state``: the state of each parameter under torch's names, for hooks and users to read and write.
-# FOLDED
-# FOLDED The state is stored as packed words. Reading an entry unpacks a float32 tensor of the parameter's shape; writing to it, by
-# FOLDED assignment or in place, packs it again before the words are next used, so the next step and ``state_dict()`` see the write.
-# FOLDED An entry thus behaves as torch's does, with one difference: a tensor that was read before a step is not updated by it.
-# FOLDED Nothing is unpacked unless somebody reads.
+# ── optimizer.state ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 WEIGHT = "master"
 """The name of the stored float32 weight, in storages that store more than the visible one."""
@@ -468,7 +468,7 @@ def notes_of(store: ParameterState, entry: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name not in own}
 
 
-# FOLDED from optim.kept_tensors: The tensors that an optimizer keeps between steps, as they lie in memory, for checks of that memory.
+# ── the tensors in memory ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def kept_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:

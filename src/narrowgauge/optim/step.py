@@ -1,9 +1,12 @@
-"""One step of a param group: which of its stores a kernel steps in place, in a bucket or in copies.
+"""One step of a param group: a kernel steps each of its parameters in place, in a bucket or in copies.
 
-Large parameters are stepped in place, small ones in their bucket, oddly placed ones in copies; a matrix rule runs on whole
-matrices and a kernel writes its result. Before a storage that is scaled by row is stepped, the rule itself is applied to
-the largest magnitudes of each row: it is monotone in them, so the result bounds every new state of the row, and the scale is
-known before anything is written. A row's scale is therefore a function of its own gradients alone.
+Large parameters are stepped in place, small ones in their bucket. A tensor that cannot be read as words where it lies,
+oddly strided or placed, is copied into words a piece at a time; its weights are copied back. A matrix rule runs on whole
+matrices, and a kernel writes its result.
+
+Before a storage that is scaled by row is stepped, the rule itself is applied to the largest magnitudes of each row: it is
+monotone in them, so the result bounds every new state of the row, and the scale is known before anything is written. A
+row's scale is therefore a function of its own gradients alone.
 """
 
 from __future__ import annotations
@@ -238,9 +241,7 @@ def _in_lanes(store: ParameterState, values: Tensor) -> list[Tensor]:
     return list(words.view(torch.float32).unbind(0))
 
 
-# FOLDED from optim.pieces: Pieces: copies of a parameter and gradient that cannot be read as words in place.
-# FOLDED
-# FOLDED An oddly strided or placed tensor is copied a piece at a time into words, stepped there, and the weights are copied back.
+# ── strided copies ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 PIECE_WORDS = 1 << 16
 """The longest piece, in words."""
