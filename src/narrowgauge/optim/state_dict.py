@@ -16,7 +16,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +30,6 @@ from narrowgauge.optim.rules.elementwise import LION, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import MUON, MatrixRule
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.optim.validation import agree
-
-if TYPE_CHECKING:
-    from narrowgauge.optim.optimizer import Optimizer
-
 
 SavedEntry = Mapping[str, Tensor]
 _ADVICE = "ng.convert takes states of Adam and AdamW from other libraries and storages; any other restarts."
@@ -471,7 +467,7 @@ def notes_of(store: ParameterState, entry: Mapping[str, Any]) -> dict[str, Any]:
 # ── the tensors in memory ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def kept_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
+def kept_tensors(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Every tensor of the model and of the optimizer's state that must not change between steps.
 
     Args:
