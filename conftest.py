@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent
 # `from oracles.x import y` in any test, whatever its folder.
 sys.path.insert(0, str(ROOT / "tests"))
+pytest_plugins = ["tiers"]
 
 from optional_packages import absent_packages, reason  # noqa: E402
 

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from covering import covering
 from narrowgauge.spec.storages import STORAGES
+from optim.scenarios import kind_of_code
 from script_modules import script_module
 from tensors import parameters_of
 
@@ -99,8 +101,15 @@ MOST_PAIRS = [pair for pair in PAIRS if pair not in COSTLY]
 SOME_PAIRS = [pair for pair in PAIRS if pair[1] in ("word", "compact") or pair[0] == "adamw"]
 
 
+def kind_of_rule(rule: str) -> str:
+    """Rules of one kind keep the same states, which meet the codes; they differ in their formulas."""
+    kinds = {"adam": "adamw", "nesterov": "sgd", "lion": "sgd", "gradnorm_lorp": "galore"}
+    return kinds.get(rule, rule)
+
+
 def over(pairs: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("rule", "storage"), pairs, ids=["-".join(pair) for pair in pairs])
+    """Every kind of rule with every kind of code, every rule and every storage; `./dev test --all`: all of the pairs."""
+    return covering(("rule", "storage"), pairs, kinds=(kind_of_rule, kind_of_code))
 
 
 EVERY, MOST, SOME = over(PAIRS), over(MOST_PAIRS), over(SOME_PAIRS)

@@ -42,6 +42,12 @@ def kind(storage: Storage) -> tuple[object, ...]:
     return storage.visible, storage.arithmetic, stands, *how
 
 
+def kind_of_code(name: str) -> tuple[object, ...]:
+    """What an update rule meets of a storage: its arithmetic, what stands beside the weight, scales, rounding."""
+    _, arithmetic, stands, _, *how = kind(row_of(name))
+    return arithmetic, stands, *how
+
+
 def row_of(storage: str | Storage) -> Storage:
     """The row of that name, composed ones included."""
     row = storage if isinstance(storage, Storage) else find(storage)

@@ -1,0 +1,131 @@
+"""The choice of tests: what the covering part holds, what a loop reports, what a change asks for, what is owed."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+import selection
+from covering import chosen, exhaustive
+from optim.pairs import PAIRS, kind_of_rule
+from optim.scenarios import kind_of_code
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_row_and_every_pair_of_kinds_are_in_the_covering_part() -> None:
+    few = [PAIRS[place] for place in chosen(PAIRS, (kind_of_rule, kind_of_code))]
+    for column in (0, 1):
+        assert {pair[column] for pair in few} == {pair[column] for pair in PAIRS}
+    kinds, every_kind = (
+        {(kind_of_rule(rule), kind_of_code(storage)) for rule, storage in pairs} for pairs in (few, PAIRS)
+    )
+    assert kinds == every_kind
+    assert len(kinds) <= len(few) <= 1.2 * len(kinds)
+
+
+def test_a_value_without_kinds_meets_every_value_of_the_others() -> None:
+    rows = list(itertools.product("abc", range(4), (True, False)))
+    few = [rows[place] for place in chosen(rows, (None, None, None))]
+    assert {(a, b) for a, b, _ in few} == set(itertools.product("abc", range(4))) and len(few) < len(rows)
+
+
+def test_a_loop_fails_once_with_the_first_rows_and_their_reasons() -> None:
+    seen = []
+
+    @exhaustive("number, word", itertools.product(range(30), ["odd"]))
+    def looped(number: int, word: str) -> None:
+        seen.append(number)
+        assert number % 2, f"{number} is not {word}"
+
+    with pytest.raises(AssertionError) as failed:
+        looped()
+    said = str(failed.value)
+    assert seen == list(range(30)) and said.startswith("15 of 30 rows fail:\n[0-odd] AssertionError: 0 is not odd")
+    assert said.count("AssertionError") == 10 and "18 is not odd" in said and "20 is not odd" not in said
+
+
+@pytest.mark.parametrize(("bad", "match"), [([], "empty"), ([1], "1 of 1 rows fail")])
+def test_a_loop_never_passes_for_nothing(bad: list[int], match: str) -> None:
+    @exhaustive("number", bad)
+    def looped(number: int) -> None:
+        pytest.fail("no")
+
+    with pytest.raises(AssertionError, match=match):
+        looped()
+
+
+def distance(test: str, *changed: str) -> int | None:
+    return selection.changed_tests(changed).get(ROOT / "tests" / test)
+
+
+def test_a_change_selects_its_room_and_who_imports_it() -> None:
+    changed = "src/narrowgauge/spec/storages.py"
+    assert distance("spec/test_formats.py", changed) == 1
+    assert distance("optim/test_packing.py", changed) == 2
+    assert distance("runs/test_record.py", changed) is None
+    assert selection.changed_tests([changed])[ROOT / changed] == 0  # its doctests
+    assert distance("optim/test_packing.py", "tests/optim/scenarios.py") == 0
+    assert distance("test_readme.py", "README.md") == 2
+    assert distance("test_github.py", ".github/workflows/ci.yml") == 2
+
+
+def test_public_names_and_patched_names_are_imports() -> None:
+    own = selection.imports("optim.test_kernel")
+    assert "narrowgauge.spec.storages" in own and "optim.scenarios" in own
+    audited = selection.imports("optim.test_audit")
+    assert any(name.startswith("narrowgauge.optim") for name in audited)
+
+
+def test_what_a_unit_proves_is_all_it_imports() -> None:
+    units = selection.units()
+    assert set(selection.ROOMS) < set(units) and "integrations/test_torchtitan.py" in units
+    optim = selection.closure(units["optim"])
+    assert "narrowgauge.spec.storages" in optim and "narrowgauge.errors" in optim
+    assert not any(name.startswith(("narrowgauge.matmul", "narrowgauge.trainer")) for name in optim)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "module.py"
+    monkeypatch.setattr(selection, "modules", lambda: {"module": path})
+    return path
+
+
+def test_words_about_code_owe_nothing_and_code_does(module: Path) -> None:
+    def code(text: str) -> bytes:
+        module.write_text(text)
+        selection.tree.cache_clear()
+        selection.written.cache_clear()
+        return selection.written("module")
+
+    first = code('"""One."""\n\n\ndef f(x):\n    """Two."""\n    return x + 1\n')
+    assert first == code('"""Another."""\n\n# Why.\ndef f(x):\n    """More.\n\n    Lines."""\n\n    return x + 1\n')
+    assert first != code('"""One."""\n\n\ndef f(x):\n    """Two."""\n    return x - 1\n')
+    assert code('X = """\n# one\n"""\n') != code('X = """\n# two\n"""\n')
+    selection.tree.cache_clear()
+    selection.written.cache_clear()
+
+
+def test_a_unit_is_owed_once_its_code_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "RECORD", selection.TESTS / "no such file")
+    assert selection.owed() == (list(selection.units()), "the whole product is owed: there is no tests/no such file")
+    monkeypatch.setattr(selection, "RECORD", tmp_path / "record.toml")
+    monkeypatch.setattr(selection, "torch_of_constraints", lambda: selection_torch())
+    proved = {"optim": "1", "matmul": "2", "integrations/test_peft.py": "3"}
+    monkeypatch.setattr(selection, "checksums", lambda: proved)
+    selection.record_whole_product(proved)
+    assert selection.owed()[0] == []
+    proved = {**proved, "matmul": "another", "integrations/test_trl.py": "4"}
+    found, why = selection.owed()
+    assert found == ["matmul", "integrations/test_trl.py"] and "matmul, integrations/test_trl.py is owed" in why
+    monkeypatch.setattr(selection, "torch_of_constraints", lambda: "1.0.0")
+    assert selection.owed()[0] == list(selection.units())
+
+
+def selection_torch() -> str:
+    import torch
+
+    return torch.__version__.partition("+")[0]
