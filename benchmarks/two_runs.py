@@ -30,7 +30,7 @@ from _two_run_cases import AT, LATER, PAIRS, Given, Pair
 from injections import Injection
 from timing import Report, Row, parser
 
-from narrowgauge.analysis.diagnosis.two_runs import TwoRuns, compare_two
+from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns, compare_two
 from narrowgauge.runs.record import Run, read_run
 
 COMMON = {"steps": 16, "fingerprints_every": 1, "gauges_every": 0}

@@ -91,7 +91,7 @@ def page(name: str, folder: Path = STUDIES_AT) -> str:
         name: a key of :data:`STUDIES`.
         folder: of its zip file.
     """
-    from narrowgauge.analysis.diagnosis.two_runs import TwoRuns
+    from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns
     from narrowgauge.report.diagnosis_page import render_diagnosis, render_two
 
     runs = [narrowgauge.read_run(path) for path in shown_runs(name, folder)]

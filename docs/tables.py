@@ -13,12 +13,12 @@ from itertools import groupby
 from typing import Any
 
 import narrowgauge
-from narrowgauge.analysis.diagnosis import cause_tables
-from narrowgauge.analysis.diagnosis.partings import REASONS
-from narrowgauge.analysis.diagnosis.replay_variants import variant_table
-from narrowgauge.analysis.diagnosis.stages import STAGES
-from narrowgauge.analysis.monitor.conditions import CONDITIONS, Detector
-from narrowgauge.analysis.monitor.detectors import DETECTORS, SERIOUS
+from narrowgauge.analysis.diagnosis.causes import cause_table
+from narrowgauge.analysis.diagnosis.pairs.first_difference import STAGES
+from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS
+from narrowgauge.analysis.diagnosis.replay_findings import variant_table
+from narrowgauge.analysis.diagnosis.signs import sign_table
+from narrowgauge.analysis.monitor.detectors import CONDITIONS, DETECTORS, SERIOUS, Detector
 from narrowgauge.runs import schema
 from narrowgauge.runs.events import KINDS
 from narrowgauge.spec import show
@@ -206,12 +206,12 @@ def _markdown(rows: list[Row], *heads: Column, **others: str) -> str:
 
 def causes() -> str:
     """What ``narrowgauge diagnose`` can name."""
-    return cause_tables.cause_table().markdown()
+    return cause_table().markdown()
 
 
 def signs() -> str:
     """What a record shows or does not show."""
-    return cause_tables.sign_table().markdown()
+    return sign_table.sign_table().markdown()
 
 
 OWN: dict[str, Callable[[], str]] = {

@@ -164,8 +164,8 @@ def test_every_file_stands_in_a_layer() -> None:
 
 
 READERS_OF_RECIPES = {
-    "", "analysis.comparison.labels", "analysis.diagnosis.envelope", "analysis.diagnosis.evidence",
-    "analysis.diagnosis.given", "analysis.monitor.alarms", "assembly.preparation", "checkpoints.conversion.folders",
+    "", "analysis.comparison.labels", "analysis.diagnosis.pairs.first_difference", "analysis.diagnosis.evidence",
+    "analysis.diagnosis.pairs.alignment", "analysis.monitor.alarms", "assembly.preparation", "checkpoints.conversion.folders",
     "checkpoints.conversion.preflight", "cli.flags", "integrations.huggingface", "integrations.huggingface_optimizer",
     "integrations.lightning_precision", "integrations.run_recorder", "integrations.torchtitan_converter",
     "integrations.torchtitan_optimizer", "planner.calibration", "planner.launches", "planner.plan", "trainer.config",

@@ -8,7 +8,7 @@ import pytest
 
 from benchmark_modules import benchmark_module
 from narrowgauge.analysis.diagnosis.causes import CAUSES, HEALTHY
-from narrowgauge.analysis.diagnosis.signs_of_steps import level_of
+from narrowgauge.analysis.diagnosis.signs.step_signs import level_of
 
 injections = benchmark_module("injections")
 matrix = benchmark_module("_matrix")

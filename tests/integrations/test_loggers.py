@@ -12,8 +12,7 @@ import pytest
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.loggers.available import LOGGERS, require_loggers
-from narrowgauge.runs.loggers.delivery import Delivery
+from narrowgauge.runs.loggers.logger import LOGGERS, Delivery, require_loggers
 
 MISSING = "narrowgauge[loggers] is not installed: ./dev test integrations installs it"
 Points = dict[str, dict[int, float]]
@@ -28,20 +27,20 @@ def deliver(name: str, folder: Path, steps: range, went_back: bool = False, ends
     """A sitting of a run: some steps, and where it ends an evaluation, a sample of the gauges and the last event."""
     settings = {"recipe": "bfloat16/word", "lr": 1e-3, "betas": [0.9, 0.95], "compile": False}
     make = LOGGERS[name].load()
-    delivery = Delivery(name, lambda: make(folder, settings, 0))
+    logger = Delivery(name, lambda: make(folder, settings, 0))
     if went_back:
-        delivery.send("go_back", steps.start - 1)
+        logger.send("go_back", steps.start - 1)
     for step in steps:
-        delivery.send("step", row(step))
+        logger.send("step", row(step))
     if ends:
-        delivery.send("evaluation", {"step": 6, "val_loss": 2.5})
-        delivery.send(
+        logger.send("evaluation", {"step": 6, "val_loss": 2.5})
+        logger.send(
             "gauge", {"step": 6, "logits": {"max": 4.0}, "updates": {"model.norm.weight": [0.75, 0, 0, 0, 0, 0]}}
         )
-        delivery.send("event", Event("loss_spike", 5, "the loss jumped", value=math.inf, advice="Look at the data."))
-        delivery.send("event", Event("finish", 6, "validation loss 2.5000"))
-    delivery.close()
-    assert delivery.failure == ""
+        logger.send("event", Event("loss_spike", 5, "the loss jumped", value=math.inf, advice="Look at the data."))
+        logger.send("event", Event("finish", 6, "validation loss 2.5000"))
+    logger.close()
+    assert logger.failure == ""
 
 
 def read_tensorboard(folder: Path) -> tuple[Points, list[str]]:
@@ -163,13 +162,13 @@ def test_nobody_logged_in_is_told_and_not_asked(tmp_path: Path, home: Path, monk
     monkeypatch.setattr(wandb.setup().settings, "mode", "online")
     monkeypatch.setattr(wandb, "login", lambda prompt: False)
     make = LOGGERS["wandb"].load()
-    delivery = Delivery("wandb", lambda: make(tmp_path, {}, 0))
-    delivery.close()
-    assert "wandb login, or WANDB_MODE=offline" in delivery.failure
+    logger = Delivery("wandb", lambda: make(tmp_path, {}, 0))
+    logger.close()
+    assert "wandb login, or WANDB_MODE=offline" in logger.failure
 
 
 def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("narrowgauge.runs.loggers.available.find_spec", lambda name: None)
+    monkeypatch.setattr("narrowgauge.runs.loggers.logger.find_spec", lambda name: None)
     for name, known in LOGGERS.items():
         with pytest.raises(NarrowgaugeError) as caught:
             require_loggers([name])
@@ -192,9 +191,9 @@ class Silent:
 def test_a_logger_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    from narrowgauge.runs.loggers import delivery
+    from narrowgauge.runs.loggers import logger
 
-    monkeypatch.setattr(delivery, "MOST_WAITING", 10)
+    monkeypatch.setattr(logger, "MOST_WAITING", 10)
     answer = threading.Event()
     waiting = Delivery("silent", lambda: Silent(answer))
     for step in range(1, 101):

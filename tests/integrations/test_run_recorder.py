@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from integrations.own_trainer import OwnRun, reference
 from narrowgauge.cli.main import main
-from narrowgauge.runs.loggers.available import LOGGERS, Available
+from narrowgauge.runs.loggers.logger import LOGGERS, Available
 from narrowgauge.trainer import loop_record
 
 # Of the clock, or of the trainer or the recorder alone.

@@ -19,8 +19,8 @@ from narrowgauge.spec import tables
 
 if TYPE_CHECKING:
     from narrowgauge.analysis.diagnosis.diagnosis import Diagnosis
-    from narrowgauge.analysis.diagnosis.replayed_step import ReplayedStep
-    from narrowgauge.analysis.diagnosis.two_runs import TwoRuns
+    from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns
+    from narrowgauge.analysis.diagnosis.replay_findings import ReplayedStep
 
 
 @click.command("diagnose")
@@ -137,9 +137,9 @@ def _print(found: Diagnosis | TwoRuns, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 def causes_command(as_json: bool) -> None:
     """Causes that diagnose names: what each does to a run, the signs that it predicts, and what to do."""
-    from narrowgauge.analysis.diagnosis import cause_tables
+    from narrowgauge.analysis.diagnosis import causes
 
     if as_json:
-        tables.write_json(cause_tables.cause_rows())
+        tables.write_json(causes.cause_rows())
     else:
-        tables.write(cause_tables.cause_table())
+        tables.write(causes.cause_table())

@@ -18,7 +18,7 @@ from narrowgauge.integrations.lightning_precision import RecipePrecision
 from narrowgauge.integrations.run_folders import folder_for
 from narrowgauge.integrations.run_recorder import RunRecorder
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.loggers.tagged import gauge_numbers, numbers_of
+from narrowgauge.runs.loggers.logger import gauge_numbers, numbers_of
 from narrowgauge.runs.schema import EVAL, STEP, Row
 
 _Base: Any = object

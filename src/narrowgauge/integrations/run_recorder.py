@@ -22,7 +22,7 @@ from narrowgauge.gauges.attach import Gauges, recipe_in_use
 from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.loggers.available import names_in, require_loggers
+from narrowgauge.runs.loggers.logger import names_in, require_loggers
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import markupsafe
 
 from narrowgauge.analysis.diagnosis.diagnosis import Diagnosis, Finding
-from narrowgauge.analysis.diagnosis.observations import Observation
-from narrowgauge.analysis.diagnosis.replayed_step import RESULT_COLUMNS, variant_results
-from narrowgauge.analysis.diagnosis.signs_of_replays import SIGNS_OF_REPLAYS
-from narrowgauge.analysis.diagnosis.stages import Parting
-from narrowgauge.analysis.diagnosis.two_runs import TwoRuns
+from narrowgauge.analysis.diagnosis.pairs.first_difference import Parting
+from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns
+from narrowgauge.analysis.diagnosis.replay_findings import RESULT_COLUMNS, variant_results
+from narrowgauge.analysis.diagnosis.signs.replay_signs import SIGNS_OF_REPLAYS
+from narrowgauge.analysis.diagnosis.signs.sign import Observation
 from narrowgauge.report.embedding import digest_of, embedded, packed, plotly_script
 from narrowgauge.report.hindsight import Hindsight, earlier, hindsight, hindsight_table, trained_after
 from narrowgauge.report.render import asset, spec_of, template

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from narrowgauge.analysis.diagnosis.diagnosis import Finding, diagnose
 from narrowgauge.analysis.diagnosis.evidence import step_of
-from narrowgauge.analysis.diagnosis.signs import SIGNS
+from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS
+from narrowgauge.analysis.monitor.alarms import number
 from narrowgauge.analysis.monitor.detectors import SERIOUS
-from narrowgauge.analysis.monitor.features import number
 from narrowgauge.errors import RecordError
 from narrowgauge.planner.scaling_law import duration
 from narrowgauge.runs.record import Run

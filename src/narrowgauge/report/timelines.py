@@ -9,8 +9,8 @@ import numpy as np
 
 from narrowgauge.analysis.diagnosis.diagnosis import Finding
 from narrowgauge.analysis.diagnosis.evidence import step_of
-from narrowgauge.analysis.diagnosis.stages import Parting
-from narrowgauge.analysis.diagnosis.two_runs import TwoRuns
+from narrowgauge.analysis.diagnosis.pairs.first_difference import Parting
+from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns
 from narrowgauge.report.hindsight import Hindsight
 from narrowgauge.report.marks import colour, plain
 from narrowgauge.report.series import Series, column, decimate, gaps, is_wide, json_list

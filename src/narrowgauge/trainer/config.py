@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, suggestion
-from narrowgauge.runs.loggers.available import LOGGERS, names_in, require_loggers
+from narrowgauge.runs.loggers.logger import LOGGERS, names_in, require_loggers
 from narrowgauge.spec.accumulations import ACCUMULATIONS
 from narrowgauge.spec.compiler import model_compiler_missing, switched_off
 from narrowgauge.spec.learning_rates import UNIT_LEARNING_RATE, usual_rate

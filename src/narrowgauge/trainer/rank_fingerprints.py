@@ -19,7 +19,7 @@ from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.distributed.replicas import replica_groups
 from narrowgauge.errors import CorruptionError
 from narrowgauge.numerics.summation import fingerprint, fingerprint_all
-from narrowgauge.runs.odd_ranks import in_words, parted_in
+from narrowgauge.runs.fingerprint_rows import in_words, parted_in
 from narrowgauge.runs.schema import Row
 
 _SHOWN = 8

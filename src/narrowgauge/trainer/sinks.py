@@ -20,8 +20,7 @@ from narrowgauge.gauges.attach import Gauges
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.optim.audit import Alarm
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.loggers.available import LOGGERS
-from narrowgauge.runs.loggers.delivery import Delivery
+from narrowgauge.runs.loggers.logger import LOGGERS, Delivery
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
@@ -39,7 +38,7 @@ class Reporter:
         writer: of the run folder.
         console: shows progress.
         recipe: the run's.
-        loggers: names out of :data:`narrowgauge.runs.loggers.available.LOGGERS`; on the first rank alone.
+        loggers: names out of :data:`narrowgauge.runs.loggers.logger.LOGGERS`; on the first rank alone.
         settings: of the run, for the loggers.
         step: steps done.
         is_audited: the optimizer's audit raises ``lost_updates``, so no detector does.

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.analysis.diagnosis.alignment import align
-from narrowgauge.analysis.diagnosis.partings import REASONS, weigh
-from narrowgauge.analysis.diagnosis.stages import STAGES
-from narrowgauge.analysis.diagnosis.two_runs import TwoRuns, compare_two
+from narrowgauge.analysis.diagnosis.pairs.alignment import align
+from narrowgauge.analysis.diagnosis.pairs.first_difference import STAGES
+from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS, weigh
+from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns, compare_two
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter
 

@@ -25,11 +25,10 @@ from analysis.diagnosis.records import (
     written,
 )
 from narrowgauge.analysis.diagnosis.causes import CAUSES, HEALTHY
-from narrowgauge.analysis.diagnosis.departures import Departure
 from narrowgauge.analysis.diagnosis.evidence import gather
 from narrowgauge.analysis.diagnosis.posterior import CONFIDENCE
-from narrowgauge.analysis.diagnosis.replayed_step import ReplayedStep
-from narrowgauge.analysis.diagnosis.signs import SIGNS, observe
+from narrowgauge.analysis.diagnosis.replay_findings import Departure, ReplayedStep
+from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS, observe
 from narrowgauge.cli.main import main
 from narrowgauge.runs.record import Run
 from narrowgauge.spec.tables import Row

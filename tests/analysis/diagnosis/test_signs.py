@@ -13,7 +13,7 @@ import pytest
 import narrowgauge as ng
 from analysis.diagnosis.records import AT, Row, healthy_run, raise_events, update
 from narrowgauge.analysis.diagnosis.evidence import gather
-from narrowgauge.analysis.diagnosis.signs import SIGNS, observe
+from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS, observe
 from narrowgauge.runs.record import Run
 
 

@@ -11,7 +11,7 @@ import pytest
 import narrowgauge as ng
 from analysis.diagnosis.records import AT, PARAMETERS, Row, healthy_run, later, raise_events, tensor, update
 from narrowgauge.analysis.diagnosis.evidence import gather
-from narrowgauge.analysis.diagnosis.signs import SIGNS, observe
+from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS, observe
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import FIRST_EXPONENT, NUM_EXPONENTS
 

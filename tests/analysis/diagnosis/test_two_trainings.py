@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from narrowgauge.analysis.diagnosis.diagnosis import diagnose
-from narrowgauge.analysis.diagnosis.two_runs import compare_two
+from narrowgauge.analysis.diagnosis.pairs.two_runs import compare_two
 from narrowgauge.errors import CorruptionError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop

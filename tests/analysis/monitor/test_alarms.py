@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.analysis.monitor.alarms import Alarms
-from narrowgauge.analysis.monitor.conditions import CONDITIONS
-from narrowgauge.analysis.monitor.detectors import DETECTORS, SAFER, SERIOUS
-from narrowgauge.analysis.monitor.features import halvings
+from narrowgauge.analysis.monitor.alarms import Alarms, halvings
+from narrowgauge.analysis.monitor.detectors import CONDITIONS, DETECTORS, SAFER, SERIOUS
 from narrowgauge.runs.events import KINDS, Event
 from narrowgauge.runs.older_events import with_detector
 from narrowgauge.runs.schema import METRICS

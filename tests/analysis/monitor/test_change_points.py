@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from narrowgauge.analysis.monitor.alarms import Alarms
-from narrowgauge.analysis.monitor.change_points import DriftJudge
 from narrowgauge.analysis.monitor.detectors import DETECTORS
+from narrowgauge.analysis.monitor.spikes import DriftJudge
 from narrowgauge.runs.events import Event
 
 Row = dict[str, Any]

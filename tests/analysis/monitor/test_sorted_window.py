@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from narrowgauge.analysis.monitor.sorted_window import SortedWindow
+from narrowgauge.analysis.monitor.spikes import SortedWindow
 
 
 @pytest.mark.parametrize("size", [1, 2, 30, 99])

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.analysis.diagnosis.replay_variants import REPLAY_VARIANTS
-from narrowgauge.analysis.diagnosis.replayed_step import ReplayedStep
+from narrowgauge.analysis.diagnosis.replay_findings import REPLAY_VARIANTS, ReplayedStep
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.replays.step_replay import replay_step
 from narrowgauge.trainer.session import Session

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from analysis.diagnosis.test_two_trainings import AT, scaled_gradient, struck
-from narrowgauge.analysis.diagnosis.two_runs import TwoRuns, compare_two
+from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns, compare_two
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.trainer import loop

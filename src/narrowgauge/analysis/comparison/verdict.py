@@ -10,13 +10,24 @@ the runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from narrowgauge.analysis.comparison.caveats import caveats
-from narrowgauge.analysis.comparison.classification import WIDE, Classes, Classification, Rank
-from narrowgauge.analysis.comparison.equal_time import at_equal_time, fastest
-from narrowgauge.analysis.comparison.intervals import shown_loss
+from narrowgauge.analysis.comparison.classification import (
+    CLEAR_RATIO,
+    WIDE,
+    Classes,
+    Classification,
+    Rank,
+    beats,
+    largest_difference,
+    ratios_by_seed,
+)
+from narrowgauge.analysis.comparison.intervals import interval, shown_loss
 from narrowgauge.analysis.comparison.labels import counted, listed
+from narrowgauge.analysis.comparison.run_stats import TIMING_NOISE, RunStats, requested_steps
+from narrowgauge.runs.schema import Row
 
 
 def sentences(classes: Classes) -> list[str]:
@@ -225,3 +236,314 @@ def _not_ranked(classes: Classes) -> list[str]:
     if not few or not classes.has_intervals:
         return []
     return [f"Not ranked, with fewer than two seeds in common with {classes.baseline}: {listed(few)}."]
+
+
+# ── speed, and losses at equal time ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def losses_at_equal_time(groups: Mapping[str, Sequence[RunStats]], baseline: str | None) -> tuple[Row, ...]:
+    """Losses at the moment when the fastest recipe finished, seed by seed; a row per recipe.
+
+    Invariant: losses differ by exactly their reported difference. A loss is the baseline's mean plus the mean of the paired
+    differences, over the seeds that the two have in common. Where all have the same seeds it is the plain mean.
+
+    Args:
+        groups: the runs of each recipe.
+        baseline: the recipe whose losses are subtracted from the others'.
+    """
+    timed = {label: [run for run in group if run.counts and run.has_curve] for label, group in groups.items()}
+    timed = {label: group for label, group in timed.items() if group}
+    if len(timed) < 2:
+        return ()
+    fastest = min(timed, key=lambda label: statistics.median(run.curve.end for run in timed[label]))
+    ends = {run.seed: run.curve.end for run in timed[fastest]}
+    losses = {label: _losses_at(group, ends) for label, group in timed.items()}
+    chosen = baseline if baseline is not None and losses.get(baseline) else fastest
+    base = losses[chosen]
+    if not base:
+        return ()
+    seconds, level = statistics.median(ends[seed] for seed in base), statistics.fmean(base.values())
+    rows = []
+    for label, found in losses.items():
+        pairs = [found[seed] - base[seed] for seed in base if seed in found]
+        if not pairs:
+            continue
+        mean, half = interval([pairs]) if chosen == baseline != label else (None, None)
+        metrics = {"seconds": seconds, "val_loss": level + statistics.fmean(pairs), "difference": mean, "half": half}
+        rows.append({"recipe": label, **metrics, "num_seeds": len(pairs)})
+    return tuple(rows) if len(rows) > 1 else ()
+
+
+def _losses_at(group: Sequence[RunStats], ends: Mapping[int, float]) -> dict[int, float]:
+    """The loss of each seed's run at that seed's moment, where it had one."""
+    # A run that finished earlier keeps its final loss.
+    found = {run.seed: run.curve.loss_at(min(ends[run.seed], run.curve.end)) for run in group if run.seed in ends}
+    return {seed: loss for seed, loss in found.items() if loss is not None and math.isfinite(loss)}
+
+
+# ── sentences ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fastest(classes: Classes) -> list[str]:
+    """Which recipe is the fastest, where the seeds agree."""
+    column = "tokens_per_second"
+    timed = [one for one in classes.values() if one.row[column]]
+    baseline = next((one for one in timed if one.label == classes.baseline), None)
+    if baseline is None or len({one.row[column] for one in timed}) < 2:
+        return []
+    best, slowest = max(timed, key=lambda one: one.row[column]), min(timed, key=lambda one: one.row[column])
+    other = slowest if best is baseline else baseline
+    level = [one for one in timed if one is not best and not beats(best, one, column)]
+    if other in level:
+        if len(ratios_by_seed(best, other, column)) < 2:
+            return []
+        return [
+            f"{best.label} was the fastest by median, but not by {CLEAR_RATIO - 1:.1%} with every seed: timings are too noisy to "
+            "rank."
+        ]
+    ratio = best.row[column] / other.row[column]
+    times = f"{ratio:.2f} times as fast as {other.label}{', the slowest' if best is baseline else ''}"
+    if level and ratio < TIMING_NOISE:
+        return [f"No recipe is clearly the fastest here: by median {best.label} is, {times}, but not with every seed."]
+    if level:
+        names = listed(one.label for one in (best, *level))
+        return [f"{names} are the fastest here and cannot be ranked: {best.label} is {times}."]
+    return [f"{best.label} is the fastest here, {times}."]
+
+
+def at_equal_time(classes: Classes) -> list[str]:
+    """The losses that the recipes had reached when the fastest finished."""
+    runs = [run for one in classes.values() for run in one.runs if run.counts]
+    found = classes.at_equal_time
+    if not found:
+        # Your own training loop need not record validations.
+        requested = any("eval_every" in run.run.config or run.run.evals for run in runs if not run.run.is_foreign)
+        if not requested or len({run.label for run in runs}) < 2 or all(run.has_curve for run in runs):
+            return []
+        return ["Losses at equal time cannot be given: these runs have too few validations (--eval-every)."]
+    inconclusive = [one for one in found if one.rank_at_equal_time is Rank.INCONCLUSIVE]
+    ranked = [one for one in found if one.rank_at_equal_time is not Rank.INCONCLUSIVE]
+    rows = [one.equal_time for one in found if one.equal_time is not None]
+    after = f"after {rows[0]['seconds']:.3g} s of training steps{_seeds_left_out(classes, rows)}"
+    sentences = []
+    if len(ranked) > 1:
+        sentences.append(f"At equal time, {after}, {' '.join(_order(classes, ranked))}{_recipes_left_out(classes)}")
+    if inconclusive:
+        sentences.append(_inconclusive(classes, inconclusive, rows, after))
+    if len(ranked) > 1 and _is_unfair(classes, runs):
+        sentences.append(
+            "The slower ones had not reached the end of their schedule by then: all take the same number of steps."
+        )
+    return sentences
+
+
+def _order(classes: Classes, ranked: Sequence[Classification]) -> list[str]:
+    """Which recipe leads, and how the others compare with the baseline: a sentence each."""
+    first, others = ranked[0], ranked[1:]
+    ranks = {one.rank_at_equal_time for one in ranked}
+    if ranks <= {Rank.BASELINE, Rank.NO_INTERVAL}:
+        return [f"{first.label} has the lowest loss.", "No interval shows whether that is more than chance."]
+    if first.rank_at_equal_time is Rank.BASELINE and ranks == {Rank.BASELINE, Rank.WORSE}:
+        if len(others) > 3 and len(ranked) == len(classes):
+            return [f"{first.label} leads: every other recipe is worse beyond the noise."]
+        return [f"{first.label} leads.", f"Worse beyond the noise: {listed(one.label for one in others)}."]
+    head = {
+        Rank.BASELINE: "has the lowest loss",
+        Rank.BETTER: f"leads, better than {classes.baseline} beyond the noise",
+        Rank.WITHIN_NOISE: f"has the lowest loss, within the noise of {classes.baseline}",
+        Rank.NEGLIGIBLE: f"has the lowest loss, within a thousandth of {classes.baseline}'s",
+        Rank.NO_INTERVAL: f"has the lowest loss, but no interval relative to {classes.baseline}",
+    }
+    named = "" if first.rank_at_equal_time is Rank.BASELINE else f" {classes.baseline}"
+    return [f"{first.label} {head[first.rank_at_equal_time]}.", *_others(others, named, str(classes.baseline))]
+
+
+def _others(others: Sequence[Classification], named: str, baseline: str) -> list[str]:
+    """Recipes by rank, the best first; the baseline is named where the sentence before is about another recipe."""
+    than, of = (f" than{named}", f" of{named}") if named else ("", "")
+    level = {one.rank_at_equal_time for one in others} & {Rank.WITHIN_NOISE, Rank.NEGLIGIBLE}
+    near = " or within a thousandth of the loss" if Rank.NEGLIGIBLE in level else ""
+    ranks = {
+        f"Better{than} beyond the noise": {Rank.BETTER},
+        f"Within the noise{of}{near}": level,
+        f"Worse{than} beyond the noise": {Rank.WORSE},
+        f"Without an interval, having fewer than two seeds in common with {baseline}": {Rank.NO_INTERVAL},
+    }
+    found = {words: [one.label for one in others if one.rank_at_equal_time in which] for words, which in ranks.items()}
+    return [f"{words}: {listed(labels)}." for words, labels in found.items() if labels]
+
+
+def _seeds_left_out(classes: Classes, rows: Sequence[Row]) -> str:
+    used, recorded = max(int(row["num_seeds"]) for row in rows), max(one.row["num_seeds"] for one in classes.values())
+    return f" and over {used} of {counted(recorded, 'seed')}" if used < recorded else ""
+
+
+def _recipes_left_out(classes: Classes) -> str:
+    missing = [one.label for one in classes.values() if one.row["num_seeds"] and one.equal_time is None]
+    return (
+        f" Left out, without a validation before that moment with the same seeds: {listed(missing)}." if missing else ""
+    )
+
+
+def _inconclusive(classes: Classes, found: Sequence[Classification], rows: Sequence[Row], after: str) -> str:
+    """Why some recipes have no rank at equal time."""
+    cause, advice = "There are too few seeds", "Use more seeds"
+    if any(_is_noisy(classes, one) for one in found):
+        cause, advice = "Timings are too noisy", "Run nothing else on this machine, or use more seeds"
+    names = listed(one.label for one in found)
+    widest = max(float(one.equal_time["half"]) for one in found if one.equal_time is not None)
+    return (
+        f"{cause} to rank {names} at equal time, {after}: no difference is above {largest_difference(rows):.2g}, and the "
+        f"interval reaches ± {widest:.2g}. {advice}."
+    )
+
+
+def _is_noisy(classes: Classes, one: Classification) -> bool:
+    """Whether the ratio of a recipe's time to the baseline's varies from seed to seed."""
+    mine, theirs = (
+        {run.seed: run.curve.end for run in group if run.counts and run.curve.points}
+        for group in (one.runs, classes[str(classes.baseline)].runs)
+    )
+    ratios = [mine[seed] / theirs[seed] for seed in mine if theirs.get(seed)]
+    return len(ratios) > 1 and max(ratios) > TIMING_NOISE * min(ratios)
+
+
+def _is_unfair(classes: Classes, runs: Sequence[RunStats]) -> bool:
+    """Whether a decaying learning rate makes the slower recipe look worse at equal time than a run of that length would."""
+    ends = [run.curve.end for run in runs if run.has_curve]
+    decays = any(run.run.config.get("schedule") not in (None, "constant") for run in runs if run.has_curve)
+    return classes.has_equal_steps and decays and max(ends) > 1.05 * min(ends)
+
+
+# ── caveats ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+# What may differ between compared runs; learning rates and steps are examined separately.
+_FREE = {
+    "recipe", "seed", "out", "stop_after", "lr", "warmup_steps", "eval_every", "checkpoint_every", "keep_checkpoints",
+    "log_every", "audit_every", "gauges_every", "fingerprints_every", "tensorboard", "log_to",
+    "steps",
+}  # fmt: skip
+
+
+def caveats(groups: Mapping[str, Sequence[RunStats]]) -> list[str]:
+    """What to know about these runs, in sentences.
+
+    Args:
+        groups: the runs of each recipe.
+    """
+    runs = [run for group in groups.values() for run in group]
+    sentences = []
+    left_out = [run for run in runs if not run.counts and not run.divergence]
+    if unfinished := [_progress(run) for run in left_out if run.run.summary is None]:
+        sentences.append(f"Not finished, and left out of every number: {listed(unfinished)}.")
+    if unknown := [_progress(run) for run in left_out if run.run.summary is not None]:
+        sentences.append(f"No validation loss was recorded, and left out of every number: {listed(unknown)}.")
+    sentences += _other_frameworks(runs)
+    if differing := [*_differing_settings(runs), *_differing_texts(runs)]:
+        sentences.append(
+            f"The runs differ in more than recipe and seed ({'; '.join(differing)}): a difference is not due to the recipe alone."
+        )
+    return [*sentences, *_unit_scaled_models(runs), *_different_lengths(groups)]
+
+
+def _other_frameworks(runs: Sequence[RunStats]) -> list[str]:
+    """Runs that were read from other frameworks' logs."""
+    foreign = list(dict.fromkeys(run.label for run in runs if run.run.is_foreign))
+    if not foreign:
+        return []
+    return [
+        f"Read from logs of other frameworks: {listed(foreign)}. Such a log holds no recipe, size or audit, and no seed, for "
+        "which 0 is taken; most do not say whether the run had ended: a difference may have any cause."
+    ]
+
+
+def _unit_scaled_models(runs: Sequence[RunStats]) -> list[str]:
+    """Unit-scaled recipes among others: they start from other weights and use learning rates of their own."""
+    units = list(dict.fromkeys(run.label for run in runs if run.is_unit_scaled))
+    if not units or len(units) == len({run.label for run in runs}):
+        return []
+    rates = [
+        dict.fromkeys(
+            str(run.run.config["lr"]) for run in runs if "lr" in run.run.config and run.is_unit_scaled is is_unit
+        )
+        for is_unit in (True, False)
+    ]
+    lr = f" (lr {listed(rates[0])}, the others {listed(rates[1])})" if all(rates) else ""
+    one = len(units) == 1
+    return [
+        f"{listed(units)} {'is another parametrization' if one else 'are other parametrizations'} of the model, with "
+        f"{'its' if one else 'their'} own initial weights and learning rate{lr}: a difference is not due to the format alone."
+    ]
+
+
+def _different_lengths(groups: Mapping[str, Sequence[RunStats]]) -> list[str]:
+    """Numbers of steps that differ, and whether the times are equal."""
+    steps = {label: number for label, number in requested_steps(groups).items() if number is not None}
+    if len(set(steps.values())) < 2:
+        return []
+    lengths = ", ".join(f"{label} {number}" for label, number in steps.items())
+    ends = {label: [r.curve.end for r in group if r.counts and r.curve.points] for label, group in groups.items()}
+    seconds = {label: statistics.median(found) for label, found in ends.items() if found}
+    if len(seconds) < 2:
+        return [f"They took different numbers of steps ({lengths}): not fair at equal tokens."]
+    if max(seconds.values()) <= TIMING_NOISE * min(seconds.values()):
+        return [f"They took different numbers of steps ({lengths}): fair at equal time, not at equal tokens."]
+    times = ", ".join(f"{label} {number:.3g} s" for label, number in seconds.items())
+    return [
+        f"They took different numbers of steps ({lengths}) and different times ({times}): their final losses are fair neither "
+        "at equal tokens nor at equal time."
+    ]
+
+
+def _progress(run: RunStats) -> str:
+    done = int(run.run.steps[-1].get("step", 0)) if run.run.steps else 0
+    requested = run.run.config.get("steps")
+    return f"{run.label}, seed {run.seed} ({done}{f' of {requested}' if requested else ''} steps)"
+
+
+def _by_seed(runs: Sequence[RunStats]) -> dict[int, list[RunStats]]:
+    found: dict[int, list[RunStats]] = {}
+    for run in runs:
+        found.setdefault(run.seed, []).append(run)
+    return found
+
+
+def _differing_settings(runs: Sequence[RunStats]) -> list[str]:
+    """Settings in which runs of one seed differ, each with its values."""
+    differing: dict[str, dict[str, None]] = {}
+    for group in _by_seed(runs).values():
+        values: dict[str, dict[str, None]] = {}
+        for run in group:
+            # A setting that an older version did not have is not a difference.
+            for key, value in _settings(run):
+                values.setdefault(key, {}).setdefault(str(value))
+        for key, found in values.items():
+            if len(found) > 1:
+                differing.setdefault(key, {}).update(found)
+    return [f"{key} {', '.join(found)}" for key, found in differing.items()]
+
+
+def _settings(run: RunStats) -> Iterator[tuple[str, Any]]:
+    """The settings that runs of one seed should share."""
+    config = run.run.config
+    # The limit of rollbacks has no effect on a run that never rolled back.
+    free = _FREE if any(event.get("kind") == "rollback" for event in run.run.events) else {*_FREE, "max_rollbacks"}
+    yield from ((key, value) for key, value in config.items() if key not in free)
+    # The learning rate of a unit-scaled model is in other units.
+    if "lr" in config:
+        yield "lr of unit-scaled models" if run.is_unit_scaled else "lr", config["lr"]
+    machine = run.run.run.get("machine")
+    for key, words in (("device", "device"), ("num_threads", "threads")):
+        if isinstance(machine, dict) and key in machine:
+            yield words, machine[key]
+
+
+def _differing_texts(runs: Sequence[RunStats]) -> list[str]:
+    """The seeds whose runs read different texts; the fingerprints themselves would add nothing."""
+    seeds = []
+    for seed, group in _by_seed(runs).items():
+        tables = [run.run.run.get("data") for run in group]
+        known = [table["fingerprint"] for table in tables if isinstance(table, dict) and "fingerprint" in table]
+        if any(fingerprint != known[0] for fingerprint in known):
+            seeds.append(str(seed))
+    return [f"the text of seed{'s' if len(seeds) > 1 else ''} {listed(seeds)}"] if seeds else []

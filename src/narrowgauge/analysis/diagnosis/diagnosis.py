@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from narrowgauge.analysis.diagnosis.causes import CAUSES, Cause
 from narrowgauge.analysis.diagnosis.evidence import Evidence, gather
-from narrowgauge.analysis.diagnosis.observations import Observation
+from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns, compare_two
 from narrowgauge.analysis.diagnosis.posterior import (
     CONFIDENCE,
     Measurement,
@@ -23,9 +23,9 @@ from narrowgauge.analysis.diagnosis.posterior import (
     next_measurement,
     ranked,
 )
-from narrowgauge.analysis.diagnosis.replayed_step import ReplayedStep
-from narrowgauge.analysis.diagnosis.signs import observe
-from narrowgauge.analysis.diagnosis.two_runs import TwoRuns, compare_two
+from narrowgauge.analysis.diagnosis.replay_findings import ReplayedStep
+from narrowgauge.analysis.diagnosis.signs.sign import Observation
+from narrowgauge.analysis.diagnosis.signs.sign_table import observe
 from narrowgauge.analysis.monitor.alarms import module_of
 from narrowgauge.analysis.monitor.detectors import SAFER
 from narrowgauge.runs.record import Run, read_run

@@ -15,10 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from narrowgauge.analysis.diagnosis.replayed_step import ReplayedStep
-from narrowgauge.analysis.monitor.alarms import Alarms
+from narrowgauge.analysis.diagnosis.replay_findings import ReplayedStep
+from narrowgauge.analysis.monitor.alarms import Alarms, number
 from narrowgauge.analysis.monitor.detectors import DETECTORS
-from narrowgauge.analysis.monitor.features import number
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import METRICS, Row
@@ -193,6 +192,59 @@ class Evidence:
             if values:
                 found[name] = values
         return found
+
+    # ── what its recipe and settings make possible: all of it where the record does not name the recipe ──────────────────
+
+    def in_float16(self) -> bool:
+        """Whether anything is computed in float16."""
+        return self.recipe is None or any("float16" in (c.dtype, c.name) for c in self.recipe.computes)
+
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled dynamically."""
+        return self.has("steps.loss_scale") or (self.recipe is None and self.in_float16())
+
+    def is_narrow(self) -> bool:
+        """Whether an operand of a matmul has fewer than 16 bits."""
+        return self.recipe is None or any(not cast.is_wide for c in self.recipe.computes for cast in c.casts.values())
+
+    def is_delayed(self) -> bool:
+        """Whether scales are taken from earlier steps."""
+        return self.recipe is None or any(compute.is_delayed for compute in self.recipe.computes)
+
+    def in_blocks(self) -> bool:
+        """Whether scales are those of blocks."""
+        if self.recipe is None:
+            return True
+        return any(cast.block is not None for c in self.recipe.computes for cast in c.casts.values())
+
+    def rounds_weights(self) -> bool:
+        """Whether stored weights are rounded to nearest."""
+        return self.recipe is None or self.recipe.storage.weight.rounding == "nearest"
+
+    def cannot_decay(self) -> bool:
+        """Whether second moments are rounded to nearest, and beta2 lowers them by less than half their spacing."""
+        beta2 = self.number_of("beta2")
+        if self.recipe is None or self.recipe.storage.exp_avg_sq.rounding != "nearest":
+            return self.recipe is None
+        code = self.recipe.storage.exp_avg_sq
+        mantissa_bits = code.parts * (code.mantissa_bits + 1) - 1
+        return beta2 is None or 1 - beta2 < 2.0 ** -(mantissa_bits + 1)
+
+    def is_unit_scaled(self) -> bool:
+        """Whether the model is known to be unit-scaled, where each tensor has a scale and a rate of its own."""
+        return self.recipe is not None and self.recipe.compute.transform == "unit"
+
+    def on_ranks(self) -> bool:
+        """Whether several processes train together."""
+        return self.num_ranks > 1
+
+    def accumulates(self) -> bool:
+        """Whether a step has several micro-batches, or may have."""
+        return (self.number_of("gradient_accumulation_steps") or 2) > 1
+
+    def was_resumed(self) -> bool:
+        """Whether the run was resumed."""
+        return bool(self.events.get("resume"))
 
     # ── what is held ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

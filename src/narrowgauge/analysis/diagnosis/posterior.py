@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from narrowgauge.analysis.diagnosis.causes import CAUSES, HEALTHY, Cause
 from narrowgauge.analysis.diagnosis.evidence import Evidence
-from narrowgauge.analysis.diagnosis.observations import Observation, Sign
-from narrowgauge.analysis.diagnosis.signs import SIGNS
+from narrowgauge.analysis.diagnosis.signs.sign import Observation, Sign
+from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS
 
 CONFIDENCE = 0.7
 """Below this probability nothing is claimed."""

@@ -1,25 +1,36 @@
-"""Spikes: a loss or a gradient norm far above its own recent values.
+"""Spikes and drifts: when a loss or a gradient norm has left its own recent level, at once or slowly.
 
-A bad batch or a developing fault shows as a jump. How large a jump is unusual depends on the run: noise moves the loss of
-a batch of two million tokens by a hundredth, and that of a thousand tokens by half. So a step is compared with robust
-statistics of the steps before it: the median of the last ``recent`` steps is the level, and the median difference between
-consecutive steps, over a longer window, is the noise. (Deviations from the median would count the fall of the loss as noise and
-miss spikes while it falls.) Losses are compared directly, gradient norms by their logarithms, since they vary by
-factors. Two floors prevent false alarms after very quiet stretches: the deviation of losses is at least one hundredth (of
-the loss, and of a nat), and a norm has to be ten times the median.
+*A spike.* A bad batch or a developing fault shows as a jump. How large a jump is unusual depends on the run: noise moves
+the loss of a batch of two million tokens by a hundredth, and that of a thousand tokens by half. So a step is compared with
+robust statistics of the steps before it: the median of the last ``recent`` steps is the level, and the median difference
+between consecutive steps, over a longer window, is the noise. (Deviations from the median would count the fall of the loss
+as noise and miss spikes while it falls.) Losses are compared directly, gradient norms by their logarithms, since they vary
+by factors. Two floors prevent false alarms after very quiet stretches: the deviation of losses is at least one hundredth
+(of the loss, and of a nat), and a norm has to be ten times the median.
 
 A spike does not enter the statistics, or the next one would be missed. After ``patience`` spikes in a row they are the new
 level, and all of them enter.
+
+*A drift* is so slow that no step is a spike, and does not come back. A loss of 2.3 among losses from 1.9 to 2.5 means
+nothing; a mean of 2.3 over a hundred steps after one of 2.0 means that the run loses what it has learned. So the level of
+the metric and the uncertainty of that level are estimated. Values are averaged in *blocks* of 20. The level is the mean of
+the middle half of the last blocks, so that a spike does not move it. Its uncertainty follows from the median distance of
+each block from the middle between its neighbours: a steady fall or climb does not contribute to it, and noise that lasts
+for some steps, as with ordered data, contributes almost in full.
+
+The metric has climbed where the lower bound of its level exceeds the upper bound of the lowest level so far. That is tested
+over the last 100, 200 and 400 steps: a large climb shows early, and a small one under much noise late.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Literal
-
-from narrowgauge.analysis.monitor.sorted_window import SortedWindow
 
 DISTANCE_TO_DEVIATION = 1.4826 / math.sqrt(2)
 """Standard deviation of normal noise over the median difference of two of its values."""
@@ -243,3 +254,145 @@ class StepJudgement:
         """
         self.gradient = self._judge.norm(value)
         return self.loss or self.gradient
+
+
+# ── drifts ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_BEND_TO_DEVIATION = 1.4826 / math.sqrt(6)
+"""Standard deviation of normal noise over the median magnitude of its second differences."""
+_MIDDLE_TO_MEAN = 1.09
+"""Standard error of the mean of the middle half of normal values over that of the mean of all: the root of 1.19."""
+
+
+class DriftJudge:
+    """Estimates a lower bound of how far a noisy metric has climbed above its lowest level.
+
+    Invariant: the result is a function of the sequence of values. Random fluctuations of a level stay within :math:`2 z` standard
+    errors, so a metric that is constant or falls has a climb of at most about zero.
+
+    Args:
+        block: values in a block.
+        spans: blocks of which a level is the mean; each span is used once twice as many blocks are known.
+        memory: the last blocks, from which the noise is estimated; at least the longest span.
+        z: standard errors between a level and its bounds.
+
+    Cost: about 12 µs per block.
+
+    Example:
+        >>> judge = DriftJudge()
+        >>> noise = [0.1, -0.2, 0.0, 0.2, -0.1, 0.1, 0.0]
+        >>> losses = [2.0 + noise[step % 7] + 0.001 * max(0, step - 400) for step in range(800)]
+        >>> climbs = [climb for loss in losses if (climb := judge.add(loss)) is not None]
+        >>> round(climbs[0], 2), round(climbs[-1], 2)
+        (-0.06, 0.29)
+
+    Source:
+        Intervals that do not overlap, as in any comparison of two means; blocks as in the method of batch means. z = 5 is the
+        least of 4, 4.5 and 5 without a false alarm in 12 simulated runs of 40,000 steps for each kind of noise with a standard
+        deviation up to 1 nat: normal, heavy-tailed (Student's t of 3), and with an autocorrelation of a half. An
+        autocorrelation of nine tenths does cause false alarms.
+    """
+
+    def __init__(
+        self, *, block: int = 20, spans: Sequence[int] = (5, 10, 20), memory: int = 50, z: float = 5.0
+    ) -> None:
+        self.block, self.spans, self.z = block, tuple(spans), z
+        self._values: list[float] = []
+        self._blocks: deque[float] = deque(maxlen=memory)
+        self._num_blocks = 0
+        self._lowest: dict[int, float] = {}
+
+    def add(self, value: float) -> float | None:
+        """Record a value.
+
+        Args:
+            value: finite.
+        Returns:
+            The climb, in the value's unit, at the end of each block; negative where there is none. ``None`` between blocks, and
+            while too few are known.
+        """
+        self._values.append(value)
+        if len(self._values) < self.block:
+            return None
+        self._blocks.append(fmean(self._values))
+        self._values.clear()
+        self._num_blocks += 1
+        ready = [span for span in self.spans if self._num_blocks >= 2 * span]
+        return max(self._climbs(ready), default=None)
+
+    def _climbs(self, spans: Sequence[int]) -> list[float]:
+        if not spans:
+            return []
+        blocks = list(self._blocks)
+        bends = [
+            before - 2 * value + after for before, value, after in zip(blocks, blocks[1:], blocks[2:], strict=False)
+        ]
+        noise = _BEND_TO_DEVIATION * median(map(abs, bends))
+        climbs = []
+        for span in spans:
+            level, margin = _middle(blocks[-span:]), self.z * _MIDDLE_TO_MEAN * noise / math.sqrt(span)
+            if span in self._lowest:
+                climbs.append(level - margin - self._lowest[span])
+            self._lowest[span] = min(self._lowest.get(span, math.inf), level + margin)
+        return climbs
+
+
+def _middle(values: Sequence[float]) -> float:
+    """The mean of the middle half."""
+    cut = len(values) // 4
+    return fmean(sorted(values)[cut : len(values) - cut])
+
+
+# ── medians of a window ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class SortedWindow:
+    """The last values of a sequence.
+
+    Invariant: :attr:`median` is that of :func:`statistics.median` over the last ``size`` values.
+
+    Args:
+        size: values that are kept, 1 at least.
+
+    Cost: under a microsecond for each value of a window of a hundred.
+
+    Example:
+        >>> window = SortedWindow(3)
+        >>> for value in (5.0, 1.0, 4.0, 2.0):
+        ...     window.add(value)
+        >>> window.median  # of 1, 4 and 2
+        2.0
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def add(self, value: float) -> None:
+        """Take a value in, and leave the oldest out where the window is full.
+
+        Args:
+            value: a number, not NaN.
+        """
+        if len(self._recent) == self._size:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        self._recent.append(value)
+        insort(self._sorted, value)
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self._recent.clear()
+        self._sorted.clear()
+
+    @property
+    def median(self) -> float:
+        """The middle value, or the mean of the two in the middle.
+
+        Raises:
+            IndexError: the window is empty.
+        """
+        half = len(self._sorted) // 2
+        if len(self._sorted) % 2:
+            return self._sorted[half]
+        return (self._sorted[half - 1] + self._sorted[half]) / 2

@@ -20,7 +20,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.loggers.tagged import comparison_of, gauge_numbers, kept_id, numbers_of
+from narrowgauge.runs.loggers.logger import comparison_of, gauge_numbers, kept_id, numbers_of
 from narrowgauge.runs.schema import EVAL, STEP, Row
 
 _SECONDS, _MOST = 2.0, 900

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.loggers.tagged import gauge_numbers, numbers_of
+from narrowgauge.runs.loggers.logger import gauge_numbers, numbers_of
 from narrowgauge.runs.schema import EVAL, FIRST_EXPONENT, GAUGE, NUM_EXPONENTS, STEP, Row
 
 _EDGES = [float(FIRST_EXPONENT + k) for k in range(NUM_EXPONENTS + 1)]

@@ -17,7 +17,7 @@ import wandb
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.loggers.tagged import comparison_of, gauge_numbers, kept_id, numbers_of
+from narrowgauge.runs.loggers.logger import comparison_of, gauge_numbers, kept_id, numbers_of
 from narrowgauge.runs.schema import EVAL, STEP, Row
 
 

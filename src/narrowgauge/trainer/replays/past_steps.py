@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.analysis.diagnosis.departures import Departure
+from narrowgauge.analysis.diagnosis.replay_findings import Departure
 from narrowgauge.analysis.monitor.spikes import Spike
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.optim.accumulation import AccumulationWarning

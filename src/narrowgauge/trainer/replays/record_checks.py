@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from narrowgauge.analysis.diagnosis.alignment import same_value
-from narrowgauge.analysis.diagnosis.departures import HELD, Departure
+from narrowgauge.analysis.diagnosis.pairs.alignment import same_value
+from narrowgauge.analysis.diagnosis.replay_findings import HELD, Departure
 from narrowgauge.runs.schema import Row
 
 COLUMNS = ("batch_crc", "lr", "loss", "grad_norm", "skipped", "loss_scale")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge._torch import plain_name
-from narrowgauge.analysis.diagnosis.replayed_step import EXACT, ReplayedStep
+from narrowgauge.analysis.diagnosis.replay_findings import EXACT, ReplayedStep
 from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.trainer.recovery import replay_last_step
 from narrowgauge.trainer.replays.past_steps import Moment, PastStep, in_other_recipe, replaying, require_finite

@@ -20,11 +20,9 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.analysis.diagnosis.departures import Departure
-from narrowgauge.analysis.diagnosis.prints import by_step
-from narrowgauge.analysis.diagnosis.replayed import MeasuredEnvelope, Replayed
-from narrowgauge.analysis.diagnosis.stages import Parting, relative_difference
-from narrowgauge.analysis.diagnosis.two_runs import TwoRuns, compare_two
+from narrowgauge.analysis.diagnosis.pairs.first_difference import Parting, by_step, relative_difference
+from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns, compare_two
+from narrowgauge.analysis.diagnosis.replay_findings import Departure, MeasuredEnvelope, Replayed
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.checkpoint import checkpoint_before
@@ -61,7 +59,7 @@ def compare_exactly(one: str | Path, other: str | Path, *, num_replays: int = 3,
         num_replays: how often the step is repeated with changed weights; 0 does not measure how far rounding reaches.
         say: called with a sentence before what takes a while.
     Returns:
-        As :func:`~narrowgauge.analysis.diagnosis.two_runs.compare_two`, with what the replays say.
+        As :func:`~narrowgauge.analysis.diagnosis.pairs.two_runs.compare_two`, with what the replays say.
     Raises:
         RecordError: one of the two cannot be replayed; see :func:`~narrowgauge.trainer.replays.past_steps.replaying`.
 

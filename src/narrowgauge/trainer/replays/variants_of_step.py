@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge._torch import plain_name
-from narrowgauge.analysis.diagnosis.replay_variants import WIDENINGS
-from narrowgauge.analysis.diagnosis.replayed_step import VariantResult
+from narrowgauge.analysis.diagnosis.replay_findings import WIDENINGS, VariantResult
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES

@@ -1,4 +1,10 @@
-"""What a replayed step has shown: the step as it was, and what each change of its arithmetic would have given."""
+"""What replays find: of one step, computed again in several ways, and of two runs, computed again side by side.
+
+The steps themselves are replayed in :mod:`narrowgauge.trainer.replays`, which needs PyTorch; this is what is left of them.
+
+A *place* is where a step rounds. Each is widened to float32 alone, all others as they were: what then remains of the difference
+to the step in float32 is not from there. The replay, the command, the documentation and the tests read :data:`REPLAY_VARIANTS`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +13,115 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.analysis.diagnosis.departures import Departure
-from narrowgauge.analysis.diagnosis.replay_variants import REPLAY_VARIANTS, WIDENINGS
-from narrowgauge.spec.tables import Row, number_columns, text_columns
+from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
+
+HELD = "held:"
+"""What the name of a tensor begins with that the run itself found changed between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Where a replay parts from the record.
+
+    Args:
+        step: of the run.
+        what: the column of ``steps.jsonl``, or the tensor; ``held:NAME``: the run itself found it changed between two steps.
+        recorded, replayed: the two values; of a tensor its norms.
+    """
+
+    step: int
+    what: str
+    recorded: Any
+    replayed: Any
+
+    @property
+    def message(self) -> str:
+        """One sentence."""
+        if self.what.startswith(HELD):
+            name = self.what.removeprefix(HELD)
+            return (
+                f"the run found {name} changed between steps {self.step - 1} and {self.step}, which no replay repeats"
+            )
+        return f"the replay parts from the record at step {self.step}: {self.what} is {self.replayed} and was {self.recorded}"
+
+
+# ── the variants of a step, a row per change of its arithmetic ───────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayVariant:
+    """One way to compute the step once more.
+
+    Args:
+        name: its key in the table.
+        changed: what differs from the run's own step.
+        shows: what its difference to the step in float32 says.
+        is_widening: one place is widened; the other rows are what they are compared with.
+    """
+
+    name: str
+    changed: str
+    shows: str
+    is_widening: bool = True
+
+
+_ROWS = (
+    ReplayVariant(
+        "as-run", "nothing: every rounding of the recipe, with sums in float32",
+        "how far the recipe's roundings carry the step", is_widening=False,
+    ),
+    ReplayVariant(
+        "float32", "every rounding is left out, from the same stored weights and moments",
+        "the step that all others are compared with", is_widening=False,
+    ),
+    ReplayVariant("inputs", "linear layers take their inputs uncast, in all their matmuls", "casts of activations"),
+    ReplayVariant("weights", "all layers take the stored weights uncast and uncut", "casts of weights, and bits that they hide"),
+    ReplayVariant("output-gradients", "linear layers take gradients of their outputs uncast", "casts in the backward pass"),
+    ReplayVariant("linear-outputs", "the outputs of linear layers are not rounded", "what a 16-bit result of a matmul loses"),
+    ReplayVariant("attention", "rotary embedding, softmax and products of attention are not rounded", "attention in few bits"),
+    ReplayVariant("norms", "the outputs of norms are not rounded", "normalization in few bits"),
+    ReplayVariant("residual", "the residual stream and products of gates are not rounded", "a residual stream in few bits"),
+    ReplayVariant("logits", "the head's logits are not rounded", "a head in few bits"),
+    ReplayVariant("own-casts", "casts that the model's own code makes are left out", "a cast that no recipe asked for"),
+    ReplayVariant("activation-gradients", "gradients between layers are not rounded", "a backward pass in few bits"),
+    ReplayVariant(
+        "weight-gradients", "gradients of weights are neither rounded nor added up in the format of their weights",
+        "gradients of weights in few bits",
+    ),
+    ReplayVariant("accumulation", "gradients of micro-batches are summed in float32", "a sum over micro-batches in few bits"),
+    ReplayVariant("storage", "the update is applied to float32 weights and moments", "updates that the storage rounds away"),
+    ReplayVariant(
+        "other-order", "the sequences of the batch in reverse, so that every sum over them has another order",
+        "how far the order of sums carries the same step", is_widening=False,
+    ),
+    ReplayVariant(
+        "other-order-float32", "the same in float32", "the part of it that float32 has too", is_widening=False,
+    ),
+)  # fmt: skip
+
+REPLAY_VARIANTS: dict[str, ReplayVariant] = {row.name: row for row in _ROWS}
+"""All rows by name."""
+WIDENINGS: tuple[str, ...] = tuple(row.name for row in _ROWS if row.is_widening)
+
+
+def variant_rows() -> list[Row]:
+    """The table as plain values.
+
+    Example:
+        >>> [row["name"] for row in variant_rows()][:2]
+        ['as-run', 'float32']
+    """
+    return [{"name": row.name, "changed": row.changed, "shows": row.shows} for row in _ROWS]
+
+
+def variant_table() -> Table:
+    """The table with the columns to print."""
+    return Table(
+        (*name_columns(variant="name"), *text_columns(what_is_changed="changed", what_it_shows="shows")), variant_rows()
+    )
+
+
+# ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SHARE = 0.5
 """From this share on a widening is named as what removes most of a difference."""
@@ -25,7 +137,7 @@ class VariantResult:
     """One computation of the step, against the step in float32.
 
     Args:
-        name: of :data:`~narrowgauge.analysis.diagnosis.replay_variants.REPLAY_VARIANTS`.
+        name: of :data:`~narrowgauge.analysis.diagnosis.replay_findings.REPLAY_VARIANTS`.
         loss, gradient, update: relative differences to the step in float32; of other orders to the same step in the first order.
             ``None`` where there is none: it is not finite, or the variant does not change it.
         gradient_share, update_share: how much of the run's own squared difference a widening removes, at most 1.
@@ -267,3 +379,90 @@ def variant_results(variants: Sequence[VariantResult]) -> list[Row]:
         }
         for row in variants
     ]
+
+
+# ── two runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+MARGIN = 4.0
+"""How many times the largest of a few measured changes still counts as rounding: the next one may be larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredEnvelope:
+    """How far one-ulp changes of all weights carry one tensor in one step.
+
+    Args:
+        step: of the replays.
+        tensor: ``KIND:NAME``.
+        changes: of its norm, relative, one for each replay.
+    """
+
+    step: int
+    tensor: str
+    changes: tuple[float, ...]
+
+    @property
+    def limit(self) -> float:
+        """The relative difference up to which rounding explains it."""
+        return MARGIN * max(self.changes, default=0.0)
+
+    def holds(self, relative: float) -> bool:
+        """Whether a relative difference lies inside.
+
+        Example:
+            >>> MeasuredEnvelope(3, "grad:w", (1e-4, 2e-4)).holds(5e-4), MeasuredEnvelope(3, "grad:w", (1e-4,)).holds(5e-4)
+            (True, False)
+        """
+        return relative <= self.limit
+
+    def __str__(self) -> str:
+        times = "one replay" if len(self.changes) == 1 else f"{len(self.changes)} replays"
+        return f"in {times} with weights changed by one ulp of float32 it moved by at most {max(self.changes):.2g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Both runs computed again, from the last state that they have in common.
+
+    Args:
+        since: the step of that state.
+        repeats: whether each replay has the bits of its record; ``None`` where ranks summed in another order than one process.
+        agree: the replays are equal to each other in every step, so that nothing the runs were given parts them.
+        said: where a replay parts from its record, a sentence each.
+        persists: whether a run that cannot be repeated parts from its replay again after a later checkpoint, if it has one.
+        envelope: of the tensor in which they part, if it was measured.
+    """
+
+    since: int
+    repeats: tuple[bool | None, bool | None]
+    agree: bool
+    said: tuple[str, ...] = ()
+    persists: bool | None = None
+    envelope: MeasuredEnvelope | None = None
+
+    @property
+    def excludes_settings(self) -> bool:
+        """Whether no setting can be why: computed again as they were given, the two runs are equal."""
+        return self.agree and False in self.repeats
+
+    def sentences(self) -> list[str]:
+        """What it says, for a ticket."""
+        found = []
+        if self.repeats == (True, True):
+            found.append(f"both were computed again from step {self.since} on, with the bits of their records")
+        found += self.said
+        if self.excludes_settings:
+            found.append("computed again here, both give the same: nothing that they were given parts them")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """As values for JSON."""
+        envelope = self.envelope
+        return {
+            "since": self.since,
+            "repeats": list(self.repeats),
+            "agree": self.agree,
+            "persists": self.persists,
+            "envelope": envelope
+            and {"tensor": envelope.tensor, "changes": list(envelope.changes), "limit": envelope.limit},
+        }

@@ -1,4 +1,4 @@
-"""Signs in the rows of steps: how a spike begins and ends, and what the gradient norm does.
+"""Signs in the rows of steps and evaluations: losses, gradient norms, rates, the loss scale, durations, resumes.
 
 The detectors say that a loss jumped; these signs say how. A corrupted batch is over with the next one, an unstable
 update takes many steps to recover from, and gradients that grow come before a loss that does.
@@ -7,13 +7,15 @@ update takes many steps to recover from, and gradients that grow come before a l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
-from statistics import median
+from statistics import median, quantiles
 
 from narrowgauge.analysis.diagnosis.evidence import Evidence, step_of
-from narrowgauge.analysis.diagnosis.observations import ABSENT, UNKNOWN, Observation, Sign, present
-from narrowgauge.analysis.monitor.features import number
+from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
+from narrowgauge.analysis.monitor.alarms import number
 
 BEFORE = 30
 """Steps whose median is the level before something."""
@@ -369,3 +371,313 @@ SIGNS_OF_STEPS: tuple[Sign, ...] = (
     ),
 )  # fmt: skip
 """The signs in the rows of steps."""
+
+
+# ── evaluations: the training loss falls, and the validation loss does not ───────────────────────────────────────────────
+
+LARGE_GAP = 0.1
+"""Validation loss minus training loss, in nats, from which data have been learned by heart."""
+FEWEST_EVALS = 3
+"""Evaluations from which a gap can be said to grow."""
+
+
+def _gaps(evidence: Evidence) -> list[tuple[int, float]]:
+    """At each evaluation the validation loss, less the level of the training loss over the steps before it."""
+    steps, losses = evidence.steps, evidence.column("loss")
+    found = []
+    for row in evidence.run.evals:
+        count = bisect_right(steps, int(row["step"]))
+        level, value = level_of(losses[max(0, count - BEFORE) : count]), number(row.get("val_loss"))
+        if level is not None and value is not None:
+            found.append((int(row["step"]), value - level))
+    return found
+
+
+def _parts(evidence: Evidence) -> Observation:
+    gaps = _gaps(evidence)
+    if len(gaps) < FEWEST_EVALS:
+        return UNKNOWN
+    values = [gap for _, gap in gaps]
+    # It grows over the whole run, and from one evaluation to the next at the end: a single one is noise.
+    if not (values[-1] > LARGE_GAP and values[-1] > values[-2] > values[0] and values[-1] > values[0] + LARGE_GAP):
+        return ABSENT
+    step = next(step for step, gap in gaps if gap > LARGE_GAP)
+    said = f"the validation loss is {values[-1]:.2f} nats above the training loss at the end, and was {values[0]:.2f} at first"
+    return present(step, said, None, values[-1], LARGE_GAP)
+
+
+SIGNS_OF_EVALS: tuple[Sign, ...] = (
+    Sign(
+        "validation-parts-from-training", "the training loss falls, and the validation loss falls less or rises",
+        ("steps.loss", "run.evals"), 0.03, _parts, "--eval-every 100",
+    ),
+)  # fmt: skip
+"""The signs in the evaluations."""
+
+
+# ── the learning rate: a schedule changes it a little from one step to the next, a warm-up by a factor of two ────────────
+
+JUMP = 2.5
+"""Factor between the rates of two consecutive steps that no schedule has after a warm-up's first steps."""
+STAYS = 10
+"""Steps from which a jump stays."""
+RESUMED_BY = 1.5
+"""Factor between the rates before and after a resume that no schedule has."""
+
+
+def _jumps(evidence: Evidence) -> Iterator[tuple[int, float, float, int]]:
+    """Rates that rise at one step above all earlier ones: the row, the rates before and after, and how many rows it lasts.
+
+    What comes back to an earlier rate is a restart.
+    """
+    rates, highest = evidence.column("lr"), 0.0
+    for row in range(2, len(rates)):  # a warm-up may begin at a thousandth, and its second rate be many times that
+        before, now = rates[row - 1], rates[row]
+        highest = max(highest, before or 0.0)
+        if evidence.steps[row] - evidence.steps[row - 1] > 1 or (now or 0.0) <= 1.1 * highest:
+            continue
+        if before and now and now > JUMP * before:
+            width = next((k for k, rate in enumerate(rates[row:]) if (rate or 0.0) < now / JUMP), len(rates) - row)
+            yield row, before, now, width
+
+
+def _rate_jumps(evidence: Evidence) -> Observation:
+    if evidence.is_sparse:
+        return UNKNOWN
+    for row, before, now, width in _jumps(evidence):
+        if width >= STAYS:
+            step = evidence.steps[row]
+            return present(
+                step, f"the learning rate rose from {before:.3g} to {now:.3g} at step {step}", None, now, JUMP * before
+            )
+    return ABSENT
+
+
+def _rate_bursts(evidence: Evidence) -> Observation:
+    if evidence.is_sparse:
+        return UNKNOWN
+    for row, before, now, width in _jumps(evidence):
+        if width < STAYS and row + width < len(evidence.steps):
+            step = evidence.steps[row]
+            said = f"the learning rate was {now:.3g} instead of {before:.3g} for {width} steps from step {step} on"
+            return present(step, said, None, now, JUMP * before)
+    return ABSENT
+
+
+def _rate_moves_at_resume(evidence: Evidence) -> Observation:
+    rates = evidence.column("lr")
+    for event in evidence.events.get("resume", []):
+        row = next((k for k, step in enumerate(evidence.steps) if step > step_of(event)), 0)
+        before, now = (rates[row - 1], rates[row]) if row else (None, None)
+        if not before or not now or evidence.steps[row] - evidence.steps[row - 1] > 1 or row < 3:
+            continue
+        if max(now / before, before / now) >= RESUMED_BY:
+            step = evidence.steps[row]
+            said = f"the learning rate went from {before:.3g} to {now:.3g} where the run resumed"
+            return present(step, said, None, now, RESUMED_BY * before)
+    return ABSENT
+
+
+_RATE = ("steps.lr",)
+
+SIGNS_OF_RATES: tuple[Sign, ...] = (
+    Sign("rate-jumps", "the learning rate jumps as no schedule lets it, and stays there", _RATE, 0.002, _rate_jumps),
+    Sign("rate-bursts", "the learning rate is far higher for a few steps", _RATE, 0.001, _rate_bursts),
+    Sign(
+        "rate-moves-at-resume", "the learning rate is another one since a resume", (*_RATE, "run.ours"), 0.005,
+        _rate_moves_at_resume,
+    ),
+)  # fmt: skip
+"""The signs in the learning rate."""
+
+
+# ── the loss scale: whether overflows lower it, and what the loss does meanwhile ─────────────────────────────────────────
+
+
+def _scale_falls_alone(evidence: Evidence) -> Observation:
+    """A loss scale is halved where gradients overflow, and such a step is skipped: one that falls without is set by something."""
+    before: float | None = None
+    for row in evidence.run.steps:
+        now = number(row.get("loss_scale"))
+        if before is not None and now is not None and now < before / 2.5 and not row.get("skipped"):
+            step = int(row["step"])
+            return present(
+                step,
+                f"the loss scale fell from {before:g} to {now:g} at step {step}, and no gradient overflowed",
+                None,
+                now,
+            )
+        before = now if now is not None else before
+    return ABSENT
+
+
+def _rises_with_scale(evidence: Evidence) -> Observation:
+    """Whether the loss is higher at the end than before the loss scale fell: skipped steps change nothing."""
+    losses = evidence.column("loss")
+    events = evidence.raised_by("scale-halvings", "scale-skips")
+    row = next((k for k, step in enumerate(evidence.steps) if events and step >= step_of(events[0])), 0)
+    before = [loss for loss in losses[max(0, row - 25) : max(0, row - 5)] if loss is not None and math.isfinite(loss)]
+    late = [loss for loss in losses[max(row, len(losses) - 20) :] if loss is not None and math.isfinite(loss)]
+    if min(len(before), len(late)) < 10:
+        return UNKNOWN
+    noise = median(abs(b - a) for a, b in pairwise(before)) * math.sqrt(2 / min(len(before), len(late)))
+    was, now = median(before), median(late)
+    if now <= was + 1.5 * noise:
+        return ABSENT
+    said = f"the loss is {now:.3f} at the end and was {was:.3f} before the loss scale fell"
+    return present(evidence.steps[row], said, None, now, was + 1.5 * noise)
+
+
+SIGNS_OF_LOSS_SCALE: tuple[Sign, ...] = (
+    Sign(
+        "loss-rises-with-scale", "the loss is higher at the end than before the loss scale fell", ("steps.loss",), 0.2,
+        _rises_with_scale,
+        given="loss-scale-falls",
+    ),
+    Sign(
+        "scale-falls-alone", "the loss scale falls where no gradient overflowed", ("steps.loss_scale", "run.ours"), 0.002,
+        _scale_falls_alone,
+    ),
+)  # fmt: skip
+"""The signs in the loss scale."""
+
+
+# ── where the time goes (medians of the later three quarters, since the first steps compile), and resumes ────────────────
+
+MAX_SHARE = 0.2
+"""Share of a step's time, outside its arithmetic, that is worth a word."""
+SLOWER = 1.4
+"""Factor between the durations of late and early steps."""
+SLOWER_CLOCK = 1.5
+"""Factor between the fast tenth of late steps and the median of early ones, in processor time; busy machines reached 1.33."""
+LEVEL_SIGMAS = 5.0
+"""Standard errors by which a level moves where chance does not move it."""
+
+
+def _share(evidence: Evidence, column: str) -> tuple[int, float] | None:
+    """The step at which the later three quarters of the run begin, and the median share of their time."""
+    rows = [
+        (row["step"], part / whole)
+        for row in evidence.run.steps
+        if (part := number(row.get(column))) is not None and (whole := number(row.get("seconds")))
+    ]
+    later = rows[len(rows) // 4 :]
+    return (int(later[0][0]), median(share for _, share in later)) if len(later) >= FEWEST else None
+
+
+def _waits_for(column: str, words: str, evidence: Evidence) -> Observation:
+    found = _share(evidence, column)
+    if found is None:
+        return UNKNOWN
+    step, share = found
+    if share < MAX_SHARE:
+        return ABSENT
+    return present(step, f"{share:.0%} of a step's time is {words}", None, share, MAX_SHARE)
+
+
+def _slows_down(evidence: Evidence) -> Observation:
+    """Late steps take longer than early ones, in whatever neither data nor other ranks account for.
+
+    Where processor time is recorded, it tells a slow clock from other programs, which make any step longer.
+    """
+    if evidence.has("steps.cpu_seconds") and evidence.has("run.on_cpu"):
+        return UNKNOWN
+    own = []
+    for row in evidence.run.steps[3:]:
+        if (seconds := number(row.get("seconds"))) is not None:
+            others = (number(row.get(name)) or 0.0 for name in ("data_seconds", "wait_seconds"))
+            own.append((int(row["step"]), seconds - sum(others)))
+    if len(own) < 4 * FEWEST:
+        return UNKNOWN
+    third = len(own) // 3
+    early, late = [t for _, t in own[:third]], [t for _, t in own[-third:]]
+    # The slow quarter of early steps and the fast tenth of late ones: other programs slow many steps, heat slows all.
+    if quantiles(late, n=10)[0] < SLOWER * quantiles(early, n=4)[2]:
+        return ABSENT
+    limit = SLOWER * quantiles(early, n=4)[2]
+    begins = next((step for step, seconds in own[third:] if seconds > limit), own[-third][0])
+    said = f"a step took {median(early):.3g} s at first and takes {median(late):.3g} s at the end"
+    return present(begins, said, None, median(late), limit)
+
+
+def _computes_slower(evidence: Evidence) -> Observation:
+    """The same step takes more of the processor's time: its clock is slower. Other programs make it wait instead."""
+    spent = [(int(row["step"]), number(row.get("cpu_seconds"))) for row in evidence.run.steps[3:]]
+    known = [(step, seconds) for step, seconds in spent if seconds]
+    if len(known) < 4 * FEWEST:
+        return UNKNOWN
+    third = len(known) // 3
+    early, late = [t for _, t in known[:third]], [t for _, t in known[-third:]]
+    # A core that is shared with another program makes many steps longer, and not the fastest ones.
+    was, now = median(early), quantiles(late, n=10)[0]
+    if now < SLOWER_CLOCK * was:
+        return ABSENT
+    begins = next((step for step, seconds in known[third:] if seconds > SLOWER_CLOCK * was), known[-third][0])
+    said = f"a step took {was:.3g} s of processor time at first and takes {median(late):.3g} s at the end"
+    return present(begins, said, None, median(late), SLOWER_CLOCK * was)
+
+
+def _moves_at_resume(evidence: Evidence) -> Observation:
+    losses = evidence.column("loss")
+    for event in evidence.events.get("resume", []):
+        row = next((k for k, step in enumerate(evidence.steps) if step > step_of(event)), len(losses))
+        before, after = losses[max(0, row - BEFORE) : row], losses[row : row + BEFORE]
+        known = [value for value in (*before, *after) if value is not None]
+        was, now = level_of(before), level_of(after)
+        if was is None or now is None:
+            continue
+        noise = median(abs(b - a) for a, b in pairwise(known)) / math.sqrt(min(len(before), len(after)))
+        if now - was > max(LEVEL_SIGMAS * noise, 0.02 * abs(was)):
+            step = step_of(event)
+            return present(
+                step,
+                f"the level of the loss went from {was:.3f} to {now:.3f} where the run resumed, at step {step}",
+                None,
+                now,
+                was,
+            )
+    return ABSENT
+
+
+def _spikes_at_resume(evidence: Evidence) -> Observation:
+    resumes = [step_of(event) for event in evidence.events.get("resume", [])]
+    for spike in evidence.raised_by("loss-spike"):
+        since = next((step for step in resumes if 0 < step_of(spike) - step <= BEFORE), None)
+        if since is not None:
+            step = step_of(spike)
+            return present(step, f"the loss jumped at step {step}, {step - since} steps after the run resumed")
+    return ABSENT
+
+
+def _was_resumed(evidence: Evidence) -> Observation:
+    events = evidence.events.get("resume", [])
+    return present(step_of(events[0]), f"the run resumed from step {step_of(events[0])}") if events else ABSENT
+
+
+_TIME, _DATA, _WAIT = "steps.seconds", "steps.data_seconds", "steps.wait_seconds"
+
+SIGNS_OF_TIME: tuple[Sign, ...] = (
+    Sign(
+        "data-is-slow", "a fifth of the time or more is spent waiting for data", (_TIME, _DATA), 0.003,
+        partial(_waits_for, "data_seconds", "waiting for data"), LATER.format("data_seconds"),
+    ),
+    Sign(
+        "ranks-wait", "a fifth of the time or more is spent waiting for the slowest rank", (_TIME, _WAIT), 0.02,
+        partial(_waits_for, "wait_seconds", "waiting for the slowest rank"),
+    ),
+    Sign("steps-slow-down", "late steps take longer than early ones", (_TIME,), 0.012, _slows_down),
+    Sign(
+        "computing-slows-down", "late steps take more processor time than early ones",
+        ("steps.cpu_seconds", "run.on_cpu"), 0.006, _computes_slower, LATER.format("cpu_seconds"),
+    ),
+    Sign("run-was-resumed", "the run was resumed", ("run.ours",), 0.2, _was_resumed),
+    Sign(
+        "level-moves-at-resume", "the loss goes on at a higher level after a resume", ("run.ours", "steps.loss"), 0.003,
+        _moves_at_resume,
+    ),
+    Sign(
+        "spike-at-resume", "the loss jumps soon after a resume", ("run.ours", "steps.loss"), 0.1, _spikes_at_resume,
+        given="loss-spikes",
+    ),
+)  # fmt: skip
+"""The signs in the durations of steps, and at resumes."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from narrowgauge.analysis.diagnosis.evidence import Evidence
-from narrowgauge.analysis.diagnosis.observations import ABSENT, UNKNOWN, Observation, Sign, present
-from narrowgauge.analysis.diagnosis.replayed_step import SHARE, ReplayedStep
+from narrowgauge.analysis.diagnosis.replay_findings import SHARE, ReplayedStep
+from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
 
 LARGE = 0.25
 """A gradient that differs from float32's by this is no rounding any more: healthy runs in four bits differ by 0.07."""

@@ -9,18 +9,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from narrowgauge.analysis.diagnosis.evidence import Evidence
-from narrowgauge.analysis.diagnosis.observations import UNKNOWN, Observation, Sign
-from narrowgauge.analysis.diagnosis.signs_of_batches import SIGNS_OF_BATCHES
-from narrowgauge.analysis.diagnosis.signs_of_evals import SIGNS_OF_EVALS
-from narrowgauge.analysis.diagnosis.signs_of_events import SIGNS_OF_EVENTS
-from narrowgauge.analysis.diagnosis.signs_of_gauges import SIGNS_OF_GAUGES
-from narrowgauge.analysis.diagnosis.signs_of_layers import SIGNS_OF_LAYERS
-from narrowgauge.analysis.diagnosis.signs_of_loss_scale import SIGNS_OF_LOSS_SCALE
-from narrowgauge.analysis.diagnosis.signs_of_rates import SIGNS_OF_RATES
-from narrowgauge.analysis.diagnosis.signs_of_replays import SIGNS_OF_REPLAYS
-from narrowgauge.analysis.diagnosis.signs_of_settings import SIGNS_OF_SETTINGS
-from narrowgauge.analysis.diagnosis.signs_of_steps import SIGNS_OF_STEPS
-from narrowgauge.analysis.diagnosis.signs_of_time import SIGNS_OF_TIME
+from narrowgauge.analysis.diagnosis.signs.batch_signs import SIGNS_OF_BATCHES
+from narrowgauge.analysis.diagnosis.signs.event_signs import SIGNS_OF_EVENTS
+from narrowgauge.analysis.diagnosis.signs.gauge_signs import SIGNS_OF_GAUGES, SIGNS_OF_LAYERS
+from narrowgauge.analysis.diagnosis.signs.replay_signs import SIGNS_OF_REPLAYS
+from narrowgauge.analysis.diagnosis.signs.setting_signs import SIGNS_OF_SETTINGS
+from narrowgauge.analysis.diagnosis.signs.sign import UNKNOWN, Observation, Sign
+from narrowgauge.analysis.diagnosis.signs.step_signs import (
+    SIGNS_OF_EVALS,
+    SIGNS_OF_LOSS_SCALE,
+    SIGNS_OF_RATES,
+    SIGNS_OF_STEPS,
+    SIGNS_OF_TIME,
+)
+from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
 
 SIGNS: dict[str, Sign] = {
     sign.name: sign
@@ -59,3 +61,29 @@ def _look(sign: Sign, evidence: Evidence, seen: dict[str, Observation]) -> Obser
         is_asked = not sign.given or _look(SIGNS[sign.given], evidence, seen).state == "present"
         seen[sign.name] = sign.observe(evidence) if is_asked else replace(UNKNOWN, sign=sign.name)
     return seen[sign.name]
+
+
+def sign_rows() -> list[Row]:
+    """The table of signs as plain values."""
+    return [
+        {
+            "name": sign.name,
+            "meaning": sign.meaning,
+            "reads": list(sign.reads),
+            "base_rate": sign.base_rate,
+            "needs": sign.needs,
+            "given": sign.given,
+        }
+        for sign in SIGNS.values()
+    ]
+
+
+def sign_table() -> Table:
+    """The table of signs with the columns to print."""
+    columns = (
+        *name_columns(sign="name"),
+        *text_columns(what_it_says="meaning", reads="reads"),
+        *number_columns(of_healthy_runs="base_rate"),
+        *text_columns(among_runs_with="given", recorded_by="needs"),
+    )
+    return Table(columns, sign_rows())

@@ -6,7 +6,7 @@ They have no step: nothing in the rows comes after them.
 from __future__ import annotations
 
 from narrowgauge.analysis.diagnosis.evidence import Evidence
-from narrowgauge.analysis.diagnosis.observations import ABSENT, UNKNOWN, Observation, Sign, present
+from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
 from narrowgauge.spec.accumulations import naive_limit
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.learning_rates import usual_rate

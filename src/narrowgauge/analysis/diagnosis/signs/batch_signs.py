@@ -12,8 +12,8 @@ from itertools import pairwise
 from statistics import fmean, median, pstdev
 
 from narrowgauge.analysis.diagnosis.evidence import Evidence, step_of
-from narrowgauge.analysis.diagnosis.observations import ABSENT, UNKNOWN, Observation, Sign, present
-from narrowgauge.analysis.diagnosis.signs_of_steps import BEFORE, FEWEST, LATER
+from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
+from narrowgauge.analysis.diagnosis.signs.step_signs import BEFORE, FEWEST, LATER
 
 UNUSUAL, LEAST_UNUSUAL = 7.0, 0.1
 """Standard deviations, and nats, between a step's unigram loss and that of all steps, from which its tokens are unusual."""

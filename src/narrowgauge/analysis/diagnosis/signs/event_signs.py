@@ -13,13 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from narrowgauge.analysis.diagnosis import possible
 from narrowgauge.analysis.diagnosis.evidence import Evidence, step_of
-from narrowgauge.analysis.diagnosis.observations import ABSENT, UNKNOWN, Observation, Sign, present
-from narrowgauge.analysis.monitor.alarms import Alarms
-from narrowgauge.analysis.monitor.conditions import CONDITIONS
-from narrowgauge.analysis.monitor.detectors import DETECTORS
-from narrowgauge.analysis.monitor.features import number
+from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
+from narrowgauge.analysis.monitor.alarms import Alarms, number
+from narrowgauge.analysis.monitor.detectors import CONDITIONS, DETECTORS
 from narrowgauge.runs.schema import Row
 
 GAUGES, AUDIT, VERIFIED = "--gauges-every 20", "--audit-every 10", "--verify-every 100"
@@ -98,7 +95,7 @@ def _of_updates(name: str, meaning: str, base_rate: float, detector: str, *check
 
 def _saturates(evidence: Evidence) -> Observation:
     """Delayed scales let a sample's cast saturate in healthy runs too: there the count of every step tells."""
-    if evidence.recipe is not None and possible.is_delayed(evidence):
+    if evidence.recipe is not None and evidence.is_delayed():
         return UNKNOWN
     return _raised(("overflow",), (), (), 1, evidence)
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from narrowgauge.analysis.diagnosis.alignment import Alignment
-from narrowgauge.analysis.diagnosis.given import Difference
-from narrowgauge.analysis.diagnosis.stages import Parting
+from narrowgauge.analysis.diagnosis.pairs.alignment import Alignment, Difference
+from narrowgauge.analysis.diagnosis.pairs.first_difference import Parting
 
 _FORWARD = ("output", "loss", "grad", "norm")
 

@@ -1,24 +1,281 @@
-"""Signs in the shape of what layers hold: which of a layer's tensors differ from what its arithmetic makes of ordinary ones.
+"""Signs in the samples of the gauges: which tensors, how many, and how large beside the others.
 
-None of them is a threshold of one run: a norm bounds what it gives, an update has the size of its rate, updates make all weights
-grow alike, and a format ends somewhere.
+A sign here compares a tensor with others, with a setting, or with what its arithmetic makes of ordinary values: a norm bounds its
+output, an update has the size of its rate, updates make all weights grow alike, and a format ends somewhere. What one
+tensor's own metric says by itself is a detector's and in :mod:`~narrowgauge.analysis.diagnosis.signs.event_signs`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from statistics import median
+from statistics import fmean, median
 
-from narrowgauge.analysis.diagnosis import possible
 from narrowgauge.analysis.diagnosis.evidence import Evidence
-from narrowgauge.analysis.diagnosis.observations import ABSENT, UNKNOWN, Observation, Sign, present
-from narrowgauge.analysis.diagnosis.signs_of_events import GAUGES, first_of
-from narrowgauge.analysis.diagnosis.signs_of_gauges import FEWEST, Samples
-from narrowgauge.analysis.diagnosis.signs_of_steps import BEFORE, LATER, level_of
-from narrowgauge.analysis.monitor.detectors import DETECTORS
+from narrowgauge.analysis.diagnosis.signs.event_signs import GAUGES, first_of
+from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
+from narrowgauge.analysis.diagnosis.signs.step_signs import BEFORE, LATER, level_of
+from narrowgauge.analysis.monitor.detectors import DETECTORS, MAX_BIAS
 from narrowgauge.runs.schema import FIRST_EXPONENT
 from narrowgauge.spec.significance import MIN_EDQ
+
+Samples = dict[str, list[tuple[int, float]]]
+
+FEWEST_STEPS = 60
+"""Steps from which it says something that weights hardly moved."""
+FEWEST = 3
+"""Samples from which a tensor's level is known."""
+SHOCK = 10.0
+"""Factor over its own level, and over the growth of all other gradients, of an embedding's gradient."""
+MOST = 0.8
+"""Share of all parameters that are dead together for a reason that is not theirs."""
+NEAR = 2.0**14
+"""Largest magnitude from which a quarter of float16's range is used."""
+LARGE_UPDATE = 0.1
+"""Rms of a weight's change over its rms in one step, from which the weight is new in ten steps."""
+SMALL_UPDATES = 0.15
+"""Rms of a matrix's changes, added up over all steps, over its own rms; healthy runs of 60 steps reach 0.42 and more."""
+WIDE_BLOCKS = 18.0
+"""Binary exponents between a tensor's lowest and highest block scale."""
+ZERO_BLOCK = -100.0
+_FORMAT_OF = "block_scales"
+
+
+def _block_of(tensor: str) -> str:
+    """The attention or the MLP that a tensor belongs to: ``model.layers.1.mlp``; empty outside of layers."""
+    parts = tensor.rpartition(":")[2].removesuffix(".weight").removesuffix(".bias").split(".")
+    return ".".join(parts[:-1]) if "layers" in parts or "h" in parts or "blocks" in parts else ""
+
+
+def _dead(evidence: Evidence) -> dict[str, int]:
+    """Parameters whose gradient is zero in the last samples although it was not always, or never was, with the step since."""
+    found = {}
+    for name, samples in evidence.metric("tensors", "rms", "grad").items():
+        if len(samples) < FEWEST or any(value != 0.0 for _, value in samples[-FEWEST:]):
+            continue
+        alive = [k for k, (_, value) in enumerate(samples) if value != 0.0]
+        found[name.partition(":")[2]] = samples[alive[-1] + 1 if alive else 0][0]
+    return found
+
+
+def _dead_of_some(evidence: Evidence) -> dict[str, int]:
+    """The dead parameters; none where nearly all are, which is no fault of a layer."""
+    dead = _dead(evidence)
+    return {} if len(dead) >= MOST * len(evidence.metric("tensors", "rms", "grad")) else dead
+
+
+def _layer_dead(evidence: Evidence) -> Observation:
+    dead = _dead_of_some(evidence)
+    blocks: dict[str, list[int]] = {}
+    for name, step in dead.items():
+        if block := _block_of(name):
+            blocks.setdefault(block, []).append(step)
+    found = [(min(steps), block, len(steps)) for block, steps in blocks.items() if len(steps) > 1]
+    if not found:
+        return ABSENT
+    step, block, count = min(found)
+    return present(step, f"all {count} gradients of {block} are zero", block, float(count), 2.0)
+
+
+def _one_dead(evidence: Evidence) -> Observation:
+    dead = _dead_of_some(evidence)
+    blocks = [_block_of(name) for name in dead]
+    alone = [(step, name) for name, step in dead.items() if not _block_of(name) or blocks.count(_block_of(name)) == 1]
+    if not alone:
+        return ABSENT
+    step, name = min(alone)
+    return present(step, f"the gradient of {name} alone is zero, and those beside it are not", name)
+
+
+def _all_dead(evidence: Evidence) -> Observation:
+    samples, dead = evidence.metric("tensors", "rms", "grad"), _dead(evidence)
+    if not samples or len(dead) < MOST * len(samples):
+        return ABSENT
+    return present(
+        min(dead.values()),
+        f"the gradients of {len(dead)} of {len(samples)} parameters are zero",
+        None,
+        float(len(dead)),
+    )
+
+
+def _growth(samples: list[tuple[int, float]], place: int) -> float | None:
+    """A sample over the median of those before it."""
+    before = [value for _, value in samples[max(0, place - 10) : place] if math.isfinite(value)]
+    level = median(before) if len(before) >= FEWEST else 0.0
+    return samples[place][1] / level if level > 0 and math.isfinite(samples[place][1]) else None
+
+
+def _embedding_shock(evidence: Evidence) -> Observation:
+    grads = evidence.metric("tensors", "rms", "grad")
+    embedding = next((name for name in grads if "embed" in name or "wte" in name), None)
+    if embedding is None or len(grads) < FEWEST:
+        return UNKNOWN
+    for place, (step, value) in enumerate(grads[embedding]):
+        own = _growth(grads[embedding], place)
+        if own is None or own < SHOCK:
+            continue
+        others = [
+            growth
+            for name, samples in grads.items()
+            if name != embedding and place < len(samples) and (growth := _growth(samples, place)) is not None
+        ]
+        if others and own > SHOCK * median(others):
+            said = f"the embedding's gradient is {own:.0f} times its level at step {step}, the others' {median(others):.1f} times"
+            return present(step, said, embedding.partition(":")[2], value, value * SHOCK / own)
+    return ABSENT
+
+
+def _near_maximum(evidence: Evidence) -> Observation:
+    found = [
+        (step, name, value)
+        for name, samples in evidence.metric("tensors", "amax").items()
+        if name.startswith(("input:", "output:"))
+        for step, value in samples
+        if value >= NEAR
+    ]
+    if not found:
+        return ABSENT
+    step, name, value = min(found)
+    return present(step, f"{name} reaches {value:.3g}, and float16 ends at 65504", name, value, NEAR)
+
+
+def _large_updates(evidence: Evidence) -> Observation:
+    steps: dict[int, list[float]] = {}
+    for samples in evidence.metric("updates", "update_to_weight").values():
+        for step, value in samples:
+            steps.setdefault(step, []).append(value)
+    found = [(step, median(values)) for step, values in steps.items() if median(values) >= LARGE_UPDATE]
+    if len(found) < 2:
+        return ABSENT
+    step, value = min(found)
+    return present(
+        step, f"half of all weights change by {value:.0%} or more of their size in one step", None, value, LARGE_UPDATE
+    )
+
+
+def _hardly_move(evidence: Evidence) -> Observation:
+    """Where all steps together change half of the matrices by less than a twentieth, were they all in one direction."""
+    num_steps = evidence.steps[-1] - evidence.steps[0] + 1 if evidence.steps else 0
+    if num_steps < FEWEST_STEPS or evidence.starts_trained:  # fine-tuning is meant to change little
+        return UNKNOWN
+    matrices = {
+        name: fmean(value for _, value in samples)  # where the first steps moved them, they did move
+        for name, samples in evidence.metric("updates", "update_to_weight").items()
+        if "norm" not in name and not name.endswith(".bias") and len(samples) >= FEWEST
+        if all(math.isfinite(value) for _, value in samples)
+    }
+    if not matrices:
+        return UNKNOWN
+    moved = median(matrices.values()) * num_steps
+    if moved >= SMALL_UPDATES:
+        return ABSENT
+    said = f"{num_steps} steps change half of the weights by {moved:.1%} of their size at most"
+    return present(None, said, None, moved, SMALL_UPDATES)
+
+
+def _at_floor(evidence: Evidence) -> Observation:
+    """Second moments that stay above their exact shadow although their format could follow it: they are at its floor."""
+    if evidence.recipe is None or evidence.cannot_decay():
+        return UNKNOWN
+    frozen = evidence.metric("moments", "frozen_fraction")
+    found = [
+        (step, name, value)
+        for name, samples in evidence.metric("moments", "bias").items()
+        for step, value in samples
+        if value >= MAX_BIAS and dict(frozen.get(name, [])).get(step, 0.0) >= DETECTORS["frozen-moments"].threshold
+    ]
+    if not found:
+        return ABSENT
+    step, name, value = min(found)
+    said = f"the second moments of {name} do not move, and are {value:.1f} times what float32 would hold"
+    return present(step, said, name, value, MAX_BIAS)
+
+
+def _below_eps(evidence: Evidence) -> Observation:
+    eps = evidence.number_of("eps") or 0.0
+    steps: dict[int, list[float]] = {}
+    for samples in evidence.metric("tensors", "rms", "grad").values():
+        for step, value in samples:
+            if value > 0:
+                steps.setdefault(step, []).append(value)
+    found = [(step, median(values)) for step, values in steps.items() if median(values) <= eps]
+    if len(found) < max(2, len(steps) // 2):
+        return ABSENT
+    step, value = min(found)
+    return present(
+        step, f"half of all gradients have an rms below eps = {eps:g} (their median is {value:.2g})", None, value, eps
+    )
+
+
+def _wide_blocks(evidence: Evidence) -> Observation:
+    for row in evidence.gauges:
+        for name, scales in (row.get(_FORMAT_OF) or {}).items():
+            # A block of zeros has the lowest scale that there is, which says nothing.
+            if not scales or len(scales) != 3 or None in scales or scales[0] <= ZERO_BLOCK:
+                continue
+            if scales[2] - scales[0] >= WIDE_BLOCKS:
+                said = f"the block scales of {name} span 2^{scales[2] - scales[0]:.0f}"
+                return present(row["step"], said, name, scales[2] - scales[0], WIDE_BLOCKS)
+    return ABSENT
+
+
+def _grads_finite(evidence: Evidence) -> Observation:
+    """Where gradients hold values that are not finite in a sample while all inputs are finite."""
+    bad = [
+        (step, name)
+        for name, samples in evidence.metric("tensors", "nonfinite").items()
+        if name.startswith(("grad:", "output_grad:"))
+        for step, value in samples
+        if value
+    ]
+    inputs = evidence.metric("tensors", "nonfinite", "input").values()
+    if not bad or any(value for samples in inputs for _, value in samples):
+        return ABSENT
+    step, name = min(bad)
+    return present(step, f"{name} is not finite while every input is", name)
+
+
+_GRAD, _UPDATE = ("tensors.rms",), ("updates.update_to_weight",)
+
+SIGNS_OF_GAUGES: tuple[Sign, ...] = (
+    Sign(
+        "layer-is-dead", "all gradients of an attention or an MLP are zero", _GRAD, 0.1, _layer_dead, GAUGES,
+        "gradient-is-zero",
+    ),
+    Sign(
+        "one-parameter-is-dead", "one parameter's gradient is zero, and those beside it are not", _GRAD, 0.3, _one_dead,
+        GAUGES, "gradient-is-zero",
+    ),
+    Sign("all-gradients-are-zero", "nearly every gradient is zero", _GRAD, 0.1, _all_dead, GAUGES, "gradient-is-zero"),
+    Sign(
+        "embedding-gradient-jumps", "the embedding's gradient grows far beyond all others", _GRAD, 0.003, _embedding_shock,
+        GAUGES,
+    ),
+    Sign("near-float16-maximum", "inputs of layers use most of float16's range", ("tensors.amax",), 0.005, _near_maximum, GAUGES),
+    Sign(
+        "gradients-overflow-alone", "gradients are not finite while all inputs are", ("tensors.nonfinite",), 0.01,
+        _grads_finite, GAUGES,
+    ),
+    Sign(
+        "second-moments-at-floor", "second moments are stuck above their true value, and beta2 is not why",
+        ("moments.bias", "events.frozen_moments"), 0.05, _at_floor, GAUGES, given="moments-freeze",
+    ),
+    Sign("updates-are-large", "half of all weights change by a tenth in a step", _UPDATE, 0.01, _large_updates, GAUGES),
+    Sign("weights-hardly-move", "all steps together hardly change the weights", _UPDATE, 0.01, _hardly_move, GAUGES),
+    Sign(
+        "gradients-below-eps", "most gradients are smaller than AdamW's epsilon", (*_GRAD, "config.eps"), 0.003, _below_eps,
+        GAUGES,
+    ),
+    Sign(
+        "block-scales-span", "the scales of a tensor's blocks span more than a narrow format", ("run.blocks",), 0.02,
+        _wide_blocks, GAUGES,
+    ),
+)  # fmt: skip
+"""The signs in the samples of the gauges."""
+
+
+# ── the shape of what layers hold ────────────────────────────────────────────────────────────────────────────────────────
 
 DOMINATES = 0.85
 """Share of the square root of the hidden size, which is what a norm gives where one channel is all of its input."""
@@ -44,7 +301,7 @@ MOVED = 3.0
 """Nats by which log Z leaves its first level; at equal loss a softmax does not see it."""
 SMALL_UPDATE = 0.05
 """Rms of an update over its learning rate, which AdamW keeps between a fifth and one."""
-SHOCK = 12.0
+ALONE_SHOCK = 12.0
 """Factor over its largest of ten steps of the embedding's gradient, while others stay; healthy ones reach 13 once, not thrice."""
 PILED, EDGE = 0.2, -21 - FIRST_EXPONENT
 """Share of the gradients that are not zero in the last three binades of float16, 2^-24 to 2^-21: what is smaller is zero."""
@@ -98,7 +355,7 @@ def _massive(evidence: Evidence) -> Observation:
 
 
 def _massive_in_narrow(evidence: Evidence) -> Observation:
-    if not possible.is_narrow(evidence):
+    if not evidence.is_narrow():
         return ABSENT
     found = [one for one in _dominated(evidence) if evidence.metric("tensors", "sqnr_db").get(one[1])]
     if not found:
@@ -157,7 +414,7 @@ def _logits_move(evidence: Evidence) -> Observation:
         for row in evidence.gauges
         if isinstance(value := (row.get("logits") or {}).get("log_z"), (int, float)) and math.isfinite(value)
     ]
-    if len(samples) < FEWEST + 1 or possible.is_unit_scaled(evidence):  # whose head has a scale of its own
+    if len(samples) < FEWEST + 1 or evidence.is_unit_scaled():  # whose head has a scale of its own
         return UNKNOWN
     first = samples[0][1] if len(samples) < 3 * FEWEST else median(value for _, value in samples[:FEWEST])
     off = [step for step, value in samples if abs(value - first) >= MOVED]
@@ -180,7 +437,7 @@ def _below_rate(evidence: Evidence) -> Observation:
             rate, size = rates.get(step), sizes.get(f"weight:{name}", {}).get(step)
             if rate and size and "norm" not in name and stored.get(name, {}).get(step, 1.0) >= MIN_EDQ:
                 ratios.setdefault(step, []).append(value * size / rate)
-    if len(ratios) < 2 or possible.is_unit_scaled(evidence):  # whose rates are those of each tensor
+    if len(ratios) < 2 or evidence.is_unit_scaled():  # whose rates are those of each tensor
         return UNKNOWN
     levels = [(step, median(values)) for step, values in ratios.items()]
     low = [(step, level) for step, level in levels if level <= SMALL_UPDATE]
@@ -204,23 +461,23 @@ def _embedding_jumps(evidence: Evidence) -> Observation:
         if own is None or not own < math.inf:
             continue
         now, highest = rest[-1], max(calm[-10:], default=math.inf)
-        if len(calm) < 10 or now is None or own <= SHOCK * highest:
+        if len(calm) < 10 or now is None or own <= ALONE_SHOCK * highest:
             calm.append(own)
             continue
         level = level_of(rest[max(0, row - BEFORE) : row])
         # The embedding alone: the others neither jump with it, nor are they larger than it anyway.
-        if level is not None and now <= SHOCK / 2 * level and own > now:
+        if level is not None and now <= ALONE_SHOCK / 2 * level and own > now:
             found.append((evidence.steps[row], own, own / highest))
     if len(found) < FEWEST:
         return ABSENT
     step, value, factor = found[0]
     said = f"the embedding's gradient was {factor:.0f} times its largest before at step {step}, and the others' was not"
-    return present(step, f"{said}; so it was at {len(found) - 1} more", None, value, value / factor * SHOCK)
+    return present(step, f"{said}; so it was at {len(found) - 1} more", None, value, value / factor * ALONE_SHOCK)
 
 
 def _piled(evidence: Evidence) -> Observation:
     """The left edge of a histogram of gradients is where float16 ends, and much of it lies there, or nothing is left of it."""
-    if not possible.in_float16(evidence) or evidence.recipe is None:
+    if not evidence.in_float16() or evidence.recipe is None:
         return UNKNOWN
     was_any = False
     for row in evidence.gauges:
@@ -269,7 +526,7 @@ def _blocks_spread(evidence: Evidence) -> Observation:
 
 def _blocks_lose(evidence: Evidence) -> Observation:
     """More of a tensor is zero in its blocks than was, however little energy that has: one large value has nearly all of it."""
-    if not possible.in_blocks(evidence) or evidence.recipe is None:
+    if not evidence.in_blocks() or evidence.recipe is None:
         return UNKNOWN
     # Where many values are zero from the beginning, as in four bits, more of them say nothing.
     series = {
@@ -317,7 +574,7 @@ def _first_in_forward(evidence: Evidence) -> Observation:
     return first_of(event for event in evidence.events.get("first_bad_value", []) if event.get("phase") == "forward")
 
 
-_WEIGHT, _GRAD = ("tensors.rms",), ("tensors.rms", "events.dead_layer")
+_WEIGHT, _DEAD_GRAD = ("tensors.rms",), ("tensors.rms", "events.dead_layer")
 
 SIGNS_OF_LAYERS: tuple[Sign, ...] = (
     Sign(
@@ -364,8 +621,8 @@ SIGNS_OF_LAYERS: tuple[Sign, ...] = (
         _feature_drowns, GAUGES,
     ),
     Sign(
-        "gradient-flows-past", "a weight's gradient is zero, and its output's is not", _GRAD, 0.05, _gradient_flows_past, GAUGES,
-        given="gradient-is-zero",
+        "gradient-flows-past", "a weight's gradient is zero, and its output's is not", _DEAD_GRAD, 0.05,
+        _gradient_flows_past, GAUGES, given="gradient-is-zero",
     ),
     Sign(
         "first-in-forward", "the first value that is not finite came in the forward pass", ("run.ours",), 0.002,

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.analysis.diagnosis.alignment import Alignment, align
-from narrowgauge.analysis.diagnosis.envelope import rounding_of
-from narrowgauge.analysis.diagnosis.partings import REASONS, Reason, deciding, weigh, without_rounding
+from narrowgauge.analysis.diagnosis.pairs.alignment import Alignment, align
+from narrowgauge.analysis.diagnosis.pairs.first_difference import STAGES, Parting, rounding_of
+from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS, Reason, deciding, weigh, without_rounding
 from narrowgauge.analysis.diagnosis.posterior import CONFIDENCE
-from narrowgauge.analysis.diagnosis.replayed import Replayed
-from narrowgauge.analysis.diagnosis.stages import STAGES, Parting
-from narrowgauge.runs.odd_ranks import APPLIED_NO_CLIP, in_words
+from narrowgauge.analysis.diagnosis.replay_findings import Replayed
+from narrowgauge.runs.fingerprint_rows import APPLIED_NO_CLIP, in_words
 from narrowgauge.runs.record import Run
 
 _NAMED = 3

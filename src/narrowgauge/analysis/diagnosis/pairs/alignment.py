@@ -1,0 +1,358 @@
+"""Two runs side by side: the settings, data and software that differ, and the first step and tensor in which they part.
+
+Numbers of a record are written with all their digits, so two runs that computed the same have the same rows. The first row that
+differs names the step; its first column that differs names the *stage* of the step: the learning rate, the loss, the gradient
+norm, the skip. Where both runs recorded fingerprints (``--fingerprints-every``), the first entry that differs names the tensor.
+Rows are aligned by step. Where the tokens of a step differ, no step of one is a step of the other: the difference of settings is
+then the answer. Rows count the tokens seen, so wherever both have seen equally many, the mean losses since the last such place
+are compared too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
+from typing import Any
+
+from narrowgauge.analysis.diagnosis.pairs.first_difference import (
+    COLUMNS,
+    STAGES,
+    Parting,
+    beyond,
+    by_step,
+    common_steps,
+    is_rounding,
+    partings,
+    roundoff,
+)
+from narrowgauge.analysis.diagnosis.replay_findings import Replayed
+from narrowgauge.analysis.monitor.alarms import number
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.runs import arithmetic
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row, short
+from narrowgauge.spec.notation import parse_value
+
+NOT_COMPARED = frozenset({
+    "out", "stop_after", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard",
+    "log_to", "gauges_every", "audit_every", "verify_every", "fingerprints_every", "max_rollbacks",
+})  # fmt: skip
+"""Settings that change no bit of the training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that the two runs were not given alike.
+
+    Args:
+        name: of the setting, the version, the property of the machine.
+        values: of the two runs, as text.
+        table: of ``run.toml`` that holds it.
+    """
+
+    name: str
+    values: tuple[str, str]
+    table: str = "config"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.values[0]} and {self.values[1]}"
+
+
+def differences(one: Row, other: Row) -> Iterator[Difference]:
+    """What two runs were not given alike, by their ``run.toml``: settings, data, versions, machine and its arithmetic.
+
+    Args:
+        one, other: the two tables; what one of them lacks is not compared.
+    """
+    same = {
+        name for table, names in _PLACES.items() if one.get(table) and one[table] == other.get(table) for name in names
+    }
+    for table in ("config", "data", "versions", "machine"):
+        first, second = (each.get(table) for each in (one, other))
+        if isinstance(first, dict) and isinstance(second, dict):
+            found = _of_table(table, first, second)
+            yield from (each for each in found if not (table == "config" and each.name in same and _are_places(each)))
+    parted = arithmetic.differences(one, other)
+    for each in parted:
+        yield Difference(
+            each.probe.name, (_text(each.one), _text(each.other)), f"arithmetic.{arithmetic.origin(parted)}"
+        )
+
+
+_PLACES = {"data": ("data", "tokenizer"), "model": ("model",)}
+"""By table of ``run.toml``: settings that may be folders, whose content the table describes."""
+
+
+def _are_places(difference: Difference) -> bool:
+    """Whether both values are paths: the same content in another folder is no difference."""
+    return all("/" in value or "\\" in value for value in difference.values)
+
+
+def _of_table(table: str, one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[Difference]:
+    names = [name for name in one if name in other]
+    if table == "machine":  # a run of one process has no count of ranks
+        names = [*names, *({"ranks"} & (one.keys() ^ other.keys()))]
+    for name in names:
+        if table == "config" and name in NOT_COMPARED:
+            continue
+        first, second = one.get(name, 1), other.get(name, 1)
+        if isinstance(first, dict) and isinstance(second, dict) and name != "recipe":
+            yield from _of_table(table, first, second, f"{prefix}{name}.")
+        elif first != second:
+            parts = _reductions(first, second) if name == "recipe" else None
+            yield Difference(f"{prefix}{name}", (_text(first), _text(second)), table) if parts is None else parts
+
+
+def _reductions(one: Any, other: Any) -> Difference | None:
+    """The difference of two recipes that differ in nothing but how gradients are summed; ``None`` of others."""
+    try:
+        first, second = parse_value(one), parse_value(other)
+    except NarrowgaugeError:
+        return None
+    if replace(first, reduction=second.reduction) != second:
+        return None
+    return Difference("recipe.reduction", (first.reduction.name, second.reduction.name))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else short(value)
+
+
+# ── losses at equal tokens ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class EqualTokens:
+    """The losses of two runs between the places at which both have seen equally many tokens.
+
+    Args:
+        steps: of each run, those that end at these places.
+        tokens: that both have seen there.
+        losses: for each place, the mean loss in nats per token of both runs since the place before.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+    tokens: tuple[int, ...]
+    losses: tuple[tuple[float, float], ...]
+
+    @property
+    def differences(self) -> list[float]:
+        """The loss of the second run minus that of the first, for each place."""
+        return [other - one for one, other in self.losses if math.isfinite(one) and math.isfinite(other)]
+
+    @property
+    def mean(self) -> float:
+        """The mean of :attr:`differences`; NaN of none."""
+        return _mean(self.differences)
+
+    @property
+    def error(self) -> float:
+        """The standard error of :attr:`mean`, as if places were independent; NaN below two."""
+        found = self.differences
+        if len(found) < 2:
+            return math.nan
+        mean = _mean(found)
+        return math.sqrt(sum((each - mean) ** 2 for each in found) / (len(found) - 1) / len(found))
+
+    def __str__(self) -> str:
+        first, last = self.steps[0], self.steps[-1]
+        where = f"steps {first[0]} and {first[1]} to steps {last[0]} and {last[1]}"
+        places = f"{len(self.steps)} place{'s' if len(self.steps) != 1 else ''}"
+        said = f"at equal tokens ({places}, {where}, {self.tokens[-1]:,} tokens)"
+        if not self.differences:
+            return f"{said} no loss is recorded of both"
+        spread = "" if math.isnan(self.error) else f" ± {self.error:.2g}"
+        return f"{said} the loss of the second minus that of the first is {self.mean:+.2g}{spread} nats per token"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As values for JSON."""
+        return {
+            "places": len(self.steps),
+            "last_steps": list(self.steps[-1]),
+            "last_tokens": self.tokens[-1],
+            "loss_difference": None if math.isnan(self.mean) else self.mean,
+            "standard_error": None if math.isnan(self.error) else self.error,
+        }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def have_other_tokens(one: Run, other: Run) -> bool:
+    """Whether a step of one run has seen other tokens than the same step of the other, or a record does not count them alike."""
+    counts = [{int(row["step"]): number(row.get("tokens")) for row in run.steps} for run in (one, other)]
+    both = [(counts[0][step], counts[1][step]) for step in counts[0].keys() & counts[1].keys()]
+    return any(mine is not None and its is not None and mine != its for mine, its in both)
+
+
+def at_equal_tokens(one: Run, other: Run) -> EqualTokens | None:
+    """Compare two runs at equal tokens.
+
+    Args:
+        one, other: their records; rows without ``tokens`` do not count.
+    Returns:
+        The losses, or ``None`` where they have never seen equally many tokens.
+    Cost: one pass over the rows.
+    """
+    seen = [
+        {int(count): place for place, count in enumerate(_tokens(run)) if count is not None} for run in (one, other)
+    ]
+    common = sorted(seen[0].keys() & seen[1].keys())
+    common = [count for count in common if count > 0]
+    if not common:
+        return None
+    steps = tuple((int(one.steps[seen[0][n]]["step"]), int(other.steps[seen[1][n]]["step"])) for n in common)
+    means = [list(_means(run.steps, [mine[n] for n in common])) for run, mine in zip((one, other), seen, strict=True)]
+    return EqualTokens(steps, tuple(common), tuple(zip(*means, strict=True)))
+
+
+def _tokens(run: Run) -> Iterator[float | None]:
+    counts = (number(row.get("tokens")) for row in run.steps)
+    return (count if count is not None and math.isfinite(count) else None for count in counts)
+
+
+def _means(rows: Sequence[Row], ends: Sequence[int]) -> Iterator[float]:
+    """The mean loss of the rows up to each end, since the end before; rows of one run have equally many tokens."""
+    for start, end in pairwise([-1, *ends]):
+        losses = [number(row.get("loss")) for row in rows[start + 1 : end + 1]]
+        known = [loss for loss in losses if loss is not None]
+        yield _mean(known)
+
+
+# ── the alignment ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Two runs, aligned.
+
+    Args:
+        differences: what they were not given alike.
+        parting: where they part; ``None`` where all that both recorded is equal.
+        beyond: where they part is only rounding: the first tensor that later differs by more than rounding has grown to.
+        rounded: where they part first, by rounding, if ``parting`` is a later place beyond it.
+        roundoff: unit roundoff of the tensors between two matmuls.
+        num_common: steps that both recorded.
+        is_complete: both are finished, and the hashes of their final weights are known and equal.
+        has_prints: both recorded fingerprints, of at least one common step.
+        at_tokens: the losses at equal tokens, where steps have not equally many.
+        replayed: what replays of both say, where there were any.
+        notes: what the records do not hold.
+    """
+
+    differences: tuple[Difference, ...]
+    parting: Parting | None
+    num_common: int
+    beyond: Parting | None = None
+    rounded: Parting | None = None
+    roundoff: float = 0.0
+    is_complete: bool = False
+    has_prints: bool = False
+    at_tokens: EqualTokens | None = None
+    replayed: Replayed | None = None
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+    def is_rounding(self, parting: Parting) -> bool | None:
+        """Whether rounding explains a difference, by the measured envelope where there is one; ``None`` without a size."""
+        envelope = self.replayed.envelope if self.replayed is not None else None
+        if envelope is not None and (envelope.step, envelope.tensor) == (parting.step, parting.tensor):
+            return None if math.isnan(parting.relative) else envelope.holds(parting.relative)
+        return is_rounding(parting.relative, parting.numel, self.roundoff)
+
+
+def align(one: Run, other: Run, replayed: Replayed | None = None) -> Alignment:
+    """Align two runs by step.
+
+    Args:
+        one, other: their records, finished or not.
+        replayed: what replays of both say.
+    Returns:
+        What differs first.
+    """
+    rows = [{int(row["step"]): row for row in run.steps} for run in (one, other)]
+    common = sorted(rows[0].keys() & rows[1].keys())
+    prints = [by_step(run) for run in (one, other)]
+    u = roundoff(one, other)
+    first = min(
+        [*_columns(rows, common), *islice(partings(prints), 1), *_stopped(one, other)], key=_order, default=None
+    )
+    small = first is not None and is_rounding(first.relative, first.numel, u)
+    ends = [(run.summary or {}).get("weights_fingerprint") for run in (one, other)]
+    if first is None and None not in ends and ends[0] != ends[1]:
+        first = Parting(common[-1] if common else 0, "update")
+    has_other = have_other_tokens(one, other)
+    at_tokens = at_equal_tokens(one, other) if has_other else None
+    return Alignment(
+        differences=tuple(differences(one.run, other.run)),
+        parting=first,
+        num_common=len(common),
+        beyond=next(beyond(prints, u), None) if small else None,
+        roundoff=u,
+        is_complete=None not in ends and ends[0] == ends[1],
+        has_prints=bool(common_steps(prints)),
+        at_tokens=at_tokens,
+        replayed=replayed,
+        notes=tuple(_notes(one, other, common, has_other, at_tokens)),
+    )
+
+
+def _columns(rows: list[dict[int, Row]], common: list[int]) -> Iterator[Parting]:
+    """The first step whose rows differ, by its first column that does."""
+    for step in common:
+        first, second = rows[0][step], rows[1][step]
+        for column, stage in COLUMNS.items():
+            values = first.get(column), second.get(column)
+            if values[0] is not None and values[1] is not None and not same_value(*values):
+                tokens = int((first.get("tokens") or 0) // max(1, step))
+                known = (math.nan, math.nan) if stage == "tokens" else (float(values[0]), float(values[1]))
+                yield Parting(step, stage, values=known, numel=tokens)
+                return
+
+
+def _stopped(one: Run, other: Run) -> Iterator[Parting]:
+    """Where one of the two stopped because its ranks found damage, before the record shows any."""
+    found = [next((event for event in run.events if event.get("kind") == "corruption"), None) for run in (one, other)]
+    if (found[0] is None) == (found[1] is None):
+        return
+    event = found[0] or found[1] or {}
+    message, tensor, step = str(event.get("message", "")), str(event.get("tensor") or ""), int(event.get("step") or 0)
+    state, _, name = tensor.rpartition(" of ")
+    rank = event.get("rank")
+    ranks = (rank,) if isinstance(rank, int) else ()
+    check = event.get("detector")
+    if check == "rest":
+        yield Parting(
+            step + 1, "held", f"held:{state}:{name}" if state else f"held:{tensor}", ranks=ranks, said=message
+        )
+    elif check == "recomputation":
+        yield Parting(step + 1, "grad", f"grad:{tensor}", ranks=ranks, said=message)
+    elif check == "replicas":
+        yield Parting(step, "update", ranks=ranks, said=message)
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two recorded values are equal; NaN is, and so are checksums of different lengths, which two versions made."""
+    if isinstance(one, str) and isinstance(other, str) and len(one) != len(other):
+        return True  # they say nothing of each other
+    return bool(one == other) or (one != one and other != other)
+
+
+def _order(parting: Parting) -> tuple[int, int, bool]:
+    """The earlier step comes first, then the earlier stage; of two such, the one that names a tensor."""
+    return parting.step, list(STAGES).index(parting.stage), not parting.tensor
+
+
+def _notes(one: Run, other: Run, common: list[int], has_other: bool, at_tokens: EqualTokens | None) -> Iterator[str]:
+    lengths = [len(run.steps) for run in (one, other)]
+    if not common:
+        yield "the two records have no step in common"
+    elif lengths[0] != lengths[1]:
+        yield f"they recorded {lengths[0]} and {lengths[1]} steps, of which {len(common)} are common"
+    if has_other:
+        compared = (
+            "nowhere have both seen equally many" if at_tokens is None else "they are compared at equal tokens too"
+        )
+        yield f"a step of one has not as many tokens as a step of the other: {compared}"

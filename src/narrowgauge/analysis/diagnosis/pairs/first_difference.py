@@ -1,0 +1,292 @@
+"""The first difference of two runs: the stage of a step, the tensor and the rank, by the fingerprints that both recorded.
+
+A step reads tokens, computes outputs, a loss and gradients, clips them, and updates weights and moments. Each column of a record
+and each kind of fingerprint belongs to one stage, so whichever differs first says how far into the step the two runs were equal.
+Fingerprints stand in the order in which a step makes them, so the first that differs is where the step went another way. Where
+both runs trained on equally many ranks, their hashes by rank say whether one rank alone did. And where the ranks of one run do
+not agree on what they must hold alike, that run parts from itself, whatever the other one did.
+
+Rounding carries a value only so far. A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n,
+and so does a mean over n tokens. From step to step differences grow, since training amplifies them, but not by much in one step:
+a tensor that suddenly differs far more than any did in the step before is off for another reason than the sums of earlier steps.
+
+Source: the expected error of n independent roundings (Higham 2002, section 2.8); envelopes in place of one tolerance: TTrace
+(2506.09280).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.runs.fingerprint_rows import parted_in
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row
+from narrowgauge.spec.formats import FORMATS
+from narrowgauge.spec.notation import parse_value
+
+STAGES: dict[str, str] = {
+    "start": "the weights before the first step",
+    "held": "a weight that changed between two steps",
+    "tokens": "the tokens of the step",
+    "output": "the forward pass",
+    "loss": "the loss",
+    "grad": "the gradients",
+    "rate": "the learning rate",
+    "norm": "the gradient norm",
+    "skip": "whether the update was applied",
+    "clip": "the factor that clips the gradients",
+    "update": "the update of weights and moments",
+}
+"""The stages of a step in the order in which they come, each with what differs there."""
+
+KINDS: dict[str, str] = {
+    "held": "held", "tokens": "tokens", "output": "output", "sent": "grad", "grad": "grad", "clip": "clip",
+    "weight": "update", "exp_avg": "update", "exp_avg_sq": "update",
+}  # fmt: skip
+"""The stage of each kind of fingerprint; what a rank sent into the sum of the gradients is recorded by rank alone."""
+
+COLUMNS: dict[str, str] = {
+    "batch_crc": "tokens", "loss": "loss", "lr": "rate", "grad_norm": "norm", "loss_scale": "skip", "skipped": "skip",
+}  # fmt: skip
+"""The columns of a step's row that are compared, in the order of the stages; times and bytes differ in any two runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where two runs part.
+
+    Args:
+        step: the first step that differs.
+        stage: a key of :data:`STAGES`, the first of the step that is known to differ.
+        tensor: the first fingerprint that differs, as ``KIND:NAME``; empty where none was recorded at that step.
+        values: the column's two values, or the tensor's two norms.
+        numel: the tensor's elements; of a column, the tokens of the step; 0 where nothing is rounded.
+        others: how many more fingerprints of the same kind differ in that step, and how many there are.
+        same_after: entries of the same step, after the first that differs, that do not differ.
+        equal_until: the last step whose fingerprints are all equal; ``None`` where none are.
+        ranks: the ranks that alone are not as in the other run, or as the other ranks; empty where all differ, or none is known.
+        said: what one run's ranks do not agree on, in words; empty where they agree.
+        recurs: whether the tensor stands out in the next steps too; ``None`` where they were not recorded.
+    """
+
+    step: int
+    stage: str
+    tensor: str = ""
+    values: tuple[float, float] = (math.nan, math.nan)
+    numel: int = 0
+    others: tuple[int, int] = (0, 0)
+    same_after: int = 0
+    equal_until: int | None = None
+    ranks: tuple[int, ...] = ()
+    said: str = ""
+    recurs: bool | None = None
+
+    @property
+    def relative(self) -> float:
+        """The difference of the two values over the larger; NaN where they are not known."""
+        return relative_difference(*self.values)
+
+
+def relative_difference(one: float, other: float) -> float:
+    """The difference of two values over the larger magnitude; NaN where one is.
+
+    Example:
+        >>> relative_difference(2.0, 2.5), relative_difference(0.0, 0.0)
+        (0.2, 0.0)
+    """
+    largest = max(abs(one), abs(other))
+    return abs(one - other) / largest if largest else 0.0
+
+
+# ── how far rounding alone carries a value ───────────────────────────────────────────────────────────────────────────────
+
+ENVELOPE = 32.0
+"""How many times the expected rounding of a norm still counts as rounding: roundings are not independent."""
+GROWTH = 30.0
+"""Factor within which the largest difference of any tensor grows in one step; measured on tiny models: below 6."""
+
+
+def roundoff(*runs: Run) -> float:
+    """Unit roundoff of the tensors between two matmuls, the largest of some runs; bfloat16's where a record does not say."""
+    return max(_roundoff_of(run) for run in runs)
+
+
+def _roundoff_of(run: Run) -> float:
+    try:
+        recipe = parse_value(run.run.get("config", {}).get("recipe", ""))
+        return max(FORMATS[name].epsilon for name in (recipe.compute.dtype, recipe.storage.visible)) / 2
+    except (NarrowgaugeError, KeyError, AttributeError):
+        return FORMATS["bfloat16"].epsilon / 2
+
+
+def rounding_of(numel: int, u: float) -> float:
+    """The relative difference up to which a norm or a mean of ``numel`` values counts as rounded differently.
+
+    Example:
+        >>> rounding_of(1024, 2.0**-8)
+        0.00390625
+    """
+    return ENVELOPE * u / math.sqrt(numel)
+
+
+def is_rounding(relative: float, numel: int, u: float) -> bool | None:
+    """Whether a difference is as small as rounding; ``None`` where its size, or that of the tensor, is not known."""
+    return None if math.isnan(relative) or numel <= 0 else relative <= rounding_of(numel, u)
+
+
+def is_beyond(relative: float, numel: int, u: float, before: float) -> bool:
+    """Whether a difference is more than rounding, and than what rounding of earlier steps can have grown to.
+
+    Args:
+        relative: the difference of a tensor's norms.
+        numel: its elements.
+        u: unit roundoff.
+        before: the largest difference of any tensor in the step before; where it is 0, nothing has grown from it.
+    """
+    return before > 0 and relative > max(rounding_of(max(1, numel), u), GROWTH * before)
+
+
+# ── fingerprints of two runs ─────────────────────────────────────────────────────────────────────────────────────────────
+
+Prints = list[dict[int, Row]]
+"""Of two runs: by step, the row of ``fingerprints.jsonl``."""
+
+_AFTER, _STANDS_OUT = 3, 3.0
+"""Steps after the first difference in which a tensor that differs this many times as much as its kind stands out again."""
+
+
+def by_step(run: Run) -> dict[int, Row]:
+    """The first row of fingerprints of each step; a resume writes its checkpoint's once more."""
+    found: dict[int, Row] = {}
+    for row in run.fingerprints:
+        found.setdefault(int(row["step"]), row)
+    return found
+
+
+def common_steps(prints: Prints) -> list[int]:
+    """The steps that both have recorded."""
+    return sorted(prints[0].keys() & prints[1].keys())
+
+
+def partings(prints: Prints) -> Iterator[Parting]:
+    """Each recorded step in which the two runs differ, by the first entry that does."""
+    equal: int | None = None
+    for step in common_steps(prints):
+        rows = prints[0][step], prints[1][step]
+        found = [each for each in (_of_tensors(step, *rows), *_of_ranks(step, *rows)) if each is not None]
+        if not found:
+            equal = step
+            continue
+        first = min(found, key=_stage)
+        alike = [each for each in found if each.stage == first.stage]
+        joined = replace(
+            first,
+            tensor=next((each.tensor for each in alike if each.tensor), ""),
+            ranks=next((each.ranks for each in alike if each.ranks), ()),
+            said=next((each.said for each in alike if each.said), ""),
+        )
+        yield replace(joined, equal_until=equal, recurs=_recurs(prints, joined))
+
+
+def _stage(parting: Parting) -> int:
+    return list(STAGES).index(parting.stage)
+
+
+def _of_tensors(step: int, one: Row, other: Row) -> Parting | None:
+    """By the fingerprints of whole tensors."""
+    first, second = one["tensors"], other["tensors"]
+    held = [key for key in {**first, **second} if key.startswith("held:") and (key in first) != (key in second)]
+    if held:
+        entry = (first if held[0] in first else second)[held[0]]
+        return Parting(step, "held", held[0], numel=int(entry[2]), others=(len(held) - 1, len(held)))
+    differing = (key for key in first if key in second and first[key][0] != second[key][0])
+    key = next(differing, None)
+    return None if key is None else parting_at(step, key, one, other)
+
+
+def parting_at(step: int, key: str, one: Row, other: Row) -> Parting:
+    """The parting at one entry of a step."""
+    first, second = one["tensors"], other["tensors"]
+    shared = [name for name in first if name in second]
+    differing = {name for name in shared if first[name][0] != second[name][0]}
+    kind = key.partition(":")[0]
+    alike = [name for name in shared if name.startswith(f"{kind}:")]
+    return Parting(
+        step,
+        "start" if step == 0 else KINDS[kind],
+        key,
+        (first[key][1], second[key][1]),
+        0 if kind == "tokens" else int(first[key][2]),  # whole numbers are not rounded
+        (sum(name in differing for name in alike) - 1, len(alike)),
+        sum(name not in differing for name in shared[shared.index(key) + 1 :]),
+    )
+
+
+def _of_ranks(step: int, one: Row, other: Row) -> Iterator[Parting]:
+    """By the hashes of each rank's own part, and by what the ranks of one of the two do not agree on."""
+    first, second = one.get("ranks") or {}, other.get("ranks") or {}
+    for kind, stage in KINDS.items():
+        mine, its = first.get(kind), second.get(kind)
+        if mine is None or its is None or len(mine) != len(its):
+            continue
+        odd = tuple(rank for rank, (here, there) in enumerate(zip(mine, its, strict=True)) if here != there)
+        if odd:
+            # Where all differ, the layouts may: then a rank's part is another part.
+            if len(odd) < len(mine):
+                known = (mine[odd[0]], its[odd[0]]) if kind == "clip" else (math.nan, math.nan)
+                yield Parting(step, "start" if step == 0 else stage, values=known, ranks=odd)
+            break
+    said = [parted_in(row) for row in (one, other)]
+    if bool(said[0][0]) != bool(said[1][0]):
+        key, odd, words = said[0] if said[0][0] else said[1]
+        yield Parting(step, "start" if step == 0 else KINDS[key.partition(":")[0]], key, ranks=odd, said=words)
+
+
+def _recurs(prints: Prints, parting: Parting) -> bool | None:
+    """Whether a gradient that alone differs stands out in the steps after too: code is wrong again, and one bit is not."""
+    kind = parting.tensor.partition(":")[0]
+    if kind != "grad" or parting.others[0] > 0:
+        return None
+    later = [step for step in common_steps(prints) if parting.step < step <= parting.step + _AFTER]
+    seen = []
+    for step in later:
+        found = relatives(prints, step).get(kind, {})
+        others = [relative for key, relative in found.items() if key != parting.tensor]
+        if parting.tensor in found and others:
+            seen.append(found[parting.tensor] > _STANDS_OUT * median(others))
+    return None if not seen else 2 * sum(seen) > len(seen)
+
+
+def beyond(prints: Prints, u: float) -> Iterator[Parting]:
+    """The tensors that suddenly differ by more than rounding, where the step before was recorded too, by step.
+
+    Args:
+        prints: of two runs.
+        u: unit roundoff.
+    """
+    for before, step in pairwise(common_steps(prints)):
+        if step != before + 1 or before == 0:  # nothing but weights is recorded before the first step
+            continue
+        rows = prints[0][step], prints[1][step]
+        # The largest of all kinds: what differs in a gradient is in an output after the next update.
+        level = max((each for found in relatives(prints, before).values() for each in found.values()), default=0.0)
+        for found in relatives(prints, step).values():
+            for key, relative in found.items():
+                if is_beyond(relative, int(rows[0]["tensors"][key][2]), u, level):
+                    yield parting_at(step, key, *rows)
+        yield from (each for each in _of_ranks(step, *rows) if each.said)
+
+
+def relatives(prints: Prints, step: int) -> dict[str, dict[str, float]]:
+    """By kind, how much the norm of each tensor differs in a step; tokens have none to compare."""
+    first, second = prints[0][step]["tensors"], prints[1][step]["tensors"]
+    found: dict[str, dict[str, float]] = {}
+    for key, entry in first.items():
+        if key in second and not key.startswith("tokens:"):
+            found.setdefault(key.partition(":")[0], {})[key] = relative_difference(entry[1], second[key][1])
+    return found
