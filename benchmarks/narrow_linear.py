@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.planner.roofline import Setting, Shape
-from narrowgauge.profiling.layer_benchmark import operands, operations_of
+from narrowgauge.profiling.measurement import operands, operations_of
 from narrowgauge.spec.computes import COMPUTES
 
 BASELINE = "bfloat16, compiled"

@@ -35,7 +35,7 @@ from narrowgauge.planner.fitting import Fit, fit_shares
 from narrowgauge.planner.launches import Launch, layout_of
 from narrowgauge.planner.model_configs import read_architecture
 from narrowgauge.planner.terms import Term, Terms
-from narrowgauge.profiling.block_benchmark import many_versions, training_session
+from narrowgauge.profiling.measurement import many_versions, training_session
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.session import Session

@@ -25,9 +25,9 @@ from timing import Contender, Report, Row, Timing, measure, parser
 
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.profiling import measurement
-from narrowgauge.profiling.block_benchmark import many_versions, training_session
 from narrowgauge.profiling.costs import RecipeCost, Round, cost_of
 from narrowgauge.profiling.layer_plan import Kind, baseline_of, read_model
+from narrowgauge.profiling.measurement import many_versions, training_session
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig

@@ -132,7 +132,7 @@ def kinds() -> str:
 def checks() -> str:
     """What ``narrowgauge.check`` looks for."""
     # Imported here since it imports PyTorch, and most pages need none.
-    from narrowgauge.integrations.check_table import CHECKS
+    from narrowgauge.integrations.check.table import CHECKS
 
     rows = [
         {

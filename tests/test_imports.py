@@ -166,9 +166,11 @@ def test_every_file_stands_in_a_layer() -> None:
 READERS_OF_RECIPES = {
     "", "analysis.comparison.labels", "analysis.diagnosis.pairs.first_difference", "analysis.diagnosis.evidence",
     "analysis.diagnosis.pairs.alignment", "analysis.monitor.alarms", "assembly.preparation", "checkpoints.conversion.folders",
-    "checkpoints.conversion.preflight", "cli.flags", "integrations.huggingface", "integrations.huggingface_optimizer",
-    "integrations.lightning_precision", "integrations.run_recorder", "integrations.torchtitan_converter",
-    "integrations.torchtitan_optimizer", "planner.calibration", "planner.launches", "planner.plan", "trainer.config",
+    "checkpoints.conversion.preflight", "cli.flags", "planner.calibration", "planner.launches", "planner.plan", "trainer.config",
+    "integrations.huggingface.trainer", "integrations.huggingface.training_arguments",
+    "integrations.lightning.precision",
+    "integrations.run_recorder",
+    "integrations.torchtitan.converter", "integrations.torchtitan.optimizers_container",
     "trainer.experiment.definition",
 }  # fmt: skip
 """Modules at an edge: public functions that accept names, flags, and readers of files. All others get a ``Recipe``."""

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from narrowgauge.gauges.nan_origin.replay import Replay as Replay
     from narrowgauge.gauges.nan_origin.replay import first_bad_value as first_bad_value
     from narrowgauge.gauges.nan_origin.replay import replay as replay
-    from narrowgauge.integrations.findings import Findings as Findings
-    from narrowgauge.integrations.findings import SetUpWarning as SetUpWarning
-    from narrowgauge.integrations.loop_check import check as check
+    from narrowgauge.integrations.check.findings import Findings as Findings
+    from narrowgauge.integrations.check.findings import SetUpWarning as SetUpWarning
+    from narrowgauge.integrations.check.findings import check as check
     from narrowgauge.integrations.run_recorder import RunRecorder as RunRecorder
     from narrowgauge.matmul.cast_cache import cached_weights as cached_weights
     from narrowgauge.matmul.inference import inference_bytes as inference_bytes
@@ -129,10 +129,10 @@ _HOMES = {
     "on_event": "runs.events",
     "Event": "runs.events",
     "Alarms": "analysis.monitor.alarms",
-    "check": "integrations.loop_check",
+    "check": "integrations.check.findings",
     "Finding": "runs.finding",
-    "Findings": "integrations.findings",
-    "SetUpWarning": "integrations.findings",
+    "Findings": "integrations.check.findings",
+    "SetUpWarning": "integrations.check.findings",
     "compare": "trainer.experiment.harness",
     "compare_runs": "analysis.comparison.comparison",
     "Comparison": "analysis.comparison.comparison",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.gauges import collect
+from narrowgauge.gauges import tensor_metrics
 from narrowgauge.gauges.attach import _OPEN, GaugeNotice, Gauges, attach_gauges
 from narrowgauge.gauges.moment_shadow import StateReader
 from narrowgauge.gauges.recorder import SAMPLING
@@ -89,7 +89,7 @@ def test_readings_are_those_of_the_tensors() -> None:
     assert metric_of(row, "tensors", "weight:blocks.1.down.weight", "rms") == pytest.approx(rms, rel=2**-8)
     assert metric_of(row, "tensors", "input:blocks.1.down", "nonfinite") == 0
     # Three inputs of 32 features and two of 64, of 64 tokens each; every third value counts, and hardly one is zero.
-    counted = 3 * -(-64 * 32 // collect.COUNTED) + 2 * -(-64 * 64 // collect.COUNTED)
+    counted = 3 * -(-64 * 32 // tensor_metrics.COUNTED) + 2 * -(-64 * 64 // tensor_metrics.COUNTED)
     assert 0 <= counted - sum(row["histograms"]["input"]) <= 4
     assert set(row["updates"]) == {name for name, _ in model.named_parameters()}
 
@@ -104,13 +104,13 @@ def test_only_sampled_steps_are_read() -> None:
 
 def test_one_transfer_for_a_sampled_step_and_none_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[int] = []
-    true_fetch = collect.Packed.fetch
+    true_fetch = tensor_metrics.Packed.fetch
 
-    def fetch(self: collect.Packed) -> dict[str, Tensor]:
+    def fetch(self: tensor_metrics.Packed) -> dict[str, Tensor]:
         fetched.append(len(self.parts))
         return true_fetch(self)
 
-    monkeypatch.setattr(collect.Packed, "fetch", fetch)
+    monkeypatch.setattr(tensor_metrics.Packed, "fetch", fetch)
     model, optimizer = made()
     attach_gauges(model, optimizer, every=4)
     trained(model, optimizer, 8)

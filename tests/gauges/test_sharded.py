@@ -23,10 +23,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
-from narrowgauge.gauges import collect
+from narrowgauge.gauges import tensor_metrics
 from narrowgauge.gauges.attach import attach_gauges
-from narrowgauge.gauges.collect import Shards
 from narrowgauge.gauges.moment_shadow import NUM_VALUES
+from narrowgauge.gauges.tensor_metrics import Shards
 from narrowgauge.runs.schema import Row, metric_of
 from ranks import run_ranks
 
@@ -187,7 +187,7 @@ def test_samples_are_those_of_all_ranks(found: list[Any]) -> None:
     counts = {kind: sum(counts) for kind, counts in shared(found[0]["ours"][0][1])["histograms"].items()}
     # Of each shard every third value; of each moment the first 64 that a rank has, where it has as many.
     sizes = [(512, 512), (32, 32), (256, 192), (4, 3), (7, 0), (1, 0), (4, 3)]
-    assert counts["weight"] == sum(-(-size // collect.COUNTED) for pair in sizes for size in pair)
+    assert counts["weight"] == sum(-(-size // tensor_metrics.COUNTED) for pair in sizes for size in pair)
     assert counts["exp_avg"] == sum(min(size, NUM_VALUES) for pair in sizes for size in pair)
     assert metric_of(found[0]["torch"][0][1], "moments", "uneven.weight", "bias") == pytest.approx(1, abs=0.01)
     for field in ("update_to_weight", "update_to_ulp"):

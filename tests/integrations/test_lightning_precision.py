@@ -20,9 +20,8 @@ import narrowgauge as ng
 from integrations.lightning_runs import LitReference, fit, loader, plugin_of, same, stored, trainer_of
 from integrations.own_trainer import reference
 from narrowgauge.distributed.ranks import Ranks
-from narrowgauge.integrations import lightning_gradients
-from narrowgauge.integrations.lightning_gradients import MicroBatchSums, RankSums
-from narrowgauge.integrations.lightning_precision import NarrowgaugePrecision
+from narrowgauge.integrations.lightning import precision
+from narrowgauge.integrations.lightning.precision import MicroBatchSums, NarrowgaugePrecision, RankSums
 from narrowgauge.spec.notation import parse, parse_table
 
 pytestmark = [
@@ -309,7 +308,7 @@ def test_sums_that_are_made_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatc
     sums.index = 1
     sums.free()
     assert sums.index == 0
-    monkeypatch.setattr(lightning_gradients, "all_ranks", lambda: Ranks(0, 2))
+    monkeypatch.setattr(precision, "all_ranks", lambda: Ranks(0, 2))
     MicroBatchSums(None, 0).take_in([])
     with pytest.raises(ng.RecipeError, match="accumulation_dtype='kahan' was requested on several ranks"):
         sums.take_in([])

@@ -21,8 +21,8 @@ import narrowgauge as ng
 from integrations.lightning_runs import LitReference, fit, loader, plugin_of, same, stored, trainer_of
 from integrations.own_trainer import reference
 from narrowgauge.assembly.parameter_rounding import visible
-from narrowgauge.integrations.lightning_packages import joined
-from narrowgauge.integrations.lightning_precision import NarrowgaugePrecision, RecipePrecision
+from narrowgauge.integrations.lightning.packages import joined
+from narrowgauge.integrations.lightning.precision import NarrowgaugePrecision, RecipePrecision
 from narrowgauge.spec.notation import parse, representative_names
 
 pytestmark = [

@@ -18,8 +18,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import narrowgauge as ng
 from narrowgauge.distributed.ranks import Ranks
-from narrowgauge.integrations import checks_of_process as process
-from narrowgauge.integrations.check_table import CHECKS
+from narrowgauge.integrations.check import process as process
+from narrowgauge.integrations.check.table import CHECKS
 from narrowgauge.runs.finding import SEVERITIES
 
 pytestmark = pytest.mark.filterwarnings("ignore")

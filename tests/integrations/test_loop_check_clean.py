@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import narrowgauge as ng
-from narrowgauge.integrations.set_up import optimizers_of, told
+from narrowgauge.integrations.check.set_up import optimizers_of, told
 from narrowgauge.runs.events import on_event
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore:.*cannot.*:UserWarning")

@@ -25,9 +25,9 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 import narrowgauge as ng
 from integrations.titan_ranks import resume_on_rank
 from narrowgauge.errors import RecipeError
-from narrowgauge.integrations.torchtitan_converter import NarrowgaugeConverter
-from narrowgauge.integrations.torchtitan_metrics import with_record
-from narrowgauge.integrations.torchtitan_optimizer import NarrowgaugeAdamW, narrowgauge_adamw, with_recipe
+from narrowgauge.integrations.torchtitan.converter import NarrowgaugeConverter
+from narrowgauge.integrations.torchtitan.metrics import with_record
+from narrowgauge.integrations.torchtitan.optimizers_container import NarrowgaugeAdamW, narrowgauge_adamw, with_recipe
 from ranks import run_ranks
 from trainer.tiny_runs import TIMINGS
 

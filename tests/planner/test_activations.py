@@ -9,7 +9,7 @@ import pytest
 from narrowgauge.planner.activations import bytes_per_token, cast_weight_bytes, layer_tensors
 from narrowgauge.planner.architectures import Architecture
 from narrowgauge.planner.model_configs import architecture_of, read_architecture
-from narrowgauge.profiling.block_memory import layer_memory
+from narrowgauge.profiling.exact_memory import layer_memory
 from narrowgauge.spec.notation import parse
 
 _TOKENS = 2 * 64

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.profiling.block_benchmark import blocks_of, many_versions, training_block, training_session
+from narrowgauge.profiling.measurement import blocks_of, many_versions, training_block, training_session
 from narrowgauge.spec.notation import parse, parse_table
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.session import Session

@@ -10,7 +10,7 @@ from torch import nn
 
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.planner.roofline import Setting, Shape
-from narrowgauge.profiling.layer_benchmark import narrow_operations, operands, operations_of
+from narrowgauge.profiling.measurement import narrow_operations, operands, operations_of
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.slots import casts_made
 from narrowgauge.spec.variants import named

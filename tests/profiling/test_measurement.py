@@ -11,10 +11,9 @@ import torch
 from narrowgauge.errors import ChipError
 from narrowgauge.planner.roofline import Setting
 from narrowgauge.profiling import measurement
-from narrowgauge.profiling.block_benchmark import training_block, training_session
 from narrowgauge.profiling.costs import Round, cost_of
 from narrowgauge.profiling.layer_plan import read_model, timed_settings
-from narrowgauge.profiling.measurement import weight_bytes
+from narrowgauge.profiling.measurement import training_block, training_session, weight_bytes
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import parse

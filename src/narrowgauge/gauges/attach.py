@@ -3,7 +3,7 @@
 The tensors that are watched by default are in memory anyway: the operands of linear layers' matmuls, forward and backward; the
 weights and their gradients; queries and keys. Hence a run with gauges has the same bits as one without, compiled or not. Every
 ``every`` steps the tensors are recorded (:mod:`narrowgauge.gauges.recorder`), measured at the end of the step
-(:mod:`narrowgauge.gauges.collect`), and written as one record of ``gauges.jsonl``. On the other steps only the shadow of a few
+(:mod:`narrowgauge.gauges.tensor_metrics`), and written as one record of ``gauges.jsonl``. On the other steps only the shadow of a few
 second moments is updated.
 
 The outputs of other modules do not exist in a compiled model, where everything between two matmuls is one kernel. They can be
@@ -26,11 +26,9 @@ from narrowgauge._torch import inductor, plain_name
 from narrowgauge.analysis.monitor.alarms import Alarms
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.gauges import attention, hooks
-from narrowgauge.gauges.aggregate import Shards
-from narrowgauge.gauges.casts import Casts
-from narrowgauge.gauges.collect import Packed, measure, rounded, row_of
 from narrowgauge.gauges.moment_shadow import MomentShadow, StateReader, UpdateMetrics
 from narrowgauge.gauges.recorder import SAMPLING, Recorder, WatchedTensor
+from narrowgauge.gauges.tensor_metrics import Casts, Packed, Shards, measure, rounded, row_of
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.numerics.shards import is_sharded, local_of
 from narrowgauge.numerics.widening import matmul

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.gauges.aggregate import Shards
-from narrowgauge.gauges.collect import Packed, rounded
+from narrowgauge.gauges.tensor_metrics import Packed, Shards, rounded
 from narrowgauge.numerics import tensor_stats
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
@@ -286,7 +285,7 @@ class UpdateMetrics:
         """The table ``updates``.
 
         Args:
-            fetched: from :meth:`narrowgauge.gauges.collect.Packed.fetch`.
+            fetched: from :meth:`narrowgauge.gauges.tensor_metrics.Packed.fetch`.
             readings: the audit's readings by parameter, from :func:`narrowgauge.audit`; replaced by those of all ranks for
                 sharded parameters.
         """

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from narrowgauge.assembly import resumption
-from narrowgauge.integrations.framework_optimizers import restore_audit, saved_audit
+from narrowgauge.integrations.lightning.converted_models import restore_audit, saved_audit
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.optim.optimizer import Optimizer
 

@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoConfig, masking_utils
+
+from narrowgauge.assembly.preparation import narrow_linears
 from narrowgauge.errors import DataError
 from narrowgauge.matmul.gemm import EmulationNotice
+from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.planner.activations import bytes_per_token, cast_weight_bytes, layer_tensors
 from narrowgauge.planner.memory_figures import LayerCount
 from narrowgauge.planner.model_configs import read_architecture
 from narrowgauge.planner.options import Option
 from narrowgauge.planner.plan_report import Plan
 from narrowgauge.planner.presets import preset
-from narrowgauge.profiling.block_memory import layer_memory
 from narrowgauge.spec.models import refuse_own_code
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.tables import Row
+from narrowgauge.trainer import language_model
 
 _ADVICE = "Add --layout fsdp2."
 
@@ -124,3 +134,83 @@ def _config(model: str) -> Mapping[str, Any]:
     refuse_own_code(path)
     table: Mapping[str, Any] = json.loads((path / "config.json" if path.is_dir() else path).read_bytes())
     return table
+
+
+# FOLDED from profiling.block_memory: What a layer keeps for backward, counted: the tensors that autograd saves while one more layer runs.
+# FOLDED
+# FOLDED Two models that differ by one layer run forward on fake tensors, which have shapes and no memory, so a layer of any size is
+# FOLDED counted in seconds. What the larger one saves beyond the smaller is what a layer keeps.
+# FOLDED :mod:`narrowgauge.planner.activations` says the same by formulas; this count is for models whose modules the formulas do not
+# FOLDED know, and for tests of the formulas.
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+
+
+Kind = tuple[tuple[int, ...], str, int]
+
+
+class Saved(NamedTuple):
+    """Equal tensors that a layer keeps.
+
+    Args:
+        shape: of each.
+        dtype: of each.
+        num_bytes: of each one's memory, which other tensors may share.
+        num_tensors: how many.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    num_tensors: int
+
+
+def layer_memory(config: Mapping[str, Any], recipe: Recipe, micro_batch: int, sequence_length: int) -> list[Saved]:
+    """What one layer of a model keeps for backward, the largest first.
+
+    Args:
+        config: the keys of a Hugging Face ``config.json`` with equal layers.
+        recipe: of the model.
+        micro_batch, sequence_length: of the input.
+    Returns:
+        The tensors; parameters are not among them.
+
+    Cost: seconds, whatever the model's size.
+    Example:
+        >>> from narrowgauge.planner.presets import config_of
+        >>> from narrowgauge.spec.models import get_model
+        >>> from narrowgauge.spec.notation import parse
+        >>> saved = layer_memory(config_of(get_model("llama-1m")), parse("bfloat16/word"), 1, 64)
+        >>> sum(each.num_bytes * each.num_tensors for each in saved) // 64
+        5656
+    """
+    key = next(key for key in _LAYERS if key in config)
+    one, two = (_saved({**config, key: layers}, recipe, micro_batch, sequence_length) for layers in (1, 2))
+    found = [Saved(shape, dtype, size, count) for (shape, dtype, size), count in (two - one).items()]
+    return sorted(found, key=lambda each: -each.num_bytes)
+
+
+def _saved(config: Mapping[str, Any], recipe: Recipe, micro_batch: int, length: int) -> Counter[Kind]:
+    """The tensors that autograd saves in the layers of a model, by shape, dtype and bytes."""
+    made = AutoConfig.for_model(**config)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = language_model.ready(language_model.drawn(made, 0))
+        for name, parameter in model.named_parameters():
+            visible = recipe.storage_of(name, parameter.ndim).visible
+            parameter.data = parameter.data.to(getattr(torch, visible))
+        narrow_linears(model, recipe, 0)
+        own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        tokens = torch.zeros(micro_batch, length, dtype=torch.int64)
+        kept: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.untyped_storage()._cdata not in own:
+                kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+            return tensor
+
+        # Fake positions cannot be asked whether sequences are packed; ours are not, and then no mask is made.
+        unpacked = patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
+        with unpacked, saved_tensors_hooks(pack, lambda tensor: tensor), compute_scope(recipe, torch.device("cpu")):
+            model.base_model(input_ids=tokens, use_cache=False)
+    kinds = ((tuple(t.shape), str(t.dtype).removeprefix("torch."), t.untyped_storage().nbytes()) for t in kept.values())
+    return Counter(kinds)

@@ -7,30 +7,45 @@ operands of the layer's shape; everything is compiled before the first round.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from narrowgauge._torch import inductor
 from narrowgauge.errors import ChipError
-from narrowgauge.matmul.gemm import emulated_formats
-from narrowgauge.matmul.layer_matmuls import slot_dtype
-from narrowgauge.planner.roofline import Setting
-from narrowgauge.profiling.block_benchmark import blocks_of, many_versions, training_block, training_session
+from narrowgauge.matmul.delayed_scaling import history_for
+from narrowgauge.matmul.gemm import EmulationNotice, emulated_formats
+from narrowgauge.matmul.layer_matmuls import cast_to_slot, multiply_outliers, multiply_slots, scales_to_fold, slot_dtype
+from narrowgauge.matmul.linear import is_plain
+from narrowgauge.matmul.operand import Operand
+from narrowgauge.matmul.scopes import compute_scope
+from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.planner.roofline import Setting, Shape
 from narrowgauge.profiling.costs import Round
-from narrowgauge.profiling.layer_benchmark import Work, operations_of
 from narrowgauge.profiling.layer_plan import ELSEWHERE, Kind, compared_steps, plain_recipe, timed_settings
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.models import Model
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.slots import weight_slots
+from narrowgauge.spec.slots import SLOTS, casts_made, slot_of_cast, weight_slots
 from narrowgauge.spec.variants import named
 from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.data import Dataset
+from narrowgauge.trainer.loop import vocabulary_size
 from narrowgauge.trainer.memory import batch_bytes, free_bytes, shape_of
+from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.step import train_step
 
 ROUNDS = 7
@@ -169,3 +184,237 @@ def _seconds(work: Work, repeats: int, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return (time.perf_counter() - began) / repeats
+
+
+# FOLDED from profiling.layer_benchmark: The operations of a linear layer, each a function to time on random operands: up to six casts, and three matmuls.
+# FOLDED
+# FOLDED They call the functions that a narrow layer calls, in its order: codes that are used twice are made once, and scales that lie
+# FOLDED along a contraction are multiplied into the other operand first.
+
+Work = Callable[[], Any]
+
+# A right operand is made before the left one of its matmul, which may take its scales.
+_ORDER = ("output.left", "output.right", "grad_input.right", "grad_input.left", "grad_weight.right", "grad_weight.left")
+
+
+def operations_of(shape: Shape, setting: Setting, num_tokens: int, device: torch.device) -> dict[str, Work]:
+    """The operations of a linear layer on random operands; each call runs one.
+
+    They return the operands, the output and the gradients of the layer itself.
+
+    Args:
+        shape: of its weight.
+        setting: how it is computed.
+        num_tokens: rows of its input.
+        device: where.
+    """
+    x, weight, grad = operands(shape, setting, num_tokens, device)
+    compute = named(setting.compute)
+    if setting.is_plain and is_plain(compute, x.dtype):
+        return _plain_operations(x, weight, grad)
+    return narrow_operations(compute, x, weight, grad)
+
+
+def operands(shape: Shape, setting: Setting, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Random x ``[tokens, in]``, weight ``[out, in]`` and gradient ``[tokens, out]``."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(rows: int, columns: int, scale: float, dtype: str) -> Tensor:
+        values = torch.randn(rows, columns, dtype=torch.float32, device=device, generator=generator) * scale
+        return values.to(getattr(torch, dtype))
+
+    sides = (shape.in_features, shape.out_features) if shape.is_transposed else (shape.out_features, shape.in_features)
+    weight = drawn(*sides, 0.02, setting.weights)
+    x = drawn(num_tokens, shape.in_features, 1.0, setting.stream)
+    grad = drawn(num_tokens, shape.out_features, 1e-3, setting.stream)
+    return x, weight.t() if shape.is_transposed else weight, grad
+
+
+def _plain_operations(x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, Work]:
+    """PyTorch's own linear function; wider weights are cast as autocast does it."""
+    seen = weight.to(x.dtype)
+    casts: dict[str, Work] = {} if seen is weight else {"output.right": lambda: weight.to(x.dtype)}
+    return {
+        **casts,
+        "output": lambda: F.linear(x, seen),
+        "grad_input": lambda: grad @ seen,
+        "grad_weight": lambda: (grad.t() @ x).to(weight.dtype),
+    }
+
+
+def narrow_operations(
+    compute: Compute, x: Tensor, weight: Tensor, grad: Tensor, state: Tensor | None = None
+) -> dict[str, Work]:
+    """The casts that a compute makes, and its matmuls.
+
+    Args:
+        compute: which.
+        x, weight, grad: see :func:`operands`.
+        state: a layer's, which its random bits depend on.
+    """
+    state = torch.zeros(4, dtype=torch.int32, device=x.device) if state is None else state
+    history = history_for(compute, x.device)
+    tensors = {"input": x, "weight": weight, "gradient": grad}
+    made: dict[str, Operand] = {}
+    casts: dict[str, Work] = {}
+    for name in _ORDER:
+        first = slot_of_cast(compute, name)
+        if first == name:
+            matmul = SLOTS[name].matmul
+            right = made.get(f"{matmul}.right")
+            fold = None if right is None else scales_to_fold(right.outer, compute, matmul)
+            casts[name] = partial(
+                cast_to_slot, tensors[SLOTS[name].tensor], compute, name,
+                state=state, history=history, record=True, fold=fold,
+            )  # fmt: skip
+            made[name] = casts[name]()
+        else:
+            made[name] = made[first]
+
+    def output() -> Tensor:
+        result = product("output", (len(x), len(weight)), x.dtype)
+        threshold = compute.output.left.outliers
+        return multiply_outliers(result, x, weight, threshold) if threshold else result
+
+    def product(matmul: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return multiply_slots(made[f"{matmul}.left"], made[f"{matmul}.right"], compute, matmul, shape, dtype)
+
+    return {
+        **{name: casts[name] for name in casts_made(compute)},
+        "output": output,
+        "grad_input": partial(product, "grad_input", (len(grad), weight.shape[1]), grad.dtype),
+        "grad_weight": partial(product, "grad_weight", (len(weight), weight.shape[1]), weight.dtype),
+    }
+
+
+# FOLDED from profiling.block_benchmark: Whole training steps, and single decoder blocks of them, compiled as the trainer compiles them.
+# FOLDED
+# FOLDED The operations of a linear layer do not add up to what it takes in a model: operators must be launched, a compiler cannot fuse
+# FOLDED across them, and operands are no longer in the cache. One block of the model, forward and backward in a compute, shows all of
+# FOLDED that; a step is as many blocks as the model has, and a rest that no compute changes.
+
+_RANDOM_TOKENS = 1 << 18
+
+
+def training_session(config: TrainConfig, *, compile: bool = True) -> Session:
+    """The trainer's own session on random tokens, without audits.
+
+    Args:
+        config: the model, its recipe and the size of a step.
+        compile: whether the model is compiled.
+    """
+    size = vocabulary_size(config)
+    assert size is not None
+    count = max(_RANDOM_TOKENS, 2 * config.tokens_per_step)
+    tokens = np.random.default_rng(config.seed).integers(0, size, count).astype(np.uint32)
+    data = Dataset(Path(), tokens, tokens[:0], {"vocab_size": size, "request": {"held_out": 0}, "notes": []})
+    return build(replace(config, compile=compile, audit_every=0), Path(), data)
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The decoder blocks of a Hugging Face model, by name."""
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+@dataclass
+class Block:
+    """One decoder block, and the arguments of a call.
+
+    Args:
+        module: the block.
+        args, kwargs: of the call; the stream requires a gradient, as in the middle of a model.
+        recipe: it computes in.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    recipe: Recipe
+
+    def output(self) -> Tensor:
+        """The stream after the block."""
+        device = next(self.module.parameters()).device
+        with compute_scope(self.recipe, device):
+            result = self.module(*self.args, **self.kwargs)
+        stream: Tensor = result[0] if isinstance(result, tuple) else result
+        return stream
+
+    def pass_through(self) -> None:
+        """Forward and backward."""
+        output = self.output()
+        output.backward(torch.ones_like(output))
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Everything that gets a gradient."""
+        inputs = (v for v in (*self.args, *self.kwargs.values()) if isinstance(v, Tensor) and v.requires_grad)
+        return [*self.module.parameters(), *inputs]
+
+
+def training_block(session: Session, recipe: Recipe, *, compile: bool = True) -> Block:
+    """A copy of the model's first decoder block, in a recipe's computes.
+
+    Args:
+        session: of the plain recipe; it is not changed.
+        recipe: whose computes the copy gets.
+        compile: whether it is compiled.
+    """
+    name, original = blocks_of(session.model)[0]
+    args, kwargs = _arguments(session, name)
+    module = copy.deepcopy(original)
+    computes = {local: recipe.compute_of(f"{name}.{local}") for local, _ in module.named_modules()}
+    if any(compute.name != recipe.dtype for compute in computes.values()):
+        with warnings.catch_warnings():
+            # The profile reports what is emulated.
+            warnings.simplefilter("ignore", EmulationNotice)
+            swap_linears(module, computes.__getitem__)
+    if compile:
+        module.compile(fullgraph=True)
+    return Block(module, tuple(map(_leaf, args)), {key: _leaf(value) for key, value in kwargs.items()}, recipe)
+
+
+@contextmanager
+def many_versions() -> Iterator[None]:
+    """Within it the compiler makes a version of a block for each compute; its default limit is eight."""
+    limit = max(torch._dynamo.config.recompile_limit, inductor.MANY_VERSIONS)
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        yield
+
+
+class _Called(Exception):
+    """Raised once the block is called: the rest of the pass is not needed."""
+
+
+class _ArgumentRecorder(nn.Module):
+    """Replaces a block, and records the arguments of its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """Record the arguments and end the pass."""
+        self.arguments = args, kwargs
+        raise _Called
+
+
+def _arguments(session: Session, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with which the model calls its block of a name."""
+    parent, _, own = name.rpartition(".")
+    owner, original = session.model.get_submodule(parent), session.model.get_submodule(name)
+    recorder = _ArgumentRecorder()
+    owner.register_module(own, recorder)
+    try:
+        session.loss(session.batch()[0])
+    except _Called:
+        pass
+    finally:
+        owner.register_module(own, original)
+    return recorder.arguments
+
+
+def _leaf(value: Any) -> Any:
+    is_stream = isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
+    return value.detach().clone().requires_grad_() if is_stream else value

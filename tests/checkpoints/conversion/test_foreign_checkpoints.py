@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import narrowgauge as ng
 from narrowgauge.checkpoints.conversion.encodings import ENCODINGS
+from narrowgauge.checkpoints.conversion.files import load_pickle
 from narrowgauge.checkpoints.conversion.foreign import SHARDED, read_foreign
 from narrowgauge.checkpoints.conversion.source import Source
-from narrowgauge.checkpoints.conversion.stand_ins import load_pickle
 from narrowgauge.checkpoints.conversion.states import Checkpoint
 from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError, RecipeError

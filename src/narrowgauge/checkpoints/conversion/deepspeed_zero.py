@@ -24,8 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from narrowgauge.checkpoints.conversion.fragments import SEEN, WEIGHT, Fragment
-from narrowgauge.checkpoints.conversion.sharded import Sharded, pickled
+from narrowgauge.checkpoints.conversion.sharded import SEEN, WEIGHT, Fragment, Sharded, pickled
 from narrowgauge.errors import DataError
 from narrowgauge.spec.storages import STATE_NAMES
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.checkpoints.conversion.stand_ins import InertTensor
+from narrowgauge.checkpoints.conversion.files import InertTensor
 from narrowgauge.errors import DataError
 from narrowgauge.spec.storages import STATE_NAMES
 

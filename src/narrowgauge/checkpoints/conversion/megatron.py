@@ -31,10 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.checkpoints.conversion.files import UNREADABLE, unreadable
-from narrowgauge.checkpoints.conversion.fragments import SEEN, WEIGHT, Fragment
-from narrowgauge.checkpoints.conversion.sharded import Sharded, mapped, pickled
-from narrowgauge.checkpoints.conversion.stand_ins import Inert, load_pickle
+from narrowgauge.checkpoints.conversion.files import UNREADABLE, Inert, load_pickle, unreadable
+from narrowgauge.checkpoints.conversion.sharded import SEEN, WEIGHT, Fragment, Sharded, mapped, pickled
 from narrowgauge.errors import DataError
 from narrowgauge.runs.atomic_io import load_json
 from narrowgauge.spec.storages import STATE_NAMES

@@ -21,8 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.checkpoints.conversion.fragments import SEEN, WEIGHT, Fragment
-from narrowgauge.checkpoints.conversion.sharded import Sharded, pickled, safetensors
+from narrowgauge.checkpoints.conversion.sharded import SEEN, WEIGHT, Fragment, Sharded, pickled, safetensors
 from narrowgauge.errors import DataError
 from narrowgauge.runs.atomic_io import load_json
 from narrowgauge.spec.storages import STATE_NAMES

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.gauges.nan_origin.bad_value import BadValue, Operand
-from narrowgauge.gauges.nan_origin.operations import nonfinite_kinds
-from narrowgauge.gauges.nan_origin.tracing import NanTracer
+from narrowgauge.gauges.nan_origin.tracing import NanTracer, nonfinite_kinds
 
 __all__ = ["BadValue", "Operand", "Replay", "first_bad_value", "replay"]
 

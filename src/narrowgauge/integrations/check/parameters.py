@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.integrations.set_up import NARROW, Held, SetUp, dtype_name, tensors_of, told
+from narrowgauge.integrations.check.set_up import NARROW, Held, SetUp, dtype_name, tensors_of, told
 from narrowgauge.optim.optimizer import Optimizer
 
 Values = dict[str, Any]

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from narrowgauge.integrations import checks_of_loop as loop
-from narrowgauge.integrations import checks_of_numbers as numbers
-from narrowgauge.integrations import checks_of_parameters as parameters
-from narrowgauge.integrations import checks_of_process as process
-from narrowgauge.integrations.set_up import SetUp
+from narrowgauge.integrations.check import numbers as numbers
+from narrowgauge.integrations.check import parameters as parameters
+from narrowgauge.integrations.check import process as process
+from narrowgauge.integrations.check import training_loop as loop
+from narrowgauge.integrations.check.set_up import SetUp
 from narrowgauge.runs.finding import Finding
 
 

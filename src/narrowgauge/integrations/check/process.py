@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge._torch import default_store, fsdp_policies
 from narrowgauge.assembly.trainable import depends_on_order
 from narrowgauge.distributed.ranks import Ranks, all_ranks
-from narrowgauge.integrations.set_up import NARROW, Held, SetUp, dtype_name, told
+from narrowgauge.integrations.check.set_up import NARROW, Held, SetUp, dtype_name, told
 from narrowgauge.matmul.linears import Layer
 from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.numerics.summation import fingerprint, fingerprint_all

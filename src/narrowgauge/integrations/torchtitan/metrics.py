@@ -10,7 +10,7 @@ Used of torchtitan: ``should_log``, which the Trainer calls first in each step a
 
 from __future__ import annotations
 
-import narrowgauge.integrations.torchtitan_packages  # noqa: F401, says what is missing
+import narrowgauge.integrations.torchtitan.packages  # noqa: F401, says what is missing
 
 # isort: split
 from dataclasses import dataclass, field

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.integrations.lightning_packages import joined_when_asked
-from narrowgauge.integrations.lightning_precision import RecipePrecision
+from narrowgauge.integrations.lightning.packages import joined_when_asked
+from narrowgauge.integrations.lightning.precision import RecipePrecision
 from narrowgauge.integrations.run_folders import folder_for
 from narrowgauge.integrations.run_recorder import RunRecorder
 from narrowgauge.runs.events import Event

@@ -2,7 +2,7 @@
 
 Samples of equal shape are batched, so that a thousand tensors take some dozens of operations. All metrics go into one vector
 that is copied to the host once. Metrics of sharded parameters are reduced over the ranks before that
-(:mod:`narrowgauge.gauges.aggregate`).
+(:mod:`narrowgauge.gauges.tensor_metrics`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,23 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from narrowgauge.gauges.aggregate import SHARED, Shards, sharded_entries
-from narrowgauge.gauges.casts import block_exponents, cast_stats, lost_shares
 from narrowgauge.gauges.recorder import Recorder, WatchedTensor
+from narrowgauge.matmul.delayed_scaling import delayed_amax
+from narrowgauge.matmul.grouped import GroupedLinear
+from narrowgauge.matmul.linear import Linear
+from narrowgauge.matmul.rng import STEP
 from narrowgauge.numerics import tensor_stats
+from narrowgauge.numerics.quantization import padded, quantize
+from narrowgauge.numerics.shards import add_up, is_sharded, is_shared_out, local_of
 from narrowgauge.runs.schema import FIRST_EXPONENT, METRICS, NUM_EXPONENTS, TENSOR_KINDS, Row
 from narrowgauge.spec.computes import Cast
+from narrowgauge.spec.slots import SLOTS
 
 COUNTED = 3
 """Every third sampled value is counted in the histograms, which pool all tensors of a kind."""
@@ -248,3 +254,161 @@ def rounded(value: float | int | None, keep_nan: bool = False) -> float | int | 
     if value != value:
         return value if keep_nan else None
     return float(f"{value:.4g}")
+
+
+# FOLDED from gauges.casts: The cast by which a watched tensor enters its matmul, its delayed scale, and what the cast loses.
+
+_SLOTS = {"input": "output.left", "weight": "output.right", "output_grad": "grad_input.left"}
+"""The slot whose cast is measured, for each kind of tensor."""
+
+
+class Casts:
+    """The casts of a model's narrow layers, as the step that runs makes them.
+
+    Args:
+        layers: the watched linear layers by name, narrow or not.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        self.layers = layers
+        self._delayed: dict[WatchedTensor, Tensor] = {}
+
+    def note(self, recorder: Recorder) -> None:
+        """Save the delayed scales of the step that has just run, before the layers advance to the next one."""
+        self._delayed.clear()
+        for index, watched in enumerate(recorder.watched):
+            used = self._used(watched)
+            if used is None or used[0].amax_history is None:
+                continue
+            layer, cast = used
+            # Where no earlier step saw anything it is the tensor's own.
+            mark = recorder.stats_of.get(index)
+            own = torch.ones(1, dtype=torch.float32, device=layer.weight.device) if mark is None else mark[0].reshape(1)
+            operand = SLOTS[_SLOTS[watched.kind]].history_index
+            amax = delayed_amax(own, cast, layer.amax_history, operand, layer.state[STEP], record=False)
+            if amax is not None:
+                self._delayed[watched] = amax
+
+    def of(self, watched: WatchedTensor) -> tuple[Cast | None, Tensor | None]:
+        """The cast of a tensor, and its delayed scale's magnitude; nothing where it enters as it is."""
+        used = self._used(watched)
+        if used is None:
+            return self._of_experts(watched), None
+        layer, cast = used
+        if cast.is_wide and cast.format == str(layer.weight.dtype).removeprefix("torch."):
+            return None, None
+        return cast, self._delayed.get(watched)
+
+    def _used(self, watched: WatchedTensor) -> tuple[Linear, Cast] | None:
+        """The narrow layer that takes a tensor, and its cast of it."""
+        name = watched.name.removesuffix(".weight") if watched.kind == "weight" else watched.name
+        layer = self.layers.get(name)
+        if watched.kind not in _SLOTS or not isinstance(layer, Linear):
+            return None
+        return layer, layer.compute.casts[_SLOTS[watched.kind]]
+
+    def _of_experts(self, watched: WatchedTensor) -> Cast | None:
+        """The cast by which tokens enter their experts, where no expert has a scale of its own for all of its tokens."""
+        layer = self.layers.get(watched.name)
+        if not isinstance(layer, GroupedLinear) or watched.kind not in ("input", "output_grad"):
+            return None
+        cast = layer.compute.casts[_SLOTS[watched.kind]]
+        whole = cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"
+        return None if whole or cast.is_wide else cast
+
+
+def cast_stats(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
+    """``[samples, 6]``, as :data:`narrowgauge.numerics.tensor_stats.CAST_SUMS`."""
+    # Blocks of several rows, and channels, must not reach into the next tensor.
+    if cast.block is not None or cast.smooth:
+        whole = amax.view(-1, 1, 1) if cast.scale == "float8_e4m3fn" else [None] * len(samples)
+        sums = [tensor_stats.cast_sums(x, cast, amax=own).sum(0) for x, own in zip(samples, whole, strict=True)]
+        return torch.stack(sums)
+    count, rows, columns = samples.shape
+    scale = amax.view(-1, 1).repeat_interleave(rows, 0) if cast.granularity == "tensor" else None
+    return tensor_stats.cast_sums(samples.view(-1, columns), cast, amax=scale).view(count, rows, -1).sum(1)
+
+
+def block_exponents(sample: Tensor, cast: Cast) -> Tensor:
+    """Lowest, median, highest exponent of the sample's block scales."""
+    inner = quantize(padded(sample, cast, 1), replace(cast, rounding="nearest"), 1).inner
+    return tensor_stats.block_scale_exponents(inner if inner is not None else sample.new_zeros(1))
+
+
+def lost_shares(sums: Tensor) -> list[float | None]:
+    """Underflow, overflow and SQNR of one tensor's sums of a cast; ``None`` where it has only zeros."""
+    loss = tensor_stats.cast_loss(sums)
+    has_values = bool(sums[tensor_stats.CAST_SUMS.index("nonzero")])
+    return [loss.underflow if has_values else None, loss.overflow, loss.sqnr_db if has_values else None]
+
+
+# FOLDED from gauges.aggregate: Aggregation over the ranks that shard a model: from metrics of shards to metrics of whole parameters.
+# FOLDED
+# FOLDED Amax is reduced by one maximum, everything else by one sum. Every rank makes the same calls, even if it holds nothing of a
+# FOLDED parameter.
+
+SHARED = ("weight", "grad")
+"""The kinds of tensors that may be sharded. Operands of matmuls come from each rank's own batch."""
+
+
+@dataclass(eq=False)
+class Shards:
+    """The ranks that shard the parameters.
+
+    Args:
+        mesh: the ``DeviceMesh`` of the ranks.
+        share: for each parameter the share of its elements that this rank reports, 0 to 1; shares add up to 1 over all
+            ranks. A shard with replicas is reported by the first replica.
+
+    Attributes:
+        largest: amax over all ranks of the weights and gradients recorded last.
+    """
+
+    mesh: Any
+    share: dict[str, float]
+    largest: Tensor | None = None
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any]) -> Shards | None:
+        """From parameters by name; ``None`` if nothing is sharded or the shards lie on several meshes."""
+        meshes = {p.device_mesh for p in parameters.values() if is_sharded(p)}
+        if len(meshes) != 1 or not any(map(is_shared_out, parameters.values())):
+            return None
+        mesh = meshes.pop()
+        return cls(mesh, {name: _share(p, mesh.get_coordinate()) for name, p in parameters.items()})
+
+    def join_amax(self, recorder: Recorder) -> None:
+        """Replace the recorded amax of weights and gradients by the amax over all shards."""
+        entries = sharded_entries(recorder)
+        # Below all magnitudes, and NaN above: the integer order of their bits.
+        nothing = torch.full((), -1.0, dtype=torch.float32, device=recorder.stats_device)
+        own = torch.stack(
+            [recorder.stats_of[k][0].to(nothing.device) if k in recorder.stats_of else nothing for k in entries]
+        )
+        bits = torch.where(own.isnan(), torch.nan, own).view(torch.int32)
+        self.largest = self._over_ranks(bits, "max").view(torch.float32)
+        for index, largest in zip(entries, self.largest.unbind(), strict=True):
+            if index in recorder.stats_of:
+                recorder.stats_of[index] = (largest, *recorder.stats_of[index][1:])
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum over all ranks."""
+        return self._over_ranks(values, "sum")
+
+    def _over_ranks(self, values: Tensor, op: str) -> Tensor:
+        groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
+        return add_up(values.to(self.mesh.device_type), groups, op).to(values.device)
+
+
+def _share(parameter: Any, coordinate: Sequence[int]) -> float:
+    """The share of a parameter that the rank at a coordinate of the mesh reports."""
+    is_whole = [p.is_replicate() for p in parameter.placements] if is_sharded(parameter) else [True] * len(coordinate)
+    # Along a mesh axis that does not shard, all ranks are replicas. (``is_shard()`` is false for two sharding axes.)
+    if any(index and whole for index, whole in zip(coordinate, is_whole, strict=True)):
+        return 0.0
+    return float(local_of(parameter).numel() / max(1, parameter.numel()))
+
+
+def sharded_entries(recorder: Recorder) -> list[int]:
+    """The entries of tensors that may be sharded."""
+    return [index for index, watched in enumerate(recorder.watched) if watched.kind in SHARED]

@@ -17,11 +17,9 @@ which its own subclasses call; looked up in 0.3.0.
 
 from __future__ import annotations
 
-import narrowgauge.integrations.torchtitan_packages  # noqa: F401, says what is missing
-
-# isort: split
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,20 +29,23 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 from torchtitan.config.override import derive, override
 from torchtitan.trainer import Trainer
 
+import narrowgauge.integrations.torchtitan.packages  # noqa: F401, says what is missing
 from narrowgauge._torch import fsdp_dtypes, plain_name
 from narrowgauge.assembly.amax_sync import join_histories
-from narrowgauge.assembly.preparation import prepare_with
+from narrowgauge.assembly.preparation import DEFAULTS, prepare_with
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules, mesh_of
 from narrowgauge.errors import RecipeError
-from narrowgauge.integrations.torchtitan_converter import NarrowgaugeConverter, take_request
-from narrowgauge.integrations.torchtitan_groups import NAME, SETTING_DEFAULTS, ParamGroups
+from narrowgauge.integrations.torchtitan.converter import NarrowgaugeConverter, take_request
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
+
+# isort: split
+
 
 _STEP, _HISTORY = "narrowgauge.step", "narrowgauge.amax_history"
 
@@ -269,3 +270,88 @@ def _state_of_layers(model_parts: list[nn.Module]) -> dict[str, Any]:
         histories: Mapping[str, Any] = linears.histories()
         state |= {f"{_HISTORY}.{place}.{plain_name(name)}": value for name, value in histories.items()}
     return state
+
+
+# FOLDED from integrations.torchtitan_groups: torchtitan's parameter groups: the options that each parameter gets from the first pattern that matches its name.
+# FOLDED
+# FOLDED What a group leaves out is as in ``torch.optim.AdamW``, under its own name and under :data:`NAME`. So a config that was written
+# FOLDED for torchtitan's own optimizer keeps its meaning to the letter.
+
+# isort: split
+
+
+NAME = "NarrowgaugeAdamW"
+"""The ``optimizer_name`` of the groups that :func:`narrowgauge_adamw` makes."""
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
+_IGNORED = {"fused", "foreach"}  # what torchtitan chooses between implementations of torch.optim by
+
+
+SETTING_DEFAULTS = {name: DEFAULTS[name] for name in SETTINGS}
+"""What a group takes where it leaves a setting out: as in ``torch.optim.AdamW``."""
+_NAMES = ("AdamW", NAME)  # the optimizers that a group can name
+
+
+class ParamGroups:
+    """The options of each parameter, as a config's groups give them.
+
+    Args:
+        groups: the config's; of several patterns that match a name, the first counts.
+    Raises:
+        RecipeError: a group of another optimizer, without a learning rate, or with a setting that AdamW does not have.
+
+    Example:
+        >>> row = ParamGroupConfig(pattern="norm", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3})
+        >>> ParamGroups([row]).options_of("norm.weight")["weight_decay"]
+        0.01
+    """
+
+    def __init__(self, groups: Sequence[ParamGroupConfig]) -> None:
+        self.groups = [(re.compile(group.pattern), group.optimizer_name, _options(group)) for group in groups]
+
+    def pattern_of(self, name: str) -> str:
+        """The pattern that gives a parameter its options; ``""`` is also the answer where none does."""
+        place = self._place(name)
+        return "" if place is None else self.groups[place][0].pattern
+
+    def options_of(self, name: str) -> dict[str, Any]:
+        """``lr``, ``betas``, ``eps`` and ``weight_decay`` of a parameter."""
+        place = self._place(name)
+        assert place is not None, name
+        return self.groups[place][2]
+
+    def require_cover(self, parts: Iterable[nn.Module]) -> None:
+        """Require that each trainable parameter has a group, and each group a parameter.
+
+        Raises:
+            RecipeError: naming the parameter or the pattern.
+        """
+        names = [name for part in parts for name, p in part.named_parameters() if p.requires_grad]
+        places = {name: self._place(name) for name in names}
+        for name, place in places.items():
+            if place is None:
+                raise RecipeError(
+                    f"parameter '{plain_name(name)}' is trained, and no parameter group's pattern matches it.",
+                    "Add a last group of pattern '.*'.",
+                )
+        for place, (pattern, _, _) in enumerate(self.groups):
+            if place not in places.values():
+                raise RecipeError(
+                    f"the pattern {pattern.pattern!r} of a parameter group matched no parameters that another had not taken.",
+                    f"Names look like '{plain_name(names[0])}'." if names else "",
+                )
+
+    def _place(self, name: str) -> int | None:
+        plain = plain_name(name)
+        return next((i for i, (pattern, _, _) in enumerate(self.groups) if pattern.search(plain)), None)
+
+
+def _options(group: ParamGroupConfig) -> dict[str, Any]:
+    """A group's settings with the defaults of its optimizer."""
+    if group.optimizer_name not in _NAMES:
+        raise RecipeError(f"{NAME} is AdamW, and the optimizer '{group.optimizer_name}' was requested of it.")
+    if strange := sorted(group.optimizer_kwargs.keys() - set(SETTINGS) - _IGNORED):
+        raise RecipeError(f"{NAME} has no setting '{strange[0]}'; it has {', '.join(sorted(SETTINGS))}.")
+    if "lr" not in group.optimizer_kwargs:
+        raise RecipeError(f"{NAME} was given no learning rate.", 'Put "lr" into its optimizer_kwargs.')
+    options = {**SETTING_DEFAULTS, **group.optimizer_kwargs}
+    return {name: tuple(options[name]) if name == "betas" else options[name] for name in SETTINGS}

@@ -4,8 +4,8 @@ Lightning converts a module, wraps it for its ranks, and only then asks for opti
 ``convert_module`` rounds the float32 weights, swaps layers, and keeps the float32 values until ``connect`` (in Fabric: the first
 step) gives them to the optimizer. Lightning's own ``bf16-true`` cuts the weights first, and those bits are lost.
 
-Here are Lightning's hooks, in the order of a fit; :mod:`narrowgauge.integrations.lightning_models` has the models,
-:mod:`narrowgauge.integrations.lightning_gradients` what happens to gradients before the step. What is private in Lightning 2.6.6
+Here are Lightning's hooks, in the order of a fit; :mod:`narrowgauge.integrations.lightning.converted_models` has the models,
+:mod:`narrowgauge.integrations.lightning.precision` what happens to gradients before the step. What is private in Lightning 2.6.6
 and used: ``_MockOptimizer``, by its name (what ``configure_optimizers`` becomes when it returns ``None``), and
 ``WeightAveraging._average_model`` (whether its copy has buffers).
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,24 +23,30 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.assembly.preparation import DEFAULTS, optimizer_for, say_what_differs, scales_loss
+from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.distributed.reduction import GradientReduction, reduce_gradients_with
 from narrowgauge.errors import RecipeError
-from narrowgauge.integrations.framework_optimizers import bind, require_recipe, restore_audit, saved_audit
-from narrowgauge.integrations.lightning_gradients import MicroBatchSums, RankSums, StepNorms, refuse_second_clipping
-from narrowgauge.integrations.lightning_models import (
+from narrowgauge.integrations.lightning.converted_models import (
     ConvertedModels,
+    bind,
     number_of_steps,
     require_averages,
     require_constant,
+    require_recipe,
+    restore_audit,
+    saved_audit,
     take_back,
 )
-from narrowgauge.integrations.lightning_packages import joined_when_asked, map_tensors, trainer_of
+from narrowgauge.integrations.lightning.packages import joined_when_asked, map_tensors, trainer_of
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.numerics.scaling import LossScaler
+from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.reductions import REDUCTIONS
 
 _Base: Any = object
 
@@ -394,3 +400,173 @@ if TYPE_CHECKING:
     NarrowgaugePrecision = RecipePrecision
 
 __getattr__ = joined_when_asked(RecipePrecision, "NarrowgaugePrecision", "plugins.precision", "Precision")
+
+
+# FOLDED from integrations.lightning_gradients: What a precision plugin of Lightning's does to gradients between the backward pass and the optimizer's step.
+# FOLDED
+# FOLDED Sums of micro-batches, sums over ranks, and norms to clip to: each is done once, by us, or refused where somebody else does it.
+
+
+class MicroBatchSums:
+    """The gradients of a step's micro-batches on one rank, summed in a format of their own.
+
+    Args:
+        dtype: a row of ``ng.ACCUMULATIONS``; ``None`` for float32.
+        seed: of stochastic sums.
+
+    Attributes:
+        index: how many micro-batches of the step came before.
+    """
+
+    def __init__(self, dtype: str | None, seed: int) -> None:
+        self.dtype, self.seed, self.index = dtype, seed, 0
+        self._sum: GradientAccumulator | None = None
+        self._steps = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps whose micro-batches were summed: it seeds random bits."""
+        return self._steps if self._sum is None else self._sum.step
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = steps
+        if self._sum is not None:
+            self._sum.step = steps
+
+    def take_in(self, optimizers: Iterable[Optimizer]) -> None:
+        """Take in the gradients of one micro-batch, on one rank.
+
+        Raises:
+            RecipeError: on several, where DDP and FSDP2 make the sums, a format was asked for.
+        """
+        if all_ranks().size > 1:
+            self.require_unnamed("on several ranks, where DDP and FSDP2 sum micro-batches")
+            return
+        if self._sum is None:
+            parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+            self._sum = GradientAccumulator(parameters, self.dtype or "float32", self.seed)
+            self._sum.step = self._steps
+        self._sum.accumulate()
+
+    def finish(self) -> None:
+        """Put the sums into ``p.grad``, if there are any."""
+        if self._sum is not None:
+            self._sum.finish()
+
+    def free(self) -> None:
+        """Free the sums, also of a step that was interrupted; the steps stay counted."""
+        self._steps, self._sum, self.index = self.steps, None, 0
+
+    def require_unnamed(self, where: str) -> None:
+        """Refuse a format that was asked for where others make the sums.
+
+        Raises:
+            RecipeError: it was.
+        """
+        if self.dtype is not None:
+            raise RecipeError(
+                f"accumulation_dtype='{self.dtype}' was requested {where}.", "Leave accumulation_dtype out."
+            )
+
+
+class RankSums:
+    """The sum of gradients over ranks by the recipe's reduction, where it is not DDP's or FSDP2's own.
+
+    Args:
+        name: a row of ``ng.REDUCTIONS``.
+        seed: of reductions that take random bits.
+    """
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.name, self.seed = name, seed
+        self._reduction: GradientReduction | None = None
+        self._fills_buckets = False
+
+    def install(self, model: nn.Module, optimizer: Any, micro_batches: int) -> None:
+        """Sum a model's gradients from now on.
+
+        Args:
+            model: as Lightning has wrapped it for its ranks.
+            optimizer: gets the reduction.
+            micro_batches: ``accumulate_grad_batches``.
+        Raises:
+            RecipeError: micro-batches, which Lightning sums before they are sent.
+        """
+        if self.name == "native":
+            return
+        self.require_whole_steps(micro_batches)
+        self.close()
+        self._fills_buckets = isinstance(model, nn.parallel.DistributedDataParallel)
+        optimizer.reduction = self._reduction = reduce_gradients_with(model, self.name, seed=self.seed)
+
+    def require_whole_steps(self, micro_batches: int) -> None:
+        """Refuse micro-batches, which Lightning sums before they are sent.
+
+        Raises:
+            RecipeError: there are several, and the reduction is ours.
+        """
+        if self.name != "native" and micro_batches > 1:
+            raise RecipeError(
+                f"reduction '{self.name}' was requested of a recipe, and accumulate_grad_batches = {micro_batches} of the "
+                "Trainer, which sends no gradients of single micro-batches.",
+                "Accumulate none, or leave the reduction out of the recipe.",
+            )
+
+    @property
+    def steps(self) -> int:
+        """Steps that were summed: it seeds random bits."""
+        return 0 if self._reduction is None else self._reduction.step
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        if self._reduction is not None:
+            self._reduction.set_step(steps)
+            if steps and self._fills_buckets and REDUCTIONS[self.name].scale_bits:
+                warnings.warn(
+                    f"a fit with reduction '{self.name}' is resumed under DDP, whose buckets, and so the scales of what is sent, "
+                    "are others in the first step: its bits differ from those of a fit that was not stopped.",
+                    stacklevel=2,
+                )
+
+    def close(self) -> None:
+        """Leave the model's gradients alone; the steps stay counted."""
+        if self._reduction is not None:
+            self._reduction.close()
+
+
+class StepNorms:
+    """The norm that gradients are clipped to in one step, by the optimizer's kernel: no gradient is rounded for it."""
+
+    def __init__(self) -> None:
+        self._before: dict[Optimizer, float | None] = {}
+
+    def set(self, optimizer: Optimizer, norm: float) -> None:
+        """Let the next step clip.
+
+        Raises:
+            RecipeError: the optimizer has another ``max_grad_norm`` itself.
+        """
+        if optimizer.max_grad_norm not in (None, norm):
+            refuse_second_clipping(f"gradient_clip_val = {norm}", optimizer)
+        self._before.setdefault(optimizer, optimizer.max_grad_norm)
+        optimizer.max_grad_norm = norm
+
+    def end(self, optimizer: Any) -> None:
+        """Give an optimizer its own norm again."""
+        if optimizer in self._before:
+            optimizer.max_grad_norm = self._before.pop(optimizer)
+
+
+def refuse_second_clipping(what: str, optimizer: Any) -> None:
+    """Refuse what would clip the gradients of an optimizer that clips them itself.
+
+    Raises:
+        RecipeError: it does.
+    """
+    norm = getattr(optimizer, "max_grad_norm", None)
+    if norm is not None:
+        raise RecipeError(
+            f"{what} was requested of an optimizer that clips gradients to max_grad_norm = {norm} itself.",
+            "Leave out one of the two.",
+        )

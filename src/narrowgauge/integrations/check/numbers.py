@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.integrations.set_up import NARROW, Held, SetUp, dtype_name, sample, told
+from narrowgauge.integrations.check.set_up import NARROW, Held, SetUp, dtype_name, sample, told
 from narrowgauge.numerics.casting import round_to
 from narrowgauge.numerics.update_metrics import lost_fraction, update_sums
 from narrowgauge.optim.optimizer import Optimizer

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from narrowgauge._torch import plain_name
 from narrowgauge.errors import RecipeError
-from narrowgauge.integrations.loop_watch import Seen
+from narrowgauge.integrations.check.watch import Seen
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.storages import STORAGES, Storage

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from narrowgauge import _torch
-from narrowgauge.integrations.set_up import NARROW, SetUp, dtype_name, told
+from narrowgauge.integrations.check.set_up import NARROW, SetUp, dtype_name, told
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.accumulations import naive_limit
