@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import narrowgauge as ng
-from narrowgauge.integrations.huggingface.trainer import NarrowgaugeTrainer
+from narrowgauge.integrations.huggingface import NarrowgaugeTrainer
 
 
 class MyTrainer(NarrowgaugeTrainer, Trainer):  # instead of Trainer

@@ -13,8 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge.integrations.lightning.monitor import NarrowgaugeMonitor
-from narrowgauge.integrations.lightning.precision import NarrowgaugePrecision
+from narrowgauge.integrations.lightning import NarrowgaugeMonitor, NarrowgaugePrecision
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -11,7 +11,7 @@ torchtitan 0.3 trains with PyTorch 2.14 or newer, and imports Triton.
 from narrowgauge.errors import NarrowgaugeError
 
 try:
-    from narrowgauge.integrations.torchtitan.optimizers_container import with_recipe
+    from narrowgauge.integrations.torchtitan import with_recipe
 except NarrowgaugeError as missing:
     raise SystemExit(str(missing)) from None
 from torchtitan.models.llama3.config_registry import llama3_8b, llama3_debugmodel

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from narrowgauge.integrations.huggingface.trainer import NarrowgaugeTrainer
+from narrowgauge.integrations.huggingface import NarrowgaugeTrainer
 
 
 class MyTrainer(NarrowgaugeTrainer, SFTTrainer):  # instead of SFTTrainer

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from integrations.own_trainer import OwnRun
-from narrowgauge.integrations.huggingface.trainer import NarrowgaugeTrainer
+from narrowgauge.integrations.huggingface import NarrowgaugeTrainer
 
 
 class MyTrainer(NarrowgaugeTrainer, Trainer):

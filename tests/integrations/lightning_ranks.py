@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import narrowgauge as ng
 from narrowgauge.distributed.sharding import fingerprint_whole
-from narrowgauge.integrations.lightning.precision import NarrowgaugePrecision
+from narrowgauge.integrations.lightning import NarrowgaugePrecision
 
 SIZE = 32
 

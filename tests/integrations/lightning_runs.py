@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from integrations.own_trainer import OwnRun
-from narrowgauge.integrations.lightning.precision import NarrowgaugePrecision
+from narrowgauge.integrations.lightning import NarrowgaugePrecision
 
 
 class LitReference(pl.LightningModule):

@@ -33,7 +33,7 @@ def trained(rank: int, kind: str, folder: Path, resume: Path | None = None, sums
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
     from integrations.huggingface_runs import MyTrainer, history, plain_arguments
-    from narrowgauge.integrations.huggingface.trainer import optimizer_factory
+    from narrowgauge.integrations.huggingface import optimizer_factory
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()

@@ -21,7 +21,7 @@ import narrowgauge as ng
 from integrations.huggingface_runs import MyTrainer, arguments, history, plain_arguments, rows_of, same_bits, trainer_of
 from integrations.own_trainer import reference
 from narrowgauge.errors import RecipeError
-from narrowgauge.integrations.huggingface.trainer import NarrowgaugeCallback, optimizer_factory
+from narrowgauge.integrations.huggingface import NarrowgaugeCallback, optimizer_factory
 from narrowgauge.integrations.huggingface.training_arguments import require_whole_weights
 from narrowgauge.spec.recipes import Phase
 

@@ -20,7 +20,7 @@ from lightning.fabric import Fabric
 import narrowgauge as ng
 from integrations.lightning_runs import plugin_of, same
 from integrations.own_trainer import OwnRun, reference
-from narrowgauge.integrations.lightning.precision import NarrowgaugePrecision
+from narrowgauge.integrations.lightning import NarrowgaugePrecision
 from narrowgauge.spec.notation import parse
 
 pytestmark = pytest.mark.usefixtures("one_thread")

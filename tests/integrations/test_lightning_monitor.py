@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 import narrowgauge as ng
 from integrations.lightning_runs import LitReference, fit, loader, plugin_of, trainer_of
 from integrations.own_trainer import reference
-from narrowgauge.integrations.lightning.monitor import NarrowgaugeMonitor
+from narrowgauge.integrations.lightning import NarrowgaugeMonitor
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*num_workers.*")]
 

@@ -25,9 +25,13 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 import narrowgauge as ng
 from integrations.titan_ranks import resume_on_rank
 from narrowgauge.errors import RecipeError
-from narrowgauge.integrations.torchtitan.converter import NarrowgaugeConverter
-from narrowgauge.integrations.torchtitan.metrics import with_record
-from narrowgauge.integrations.torchtitan.optimizers_container import NarrowgaugeAdamW, narrowgauge_adamw, with_recipe
+from narrowgauge.integrations.torchtitan import (
+    NarrowgaugeAdamW,
+    NarrowgaugeConverter,
+    narrowgauge_adamw,
+    with_recipe,
+    with_record,
+)
 from ranks import run_ranks
 from trainer.tiny_runs import TIMINGS
 

@@ -21,7 +21,7 @@ import narrowgauge as ng
 from integrations.huggingface_runs import history
 from integrations.own_trainer import OwnRun, reference
 from narrowgauge.errors import RecipeError
-from narrowgauge.integrations.huggingface.trainer import NarrowgaugeTrainer
+from narrowgauge.integrations.huggingface import NarrowgaugeTrainer
 from narrowgauge.numerics.rounding import round_to_bfloat16
 
 

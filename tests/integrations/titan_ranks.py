@@ -14,8 +14,7 @@ def resume_on_rank(rank: int, folder: str, recipe: str) -> tuple[list[float], di
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"] = "2", "29500"  # of a group that is there already
     from integrations.titan_on_cpu import configured, in_groups, train
-    from narrowgauge.integrations.torchtitan.metrics import with_record
-    from narrowgauge.integrations.torchtitan.optimizers_container import with_recipe
+    from narrowgauge.integrations.torchtitan import with_recipe, with_record
 
     config = with_record(with_recipe(configured(Path(folder), in_groups(), ranks=2), recipe, audit_every=1))
     config.checkpoint.enable = True

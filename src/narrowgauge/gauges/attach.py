@@ -3,8 +3,8 @@
 The tensors that are watched by default are in memory anyway: the operands of linear layers' matmuls, forward and backward; the
 weights and their gradients; queries and keys. Hence a run with gauges has the same bits as one without, compiled or not. Every
 ``every`` steps the tensors are recorded (:mod:`narrowgauge.gauges.recorder`), measured at the end of the step
-(:mod:`narrowgauge.gauges.tensor_metrics`), and written as one record of ``gauges.jsonl``. On the other steps only the shadow of a few
-second moments is updated.
+(:mod:`narrowgauge.gauges.tensor_metrics`), and written as one record of ``gauges.jsonl``. On the other steps only the shadow of
+a few second moments is updated.
 
 The outputs of other modules do not exist in a compiled model, where everything between two matmuls is one kernel. They can be
 watched by name (``outputs``); in a compiled model this changes what is fused and possibly the last bits, and a warning says so.

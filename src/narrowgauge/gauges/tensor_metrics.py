@@ -1,8 +1,8 @@
-"""Collection: from the recorder of a sampled step to one record of ``gauges.jsonl``.
+"""Metrics of the watched tensors: from the recorder of a sampled step to one record of ``gauges.jsonl``.
 
 Samples of equal shape are batched, so that a thousand tensors take some dozens of operations. All metrics go into one vector
-that is copied to the host once. Metrics of sharded parameters are reduced over the ranks before that
-(:mod:`narrowgauge.gauges.tensor_metrics`).
+that is copied to the host once. Before that, metrics of shards become metrics of whole parameters: one maximum over the ranks
+reduces every amax, one sum everything else. Every rank makes the same calls, even if it holds nothing of a parameter.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def rounded(value: float | int | None, keep_nan: bool = False) -> float | int | 
     return float(f"{value:.4g}")
 
 
-# FOLDED from gauges.casts: The cast by which a watched tensor enters its matmul, its delayed scale, and what the cast loses.
+# ── the cast of a watched tensor ──────────────────────────────────────────────────────────────────────────────────────
 
 _SLOTS = {"input": "output.left", "weight": "output.right", "output_grad": "grad_input.left"}
 """The slot whose cast is measured, for each kind of tensor."""
@@ -342,10 +342,7 @@ def lost_shares(sums: Tensor) -> list[float | None]:
     return [loss.underflow if has_values else None, loss.overflow, loss.sqnr_db if has_values else None]
 
 
-# FOLDED from gauges.aggregate: Aggregation over the ranks that shard a model: from metrics of shards to metrics of whole parameters.
-# FOLDED
-# FOLDED Amax is reduced by one maximum, everything else by one sum. Every rank makes the same calls, even if it holds nothing of a
-# FOLDED parameter.
+# ── ranks that shard a model ──────────────────────────────────────────────────────────────────────────────────────────
 
 SHARED = ("weight", "grad")
 """The kinds of tensors that may be sharded. Operands of matmuls come from each rank's own batch."""

@@ -1,5 +1,9 @@
 """``narrowgauge plan --exact``: what one layer keeps, counted in the model's own modules instead of by the plan's formula.
 
+Two models that differ by one layer run forward on fake tensors, which have shapes and no memory, so a layer of any size is
+counted in seconds. What the larger one saves beyond the smaller is what a layer keeps. The planner says the same by formulas; the
+count is for models whose modules the formulas do not know, and for tests of the formulas.
+
 The count holds for layouts whose layers run whole on one rank, as this project's trainer runs them; what libraries with tensor,
 pipeline or context ranks keep is the formula's.
 """
@@ -136,12 +140,7 @@ def _config(model: str) -> Mapping[str, Any]:
     return table
 
 
-# FOLDED from profiling.block_memory: What a layer keeps for backward, counted: the tensors that autograd saves while one more layer runs.
-# FOLDED
-# FOLDED Two models that differ by one layer run forward on fake tensors, which have shapes and no memory, so a layer of any size is
-# FOLDED counted in seconds. What the larger one saves beyond the smaller is what a layer keeps.
-# FOLDED :mod:`narrowgauge.planner.activations` says the same by formulas; this count is for models whose modules the formulas do not
-# FOLDED know, and for tests of the formulas.
+# ── the tensors that autograd saves ───────────────────────────────────────────────────────────────────────────────────
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 

@@ -1,8 +1,12 @@
 """Timings on this machine: casts and matmuls of each linear layer, and whole steps, in the same rounds.
 
 A machine's speed drifts by tens of percent within minutes. So each round times everything once, a real compiled training step in
-bfloat16 included, and ratios are taken within a round. Timed are the functions that a narrow layer itself calls, on random
-operands of the layer's shape; everything is compiled before the first round.
+bfloat16 included, and ratios are taken within a round. Everything is compiled before the first round.
+
+Timed are the functions that a narrow layer itself calls, in its order, on random operands of the layer's shape: up to six
+casts and three matmuls. They do not add up to what the layer takes in a model: operators must be launched, a compiler cannot fuse
+across them, and operands are no longer in the cache. One decoder block, forward and backward in a compute, shows all of that; a
+step is as many blocks as the model has, and a rest that no compute changes.
 """
 
 from __future__ import annotations
@@ -186,10 +190,7 @@ def _seconds(work: Work, repeats: int, device: torch.device) -> float:
     return (time.perf_counter() - began) / repeats
 
 
-# FOLDED from profiling.layer_benchmark: The operations of a linear layer, each a function to time on random operands: up to six casts, and three matmuls.
-# FOLDED
-# FOLDED They call the functions that a narrow layer calls, in its order: codes that are used twice are made once, and scales that lie
-# FOLDED along a contraction are multiplied into the other operand first.
+# ── the operations of a linear layer ──────────────────────────────────────────────────────────────────────────────────
 
 Work = Callable[[], Any]
 
@@ -287,11 +288,7 @@ def narrow_operations(
     }
 
 
-# FOLDED from profiling.block_benchmark: Whole training steps, and single decoder blocks of them, compiled as the trainer compiles them.
-# FOLDED
-# FOLDED The operations of a linear layer do not add up to what it takes in a model: operators must be launched, a compiler cannot fuse
-# FOLDED across them, and operands are no longer in the cache. One block of the model, forward and backward in a compute, shows all of
-# FOLDED that; a step is as many blocks as the model has, and a rest that no compute changes.
+# ── whole steps, and blocks of them ───────────────────────────────────────────────────────────────────────────────────
 
 _RANDOM_TOKENS = 1 << 18
 

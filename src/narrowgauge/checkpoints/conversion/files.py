@@ -8,7 +8,10 @@ Hugging Face                a folder of weights; the Trainer's ``optimizer.pt`` 
 safetensors                 weights
 ==========================  ==================================================================================
 
-Pickles are loaded with ``weights_only``, so no code in them runs.
+Pickles are loaded with ``weights_only``, so no code in them runs. A checkpoint of DeepSpeed, Megatron or torchao names classes
+of its package beside its tensors: an enum, a loss scaler, a quantized tensor. An inert class stands in for each of them: it
+keeps what was saved and does nothing, and the package is neither imported nor called. A pickle that names anything else is
+refused.
 
 Source: Lightning 2.6 ``dump_checkpoint``, Accelerate 1.15 ``save_accelerator_state``, checked against files that they wrote.
 """
@@ -306,12 +309,7 @@ def tensors(content: Mapping[str, Any], where: Path) -> dict[str, Tensor]:
     return dict(content)
 
 
-# FOLDED from checkpoints.conversion.stand_ins: Pickles that name classes of other packages, loaded without those packages and without running their code.
-# FOLDED
-# FOLDED A checkpoint of DeepSpeed, Megatron or torchao names classes of its package beside its tensors: an enum, a loss scaler, a
-# FOLDED quantized tensor. ``weights_only`` refuses them. Here each is replaced by an inert class that keeps what was saved and does
-# FOLDED nothing: nothing of the package is imported or called. Only names of the packages below get one; a pickle that names anything
-# FOLDED else is refused as before.
+# ── pickles that name classes of other packages ───────────────────────────────────────────────────────────────────────
 
 # Packages whose classes occur in the checkpoints that are read here, and argparse.Namespace, Megatron's settings.
 _PACKAGES = ("deepspeed", "megatron", "torchao", "transformer_engine", "nanotron")

@@ -1,4 +1,7 @@
-"""A checkpoint of another framework as fragments in mapped files: opened to be read, or to be written in place.
+"""A sharded checkpoint of another framework as fragments in mapped files: opened to be read, or to be written in place.
+
+A framework's checkpoint is a list of fragments. Each says whose numbers it holds, where in the parameter they belong, and which
+tensor in a file they are. :func:`gather` reads, and :func:`scatter` writes, the fragments of all frameworks.
 
 Writing copies a checkpoint of theirs and replaces its numbers, byte for byte where they stand: everything else in it, from the
 settings to the random states, stays as the framework wrote it, and no pickle is written by us.
@@ -139,10 +142,7 @@ def safetensors(
     return found, metadata
 
 
-# FOLDED from checkpoints.conversion.fragments: Parts of parameters in the files of a sharded checkpoint: read into whole tensors, and written back from them.
-# FOLDED
-# FOLDED A framework's checkpoint is a list of fragments. Each says whose numbers it holds, where in the parameter they belong, and which
-# FOLDED tensor in a file they are; the reading and the writing of all formats are the two functions below.
+# ── fragments ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 WEIGHT, SEEN = "weight", "seen"
 KINDS = (WEIGHT, *STATE_NAMES)

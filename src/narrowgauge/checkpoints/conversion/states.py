@@ -1,4 +1,4 @@
-"""``convert`` a training state to another storage, and ``restore`` it into a model."""
+"""``convert`` a training state to another storage or another framework's checkpoint, and ``restore`` it into a model."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def _checkpoint(source: Source, optimizer: Optimizer, recipe: Recipe) -> tuple[d
     return tensors, {**nothing, **record, "step": source.step, "fingerprint": fingerprint_all(stored)}
 
 
-# FOLDED from checkpoints.conversion.like: Write a training state as a checkpoint of another framework: a copy of one of theirs with our numbers in it.
+# ── checkpoints of other frameworks, written ──────────────────────────────────────────────────────────────────────────
 
 Values = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
 

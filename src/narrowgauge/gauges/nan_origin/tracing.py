@@ -9,6 +9,9 @@ is a source of its own, e.g. the softmax of a fully masked row.
 Operations are traced below autograd, which includes backward, autocast and the recomputation of activation checkpointing; a
 custom operator is one operation. In forward, hooks identify the module. In backward there are no hooks: PyTorch numbers the
 nodes of the autograd graph in order of creation, so a node belongs to the innermost module whose range of numbers contains it.
+
+The schema of a PyTorch operator declares what it writes and which results are views; three short tables list what a schema does
+not declare.
 """
 
 from __future__ import annotations
@@ -291,10 +294,7 @@ def _row_of(module: nn.Module) -> str | None:
     return row if isinstance(row, str) and row in REGISTERED else None
 
 
-# FOLDED from gauges.nan_origin.operations: Operations and tensors for tracing: which non-finite values a tensor holds, and what an operator reads and writes.
-# FOLDED
-# FOLDED The schema of a PyTorch operator declares what it writes and which results are views; what a schema does not declare is listed
-# FOLDED in three short tables.
+# ── what an operator reads and writes, and which values are bad ───────────────────────────────────────────────────────
 
 Kinds = frozenset[str]
 

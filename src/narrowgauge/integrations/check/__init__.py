@@ -1,1 +1,1 @@
-"""TODO: one line: what this package holds."""
+"""``narrowgauge.check``: what is wrong in a training loop, found before it runs or while it takes a few steps."""

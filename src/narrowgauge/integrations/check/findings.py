@@ -1,6 +1,8 @@
-"""What a check found, one sentence and one line of advice each.
+"""``narrowgauge.check``: what is wrong in a training loop of your own, before it runs or while it takes a few steps.
 
-A list that prints: on a terminal as a table, in a pipe as a paragraph per finding.
+The rows of ``CHECKS`` read the model, its optimizers and the process. Those that need steps read what hooks saw
+(:mod:`narrowgauge.integrations.check.watch`). Optimizers of PyTorch and of other libraries are judged as ours are. The findings
+are a list that prints: on a terminal as a table, in a pipe as a paragraph per finding.
 """
 
 from __future__ import annotations
@@ -171,10 +173,7 @@ def _text(console: Any) -> str:
     return text.rstrip("\n")
 
 
-# FOLDED from integrations.loop_check: ``narrowgauge.check``: what is wrong in a training loop of one's own, before it runs or while it takes a few steps.
-# FOLDED
-# FOLDED The rows of ``CHECKS`` read the model, its optimizers and the process. Those that need steps read what hooks saw
-# FOLDED (:mod:`narrowgauge.integrations.check.watch`). Optimizers of PyTorch and of other libraries are judged as ours are.
+# ── the check ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def check(

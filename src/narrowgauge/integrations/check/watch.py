@@ -1,7 +1,8 @@
 """Watching a loop for a few steps: hooks that look, change nothing, and remove themselves.
 
 They are on the model's forward, on a few of its smallest parameters, and before and after the optimizer's step. None draws a
-random number, writes to a tensor of the user or returns anything, so the watched steps have the bits of unwatched ones.
+random number, writes to a tensor of the user or returns anything, so the watched steps have the bits of unwatched ones. A
+:class:`GradientTracker` says how the gradient of one parameter was summed, and what happened to it after the backward pass.
 """
 
 from __future__ import annotations
@@ -281,9 +282,7 @@ def _plain(function: Callable[..., None]) -> Callable[..., None]:
     return result
 
 
-# FOLDED from integrations.gradient_tracker: One parameter's gradient between two steps: how it was summed, and what happened to it after the backward pass.
-# FOLDED
-# FOLDED Hooks on the parameter look and return nothing, so no gradient changes.
+# ── the gradient of one parameter ─────────────────────────────────────────────────────────────────────────────────────
 
 # A gradient that was multiplied by one number and rounded to bfloat16 is within 2^-9 of it.
 UNIFORM = 2.0**-6

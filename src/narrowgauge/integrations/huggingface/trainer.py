@@ -35,13 +35,12 @@ from narrowgauge.distributed.ranks import largest_of_ranks
 from narrowgauge.distributed.sharding import has_shards
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.carried_state import carried, restore
-from narrowgauge.integrations.huggingface.callback import NarrowgaugeCallback as NarrowgaugeCallback
+from narrowgauge.integrations.huggingface.callback import NarrowgaugeCallback
 from narrowgauge.integrations.huggingface.training_arguments import (
     make_optimizer,
     refuse_contradictions,
     require_whole_weights,
 )
-from narrowgauge.integrations.huggingface.training_arguments import optimizer_factory as optimizer_factory
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.swapping import linears_of

@@ -1,7 +1,10 @@
-"""The models that a precision plugin of Lightning's has converted to a recipe.
+"""The models that a precision plugin of Lightning's has converted to a recipe, and the optimizers that are made for them.
 
 Lightning converts a module, wraps it for its ranks, and only then asks for optimizers. Until then the float32 values wait here.
 What was converted is noted on the module itself: a second ``Trainer`` finds it there, and nothing outlives the module.
+
+The recipe decides how each parameter is stored, where the optimizer's maker named no storage. Another one that was named, be it
+the usual ``word``, is a contradiction and is refused, and so is an optimizer that stores only what the model sees.
 """
 
 from __future__ import annotations
@@ -252,10 +255,7 @@ def number_of_steps(recipe: Recipe, trainer: Any) -> float:
     return steps
 
 
-# FOLDED from integrations.framework_optimizers: Optimizers that a framework's user has made, for a model that was converted to a recipe before.
-# FOLDED
-# FOLDED The recipe decides how each parameter is stored, where the optimizer's maker named no storage. Another one that was named, be it
-# FOLDED the usual ``word``, is a contradiction and is refused, and so is an optimizer that stores only what the model sees.
+# ── optimizers that the user's module makes ───────────────────────────────────────────────────────────────────────────
 
 
 def require_recipe(optimizer: Any, recipe: Recipe) -> None:

@@ -4,10 +4,11 @@ Lightning converts a module, wraps it for its ranks, and only then asks for opti
 ``convert_module`` rounds the float32 weights, swaps layers, and keeps the float32 values until ``connect`` (in Fabric: the first
 step) gives them to the optimizer. Lightning's own ``bf16-true`` cuts the weights first, and those bits are lost.
 
-Here are Lightning's hooks, in the order of a fit; :mod:`narrowgauge.integrations.lightning.converted_models` has the models,
-:mod:`narrowgauge.integrations.lightning.precision` what happens to gradients before the step. What is private in Lightning 2.6.6
-and used: ``_MockOptimizer``, by its name (what ``configure_optimizers`` becomes when it returns ``None``), and
-``WeightAveraging._average_model`` (whether its copy has buffers).
+Here are Lightning's hooks, in the order of a fit; :mod:`narrowgauge.integrations.lightning.converted_models` has the models. Sums
+of micro-batches, sums over ranks, and norms to clip to: each is done once, by us, or refused where Lightning does it too.
+
+What is private in Lightning 2.6.6 and used: ``_MockOptimizer``, by its name (what ``configure_optimizers`` becomes when it
+returns ``None``), and ``WeightAveraging._average_model`` (whether its copy has buffers).
 """
 
 from __future__ import annotations
@@ -402,9 +403,7 @@ if TYPE_CHECKING:
 __getattr__ = joined_when_asked(RecipePrecision, "NarrowgaugePrecision", "plugins.precision", "Precision")
 
 
-# FOLDED from integrations.lightning_gradients: What a precision plugin of Lightning's does to gradients between the backward pass and the optimizer's step.
-# FOLDED
-# FOLDED Sums of micro-batches, sums over ranks, and norms to clip to: each is done once, by us, or refused where somebody else does it.
+# ── gradients between the backward pass and the step ──────────────────────────────────────────────────────────────────
 
 
 class MicroBatchSums:

@@ -2,15 +2,12 @@
 
 torchtitan 0.3 converts a model's *config*, before the model exists, and binds each layer's ``forward`` when it parallelizes the
 model, before the weights are there. So the converter only puts layers into the config that can be swapped later, and
-:class:`~narrowgauge.integrations.torchtitan.optimizers_container.NarrowgaugeAdamW` prepares the model once it is initialized. A converted
-model that no such optimizer has prepared refuses to run, since half of the recipe would be missing.
+``NarrowgaugeAdamW`` (:mod:`narrowgauge.integrations.torchtitan.optimizers_container`) prepares the model once it is initialized.
+A converted model that no such optimizer has prepared refuses to run, since half of the recipe would be missing.
 """
 
 from __future__ import annotations
 
-import narrowgauge.integrations.torchtitan.packages  # noqa: F401, says what is missing
-
-# isort: split
 from dataclasses import dataclass
 from typing import Any
 

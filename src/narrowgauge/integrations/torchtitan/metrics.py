@@ -10,9 +10,6 @@ Used of torchtitan: ``should_log``, which the Trainer calls first in each step a
 
 from __future__ import annotations
 
-import narrowgauge.integrations.torchtitan.packages  # noqa: F401, says what is missing
-
-# isort: split
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -2,11 +2,14 @@
 
 torchtitan 0.3 builds the optimizers after it has sharded and initialized the model, and before it loads a checkpoint. That is
 the moment for :func:`narrowgauge.prepare`: the weights are float32, already initialized, and each rank holds its shards. The
-layers come from ``torchtitan_converter.py``. A run gets a recipe in one of three ways:
+layers come from :mod:`narrowgauge.integrations.torchtitan.converter`. A run gets a recipe in one of three ways:
 
 * in a config function: ``with_recipe(llama3_8b(), "float8-row/word")``;
 * with ``NarrowgaugeConverter`` among the model's converters, and ``config.optimizer = narrowgauge_adamw(lr=3e-4)``;
 * on the command line, over any config, by two overrides: see ``docs/integrations/torchtitan.md``.
+
+Each parameter gets its options from the first group whose pattern matches its name. What a group leaves out is as in
+``torch.optim.AdamW``: a config that was written for torchtitan's own optimizer keeps its meaning to the letter.
 
 torchtitan schedules as it is configured to, and clips, unless ``max_grad_norm`` says that the optimizer does: without rounding
 the gradients a second time. :func:`with_recipe` moves the limit there.
@@ -29,7 +32,6 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 from torchtitan.config.override import derive, override
 from torchtitan.trainer import Trainer
 
-import narrowgauge.integrations.torchtitan.packages  # noqa: F401, says what is missing
 from narrowgauge._torch import fsdp_dtypes, plain_name
 from narrowgauge.assembly.amax_sync import join_histories
 from narrowgauge.assembly.preparation import DEFAULTS, prepare_with
@@ -43,9 +45,6 @@ from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-
-# isort: split
-
 
 _STEP, _HISTORY = "narrowgauge.step", "narrowgauge.amax_history"
 
@@ -272,12 +271,7 @@ def _state_of_layers(model_parts: list[nn.Module]) -> dict[str, Any]:
     return state
 
 
-# FOLDED from integrations.torchtitan_groups: torchtitan's parameter groups: the options that each parameter gets from the first pattern that matches its name.
-# FOLDED
-# FOLDED What a group leaves out is as in ``torch.optim.AdamW``, under its own name and under :data:`NAME`. So a config that was written
-# FOLDED for torchtitan's own optimizer keeps its meaning to the letter.
-
-# isort: split
+# ── parameter groups ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 NAME = "NarrowgaugeAdamW"
