@@ -21,7 +21,8 @@ from narrowgauge.report.render import asset, spec_of, template
 from narrowgauge.report.timelines import chain_figure, pair_figures, timelines
 from narrowgauge.report.traces import Figure
 from narrowgauge.runs.record import Run
-from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
+from narrowgauge.runs.schema import Row
+from narrowgauge.spec.tables import Table, number_columns, text_columns
 
 
 @dataclass(frozen=True)
