@@ -25,9 +25,9 @@ import torch
 import torch.multiprocessing as mp
 
 from narrowgauge.optim import compilation
-from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model_configs import architecture_of
-from narrowgauge.planner.rank_memory import FIXED, memory_terms
+from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.inputs.model_configs import architecture_of
+from narrowgauge.planner.memory.rank_memory import FIXED, memory_terms
 from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.config import TrainConfig

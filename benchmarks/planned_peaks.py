@@ -25,11 +25,11 @@ from typing import NamedTuple
 from _published import Run, load
 from planned_published import layout_of
 
-from narrowgauge.planner.activations import Kernels
-from narrowgauge.planner.architectures import Architecture
-from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model_configs import architecture_of
-from narrowgauge.planner.rank_memory import memory_terms
+from narrowgauge.planner.inputs.architectures import Architecture
+from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.inputs.model_configs import architecture_of
+from narrowgauge.planner.memory.activations import Kernels
+from narrowgauge.planner.memory.rank_memory import memory_terms
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.notation import parse
 

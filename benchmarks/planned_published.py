@@ -2,7 +2,7 @@
 
 Claim: the mean error over the published runs and its worst are as printed, and four of five runs lie within the interval that the
 planner states. Nothing is fitted run by run: all shares of printed rates but those of software come from publications about
-kernels and links (``narrowgauge.planner.shares``). What software reaches was set with the runs in view; each run is planned with
+kernels and links (``narrowgauge.planner.inputs.efficiency``). What software reaches was set with the runs in view; each run is planned with
 the software that its source names, or, with ``--assumed``, with what the planner assumes on the chip. A third of the first round
 and half of the second (``--later``) are set aside (``--held-out``), to be used once.
 
@@ -25,13 +25,13 @@ from typing import NamedTuple
 from _published import Run, load, measured_tokens_per_second
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.planner.clusters import Cluster, Nodes
-from narrowgauge.planner.layer_times import Attention
-from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model_configs import architecture_of
-from narrowgauge.planner.shares import Shares, shares_of
-from narrowgauge.planner.step_time import UNSTEADY_GROUPS, step_terms
+from narrowgauge.planner.inputs.clusters import Cluster, Nodes
+from narrowgauge.planner.inputs.efficiency import Shares, shares_of
+from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.inputs.model_configs import architecture_of
 from narrowgauge.planner.terms import Term, Terms
+from narrowgauge.planner.time.layer_times import Attention
+from narrowgauge.planner.time.step_time import UNSTEADY_GROUPS, step_terms
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe

@@ -29,11 +29,10 @@ import torch.distributed as dist
 from _forked import group, in_processes
 from timing import Report, Row, parser
 
-from narrowgauge.planner.calibration import deviations, priors_of, processor, step_observation
-from narrowgauge.planner.clusters import cluster_of
-from narrowgauge.planner.fitting import Fit, fit_shares
-from narrowgauge.planner.launches import Launch, layout_of
-from narrowgauge.planner.model_configs import read_architecture
+from narrowgauge.planner.inputs.clusters import cluster_of
+from narrowgauge.planner.inputs.model_configs import read_architecture
+from narrowgauge.planner.measured.calibration import Fit, deviations, fit_shares, priors_of, processor, step_observation
+from narrowgauge.planner.measured.launches import Launch, layout_of
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.profiling.measurement import many_versions, training_session
 from narrowgauge.spec.notation import parse

@@ -28,7 +28,7 @@ from typing import Any
 # What every child would load.
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-import narrowgauge.report.write
+import narrowgauge.report.publishing
 import narrowgauge.trainer.exporting
 import narrowgauge.trainer.loop  # noqa: F401
 from narrowgauge.cli.main import main

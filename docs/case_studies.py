@@ -146,7 +146,7 @@ def _with_bug(whole: Any) -> Any:
 
 def take(folder: Path, name: str) -> Path:
     """Store the records of a study's runs: what a diagnosis reads, without data, weights and the paths of this machine."""
-    from narrowgauge.report.packed_runs import pack, without_paths
+    from narrowgauge.report.publishing import pack, without_paths
 
     with tempfile.TemporaryDirectory() as temporary:
         for run in STUDIES[name].runs:

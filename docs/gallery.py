@@ -56,8 +56,8 @@ def page(name: str, gallery: Path = GALLERY) -> str:
         gallery: the folder of its zip file.
     """
     # Here: MkDocs loads this file for every command, and a page needs what the others do not.
-    from narrowgauge.report.render import render
-    from narrowgauge.report.write import read_runs
+    from narrowgauge.report.publishing import read_runs
+    from narrowgauge.report.runs_page import render
 
     # The page names commands on these runs: as they are typed in a checkout, and without the folders of this machine.
     found = read_runs([os.path.relpath(gallery / f"{name}.zip")])
@@ -76,7 +76,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def add(folders: Sequence[Path], file: Path) -> None:
     """Add thin copies of run folders to the zip file of a page."""
-    from narrowgauge.report.packed_runs import pack
+    from narrowgauge.report.publishing import pack
     from narrowgauge.runs.archive import files_in, read_bytes
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -91,7 +91,7 @@ def add(folders: Sequence[Path], file: Path) -> None:
 
 def take(folder: Path, runs: Path) -> Path:
     """Copy one run, thin, into a folder; the copy's path."""
-    from narrowgauge.report.packed_runs import without_paths
+    from narrowgauge.report.publishing import without_paths
 
     run = narrowgauge.read_run(folder)
     place = runs / f"{str(run.config['recipe']).replace('/', '-')}-seed{run.config['seed']}"

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.report.packed_runs import pack
-from narrowgauge.report.write import read_runs
+from narrowgauge.report.publishing import pack, read_runs
 from narrowgauge.runs.archive import files_in, read_bytes
 from script_modules import script_module
 

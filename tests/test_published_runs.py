@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmark_modules import benchmark_module
-from narrowgauge.planner.shares import SOFTWARE
+from narrowgauge.planner.inputs.efficiency import SOFTWARE
 
 MEASURED = {
     "iteration_seconds", "tokens_per_second_per_chip", "model_tflops_per_chip", "hardware_tflops_per_chip",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from narrowgauge.planner.clusters import cluster_of
-from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model_configs import read_architecture
+from narrowgauge.planner.inputs.clusters import cluster_of
+from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.inputs.model_configs import read_architecture
 from narrowgauge.planner.options import Option
 from narrowgauge.planner.plan_report import Plan, Question
 from narrowgauge.planner.terms import Term, Terms

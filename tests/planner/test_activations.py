@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.planner.activations import bytes_per_token, cast_weight_bytes, layer_tensors
-from narrowgauge.planner.architectures import Architecture
-from narrowgauge.planner.model_configs import architecture_of, read_architecture
+from narrowgauge.planner.inputs.architectures import Architecture
+from narrowgauge.planner.inputs.model_configs import architecture_of, read_architecture
+from narrowgauge.planner.memory.activations import bytes_per_token, cast_weight_bytes, layer_tensors
 from narrowgauge.profiling.exact_memory import layer_memory
 from narrowgauge.spec.notation import parse
 
@@ -73,7 +73,7 @@ def test_a_layer_keeps_what_autograd_saves(family: str, recipe: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_layer_of_a_large_model_is_counted_without_its_memory() -> None:
-    from narrowgauge.planner.presets import config_of
+    from narrowgauge.planner.inputs.model_configs import config_of
     from narrowgauge.spec.models import get_model
 
     config = config_of(get_model("llama-70b"))

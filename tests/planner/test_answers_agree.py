@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.options import OURS, Option
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.plan_report import Plan

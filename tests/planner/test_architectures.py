@@ -11,10 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from narrowgauge.errors import DataError, RecipeError
-from narrowgauge.planner.architectures import of_size
-from narrowgauge.planner.families import FAMILIES, UNPLANNED
-from narrowgauge.planner.model_configs import architecture_of, read_architecture
-from narrowgauge.planner.presets import PRESETS
+from narrowgauge.planner.inputs.architectures import of_size
+from narrowgauge.planner.inputs.model_configs import PRESETS, architecture_of, read_architecture
+from narrowgauge.planner.inputs.model_families import FAMILIES, UNPLANNED
 from narrowgauge.spec.models import MODELS
 
 _TINY: dict[str, dict[str, Any]] = {

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import RecordError
-from narrowgauge.planner.attribution import attribute, attribution_dict, attribution_lines, measured_step
-from narrowgauge.planner.scaling_law import fit
+from narrowgauge.planner.measured.launches import attribute, attribution_dict, attribution_lines, measured_step
+from narrowgauge.planner.measured.scaling_law import fit
 from narrowgauge.runs.record import Run
 
 

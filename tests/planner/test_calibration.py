@@ -13,24 +13,25 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import ChipError, DataError
-from narrowgauge.planner.calibration import (
+from narrowgauge.planner.inputs.clusters import cluster_of
+from narrowgauge.planner.inputs.efficiency import Share, Shares, shares_of
+from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.inputs.model_configs import read_architecture
+from narrowgauge.planner.measured.calibration import (
     HERE,
+    Observation,
     calibrate,
     calibration_lines,
     deviations,
+    fit_shares,
     keep,
     kept,
     processor,
     step_observation,
 )
-from narrowgauge.planner.clusters import cluster_of
-from narrowgauge.planner.fitting import Observation, fit_shares
-from narrowgauge.planner.launches import Launch
-from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model_configs import read_architecture
-from narrowgauge.planner.shares import Share, Shares, shares_of
-from narrowgauge.planner.step_time import step_terms
+from narrowgauge.planner.measured.launches import Launch
 from narrowgauge.planner.terms import Term, Terms
+from narrowgauge.planner.time.step_time import step_terms
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.notation import parse

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError
-from narrowgauge.planner.clusters import Cluster, Nodes, cluster_of, read_cluster
+from narrowgauge.planner.inputs.clusters import Cluster, Nodes, cluster_of, read_cluster
 from narrowgauge.spec.chips import get_chip
 
 MIXED = """

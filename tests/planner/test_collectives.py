@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from narrowgauge.planner.clusters import cluster_of
-from narrowgauge.planner.collectives import (
+from narrowgauge.planner.inputs.clusters import cluster_of
+from narrowgauge.planner.inputs.efficiency import shares_of
+from narrowgauge.planner.time.collectives import (
     Path,
     all_gather_seconds,
     all_reduce_seconds,
@@ -16,7 +17,6 @@ from narrowgauge.planner.collectives import (
     send_seconds,
     tree_seconds,
 )
-from narrowgauge.planner.shares import shares_of
 
 NODE = Path(8, 1, 100e9, 10e9, link_latency=0.0, network_latency=0.0)
 FOUR = Path(32, 4, 100e9, 10e9, link_latency=0.0, network_latency=0.0)

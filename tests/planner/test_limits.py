@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.planner.clusters import Cluster, Nodes
+from narrowgauge.planner.inputs.clusters import Cluster, Nodes
 from narrowgauge.planner.options import NODE_POWER
 from narrowgauge.planner.plan import LONGEST_DAYS, plan, sizes_of
 from narrowgauge.planner.plan_report import energy_terms

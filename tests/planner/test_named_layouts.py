@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
-from narrowgauge.planner.clusters import cluster_of, read_cluster
-from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.named_layouts import NAMED_LAYOUTS, read_layout
-from narrowgauge.planner.places import clusters_asked_for, multiples_of, parts_of
+from narrowgauge.planner.formatting import layout_text
+from narrowgauge.planner.inputs.clusters import cluster_of, clusters_asked_for, multiples_of, parts_of, read_cluster
+from narrowgauge.planner.inputs.layouts import NAMED_LAYOUTS, Layout, read_layout
 from narrowgauge.planner.plan import plan
-from narrowgauge.planner.train_settings import train_settings
-from narrowgauge.planner.words import layout_text
+from narrowgauge.planner.plan_report import train_settings
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import torch
 import narrowgauge as ng
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.planner.architectures import Adapters, Architecture
-from narrowgauge.planner.clusters import cluster_of
-from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model_configs import read_architecture
+from narrowgauge.planner.inputs.architectures import Adapters, Architecture
+from narrowgauge.planner.inputs.clusters import cluster_of
+from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.inputs.model_configs import read_architecture
+from narrowgauge.planner.memory.rank_memory import memory_terms
+from narrowgauge.planner.memory.state_bytes import state_of, with_optimizer
 from narrowgauge.planner.plan import plan
-from narrowgauge.planner.rank_memory import memory_terms
-from narrowgauge.planner.state_bytes import state_of, with_optimizer
-from narrowgauge.planner.step_time import step_terms
+from narrowgauge.planner.time.step_time import step_terms
 from narrowgauge.spec.notation import parse
 
 LLAMA = read_architecture("llama-8b")

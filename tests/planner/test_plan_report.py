@@ -9,11 +9,10 @@ import sys
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.inputs.efficiency import RESTARTS
+from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.plan import plan
-from narrowgauge.planner.plan_report import Plan, fits_text
-from narrowgauge.planner.shares import RESTARTS
-from narrowgauge.planner.train_settings import train_settings
+from narrowgauge.planner.plan_report import Plan, fits_text, train_settings
 from narrowgauge.trainer.config import TrainConfig
 from planner.made_plans import STEP, made_option, made_plan
 

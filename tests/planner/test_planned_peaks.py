@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from benchmark_modules import benchmark_module
-from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model_configs import read_architecture
-from narrowgauge.planner.rank_memory import memory_terms
+from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.inputs.model_configs import read_architecture
+from narrowgauge.planner.memory.rank_memory import memory_terms
 from narrowgauge.spec.notation import parse
 
 

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import ChipError
-from narrowgauge.planner.clusters import Cluster, Nodes
-from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.named_layouts import NAMED_LAYOUTS
+from narrowgauge.planner.inputs.clusters import Cluster, Nodes
+from narrowgauge.planner.inputs.layouts import NAMED_LAYOUTS, Layout
+from narrowgauge.planner.measured.scaling_law import Scaling, fit, read_points, scaling_lines
 from narrowgauge.planner.options import Option
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.plan_report import Plan
-from narrowgauge.planner.scaling_answer import lines
-from narrowgauge.planner.scaling_law import Scaling, fit, read_points
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
 
@@ -238,7 +236,7 @@ def test_twice_the_units_and_seven_days() -> None:
     assert str(found.law) == "768 d / N + 4 d"
     assert [found.seconds(chips) / 86_400 for chips in (512, 64)] == pytest.approx([5.5, 16])
     assert not found.is_checked
-    text = " ".join(lines(found, [512, 64]))
+    text = " ".join(scaling_lines(found, [512, 64]))
     assert "nothing checks this one" in text and "Measure a third size" in text
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError
-from narrowgauge.planner.launches import Launch, layout_of, read_launch
-from narrowgauge.planner.regression import compare_launches, regression_dict, regression_lines
+from narrowgauge.planner.measured.launches import Launch, layout_of, read_launch
+from narrowgauge.planner.measured.regression import compare_launches, regression_dict, regression_lines
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.chips import get_chip
 

@@ -8,8 +8,7 @@ import random
 import pytest
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.scaling_answer import lines, to_dict
-from narrowgauge.planner.scaling_law import SHAPES, Point, fit, read_points
+from narrowgauge.planner.measured.scaling_law import SHAPES, Point, fit, read_points, scaling_dict, scaling_lines
 
 DAY = 86400.0
 
@@ -43,7 +42,7 @@ def test_the_worked_question() -> None:
     assert found.seconds(512) == pytest.approx(5.5 * DAY)
     assert found.seconds(64) == pytest.approx(16 * DAY)
     assert not found.is_checked
-    said = "\n".join(lines(found, [512, 64]))
+    said = "\n".join(scaling_lines(found, [512, 64]))
     for words in ("1.43 ×", "71%", "768 d / N + 4 d", "nothing checks", "5.5 d", "16 d", "Measure a third size"):
         assert words in said
 
@@ -63,7 +62,7 @@ def test_a_third_point_checks_the_law() -> None:
     found = fit(read_points("64:16d,128:10d,256:7d"))
     assert found.is_checked and tuple(found.law.parts) == ("divided", "constant")
     assert all("linear" not in law.parts for law in found.laws)
-    assert "Measure a third size" not in "\n".join(lines(found, [512]))
+    assert "Measure a third size" not in "\n".join(scaling_lines(found, [512]))
 
 
 def test_a_third_point_can_choose_another_law() -> None:
@@ -73,7 +72,7 @@ def test_a_third_point_can_choose_another_law() -> None:
 
 
 def test_times_of_different_jobs_are_not_extrapolated() -> None:
-    faster, slower = (lines(fit(read_points(text)), [512]) for text in ("128:10d,256:4d", "128:7d,256:20d"))
+    faster, slower = (scaling_lines(fit(read_points(text)), [512]) for text in ("128:10d,256:4d", "128:7d,256:20d"))
     assert "faster than in proportion" in faster[1] and "do not extrapolate" in faster[1]
     assert "not of one job" in slower[1]
     assert not any("512" in line for line in faster + slower)
@@ -82,13 +81,13 @@ def test_times_of_different_jobs_are_not_extrapolated() -> None:
 def test_perfect_scaling_has_no_rest() -> None:
     found = fit(read_points("128:10d,256:5d"))
     assert found.law.parts == pytest.approx({"divided": 1280 * DAY})
-    assert "Nothing that would not shrink" in "\n".join(lines(found))
+    assert "Nothing that would not shrink" in "\n".join(scaling_lines(found))
 
 
 def test_jobs_that_more_chips_slow_down_have_a_rest_that_grows() -> None:
     found = fit(read_points("128:7d,256:10d"))
     assert [tuple(law.parts) for law in found.laws] == [("divided", "linear")]
-    assert "shared links" in "\n".join(lines(found))
+    assert "shared links" in "\n".join(scaling_lines(found))
 
 
 def test_order_and_units_do_not_matter() -> None:
@@ -125,8 +124,8 @@ def test_intervals_hold_four_times_out_of_five(sizes: tuple[int, ...], at: int) 
 
 def test_the_values_are_those_of_the_sentences() -> None:
     found = fit(read_points("128:10d,256:7d"))
-    values = to_dict(found, [512])
-    assert values["sentences"] == lines(found, [512])
+    values = scaling_dict(found, [512])
+    assert values["sentences"] == scaling_lines(found, [512])
     assert values["predictions"][0]["seconds"] == pytest.approx(5.5 * DAY)
     assert values["is_checked"] is False
     assert {"communication", "synchronization", "failures"} <= {cause["name"] for cause in values["causes"]}

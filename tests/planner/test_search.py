@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
-from narrowgauge.planner.clusters import Cluster, Nodes, cluster_of
-from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model_configs import read_architecture
-from narrowgauge.planner.rank_memory import memory_terms
+from narrowgauge.planner.inputs.clusters import Cluster, Nodes, cluster_of
+from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.inputs.model_configs import read_architecture
+from narrowgauge.planner.memory.rank_memory import memory_terms
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, _Question, search
-from narrowgauge.planner.step_time import step_terms
+from narrowgauge.planner.time.step_time import step_terms
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import ChipError, NarrowgaugeError
-from narrowgauge.planner.shares import GENERAL, SOFTWARE, Share, shares_of, software_of, sources_of
+from narrowgauge.planner.inputs.efficiency import GENERAL, SOFTWARE, Share, shares_of, software_of, sources_of
 from narrowgauge.spec.chips import CHIPS, get_chip
 
 

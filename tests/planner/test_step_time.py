@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
-from narrowgauge.planner.architectures import of_size
-from narrowgauge.planner.clusters import Cluster, Nodes, cluster_of
-from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model_configs import read_architecture
+from narrowgauge.planner.inputs.architectures import of_size
+from narrowgauge.planner.inputs.clusters import Cluster, Nodes, cluster_of
+from narrowgauge.planner.inputs.efficiency import Share, Shares, shares_of
+from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.inputs.model_configs import read_architecture
 from narrowgauge.planner.options import STEP_GROUPS
-from narrowgauge.planner.shares import Share, Shares, shares_of
-from narrowgauge.planner.step_time import UNSTEADY_GROUPS, stage_layers, step_terms, why_not
 from narrowgauge.planner.terms import Term, Terms
+from narrowgauge.planner.time.step_time import UNSTEADY_GROUPS, stage_layers, step_terms, why_not
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
 

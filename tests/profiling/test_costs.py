@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from narrowgauge.planner.roofline import Setting, Shape
+from narrowgauge.planner.time.roofline import Setting, Shape
 from narrowgauge.profiling.costs import Round, cost_of, fastest_settings, linears_seconds, memory_of
 from narrowgauge.profiling.layer_plan import Kind, baseline_of, plain_recipe, settings_of, timed_settings
 from narrowgauge.spec.computes import COMPUTES

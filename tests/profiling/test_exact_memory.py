@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError
-from narrowgauge.planner.memory_figures import COUNTED, LayerCount
+from narrowgauge.planner.memory.activations import COUNTED, LayerCount
 from narrowgauge.planner.plan import plan
 from narrowgauge.profiling.exact_memory import LayerCounts, require_counted
 from narrowgauge.spec.notation import parse

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from narrowgauge.matmul.swapping import swap_linears
-from narrowgauge.planner.roofline import Setting, Shape
+from narrowgauge.planner.time.roofline import Setting, Shape
 from narrowgauge.profiling.measurement import narrow_operations, operands, operations_of
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.slots import casts_made

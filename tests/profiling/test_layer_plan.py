@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from narrowgauge.errors import DataError, RecipeError
-from narrowgauge.planner.roofline import Shape
+from narrowgauge.planner.time.roofline import Shape
 from narrowgauge.profiling.layer_plan import Kind, groups_of, kinds_of_module, kinds_of_preset, read_model
 from narrowgauge.spec.models import MODELS, Model
 from narrowgauge.trainer import language_model

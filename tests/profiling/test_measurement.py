@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from narrowgauge.errors import ChipError
-from narrowgauge.planner.roofline import Setting
+from narrowgauge.planner.time.roofline import Setting
 from narrowgauge.profiling import measurement
 from narrowgauge.profiling.costs import Round, cost_of
 from narrowgauge.profiling.layer_plan import read_model, timed_settings

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from narrowgauge.errors import ChipError
-from narrowgauge.planner.roofline import (
+from narrowgauge.planner.inputs.efficiency import best_share, shares_of
+from narrowgauge.planner.time.roofline import (
     Setting,
     Shape,
     bytes_seconds,
@@ -16,7 +17,6 @@ from narrowgauge.planner.roofline import (
     matmul_seconds,
     operation_seconds,
 )
-from narrowgauge.planner.shares import best_share, shares_of
 from narrowgauge.profiling.costs import cost_of
 from narrowgauge.profiling.layer_plan import kinds_of_preset
 from narrowgauge.profiling.prediction import Step, assumptions, predict

@@ -8,7 +8,7 @@ from typing import Any
 
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.report.groups import Group, groups_of
-from narrowgauge.report.render import render
+from narrowgauge.report.runs_page import render
 from narrowgauge.runs.record import Run
 
 

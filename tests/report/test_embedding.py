@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.report import embedding
+from narrowgauge.report import page
 
 SOURCE = b"let plot = 1;" * 1000
 
@@ -18,8 +18,8 @@ def compressions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """How many bytes were compressed, each time; the cache is an empty one."""
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
     done: list[int] = []
-    compress = embedding._compressed
-    monkeypatch.setattr(embedding, "_compressed", lambda content: done.append(len(content)) or compress(content))
+    compress = page._compressed
+    monkeypatch.setattr(page, "_compressed", lambda content: done.append(len(content)) or compress(content))
     return done
 
 
@@ -28,12 +28,12 @@ def kept(folder: Path) -> list[Path]:
 
 
 def test_plotly_is_compressed_once(compressions: list[int]) -> None:
-    embedding.plotly_script.cache_clear()
-    first = embedding.plotly_script()
-    embedding.plotly_script.cache_clear()
-    assert embedding.plotly_script() == first
+    page.plotly_script.cache_clear()
+    first = page.plotly_script()
+    page.plotly_script.cache_clear()
+    assert page.plotly_script() == first
     assert len(compressions) == 1
-    assert embedding.digest_of(gzip.decompress(base64.b64decode(first.packed)).decode()) == first.digest
+    assert page.digest_of(gzip.decompress(base64.b64decode(first.packed)).decode()) == first.digest
 
 
 @pytest.mark.parametrize(
@@ -48,17 +48,17 @@ def test_plotly_is_compressed_once(compressions: list[int]) -> None:
     ids=["empty", "no gzip", "another source", "cut short", "not deflated"],
 )
 def test_what_is_damaged_is_made_anew(compressions: list[int], tmp_path: Path, damage: bytes) -> None:
-    right = embedding._cached_compressed(SOURCE)
+    right = page._cached_compressed(SOURCE)
     (file,) = kept(tmp_path)
     file.write_bytes(damage)
-    assert embedding._cached_compressed(SOURCE) == right == file.read_bytes()
+    assert page._cached_compressed(SOURCE) == right == file.read_bytes()
     assert len(compressions) == 2
     # Another script has a place of its own.
-    embedding._cached_compressed(SOURCE + b"2")
+    page._cached_compressed(SOURCE + b"2")
     assert len(kept(tmp_path)) == 2
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(compressions: list[int], tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder would be")
-    assert gzip.decompress(embedding._cached_compressed(SOURCE)) == SOURCE
+    assert gzip.decompress(page._cached_compressed(SOURCE)) == SOURCE
     assert (tmp_path / "cache").is_file()

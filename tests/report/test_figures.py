@@ -13,12 +13,12 @@ import pytest
 
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.analysis.comparison.run_stats import LossCurve
-from narrowgauge.report import figures, history_figures
-from narrowgauge.report.figures import comparison_figures
+from narrowgauge.report.figures import history_figures, loss_figures
+from narrowgauge.report.figures.history_figures import event_strip
+from narrowgauge.report.figures.loss_figures import comparison_figures
+from narrowgauge.report.figures.palette import colour, dash_of, plain, symbol_of
+from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.groups import Group, run_names
-from narrowgauge.report.history_figures import event_strip
-from narrowgauge.report.marks import colour, dash_of, plain, symbol_of
-from narrowgauge.report.traces import Figure
 from narrowgauge.runs.record import Run
 from report.made_pages import group_runs
 
@@ -54,7 +54,7 @@ def groups(make_run: MakeRun) -> list[Group]:
 
 
 def test_seeds_become_a_mean_and_a_band(groups: list[Group]) -> None:
-    figure = figures.validation_loss(groups)
+    figure = loss_figures.validation_loss(groups)
     assert mean_of(figure, 0)["x"] == [20, 40, 60, 80, 100]
     assert mean_of(figure, 0)["y"] == pytest.approx([3.35] * 5)
     (band,) = bands_of(figure)
@@ -63,7 +63,9 @@ def test_seeds_become_a_mean_and_a_band(groups: list[Group]) -> None:
 
 
 def test_training_loss_is_there_smoothed_and_raw(make_run: MakeRun) -> None:
-    figure = figures.training_loss(group_runs([make_run(steps=1000, loss=lambda step: 50.0 if step == 500 else 1.0)]))
+    figure = loss_figures.training_loss(
+        group_runs([make_run(steps=1000, loss=lambda step: 50.0 if step == 500 else 1.0)])
+    )
     assert figure is not None
     assert [view for view, _ in figure.views] == ["smoothed", "raw"]
     assert max(mean_of(figure, 0, "raw")["y"]) == 50.0
@@ -72,7 +74,7 @@ def test_training_loss_is_there_smoothed_and_raw(make_run: MakeRun) -> None:
 
 def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross(make_run: MakeRun) -> None:
     run = make_run(steps=100, loss=lambda step: math.nan if step in (30, 31) else 1.0)
-    figure = figures.training_loss(group_runs([run]))
+    figure = loss_figures.training_loss(group_runs([run]))
     line = mean_of(figure, 0, "raw")
     assert [x for x, y in zip(line["x"], line["y"], strict=True) if y is None] == [30, 31]
     assert figure is not None
@@ -83,17 +85,17 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross(make_run: MakeRun) -> No
 def test_differences_are_paired_by_seed(make_run: MakeRun) -> None:
     made = [make_run("bfloat16/master", seed, loss=lambda step, seed=seed: 3.0 + seed) for seed in (0, 1)]
     made += [make_run("bfloat16/word", seed, loss=lambda step, seed=seed: 3.25 + seed) for seed in (0, 1, 2)]
-    figure = figures.difference(group_runs(made), "bfloat16/master")
+    figure = loss_figures.difference(group_runs(made), "bfloat16/master")
     assert figure is not None
     # Seeds lie a whole nat apart; each pair differs by a quarter, so the band has no height.
     assert mean_of(figure, 1)["y"] == pytest.approx([0.25] * 5)
     assert set(bands_of(figure)[0]["y"]) == {0.25}
     assert "bfloat16/master" in figure.title
-    assert figures.difference(group_runs(made[:2])) is None
+    assert loss_figures.difference(group_runs(made[:2])) is None
 
 
 def test_loss_is_drawn_over_bytes_and_the_axis_begins_at_zero(groups: list[Group]) -> None:
-    figure = figures.loss_against_bytes(groups)
+    figure = loss_figures.loss_against_bytes(groups)
     assert figure is not None
     assert [(trace["x"], trace["y"]) for trace in figure.data] == [([16.0], [3.35]), ([8.0], [4.1])]
     assert figure.data[0]["error_y"]["array"] == pytest.approx([0.25])
@@ -102,7 +104,7 @@ def test_loss_is_drawn_over_bytes_and_the_axis_begins_at_zero(groups: list[Group
 
 def test_points_differ_by_marker_and_are_named_on_hover(make_run: MakeRun) -> None:
     names = ["bfloat16/word", "bfloat16/naive", "<b>mine</b>"]
-    figure = figures.loss_against_bytes(group_runs([make_run(name) for name in names]))
+    figure = loss_figures.loss_against_bytes(group_runs([make_run(name) for name in names]))
     assert figure is not None
     assert [trace["hovertemplate"].partition("<extra>")[2] for trace in figure.data] == [
         f"{plain(name)}</extra>" for name in names
@@ -112,14 +114,14 @@ def test_points_differ_by_marker_and_are_named_on_hover(make_run: MakeRun) -> No
 
 def test_what_cannot_be_placed_is_named(make_run: MakeRun) -> None:
     made = [make_run("bfloat16/word"), make_run("bfloat16/naive", finished=False)]
-    figure = figures.loss_against_bytes(group_runs(made))
+    figure = loss_figures.loss_against_bytes(group_runs(made))
     assert figure is not None
     assert "bfloat16/naive" in figure.how
-    assert figures.loss_against_bytes(group_runs(made[1:])) is None
+    assert loss_figures.loss_against_bytes(group_runs(made[1:])) is None
 
 
 def test_seconds_are_sums_of_steps(groups: list[Group]) -> None:
-    assert mean_of(figures.loss_against_seconds(groups), 0)["x"] == pytest.approx([10, 20, 30, 40, 50], rel=1e-6)
+    assert mean_of(loss_figures.loss_against_seconds(groups), 0)["x"] == pytest.approx([10, 20, 30, 40, 50], rel=1e-6)
 
 
 # ── loss against seconds ────────────────────────────────────────────────────────────────────────────────────────────
@@ -150,7 +152,7 @@ def test_seeds_are_joined_over_seconds_at_the_moments_that_all_share(make_run: M
         timed(make_run(seed=seed, loss=lambda step, seed=seed: 4.0 + seed - step / 100), step)
         for seed, step in ((0, 0.5), (1, 0.6))
     ]
-    figure = figures.loss_against_seconds(group_runs(made))
+    figure = loss_figures.loss_against_seconds(group_runs(made))
     line = mean_of(figure, 0)
     assert line["x"] == pytest.approx([12, 20, 24, 30, 36, 40, 48, 50])
     curves = [LossCurve.of(run) for run in made]
@@ -174,7 +176,7 @@ def test_the_verdicts_losses_at_equal_time_lie_on_the_lines_that_are_drawn(make_
         for seed in (0, 1)
     ]
     found = compare_runs(made)
-    figure = figures.loss_against_seconds(group_runs(made))
+    figure = loss_figures.loss_against_seconds(group_runs(made))
     assert len(found.equal_time) == 2
     for place, row in enumerate(found.equal_time):
         line = mean_of(figure, place)
@@ -184,7 +186,7 @@ def test_the_verdicts_losses_at_equal_time_lie_on_the_lines_that_are_drawn(make_
 
 def test_one_seed_draws_its_own_curve_over_seconds(make_run: MakeRun) -> None:
     run = make_run(loss=lambda step: math.nan if step == 40 else 3.0)
-    figure = figures.loss_against_seconds(group_runs([run]))
+    figure = loss_figures.loss_against_seconds(group_runs([run]))
     line = mean_of(figure, 0)
     assert (line["x"], line["y"]) == ([10, 20, 30, 40, 50], [3.1, None, 3.1, 3.1, 3.1])
     assert figure is not None and not bands_of(figure) and not alone_of(figure, 0)
@@ -199,7 +201,7 @@ def test_what_the_verdict_does_not_count_is_drawn_alone_over_seconds(make_run: M
     killed = make_run(seed=2, loss=lambda step: 3.5, finished=False)
     del killed.steps[40:], killed.evals[2:]
     away = make_run(seed=3, loss=lambda step: 3.0 + step)
-    figure = figures.loss_against_seconds(group_runs([*made, killed, away]))
+    figure = loss_figures.loss_against_seconds(group_runs([*made, killed, away]))
     line = mean_of(figure, 0)
     assert line["y"] == pytest.approx([3.6] * 5) and set(line["customdata"]) == {2}
     assert "of 4 seeds" in line["hovertemplate"]
@@ -211,12 +213,12 @@ def test_what_the_verdict_does_not_count_is_drawn_alone_over_seconds(make_run: M
 
 def test_runs_that_are_all_under_way_are_read_as_one(make_run: MakeRun) -> None:
     made = [make_run(seed=seed, finished=False) for seed in (0, 1)]
-    figure = figures.loss_against_seconds(group_runs(made))
+    figure = loss_figures.loss_against_seconds(group_runs(made))
     assert len(mean_of(figure, 0)["x"]) == 5 and not alone_of(figure, 0)
     # One that has a single point yet does not take the others' line away.
     begun = make_run(seed=2, finished=False)
     del begun.evals[1:]
-    figure = figures.loss_against_seconds(group_runs([*made, begun]))
+    figure = loss_figures.loss_against_seconds(group_runs([*made, begun]))
     assert len(mean_of(figure, 0)["x"]) == 5 and [seed for seed, _, _ in alone_of(figure, 0)] == [2]
 
 
@@ -224,7 +226,7 @@ def test_seeds_without_a_moment_in_common_are_points(make_run: MakeRun) -> None:
     made = [timed(make_run(seed=seed), step) for seed, step in ((0, 0.5), (1, 0.25))]
     for run in made:
         del run.evals[:-1]
-    figure = figures.loss_against_seconds(group_runs(made))
+    figure = loss_figures.loss_against_seconds(group_runs(made))
     assert figure is not None and len(figure.data) == 1 and figure.data[0]["mode"] == "lines+markers"
     assert [(seed, x) for seed, x, _ in alone_of(figure, 0)] == [(0, [50.0]), (1, [25.0])]
     assert figure.how.startswith("Lower and further to the left") and "thick" not in figure.how
@@ -233,7 +235,7 @@ def test_seeds_without_a_moment_in_common_are_points(make_run: MakeRun) -> None:
 
 def test_recipes_of_other_seeds_are_said_not_to_compare_over_seconds(make_run: MakeRun) -> None:
     made = [make_run("bfloat16/master", 0), make_run("bfloat16/master", 1), make_run("bfloat16/word", 0)]
-    uneven, even = (figures.loss_against_seconds(group_runs(runs)) for runs in (made, [made[0], made[2]]))
+    uneven, even = (loss_figures.loss_against_seconds(group_runs(runs)) for runs in (made, [made[0], made[2]]))
     assert uneven is not None and even is not None
     assert "same seeds" in uneven.how and "same seeds" not in even.how
 
@@ -242,12 +244,12 @@ def test_runs_without_times_have_no_line_over_seconds(make_run: MakeRun) -> None
     run = make_run()
     for row in run.steps:
         del row["seconds"]
-    assert figures.loss_against_seconds(group_runs([run])) is None
+    assert loss_figures.loss_against_seconds(group_runs([run])) is None
 
 
 def test_losses_far_apart_get_a_log_axis(make_run: MakeRun) -> None:
-    near = figures.validation_loss(group_runs([make_run()]))
-    far = figures.validation_loss(group_runs([make_run(loss=lambda step: 1e5 / step**3)]))
+    near = loss_figures.validation_loss(group_runs([make_run()]))
+    far = loss_figures.validation_loss(group_runs([make_run(loss=lambda step: 1e5 / step**3)]))
     assert near is not None and far is not None
     assert (near.layout["yaxis"]["type"], far.layout["yaxis"]["type"]) == ("linear", "log")
 
@@ -309,7 +311,7 @@ def test_beyond_the_palette_recipes_differ_by_dash_or_marker() -> None:
 
 def test_crosses_of_two_recipes_on_one_step_are_both_seen(make_run: MakeRun) -> None:
     made = [make_run(f"bfloat16/{name}", loss=lambda step: math.nan) for name in ("word", "naive")]
-    figure = figures.training_loss(group_runs(made))
+    figure = loss_figures.training_loss(group_runs(made))
     assert figure is not None
     crosses = [trace for trace in figure.data if trace.get("yaxis") == "y2" and trace["meta"]["view"] == "raw"]
     assert [trace["x"] for trace in crosses] == [list(range(1, 101))] * 2
@@ -318,22 +320,22 @@ def test_crosses_of_two_recipes_on_one_step_are_both_seen(make_run: MakeRun) -> 
 
 def test_an_axis_of_differences_holds_zero_and_shows_no_last_digits(make_run: MakeRun) -> None:
     made = [make_run("bfloat16/master", loss=lambda step: 3.9), make_run("bfloat16/word", loss=lambda step: 3.9 + 1e-9)]
-    figure = figures.difference(group_runs(made), "bfloat16/master")
+    figure = loss_figures.difference(group_runs(made), "bfloat16/master")
     assert figure is not None
     assert figure.layout["yaxis"]["autorangeoptions"]["include"] == pytest.approx([-0.002, 0.002])
     assert "is no difference" not in figure.how
-    spread = figures.loss_against_bytes(group_runs(made))
+    spread = loss_figures.loss_against_bytes(group_runs(made))
     assert spread is not None
     assert spread.layout["yaxis"]["autorangeoptions"]["include"] == pytest.approx([3.998, 4.002])
     broken = [made[0], make_run("bfloat16/word", loss=lambda step: math.nan)]
-    assert figures.difference(group_runs(broken), "bfloat16/master") is None
+    assert loss_figures.difference(group_runs(broken), "bfloat16/master") is None
 
 
 def test_seconds_are_those_of_the_verdict(make_run: MakeRun) -> None:
     run = make_run(steps=100)
     # The first step compiled: it counts as a median one, as in the comparison.
     run.steps[0]["seconds"] = 60.0
-    line = mean_of(figures.loss_against_seconds(group_runs([run])), 0)
+    line = mean_of(loss_figures.loss_against_seconds(group_runs([run])), 0)
     assert line["x"] == pytest.approx([seconds for seconds, _ in LossCurve.of(run).points], rel=1e-6)
     assert line["x"][0] == pytest.approx(10.0)
 
@@ -384,7 +386,12 @@ def test_what_diverged_does_not_flatten_the_others_and_is_named(make_run: MakeRu
         make_run("bfloat16/word", loss=lambda step: 2.01 + 5.0 * math.exp(-step / 30)),
         make_run("bfloat16/naive", loss=lambda step: 7.0 + step),
     ]
-    for make in (figures.training_loss, figures.validation_loss, figures.loss_against_seconds, figures.difference):
+    for make in (
+        loss_figures.training_loss,
+        loss_figures.validation_loss,
+        loss_figures.loss_against_seconds,
+        loss_figures.difference,
+    ):
         figure = make(group_runs(made))
         assert figure is not None
         assert figure.layout["yaxis"]["range"][1] < 80, figure.name

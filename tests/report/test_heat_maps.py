@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.report import heat_maps as module
-from narrowgauge.report.heat_maps import HEAT_MAPS, heat_maps, short_names
-from narrowgauge.report.samples import read_samples
+from narrowgauge.report.figures import heat_maps as module
+from narrowgauge.report.figures.heat_maps import HEAT_MAPS, heat_maps, short_names
+from narrowgauge.report.groups import read_samples
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import METRICS
 

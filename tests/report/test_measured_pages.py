@@ -8,13 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from narrowgauge.cli.main import main
-from narrowgauge.planner.attribution import Attribution, MeasuredStep
-from narrowgauge.planner.launches import read_launch
-from narrowgauge.planner.regression import compare_launches
-from narrowgauge.planner.scaling_law import fit, read_points
+from narrowgauge.planner.measured.launches import Attribution, MeasuredStep, read_launch
+from narrowgauge.planner.measured.regression import compare_launches
+from narrowgauge.planner.measured.scaling_law import fit, read_points
 from narrowgauge.planner.terms import Term, Terms
-from narrowgauge.report.measured_figures import step_bars, term_bars, time_curve
-from narrowgauge.report.plan_page import render_attribution
+from narrowgauge.report.plan_page import render_attribution, step_bars, term_bars, time_curve
 
 LAUNCH = """
 model = "llama-8b"

@@ -12,8 +12,7 @@ from click.testing import CliRunner
 from analysis.comparison.made_runs import MASTER, made, seeds
 from narrowgauge.cli.main import main
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.report.packed_runs import pack
-from narrowgauge.report.write import read_runs, report
+from narrowgauge.report.publishing import pack, read_runs, report
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.writer import RunWriter
 

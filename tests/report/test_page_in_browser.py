@@ -26,7 +26,7 @@ from analysis.diagnosis.records import AT, healthy_run, raise_events
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.report.diagnosis_page import render_diagnosis
 from narrowgauge.report.plan_page import render_plan
-from narrowgauge.report.render import render
+from narrowgauge.report.runs_page import render
 from narrowgauge.runs.record import Run
 from planner.made_plans import made_option, made_plan
 from report.made_pages import page_of

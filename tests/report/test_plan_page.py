@@ -6,12 +6,11 @@ import dataclasses
 import json
 import re
 
-from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.options import Option
 from narrowgauge.planner.plan_report import Plan
-from narrowgauge.report.embedding import digest_of
-from narrowgauge.report.plan_figures import figures_of, memory_bars, scaling_curve, time_bars
-from narrowgauge.report.plan_page import render_plan
+from narrowgauge.report.page import digest_of
+from narrowgauge.report.plan_page import figures_of, memory_bars, render_plan, scaling_curve, time_bars
 from planner.made_plans import made_option, made_plan
 
 EVIL = '</script><script>alert("1")</script><img src=x onerror=alert(1)>'

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.report import embedding
+from narrowgauge.report import page
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import NUM_EXPONENTS
 from report.made_pages import page_of
@@ -128,11 +128,11 @@ def test_what_a_run_says_is_text_and_never_markup(troubled: list[Run]) -> None:
 
 def test_embedded_json_cannot_end_its_element() -> None:
     value = {"a": "</script><!--&\u2028\u2029", "b": [1.5, None]}
-    said = embedding.embedded(value)
+    said = page.embedded(value)
     assert not set(said) & set("<>&\u2028\u2029")
     assert json.loads(said) == value
     with pytest.raises(ValueError):
-        embedding.embedded(math.nan)
+        page.embedded(math.nan)
 
 
 def test_nothing_is_fetched_and_only_our_scripts_run(troubled: list[Run]) -> None:
@@ -291,7 +291,7 @@ def test_the_same_runs_give_the_same_page(troubled: list[Run]) -> None:
 
 
 def test_without_plotly_one_line_says_what_to_do(troubled: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    embedding.plotly_script.cache_clear()
+    page.plotly_script.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(NarrowgaugeError, match="plotly") as caught:
         page_of(troubled)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from narrowgauge.analysis.diagnosis import diagnosis
-from narrowgauge.report import run_findings as section
-from narrowgauge.report.run_findings import run_findings
+from narrowgauge.report import runs_page as section
+from narrowgauge.report.runs_page import run_findings
 from narrowgauge.runs.record import Run
 from report.made_pages import group_runs, page_of
 from report.test_page_in_browser import data_of

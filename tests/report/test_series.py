@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from narrowgauge.report.series import (
+from narrowgauge.report.figures.series import (
     Band,
     Series,
     accumulate,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.report.figures import difference, loss_against_seconds, training_loss, validation_loss
-from narrowgauge.report.traces import OVERLAP, Figure
+from narrowgauge.report.figures.loss_figures import difference, loss_against_seconds, training_loss, validation_loss
+from narrowgauge.report.figures.traces import OVERLAP, Figure
 from narrowgauge.runs.record import Run
 from report.made_pages import group_runs
 

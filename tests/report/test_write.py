@@ -11,7 +11,7 @@ import pytest
 from analysis.comparison.made_runs import COLUMNS, MASTER, close, seeds, sentence
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.report.write import publish, read_runs, report, write_page
+from narrowgauge.report.publishing import publish, read_runs, report, write_page
 from narrowgauge.runs.writer import RunWriter
 
 

@@ -15,8 +15,7 @@ import pytest
 
 import narrowgauge as ng
 from narrowgauge.errors import RecordError
-from narrowgauge.report.packed_runs import pack
-from narrowgauge.report.write import report
+from narrowgauge.report.publishing import pack, report
 
 
 def events(folder: Path, scalars: dict[str, dict[int, float]]) -> Path:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from narrowgauge.errors import ChipError
-from narrowgauge.planner.activations import bytes_per_token, layer_tensors
-from narrowgauge.planner.head_memory import LARGE_VOCABULARY
+from narrowgauge.planner.memory.activations import bytes_per_token, layer_tensors
+from narrowgauge.planner.memory.rank_memory import LARGE_VOCABULARY
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model, memory

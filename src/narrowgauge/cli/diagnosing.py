@@ -88,7 +88,7 @@ def _record(path: Path) -> Run:
             f"No run in {path}: the file is no log that can be read.", f"Name a run folder, or a {log_names()}."
         )
     if not is_run(path) and not is_log(path) and (path.is_dir() or zip_file_of(path) == path):
-        from narrowgauge.report.write import runs_inside
+        from narrowgauge.report.publishing import runs_inside
 
         inside = runs_inside(path)
         if len(inside) > 1:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import click
 
 from narrowgauge import __version__
-from narrowgauge.cli import diagnosing, fingerprinting, flags, launching, planning
+from narrowgauge.cli import diagnosing, environment, flags, launching, planning
 from narrowgauge.cli.exit_status import CommandGroup
 from narrowgauge.spec import details, show, tables
 from narrowgauge.spec.recipes import Recipe
@@ -263,11 +263,11 @@ def report(runs: tuple[Path, ...], out: Path | None, pack: Path | None) -> None:
     --pack writes what a page needs, to share it: settings, logged rows and summaries, without checkpoints and data. run.toml is
     packed unchanged, with the paths of model, data and folder, and the versions and processor of the machine.
     """
-    from narrowgauge.report import packed_runs
-    from narrowgauge.report.write import report as write_report
+    from narrowgauge.report import publishing
+    from narrowgauge.report.publishing import report as write_report
 
     if pack is not None:
-        click.echo(packed_runs.pack(runs, pack))
+        click.echo(publishing.pack(runs, pack))
     if pack is None or out is not None:
         click.echo(write_report(runs, out))
 
@@ -393,7 +393,7 @@ def profile(as_json: bool, **options: Any) -> None:
 
 
 main.add_command(planning.plan_command)
-main.add_command(fingerprinting.fingerprint_command)
+main.add_command(environment.fingerprint_command)
 main.add_command(diagnosing.diagnose_command)
 show_group.add_command(diagnosing.causes_command)
 

@@ -18,8 +18,8 @@ from typing import Any
 import click
 
 from narrowgauge.cli import flags
-from narrowgauge.planner.presets import PRESETS
-from narrowgauge.planner.shares import SOFTWARE
+from narrowgauge.planner.inputs.efficiency import SOFTWARE
+from narrowgauge.planner.inputs.model_configs import PRESETS
 from narrowgauge.spec import tables
 from narrowgauge.spec.models import MODELS
 
@@ -69,7 +69,7 @@ def _names(text: str) -> list[str]:
 
 
 def _layout(text: str) -> dict[str, Any]:
-    from narrowgauge.planner.named_layouts import read_layout
+    from narrowgauge.planner.inputs.layouts import read_layout
 
     return read_layout(text)
 
@@ -272,7 +272,7 @@ def _flag(name: str) -> str:
 
 
 def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
-    from narrowgauge.planner.named_layouts import NAMED_LAYOUTS
+    from narrowgauge.planner.inputs.layouts import NAMED_LAYOUTS
     from narrowgauge.planner.plan import plan
 
     counts = None
@@ -313,7 +313,7 @@ def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
 
         require_counted(found)
     if asked["toml"]:
-        from narrowgauge.planner.train_settings import train_settings
+        from narrowgauge.planner.plan_report import train_settings
         from narrowgauge.runs.atomic_io import AGAIN, write_whole
 
         settings = train_settings(found)
@@ -362,12 +362,12 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def _measured(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
-    from narrowgauge.planner import attribution, scaling_answer, scaling_law
+    from narrowgauge.planner.measured import launches, scaling_law
 
     at = asked["at"] or ()
     if ":" in asked["measured"] and not Path(asked["measured"]).exists():
         found = scaling_law.fit(scaling_law.read_points(asked["measured"]))
-        row, sentences = scaling_answer.to_dict(found, at), scaling_answer.lines(found, at)
+        row, sentences = scaling_law.scaling_dict(found, at), scaling_law.scaling_lines(found, at)
         if asked["html"]:
             from narrowgauge.report.plan_page import render_scaling, write_page
 
@@ -378,8 +378,8 @@ def _measured(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> N
         folders = [*map(Path, _names(asked["measured"])), *runs]
         if not folders:
             raise click.UsageError("--measured needs times or run folders.", click.get_current_context())
-        steps = attribution.attribute([read_run(folder) for folder in folders])
-        row, sentences = attribution.attribution_dict(steps), attribution.attribution_lines(steps)
+        steps = launches.attribute([read_run(folder) for folder in folders])
+        row, sentences = launches.attribution_dict(steps), launches.attribution_lines(steps)
         if asked["html"]:
             from narrowgauge.report.plan_page import render_attribution, write_page
 
@@ -390,8 +390,8 @@ def _measured(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> N
 
 
 def _regression(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
-    from narrowgauge.planner.launches import read_launch
-    from narrowgauge.planner.regression import compare_launches, regression_dict, regression_lines
+    from narrowgauge.planner.measured.launches import read_launch
+    from narrowgauge.planner.measured.regression import compare_launches, regression_dict, regression_lines
 
     chip, shares = _calibrated(asked["chip"])
     before, after = (read_launch(path, chip) for path in asked["regression"])
@@ -406,7 +406,7 @@ def _regression(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) ->
 
 
 def _calibrate(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
-    from narrowgauge.planner import calibration
+    from narrowgauge.planner.measured import calibration
     from narrowgauge.spec.chips import get_chip
 
     names = [name for name in asked["chip"] or () if name != calibration.HERE]
@@ -426,7 +426,7 @@ def _calibrated(names: list[str] | None) -> tuple[Any, Any]:
         return None, None
     if len(names) > 1:
         raise click.UsageError("Both launches are of one chip.", click.get_current_context())
-    from narrowgauge.planner.calibration import HERE, kept
+    from narrowgauge.planner.measured.calibration import HERE, kept
     from narrowgauge.spec.chips import get_chip
 
     if names[0] != HERE:

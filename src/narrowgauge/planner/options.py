@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.memory_figures import COUNTED
-from narrowgauge.planner.shares import RESTARTS
+from narrowgauge.planner.formatting import gigabytes
+from narrowgauge.planner.inputs.efficiency import RESTARTS
+from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.memory.activations import COUNTED
 from narrowgauge.planner.terms import Terms
-from narrowgauge.planner.words import gigabytes
 from narrowgauge.spec.recipes import Recipe
 
 MEMORY_GROUPS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")

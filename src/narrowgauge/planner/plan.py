@@ -9,16 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError, suggestion
-from narrowgauge.planner.advice import smallest_changes
-from narrowgauge.planner.answers import MOST_SHARED
-from narrowgauge.planner.architectures import Adapters, Architecture, of_size
-from narrowgauge.planner.clusters import Cluster, usual_node
-from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.memory_figures import LayerCounter
-from narrowgauge.planner.model_configs import read_architecture
-from narrowgauge.planner.named_layouts import NAMED_LAYOUTS
-from narrowgauge.planner.options import OURS, Option
-from narrowgauge.planner.places import (
+from narrowgauge.planner.inputs.architectures import Adapters, Architecture, of_size
+from narrowgauge.planner.inputs.clusters import (
+    Cluster,
     between_sizes,
     clusters_asked_for,
     multiples_of,
@@ -26,14 +19,19 @@ from narrowgauge.planner.places import (
     parts_of,
     shares_asked_for,
     sizes_up_to,
+    usual_node,
 )
-from narrowgauge.planner.plan_report import Plan, Question
-from narrowgauge.planner.rank_memory import memory_terms
-from narrowgauge.planner.roofline import describe_support
-from narrowgauge.planner.search import MOST_OPTIONS, Found, search
-from narrowgauge.planner.shares import Shares
-from narrowgauge.planner.state_bytes import is_stepped, with_optimizer
+from narrowgauge.planner.inputs.efficiency import Shares
+from narrowgauge.planner.inputs.layouts import NAMED_LAYOUTS, Layout
+from narrowgauge.planner.inputs.model_configs import read_architecture
+from narrowgauge.planner.memory.activations import LayerCounter
+from narrowgauge.planner.memory.rank_memory import memory_terms
+from narrowgauge.planner.memory.state_bytes import is_stepped, with_optimizer
+from narrowgauge.planner.options import OURS, Option
+from narrowgauge.planner.plan_report import MOST_SHARED, Plan, Question
+from narrowgauge.planner.search import MOST_OPTIONS, Found, search, smallest_changes
 from narrowgauge.planner.terms import Terms
+from narrowgauge.planner.time.roofline import describe_support
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import DEFAULT_STORAGE, parse
@@ -109,7 +107,7 @@ def plan(
         chips_per_node, interconnect_gbit_per_second: of the nodes of ``chip``: chips in each, and the rate of a node's network.
         dollars_per_hour: price of one chip; nothing is assumed without it.
         host_memory_gb: of one node of ``chip``, in 2^30 bytes; layouts that offload to it are then searched too.
-        software: a row of :data:`~narrowgauge.planner.shares.SOFTWARE` whose speed is planned; None for what is assumed on the
+        software: a row of :data:`~narrowgauge.planner.inputs.efficiency.SOFTWARE` whose speed is planned; None for what is assumed on the
             chip, with wide intervals.
         sequence_length: tokens of a sequence; the model's longest, at most 4096, by default.
         tokens_per_step: tokens of an optimizer step; chosen if None.
@@ -119,7 +117,7 @@ def plan(
         largest: ``"context"`` or ``"batch"``: the longest sequences, or the most sequences at once, that fit for certain.
         optimizer: whose states are counted: ``"adamw"``, ``"muon"`` or ``"adafactor"``.
         lora: rank of adapters over a frozen model, which alone are trained; None trains all parameters.
-        base: how the frozen layers are kept: a key of :data:`~narrowgauge.planner.architectures.BASE_BYTES`; ``"nf4"`` is QLoRA.
+        base: how the frozen layers are kept: a key of :data:`~narrowgauge.planner.inputs.architectures.BASE_BYTES`; ``"nf4"`` is QLoRA.
         minimize: ``"days"``, ``"cost"``, ``"chips"`` or ``"memory"``; None for ``"chips"`` with a deadline, else ``"days"``.
         layout: fields of the layout that must have these values.
         shares: of the chips' printed rates; the published ones, or for ``"here"`` the calibrated ones, if None.

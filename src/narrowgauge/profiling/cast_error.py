@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from narrowgauge.matmul.layer_matmuls import scales_to_fold, without_outliers
 from narrowgauge.matmul.linear import is_linear, is_transposed
 from narrowgauge.numerics.tensor_stats import cast_and_sum, cast_loss
-from narrowgauge.planner.roofline import setting_of
+from narrowgauge.planner.time.roofline import setting_of
 from narrowgauge.profiling.layer_plan import plain_recipe
 from narrowgauge.profiling.profile_report import Loss
 from narrowgauge.spec.recipes import Recipe

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from narrowgauge.planner.roofline import Setting, Shape
+from narrowgauge.planner.time.roofline import Setting, Shape
 from narrowgauge.profiling.layer_plan import Kind, Settings, baseline_of, groups_of, plain_recipe, settings_of
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.slots import SLOTS

@@ -28,12 +28,10 @@ from narrowgauge.assembly.preparation import narrow_linears
 from narrowgauge.errors import DataError
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.scopes import compute_scope
-from narrowgauge.planner.activations import bytes_per_token, cast_weight_bytes, layer_tensors
-from narrowgauge.planner.memory_figures import LayerCount
-from narrowgauge.planner.model_configs import read_architecture
+from narrowgauge.planner.inputs.model_configs import preset, read_architecture
+from narrowgauge.planner.memory.activations import LayerCount, bytes_per_token, cast_weight_bytes, layer_tensors
 from narrowgauge.planner.options import Option
 from narrowgauge.planner.plan_report import Plan
-from narrowgauge.planner.presets import preset
 from narrowgauge.spec.models import refuse_own_code
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.tables import Row
@@ -176,7 +174,7 @@ def layer_memory(config: Mapping[str, Any], recipe: Recipe, micro_batch: int, se
 
     Cost: seconds, whatever the model's size.
     Example:
-        >>> from narrowgauge.planner.presets import config_of
+        >>> from narrowgauge.planner.inputs.model_configs import config_of
         >>> from narrowgauge.spec.models import get_model
         >>> from narrowgauge.spec.notation import parse
         >>> saved = layer_memory(config_of(get_model("llama-1m")), parse("bfloat16/word"), 1, 64)

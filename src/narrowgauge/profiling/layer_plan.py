@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.roofline import Setting, Shape, setting_of
+from narrowgauge.planner.time.roofline import Setting, Shape, setting_of
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS, Model, get_model, refuse_own_code
 from narrowgauge.spec.recipes import Recipe

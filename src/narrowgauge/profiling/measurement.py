@@ -37,7 +37,7 @@ from narrowgauge.matmul.linear import is_plain
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import swap_linears
-from narrowgauge.planner.roofline import Setting, Shape
+from narrowgauge.planner.time.roofline import Setting, Shape
 from narrowgauge.profiling.costs import Round
 from narrowgauge.profiling.layer_plan import ELSEWHERE, Kind, compared_steps, plain_recipe, timed_settings
 from narrowgauge.spec.computes import Compute

@@ -1,6 +1,6 @@
 """Predictions for a chip from the figures of its data sheet.
 
-Linear layers take what the planner's roofline says (:mod:`narrowgauge.planner.roofline`), and the rest of the step is counted in
+Linear layers take what the planner's roofline says (:mod:`narrowgauge.planner.time.roofline`), and the rest of the step is counted in
 the same way: attention, element-wise operations, the loss, the optimizer. Communication and overlap are left out, so trust the
 order of these figures, not their digits; ``narrowgauge plan`` counts those too.
 """
@@ -11,19 +11,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.errors import ChipError
-from narrowgauge.planner.clusters import Nodes
-from narrowgauge.planner.layer_times import (
+from narrowgauge.planner.inputs.clusters import Nodes
+from narrowgauge.planner.inputs.efficiency import best_share, rate_name, shares_of
+from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.inputs.model_configs import architecture_of, config_of
+from narrowgauge.planner.time.layer_times import (
     Work,
     attention_seconds,
     elementwise_seconds,
     loss_seconds,
     optimizer_seconds,
 )
-from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model_configs import architecture_of
-from narrowgauge.planner.presets import config_of
-from narrowgauge.planner.roofline import operation_seconds
-from narrowgauge.planner.shares import best_share, rate_name, shares_of
+from narrowgauge.planner.time.roofline import operation_seconds
 from narrowgauge.profiling.costs import Round, linears_seconds
 from narrowgauge.profiling.layer_plan import Kind, baseline_of, compared_steps, settings_of, timed_settings
 from narrowgauge.spec.chips import Chip

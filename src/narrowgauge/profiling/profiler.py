@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError
-from narrowgauge.planner.roofline import Setting, describe_support, weight_bytes
+from narrowgauge.planner.time.roofline import Setting, describe_support, weight_bytes
 from narrowgauge.profiling import prediction
 from narrowgauge.profiling.costs import RecipeCost, Round, cost_of
 from narrowgauge.profiling.layer_plan import ELSEWHERE, Kind, read_model, settings_of

@@ -5,17 +5,22 @@ A group has one label and one index in the palette, and keeps both in every figu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.run_stats import RunStats
 from narrowgauge.analysis.diagnosis.diagnosis import Diagnosis, diagnose
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.report.samples import Samples, gauges_for_now, read_samples
-from narrowgauge.report.series import Series, column, number
+from narrowgauge.report.figures.heat_maps import HEAT_MAPS, MOST_TENSORS, MetricValues
+from narrowgauge.report.figures.series import Series, column, number
 from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import METRICS, TENSOR_KINDS, Row
 
 
 @dataclass(frozen=True)
@@ -116,3 +121,167 @@ def final_loss(run: Run) -> float | None:
     """The validation loss of a finished run; of an unfinished one, that of its last evaluation."""
     last = run.evals[-1] if run.evals else {}
     return number((run.summary or {}).get("val_loss", last.get("val_loss")))
+
+
+# FOLDED from report.samples: What a page keeps of a run's gauges: far less than the run recorded, so that runs can be read one after the other.
+# FOLDED
+# FOLDED The gauges of a long run are a thousand numbers for each of hundreds of samples; as Python objects they take seven times
+# FOLDED the size of their file, more than most machines have for several runs. A page shows a few dozen tensors and a few dozen
+# FOLDED histograms. So each file is read once, what a figure may need is taken out of it as arrays, and the rest is released before
+# FOLDED the next file is opened. A table or a list that is missing or damaged adds nothing.
+
+MOST_HISTOGRAMS = 60
+"""Steps whose histograms are kept, at most."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The gauges of a run, as far as a page shows them.
+
+    Args:
+        num_rows: how many samples the run took.
+        steps: of the samples, ascending.
+        metrics: by metric, where there are any.
+        worst: by column of ``tensors`` and by step, the tensor with the largest value, and the value.
+        lowest_edq: of the last sample, over its tensors; 1 where it has none.
+        histograms: rows ``step, histograms``, at most :data:`MOST_HISTOGRAMS`, the first and the last among them.
+        num_histograms: how many rows had histograms.
+        spans: by kind, the bins from the first that was ever used to the last.
+    """
+
+    num_rows: int = 0
+    steps: Sequence[float] = ()
+    metrics: Mapping[str, MetricValues] = field(default_factory=dict)
+    worst: Mapping[str, Mapping[float, tuple[str, float]]] = field(default_factory=dict)
+    lowest_edq: float = 1.0
+    histograms: Sequence[Row] = ()
+    num_histograms: int = 0
+    spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def read_samples(run: Run) -> Samples:
+    """Read the gauges of a run and keep what a page can show; rows that this call read are not held afterwards.
+
+    Raises:
+        RecordError: the file is damaged.
+
+    Cost: about 1 s per thousand samples of 400 tensors.
+    """
+    with gauges_for_now(run):
+        return _sampled(run.gauges)
+
+
+@contextlib.contextmanager
+def gauges_for_now(run: Run) -> Iterator[None]:
+    """Within it, the gauges of a run are read once at most; at its end they are let go, unless somebody held them before."""
+    was_held = "gauges" in vars(run)
+    try:
+        yield
+    finally:
+        if not was_held:
+            vars(run).pop("gauges", None)
+
+
+def spread(rows: Sequence[Row], most: int) -> list[Row]:
+    """Rows evenly spread, the first and the last among them."""
+    if len(rows) <= most:
+        return list(rows)
+    return [rows[round(index * (len(rows) - 1) / (most - 1))] for index in range(most)]
+
+
+def _sampled(rows: Sequence[Row]) -> Samples:
+    steps = sorted({step for row in rows if (step := number(row.get("step"))) is not None})
+    metrics = {metric: found for table in METRICS for metric, found in _metric_values(rows, steps, table).items()}
+    counted = [
+        {"step": int(step), "histograms": counts}
+        for row in rows
+        if (step := number(row.get("step"))) is not None and (counts := _counts(row))
+    ]
+    return Samples(
+        num_rows=len(rows),
+        steps=steps,
+        metrics={
+            name: metrics[name].farthest(metric.good, MOST_TENSORS)
+            for name, metric in HEAT_MAPS.items()
+            if name in metrics
+        },
+        worst={name: _worst(steps, metrics.get(name)) for name in ("underflow", "overflow")},
+        lowest_edq=_lowest_edq(rows),
+        histograms=spread(counted, MOST_HISTOGRAMS),
+        num_histograms=len(counted),
+        spans=_spans(counted),
+    )
+
+
+def _metric_values(rows: Sequence[Row], steps: Sequence[float], table: str) -> dict[str, MetricValues]:
+    """The metrics of a table; tensors without any finite value of a metric are left out of it."""
+    fields = {
+        name: list(METRICS[table]).index(metric.field) for name, metric in HEAT_MAPS.items() if metric.table == table
+    }
+    columns = {step: column for column, step in enumerate(steps)}
+    tensors = {name: line for line, name in enumerate(dict.fromkeys(name for _, name, _ in _lists(rows, table)))}
+    found = np.full((len(fields), len(tensors), len(steps)), np.nan)
+    for step, tensor, values in _lists(rows, table):
+        for metric, index in enumerate(fields.values()):
+            if index < len(values) and (value := number(values[index])) is not None:
+                found[metric, tensors[tensor], columns[step]] = value
+    names = np.array(list(tensors), object)
+    is_taken = (~np.isnan(found)).any(axis=2)
+    return {
+        metric: MetricValues(names[taken].tolist(), values[taken], int(taken.sum()))
+        for metric, values, taken in zip(fields, found, is_taken, strict=True)
+        if taken.any()
+    }
+
+
+def _lists(rows: Sequence[Row], table: str) -> Iterator[tuple[float, str, list[Any]]]:
+    """Step, tensor and values of a table's rows; what is no list is left out."""
+    for row in rows:
+        step, found = number(row.get("step")), row.get(table)
+        if step is not None and isinstance(found, dict):
+            for name, values in found.items():
+                if isinstance(values, list):
+                    yield step, name, values
+
+
+def _worst(steps: Sequence[float], found: MetricValues | None) -> dict[float, tuple[str, float]]:
+    """By step the tensor with the largest value; a step without any is left out."""
+    if found is None:
+        return {}
+    values = np.where(np.isnan(found.values), -np.inf, found.values)
+    rows, highest = values.argmax(axis=0), values.max(axis=0)
+    return {
+        step: (found.names[row], value)
+        for step, row, value in zip(steps, rows.tolist(), highest.tolist(), strict=True)
+        if value > -np.inf
+    }
+
+
+def _lowest_edq(rows: Sequence[Row]) -> float:
+    index = list(METRICS["updates"]).index("edq")
+    last = [values[index] for _, _, values in _lists(rows[-1:], "updates") if index < len(values)]
+    return min((value for one in last if (value := number(one)) is not None), default=1.0)
+
+
+def _counts(row: Row) -> dict[str, list[float]]:
+    """The histograms of a row; a bin without a valid count is empty."""
+    found = row.get("histograms")
+    if not isinstance(found, dict):
+        return {}
+    return {
+        kind: [max(0, count) if type(count) is int else max(0.0, number(count) or 0.0) for count in counts]
+        for kind, counts in found.items()
+        if kind in TENSOR_KINDS and isinstance(counts, list)
+    }
+
+
+def _spans(rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
+    """Per kind the bins from the first that was ever used to the last."""
+    spans: dict[str, tuple[int, int]] = {}
+    for row in rows:
+        for kind, counts in row["histograms"].items():
+            used = [index for index, count in enumerate(counts) if count]
+            if used:
+                start, stop = spans.get(kind, (used[0], used[-1] + 1))
+                spans[kind] = (min(start, used[0]), max(stop, used[-1] + 1))
+    return spans

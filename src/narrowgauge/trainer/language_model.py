@@ -31,8 +31,8 @@ from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import DataError, suggestion
 from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.numerics.widening import linear
-from narrowgauge.planner.head_memory import CHUNK_LOGITS
-from narrowgauge.planner.head_memory import LARGE_VOCABULARY as LARGE_VOCABULARY
+from narrowgauge.planner.memory.rank_memory import CHUNK_LOGITS
+from narrowgauge.planner.memory.rank_memory import LARGE_VOCABULARY as LARGE_VOCABULARY
 from narrowgauge.spec.models import MODELS, WEIGHTS, Model, refuse_own_code, weights_file
 
 if TYPE_CHECKING:  # transformers takes seconds to import: each function below imports what it needs

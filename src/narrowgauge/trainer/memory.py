@@ -1,6 +1,6 @@
 """A lower bound of the memory of a batch, to refuse batches that cannot fit before anything is built.
 
-What a layer keeps for backward is the planner's count (:mod:`narrowgauge.planner.activations`), of fused kernels: compiled layers
+What a layer keeps for backward is the planner's count (:mod:`narrowgauge.planner.memory.activations`), of fused kernels: compiled layers
 keep about that, the modules one operation after the other half as much again. The logits exist in several dtypes. The estimate
 is a lower bound: an accepted batch may still be too large, a refused one certainly is. Nothing here needs PyTorch.
 """
@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 from narrowgauge.errors import ChipError, NarrowgaugeError
-from narrowgauge.planner.activations import bytes_per_token, layer_tensors, widths_of
-from narrowgauge.planner.architectures import Architecture
-from narrowgauge.planner.head_memory import LARGE_VOCABULARY, bytes_per_logit
-from narrowgauge.planner.model_configs import read_architecture
+from narrowgauge.planner.inputs.architectures import Architecture
+from narrowgauge.planner.inputs.model_configs import read_architecture
+from narrowgauge.planner.memory.activations import bytes_per_token, layer_tensors, widths_of
+from narrowgauge.planner.memory.rank_memory import LARGE_VOCABULARY, bytes_per_logit
 from narrowgauge.trainer.config import TrainConfig
 
 _TOKEN_BYTES = 8  # per token of the whole batch, as it is read

@@ -16,7 +16,7 @@ import narrowgauge as ng
 from analysis.comparison.made_runs import SIZES
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.report.write import read_runs
+from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop_record
 from narrowgauge.trainer.experiment.harness import RunLog, compare

@@ -13,7 +13,7 @@ import torch
 
 from narrowgauge.cli import launching
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.report import render as report_render
+from narrowgauge.report import runs_page as report_render
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import loop

@@ -17,7 +17,7 @@ import torch
 from analysis.comparison.made_runs import close
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, RecordError, Terminated
-from narrowgauge.report import render as report_render
+from narrowgauge.report import runs_page as report_render
 from narrowgauge.runs.atomic_io import held_folder
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.notation import parse, parse_names

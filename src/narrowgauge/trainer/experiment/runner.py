@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.report.write import publish
+from narrowgauge.report.publishing import publish
 from narrowgauge.runs.atomic_io import disk_errors, held_folder
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer.experiment.planned_runs import PlannedRun

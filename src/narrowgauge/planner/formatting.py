@@ -1,0 +1,121 @@
+"""Figures and layouts of a plan as text; 1 GB is 10^9 bytes."""
+
+from __future__ import annotations
+
+from narrowgauge.planner.inputs.layouts import Layout
+
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_JOULES = ((3.6e9, "MWh"), (3.6e6, "kWh"), (1.0, "J"), (1e-3, "mJ"))
+_COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Bytes in the unit that suits them.
+
+    Example:
+        >>> gigabytes(26.25e9), gigabytes(480e9), gigabytes(-3.2e6)
+        ('26.3 GB', '480 GB', '-3.2 MB')
+    """
+    scale, unit = unit_of(num_bytes, "bytes")
+    return f"{_digits(num_bytes / scale)} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds of a step or of a part of it.
+
+    Example:
+        >>> seconds_text(5.117), seconds_text(0.0123), seconds_text(4110)
+        ('5.12 s', '12.3 ms', '4,110 s')
+    """
+    scale, unit = unit_of(seconds, "s")
+    return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds / scale:.3g} {unit}"
+
+
+def energy_text(joules: float) -> str:
+    """Energy in the unit that suits it.
+
+    Example:
+        >>> energy_text(0.105), energy_text(3.15e10), energy_text(1.08e8)
+        ('105 mJ', '8.75 MWh', '30 kWh')
+    """
+    scale, unit = unit_of(joules, "J")
+    shown = joules / scale
+    return f"{shown:,.0f} {unit}" if shown >= 1000 else f"{shown:.3g} {unit}"
+
+
+def dollars_text(dollars: float) -> str:
+    """A price: whole dollars from a hundred on.
+
+    Example:
+        >>> dollars_text(41_312.4), dollars_text(1.3771), dollars_text(0.00042)
+        ('$41,312', '$1.38', '$0.00042')
+    """
+    return f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:.2f}" if dollars >= 1 else f"${dollars:.2g}"
+
+
+def amount(number: float) -> str:
+    """A count of parameters or tokens.
+
+    Example:
+        >>> amount(32.5e9), amount(10e9), amount(1_331_200_000), amount(128)
+        ('32.5B', '10B', '1.33B', '128')
+    """
+    scale, unit = next(((scale, unit) for scale, unit in _COUNTS if abs(number) >= scale), (1.0, ""))
+    return f"{number / scale:.3g}{unit}"
+
+
+def unit_of(value: float, quantity: str) -> tuple[float, str]:
+    """The unit in which a value is at least one.
+
+    Args:
+        value: in bytes or seconds.
+        quantity: ``"bytes"``, ``"s"`` or ``"J"``.
+    Returns:
+        Its size, and its name.
+    """
+    units = {"s": _SECONDS, "J": _JOULES}.get(quantity, _BYTES)
+    # 480 GB is easier to compare with a chip's memory than 0.48 TB: terabytes begin at ten.
+    return next((unit for unit in units if abs(value) >= unit[0] * (10 if unit[1] == "TB" else 1)), units[-1])
+
+
+def _digits(number: float) -> str:
+    """One decimal below a hundred; halves are rounded up, as people do."""
+    number *= 1 + 1e-12
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.1f}".removesuffix(".0")
+
+
+def layout_text(layout: Layout) -> str:
+    """A layout and its batch in a few words.
+
+    Example:
+        >>> layout_text(Layout(shard=8, micro_batch=2, micro_batches=4, recompute="full"))
+        'shard 8, micro-batch 2 × 4, recompute full'
+    """
+    parts = [axes_text(layout), f"micro-batch {layout.micro_batch} × {layout.micro_batches}"]
+    if layout.recompute != "none":
+        parts.append(f"recompute {layout.recompute}")
+    if layout.offload != "none":
+        parts.append(f"offload {layout.offload}")
+    if layout.accumulation_dtype != "float32":
+        parts.append(f"gradients summed in {layout.accumulation_dtype}")
+    if layout.keeps_gradients:
+        parts.append("gradients kept beside their sum")
+    return ", ".join(parts)
+
+
+def axes_text(layout: Layout) -> str:
+    """How a layout divides a model and its state over chips.
+
+    Example:
+        >>> axes_text(Layout(shard=4, zero=1, tensor=2, pipeline=4)), axes_text(Layout())
+        ('shard 4 (ZeRO-1), tensor 2, pipeline 4', 'one chip')
+    """
+    axes = [(name, getattr(layout, name)) for name in ("data", "shard", "tensor", "pipeline", "context", "expert")]
+    zero = f" (ZeRO-{layout.zero})" if layout.zero != 3 else ""
+    parts = [f"{name} {size}{zero if name == 'shard' else ''}" for name, size in axes if size > 1]
+    if layout.interleave > 1:
+        parts.append(f"interleaved {layout.interleave}")
+    if layout.tensor > 1 and not layout.sequence_parallel:
+        parts.append("no sequence parallelism")
+    return ", ".join(parts) or "one chip"

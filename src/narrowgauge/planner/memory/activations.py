@@ -1,0 +1,405 @@
+"""Activations: what the layers of a decoder keep between forward and backward, tensor by tensor.
+
+A published constant (34 bytes per token and feature: Korthikanti et al.) is that of one implementation. What is kept follows
+from which operations keep their inputs, and the modules that are trained here differ from fused kernels by half. So a layer
+is a list of kept tensors, each with its bytes per token, for two kinds of kernels: ``"eager"``, the Hugging Face modules one
+operation after the other, and ``"fused"``, as in Megatron-LM, TransformerEngine and Liger: norms and activation functions
+keep their input only and compute the rest again. ``profiling/block_memory`` counts the same tensors in a layer that runs.
+
+Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198, section 4, for
+what each operation keeps; the eager columns are counts of ``torch.autograd.graph.saved_tensors_hooks``
+(tests/planner/test_activations.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from narrowgauge.planner.inputs.architectures import Architecture
+from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.memory.state_bytes import Bytes, ModelState, bytes_of, state_of
+from narrowgauge.spec.codes import VISIBLE
+from narrowgauge.spec.computes import BLOCKS, Compute
+from narrowgauge.spec.formats import get_format
+from narrowgauge.spec.recipes import Recipe
+
+Attention = Literal["flash", "eager"]
+Kernels = Literal["eager", "fused"]
+EAGER_ACTIVATION_TENSORS = {"gelu_new": 4}
+"""Tensors of the MLP's width that an activation function keeps in eager mode, where it is several operations."""
+_STATISTIC = 4  # bytes of a float32 per token: a norm's scale, or a row's
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a layer keeps of one kind.
+
+    Args:
+        name: what it is.
+        bytes_per_token: in one layer.
+        per_key: further bytes per token and key that it attends to: eager attention's scores.
+        is_stream: whether it is of the residual stream, which tensor ranks share only with sequence parallelism.
+    """
+
+    name: str
+    bytes_per_token: float
+    per_key: float = 0.0
+    is_stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes per element of a model's tensors in a recipe.
+
+    Args:
+        stream: the residual stream and norms; float32 under autocast.
+        matmul: operands and results of attention and MLP.
+        is_cast: whether matmuls cast a stream of another dtype (autocast): each matmul keeps its own cast of the input, and of
+            the weight.
+    """
+
+    stream: float
+    matmul: float
+    is_cast: bool
+
+
+@lru_cache(maxsize=256)
+def widths_of(compute: Compute, visible: str) -> Widths:
+    """The widths in a compute with weights that the model sees in a format.
+
+    Example:
+        >>> from narrowgauge.spec.computes import COMPUTES
+        >>> widths_of(COMPUTES["bfloat16"], "float32")
+        Widths(stream=4.0, matmul=2.0, is_cast=True)
+    """
+    stream = VISIBLE[visible][0] / 8
+    if visible != "float32":
+        return Widths(stream, stream, False)
+    matmul = get_format(compute.dtype).storage_bits / 8
+    return Widths(stream, matmul, matmul != stream)
+
+
+def kept_of_input(compute: Compute, matmul_bytes: float) -> tuple[float, float]:
+    """Bytes that a linear layer keeps of its input, ``(per element, per token)``: codes with their scales, or the input itself.
+
+    Example:
+        >>> from narrowgauge.spec.computes import COMPUTES
+        >>> kept_of_input(COMPUTES["int8-row"], 2.0), kept_of_input(COMPUTES["mxfp8"], 2.0)
+        ((1.0, 4.0), (2.0, 0.0))
+    """
+    if not compute.keeps_codes:
+        return matmul_bytes, 0.0
+    cast = compute.output.left
+    element = cast.element.storage_bits / 8
+    if cast.granularity in BLOCKS:
+        return element + (cast.bits - cast.element.bits) / 8, 0.0
+    return element, float(_STATISTIC) if cast.granularity == "row" else 0.0
+
+
+def layer_tensors(
+    architecture: Architecture,
+    recipe: Recipe,
+    *,
+    is_mixture: bool = False,
+    attention: Attention = "flash",
+    kernels: Kernels = "eager",
+) -> tuple[Kept, ...]:
+    """What one layer keeps, in the order of the forward pass.
+
+    Args:
+        architecture: of the model.
+        recipe: whose compute and storage say how wide each tensor is. Its main compute counts; overrides by layer do not.
+        is_mixture: whether the layer has experts.
+        attention: ``"flash"`` keeps no scores, whichever kernel it is.
+        kernels: of norms and activation functions.
+    """
+    shape = (architecture, recipe.compute, recipe.storage.visible)
+    return _layer_tensors(*shape, is_mixture, attention, kernels)
+
+
+@lru_cache(maxsize=256)
+def _layer_tensors(
+    architecture: Architecture, compute: Compute, visible: str, is_mixture: bool, attention: Attention, kernels: Kernels
+) -> tuple[Kept, ...]:
+    layer = _Layer(architecture, compute, widths_of(compute, visible), attention, kernels)
+    mlp = layer.mixture() if is_mixture else layer.mlp()
+    return (*layer.norms(), *layer.attention_tensors(), *mlp)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    architecture: Architecture
+    compute: Compute
+    widths: Widths
+    attention: Attention
+    kernels: Kernels
+
+    def norm_bytes(self, size: int, groups: int = 1, stream: float | None = None) -> float:
+        """What one norm keeps per token; ``groups`` statistics, of a ``stream`` of so many bytes per element."""
+        stream, kind = stream or self.widths.stream, self.architecture.norm
+        if kind == "layer":
+            # Mean and scale, in the input's dtype on a CPU.
+            return stream * size + 2 * stream * groups
+        if self.kernels == "fused":
+            return stream * size + _STATISTIC * groups
+        # The input as float32, its scale, and the normalized value before the gain.
+        normalized = 4.0 if kind == "rms-float32" else stream
+        return (4 + normalized) * size + _STATISTIC * groups
+
+    def norms(self) -> Iterator[Kept]:
+        """The norms of the layer's width."""
+        a = self.architecture
+        yield Kept("norms", a.norms_per_layer * self.norm_bytes(a.hidden_size), is_stream=True)
+
+    def inputs(self, size: float, consumers: int = 1, *, is_kept_anyway: bool = False) -> float:
+        """What matmuls keep of one input per token.
+
+        Args:
+            size: of the input.
+            consumers: matmuls that get it.
+            is_kept_anyway: whether another operation keeps the uncast input, in the matmuls' dtype.
+        """
+        element, scale = kept_of_input(self.compute, self.widths.matmul)
+        if self.compute.keeps_codes:
+            # Under autocast every layer casts the input for itself, so no two find the same codes.
+            return (element * size + scale) * (consumers if self.widths.is_cast and not is_kept_anyway else 1)
+        if is_kept_anyway:
+            return 0.0
+        return element * size * (consumers if self.widths.is_cast else 1)
+
+    def attention_tensors(self) -> Iterator[Kept]:
+        """Inputs of the projections, queries, keys, values and the attention's result."""
+        a, e = self.architecture, self.widths.matmul
+        queries, values = a.num_heads * a.query_dim, a.num_heads * a.value_dim
+        if a.latent:
+            yield from self._latent_tensors()
+            keys, kept_values = queries, values
+        else:
+            fused = 1 if a.has_fused_inputs else 3
+            yield Kept("input of the projections", self.inputs(a.hidden_size, fused), is_stream=True)
+            keys = kept_values = a.num_kv_heads * a.head_dim
+        if a.head_norms != "none":
+            groups = a.num_heads + a.num_kv_heads if a.head_norms == "head" else 2
+            yield Kept("norms of queries and keys", self.norm_bytes(queries + keys, groups, e))
+        # Values that are a part of one result keep all of it, beside the queries and keys that were rotated.
+        rotated = queries + keys if a.has_fused_inputs and a.max_positions is None else 0
+        yield Kept("queries, keys and values", e * (queries + keys + kept_values + rotated))
+        yield Kept("attention", e * values + _STATISTIC * a.num_heads)
+        if self.attention == "eager":
+            # The scores' softmax in float32 (fused: in the matmuls' dtype), and what multiplies the values.
+            softmax = 4.0 if self.kernels == "eager" else e
+            yield Kept("scores", 0.0, per_key=a.num_heads * (softmax + (e if softmax != e else 0.0)))
+        yield Kept("input of the output projection", self.inputs(values, is_kept_anyway=True))
+
+    def _latent_tensors(self) -> Iterator[Kept]:
+        a, latent = self.architecture, self.architecture.latent
+        assert latent is not None
+        yield Kept("input of the projections", self.inputs(a.hidden_size, 2), is_stream=True)
+        ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank]
+        yield Kept("norms of the latents", sum(self.norm_bytes(rank, stream=self.widths.matmul) for rank in ranks))
+        yield Kept("latents", sum(self.inputs(rank) for rank in ranks))
+
+    def _mlp_bytes(self, size: int) -> float:
+        """Gate, up and their product, without the input."""
+        e, kind = self.widths.matmul, self.architecture.activation
+        own = EAGER_ACTIVATION_TENSORS.get(kind, 1) if self.kernels == "eager" else 1
+        if self.architecture.is_gated:
+            own += 1 if self.kernels == "fused" else 2
+        return own * e * size + self.inputs(size, is_kept_anyway=not self.compute.keeps_codes) + self._product(size)
+
+    def _product(self, size: int) -> float:
+        """The input of the down projection, where that keeps it as it is."""
+        return 0.0 if self.compute.keeps_codes else self.widths.matmul * size
+
+    def _gates(self) -> int:
+        return 2 if self.architecture.is_gated and not self.architecture.has_fused_inputs else 1
+
+    def mlp(self) -> Iterator[Kept]:
+        """Inputs and inner tensors of a dense MLP."""
+        a = self.architecture
+        yield Kept("input of the MLP", self.inputs(a.hidden_size, self._gates()), is_stream=True)
+        yield Kept("MLP", self._mlp_bytes(a.intermediate_size))
+
+    def mixture(self) -> Iterator[Kept]:
+        """Router, each token's copies for its experts, and their inner tensors."""
+        a, mixture, e = self.architecture, self.architecture.mixture, self.widths.matmul
+        assert mixture is not None
+        chosen = mixture.experts_per_token
+        # The router's input, its probabilities in float32, and the chosen experts: their weights, and three lists of places.
+        yield Kept("router", e * a.hidden_size + 4.0 * mixture.num_experts + 32.0 * chosen + _STATISTIC, is_stream=True)
+        yield Kept("inputs of the experts", chosen * self.inputs(a.hidden_size), is_stream=True)
+        yield Kept("experts", chosen * self._mlp_bytes(mixture.expert_size))
+        yield Kept("results of the experts", chosen * e * a.hidden_size, is_stream=True)
+        if mixture.shared_size:
+            yield Kept("shared experts", self._mlp_bytes(mixture.shared_size))
+
+
+def bytes_per_token(tensors: tuple[Kept, ...], mean_keys: float = 0.0) -> float:
+    """All that a layer keeps, per token."""
+    return sum(tensor.bytes_per_token + tensor.per_key * mean_keys for tensor in tensors)
+
+
+def cast_weight_bytes(architecture: Architecture, recipe: Recipe) -> float:
+    """Bytes per multiplied parameter that autocast's casts of the weights take until backward; 0 without autocast.
+
+    A narrow compute keeps no cast of a weight beyond its matmul.
+    """
+    widths = widths_of(recipe.compute, recipe.storage.visible)
+    return widths.matmul if widths.is_cast and recipe.compute.is_wide else 0.0
+
+
+# FOLDED from planner.memory_figures: What the memory of a rank is computed from: bytes of a recipe's state and of its tensors, and the question's own numbers.
+# FOLDED
+# FOLDED What one layer keeps comes from formulas (:mod:`narrowgauge.planner.memory.activations`), or from a count in the model's own modules
+# FOLDED where the caller has one: a :data:`LayerCounter` replaces the formula in every layout whose layers run as those modules do.
+
+COUNTED = "counted in the model's own modules with fake tensors (narrowgauge plan --exact)"
+"""The source of a term whose bytes were counted and do not follow from a formula."""
+KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, section 4; as in layers that run (planner/memory/activations.py)"
+"""The source of what layers keep by formula."""
+
+
+class LayerCount(NamedTuple):
+    """What one layer keeps for backward, as it was counted.
+
+    Args:
+        bytes_per_token: of activations.
+        bytes_per_layer: whatever the number of tokens: casts of the weights.
+    """
+
+    bytes_per_token: float
+    bytes_per_layer: float
+
+
+LayerCounter = Callable[[Recipe, int], LayerCount]
+"""Counts a layer of the planned model, of a recipe and a sequence length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What does not depend on the layout.
+
+    Args:
+        state: of the whole model.
+        per: bytes per parameter of the recipe's storage.
+        widths: of tensors.
+        per_layer, scores: bytes per token that a layer keeps, on average, and of eager attention's scores.
+        stream: of ``per_layer``, what has the residual stream's width and is whole on tensor ranks that do not share it.
+        casts: bytes of the casts of a layer's weights that autocast keeps.
+        num_parameters: of the model.
+        layer, experts: parameters of the largest layer without experts, and of a layer's experts.
+        is_counted: whether ``per_layer`` and ``casts`` were counted.
+    """
+
+    state: ModelState
+    per: Bytes
+    widths: Widths
+    num_parameters: int
+    per_layer: float = 0.0
+    stream: float = 0.0
+    scores: float = 0.0
+    casts: float = 0.0
+    layer: int = 0
+    experts: float = 0.0
+    is_counted: bool = False
+
+    def layer_on_rank(self, layout: Layout) -> float:
+        """Parameters of the largest layer on one of the ranks that share it."""
+        return self.layer / layout.tensor + self.experts / layout.expert / layout.expert_tensor_ranks
+
+
+def kernels_of(layout: Layout) -> Kernels:
+    """Hugging Face's modules where every rank computes whole layers, Megatron-LM's fused kernels elsewhere."""
+    return "eager" if layout.is_whole else "fused"
+
+
+def figures_of(
+    architecture: Architecture,
+    recipe: Recipe,
+    sequence_length: int,
+    attention: Attention,
+    kernels: Kernels,
+    counted: LayerCounter | None = None,
+) -> Figures:
+    """The figures of a model in a recipe; ``counted`` replaces the formula of eager kernels."""
+    figures = _by_formula(architecture, recipe, sequence_length, attention, kernels)
+    if counted is None or kernels != "eager" or not architecture.has_shape:
+        return figures
+    found = counted(recipe, sequence_length)
+    # Counted are layers that a rank has whole: no part of them lies on tensor ranks.
+    own = {"per_layer": found.bytes_per_token, "casts": found.bytes_per_layer, "scores": 0.0, "stream": 0.0}
+    return replace(figures, **own, is_counted=True)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)
+def _by_formula(
+    architecture: Architecture, recipe: Recipe, sequence_length: int, attention: Attention, kernels: Kernels
+) -> Figures:
+    a, widths = architecture, widths_of(recipe.compute, recipe.storage.visible)
+    known = (state_of(a, recipe), _per_parameter(a, recipe), widths, a.num_parameters)
+    if not a.has_shape:
+        return Figures(*known)
+    mixtures = a.mixture.num_layers if a.mixture else 0
+    keys = a.mean_keys(sequence_length, is_causal=False)
+    kept = stream = scores = 0.0
+    for is_mixture, count in ((False, a.num_layers - mixtures), (True, mixtures)):
+        if count:
+            tensors = layer_tensors(a, recipe, is_mixture=is_mixture, attention=attention, kernels=kernels)
+            kept += count * bytes_per_token(tensors) / a.num_layers
+            stream += count * sum(tensor.bytes_per_token for tensor in tensors if tensor.is_stream) / a.num_layers
+            scores += count * sum(tensor.per_key for tensor in tensors) * keys / a.num_layers
+    elements = sum(m.count * m.in_features * m.out_features for m in a.matmuls if m.part != "head") / a.num_layers
+    experts = a.expert_parameters / mixtures if mixtures else 0.0
+    others = (a.dense_layer_parameters * (mixtures < a.num_layers), a.mixture_layer_parameters - round(experts))
+    return Figures(*known, kept, stream, scores, cast_weight_bytes(a, recipe) * elements, max(others), experts)
+
+
+def _per_parameter(architecture: Architecture, recipe: Recipe) -> Bytes:
+    """Of the parameters of layers; of a frozen model the gradients and states of adapters, by its parameters."""
+    stored = bytes_of(recipe.storage)
+    if architecture.adapters is None:
+        return stored
+    share = architecture.trained_share
+    return Bytes(
+        architecture.adapters.base_bytes + share * stored.weights, share * stored.gradients, share * stored.optimizer
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is planned, with the arguments of :func:`memory_terms`."""
+
+    architecture: Architecture
+    recipe: Recipe
+    layout: Layout
+    sequence_length: int
+    attention: Attention
+    kernels: Kernels
+    is_loss_chunked: bool
+    fixed: Mapping[str, float]
+    figures: Figures
+
+    @property
+    def tokens(self) -> float:
+        """Of a micro-batch on a rank."""
+        return self.layout.micro_batch * self.sequence_length / self.layout.context
+
+    @property
+    def per_layer(self) -> float:
+        """Bytes per token that a layer keeps on a rank."""
+        scores = 0.0 if self.layout.recompute == "selective" else self.figures.scores
+        layout, stream = self.layout, self.figures.stream
+        return stream / layout.stream_ranks + (self.figures.per_layer - stream + scores) / layout.tensor
+
+    @property
+    def casts(self) -> float:
+        """Bytes of the casts of one layer's weights on a rank."""
+        return self.figures.casts / self.layout.tensor
+
+    @property
+    def layer_source(self) -> str:
+        """Where ``per_layer`` is from."""
+        return COUNTED if self.figures.is_counted else KORTHIKANTI

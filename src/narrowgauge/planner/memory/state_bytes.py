@@ -1,0 +1,264 @@
+"""State: bytes of weights, gradients and optimizer states that a rank holds between steps.
+
+What a parameter takes follows from the storage's own fields (:mod:`narrowgauge.spec.storages`); here it is multiplied by how many
+parameters of each kind a rank has.
+
+Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5: stage 1 shares optimizer states, 2 gradients too, 3 weights too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.planner.inputs.architectures import Adapters, Architecture, Matmul
+from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.spec.codes import VISIBLE, width_of
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.storages import Storage, for_vectors
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes of some parameters: weights as the model sees them, gradients, and the rest of the optimizer's state."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer)
+
+    def scaled(self, factor: float) -> Bytes:
+        """Of ``factor`` times as many parameters."""
+        return Bytes(self.weights * factor, self.gradients * factor, self.optimizer * factor)
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer
+
+
+OPTIMIZER_STATES: dict[str, tuple[tuple[str, str], ...]] = {
+    "adamw": (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")),
+    "muon": (("momentum_buffer", "exp_avg"),),
+    "adafactor": (),
+}
+"""The states that optimizers keep of each element of a matrix, with the storage's code for each: as ``optim/rules`` has them."""
+_FACTOR_BYTES = 4  # of each row and column of a matrix that Adafactor steps
+
+
+def is_stepped(storage: Storage, optimizer: str) -> bool:
+    """Whether an optimizer steps parameters in a storage: Muon and Adafactor multiply matrices, which expansions do not define.
+
+    Example:
+        >>> from narrowgauge.spec.storages import STORAGES
+        >>> is_stepped(STORAGES["kahan"], "muon"), is_stepped(STORAGES["collage-plus"], "muon")
+        (True, False)
+    """
+    return optimizer == "adamw" or storage.arithmetic == "float32"
+
+
+def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
+    """The recipe with the states of another optimizer.
+
+    Args:
+        recipe: of AdamW.
+        optimizer: a key of ``OPTIMIZER_STATES``.
+    Raises:
+        RecipeError: no such optimizer is planned, or it does not step a storage of the recipe.
+    Example:
+        >>> from narrowgauge.spec.notation import parse
+        >>> [with_optimizer(parse("bfloat16/master"), name).bytes_per_param for name in OPTIMIZER_STATES]
+        [16.0, 12.0, 8.0]
+    """
+    if optimizer not in OPTIMIZER_STATES:
+        raise RecipeError(
+            f"the states of optimizer {optimizer!r} were requested.",
+            suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
+        )
+    for storage in (recipe.storage, *(each.storage for each in recipe.overrides if each.storage is not None)):
+        if not is_stepped(storage, optimizer):
+            raise RecipeError(
+                f"the states of {optimizer} were requested in storage '{storage.name}', in whose arithmetic of expansions a "
+                "matrix product is not defined.",
+                "Take another storage, such as 'split', or optimizer adamw.",
+            )
+    states = OPTIMIZER_STATES[optimizer]
+    overrides = tuple(
+        override if override.storage is None else replace(override, storage=override.storage.keeping(states))
+        for override in recipe.overrides
+    )
+    return replace(recipe, storage=recipe.storage.keeping(states), overrides=overrides)
+
+
+@lru_cache(maxsize=256)
+def bytes_of(storage: Storage) -> Bytes:
+    """Bytes per parameter, without scales by row.
+
+    Example:
+        >>> from narrowgauge.spec.storages import STORAGES
+        >>> bytes_of(STORAGES["master"]), bytes_of(STORAGES["word"])
+        (Bytes(weights=2.0, gradients=2.0, optimizer=12.0), Bytes(weights=2.0, gradients=2.0, optimizer=4.0))
+    """
+    visible = VISIBLE[storage.visible][0] / 8
+    return Bytes(visible, visible, sum(width_of(group) for group in storage.packing) / 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """State of one part of a model.
+
+    Args:
+        matrices: of matrices that tensor parallelism shares.
+        whole: of vectors, and of matrices that it does not share.
+    """
+
+    matrices: Bytes = Bytes()
+    whole: Bytes = Bytes()
+
+    def on_rank(self, tensor: int) -> Bytes:
+        """What one of ``tensor`` ranks holds."""
+        return self.matrices.scaled(1 / tensor) + self.whole
+
+    def __add__(self, other: Part) -> Part:
+        return Part(self.matrices + other.matrices, self.whole + other.whole)
+
+    def scaled(self, factor: float) -> Part:
+        """Of ``factor`` times as many parameters."""
+        return Part(self.matrices.scaled(factor), self.whole.scaled(factor))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """State of a model by where it lies.
+
+    Args:
+        layers: of all layers without experts.
+        experts: of all experts.
+        embedding: of embedding and learned positions, on the first stage.
+        head: of the last norm and the head, on the last stage; a tied head lies on both if they are two.
+    """
+
+    layers: Part
+    experts: Part
+    embedding: Part
+    head: Part
+
+
+@lru_cache(maxsize=256)
+def state_of(architecture: Architecture, recipe: Recipe) -> ModelState:
+    """The state of a whole model; a model of which only the size is known is one matrix."""
+    if not architecture.has_shape:
+        sizes = bytes_of(recipe.storage).scaled(architecture.num_parameters)
+        return ModelState(Part(sizes), Part(), Part(), Part())
+    if architecture.adapters is not None:
+        return _frozen(architecture, recipe, architecture.adapters)
+    layers, experts = Part(), Part()
+    for name, storage, matmul, count in _named(architecture, recipe):
+        part = _matrix(storage, matmul, count)
+        if name.startswith("experts."):
+            experts += part
+        else:
+            layers += part
+    layers += _vectors(architecture, recipe)
+    table = _outer_storage(recipe, "model.embed_tokens.weight")
+    embedding = Matmul("embed_tokens", architecture.hidden_size, architecture.vocab_size, 1, "head", "column")
+    head = _outer_storage(recipe, "lm_head.weight")
+    norm = Part(whole=bytes_of(recipe.storage_of("model.norm.weight", 1)).scaled(architecture.norm_parameters))
+    positions = Part(whole=bytes_of(table).scaled((architecture.max_positions or 0) * architecture.hidden_size))
+    first = _matrix(table, embedding, 1) + positions
+    last = norm if architecture.tie_embeddings else norm + _matrix(head, embedding, 1)
+    if architecture.head_bias:
+        last += Part(bytes_of(for_vectors(head)).scaled(architecture.vocab_size))
+    return ModelState(layers, experts, first + norm if architecture.has_embedding_norm else first, last)
+
+
+def _outer_storage(recipe: Recipe, name: str) -> Storage:
+    """The storage of embedding or head, which are AdamW's where Muon steps the layers."""
+    found = recipe.storage_of(name, 2)
+    return found.keeping(OPTIMIZER_STATES["adamw"]) if found.states == OPTIMIZER_STATES["muon"] else found
+
+
+def _frozen(architecture: Architecture, recipe: Recipe, adapters: Adapters) -> ModelState:
+    """The state of a frozen model and its adapters, which alone have gradients and states."""
+    visible, trained = Bytes(bytes_of(recipe.storage).weights), bytes_of(recipe.storage)
+    layers, experts = Part(whole=visible.scaled(architecture.vector_parameters * architecture.num_layers)), Part()
+    for matmul in architecture.matmuls:
+        if matmul.part == "head":
+            continue
+        elements = matmul.count * matmul.in_features * matmul.out_features
+        kept = Bytes(adapters.base_bytes if matmul.name != "router" else visible.weights).scaled(elements)
+        kept += visible.scaled(matmul.num_parameters - elements) + trained.scaled(adapters.parameters_of(matmul))
+        part = Part(whole=kept) if matmul.split == "none" else Part(kept)
+        if matmul.name.startswith("experts."):
+            experts += part
+        else:
+            layers += part
+    table = architecture.hidden_size * architecture.vocab_size
+    positions = architecture.embedding_parameters - table
+    head = architecture.outer_parameters - architecture.embedding_parameters
+    return ModelState(
+        layers, experts, Part(visible.scaled(table), visible.scaled(positions)), Part(visible.scaled(head))
+    )
+
+
+def _named(architecture: Architecture, recipe: Recipe) -> Iterator[tuple[str, Storage, Matmul, float]]:
+    """Each layer matmul's name and storage, and how many weights have it; by layer where a recipe names exceptions."""
+    for matmul in architecture.matmuls:
+        if matmul.part == "head":
+            continue
+        module = "self_attn" if matmul.part == "attention" else "mlp"
+        if not (recipe.keep or recipe.overrides):
+            yield matmul.name, recipe.storage, matmul, matmul.count
+            continue
+        for layer in range(architecture.num_layers):
+            storage = recipe.storage_of(f"model.layers.{layer}.{module}.{matmul.name}.weight", 2)
+            yield matmul.name, storage, matmul, matmul.count / architecture.num_layers
+
+
+def _vectors(architecture: Architecture, recipe: Recipe) -> Part:
+    """Norms of all layers, and the other vectors."""
+    numbers = range(architecture.num_layers) if recipe.keep or recipe.overrides else (0,)
+    names = (f"model.layers.{layer}.input_layernorm.weight" for layer in numbers)
+    mixture = architecture.mixture
+    routers = mixture.num_layers * mixture.num_vectors if mixture else 0
+    count = (architecture.vector_parameters * architecture.num_layers + routers) / len(numbers)
+    return sum((Part(whole=bytes_of(recipe.storage_of(name, 1)).scaled(count)) for name in names), Part())
+
+
+def _matrix(storage: Storage, matmul: Matmul, count: float) -> Part:
+    elements = count * matmul.in_features * matmul.out_features
+    rows = Bytes(optimizer=storage.bytes_per_row * count * matmul.out_features)
+    if not storage.states:
+        rows += Bytes(optimizer=_FACTOR_BYTES * count * (matmul.in_features + matmul.out_features))
+    matrices = bytes_of(storage).scaled(elements) + rows
+    biases = bytes_of(for_vectors(storage)).scaled(count * matmul.out_features * matmul.has_bias)
+    return Part(whole=matrices + biases) if matmul.split == "none" else Part(matrices, biases)
+
+
+def on_stage(
+    architecture: Architecture, state: ModelState, layout: Layout, layers: float, stage: int
+) -> tuple[Bytes, Bytes]:
+    """State of a stage's ranks before ZeRO shares it: experts, and the rest.
+
+    Args:
+        layers: of the stage.
+        stage: its number; the first has the embedding, the last the head.
+    """
+    share = layers / architecture.num_layers if architecture.has_shape else 1 / layout.pipeline
+    rest = state.layers.scaled(share)
+    is_first, is_last = stage == 0, stage == layout.pipeline - 1
+    if is_first or (is_last and architecture.tie_embeddings):
+        rest += state.embedding
+    if is_last:
+        rest += state.head
+    return state.experts.scaled(share / layout.expert).on_rank(layout.expert_tensor_ranks), rest.on_rank(layout.tensor)
+
+
+def shared(state: Bytes, layout: Layout, ranks: int) -> Bytes:
+    """What one of ``ranks`` keeps of a state under the layout's ZeRO stage."""
+    shares = [1 / ranks if layout.zero >= stage else 1.0 for stage in (3, 2, 1)]
+    return Bytes(state.weights * shares[0], state.gradients * shares[1], state.optimizer * shares[2])

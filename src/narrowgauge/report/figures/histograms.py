@@ -1,0 +1,166 @@
+"""Histograms of binary exponents over the ranges of number formats, for a slider over a run's sampled steps.
+
+Left of a format's range values round to zero, right of it they overflow. Drawn below such ranges, a histogram of exponents
+shows what a format would lose, and where a scale would have to move the values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from narrowgauge.report.figures.palette import colour
+from narrowgauge.report.figures.series import json_list, rounded
+from narrowgauge.report.groups import MOST_HISTOGRAMS, Samples, spread
+from narrowgauge.runs.schema import FIRST_EXPONENT, Row
+from narrowgauge.spec.formats import FORMATS
+
+SHOWN_FORMATS = (
+    "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float6_e3m2fn", "float6_e2m3fn", "float4_e2m1fn",
+)  # fmt: skip
+"""The formats whose ranges are shown above the histograms."""
+
+KIND_TITLES: dict[str, str] = {
+    "weight": "Weights",
+    "input": "Layer inputs",
+    "output_grad": "Output gradients",
+    "grad": "Parameter gradients",
+    "exp_avg": "First moments",
+    "exp_avg_sq": "Second moments",
+}
+"""The panels of the histogram figure, from top to bottom."""
+
+MAX_BARS = 150_000
+"""Bars of all histograms of a page together; a bar takes about two bytes of it, compressed."""
+
+
+def histograms(samples: Sequence[Samples], indices: Sequence[int]) -> list[Row | None]:
+    """The exponent histograms of every run, for a slider over its sampled steps.
+
+    Args:
+        samples: of the page's runs, in its order.
+        indices: each run's index in the palette.
+
+    Returns:
+        Per run a Plotly figure whose ``steps`` are the sampled steps and whose ``frames`` give, per step and panel, the
+        heights of the bars; or ``None`` where the run has no histograms.
+    """
+    spans = [span for found in samples for span in found.spans.values()]
+    num_steps = min(MOST_HISTOGRAMS, max(5, MAX_BARS // max(1, sum(stop - start for start, stop in spans))))
+    # All exponents that occur, and the whole range of float16 for comparison.
+    half = FORMATS["float16"]
+    low = min([start + FIRST_EXPONENT for start, _ in spans] + [half.finest_exponent])
+    high = max([stop + FIRST_EXPONENT for _, stop in spans] + [half.max_exponent + 1])
+    return [
+        _histogram(found, index, num_steps, [low - 2, high + 2]) if found.spans else None
+        for found, index in zip(samples, indices, strict=True)
+    ]
+
+
+def format_ranges() -> list[Row]:
+    """The formats above the histograms, their ends as powers of two.
+
+    Returns:
+        Rows ``name, subnormal, normal, max`` in binary exponents, and ``zero_below`` and ``last``: bins below the one
+        round to zero in the format, bins above the other overflow.
+    """
+    return [
+        {
+            "name": name,
+            "subnormal": FORMATS[name].finest_exponent,
+            "normal": FORMATS[name].min_exponent,
+            "max": rounded(math.log2(FORMATS[name].max), 5),
+            # Half of the smallest value still rounds up to it.
+            "zero_below": FORMATS[name].finest_exponent - 1,
+            "last": FORMATS[name].max_exponent,
+        }
+        for name in SHOWN_FORMATS
+    ]
+
+
+def _histogram(samples: Samples, index: int, num_steps: int, exponents: list[float]) -> Row:
+    spans = {kind: samples.spans[kind] for kind in KIND_TITLES if kind in samples.spans}
+    chosen = spread(samples.histograms, num_steps)
+    frames = [[_shares(row["histograms"].get(kind), span) for kind, span in spans.items()] for row in chosen]
+    data = [
+        {
+            "type": "bar",
+            "x": [bin + FIRST_EXPONENT for bin in range(*span)],
+            "y": frames[-1][panel],
+            "offset": 0,
+            "width": 1,
+            "yaxis": f"y{panel + 2}",
+            "marker": {"color": colour(index), "line": {"width": 0}},
+            "meta": {"title": KIND_TITLES[kind]},
+            "hovertemplate": f"%{{y:.3~p}} of {KIND_TITLES[kind].lower()}<br>2<sup>%{{x}}</sup> to twice that<extra></extra>",
+        }
+        for panel, (kind, span) in enumerate(spans.items())
+    ]
+    return {
+        "data": [*data, *_format_bars()],
+        "layout": _panels(len(spans), exponents),
+        "steps": [row["step"] for row in chosen],
+        "frames": frames,
+        "num_sampled": samples.num_histograms,
+    }
+
+
+def _shares(counts: Sequence[float] | None, span: tuple[int, int]) -> list[float | None] | None:
+    total = sum(counts) if counts else 0
+    return json_list([count / total or math.nan for count in counts[slice(*span)]], 3) if counts and total else None
+
+
+def _format_bars() -> list[Row]:
+    """A thick bar over a format's normal range, a thin one over its subnormals."""
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "x": [row[start], row[stop]],
+            "y": [line, line],
+            "line": {"color": "@muted", "width": width},
+            "meta": {"format": row["name"], "part": start},
+            "hovertemplate": f"{row['name']}: normal from 2<sup>{row['normal']}</sup> to 2<sup>{row['max']:.4g}</sup>, "
+            f"subnormal from 2<sup>{row['subnormal']}</sup><extra></extra>",
+        }
+        for line, row in enumerate(format_ranges())
+        for start, stop, width in (("subnormal", "normal", 3), ("normal", "max", 9))
+    ]
+
+
+def _panels(num_panels: int, exponents: list[float]) -> Row:
+    """The formats on top, below them a panel per kind, all over one axis of exponents."""
+    top, panel, gap, bottom = 24 * len(SHOWN_FORMATS), 74, 30, 10
+    total = top + (panel + gap) * num_panels + bottom
+    layout: Row = {
+        "height": total + 90,
+        "xaxis": {
+            "title": {"text": "magnitude, as a power of two"},
+            "range": exponents,
+            "tickprefix": "2<sup>",
+            "ticksuffix": "</sup>",
+            "dtick": 8,
+            "tick0": 0,
+            "anchor": f"y{num_panels + 1}",
+        },
+        "yaxis": {
+            "domain": [1 - top / total, 1],
+            "range": [len(SHOWN_FORMATS) - 0.5, -0.5],
+            "tickvals": list(range(len(SHOWN_FORMATS))),
+            "ticktext": list(SHOWN_FORMATS),
+            "showgrid": False,
+            "fixedrange": True,
+        },
+        "bargap": 0,
+    }
+    for index in range(num_panels):
+        upper = total - top - gap - index * (panel + gap)
+        layout[f"yaxis{index + 2}"] = {
+            "domain": [(upper - panel) / total, upper / total],
+            "type": "log",
+            "range": [-6, 0],
+            "tickvals": [1e-6, 1e-4, 1e-2, 1],
+            "ticktext": ["0.0001 %", "0.01 %", "1 %", "100 %"],
+            "fixedrange": True,
+        }
+    return layout

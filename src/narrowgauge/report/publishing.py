@@ -1,0 +1,199 @@
+"""From run folders to a page: runs are read, compared, and written as ``report.html`` and ``compare.json``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
+from narrowgauge.analysis.comparison.labels import listed
+from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.runs.archive import files_in, write_zip, zip_file_of
+from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
+from narrowgauge.runs.foreign_logs import is_log
+from narrowgauge.runs.lines import ROW_FILES
+from narrowgauge.runs.record import Run, is_run, read_run
+from narrowgauge.runs.schema import Row
+
+
+def read_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """The runs in folders and zip files, each of a run or a comparison.
+
+    Args:
+        paths: run folders or logs of other frameworks, folders that hold some, or zip files of ``--pack``.
+    Returns:
+        The runs, in the order named; those of one folder by name. None twice.
+    Raises:
+        RecordError: a folder holds no run, or a record is damaged, unreadable or newer than this version.
+    """
+    return [read_run(place) for place in run_folders(paths)]
+
+
+def run_folders(paths: Sequence[str | Path]) -> dict[Path, Path]:
+    """The run folders that paths lead to, each with the path that led to it; see :func:`read_runs`."""
+    places: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        inside = [path] if is_run(path) or is_log(path) else runs_inside(path)
+        if not inside:
+            found = "neither it nor a folder in it has a run.toml, or a log of another framework"
+            if not path.exists():
+                found = "there is no such folder"
+            elif path.is_file():
+                found = "the zip file has no run.toml"
+            raise RecordError(f"No run in {path}: {found}.", "Name a run folder, or the folder of a comparison.")
+        places |= {place: path for place in inside if place not in places}
+    return places
+
+
+def runs_inside(path: Path) -> list[Path]:
+    """The run folders in a folder, by name, or in a zip file, in its order; none where there is no such folder.
+
+    Raises:
+        RecordError: one of them cannot be read, so its content is not known.
+    """
+    with disk_errors(path):
+        if not path.is_dir():
+            return [file.parent for file in files_in(path) if file.name == "run.toml"]
+        folders = sorted(place for place in path.iterdir() if place.is_dir())
+    return [place for place in folders if is_run(place) or is_log(place)]
+
+
+def title_of(found: Comparison) -> str:
+    """The title of a comparison's page.
+
+    Example:
+        >>> title_of(compare_runs([Run(Path("a"), {"config": {"recipe": "bf16/word", "model": "llama-1m"}})]))
+        'llama-1m in bfloat16/word'
+    """
+    runs = [one.run for group in found.classes.groups.values() for one in group]
+    models = list(dict.fromkeys(Path(str(run.config.get("model", "a model"))).name for run in runs))
+    return (
+        f"{listed(models)} in {listed(found.classes) if len(found.classes) <= 4 else f'{len(found.classes)} recipes'}"
+    )
+
+
+def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Write one page on existing runs.
+
+    Args:
+        paths: run folders, folders of comparisons, or zip files of ``--pack``.
+        out: the page; ``None`` puts ``report.html`` into the one folder named, or ``NAME.html`` next to ``NAME.zip``.
+    Returns:
+        The page.
+    Raises:
+        RecordError: a folder holds no run, or the page cannot be written.
+        NarrowgaugeError: several folders and no ``out``.
+    """
+    if out is None and len(paths) != 1:
+        raise NarrowgaugeError(f"{len(paths)} folders were named and no page to write.", "Give --out page.html.")
+    runs = read_runs(paths)
+    zip_file = zip_file_of(Path(paths[0]))
+    page = zip_file.with_suffix(".html") if zip_file is not None else Path(paths[0]) / "report.html"
+    page = Path(out) if out is not None else page
+    if page.is_dir():
+        raise RecordError(f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html.")
+    if page.is_file() and not _is_page(page):
+        raise RecordError(f"Cannot write {page}: the file there is no HTML page.", "Name another, or remove it first.")
+    return write_page(compare_runs(runs), page)
+
+
+def _is_page(file: Path) -> bool:
+    with disk_errors(file), file.open("rb") as stream:
+        begins = stream.read(256).lstrip().lower()
+    return not begins or begins.startswith((b"<!doctype html", b"<html"))
+
+
+def write_page(found: Comparison, page: Path) -> Path:
+    """Write the page of a comparison; returns its path."""
+    # Late, since the page is most of what there is to load.
+    from narrowgauge.report.runs_page import render
+
+    write_whole(page, render(found, title_of(found)).encode(), AGAIN)
+    return page
+
+
+def publish(found: Comparison, out: Path) -> Path:
+    """Write ``compare.json`` and ``report.html`` into a folder; returns the path of the page."""
+    write_whole(out / "compare.json", found.json(), AGAIN)
+    return write_page(found, out / "report.html")
+
+
+# FOLDED from report.packed_runs: Runs packed into one file, to hand them to somebody else: what of them is packed, and under which names.
+
+RUN_FILES = ("run.toml", *(f"{name}.jsonl" for name in ROW_FILES), "summary.json")
+COMPARISON_FILES = ("compare.toml", "compare.json")
+"""What is packed of the folder of a run, and of the folder of a comparison; neither checkpoints nor data."""
+
+
+def pack(paths: Sequence[str | Path], out: str | Path) -> Path:
+    """Pack runs into one zip file, which ``narrowgauge report`` and :func:`narrowgauge.read_run` read as their folders.
+
+    The files are packed unchanged: :data:`RUN_FILES` of each run and :data:`COMPARISON_FILES` of each comparison. Paths in
+    them, such as the folder of the data in ``run.toml``, stay as they are.
+
+    Invariant: the same folders in the same order give the same bytes.
+
+    Args:
+        paths: run folders, folders that hold some, or zip files of this function.
+        out: the zip file; absent, or one that this function wrote.
+    Returns:
+        The zip file.
+    Raises:
+        RecordError: a folder holds no run, a record is damaged, or the file cannot be written; nothing is written.
+    """
+    if foreign := [run for run in read_runs(paths) if run.is_foreign]:
+        raise RecordError(
+            f"{foreign[0].path} is a log of another framework, and only run folders are packed.",
+            "Name the run folders alone; send the log as it is.",
+        )
+    files: dict[str, Path] = {}
+    for place, name, is_named in _names(paths):
+        if not is_named:
+            files |= {str(name.parent / file): place.parent / file for file in COMPARISON_FILES}
+        files |= {str(name / file): place / file for file in RUN_FILES}
+    write_zip(Path(out), files)
+    return Path(out)
+
+
+def _names(paths: Sequence[str | Path]) -> list[tuple[Path, PurePosixPath, bool]]:
+    """Each run folder with its name in the zip file, and whether ``paths`` holds it, not a folder or zip file above it.
+
+    The name of ``comparison/run`` is ``run`` if that is what was named, and ``comparison/run`` if the comparison was. Names
+    get longer, for all runs, until runs of different folders are below different names.
+    """
+    places = run_folders(paths)
+    num_parts = []
+    for place, named in places.items():
+        below = len(_parts(place)) - len(_parts(named))
+        num_parts.append(below if zip_file_of(named) == named else below + 1)
+
+    def names(least: int) -> list[PurePosixPath]:
+        return [PurePosixPath(*_parts(place)[-max(least, num) :]) for place, num in zip(places, num_parts, strict=True)]
+
+    num_folders = len({_parts(place)[:-1] for place in places})
+    least = 1
+    while len({name.parent for name in names(least)}) < num_folders:
+        least += 1
+    return [(place, name, place == places[place]) for place, name in zip(places, names(least), strict=True)]
+
+
+def _parts(path: Path) -> tuple[str, ...]:
+    """The names from the root of the disk to a path."""
+    return Path(os.path.abspath(path)).parts[1:]
+
+
+def without_paths(run: Row, name: str) -> Row:
+    """A ``run.toml`` to be published: what was asked for, without where it lay and which kernel the machine ran.
+
+    Args:
+        run: the table of a run.
+        name: what takes the place of its folder.
+    Example:
+        >>> without_paths({"config": {"model": "/home/me/tiny", "out": "/tmp/run"}}, "first")
+        {'config': {'model': 'tiny', 'out': 'first'}, 'machine': {}}
+    """
+    plain = {key: Path(run["config"][key]).name for key in ("model", "data", "tokenizer") if key in run["config"]}
+    machine = run.get("machine", {})
+    system = {"system": str(machine["system"]).partition("-")[0]} if "system" in machine else {}
+    return run | {"config": run["config"] | plain | {"out": name}, "machine": machine | system}

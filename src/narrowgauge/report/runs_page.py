@@ -1,0 +1,655 @@
+"""The report: runs in, one HTML file out, which opens from a disk without a network and can be sent by mail.
+
+Everything is inside: the tables as plain HTML, which need no script; the figures as data; Plotly, compressed. A policy in
+the head forbids the page to fetch anything and to run any script but the two of this package, named by their digests. The
+template escapes everything that comes from a run, so a tensor's name, whatever it holds, can only be read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from statistics import fmean
+from typing import Any
+
+import jinja2
+import markupsafe
+
+from narrowgauge.analysis.comparison.classification import Classification
+from narrowgauge.analysis.comparison.comparison import Comparison
+from narrowgauge.analysis.comparison.intervals import MINUS, shown_difference, shown_loss
+from narrowgauge.analysis.comparison.labels import counted, listed
+from narrowgauge.analysis.diagnosis.diagnosis import Diagnosis
+from narrowgauge.report.figures.heat_maps import HEAT_MAPS, heat_maps
+from narrowgauge.report.figures.histograms import SHOWN_FORMATS, format_ranges, histograms
+from narrowgauge.report.figures.history_figures import ROUTINE, absent, event_strip
+from narrowgauge.report.figures.loss_figures import comparison_figures
+from narrowgauge.report.figures.palette import DASHES, NUM_COLOURS, colour, dash_of, plain, symbol_of
+from narrowgauge.report.figures.rank_figures import RANK_COLUMNS, rank_rows
+from narrowgauge.report.figures.series import number
+from narrowgauge.report.figures.traces import Figure
+from narrowgauge.report.groups import Group, Samples, final_loss, groups_of, run_names
+from narrowgauge.report.page import digest_of, embedded, packed, plotly_script
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import STEP, SUMMARY, Column, Row
+
+
+def render(found: Comparison, title: str = "") -> str:
+    """The report on a comparison as one HTML document.
+
+    Invariant: the document fetches nothing and shows every name and message as text. The same runs give the same document.
+
+    Args:
+        found: a comparison of runs, finished or not, with gauges or without.
+        title: of the page.
+
+    Raises:
+        RecordError: a run's record is damaged.
+        NarrowgaugeError: plotly is not installed.
+
+    Cost: about two seconds per ten thousand steps, a third of them the diagnosis; the document is 2 MB for Plotly and some
+        0.1 MB per run.
+    """
+    groups = groups_of(found)
+    named = run_names(groups)
+    samples = [sampled for group in groups for sampled in group.samples]
+    diagnosis = run_findings(groups)
+    drawn = comparison_figures(groups, found.baseline)
+    figures = {name: [marked(figure, diagnosis.rows) for figure in section] for name, section in drawn.items()}
+    plotly = plotly_script()
+    strip = event_strip(named)
+    if strip is not None:
+        strip["data"] += sign_marks(diagnosis.rows)
+    events, num_more = event_rows(named)
+    ranks, num_more_ranks = rank_rows(named)
+    data = {
+        "figures": {figure.name: spec_of(figure) for section in figures.values() for figure in section},
+        "strip": strip,
+        "formats": format_ranges(),
+    }
+    script = asset("page.js")
+    page = template("page.html.j2").render(
+        title=title or (groups[0].label if len(groups) == 1 else f"{len(groups)} recipes compared"),
+        subtitle=_subtitle([run for run, _ in named]),
+        groups=groups,
+        named=named,
+        costs=cost_table(groups, found),
+        hints=COLUMN_HINTS,
+        equal_time=equal_time_table(groups, found),
+        comparison=found,
+        diagnosis=diagnosis,
+        figures=figures,
+        absent=absent(groups, figures["history"]),
+        samples=samples,
+        # First the run whose worst tensor lost most at the end; of healthy runs the first.
+        shown=min(range(len(samples)), key=lambda run: round(samples[run].lowest_edq, 1), default=0),
+        metrics=HEAT_MAPS,
+        strip=strip,
+        ranks=ranks,
+        rank_columns=RANK_COLUMNS,
+        num_more_ranks=num_more_ranks,
+        events=events,
+        num_more_events=num_more,
+        environment=environment(named),
+        policy=f"'{digest_of(script)}' '{plotly.digest}'",
+        style=markupsafe.Markup(asset("page.css")),
+        script=markupsafe.Markup(script),
+        data=markupsafe.Markup(embedded(data)),
+        gauges=packed(_gauge_data(groups, samples)),
+        plotly=plotly.packed,
+        formats=SHOWN_FORMATS,
+    )
+    return page.lstrip()
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
+    """What all runs share: model, text, length and device."""
+    configs = [run.config for run in runs]
+    shared = [
+        [config.get("model") for config in configs],
+        [config.get("data") for config in configs],
+        [f"{config['steps']} steps" if "steps" in config else None for config in configs],
+        [run.run.get("machine", {}).get("device") for run in runs],
+    ]
+    words = [str(values[0]) for values in shared if values and values[0] and len(set(map(str, values))) == 1]
+    return " · ".join([*words, f"{len(runs)} run{'' if len(runs) == 1 else 's'}"])
+
+
+def spec_of(figure: Figure) -> Row:
+    """A figure as the page's script takes it."""
+    view = figure.views[0][0] if figure.views else None
+    return {"data": figure.data, "layout": figure.layout | {"height": figure.height}, "view": view}
+
+
+def _gauge_data(groups: Sequence[Group], samples: Sequence[Samples]) -> list[Row]:
+    maps = heat_maps([found.steps for found in samples], [found.metrics for found in samples])
+    bars = histograms(samples, [group.index for group in groups for _ in group.samples])
+    return [{"heat": heat, "histogram": histogram} for heat, histogram in zip(maps, bars, strict=True)]
+
+
+@functools.cache
+def template(name: str) -> jinja2.Template:
+    """A template of this package, which escapes everything."""
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(asset),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["breakable"] = _breakable
+    environment.globals |= {
+        "symbol_of": symbol_of,
+        "dash_of": dash_of,
+        "num_colours": NUM_COLOURS,
+        "solid": DASHES[0],
+        "max_repetitions": MAX_REPETITIONS,
+    }
+    return environment.get_template(name)
+
+
+def _breakable(text: Any) -> markupsafe.Markup:
+    """Text whose long names may break after a dot, a slash or an underscore, and nowhere else."""
+    return markupsafe.Markup(re.sub(r"(?<=\w)([._/])(?=[A-Za-z_])", r"\1<wbr>", str(markupsafe.escape(text))))
+
+
+def asset(name: str) -> str:
+    """A file of ``templates/``."""
+    return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8").strip()
+
+
+# FOLDED from report.page_tables: The tables of a page as plain values, which the template renders: costs, losses at equal time, events, environment.
+# FOLDED
+# FOLDED Lost updates are shown as the audit last measured them, as in the verdict: sums over a run are dominated by its first large
+# FOLDED steps, and hide what is lost while the learning rate is small.
+
+MAX_EVENT_ROWS = 300
+MAX_REPETITIONS = 100
+"""Repetitions of one event that its row lists."""
+
+_DIFFERENCE = "mean of the paired differences per seed, and half its 95 % interval"
+_NOT_SHOWN = frozenset({"config.out"})
+"""Settings that differ between any two runs and mean nothing."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number in a table.
+
+    Args:
+        column: the title of its column.
+        text: as a person reads it.
+        value: what the table is sorted by; ``None`` is last.
+        spread: its uncertainty, with a sign; empty where it has none.
+        is_best: whether it is the best of its column.
+        is_final: whether it is known, and of runs that ended.
+    """
+
+    column: str
+    text: str = "–"
+    value: float | None = None
+    spread: str = ""
+    is_best: bool = False
+    is_final: bool = True
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a table of recipes.
+
+    Args:
+        recipe: its label.
+        index: its number on the page.
+        cells: one per column.
+        badge: a warning in a few words.
+        reason: for the badge, in short.
+        hint: the same in full.
+        notes: what else there is to know.
+    """
+
+    recipe: str
+    index: int
+    cells: Sequence[Cell]
+    badge: str = ""
+    reason: str = ""
+    hint: str = ""
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Recipes by figures.
+
+    Args:
+        columns: titles, each with a hint.
+        lines: one per recipe.
+    """
+
+    columns: Mapping[str, str]
+    lines: Sequence[Line]
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    column: Column
+    form: Callable[[float], str]
+    note: str = ""
+    is_late: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.column.name
+
+    @property
+    def hint(self) -> str:
+        return f"{self.column.help}; {self.note}" if self.note else self.column.help
+
+    def text(self, value: float) -> str:
+        text = self.form(value)
+        return f"{MINUS}{text[1:]}" if text.startswith("-") else text
+
+    def value(self, one: Classification) -> float | None:
+        """Of a recipe: what the audit measured last, where that is meant and known."""
+        late = number(one.late.get(self.name)) if self.is_late else None
+        return number(one.row.get(self.name)) if late is None else late
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g} %"
+
+
+def _memory(value: float) -> str:
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+
+
+_LATE = "the last values, by which the verdict judges"
+_COLUMNS = (
+    _Column("Validation loss", SUMMARY["val_loss"], shown_loss, "nats per token, mean over seeds; lower is better"),
+    _Column("Tokens/s", SUMMARY["tokens_per_second"], "{:,.0f}".format, "on this machine"),
+    _Column("Bytes/param", SUMMARY["bytes_per_param"], "{:.3g}".format),
+    _Column("Peak memory", SUMMARY["peak_memory_bytes"], _memory),
+    _Column("Late EDQ", STEP["edq"], "{:.3f}".format, _LATE, is_late=True),
+    _Column("Noise", SUMMARY["noise"], "{:.3g}".format),
+    _Column("Late lost", STEP["lost_fraction"], _percent, _LATE, is_late=True),
+    _Column("Seeds", Column("num_seeds", "count", "runs that count: finished and not diverged"), "{:.0f}".format),
+)  # fmt: skip
+COLUMN_HINTS = {column.title: column.hint for column in _COLUMNS}
+"""What the columns of the cost table mean."""
+
+
+# ── costs ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cost_table(groups: Sequence[Group], found: Comparison) -> Table:
+    """The cost of every recipe.
+
+    Args:
+        groups: of the page.
+        found: their comparison.
+    """
+    classes = found.classes
+    rows = list(zip(groups, classes.values(), strict=True))
+    columns = [column for column in _COLUMNS if any(_cell(column, *row).value is not None for row in rows)]
+    best = {column.name: _best(column, classes) for column in columns}
+    hints = {column.title: column.hint for column in columns}
+    minus = f"Minus {found.baseline}"
+    if found.differences:
+        first, *others = hints.items()
+        hints = dict([first, (minus, _DIFFERENCE), *others])
+    lines = []
+    for group, one in rows:
+        cells = [_cell(column, group, one, group.label in best[column.name]) for column in columns]
+        if found.differences:
+            difference = one.difference
+            cells.insert(1, _difference(minus, difference.mean, difference.half) if difference else Cell(minus))
+        lines.append(Line(group.label, group.index, cells, **_warning(one), notes=_progress(group)))
+    return Table(hints, lines)
+
+
+def _best(column: _Column, classes: Mapping[str, Classification]) -> set[str]:
+    """The recipes that are the best of a column beyond chance, unless another usable one prints the same."""
+    best = {label for label, one in classes.items() if column.name in one.best}
+    if column.name == "bytes_per_param":
+        return best
+    values = [number(one.row.get(column.name)) for one in classes.values() if not one.faults]
+    printed = [column.text(value) for value in values if value is not None]
+    return {label for label in best if printed.count(column.text(classes[label].row[column.name])) == 1}
+
+
+def _cell(column: _Column, group: Group, one: Classification, is_best: bool = False) -> Cell:
+    value = column.value(one)
+    if value is None:
+        so_far = _so_far(column.name, group)
+        text = "–" if so_far is None else f"{column.text(so_far)} so far"
+        return Cell(column.title, text, so_far, is_final=False)
+    std = number(one.row["val_loss_std"]) if column.name == "val_loss" else None
+    spread = "" if std is None else f"± {f'{std:.4f}' if 1e-4 <= std < 1e5 else f'{std:.1e}'}"
+    return Cell(column.title, column.text(value), value, spread, is_best)
+
+
+def _difference(column: str, mean: float, half: float) -> Cell:
+    text, sign, spread = shown_difference(mean, half).partition("±")
+    return Cell(column, text.strip(), mean, sign + spread)
+
+
+def _so_far(name: str, group: Group) -> float | None:
+    """The last value of runs that are under way; the mean over them."""
+    unfinished = [one.run for one in group.stats if one.run.summary is None and not one.divergence]
+    found = [final_loss(run) if name == "val_loss" else _last(run, name) for run in unfinished]
+    known = [value for value in found if value is not None]
+    return fmean(known) if known else None
+
+
+def _last(run: Run, name: str) -> float | None:
+    return next((value for row in reversed(run.steps[-200:]) if (value := number(row.get(name))) is not None), None)
+
+
+def _warning(one: Classification) -> dict[str, str]:
+    if not one.faults:
+        return {}
+    reason, hint = listed(fault.name for fault in one.faults), listed(fault.text for fault in one.faults)
+    return {"badge": "not to be used", "reason": reason, "hint": hint}
+
+
+def _progress(group: Group) -> list[str]:
+    unfinished = [run for run in group.runs if run.summary is None]
+    if not unfinished:
+        return []
+    done = ", ".join(str(run.steps[-1].get("step", 0) if run.steps else 0) for run in unfinished)
+    steps = unfinished[0].config.get("steps")
+    return [f"unfinished: step {done}" + (f" of {steps}" if steps else "")]
+
+
+def equal_time_table(groups: Sequence[Group], found: Comparison) -> Table | None:
+    """The loss of each recipe when the fastest had finished; ``None`` where no two recipes have one at that moment."""
+    if not found.equal_time:
+        return None
+    indices = {group.label: group.index for group in groups}
+    most = max(int(row["num_seeds"]) for row in found.equal_time)
+    minus = f"Minus {found.baseline}"
+    lines = []
+    for one in found.classes.at_equal_time:
+        row = one.equal_time or {}
+        few = f", {counted(row['num_seeds'], 'seed')}" if row["num_seeds"] < most else ""
+        unknown = Cell(minus, value=0.0)
+        difference = unknown if row["difference"] is None else _difference(minus, row["difference"], row["half"])
+        cells = [Cell("Loss", shown_loss(row["val_loss"]), row["val_loss"]), difference]
+        lines.append(Line(one.label, indices[one.label], cells, notes=[one.rank_at_equal_time.value + few]))
+    return Table({"Loss": "nats per token on held-out text at that moment", minus: _DIFFERENCE}, lines)
+
+
+# ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class EventRow:
+    """A row of the table of events: an event of a run, and its repetitions.
+
+    Args:
+        run: the run's name.
+        event: the first.
+        last: the step of the last.
+        more: the tensor or the message of each repetition, and its step where that is another.
+    """
+
+    run: str
+    event: Row
+    last: float | None
+    more: list[str] = field(default_factory=list)
+
+    @property
+    def is_routine(self) -> bool:
+        return str(self.event.get("kind", "")) in ROUTINE
+
+    @property
+    def steps(self) -> str:
+        first = self.event.get("step", "")
+        return str(first) if self.last is None or number(first) == self.last else f"{first}–{self.last:g}"
+
+
+def event_rows(named: Iterable[tuple[Run, str]]) -> tuple[list[EventRow], int]:
+    """Rows of the table of events, those that need attention first, and how many more there are.
+
+    Events of the same kind with the same advice in the same or the next step are one row. Of more rows than the table
+    holds, every run keeps its first ones, so that a run with many events does not displace the others.
+    """
+    found = [(index, row) for run, name in named for index, row in enumerate(_event_rows(run, name))]
+    # The first of every run, then the second: those beyond the limit are the last ones of the longest lists.
+    kept = {id(row) for _, row in sorted(found, key=lambda at: (at[1].is_routine, at[0]))[:MAX_EVENT_ROWS]}
+    rows = sorted((row for _, row in found if id(row) in kept), key=lambda row: row.is_routine)
+    return rows, len(found) - len(rows)
+
+
+def _event_rows(run: Run, name: str) -> list[EventRow]:
+    rows: list[EventRow] = []
+    open_rows: dict[tuple[object, object], EventRow] = {}
+    for event in run.events:
+        key, step = (event.get("kind"), event.get("advice")), number(event.get("step"))
+        row = open_rows.get(key)
+        if row is None or row.is_routine or not _follows(row.last, step):
+            row = open_rows[key] = EventRow(name, event, step)
+            rows.append(row)
+            continue
+        where = "" if step == number(row.event.get("step")) else f"step {event.get('step')}: "
+        row.more.append(f"{where}{event.get('tensor') or event.get('message', '')}")
+        row.last = step
+    return rows
+
+
+def _follows(last: float | None, step: float | None) -> bool:
+    return last == step if last is None or step is None else last <= step <= last + 1
+
+
+# ── environment ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the runs were configured with and ran on.
+
+    Args:
+        differing: settings that differ between runs.
+        runs: the values of these, by the run's name.
+        shared: all other settings, by their table in ``run.toml``.
+    """
+
+    differing: Sequence[str]
+    runs: Sequence[tuple[str, Sequence[Any]]]
+    shared: Mapping[str, Mapping[str, Any]]
+
+
+def environment(named: Sequence[tuple[Run, str]]) -> Environment:
+    """What differs between the runs, and what all share."""
+    flat = [(name, _flat(run.run)) for run, name in named]
+    keys = list(dict.fromkeys(key for _, settings in flat for key in settings))
+    missing = object()
+    differing = {key for key in keys if len({repr(settings.get(key, missing)) for _, settings in flat}) > 1}
+    shown = [key for key in keys if key in differing - _NOT_SHOWN]
+    shared: dict[str, dict[str, Any]] = {}
+    for key in keys:
+        if key not in differing:
+            table, _, name = key.partition(".") if "." in key else ("run", "", key)
+            shared.setdefault(table, {})[name] = flat[0][1][key]
+    return Environment(shown, [(name, [settings.get(key, "–") for key in shown]) for name, settings in flat], shared)
+
+
+def _flat(table: Row, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+# FOLDED from report.run_findings: What the diagnosis says of the runs of a page: a row per finding, one line for all healthy runs, and marks in the figures.
+# FOLDED
+# FOLDED A page shows measurements, and they stay readable whatever the diagnosis does: where it fails, its section says so.
+
+MARKED = ("training-loss", "validation-loss", "grad-norm")
+"""Figures over steps in which first signs are marked."""
+_SHOWN_SIGNS, _ASKED = 3, 4
+_NAMED = 12
+"""Healthy runs that are named."""
+_HOW = " A dotted upright line is the first sign of what the diagnosis found; hover over its top."
+
+
+@dataclass(frozen=True)
+class FindingRow:
+    """A row of the section: one finding of a run, or that its record does not tell.
+
+    Args:
+        run: its name on the page.
+        group: the number of its recipe on the page.
+        line: its number among the runs of the page.
+        cause: its name; empty where none is known.
+        what: the cause in words with its probability, or the causes in question.
+        step: of the first sign.
+        signs: what shows it.
+        remedy: what to do, or what to measure.
+        command: that tells more.
+    """
+
+    run: str
+    group: int
+    line: int
+    cause: str
+    what: str
+    step: int | None
+    signs: Sequence[str]
+    remedy: str
+    command: str
+
+
+@dataclass(frozen=True)
+class RunFindings:
+    """The section of a page.
+
+    Args:
+        rows: the findings, by run.
+        lines: about runs that have none, a sentence each.
+    """
+
+    rows: Sequence[FindingRow]
+    lines: Sequence[str]
+
+
+def run_findings(groups: Iterable[Group]) -> RunFindings:
+    """What the diagnosis found in the runs of a page.
+
+    Args:
+        groups: of the page.
+    Returns:
+        A row per finding, and a line for all healthy runs.
+
+    Cost: of :func:`narrowgauge.diagnose` for each run, without reading its record again.
+    """
+    rows: list[FindingRow] = []
+    healthy, lines = [], []
+    named = [
+        (group.index, run, name, found)
+        for group in groups
+        for (run, name), found in zip(group.named, group.diagnoses, strict=True)
+    ]
+    for line, (index, run, name, found) in enumerate(named):
+        if isinstance(found, str):
+            lines.append(f"{name}: the diagnosis failed, which concerns nothing else on this page ({found}).")
+        elif found.is_healthy:
+            healthy.append(name)
+        elif not found.findings and not found.is_enough:
+            lines.append(f"{name}: {found.verdict}")
+        else:
+            command = f"narrowgauge diagnose {shlex.quote(str(run.path))}"
+            rows += _rows(found, name, index, line, command)
+    return RunFindings(rows, [*([_healthy(healthy, len(named))] if healthy else []), *lines])
+
+
+def _healthy(names: Sequence[str], num_runs: int) -> str:
+    if num_runs == 1:
+        return "No sign of a fault."
+    of = listed(names) if len(names) <= _NAMED else f"{len(names)} of the {num_runs} runs"
+    return f"No sign of a fault in {of}."
+
+
+def _rows(found: Diagnosis, name: str, group: int, line: int, command: str) -> list[FindingRow]:
+    if not found.findings:
+        step = next((sign.step for sign in found.signs if sign.step is not None), None)
+        measure = found.next_measurement
+        said = [sign.sentence for sign in found.signs[:_SHOWN_SIGNS]]
+        advice = f"To tell: {measure.what.rstrip('?')}." if measure is not None else ""
+        asked = [f"{row.cause.name} {row.probability:.0%}" for row in found.causes[:_ASKED] if row.probability >= 0.05]
+        return [FindingRow(name, group, line, "", f"In question: {', '.join(asked)}", step, said, advice, command)]
+    return [
+        FindingRow(
+            name,
+            group,
+            line,
+            finding.cause.name,
+            f"{_sentence(finding.cause.title)} ({finding.probability:.0%})",
+            finding.step,
+            [sign.sentence for sign in finding.chain[:_SHOWN_SIGNS]],
+            finding.remedy,
+            command,
+        )
+        for finding in found.findings
+    ]
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def marked(figure: Figure, rows: Sequence[FindingRow]) -> Figure:
+    """A figure over steps with an upright line at every first sign.
+
+    Args:
+        figure: one of :data:`MARKED`; others are returned as they are.
+        rows: of the page.
+    """
+    signs: dict[tuple[int, int], list[FindingRow]] = {}
+    for row in rows:
+        if row.cause and row.step is not None:
+            signs.setdefault((row.group, row.step), []).append(row)
+    if figure.name not in MARKED or not signs:
+        return figure
+    marks = [_mark(group, step, found) for (group, step), found in signs.items()]
+    return dataclasses.replace(figure, data=[*figure.data, *marks], how=figure.how + _HOW)
+
+
+def _mark(group: int, step: int, rows: Sequence[FindingRow]) -> Row:
+    """An upright line in the recipe's colour, whose top can be hovered over: what the rows found there."""
+    causes = ", ".join(dict.fromkeys(plain(row.cause) for row in rows))
+    runs = ", ".join(dict.fromkeys(plain(row.run) for row in rows))
+    return {
+        "type": "scatter", "mode": "lines+markers", "x": [step, step], "y": [0, 0.98], "yaxis": "y2",
+        "meta": {"group": group}, "line": {"color": colour(group, 0.8), "width": 1.5, "dash": "dot"},
+        "marker": {"symbol": "triangle-down", "size": [0, 10], "color": colour(group), "opacity": 1},
+        "hovertemplate": f"{causes}: first sign at step {step}<extra>{runs}</extra>",
+    }  # fmt: skip
+
+
+def sign_marks(rows: Sequence[FindingRow]) -> list[Row]:
+    """First signs on the figure of events, which has a line for each run.
+
+    Args:
+        rows: of the page.
+    """
+    known = [row for row in rows if row.cause and row.step is not None]
+    if not known:
+        return []
+    return [
+        {
+            "type": "scatter", "mode": "markers", "name": "first sign", "x": [row.step for row in known],
+            "y": [row.line for row in known],
+            "text": [plain(f"first sign of {row.cause}") for row in known],
+            "marker": {"symbol": "triangle-down", "size": 13, "color": "@accent", "line": {"width": 1, "color": "@paper"}},
+            "hovertemplate": "step %{x}<br>%{text}<extra></extra>",
+        }
+    ]  # fmt: skip
