@@ -2,8 +2,8 @@
 
 Claim: the mean error over the published runs and its worst are as printed, and four of five runs lie within the interval that the
 planner states. Nothing is fitted run by run: all shares of printed rates but those of software come from publications about
-kernels and links (``narrowgauge.planner.inputs.efficiency``). What software reaches was set with the runs in view; each run is planned with
-the software that its source names, or, with ``--assumed``, with what the planner assumes on the chip. A third of the first round
+kernels and links (``narrowgauge.planner.inputs.efficiency``). What software reaches was set with the runs in view; each run is
+planned with the software that its source names, or, with ``--assumed``, with what the planner assumes on the chip. A third of the first round
 and half of the second (``--later``) are set aside (``--held-out``), to be used once.
 
 What a source does not state is assumed: micro-batches of one sequence, no recomputation, fused attention (unfused for
@@ -27,6 +27,7 @@ from _published import Run, load, measured_tokens_per_second
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.inputs.clusters import Cluster, Nodes
 from narrowgauge.planner.inputs.efficiency import Shares, shares_of
+from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.inputs.model_configs import architecture_of
 from narrowgauge.planner.terms import Term, Terms
@@ -136,10 +137,10 @@ def predict(run: Run) -> Point:
     chip, shares = chip_of(run)
     layout, cluster, length = layout_of(run), cluster_of_run(run, chip), run.step["sequence_length"]
     attention: Attention = "eager" if run.name.startswith(UNFUSED) else "flash"
-    terms = step_terms(architecture, recipe, layout, cluster, length, shares, attention=attention)
+    terms = step_terms(Job(architecture, recipe, layout, cluster, length, shares), attention=attention)
     if run.step.get("recompute_detail") == "per operator":  # every second matmul, and what lies between
         whole = replace(layout, recompute="full")
-        full = step_terms(architecture, recipe, whole, cluster, length, shares, attention=attention)
+        full = step_terms(Job(architecture, recipe, whole, cluster, length, shares), attention=attention)
         terms = Terms(tuple(map(_between, terms, full)))
     steady = terms.without(*UNSTEADY_GROUPS)
     tokens = layout.num_sequences * run.step["sequence_length"] / layout.num_ranks

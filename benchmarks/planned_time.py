@@ -30,9 +30,10 @@ from _forked import group, in_processes
 from timing import Report, Row, parser
 
 from narrowgauge.planner.inputs.clusters import cluster_of
+from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.model_configs import read_architecture
 from narrowgauge.planner.measured.calibration import Fit, deviations, fit_shares, priors_of, processor, step_observation
-from narrowgauge.planner.measured.launches import Launch, layout_of
+from narrowgauge.planner.measured.launches import Launch, layout_of, planned_step
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.profiling.measurement import many_versions, training_session
 from narrowgauge.spec.notation import parse
@@ -200,15 +201,15 @@ def launch_of(row: Row) -> Launch:
         "shard": combination.shard,
     }
     chip, ranks = processor(torch.backends.cpu.get_cpu_capability(), 1), combination.ranks
-    return Launch(
-        combination.name,
+    layout = layout_of(settings, ranks, combination.name)
+    job = Job(
         read_architecture(combination.model),
         parse(combination.recipe),
-        layout_of(settings, ranks, combination.name),
+        layout,
         cluster_of(chip, ranks, ranks),
         combination.length,
-        Terms((Term("step", "measured step", seconds_of(row), ""),)),
     )
+    return Launch(combination.name, job, Terms((Term("step", "measured step", seconds_of(row), ""),)))
 
 
 def held_out(launches: Sequence[Launch]) -> list[Row]:
@@ -224,7 +225,7 @@ def held_out(launches: Sequence[Launch]) -> list[Row]:
 
 def _beside(launch: Launch, fit: Fit) -> Row:
     assert launch.measured is not None
-    steady = launch.planned_step(fit.shares)
+    steady = planned_step(launch.job, fit.shares)
     low, high = steady.interval
     trained = launch.measured.total
     return {

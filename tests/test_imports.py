@@ -166,7 +166,8 @@ def test_every_file_stands_in_a_layer() -> None:
 READERS_OF_RECIPES = {
     "", "analysis.comparison.labels", "analysis.diagnosis.pairs.first_difference", "analysis.diagnosis.evidence",
     "analysis.diagnosis.pairs.alignment", "analysis.monitor.alarms", "assembly.preparation", "checkpoints.conversion.folders",
-    "checkpoints.conversion.preflight", "cli.flags", "planner.measured.calibration", "planner.measured.launches", "planner.plan", "trainer.config",
+    "checkpoints.conversion.preflight", "cli.flags", "trainer.config",
+    "planner.measured.calibration", "planner.measured.launches", "planner.plan",
     "integrations.huggingface.trainer", "integrations.huggingface.training_arguments",
     "integrations.lightning.precision",
     "integrations.run_recorder",

@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from narrowgauge.errors import ChipError, DataError
 from narrowgauge.planner.inputs.clusters import cluster_of
 from narrowgauge.planner.inputs.efficiency import Share, Shares, shares_of
+from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.inputs.model_configs import read_architecture
 from narrowgauge.planner.measured.calibration import (
@@ -52,19 +54,10 @@ def launches(chip: Chip, true: Shares, noise: float = 0.0, seed: int = 0) -> Ite
     """Measured steps of a machine whose shares are known."""
     draw = random.Random(seed)
     for model, recipe, sequences in SHAPES:
-        launch = Launch(
-            f"{model} {recipe} {sequences}",
-            read_architecture(model),
-            parse(recipe),
-            Layout(micro_batch=sequences),
-            cluster_of(chip, 1),
-            256,
-            Terms((Term("step", "", 1.0, ""),)),
-        )
+        job = Job(read_architecture(model), parse(recipe), Layout(micro_batch=sequences), cluster_of(chip, 1), 256)
+        launch = Launch(f"{model} {recipe} {sequences}", job, Terms((Term("step", "", 1.0, ""),)))
         seconds = step_observation(launch).predict(true) * math.exp(draw.gauss(0, noise))
-        yield Launch(
-            *(getattr(launch, name) for name in launch.__slots__[:-1]), Terms((Term("step", "", seconds, ""),))
-        )
+        yield Launch(launch.name, job, Terms((Term("step", "", seconds, ""),)))
 
 
 FACTORS = {"matmul.float32": 0.5, "matmul.bfloat16": 0.7, "bandwidth": 0.6, "kernel_seconds": 3.0}
@@ -122,7 +115,7 @@ def test_intervals_hold_four_times_out_of_five() -> None:
             found = fit_shares(own, published, deviations(published, chip), "made up")
             for launch in seen[1 - half :: 2]:
                 assert launch.measured is not None
-                terms = step_terms(launch.architecture, launch.recipe, launch.layout, launch.cluster, 256, found.shares)
+                terms = step_terms(replace(launch.job, shares=found.shares))
                 low, high = terms.interval
                 inside += low <= launch.measured.total <= high
                 tries += 1

@@ -12,6 +12,7 @@ from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.planner.inputs.architectures import Adapters, Architecture
 from narrowgauge.planner.inputs.clusters import cluster_of
+from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.inputs.model_configs import read_architecture
 from narrowgauge.planner.memory.rank_memory import memory_terms
@@ -96,7 +97,7 @@ def test_a_step_of_adapters_has_no_gradients_of_frozen_weights() -> None:
     recipe, cluster = parse("bfloat16/word"), cluster_of("H100-SXM", 1)
     layout = Layout(micro_batches=64)
     whole, adapted, quantized = (
-        step_terms(shape, recipe, layout, cluster, 4096).groups
+        step_terms(Job(shape, recipe, layout, cluster, 4096)).groups
         for shape in (LLAMA, replace(LLAMA, adapters=Adapters(16)), replace(LLAMA, adapters=Adapters(16, "nf4")))
     )
     # Two products of three; those of the adapters are small, and limited by memory.

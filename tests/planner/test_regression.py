@@ -41,13 +41,18 @@ def launch(folder: Path, *edits: tuple[str, str], more: str = "", name: str = "l
 
 def test_a_launch_is_read(tmp_path: Path) -> None:
     found = launch(tmp_path)
-    assert (found.layout.shard, found.layout.zero, found.layout.micro_batch, found.layout.micro_batches) == (
+    assert (
+        found.job.layout.shard,
+        found.job.layout.zero,
+        found.job.layout.micro_batch,
+        found.job.layout.micro_batches,
+    ) == (
         64,
         3,
         1,
         2,
     )
-    assert found.tokens == 128 * 8192 and found.cluster.num_chips == 64
+    assert found.job.tokens_per_step == 128 * 8192 and found.job.cluster.num_chips == 64
 
 
 @pytest.mark.parametrize(
@@ -101,13 +106,13 @@ def test_tokens_per_second_are_a_measured_step(tmp_path: Path) -> None:
 
 def test_other_layouts(tmp_path: Path) -> None:
     tensor = launch(tmp_path, more="[layout]\nshard = 8\ntensor = 8\nmicro_batches = 16\n")
-    assert (tensor.layout.tensor, tensor.tokens) == (8, 128 * 8192)
+    assert (tensor.job.layout.tensor, tensor.job.tokens_per_step) == (8, 128 * 8192)
     found = compare_launches(launch(tmp_path), tensor)
     assert {effect.name for effect in found.effects} >= {"parallelism", "micro_batches"}
     switches = "sequence_parallel = false\naccumulation_dtype = 'bfloat16'\nkeeps_gradients = true\nexpert_tensor = 1\n"
-    other = launch(tmp_path, more=f"[layout]\nshard = 8\ntensor = 8\nmicro_batches = 16\n{switches}").layout
+    other = launch(tmp_path, more=f"[layout]\nshard = 8\ntensor = 8\nmicro_batches = 16\n{switches}").job.layout
     assert other == replace(
-        tensor.layout, sequence_parallel=False, accumulation_dtype="bfloat16", keeps_gradients=True, expert_tensor=1
+        tensor.job.layout, sequence_parallel=False, accumulation_dtype="bfloat16", keeps_gradients=True, expert_tensor=1
     )
     with pytest.raises(DataError, match="sequence_parallel = 0"):
         launch(tmp_path, more="[layout]\nsequence_parallel = 0\n")
@@ -137,7 +142,7 @@ def test_run_folders_are_launches(tmp_path: Path) -> None:
                 writer.step({"step": step, "seconds": seconds})
     chip = get_chip("L40S")
     before, after = (read_launch(tmp_path / name, chip) for name in folders)
-    assert before.layout.micro_batches == 2 and before.cluster.num_chips == 1
+    assert before.job.layout.micro_batches == 2 and before.job.cluster.num_chips == 1
     assert compare_launches(before, after).seen == pytest.approx(0.25)
     with pytest.raises(ChipError, match="does not say on which chip"):
         read_launch(tmp_path / "before")

@@ -9,6 +9,7 @@ import pytest
 
 from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
 from narrowgauge.planner.inputs.clusters import Cluster, Nodes, cluster_of
+from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.inputs.model_configs import read_architecture
 from narrowgauge.planner.memory.rank_memory import memory_terms
@@ -33,7 +34,7 @@ def test_options_fit_use_every_chip_and_come_fastest_first(chips: int, recipe: s
         assert option.fits and not option.advice
         assert option.layout.num_ranks == chips
         assert option.memory == memory_terms(SMALL, parse(recipe), option.layout, 4096)
-        assert option.step == step_terms(SMALL, parse(recipe), option.layout, cluster, 4096)
+        assert option.step == step_terms(Job(SMALL, parse(recipe), option.layout, cluster, 4096))
         assert option.tokens_per_step == pytest.approx(1 << 20, rel=0.5)
 
 

@@ -11,6 +11,7 @@ from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
 from narrowgauge.planner.inputs.architectures import of_size
 from narrowgauge.planner.inputs.clusters import Cluster, Nodes, cluster_of
 from narrowgauge.planner.inputs.efficiency import Share, Shares, shares_of
+from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.inputs.model_configs import read_architecture
 from narrowgauge.planner.options import STEP_GROUPS
@@ -40,7 +41,7 @@ def by_name(terms: Terms) -> dict[str, Term]:
 
 def test_matmuls_and_attention_by_hand() -> None:
     tokens = 2 * 8192
-    terms = step_terms(LLAMA, WORD, replace(SHARED, micro_batch=2), H100, 8192, exact("H100-SXM"))
+    terms = step_terms(Job(LLAMA, WORD, replace(SHARED, micro_batch=2), H100, 8192, exact("H100-SXM")))
     weights = sum(matmul.num_parameters for matmul in LLAMA.matmuls)
     assert terms.groups["matmuls"] == pytest.approx(6 * weights * tokens / 989e12, rel=1e-3)
     scores = LLAMA.attention_flops(8192) / 3 * 3.5 * tokens
@@ -50,20 +51,20 @@ def test_matmuls_and_attention_by_hand() -> None:
 
 
 def test_sharded_weights_are_gathered_twice_and_gradients_reduced() -> None:
-    terms = step_terms(LLAMA, WORD, SHARED, H100, 8192, exact("H100-SXM"))
+    terms = step_terms(Job(LLAMA, WORD, SHARED, H100, 8192, exact("H100-SXM")))
     found = by_name(terms)["weights and gradients between shards"]
     latency = 32 * 3 * 7 * 4e-6
     assert found.value == pytest.approx(LLAMA.num_parameters * 6 * 7 / 8 / 450e9 + latency)
-    wide = step_terms(LLAMA, parse("bfloat16/word/float32"), SHARED, H100, 8192, exact("H100-SXM"))
+    wide = step_terms(Job(LLAMA, parse("bfloat16/word/float32"), SHARED, H100, 8192, exact("H100-SXM")))
     assert wide.groups["communication"] > found.value
 
 
 def test_what_is_hidden_is_not_counted() -> None:
-    hidden = step_terms(LLAMA, WORD, SHARED, H100, 8192, exact("H100-SXM", **{"overlap.shard": 1.0}))
+    hidden = step_terms(Job(LLAMA, WORD, SHARED, H100, 8192, exact("H100-SXM", **{"overlap.shard": 1.0})))
     assert hidden.groups["communication"] == 0.0
     # Over a link of 1 GB/s computing cannot hide all.
     slow = Cluster("slow", (Nodes(get_chip("H100-SXM"), link_gb_per_second=1.0),))
-    exposed = step_terms(LLAMA, WORD, SHARED, slow, 8192, exact("H100-SXM", **{"overlap.shard": 1.0}))
+    exposed = step_terms(Job(LLAMA, WORD, SHARED, slow, 8192, exact("H100-SXM", **{"overlap.shard": 1.0})))
     assert exposed.groups["communication"] > 10
 
 
@@ -71,16 +72,18 @@ def test_what_is_hidden_is_not_counted() -> None:
 def test_the_bubble_is_the_pipelines(batches: int) -> None:
     shape = replace(LLAMA, vocab_size=1)  # without a head all stages are equal
     layout = Layout(pipeline=4, zero=0, micro_batches=batches)
-    terms = step_terms(shape, WORD, layout, cluster_of("H100-SXM", 4), 4096, exact("H100-SXM"))
+    terms = step_terms(Job(shape, WORD, layout, cluster_of("H100-SXM", 4), 4096, exact("H100-SXM")))
     busy = sum(terms.groups[group] for group in ("matmuls", "attention", "elementwise", "loss"))
     assert terms.groups["bubble"] / (terms.groups["bubble"] + busy) == pytest.approx(layout.bubble, rel=1e-2)
-    halved = step_terms(shape, WORD, replace(layout, interleave=2), cluster_of("H100-SXM", 4), 4096, exact("H100-SXM"))
+    halved = step_terms(
+        Job(shape, WORD, replace(layout, interleave=2), cluster_of("H100-SXM", 4), 4096, exact("H100-SXM"))
+    )
     assert halved.groups["bubble"] == pytest.approx(terms.groups["bubble"] / 2)
 
 
 def test_recomputation_costs_a_forward() -> None:
     none, full = (
-        step_terms(LLAMA, WORD, replace(SHARED, recompute=how), H100, 4096, exact("H100-SXM"))
+        step_terms(Job(LLAMA, WORD, replace(SHARED, recompute=how), H100, 4096, exact("H100-SXM")))
         for how in ("none", "full")
     )
     layers = sum(matmul.num_parameters for matmul in LLAMA.matmuls if matmul.part != "head")
@@ -90,7 +93,9 @@ def test_recomputation_costs_a_forward() -> None:
 
 def test_tensor_ranks_halve_the_matmuls_and_exchange_activations() -> None:
     one, two = (
-        step_terms(LLAMA, WORD, Layout(tensor=ranks, zero=0), cluster_of("H100-SXM", ranks), 8192, exact("H100-SXM"))
+        step_terms(
+            Job(LLAMA, WORD, Layout(tensor=ranks, zero=0), cluster_of("H100-SXM", ranks), 8192, exact("H100-SXM"))
+        )
         for ranks in (1, 2)
     )
     assert two.groups["matmuls"] == pytest.approx(one.groups["matmuls"] / 2, rel=1e-2)
@@ -101,7 +106,7 @@ def test_tensor_ranks_halve_the_matmuls_and_exchange_activations() -> None:
 def test_experts_get_the_tokens_that_chose_them() -> None:
     mixtral, dense = read_architecture("mixtral-8x7b"), read_architecture("llama-8b")
     cluster = cluster_of("H100-SXM", 16)
-    terms = step_terms(mixtral, WORD, Layout(shard=16, expert=8), cluster, 4096, exact("H100-SXM"))
+    terms = step_terms(Job(mixtral, WORD, Layout(shard=16, expert=8), cluster, 4096, exact("H100-SXM")))
     active = 6 * sum(m.num_parameters * m.tokens_share for m in mixtral.matmuls)
     assert terms.groups["matmuls"] == pytest.approx(active * 4096 / 989e12, rel=2e-2)
     assert by_name(terms)["tokens between experts"].value > 0
@@ -112,7 +117,7 @@ def test_a_token_travels_once_to_a_node_or_once_to_each_expert() -> None:
     shape, cluster = read_architecture("mixtral-8x7b"), cluster_of("H100-SXM", 16, chips_per_node=2)
     layout = Layout(shard=16, expert=8)
     times = [
-        by_name(step_terms(shape, WORD, layout, cluster, 4096, exact("H100-SXM", once_per_node=once)))[
+        by_name(step_terms(Job(shape, WORD, layout, cluster, 4096, exact("H100-SXM", once_per_node=once))))[
             "tokens between experts"
         ].value
         for once in (0.0, 1.0)
@@ -126,13 +131,13 @@ def test_experts_have_fewer_copies_than_other_parameters() -> None:
     shape, cluster = read_architecture("mixtral-8x7b"), cluster_of("H100-SXM", 16)
     summed = []
     for expert in (1, 8):
-        terms = step_terms(shape, WORD, Layout(data=2, shard=8, expert=expert), cluster, 4096, exact("H100-SXM"))
+        terms = step_terms(Job(shape, WORD, Layout(data=2, shard=8, expert=expert), cluster, 4096, exact("H100-SXM")))
         text = by_name(terms)["gradients between replicas"].formula
         summed.append(float(text.split("an all-reduce of ")[1].split(" MB")[0].replace(",", "")))
     # Whoever computes with them, each rank is left with an eighth of all gradients, 2 bytes each.
     assert summed == pytest.approx([shape.num_parameters / 8 * 2 / 1e6] * 2, rel=5e-3)
     # Where every expert is on one rank alone, only the others are summed.
-    terms = step_terms(shape, WORD, Layout(data=8, zero=0, expert=8), H100, 4096, exact("H100-SXM"))
+    terms = step_terms(Job(shape, WORD, Layout(data=8, zero=0, expert=8), H100, 4096, exact("H100-SXM")))
     others = (shape.num_parameters - shape.expert_parameters) * 2
     term = by_name(terms)["gradients between replicas"]
     assert float(term.formula.split(": ")[1].split(" s,")[0]) < 2.1 * others / 450e9 + 1e-3
@@ -149,27 +154,29 @@ def test_experts_have_fewer_copies_than_other_parameters() -> None:
 )
 def test_what_passes_between_chip_and_host(recipe: str, layout: Layout, moved: float) -> None:
     """Gradients and weights, each once; or weights twice and gradients for each micro-batch, of what a rank holds."""
-    terms = step_terms(LLAMA, parse(recipe), layout, H100, 4096, exact("H100-SXM"))
+    terms = step_terms(Job(LLAMA, parse(recipe), layout, H100, 4096, exact("H100-SXM")))
     formula = by_name(terms)["weights and gradients from and to the host"].formula
     assert float(formula.split(" GB")[0]) == pytest.approx(moved * LLAMA.num_parameters / 1e9, rel=5e-3)
 
 
 def test_failures_and_checkpoints_follow_young_and_daly() -> None:
     cluster = replace(H100, chip_mtbf_hours=1000.0)
-    terms = by_name(step_terms(LLAMA, WORD, SHARED, cluster, 8192, exact("H100-SXM", host=1.0, restart_seconds=600.0)))
+    terms = by_name(
+        step_terms(Job(LLAMA, WORD, SHARED, cluster, 8192, exact("H100-SXM", host=1.0, restart_seconds=600.0)))
+    )
     step = sum(t.value for t in terms.values() if t.group not in ("data", "checkpoints", "faults"))
     mtbf, saved = 1000 * 3600 / 8, LLAMA.num_parameters * 8 / 8 / 63e9
     interval = math.sqrt(2 * saved * mtbf)
     assert terms["copying states"].value == pytest.approx(step * saved / interval)
     assert terms["work lost and restarts"].value == pytest.approx(step * (interval / 2 + 600) / mtbf)
-    assert "work lost and restarts" not in by_name(step_terms(LLAMA, WORD, SHARED, H100, 8192))
+    assert "work lost and restarts" not in by_name(step_terms(Job(LLAMA, WORD, SHARED, H100, 8192)))
 
 
 def test_the_slowest_generation_sets_the_pace() -> None:
     mixed = Cluster("mixed", (Nodes(get_chip("H100-SXM")), Nodes(get_chip("A100-SXM4-80GB"))))
     layout = Layout(shard=16)
-    terms = step_terms(LLAMA, WORD, layout, mixed, 8192)
-    slow = step_terms(LLAMA, WORD, layout, cluster_of("A100-SXM4-80GB", 16), 8192)
+    terms = step_terms(Job(LLAMA, WORD, layout, mixed, 8192))
+    slow = step_terms(Job(LLAMA, WORD, layout, cluster_of("A100-SXM4-80GB", 16), 8192))
     assert terms.total == pytest.approx(slow.total)
     assert "A100-SXM4-80GB sets the pace; alone: H100-SXM5-80GB" in by_name(terms)["for A100-SXM4-80GB"].formula
 
@@ -186,7 +193,7 @@ LAYOUTS = (
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("recipe", ["bfloat16/float32", "float8-row/word", "float16/exact/reproducible"])
 def test_every_term_has_a_group_an_interval_and_a_source(layout: Layout, recipe: str) -> None:
-    terms = step_terms(LLAMA, parse(recipe), layout, H100, 4096)
+    terms = step_terms(Job(LLAMA, parse(recipe), layout, H100, 4096))
     for term in terms:
         assert term.group in STEP_GROUPS and term.source and term.formula
         low, high = term.interval
@@ -197,8 +204,8 @@ def test_every_term_has_a_group_an_interval_and_a_source(layout: Layout, recipe:
 
 
 def test_unfused_attention_is_slower_and_selective_recomputation_repeats_it() -> None:
-    flash, eager = (step_terms(LLAMA, WORD, SHARED, H100, 4096, attention=kind) for kind in ("flash", "eager"))
-    again = step_terms(LLAMA, WORD, replace(SHARED, recompute="selective"), H100, 4096, attention="eager")
+    flash, eager = (step_terms(Job(LLAMA, WORD, SHARED, H100, 4096), attention=kind) for kind in ("flash", "eager"))
+    again = step_terms(Job(LLAMA, WORD, replace(SHARED, recompute="selective"), H100, 4096), attention="eager")
     assert flash.groups["attention"] < eager.groups["attention"] < again.groups["attention"]
     assert again.groups["matmuls"] == eager.groups["matmuls"]
 
@@ -222,15 +229,15 @@ def test_layers_of_the_slowest_stage(layers: int, stages: int, slowest: int) -> 
 )
 def test_a_layout_that_does_not_suit_is_refused_in_a_line(layout: Layout, message: str) -> None:
     with pytest.raises(NarrowgaugeError) as caught:
-        step_terms(LLAMA, WORD, layout, H100, 4096)
+        step_terms(Job(LLAMA, WORD, layout, H100, 4096))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_what_a_chip_does_not_multiply_is_refused() -> None:
     with pytest.raises(ChipError, match="V100-SXM2-32GB, which does not multiply bfloat16"):
-        step_terms(LLAMA, WORD, SHARED, cluster_of("V100", 8), 4096)
+        step_terms(Job(LLAMA, WORD, SHARED, cluster_of("V100", 8), 4096))
     with pytest.raises(RecipeError, match="only the size"):
-        step_terms(of_size(8e9), WORD, SHARED, H100, 4096)
+        step_terms(Job(of_size(8e9), WORD, SHARED, H100, 4096))
 
 
 def test_all_chips_wait_for_late_nodes() -> None:
@@ -238,7 +245,9 @@ def test_all_chips_wait_for_late_nodes() -> None:
     late = (replace(equal, count=6), replace(equal, count=2, speed=0.8))
     layout = Layout(shard=64, micro_batches=16)
     found = [
-        step_terms(read_architecture("llama-33b"), parse("bfloat16/word"), layout, Cluster("eight nodes", groups), 4096)
+        step_terms(
+            Job(read_architecture("llama-33b"), parse("bfloat16/word"), layout, Cluster("eight nodes", groups), 4096)
+        )
         for groups in ((equal,), late)
     ]
     waiting = [term for term in found[1] if term.name == "for late nodes"]
@@ -258,8 +267,8 @@ def test_expert_ranks_may_take_tensor_ranks_as_well() -> None:
         model, replace(layout, expert=128), 4096
     )
     cluster = cluster_of("H100-SXM", 512)
-    folded = step_terms(model, recipe, layout, cluster, 4096)
-    split = step_terms(model, recipe, replace(layout, expert=32), cluster, 4096)
+    folded = step_terms(Job(model, recipe, layout, cluster, 4096))
+    split = step_terms(Job(model, recipe, replace(layout, expert=32), cluster, 4096))
     # The same operations; each expert is multiplied whole, by half as many tokens on each of twice the ranks.
     assert folded.groups["matmuls"] == pytest.approx(split.groups["matmuls"], rel=0.05)
 
@@ -267,7 +276,7 @@ def test_expert_ranks_may_take_tensor_ranks_as_well() -> None:
 def test_without_sequence_parallelism_norms_take_longer() -> None:
     gpt, recipe, cluster = read_architecture("megatron-22b"), parse("bfloat16/master"), cluster_of("A100-SXM4-80GB", 8)
     whole, shared = (
-        step_terms(gpt, recipe, Layout(tensor=8, sequence_parallel=parallel), cluster, 2048).groups
+        step_terms(Job(gpt, recipe, Layout(tensor=8, sequence_parallel=parallel), cluster, 2048)).groups
         for parallel in (False, True)
     )
     assert whole["elementwise"] > 3 * shared["elementwise"]
@@ -278,7 +287,7 @@ def test_software_decides_how_fast_the_same_chips_are() -> None:
     gpt, recipe = read_architecture("gpt3-175b"), parse("bfloat16/master")
     layout = Layout(tensor=8, pipeline=8, data=6, zero=0, micro_batches=32, recompute="full", sequence_parallel=False)
     seconds = {
-        name: step_terms(gpt, recipe, layout, cluster_of("A100-SXM4-80GB", 384, software=name), 2048)
+        name: step_terms(Job(gpt, recipe, layout, cluster_of("A100-SXM4-80GB", 384, software=name), 2048))
         for name in ("megatron-lm-2022", "megatron-deepspeed-2022", "")
     }
     fast, slow, assumed = seconds.values()
@@ -295,4 +304,4 @@ def test_embedding_and_head_may_stand_for_a_layer_each() -> None:
     layout = Layout(shard=4, zero=1, tensor=4, pipeline=16, interleave=8, micro_batches=64)
     assert why_not(model, layout, 8192) == ""
     assert "144 groups of layers and 126 layers" in why_not(model, replace(layout, interleave=9), 8192)
-    assert step_terms(model, WORD, layout, cluster_of("H100-SXM", 256), 8192).total > 0
+    assert step_terms(Job(model, WORD, layout, cluster_of("H100-SXM", 256), 8192)).total > 0

@@ -11,7 +11,7 @@ import pytest
 from analysis.comparison.made_runs import COLUMNS, MASTER, close, seeds, sentence
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.report.publishing import publish, read_runs, report, write_page
+from narrowgauge.report.publishing import publish, read_runs, report, write_report
 from narrowgauge.runs.writer import RunWriter
 
 
@@ -67,7 +67,7 @@ def test_a_report_goes_into_the_one_folder_or_to_out(folder: Path, tmp_path: Pat
 @pytest.mark.parametrize(("baseline", "shown"), [(None, "bfloat16/master"), ("bf16/word", "bfloat16/word")])
 def test_the_page_has_the_baseline_of_its_comparison(tmp_path: Path, baseline: str | None, shown: str) -> None:
     runs = [*MASTER, *seeds("bfloat16/word", (4.0, 4.1, 4.2))]
-    page = write_page(compare_runs(runs, baseline), tmp_path / "page.html").read_text()
+    page = write_report(compare_runs(runs, baseline), tmp_path / "page.html").read_text()
     assert f">Minus {shown}</th>" in page and page.startswith("<!doctype html>")
     assert "<title>a model in bfloat16/master and bfloat16/word · Narrowgauge</title>" in page
 

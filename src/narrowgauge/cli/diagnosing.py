@@ -121,7 +121,7 @@ def _replayed(run: Path, step: int) -> ReplayedStep:
 
 
 def _write(text: str, page: Path, as_json: bool) -> None:
-    from narrowgauge.report.plan_page import write_page
+    from narrowgauge.report.page import write_page
 
     click.echo(write_page(text, page), err=as_json)
 

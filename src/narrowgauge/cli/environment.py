@@ -221,7 +221,7 @@ def _gpu_line(gpu: dict[str, str | None]) -> str:
     return f"{gpu['name']} ({gpu['chip'] or 'not in narrowgauge show chips'})"
 
 
-# FOLDED from cli.fingerprinting: ``narrowgauge fingerprint``: this machine's arithmetic, and what parts it from that of a run or of another machine.
+# ── arithmetic ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @click.command("fingerprint")

@@ -321,7 +321,8 @@ def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
             return click.echo(settings, nl=False)
         write_whole(Path(asked["toml"]), settings.encode(), AGAIN)
     if asked["html"]:
-        from narrowgauge.report.plan_page import render_plan, write_page
+        from narrowgauge.report.page import write_page
+        from narrowgauge.report.plan_page import render_plan
 
         write_page(render_plan(found), Path(asked["html"]))
     if as_json:
@@ -369,7 +370,8 @@ def _measured(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> N
         found = scaling_law.fit(scaling_law.read_points(asked["measured"]))
         row, sentences = scaling_law.scaling_dict(found, at), scaling_law.scaling_lines(found, at)
         if asked["html"]:
-            from narrowgauge.report.plan_page import render_scaling, write_page
+            from narrowgauge.report.page import write_page
+            from narrowgauge.report.plan_page import render_scaling
 
             write_page(render_scaling(found, at), Path(asked["html"]))
     else:
@@ -381,7 +383,8 @@ def _measured(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> N
         steps = launches.attribute([read_run(folder) for folder in folders])
         row, sentences = launches.attribution_dict(steps), launches.attribution_lines(steps)
         if asked["html"]:
-            from narrowgauge.report.plan_page import render_attribution, write_page
+            from narrowgauge.report.page import write_page
+            from narrowgauge.report.plan_page import render_attribution
 
             write_page(render_attribution(steps), Path(asked["html"]))
     if as_json:
@@ -397,7 +400,8 @@ def _regression(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) ->
     before, after = (read_launch(path, chip) for path in asked["regression"])
     found = compare_launches(before, after, shares)
     if asked["html"]:
-        from narrowgauge.report.plan_page import render_regression, write_page
+        from narrowgauge.report.page import write_page
+        from narrowgauge.report.plan_page import render_regression
 
         write_page(render_regression(found), Path(asked["html"]))
     if as_json:
@@ -406,10 +410,11 @@ def _regression(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) ->
 
 
 def _calibrate(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
+    from narrowgauge.planner.inputs.clusters import HERE
     from narrowgauge.planner.measured import calibration
     from narrowgauge.spec.chips import get_chip
 
-    names = [name for name in asked["chip"] or () if name != calibration.HERE]
+    names = [name for name in asked["chip"] or () if name != HERE]
     if len(names) > 1:
         raise click.UsageError("One machine is calibrated at a time.", click.get_current_context())
     found = calibration.calibrate(runs, get_chip(names[0]) if names else None)
@@ -426,7 +431,8 @@ def _calibrated(names: list[str] | None) -> tuple[Any, Any]:
         return None, None
     if len(names) > 1:
         raise click.UsageError("Both launches are of one chip.", click.get_current_context())
-    from narrowgauge.planner.measured.calibration import HERE, kept
+    from narrowgauge.planner.inputs.clusters import HERE
+    from narrowgauge.planner.measured.calibration import kept
     from narrowgauge.spec.chips import get_chip
 
     if names[0] != HERE:

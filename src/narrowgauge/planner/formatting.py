@@ -32,6 +32,23 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds / scale:.3g} {unit}"
 
 
+def duration(seconds: float) -> str:
+    """A time in the largest unit of which it has two, to three digits.
+
+    Example:
+        >>> duration(864000), duration(93600), duration(5.5 * 86400), duration(0.0123)
+        ('10 d', '26 h', '5.5 d', '12.3 ms')
+    """
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if abs(seconds) >= 2 * size or (unit == "d" and abs(seconds) >= 1.75 * size):
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{seconds:.3g} s" if abs(seconds) >= 1 or seconds == 0 else f"{1e3 * seconds:.3g} ms"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def energy_text(joules: float) -> str:
     """Energy in the unit that suits it.
 

@@ -1,20 +1,24 @@
-"""Options: one recipe in one layout on one cluster, with all that a plan says about it.
+"""Questions and options: what is asked, and one recipe in one layout on one cluster with all that a plan says about it.
 
-An option holds the terms of its memory and of its step; everything else that is printed follows from them, so that a table, a
+An option holds the terms of its memory and of its step. Everything else that is printed follows from them, so that a table, a
 page and JSON cannot disagree.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from narrowgauge.planner.formatting import gigabytes
-from narrowgauge.planner.inputs.efficiency import RESTARTS
+from narrowgauge.planner.inputs.architectures import Architecture
+from narrowgauge.planner.inputs.clusters import Cluster
+from narrowgauge.planner.inputs.efficiency import RESTARTS, Shares, software_of
 from narrowgauge.planner.inputs.layouts import Layout
-from narrowgauge.planner.memory.activations import COUNTED
+from narrowgauge.planner.memory.activations import COUNTED, LayerCounter
 from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.tables import Row
 
 MEMORY_GROUPS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 STEP_GROUPS = (
@@ -267,6 +271,94 @@ class Option:
             "restarts": self.restarts,
             "joules_per_token": joules,
             "fits_is_certain": self.is_certain,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What was asked.
+
+    Args:
+        architecture: the shape of the model.
+        model: the name by which it was asked for.
+        clusters: to run on; none asks for the state alone.
+        sequence_length: tokens of a sequence.
+        num_tokens: of the whole run; None if not asked.
+        minimize: an objective of :data:`narrowgauge.planner.plan.OBJECTIVES`.
+        fixed: fields of the layout that were asked for.
+        shares: of the chips' printed rates; None for the published ones.
+        counted: what a layer keeps, counted in the model's own modules; None for the formulas.
+        tokens_per_step: of an optimizer step; None if not asked.
+        deadline_days, budget: within which the run must end, in days and dollars; None for no limit.
+        is_deadline_assumed: whether nobody gave the deadline.
+        largest: ``"context"`` or ``"batch"`` where the largest that fits is asked for; empty if not.
+        optimizer: whose states are counted.
+    """
+
+    architecture: Architecture
+    model: str
+    clusters: tuple[Cluster, ...] = ()
+    sequence_length: int = 0
+    num_tokens: float | None = None
+    minimize: str = "days"
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    shares: Shares | None = None
+    counted: LayerCounter | None = None
+    tokens_per_step: int | None = None
+    deadline_days: float | None = None
+    budget: float | None = None
+    is_deadline_assumed: bool = False
+    largest: str = ""
+    optimizer: str = "adamw"
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether there is a deadline or a budget."""
+        return self.deadline_days is not None or self.budget is not None
+
+    def meets(self, option: Option) -> bool:
+        """Whether an option fits and ends within the deadline and the budget.
+
+        Example:
+            >>> from narrowgauge.planner.plan import plan
+            >>> found = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=64, tokens=1e11, days=3)
+            >>> found.question.meets(found.best)
+            True
+        """
+        days = None if self.num_tokens is None else option.days(self.num_tokens)
+        if not option.fits or days is None:
+            return False
+        cost = None if self.num_tokens is None or self.budget is None else option.cost(self.num_tokens)
+        is_in_time = self.deadline_days is None or days <= self.deadline_days
+        return is_in_time and (self.budget is None or (cost is not None and cost <= self.budget))
+
+    def software_rows(self, cluster: Cluster) -> list[Row]:
+        """The software whose speed is planned, of each group of nodes; empty where the machine itself was measured."""
+        if self.shares is not None:
+            return []
+        return [software_of(group.chip, group.software).row() for group in cluster.groups]
+
+    def row(self) -> Row:
+        """Plain values, for JSON."""
+        adapters = self.architecture.adapters
+        return {
+            "model": self.model,
+            "num_parameters": self.architecture.num_parameters,
+            "num_active_parameters": self.architecture.num_active_parameters,
+            "num_trained_parameters": self.architecture.num_trained_parameters,
+            "clusters": [
+                {"name": cluster.name, "chips": cluster.num_chips, "software": self.software_rows(cluster)}
+                for cluster in self.clusters
+            ],
+            "sequence_length": self.sequence_length or None,
+            "tokens": self.num_tokens,
+            "minimize": self.minimize,
+            "layout": dict(self.fixed),
+            "deadline_days": self.deadline_days,
+            "budget": self.budget,
+            "largest": self.largest or None,
+            "optimizer": self.optimizer,
+            "adapters": None if adapters is None else {"rank": adapters.rank, "base": adapters.base},
         }
 
 

@@ -8,27 +8,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import NarrowgaugeError, RecipeError, suggestion
+from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.planner.inputs.architectures import Adapters, Architecture, of_size
 from narrowgauge.planner.inputs.clusters import (
+    HERE,
     Cluster,
     between_sizes,
     clusters_asked_for,
     multiples_of,
     numbers_of,
     parts_of,
-    shares_asked_for,
     sizes_up_to,
     usual_node,
 )
 from narrowgauge.planner.inputs.efficiency import Shares
+from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import NAMED_LAYOUTS, Layout
 from narrowgauge.planner.inputs.model_configs import read_architecture
 from narrowgauge.planner.memory.activations import LayerCounter
 from narrowgauge.planner.memory.rank_memory import memory_terms
 from narrowgauge.planner.memory.state_bytes import is_stepped, with_optimizer
-from narrowgauge.planner.options import OURS, Option
-from narrowgauge.planner.plan_report import MOST_SHARED, Plan, Question
+from narrowgauge.planner.options import OURS, Option, Question
+from narrowgauge.planner.plan_report import MOST_SHARED, Plan
 from narrowgauge.planner.search import MOST_OPTIONS, Found, search, smallest_changes
 from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.time.roofline import describe_support
@@ -107,8 +108,8 @@ def plan(
         chips_per_node, interconnect_gbit_per_second: of the nodes of ``chip``: chips in each, and the rate of a node's network.
         dollars_per_hour: price of one chip; nothing is assumed without it.
         host_memory_gb: of one node of ``chip``, in 2^30 bytes; layouts that offload to it are then searched too.
-        software: a row of :data:`~narrowgauge.planner.inputs.efficiency.SOFTWARE` whose speed is planned; None for what is assumed on the
-            chip, with wide intervals.
+        software: a row of :data:`~narrowgauge.planner.inputs.efficiency.SOFTWARE` whose speed is planned; None for what is assumed
+            on the chip, with wide intervals.
         sequence_length: tokens of a sequence; the model's longest, at most 4096, by default.
         tokens_per_step: tokens of an optimizer step; chosen if None.
         tokens: of the whole run, for days and cost.
@@ -117,7 +118,8 @@ def plan(
         largest: ``"context"`` or ``"batch"``: the longest sequences, or the most sequences at once, that fit for certain.
         optimizer: whose states are counted: ``"adamw"``, ``"muon"`` or ``"adafactor"``.
         lora: rank of adapters over a frozen model, which alone are trained; None trains all parameters.
-        base: how the frozen layers are kept: a key of :data:`~narrowgauge.planner.inputs.architectures.BASE_BYTES`; ``"nf4"`` is QLoRA.
+        base: how the frozen layers are kept: a key of :data:`~narrowgauge.planner.inputs.architectures.BASE_BYTES`; ``"nf4"`` is
+            QLoRA.
         minimize: ``"days"``, ``"cost"``, ``"chips"`` or ``"memory"``; None for ``"chips"`` with a deadline, else ``"days"``.
         layout: fields of the layout that must have these values.
         shares: of the chips' printed rates; the published ones, or for ``"here"`` the calibrated ones, if None.
@@ -145,6 +147,7 @@ def plan(
     if lora is not None:
         architecture = _with_adapters(architecture, Adapters(lora, base))
         layout = {**ADAPTED, **(layout or {})}
+    chip, calibrated = _known_chips(chip)
     places = clusters_asked_for(
         cluster, chip, chips, chips_per_node, interconnect_gbit_per_second=interconnect_gbit_per_second,
         dollars_per_hour=dollars_per_hour, host_memory_gb=host_memory_gb, software=software,
@@ -160,7 +163,7 @@ def plan(
         tokens,
         minimize,
         dict(layout or {}),
-        shares_asked_for(chip) if shares is None else shares,
+        calibrated if shares is None else shares,
         counted,
         tokens_per_step,
         *_limits(tokens, days, budget, minimize),
@@ -194,6 +197,20 @@ def plan(
     kinds = {tuple(group.chip.name for group in place.groups) for place in places}
     is_shared = len(kinds) > 1 and len(places) <= MOST_SHARED
     return replace(found, shared=_shared(found, tokens_per_step)) if is_shared else found
+
+
+def _known_chips(chip: str | Chip | Sequence[str | Chip]) -> tuple[list[str | Chip], Shares | None]:
+    """The chips that are named, and the shares of this machine as calibrated if it is the one; None for the published ones."""
+    names = [chip] if isinstance(chip, str | Chip) else list(chip)
+    if HERE not in names:
+        return names, None
+    if len(names) > 1:
+        raise ChipError("this machine and other chips were requested together.", "Plan for them one after the other.")
+    # What reads runs takes as long to load as all the rest.
+    from narrowgauge.planner.measured.calibration import kept
+
+    found = kept(HERE)
+    return [found.chip], found.shares
 
 
 def _limits(
@@ -326,8 +343,8 @@ def _state_options(question: Question, recipes: Sequence[Recipe], numbers: Seque
                 yield Option(recipe, layout, state)
                 continue
             option = Option(recipe, layout, state, cluster.memory_bytes, cluster=cluster.name)
-            given = size, recipe, layout, cluster, question.sequence_length
-            yield option if option.fits else replace(option, advice=smallest_changes(*given, fixed=question.fixed))
+            job = Job(size, recipe, layout, cluster, question.sequence_length)
+            yield option if option.fits else replace(option, advice=smallest_changes(job, fixed=question.fixed))
 
 
 def _state_layout(fixed: Mapping[str, Any], number: int | None) -> Layout:

@@ -1,122 +1,36 @@
-"""A plan: a question, its options, and their tables; a few sentences say what follows from them (``answers``)."""
+"""A plan and how it is told: its table of options, the sentences that follow from them, every term, and a settings file.
+
+The tables are plain values. Each sentence says one thing and names the figures it rests on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.planner.formatting import (
     amount,
     axes_text,
     dollars_text,
+    duration,
     energy_text,
     gigabytes,
     layout_text,
     seconds_text,
     unit_of,
 )
-from narrowgauge.planner.inputs.architectures import Architecture
 from narrowgauge.planner.inputs.clusters import Cluster
-from narrowgauge.planner.inputs.efficiency import Shares, software_of
-from narrowgauge.planner.measured.scaling_law import CAUSES, duration
-from narrowgauge.planner.memory.activations import LayerCounter
-from narrowgauge.planner.options import NODE_POWER, NODE_POWER_SOURCE, OURS, Option
+from narrowgauge.planner.inputs.efficiency import software_of
+from narrowgauge.planner.measured.scaling_law import CAUSES
+from narrowgauge.planner.options import NODE_POWER, NODE_POWER_SOURCE, OURS, Option, Question
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_OF_IT, MOST_TOKENS_PER_STEP, usual_tokens_per_step
 from narrowgauge.planner.terms import Term, Terms, changes
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What was asked.
-
-    Args:
-        architecture: the shape of the model.
-        model: the name by which it was asked for.
-        clusters: to run on; none asks for the state alone.
-        sequence_length: tokens of a sequence.
-        num_tokens: of the whole run; None if not asked.
-        minimize: an objective of :data:`narrowgauge.planner.plan.OBJECTIVES`.
-        fixed: fields of the layout that were asked for.
-        shares: of the chips' printed rates; None for the published ones.
-        counted: what a layer keeps, counted in the model's own modules; None for the formulas.
-        tokens_per_step: of an optimizer step; None if not asked.
-        deadline_days, budget: within which the run must end, in days and dollars; None for no limit.
-        is_deadline_assumed: whether nobody gave the deadline.
-        largest: ``"context"`` or ``"batch"`` where the largest that fits is asked for; empty if not.
-        optimizer: whose states are counted.
-    """
-
-    architecture: Architecture
-    model: str
-    clusters: tuple[Cluster, ...] = ()
-    sequence_length: int = 0
-    num_tokens: float | None = None
-    minimize: str = "days"
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    shares: Shares | None = None
-    counted: LayerCounter | None = None
-    tokens_per_step: int | None = None
-    deadline_days: float | None = None
-    budget: float | None = None
-    is_deadline_assumed: bool = False
-    largest: str = ""
-    optimizer: str = "adamw"
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether there is a deadline or a budget."""
-        return self.deadline_days is not None or self.budget is not None
-
-    def meets(self, option: Option) -> bool:
-        """Whether an option fits and ends within the deadline and the budget.
-
-        Example:
-            >>> from narrowgauge.planner.plan import plan
-            >>> found = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=64, tokens=1e11, days=3)
-            >>> found.question.meets(found.best)
-            True
-        """
-        days = None if self.num_tokens is None else option.days(self.num_tokens)
-        if not option.fits or days is None:
-            return False
-        cost = None if self.num_tokens is None or self.budget is None else option.cost(self.num_tokens)
-        is_in_time = self.deadline_days is None or days <= self.deadline_days
-        return is_in_time and (self.budget is None or (cost is not None and cost <= self.budget))
-
-    def software_rows(self, cluster: Cluster) -> list[Row]:
-        """The software whose speed is planned, of each group of nodes; empty where the machine itself was measured."""
-        if self.shares is not None:
-            return []
-        return [software_of(group.chip, group.software).row() for group in cluster.groups]
-
-    def row(self) -> Row:
-        """Plain values, for JSON."""
-        adapters = self.architecture.adapters
-        return {
-            "model": self.model,
-            "num_parameters": self.architecture.num_parameters,
-            "num_active_parameters": self.architecture.num_active_parameters,
-            "num_trained_parameters": self.architecture.num_trained_parameters,
-            "clusters": [
-                {"name": cluster.name, "chips": cluster.num_chips, "software": self.software_rows(cluster)}
-                for cluster in self.clusters
-            ],
-            "sequence_length": self.sequence_length or None,
-            "tokens": self.num_tokens,
-            "minimize": self.minimize,
-            "layout": dict(self.fixed),
-            "deadline_days": self.deadline_days,
-            "budget": self.budget,
-            "largest": self.largest or None,
-            "optimizer": self.optimizer,
-            "adapters": None if adapters is None else {"rank": adapters.rank, "base": adapters.base},
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +70,9 @@ class Plan:
 
     def sentences(self) -> list[str]:
         """What follows from the options, the most important first."""
-        return sentences(self)
+        if self.is_state_only:
+            return [*_about_state(self), *_about_model(self)]
+        return [*_about_best(self), *_about_model(self), *_about_all(self)]
 
     def tables(self) -> list[Table]:
         """The table of options."""
@@ -325,12 +241,7 @@ _FULL = (
 )  # fmt: skip
 
 
-# FOLDED from planner.answers: What follows from the options of a plan, in sentences: each says one thing and the figures it rests on.
-
-if TYPE_CHECKING:
-    from narrowgauge.planner.inputs.clusters import Cluster
-
-    pass  # FOLDED: a self-import stood here
+# ── sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _BY_NAME = {cause.name: cause.remedy for cause in CAUSES}
 REMEDIES = {
@@ -354,13 +265,6 @@ MOST_SHARED = 3
 _LEAST_SHARE = 0.005
 USEFUL = ("matmuls", "attention")
 """Groups of a step that are the model's own operations; all others are overhead."""
-
-
-def sentences(plan: Plan) -> list[str]:
-    """What follows from the options, the most important first."""
-    if plan.is_state_only:
-        return [*_about_state(plan), *_about_model(plan)]
-    return [*_about_best(plan), *_about_model(plan), *_about_all(plan)]
 
 
 def _about_model(plan: Plan) -> Iterator[str]:
@@ -728,7 +632,7 @@ def _about_stability(plan: Plan) -> Iterator[str]:
         yield f"{best.title} loses {best.storage.loses}."
 
 
-# FOLDED from planner.train_settings: The best option of a plan as a settings file for ``narrowgauge train --config``.
+# ── the best option as settings of narrowgauge train ──────────────────────────────────────────────────────────────────────
 
 
 def train_settings(plan: Plan) -> str:

@@ -20,6 +20,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.planner.inputs.architectures import Architecture
 from narrowgauge.planner.inputs.clusters import Cluster
 from narrowgauge.planner.inputs.efficiency import Shares
+from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout, Offload, Recompute
 from narrowgauge.planner.memory.activations import LayerCounter, figures_of, kernels_of
 from narrowgauge.planner.memory.rank_memory import FIXED, host_bytes, memory_terms
@@ -156,12 +157,12 @@ class _Question:
 
     def pace(self, layout: Layout) -> float:
         """Seconds of a step by the sequence, without intervals."""
-        step = step_terms(*self._given(layout), has_intervals=False, known=self._known)
+        step = step_terms(self.job(layout), has_intervals=False, known=self._known)
         return step.total / layout.num_sequences
 
     def least_pace(self, layout: Layout) -> float:
         """A lower bound of it."""
-        return least_seconds(*self._given(layout), known=self._known) / layout.num_sequences
+        return least_seconds(self.job(layout), known=self._known) / layout.num_sequences
 
     @property
     def batch(self) -> Hashable:
@@ -176,7 +177,7 @@ class _Question:
             layout,
             self.memory(layout),
             cluster.memory_bytes,
-            step_terms(*self._given(layout), known=self._known),
+            step_terms(self.job(layout), known=self._known),
             length,
             self.architecture.flops_per_token(length),
             cluster.peak_flops_per_second,
@@ -185,8 +186,9 @@ class _Question:
             watts=cluster.watts,
         )
 
-    def _given(self, layout: Layout) -> tuple[Architecture, Recipe, Layout, Cluster, int, Shares | None]:
-        return self.architecture, self.recipe, layout, self.cluster, self.sequence_length, self.shares
+    def job(self, layout: Layout) -> Job:
+        """What is searched for in one of its layouts."""
+        return Job(self.architecture, self.recipe, layout, self.cluster, self.sequence_length, self.shares)
 
     @property
     def _known(self) -> Known:
@@ -249,7 +251,7 @@ def search(
         >>> best.fits, best.layout.num_ranks
         (True, 8)
     """
-    check_layout(architecture, recipe, Layout(), cluster, sequence_length)
+    check_layout(Job(architecture, recipe, Layout(), cluster, sequence_length))
     wanted = max(1, round((tokens_per_step or usual_tokens_per_step(cluster.num_chips)) / sequence_length))
     pinned = dict(fixed or {})
     free = tokens_per_step is None and "micro_batches" not in pinned
@@ -517,8 +519,8 @@ def _nearest(option: Option, question: _Question) -> Option:
     """An option that does not fit, with the smallest changes that would make it fit."""
     layout = option.layout
     option = replace(option, why_not=_full_host(layout, question))
-    given = question.architecture, question.recipe, layout, question.cluster, question.sequence_length
-    return replace(option, advice=smallest_changes(*given, fixed=question.fixed, counted=question.counted))
+    advice = smallest_changes(question.job(layout), fixed=question.fixed, counted=question.counted)
+    return replace(option, advice=advice)
 
 
 def _full_host(layout: Layout, question: _Question) -> str:
@@ -543,46 +545,38 @@ def _no_shape(question: _Question) -> RecipeError:
     return RecipeError(f"no layout with {asked} suits {question.architecture.name}: {why}.", "Leave a field open.")
 
 
-# FOLDED from planner.advice: Advice: the smallest changes that would make an impossible plan possible, each found by trying it.
+# ── the smallest changes that would make an impossible plan possible, each found by trying it ─────────────────────────────
 
 _MOST_CHIPS = 1 << 14
 _Value = TypeVar("_Value")
 Fits = Callable[[_Value], bool]
 
 
-def smallest_changes(
-    architecture: Architecture,
-    recipe: Recipe,
-    layout: Layout,
-    cluster: Cluster,
-    sequence_length: int,
-    *,
-    fixed: Mapping[str, Any],
-    counted: LayerCounter | None = None,
-) -> str:
+def smallest_changes(job: Job, *, fixed: Mapping[str, Any], counted: LayerCounter | None = None) -> str:
     """What would have to change for a layout to fit, one change at a time.
 
     Args:
-        architecture, recipe, layout, cluster, sequence_length: of the plan that does not fit.
+        job: what does not fit.
         fixed: fields of the layout that were asked for.
         counted: what a layer keeps, counted in the model's own modules; None for the formulas.
     Returns:
         A sentence; of each kind of change the smallest that suffices.
     """
+    layout, cluster = job.layout, job.cluster
 
-    def needed(recipe: Recipe = recipe, layout: Layout = layout, length: int = sequence_length) -> float:
-        return memory_terms(architecture, recipe, layout, length, counted=counted).total
+    def needed(recipe: Recipe = job.recipe, layout: Layout = layout, length: int = job.sequence_length) -> float:
+        return memory_terms(job.architecture, recipe, layout, length, counted=counted).total
 
     def held(layout: Layout) -> float:
-        return cluster.chips_per_node * host_bytes(architecture, recipe, layout, sequence_length)
+        return cluster.chips_per_node * host_bytes(job.architecture, job.recipe, layout, job.sequence_length)
 
     room = cluster.memory_bytes
     changes = [
         *_freed(layout, fixed, lambda other: needed(layout=other) <= room),
         *_offloaded(layout, lambda other: needed(layout=other) <= room, held),
-        *_narrower(recipe, lambda other: needed(recipe=other) <= room),
+        *_narrower(job.recipe, lambda other: needed(recipe=other) <= room),
         *_more_chips(layout, cluster, fixed, lambda other: needed(layout=other) <= room),
-        *_shorter(sequence_length, lambda length: needed(length=length) <= room),
+        *_shorter(job.sequence_length, lambda length: needed(length=length) <= room),
         *_larger_chips(needed(), cluster),
     ]
     if not changes:

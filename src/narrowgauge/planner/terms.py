@@ -80,7 +80,7 @@ class Terms:
         return sums
 
 
-# FOLDED from planner.term_changes: Changes between two sums of terms: which addend grew, and by how much.
+# ── changes between two sums ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)

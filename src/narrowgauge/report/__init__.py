@@ -1,1 +1,1 @@
-"""The page: figures and tables of runs as one document that opens from a disk."""
+"""Pages: figures and tables of runs, diagnoses and plans as documents that open from a disk."""

@@ -22,8 +22,7 @@ from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.series import Series, column, decimate, gaps, is_wide, json_list
 from narrowgauge.report.figures.traces import Figure, layout_of
 from narrowgauge.report.hindsight import Hindsight, earlier, hindsight, hindsight_table, trained_after
-from narrowgauge.report.page import digest_of, embedded, packed, plotly_script
-from narrowgauge.report.runs_page import asset, spec_of, template
+from narrowgauge.report.page import asset, digest_of, embedded, packed, plotly_script, spec_of, template
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import STEP, Row
 from narrowgauge.spec.tables import Table, number_columns, text_columns
@@ -316,7 +315,7 @@ def _since(found: TwoRuns, parting: Parting, one: Run, other: Run) -> list[str]:
     return [*said, "narrowgauge diagnose RUN OTHER reads two runs while they are training, and costs them nothing."]
 
 
-# FOLDED from report.timelines: The figures of a diagnosis: columns over the steps, with the first sign and the live word; the chain of signs; two runs.
+# ── figures: columns over the steps with the first sign and the live word, the chain of signs, two runs ───────────────────
 
 _SHOWN = {
     "loss": "Training loss",

@@ -1,6 +1,11 @@
-"""The recipes of a page, each a group of runs that differ in their seed alone.
+"""The recipes of a page, each a group of runs that differ in their seed alone, and what the page keeps of their gauges.
 
 A group has one label and one index in the palette, and keeps both in every figure and table.
+
+The gauges of a long run are a thousand numbers for each of hundreds of samples; as Python objects they take seven times the size
+of their file, more than most machines have for several runs. A page shows a few dozen tensors and a few dozen histograms. So each
+file is read once, what a figure may need is taken out of it as arrays, and the rest is released before the next file is opened. A
+table or a list that is missing or damaged adds nothing.
 """
 
 from __future__ import annotations
@@ -123,12 +128,7 @@ def final_loss(run: Run) -> float | None:
     return number((run.summary or {}).get("val_loss", last.get("val_loss")))
 
 
-# FOLDED from report.samples: What a page keeps of a run's gauges: far less than the run recorded, so that runs can be read one after the other.
-# FOLDED
-# FOLDED The gauges of a long run are a thousand numbers for each of hundreds of samples; as Python objects they take seven times
-# FOLDED the size of their file, more than most machines have for several runs. A page shows a few dozen tensors and a few dozen
-# FOLDED histograms. So each file is read once, what a figure may need is taken out of it as arrays, and the rest is released before
-# FOLDED the next file is opened. A table or a list that is missing or damaged adds nothing.
+# ── gauges ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 MOST_HISTOGRAMS = 60
 """Steps whose histograms are kept, at most."""

@@ -17,7 +17,7 @@ from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS
 from narrowgauge.analysis.monitor.alarms import number
 from narrowgauge.analysis.monitor.detectors import SERIOUS
 from narrowgauge.errors import RecordError
-from narrowgauge.planner.measured.scaling_law import duration
+from narrowgauge.planner.formatting import duration
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.tables import Table, text_columns

@@ -1,4 +1,9 @@
-"""Scripts and data inside a page: compressed, and encoded so that nothing in them means anything to HTML.
+"""A page: one HTML file, which opens from a disk without a network and can be sent by mail.
+
+Everything is inside: tables as plain HTML, which need no script; figures as data; Plotly, compressed. A policy in the head
+forbids the page to fetch anything and to run any script but the two of this package, named by their digests. Templates escape
+everything that comes from a run, so a tensor's name, whatever it holds, can only be read, and data is encoded so that nothing in it means
+anything to HTML.
 
 Plotly is five megabytes of JavaScript, and compressing it takes as long as the rest of a small report. It is the same for
 every page, so its compressed bytes are cached with the user's other caches. They are decompressed and compared before they
@@ -13,12 +18,21 @@ import functools
 import gzip
 import hashlib
 import json
+import re
 import zlib
+from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import jinja2
+import markupsafe
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.machine.cache_folder import cache_folder
-from narrowgauge.runs.atomic_io import write_whole
+from narrowgauge.report.figures.palette import DASHES, NUM_COLOURS, dash_of, symbol_of
+from narrowgauge.report.figures.traces import Figure
+from narrowgauge.runs.atomic_io import AGAIN, write_whole
+from narrowgauge.runs.schema import Row
 
 
 class Script(NamedTuple):
@@ -104,3 +118,57 @@ def _compressed(content: bytes) -> bytes:
 
 def _encoded(content: bytes) -> str:
     return base64.b64encode(content).decode()
+
+
+# ── templates ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def spec_of(figure: Figure) -> Row:
+    """A figure as the page's script takes it."""
+    view = figure.views[0][0] if figure.views else None
+    return {"data": figure.data, "layout": figure.layout | {"height": figure.height}, "view": view}
+
+
+@functools.cache
+def template(name: str) -> jinja2.Template:
+    """A template of this package, which escapes everything."""
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(asset),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["breakable"] = _breakable
+    environment.globals |= {
+        "symbol_of": symbol_of,
+        "dash_of": dash_of,
+        "num_colours": NUM_COLOURS,
+        "solid": DASHES[0],
+    }
+    return environment.get_template(name)
+
+
+def _breakable(text: Any) -> markupsafe.Markup:
+    """Text whose long names may break after a dot, a slash or an underscore, and nowhere else."""
+    return markupsafe.Markup(re.sub(r"(?<=\w)([._/])(?=[A-Za-z_])", r"\1<wbr>", str(markupsafe.escape(text))))
+
+
+def asset(name: str) -> str:
+    """A file of ``templates/``."""
+    return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8").strip()
+
+
+def write_page(text: str, page: Path) -> Path:
+    """Write a page.
+
+    Args:
+        text: the document.
+        page: the file; one that exists is replaced.
+    Returns:
+        The file.
+    Raises:
+        RecordError: it cannot be written.
+    """
+    write_whole(page, text.encode(), AGAIN)
+    return page

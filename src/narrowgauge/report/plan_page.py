@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import markupsafe
 
-from narrowgauge.planner.formatting import axes_text
-from narrowgauge.planner.inputs.clusters import Cluster
+from narrowgauge.planner.formatting import axes_text, duration
+from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.measured.launches import Attribution, attribution_lines
 from narrowgauge.planner.measured.regression import Regression, regression_lines
-from narrowgauge.planner.measured.scaling_law import Scaling, duration, scaling_lines
+from narrowgauge.planner.measured.scaling_law import Scaling, scaling_lines
 from narrowgauge.planner.options import MEMORY_GROUPS, STEP_GROUPS, Option
 from narrowgauge.planner.plan import sizes_of
 from narrowgauge.planner.plan_report import Plan, terms_table
 from narrowgauge.planner.time.roofline import Roof, roof_of
 from narrowgauge.report.figures.palette import colour, plain, symbol_of
 from narrowgauge.report.figures.traces import Figure
-from narrowgauge.report.page import digest_of, embedded, packed, plotly_script
-from narrowgauge.report.runs_page import asset, spec_of, template
-from narrowgauge.runs.atomic_io import AGAIN, write_whole
+from narrowgauge.report.page import asset, digest_of, embedded, packed, plotly_script, spec_of, template
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.tables import Table
-
-
-def write_page(text: str, page: Path) -> Path:
-    """Write a page.
-
-    Args:
-        text: the document.
-        page: the file; one that exists is replaced.
-    Returns:
-        The file.
-    Raises:
-        RecordError: it cannot be written.
-    """
-    write_whole(page, text.encode(), AGAIN)
-    return page
 
 
 def render_plan(plan: Plan) -> str:
@@ -155,7 +137,7 @@ def rendered(
     return page.lstrip()
 
 
-# FOLDED from report.plan_figures: The figures of a plan: memory and time of its options, the roofline of its best, and its scaling curve.
+# ── figures of a plan: memory and time of its options, the roofline of its best, and its scaling curve ────────────────────
 
 _MOST_OPTIONS = 24
 _LINE = 26
@@ -175,16 +157,18 @@ def figures_of(plan: Plan, sizes: Sequence[Option] = ()) -> list[Figure]:
     if timed:
         figures.append(time_bars(timed))
     if plan.best.step is not None and plan.question.clusters:
-        figures.append(roofline(roof_of(plan.question.architecture, plan.best, _cluster(plan))))
+        figures.append(roofline(roof_of(_best_job(plan))))
     if len(sizes) > 1:
         figures.append(scaling_curve(sizes))
     return figures
 
 
-def _cluster(plan: Plan) -> Cluster:
-    """The cluster of the best option; a part of one has the same chips."""
-    named = {cluster.name: cluster for cluster in plan.question.clusters}
-    return named.get(plan.best.cluster, plan.question.clusters[0])
+def _best_job(plan: Plan) -> Job:
+    """The best option on its cluster, or on the whole of which that is a part: the chips are the same."""
+    question, best = plan.question, plan.best
+    named = {cluster.name: cluster for cluster in question.clusters}
+    cluster = named.get(best.cluster, question.clusters[0])
+    return Job(question.architecture, best.recipe, best.layout, cluster, best.sequence_length)
 
 
 def memory_bars(options: Sequence[Option]) -> Figure:
@@ -336,7 +320,7 @@ def scaling_curve(sizes: Sequence[Option]) -> Figure:
     return Figure("scaling", "More and fewer chips", how, data, layout, height=380)
 
 
-# FOLDED from report.measured_figures: The figures of measured times: the law through the points, where steps went, and the terms of two launches side by side.
+# ── figures of measured times: the law through the points, where steps went, terms of two launches ────────────────────────
 
 _MARKS = 49
 _MOST_TERMS = 20

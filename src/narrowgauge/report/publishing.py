@@ -1,4 +1,4 @@
-"""From run folders to a page: runs are read, compared, and written as ``report.html`` and ``compare.json``."""
+"""From run folders to files that can be handed on: pages with their ``compare.json``, and zip files of what a page needs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
         raise RecordError(f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html.")
     if page.is_file() and not _is_page(page):
         raise RecordError(f"Cannot write {page}: the file there is no HTML page.", "Name another, or remove it first.")
-    return write_page(compare_runs(runs), page)
+    return write_report(compare_runs(runs), page)
 
 
 def _is_page(file: Path) -> bool:
@@ -104,7 +104,7 @@ def _is_page(file: Path) -> bool:
     return not begins or begins.startswith((b"<!doctype html", b"<html"))
 
 
-def write_page(found: Comparison, page: Path) -> Path:
+def write_report(found: Comparison, page: Path) -> Path:
     """Write the page of a comparison; returns its path."""
     # Late, since the page is most of what there is to load.
     from narrowgauge.report.runs_page import render
@@ -116,10 +116,10 @@ def write_page(found: Comparison, page: Path) -> Path:
 def publish(found: Comparison, out: Path) -> Path:
     """Write ``compare.json`` and ``report.html`` into a folder; returns the path of the page."""
     write_whole(out / "compare.json", found.json(), AGAIN)
-    return write_page(found, out / "report.html")
+    return write_report(found, out / "report.html")
 
 
-# FOLDED from report.packed_runs: Runs packed into one file, to hand them to somebody else: what of them is packed, and under which names.
+# ── runs packed into one file, to hand them to somebody else ──────────────────────────────────────────────────────────────
 
 RUN_FILES = ("run.toml", *(f"{name}.jsonl" for name in ROW_FILES), "summary.json")
 COMPARISON_FILES = ("compare.toml", "compare.json")

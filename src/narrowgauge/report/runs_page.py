@@ -1,23 +1,20 @@
-"""The report: runs in, one HTML file out, which opens from a disk without a network and can be sent by mail.
+"""The page of runs: one recipe or many, with their costs, figures, findings, events and environment.
 
-Everything is inside: the tables as plain HTML, which need no script; the figures as data; Plotly, compressed. A policy in
-the head forbids the page to fetch anything and to run any script but the two of this package, named by their digests. The
-template escapes everything that comes from a run, so a tensor's name, whatever it holds, can only be read.
+Its tables are plain values, which the template renders. Lost updates are shown as the audit last measured them, as in the
+verdict: sums over a run are dominated by its first large steps, and hide what is lost while the learning rate is small.
+
+A page shows measurements, and they stay readable whatever the diagnosis does: where it fails, its section says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from statistics import fmean
 from typing import Any
 
-import jinja2
 import markupsafe
 
 from narrowgauge.analysis.comparison.classification import Classification
@@ -29,12 +26,12 @@ from narrowgauge.report.figures.heat_maps import HEAT_MAPS, heat_maps
 from narrowgauge.report.figures.histograms import SHOWN_FORMATS, format_ranges, histograms
 from narrowgauge.report.figures.history_figures import ROUTINE, absent, event_strip
 from narrowgauge.report.figures.loss_figures import comparison_figures
-from narrowgauge.report.figures.palette import DASHES, NUM_COLOURS, colour, dash_of, plain, symbol_of
+from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.rank_figures import RANK_COLUMNS, rank_rows
 from narrowgauge.report.figures.series import number
 from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.groups import Group, Samples, final_loss, groups_of, run_names
-from narrowgauge.report.page import digest_of, embedded, packed, plotly_script
+from narrowgauge.report.page import asset, digest_of, embedded, packed, plotly_script, spec_of, template
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import STEP, SUMMARY, Column, Row
 
@@ -95,6 +92,7 @@ def render(found: Comparison, title: str = "") -> str:
         num_more_ranks=num_more_ranks,
         events=events,
         num_more_events=num_more,
+        max_repetitions=MAX_REPETITIONS,
         environment=environment(named),
         policy=f"'{digest_of(script)}' '{plotly.digest}'",
         style=markupsafe.Markup(asset("page.css")),
@@ -120,53 +118,13 @@ def _subtitle(runs: Sequence[Run]) -> str:
     return " · ".join([*words, f"{len(runs)} run{'' if len(runs) == 1 else 's'}"])
 
 
-def spec_of(figure: Figure) -> Row:
-    """A figure as the page's script takes it."""
-    view = figure.views[0][0] if figure.views else None
-    return {"data": figure.data, "layout": figure.layout | {"height": figure.height}, "view": view}
-
-
 def _gauge_data(groups: Sequence[Group], samples: Sequence[Samples]) -> list[Row]:
     maps = heat_maps([found.steps for found in samples], [found.metrics for found in samples])
     bars = histograms(samples, [group.index for group in groups for _ in group.samples])
     return [{"heat": heat, "histogram": histogram} for heat, histogram in zip(maps, bars, strict=True)]
 
 
-@functools.cache
-def template(name: str) -> jinja2.Template:
-    """A template of this package, which escapes everything."""
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(asset),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["breakable"] = _breakable
-    environment.globals |= {
-        "symbol_of": symbol_of,
-        "dash_of": dash_of,
-        "num_colours": NUM_COLOURS,
-        "solid": DASHES[0],
-        "max_repetitions": MAX_REPETITIONS,
-    }
-    return environment.get_template(name)
-
-
-def _breakable(text: Any) -> markupsafe.Markup:
-    """Text whose long names may break after a dot, a slash or an underscore, and nowhere else."""
-    return markupsafe.Markup(re.sub(r"(?<=\w)([._/])(?=[A-Za-z_])", r"\1<wbr>", str(markupsafe.escape(text))))
-
-
-def asset(name: str) -> str:
-    """A file of ``templates/``."""
-    return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8").strip()
-
-
-# FOLDED from report.page_tables: The tables of a page as plain values, which the template renders: costs, losses at equal time, events, environment.
-# FOLDED
-# FOLDED Lost updates are shown as the audit last measured them, as in the verdict: sums over a run are dominated by its first large
-# FOLDED steps, and hide what is lost while the learning rate is small.
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 MAX_EVENT_ROWS = 300
 MAX_REPETITIONS = 100
@@ -489,9 +447,7 @@ def _flat(table: Row, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# FOLDED from report.run_findings: What the diagnosis says of the runs of a page: a row per finding, one line for all healthy runs, and marks in the figures.
-# FOLDED
-# FOLDED A page shows measurements, and they stay readable whatever the diagnosis does: where it fails, its section says so.
+# ── findings: a row for each, one line for all healthy runs, and marks in the figures ─────────────────────────────────────
 
 MARKED = ("training-loss", "validation-loss", "grad-norm")
 """Figures over steps in which first signs are marked."""

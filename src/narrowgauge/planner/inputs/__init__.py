@@ -1,1 +1,1 @@
-"""TODO: one line: what this package holds."""
+"""What a plan starts from: models, machines, what these reach of their printed rates, and layouts."""

@@ -18,16 +18,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, suggestion
-from narrowgauge.planner.inputs.efficiency import SOFTWARE, Shares, software_of
+from narrowgauge.planner.inputs.efficiency import SOFTWARE, software_of
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml_text import load_toml
-
-if TYPE_CHECKING:
-    from narrowgauge.planner.measured.calibration import Calibration
-
 
 HOST_GB_PER_SECOND = {"PCIe3": 15.75, "PCIe4": 31.5, "PCIe5": 63.0, "NVLink-C2C": 450.0}
 """Printed rates of the links to the host in one direction, 10^9 bytes per second; of 16 lanes."""
@@ -346,10 +342,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from error
 
 
-# FOLDED from planner.places: Places: the clusters that a question names, and parts of them where fewer chips may be better.
+# ── the clusters that a question names, and parts of them where fewer chips may be better ─────────────────────────────────
 
 HERE = "here"
-"""The name of this machine, as :mod:`~narrowgauge.planner.measured.calibration` has it."""
+"""The name of this machine, as :mod:`~narrowgauge.planner.measured.calibration` keeps it: ``--chip here``."""
 Named = Cluster | str | Path
 
 
@@ -383,32 +379,8 @@ def clusters_asked_for(
         raise ChipError(
             f"a cluster and {next(iter(given))} were requested together.", "Write it into the cluster's file."
         )
-    rows = [_here().chip if each == HERE else each for each in names]
-    found += [cluster_of(each, number, chips_per_node, **given) for each in rows for number in numbers or [1]]
+    found += [cluster_of(each, number, chips_per_node, **given) for each in names for number in numbers or [1]]
     return tuple(found)
-
-
-def shares_asked_for(chip: str | Chip | Sequence[str | Chip]) -> Shares | None:
-    """The calibrated shares if this machine is among the chips; None for the published ones.
-
-    Args:
-        chip: one or more chips.
-    Raises:
-        ChipError: this machine was not calibrated, or other chips are named beside it.
-    """
-    names = [chip] if isinstance(chip, str | Chip) else list(chip)
-    if HERE not in names:
-        return None
-    if len(names) > 1:
-        raise ChipError("this machine and other chips were requested together.", "Plan for them one after the other.")
-    return _here().shares
-
-
-def _here() -> Calibration:
-    # What reads runs takes as long to load as all the rest.
-    from narrowgauge.planner.measured.calibration import kept
-
-    return kept(HERE)
 
 
 def numbers_of(chips: int | Sequence[int]) -> list[int]:

@@ -164,7 +164,7 @@ class Layout:
         return self.is_whole and (self.zero in (0, 3) or self.shard == 1)
 
 
-# FOLDED from planner.named_layouts: Layouts as they are asked for: names, and fields with values.
+# ── layouts as they are asked for: names, and fields with values ──────────────────────────────────────────────────────────
 
 NAMED_LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "zero": 3},

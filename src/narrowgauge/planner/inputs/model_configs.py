@@ -1,7 +1,7 @@
-"""Reads architectures: presets by name, and Hugging Face ``config.json`` files of the families in the table.
+"""Architectures of presets, and of Hugging Face ``config.json`` files.
 
-A configuration says less than a model has; what the code of its family adds is in :mod:`narrowgauge.planner.inputs.model_families`. A family
-that is not in that table is refused instead of being taken for a Llama.
+A configuration says less than a model has; :mod:`~narrowgauge.planner.inputs.model_families` says what the code of its family
+adds. A family that is not in that table is refused instead of being taken for a Llama.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def _mixture_layers(reader: _Reader, layers: int) -> int:
     return sum(first <= i <= last and (i + 1) % step == 0 and i not in listed for i in range(layers))
 
 
-# FOLDED from planner.presets: Preset shapes for planning, as keys of a Hugging Face ``config.json``; models that ``train`` builds are in ``spec/models``.
+# ── presets: shapes for planning as keys of a config.json; those that train builds are in spec/models ─────────────────────
 
 Config = dict[str, Any]
 

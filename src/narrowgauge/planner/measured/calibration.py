@@ -5,6 +5,11 @@ what this one reaches, and an interval says how well they agree. The result is k
 machine, or the name of a chip in the table. It is used where it is asked for, and a plan that uses it says so.
 
 A processor has no row in the table of chips. ``here`` then has nominal rates of its instruction set, and the shares say the rest.
+
+A share enters a predicted time through quotients and maxima, so the fit is a sequence of linear ones (Gauss–Newton, with steps
+halved where they overshoot). Unknowns are logarithms, since a share is positive and errors are relative. Every share has a prior:
+the published one with its interval, or next to nothing on a machine of which nothing is published. So a share that no observation
+depends on keeps its published value, and fewer observations than unknowns are enough.
 """
 
 from __future__ import annotations
@@ -20,9 +25,10 @@ from typing import Any
 
 from narrowgauge.errors import ChipError, DataError
 from narrowgauge.machine.cache_folder import cache_folder
+from narrowgauge.planner.inputs.clusters import HERE
 from narrowgauge.planner.inputs.efficiency import Share, Shares, shares_of
-from narrowgauge.planner.measured.launches import Launch, read_launch
-from narrowgauge.planner.measured.least_squares import solve
+from narrowgauge.planner.measured.launches import Launch, planned_step, read_launch
+from narrowgauge.planner.measured.least_squares import NOISE, SIGMAS, solve
 from narrowgauge.planner.time.roofline import Setting, Shape, operation_seconds, setting_of
 from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.record import read_run
@@ -30,8 +36,6 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.spec.chips import CHIPS, Chip
 from narrowgauge.spec.notation import parse_value
 
-HERE = "here"
-"""The name of this machine, as ``--chip here``."""
 _VERSION = 1
 _UNKNOWN, _DERIVED = 1.5, 0.7
 """Standard deviation of the logarithm of a share of nominal rates: a factor of 4.5 either way for matmuls, memory and links, of 2
@@ -155,7 +159,7 @@ def step_observation(launch: Launch) -> Observation:
     assert launch.measured is not None
 
     def predict(shares: Shares) -> float:
-        return launch.planned_step(shares, has_intervals=False).total
+        return planned_step(launch.job, shares, has_intervals=False).total
 
     return Observation(launch.name, launch.measured.total, predict)
 
@@ -357,17 +361,8 @@ def calibration_lines(found: Calibration) -> list[str]:
     return said
 
 
-# FOLDED from planner.fitting: Fitting shares: which shares of its rates make a machine as fast as it was seen to be.
-# FOLDED
-# FOLDED A share enters a predicted time through quotients and maxima, so the fit is a sequence of linear ones (Gauss–Newton, with steps
-# FOLDED halved where they overshoot). Unknowns are logarithms, since a share is positive and errors are relative. Every share has a prior:
-# FOLDED the published one with its interval, or next to nothing on a machine of which nothing is published. So a share that no observation
-# FOLDED depends on keeps its published value, and fewer observations than unknowns are enough.
+# ── the fit ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-NOISE = 0.02
-"""Relative error of a measured time, at least."""
-SIGMAS = 1.2816
-"""Standard deviations of the interval in which a value lies four times out of five."""
 _ROUNDS = 30
 _STEP = 1e-3  # of a logarithm, for derivatives
 _LARGEST_MOVE = 1.0  # of a logarithm, in one round

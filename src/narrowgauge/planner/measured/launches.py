@@ -1,4 +1,4 @@
-"""Launches: a job as it was started, read from a file of settings or from the folder of a run.
+"""Launches: jobs as they were started, read from a file of settings or from the folder of a run, and where their steps went.
 
 A launch file has the settings of ``narrowgauge train`` that decide how long a step takes, and says where the job runs::
 
@@ -20,6 +20,12 @@ A launch file has the settings of ``narrowgauge train`` that decide how long a s
     step_seconds = 3.9        # or tokens_per_second
 
 Other settings of a training run may stand there too and are not read.
+
+A run on several ranks records how long its ranks were in collectives on average, and how long the others waited there for the
+slowest one. So a measured step splits into computing, sending and waiting without a guess. Steps whose update was not applied,
+and those that a rollback undid, are added to the steps that count: what they cost is the price of numerics and of faults. Two
+runs of the same work on different numbers of ranks then say what was lost: each part of the larger one, less what it should have
+been had all work been divided.
 """
 
 from __future__ import annotations
@@ -33,18 +39,19 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, RecordError
-from narrowgauge.planner.inputs.architectures import Architecture
+from narrowgauge.planner.formatting import duration
 from narrowgauge.planner.inputs.clusters import Cluster, cluster_of, read_cluster
 from narrowgauge.planner.inputs.efficiency import Shares
+from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.inputs.model_configs import read_architecture
-from narrowgauge.planner.measured.scaling_law import Point, causes_of, duration
+from narrowgauge.planner.measured.least_squares import SIGMAS
+from narrowgauge.planner.measured.scaling_law import Point, causes_of
 from narrowgauge.planner.terms import Change, Term, Terms, changes
 from narrowgauge.planner.time.step_time import step_terms
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.notation import parse_value
-from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.toml_text import load_toml
 
 Settings = Mapping[str, Any]
@@ -56,40 +63,25 @@ class Launch:
 
     Args:
         name: of the file or folder.
-        architecture, recipe, layout, cluster: see their modules.
-        sequence_length: in tokens.
+        job: what it trains, and where.
         measured: seconds of a step by part, where it was measured.
     """
 
     name: str
-    architecture: Architecture
-    recipe: Recipe
-    layout: Layout
-    cluster: Cluster
-    sequence_length: int
+    job: Job
     measured: Terms | None = None
 
-    @property
-    def tokens(self) -> int:
-        """Of an optimizer step."""
-        return self.layout.num_sequences * self.sequence_length
 
-    def planned_step(self, shares: Shares | None, *, has_intervals: bool = True) -> Terms:
-        """The step as planned, without what a measured step leaves out: checkpoints and failures.
+def planned_step(job: Job, shares: Shares | None, *, has_intervals: bool = True) -> Terms:
+    """A step as planned, without what a measured step leaves out: checkpoints and failures.
 
-        Args:
-            shares, has_intervals: as for :func:`~narrowgauge.planner.time.step_time.step_terms`.
-        """
-        step = step_terms(
-            self.architecture,
-            self.recipe,
-            self.layout,
-            self.cluster,
-            self.sequence_length,
-            shares,
-            has_intervals=has_intervals,
-        )
-        return step.without("checkpoints", "faults")
+    Args:
+        job: of a launch.
+        shares: of the chips' printed rates; None for the published ones.
+        has_intervals: as for :func:`~narrowgauge.planner.time.step_time.step_terms`.
+    """
+    step = step_terms(dataclasses.replace(job, shares=shares), has_intervals=has_intervals)
+    return step.without("checkpoints", "faults")
 
 
 def read_launch(path: str | Path, chip: Chip | None = None) -> Launch:
@@ -115,7 +107,7 @@ def read_launch(path: str | Path, chip: Chip | None = None) -> Launch:
     layout = _layout(own, path) if own is not None else layout_of(table, cluster.num_chips, str(path))
     launch = _launch(path.name, table, layout, cluster, str(path))
     if isinstance(measured, float):
-        measured = _measured_terms(launch.tokens / measured, path)
+        measured = _measured_terms(launch.job.tokens_per_step / measured, path)
     return dataclasses.replace(launch, measured=measured)
 
 
@@ -136,14 +128,8 @@ def _of_run(path: Path, chip: Chip | None) -> Launch:
 
 def _launch(name: str, table: Settings, layout: Layout, cluster: Cluster, where: str) -> Launch:
     recipe = parse_value(_required(table, "recipe", where), where)
-    return Launch(
-        name,
-        read_architecture(str(_required(table, "model", where))),
-        recipe,
-        layout,
-        cluster,
-        _whole(table, "sequence_length", where),
-    )
+    architecture = read_architecture(str(_required(table, "model", where)))
+    return Launch(name, Job(architecture, recipe, layout, cluster, _whole(table, "sequence_length", where)))
 
 
 def layout_of(table: Settings, num_ranks: int, where: str) -> Layout:
@@ -259,18 +245,11 @@ def _measured_terms(seconds: float, path: Path) -> Terms:
     return Terms((Term("step", "measured step", seconds, f"[measured] of {path.name}", str(path)),))
 
 
-# FOLDED from planner.attribution: Attribution: where the steps of measured runs went, and what of it more ranks did not divide.
-# FOLDED
-# FOLDED A run on several ranks records how long its ranks were in collectives on average, and how long the others waited there for the
-# FOLDED slowest one. So a step splits into computing, sending and waiting without a guess. Steps whose update was not applied, and those
-# FOLDED that a rollback undid, are added to the steps that count: what they cost is the price of numerics and of faults. Two runs of the
-# FOLDED same work on different numbers of ranks then say what was lost: each part of the larger one, less what it should have been
-# FOLDED had all work been divided.
+# ── attribution: where the steps of measured runs went, and what of it more ranks did not divide ──────────────────────────
 
 LEAST_STEPS = 6
 """Steps that a run must have: the first two compile, and a quarter at either end is left out."""
 _WARM_UP = 2
-_SIGMAS = 1.2816
 _LATE = 0.5
 """Share of the steps from which on a rank that was the last to arrive is named."""
 _WORDS = {
@@ -344,7 +323,7 @@ def measured_step(run: Run) -> MeasuredStep:
 
 def _term(group: str, values: Sequence[float], run: Run) -> Term:
     mean = statistics.fmean(values)
-    half = _SIGMAS * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    half = SIGMAS * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     formula = f"mean of the middle {len(values)} steps"
     return Term(group, _WORDS[group], mean, formula, str(run.path), mean - half, mean + half)
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.planner.formatting import duration
 from narrowgauge.planner.inputs.clusters import Nodes
 from narrowgauge.planner.inputs.efficiency import Shares
+from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
-from narrowgauge.planner.measured.launches import Launch
-from narrowgauge.planner.measured.scaling_law import duration
+from narrowgauge.planner.measured.launches import Launch, planned_step
 from narrowgauge.planner.terms import Change, Terms, changes
 
 _AXES = ("data", "shard", "zero", "tensor", "pipeline", "interleave", "context", "expert", "expert_tensor")
@@ -61,7 +62,7 @@ class Regression:
     @property
     def scale(self) -> float:
         """Tokens of a step after over those before: times before are multiplied by it."""
-        return self.after.tokens / self.before.tokens
+        return self.after.job.tokens_per_step / self.before.job.tokens_per_step
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -100,27 +101,27 @@ def compare_launches(before: Launch, after: Launch, shares: Shares | None = None
     """
     if before.name == after.name:
         before, after = replace(before, name=f"{before.name} (before)"), replace(after, name=f"{after.name} (after)")
-    old, new = (launch.planned_step(shares) for launch in (before, after))
+    old, new = (planned_step(launch.job, shares) for launch in (before, after))
     effects = [
-        Effect(name, was, now, _alone(moved, before, old, shares))
-        for name, was, now, moved in _differing(before, after)
+        Effect(name, was, now, _alone(moved, before.job, old, shares))
+        for name, was, now, moved in _differing(before.job, after.job)
     ]
     effects.sort(key=lambda effect: -abs(effect.seconds or 0.0))
     return Regression(before, after, old, new, tuple(effects))
 
 
-def _alone(moved: Launch | None, before: Launch, old: Terms, shares: Shares | None) -> float | None:
-    """Seconds that a step of the first launch's tokens grows by."""
+def _alone(moved: Job | None, before: Job, old: Terms, shares: Shares | None) -> float | None:
+    """Seconds that a step of the first job's tokens grows by."""
     if moved is None:
         return None
     try:
-        return moved.planned_step(shares).total * before.tokens / moved.tokens - old.total
+        return planned_step(moved, shares).total * before.tokens_per_step / moved.tokens_per_step - old.total
     except NarrowgaugeError:  # the setting needs another one that changed too
         return None
 
 
-def _differing(before: Launch, after: Launch) -> Iterator[tuple[str, str, str, Launch | None]]:
-    """Settings that differ: name, both values, and the first launch with the second one's."""
+def _differing(before: Job, after: Job) -> Iterator[tuple[str, str, str, Job | None]]:
+    """Settings that differ: name, both values, and the first job with the second one's."""
     if before.architecture != after.architecture:
         moved = replace(before, architecture=after.architecture)
         yield "model", before.architecture.name, after.architecture.name, moved
@@ -133,7 +134,7 @@ def _differing(before: Launch, after: Launch) -> Iterator[tuple[str, str, str, L
     yield from _differing_clusters(before, after)
 
 
-def _differing_layouts(before: Launch, after: Launch) -> Iterator[tuple[str, str, str, Launch | None]]:
+def _differing_layouts(before: Job, after: Job) -> Iterator[tuple[str, str, str, Job | None]]:
     old, new = before.layout, after.layout
     axes = [name for name in _AXES if getattr(old, name) != getattr(new, name)]
     if axes:
@@ -154,7 +155,7 @@ def _said(layout: Layout, axes: list[str]) -> str:
     return ", ".join(f"{name} {getattr(layout, name)}" for name in axes)
 
 
-def _differing_clusters(before: Launch, after: Launch) -> Iterator[tuple[str, str, str, Launch | None]]:
+def _differing_clusters(before: Job, after: Job) -> Iterator[tuple[str, str, str, Job | None]]:
     old, new = before.cluster, after.cluster
     if len(old.groups) != 1 or len(new.groups) != 1:
         if old != new:
@@ -220,7 +221,8 @@ def _headline(found: Regression) -> str:
         f"takes {duration(old)}: {_grew(found.explained, old)}."
     )
     if found.scale != 1:
-        said += f" A step has {found.scale:.3g} × the tokens, which is counted: both are for {after.tokens:,} tokens."
+        tokens = after.job.tokens_per_step
+        said += f" A step has {found.scale:.3g} × the tokens, which is counted: both are for {tokens:,} tokens."
     return said
 
 
@@ -287,7 +289,7 @@ def regression_dict(found: Regression) -> dict[str, Any]:
     return {
         "before": {"name": found.before.name, "seconds": found.scale * found.before_step.total},
         "after": {"name": found.after.name, "seconds": found.after_step.total, "low": low, "high": high},
-        "tokens": found.after.tokens,
+        "tokens": found.after.job.tokens_per_step,
         "terms": [
             {"group": c.group, "name": c.name, "before": c.before, "after": c.after, "difference": c.difference}
             for c in found.changes

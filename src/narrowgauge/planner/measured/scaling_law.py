@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.measured.least_squares import solve
+from narrowgauge.planner.formatting import duration
+from narrowgauge.planner.measured.least_squares import NOISE, SIGMAS, solve
 
 SHAPES: dict[str, Callable[[float], float]] = {
     "divided": lambda chips: 1 / chips,
@@ -25,9 +26,6 @@ SHAPES: dict[str, Callable[[float], float]] = {
 }
 """How a part of the time depends on the number of chips; the first is what more chips are bought for."""
 
-NOISE = 0.02
-"""Relative error that a reported time is assumed to have where the points themselves do not show a larger one."""
-_SIGMAS = 1.2816  # four times out of five
 _ALLOWED = 1.5  # times that noise: what a law may miss the points by, however well another one fits
 _MOST_UNKNOWNS = 3
 _UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -84,23 +82,6 @@ def _read_point(text: str) -> Point:
     if point.chips < 1 or not (0 < point.seconds < math.inf):
         raise DataError(f"'{text}' is no measured time: chips and time must be above zero.", _EXAMPLE)
     return point
-
-
-def duration(seconds: float) -> str:
-    """A time in the largest unit of which it has two, to three digits.
-
-    Example:
-        >>> duration(864000), duration(93600), duration(5.5 * 86400), duration(0.0123)
-        ('10 d', '26 h', '5.5 d', '12.3 ms')
-    """
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if abs(seconds) >= 2 * size or (unit == "d" and abs(seconds) >= 1.75 * size):
-            return f"{_digits(seconds / size)} {unit}"
-    return f"{seconds:.3g} s" if abs(seconds) >= 1 or seconds == 0 else f"{1e3 * seconds:.3g} ms"
-
-
-def _digits(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +172,7 @@ class Scaling:
             >>> [f"{end / 86400:.1f}" for end in fit(read_points("128:10d,256:7d")).interval(512)]
             ['5.2', '8.0']
         """
-        middles = [(law.seconds(chips), _SIGMAS * law.deviation(chips, self.points)) for law in self.laws]
+        middles = [(law.seconds(chips), SIGMAS * law.deviation(chips, self.points)) for law in self.laws]
         return max(0.0, min(m - d for m, d in middles)), max(m + d for m, d in middles)
 
     def speed_up(self, before: float, after: float) -> float:
@@ -254,10 +235,7 @@ def _law(names: Sequence[str], points: Sequence[Point]) -> Law | None:
     return Law(dict(zip(names, values, strict=True)), error, tuple(map(tuple, weights)))
 
 
-# FOLDED from planner.scaling_answer: What measured times say, in sentences and as values: first the premise, then the law, then what it leaves open.
-# FOLDED
-# FOLDED Two times never show *what* does not shrink. So the sentences name the split that the usual law gives, say whether a point could
-# FOLDED have contradicted it, and list which measurement would tell.
+# ── the answer: first the premise, then the law, then what it leaves open ─────────────────────────────────────────────────
 
 _REST = ("constant", "logarithmic", "linear")
 _SHAPE_WORDS = {
@@ -440,11 +418,7 @@ def _prediction(scaling: Scaling, first: int, chips: int) -> dict[str, Any]:
     }
 
 
-# FOLDED from planner.causes: What can keep twice the chips from halving the time: one table, read by every answer about scaling.
-# FOLDED
-# FOLDED A cause is known by how it grows with the number of chips, which three measured sizes can tell, and by the measurement that shows
-# FOLDED it alone, which one step of two sizes can tell. The group is that of :mod:`~narrowgauge.planner.measured.launches`, where run folders
-# FOLDED were measured, and of :mod:`~narrowgauge.planner.time.step_time`, where a step is modelled.
+# ── causes: what can keep twice the chips from halving the time ───────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,10 +251,7 @@ def cast_weight_bytes(architecture: Architecture, recipe: Recipe) -> float:
     return widths.matmul if widths.is_cast and recipe.compute.is_wide else 0.0
 
 
-# FOLDED from planner.memory_figures: What the memory of a rank is computed from: bytes of a recipe's state and of its tensors, and the question's own numbers.
-# FOLDED
-# FOLDED What one layer keeps comes from formulas (:mod:`narrowgauge.planner.memory.activations`), or from a count in the model's own modules
-# FOLDED where the caller has one: a :data:`LayerCounter` replaces the formula in every layout whose layers run as those modules do.
+# ── figures: what does not depend on the layout, and one rank's request ───────────────────────────────────────────────────
 
 COUNTED = "counted in the model's own modules with fake tensors (narrowgauge plan --exact)"
 """The source of a term whose bytes were counted and do not follow from a formula."""

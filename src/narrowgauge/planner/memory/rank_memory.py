@@ -4,7 +4,8 @@ A step has moments that can be the worst: the end of forward, where all activati
 backward, where the logits' gradient joins them; and the end of backward, where all gradients exist. Each is a sum of terms;
 the terms of the largest are returned, so that their sum is a peak and not a sum of peaks.
 
-What is between steps is :mod:`narrowgauge.planner.memory.state_bytes`, what layers keep :mod:`narrowgauge.planner.memory.activations`.
+What is there between steps comes from :mod:`~narrowgauge.planner.memory.state_bytes`, what layers keep from
+:mod:`~narrowgauge.planner.memory.activations`.
 """
 
 from __future__ import annotations
@@ -276,7 +277,7 @@ def _head_gradient(request: Request, stage: Stage, early: Term) -> list[Term]:
     return [Term("gradients", "gradient of the head", value / request.layout.tensor, "the first that backward makes")]
 
 
-# FOLDED from planner.gathered_memory: Memory of what is gathered from other ranks while it is used: unsharded weights, their gradients, inputs of tensor ranks.
+# ── what is gathered from other ranks while it is used ────────────────────────────────────────────────────────────────────
 
 ON_THEIR_WAY = "gradients of two layers"
 ZERO = "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5"
@@ -349,7 +350,7 @@ def _outer_weights(request: Request, stage: Stage) -> float:
     return sum(part.on_rank(layout.tensor).weights for part in parts)
 
 
-# FOLDED from planner.head_memory: Memory of the head and the loss: logits, whole or a chunk of tokens at a time.
+# ── the head and the loss: logits, whole or a chunk of tokens at a time ───────────────────────────────────────────────────
 
 CHUNK_LOGITS = 1 << 24
 """Logits of one chunk of the trainer's loss, 64 MiB in float32: smaller ones make thin matmuls, larger ones gain little."""
@@ -414,7 +415,7 @@ def _chunked(request: Request, width: float) -> list[Term]:
     ]
 
 
-# FOLDED from planner.memory_overhead: Memory that no formula gives: of the driver, of libraries, and what the allocator cannot use; as intervals.
+# ── what no formula gives: the driver, libraries, and what the allocator cannot use ───────────────────────────────────────
 
 FIXED: dict[str, tuple[float, float, float]] = {
     "context": (0.7e9, 0.4e9, 1.0e9),
@@ -450,7 +451,7 @@ def overhead_terms(dynamic_bytes: float, num_ranks: int, fixed: Mapping[str, flo
     return found
 
 
-# FOLDED from planner.pipeline_stages: Pipeline stages: which layers a stage holds, and of how many micro-batches their activations exist at once.
+# ── pipeline stages: which layers a stage holds, and of how many micro-batches their activations exist at once ────────────
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""TODO: one line: what this package holds."""
+"""How long a step takes, in seconds: from single kernels and collectives to the whole step."""

@@ -200,10 +200,7 @@ def send_seconds(num_bytes: float, path: Path) -> float:
     return num_bytes / path.network_bytes_per_second + path.network_latency
 
 
-# FOLDED from planner.exchange_times: Exchange times: what ranks send in an optimizer step, how long it takes, and how much of it computing hides.
-# FOLDED
-# FOLDED Ranks are numbered with tensor ranks innermost, then context, shard, data and pipeline ranks (Megatron-LM's order), and nodes hold
-# FOLDED consecutive ranks: tensor ranks share a node where they fit, stages lie in different ones.
+# ── exchanges: what ranks send in a step, how long it takes, and how much of it computing hides ───────────────────────────
 
 
 class Exchange(NamedTuple):

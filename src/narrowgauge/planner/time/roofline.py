@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from narrowgauge.planner.inputs.architectures import Architecture, Matmul
-from narrowgauge.planner.inputs.clusters import Cluster
+from narrowgauge.planner.inputs.architectures import Matmul
 from narrowgauge.planner.inputs.efficiency import Shares, rate_name, shares_of
-from narrowgauge.planner.options import Option
+from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
 from narrowgauge.spec.formats import get_format
@@ -221,7 +220,7 @@ def weight_bytes(setting: Setting, chip: Chip) -> float:
     return sum(_written_bytes(product.right, is_native(product, compute, chip)) for product in products)
 
 
-# FOLDED from planner.roofline_points: The matmuls of an option as points of a roofline: operations per byte of memory traffic, and the rate they reach.
+# ── the matmuls of a job as points of the roofline ────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +248,7 @@ class Roof:
         chip: its name.
         bytes_per_second: of memory, times its measured share.
         peaks: TFLOP/s by format, times its measured share.
-        points: the matmuls of an option.
+        points: the matmuls of a job.
     """
 
     chip: str
@@ -258,28 +257,26 @@ class Roof:
     points: tuple[Point, ...]
 
 
-def roof_of(architecture: Architecture, option: Option, cluster: Cluster) -> Roof:
-    """The roofline of an option on the slowest chip of its cluster.
+def roof_of(job: Job) -> Roof:
+    """The roofline of a job on the slowest chip of its cluster, at the published shares.
 
     Args:
-        architecture: of the model.
-        option: whose micro-batch and tensor ranks give the matmuls their sizes.
-        cluster: that it runs on.
+        job: whose micro-batch and tensor ranks give the matmuls their sizes.
     """
-    chip = min((group.chip for group in cluster.groups), key=lambda each: max(each.peak_tflops.values()))
-    compute = option.recipe.compute
+    chip = min((group.chip for group in job.cluster.groups), key=lambda each: max(each.peak_tflops.values()))
+    compute = job.recipe.compute
     product = compute.products["output"]
     is_narrow = is_native(product, compute, chip)
-    wide = COMPUTES[option.recipe.dtype].products["output"].left.format
+    wide = COMPUTES[job.recipe.dtype].products["output"].left.format
     narrow = product.left.format if is_narrow else wide
-    points = [_point(row, option, narrow if row.part != "head" else wide, chip) for row in architecture.matmuls]
+    points = [_point(row, job, narrow if row.part != "head" else wide, chip) for row in job.architecture.matmuls]
     peaks = {name: 1.0 / (matmul_seconds(1e18, 0.0, name, chip) / 1e6) for name in dict.fromkeys([wide, narrow])}
     return Roof(chip.name, 1.0 / bytes_seconds(1.0, chip), peaks, tuple(points))
 
 
-def _point(row: Matmul, option: Option, format: str, chip: Chip) -> Point:
-    layout = option.layout
-    rows = max(1.0, layout.micro_batch * option.sequence_length * row.tokens_share / layout.context)
+def _point(row: Matmul, job: Job, format: str, chip: Chip) -> Point:
+    layout = job.layout
+    rows = max(1.0, layout.micro_batch * job.sequence_length * row.tokens_share / layout.context)
     inner = row.in_features / (layout.tensor if row.split == "row" else 1)
     columns = row.out_features / (layout.tensor if row.split == "column" else 1)
     moved = (rows * inner + inner * columns) * bytes_of(format) + rows * columns * 2

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.planner.inputs.architectures import Architecture
 from narrowgauge.planner.inputs.clusters import Cluster, Nodes
-from narrowgauge.planner.inputs.efficiency import Shares, rate_name, shares_of
+from narrowgauge.planner.inputs.efficiency import rate_name, shares_of
+from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.planner.time.collectives import Exchange, Exchanges, parameters_of
@@ -35,7 +36,6 @@ from narrowgauge.planner.time.layer_times import (
     optimizer_seconds,
 )
 from narrowgauge.planner.time.roofline import bytes_of
-from narrowgauge.spec.recipes import Recipe
 
 CHECKPOINT_SECONDS = 3600.0
 """Between checkpoints where no failures are expected: an assumption."""
@@ -48,26 +48,12 @@ Known = dict[int, dict[Any, Any]]
 
 
 def step_terms(
-    architecture: Architecture,
-    recipe: Recipe,
-    layout: Layout,
-    cluster: Cluster,
-    sequence_length: int,
-    shares: Shares | None = None,
-    *,
-    attention: Attention = "flash",
-    has_intervals: bool = True,
-    known: Known | None = None,
+    job: Job, *, attention: Attention = "flash", has_intervals: bool = True, known: Known | None = None
 ) -> Terms:
     """Seconds of an optimizer step of the whole job.
 
     Args:
-        architecture: of the model; its shape must be known.
-        recipe: how it is computed and stored.
-        layout: over as many ranks as the cluster has chips.
-        cluster: the machines; of several groups the slowest sets the pace.
-        sequence_length: in tokens.
-        shares: of the chips' printed rates; None for the published ones of each chip.
+        job: of a model whose shape is known.
         attention: see :class:`~narrowgauge.planner.time.layer_times.Work`.
         has_intervals: whether terms have intervals, which takes three evaluations.
         known: see :func:`least_seconds`.
@@ -81,14 +67,13 @@ def step_terms(
         >>> from narrowgauge.planner.inputs.clusters import cluster_of
         >>> from narrowgauge.planner.inputs.model_configs import read_architecture
         >>> from narrowgauge.spec.notation import parse
-        >>> terms = step_terms(
-        ...     read_architecture("llama-8b"), parse("bfloat16/word"), Layout(shard=8), cluster_of("H100-SXM", 8), 8192
-        ... )
+        >>> model, chips = read_architecture("llama-8b"), cluster_of("H100-SXM", 8)
+        >>> terms = step_terms(Job(model, parse("bfloat16/word"), Layout(shard=8), chips, 8192))
         >>> 0.5 < terms.groups["matmuls"] / terms.total < 0.7
         True
     """
-    check_layout(architecture, recipe, layout, cluster, sequence_length)
-    works = _works(architecture, recipe, layout, cluster, sequence_length, shares, attention, known)
+    check_layout(job)
+    cluster, works = job.cluster, _works(job, attention, known)
     paces = [(work.nodes, work, tuple(_terms(work, cluster))) for work in works]
     slowest, work, found = max(paces, key=lambda pace: sum(term.value for term in pace[2]))
     if has_intervals:
@@ -98,27 +83,18 @@ def step_terms(
     return Terms(found)
 
 
-def least_seconds(
-    architecture: Architecture,
-    recipe: Recipe,
-    layout: Layout,
-    cluster: Cluster,
-    sequence_length: int,
-    shares: Shares | None = None,
-    *,
-    known: Known | None = None,
-) -> float:
+def least_seconds(job: Job, *, known: Known | None = None) -> float:
     """A lower bound of a step: the slowest stage computes, and waits for the others; nothing is stored, and nothing exchanged
     unless that is known.
 
     Args:
-        architecture, recipe, layout, cluster, sequence_length, shares: as for :func:`step_terms`.
-        known: what was computed of other layouts and of recipes that are :func:`~narrowgauge.planner.time.layer_times.computed_as`
-            this one, of the same model on the same cluster; what is computed here is added.
+        job: as for :func:`step_terms`.
+        known: what was computed of other layouts and of recipes that are
+            :func:`~narrowgauge.planner.time.layer_times.computed_as` this one, of the same model on the same cluster; what is
+            computed here is added.
     """
-    works = _works(architecture, recipe, layout, cluster, sequence_length, shares, "flash", known)
-    found = 0.0
-    for work in works:
+    layout, found = job.layout, 0.0
+    for work in _works(job, "flash", known):
         steady: _Steady | None = work.known.get((work.shares, layout))
         if steady is not None:
             computing = steady.total
@@ -130,34 +106,24 @@ def least_seconds(
     return found
 
 
-def _works(
-    architecture: Architecture,
-    recipe: Recipe,
-    layout: Layout,
-    cluster: Cluster,
-    sequence_length: int,
-    shares: Shares | None,
-    attention: Attention,
-    known: Known | None,
-) -> list[Work]:
+def _works(job: Job, attention: Attention, known: Known | None) -> list[Work]:
     """What a rank computes, of each group of nodes."""
-    given = architecture, recipe, layout, sequence_length
+    given = job.architecture, job.recipe, job.layout, job.sequence_length
     return [
         Work(
             *given,
             nodes,
-            shares or shares_of(nodes.chip, nodes.software),
+            job.shares or shares_of(nodes.chip, nodes.software),
             attention,
             {} if known is None else known.setdefault(number, {}),
         )
-        for number, nodes in enumerate(cluster.groups)
+        for number, nodes in enumerate(job.cluster.groups)
     ]
 
 
-def check_layout(
-    architecture: Architecture, recipe: Recipe, layout: Layout, cluster: Cluster, sequence_length: int
-) -> None:
+def check_layout(job: Job) -> None:
     """Refuse what cannot be computed: see :func:`step_terms`."""
+    architecture, recipe, layout, cluster = job.architecture, job.recipe, job.layout, job.cluster
     if not architecture.has_shape:
         raise RecipeError(f"only the size of {architecture.name} is known.", "Name a model, or a config.json.")
     for nodes in cluster.groups:
@@ -171,7 +137,7 @@ def check_layout(
             f"a layout of {layout.num_ranks} ranks was requested on {cluster.num_chips} chips.",
             "Share less, or add chips.",
         )
-    why = why_not(architecture, layout, sequence_length)
+    why = why_not(architecture, layout, job.sequence_length)
     if why:
         raise RecipeError(f"{architecture.name} cannot run in this layout: {why}.", "Choose a divisor.")
 

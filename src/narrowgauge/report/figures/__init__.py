@@ -1,1 +1,1 @@
-"""TODO: one line: what this package holds."""
+"""Figures of a page, as plain data for Plotly."""
