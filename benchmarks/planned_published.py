@@ -1,10 +1,10 @@
 """Step times that the planner predicts for training runs that others measured and published.
 
-Claim: the mean error over the published runs and its worst are as printed, and four of five runs lie within the interval that the
-planner states. Nothing is fitted run by run: all shares of printed rates but those of software come from publications about
-kernels and links (``narrowgauge.planner.inputs.efficiency``). What software reaches was set with the runs in view; each run is
-planned with the software that its source names, or, with ``--assumed``, with what the planner assumes on the chip. A third of the first round
-and half of the second (``--later``) are set aside (``--held-out``), to be used once.
+Claim: the mean error over the published runs and its worst are as printed, and four of five runs lie within the interval that
+the planner states. Nothing is fitted run by run: all shares of printed rates but those of software come from publications
+about kernels and links (``narrowgauge.planner.inputs.efficiency``). What software reaches was set with the runs in view; each
+run is planned with the software that its source names, or, with ``--assumed``, with what the planner assumes on the chip. A
+third of the first round and half of the second (``--later``) are set aside (``--held-out``), to be used once.
 
 What a source does not state is assumed: micro-batches of one sequence, no recomputation, fused attention (unfused for
 Megatron-LM's papers, which precede it), gradients summed in float32 by Megatron-LM and in 16 bits by FSDP. MXFP8 is planned as

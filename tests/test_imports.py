@@ -189,7 +189,6 @@ def test_recipes_are_parsed_at_the_edges_alone() -> None:
 
 TWINS = {
     "__init__": "the package of each room",
-    "causes": "why more chips save no time in planner/, and why a run went wrong in diagnosis/",
     "preflight": "what conversion/ and trainer/ check before PyTorch is loaded",
     "step": "one step, of the optimizer in optim/ and of a run in trainer/",
 }

@@ -108,8 +108,8 @@ def plan(
         chips_per_node, interconnect_gbit_per_second: of the nodes of ``chip``: chips in each, and the rate of a node's network.
         dollars_per_hour: price of one chip; nothing is assumed without it.
         host_memory_gb: of one node of ``chip``, in 2^30 bytes; layouts that offload to it are then searched too.
-        software: a row of :data:`~narrowgauge.planner.inputs.efficiency.SOFTWARE` whose speed is planned; None for what is assumed
-            on the chip, with wide intervals.
+        software: a row of :data:`~narrowgauge.planner.inputs.efficiency.SOFTWARE` whose speed is planned; None for what is
+            assumed on the chip, with wide intervals.
         sequence_length: tokens of a sequence; the model's longest, at most 4096, by default.
         tokens_per_step: tokens of an optimizer step; chosen if None.
         tokens: of the whole run, for days and cost.

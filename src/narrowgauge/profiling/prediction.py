@@ -1,8 +1,8 @@
 """Predictions for a chip from the figures of its data sheet.
 
 Linear layers take what the planner's roofline says (:mod:`narrowgauge.planner.time.roofline`), and the rest of the step is
-counted in the same way: attention, element-wise operations, the loss, the optimizer. Communication and overlap are left out, so trust the
-order of these figures, not their digits; ``narrowgauge plan`` counts those too.
+counted in the same way: attention, element-wise operations, the loss, the optimizer. Communication and overlap are left out,
+so trust the order of these figures, not their digits; ``narrowgauge plan`` counts those too.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Everything is inside: tables as plain HTML, which need no script; figures as data; Plotly, compressed. A policy in the head
 forbids the page to fetch anything and to run any script but the two of this package, named by their digests. Templates escape
-everything that comes from a run, so a tensor's name, whatever it holds, can only be read, and data is encoded so that nothing in it means
-anything to HTML.
+everything that comes from a run, so a tensor's name, whatever it holds, can only be read, and data is encoded so that nothing
+in it means anything to HTML.
 
 Plotly is five megabytes of JavaScript, and compressing it takes as long as the rest of a small report. It is the same for
 every page, so its compressed bytes are cached with the user's other caches. They are decompressed and compared before they

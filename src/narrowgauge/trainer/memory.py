@@ -1,8 +1,9 @@
 """A lower bound of the memory of a batch, to refuse batches that cannot fit before anything is built.
 
 What a layer keeps for backward is the planner's count (:mod:`narrowgauge.planner.memory.activations`), of fused kernels:
-compiled layers keep about that, the modules one operation after the other half as much again. The logits exist in several dtypes. The estimate
-is a lower bound: an accepted batch may still be too large, a refused one certainly is. Nothing here needs PyTorch.
+compiled layers keep about that, the modules one operation after the other half as much again. The logits exist in several
+dtypes. The estimate is a lower bound: an accepted batch may still be too large, a refused one certainly is. Nothing here needs
+PyTorch.
 """
 
 from __future__ import annotations
