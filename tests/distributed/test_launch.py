@@ -111,7 +111,8 @@ def test_a_reader_that_has_left_ends_all_ranks_quietly(agent: Any, capfd: pytest
 
 
 AGENT = (
-    "import sys; from narrowgauge.cli.exit_status import CommandGroup; from narrowgauge.distributed.agent import run_on_ranks\n"
+    "import sys; from narrowgauge.cli.exit_status import CommandGroup\n"
+    "from narrowgauge.distributed.agent import run_on_ranks\n"
     "group = CommandGroup('agent'); group.command('run')(lambda: run_on_ranks(sys.argv[1:], 2)); group.main(['run'])"
 )
 

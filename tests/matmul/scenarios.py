@@ -22,6 +22,7 @@ from narrowgauge.numerics.quantization import Quantized, padded, quantize, rando
 from narrowgauge.numerics.rounding import random_bits
 from narrowgauge.spec import variants
 from narrowgauge.spec.computes import COMPUTES, PLACES, Cast, Compute
+from narrowgauge.spec.notation import get_compute
 from oracles.linear import ROUNDING, Product, product
 from tensors import bits_with_one_nan
 
@@ -55,7 +56,7 @@ def make_layer(
             plain.bias.copy_(gaussian(outputs, dtype=dtype, seed=seed + 2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)
-        linears = swap_linears(nn.Sequential(OrderedDict(fc=plain)), lambda _: variants.get_compute(row))
+        linears = swap_linears(nn.Sequential(OrderedDict(fc=plain)), lambda _: get_compute(row))
     return linears.layers["fc"], linears
 
 

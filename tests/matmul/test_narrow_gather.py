@@ -17,7 +17,7 @@ import narrowgauge as ng
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.narrow_gather import gather_narrow
 from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.gathering import GATHERINGS
+from narrowgauge.spec.gathering import gathering_of
 from narrowgauge.spec.notation import parse_table
 from narrowgauge.spec.processor import multiplies
 from narrowgauge.trainer import language_model
@@ -193,10 +193,11 @@ def test_who_reads_a_gathered_weight_sees_that_it_has_no_values(tmp_path: Path) 
 
 def test_table() -> None:
     """Computes whose codes are gathered: those with scales of rows or tensors, measured when they are cast."""
-    assert {name for name, row in GATHERINGS.items() if row.is_narrow} == {
+    assert {name for name, row in COMPUTES.items() if gathering_of(row).is_narrow} == {
         "float8-tensor", "float8-tensor-e5m2", "float8-row", "float8-row-e5m2", "int8-row",
     }  # fmt: skip
-    for name, row in GATHERINGS.items():
+    for compute in COMPUTES.values():
+        row = gathering_of(compute)
         if row.is_narrow:
-            assert COMPUTES[name].casts[row.forward].element.storage_bits == 8
-            assert row.differs == (not COMPUTES[name].reuses_weight)
+            assert compute.casts[row.forward].element.storage_bits == 8
+            assert row.differs == (not compute.reuses_weight)

@@ -13,6 +13,7 @@ from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import (
     DEFAULT_STORAGE,
     full_names,
+    get_compute,
     known_names,
     parse,
     parse_file,
@@ -22,7 +23,6 @@ from narrowgauge.spec.notation import (
 )
 from narrowgauge.spec.recipes import Override, Phase, Recipe, own_name
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.spec.variants import get_compute
 
 WORD = parse("bfloat16/word")
 FLOAT32 = parse("bfloat16/float32")

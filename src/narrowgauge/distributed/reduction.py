@@ -4,9 +4,10 @@ A step has micro-batches, of which each rank computes some. :meth:`GradientReduc
 after the last, ``p.grad`` holds the sum over all micro-batches of all ranks. What FSDP2 shards is summed while the backward pass
 goes on, by a ``ReduceScatter`` of our own; what every rank has the whole of is summed when it has ended.
 
-An order-free reduction also holds the loop to what its promise rests on (:mod:`narrowgauge.distributed.addends`): it refuses, as
-they happen, forward passes that draw random numbers and gradients that are added up before they are sent, takes PyTorch's own
-clipping norm exactly (``clipping.py``), and lets ranks agree before they exchange what FSDP2 shards (``lockstep.py``).
+An order-invariant reduction also holds the loop to what its promise rests on (:mod:`narrowgauge.distributed.addends`):
+it refuses, as they happen, forward passes that draw random numbers and gradients that are added up before they are sent, makes
+PyTorch's own clipping norm exact, and lets ranks agree before they exchange what FSDP2 shards
+(:mod:`narrowgauge.distributed.lockstep`).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from narrowgauge.matmul.linear import is_linear, is_transposed
 from narrowgauge.numerics.quantization import padded, quantize, spread
 from narrowgauge.numerics.widening import linear, matmul
 from narrowgauge.spec.computes import Cast, Compute
-from narrowgauge.spec.variants import get_compute
+from narrowgauge.spec.notation import get_compute
 
 # The magnitudes of float4_e2m1fn by code; the fourth bit is the sign.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

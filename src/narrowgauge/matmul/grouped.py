@@ -23,8 +23,8 @@ from narrowgauge.matmul.linear import NarrowLayer, is_plain
 from narrowgauge.matmul.operand import has_outer_scale, outer_dim
 from narrowgauge.numerics.widening import is_widened
 from narrowgauge.spec.computes import Compute
+from narrowgauge.spec.notation import get_compute
 from narrowgauge.spec.slots import SLOTS, slot_of_cast
-from narrowgauge.spec.variants import get_compute
 
 
 @torch.library.custom_op("narrowgauge::grouped_output", mutates_args=())

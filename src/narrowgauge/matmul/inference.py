@@ -28,7 +28,7 @@ from narrowgauge.matmul.swapping import chooser
 from narrowgauge.numerics.quantization import blocked, padded, quantize
 from narrowgauge.numerics.widening import add_product
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute
-from narrowgauge.spec.variants import get_compute
+from narrowgauge.spec.notation import get_compute
 
 EXACT: tuple[str, ...] = ("weight_codes", "weight_scales")
 

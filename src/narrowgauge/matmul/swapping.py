@@ -17,6 +17,7 @@ from narrowgauge.matmul.linears import Layer, Linears
 from narrowgauge.numerics.widening import is_widened, widen_attention
 from narrowgauge.spec import variants
 from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.notation import get_compute
 from narrowgauge.spec.processor import care_for
 
 Choice = str | Compute | Callable[[str], str | Compute | None]
@@ -55,7 +56,7 @@ def swap_linears(
     """
     choose = chooser(compute, keep)
     if isinstance(compute, (str, Compute)):
-        variants.check_layers(variants.get_compute(compute), linear_names(model), type(model).__name__)
+        variants.check_layers(get_compute(compute), linear_names(model), type(model).__name__)
     layers: dict[str, Layer] = {}
     for name, module in list(model.named_modules()):
         chosen = choose(name) if is_linear(module) else None
@@ -153,8 +154,8 @@ def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Co
     """From a layer's name to its compute, ``None`` for those that ``keep`` or the compute itself leaves alone."""
     if not isinstance(compute, (str, Compute)):
         given = compute
-        return lambda name: None if (chosen := given(name)) is None else variants.get_compute(chosen)
-    chosen = variants.get_compute(compute)
+        return lambda name: None if (chosen := given(name)) is None else get_compute(chosen)
+    chosen = get_compute(compute)
     patterns = chosen.keep if keep is None else keep
 
     def choose(name: str) -> Compute | None:

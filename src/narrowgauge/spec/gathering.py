@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.slots import slot_of_cast
 
 
@@ -46,6 +46,7 @@ def gathering_of(compute: Compute) -> Gathering:
     """How the weights of layers in a compute are gathered.
 
     Example:
+        >>> from narrowgauge.spec.computes import COMPUTES
         >>> gathering_of(COMPUTES["int8-row"])
         Gathering(forward='output.right', backward='output.right', reason='')
         >>> gathering_of(COMPUTES["mxfp8"]).reason
@@ -64,7 +65,3 @@ def gathering_of(compute: Compute) -> Gathering:
     if any(cast.block is not None for cast in casts):
         return Gathering(reason="its scales belong to blocks")
     return Gathering(forward, backward)
-
-
-GATHERINGS: dict[str, Gathering] = {name: gathering_of(compute) for name, compute in COMPUTES.items()}
-"""By compute."""

@@ -64,8 +64,23 @@ def representative_names() -> list[str]:
 def known_names() -> list[str]:
     """All names that :func:`parse` accepts, except for other spellings and files."""
     asked = {name for name, alias in ALIASES.items() if not alias.is_taken}
-    computes = [name for name in variants.names() if name not in asked]
-    return [*(name for name in ALIASES if name not in asked), *full_names(), *computes]
+    narrow = [name for name in variants.names() if name not in asked]
+    return [*(name for name in ALIASES if name not in asked), *full_names(), *narrow]
+
+
+def get_compute(compute: str | Compute) -> Compute:
+    """A compute by its name, here or in another library, or itself.
+
+    Raises:
+        RecipeError: no compute and no variant has that name, or several may be meant by it.
+    """
+    if isinstance(compute, str):
+        require_one_compute(compute)
+    found = variants.find(compute_name(compute)) if isinstance(compute, str) else compute
+    if found is None:
+        advice = f"{suggestion(str(compute), variants.names())} (narrowgauge show recipes lists all.)".strip()
+        raise RecipeError(f"no compute is named '{compute}'.", advice)
+    return found
 
 
 def parse(text: str | Path | Recipe) -> Recipe:

@@ -38,7 +38,7 @@ from narrowgauge.spec.codes import (
     low_parts,
     packed,
     width_of,
-)  # fmt: skip
+)
 
 Arithmetic = Literal["float32", "expansion"]
 STATE_NAMES = ("exp_avg", "exp_avg_sq")

@@ -16,8 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.spec.aliases import compute_name, require_one_compute
+from narrowgauge.errors import RecipeError
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
 
 SMOOTHED = ("down_proj", "*.down_proj")
@@ -46,21 +45,6 @@ def find(name: str) -> Compute | None:
     if plus + word == _FRESH and compute.is_delayed:
         return replace(_fresh(compute), name=name, purpose=f"{base} with current scales for weights")
     return None
-
-
-def get_compute(compute: str | Compute) -> Compute:
-    """A compute by its name, here or in another library, or itself.
-
-    Raises:
-        RecipeError: no compute and no variant has that name, or several may be meant by it.
-    """
-    if isinstance(compute, str):
-        require_one_compute(compute)
-    found = find(compute_name(compute)) if isinstance(compute, str) else compute
-    if found is None:
-        advice = f"{suggestion(str(compute), names())} (narrowgauge show recipes lists all.)".strip()
-        raise RecipeError(f"no compute is named '{compute}'.", advice)
-    return found
 
 
 def named(name: str) -> Compute:
