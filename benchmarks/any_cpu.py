@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from timing import Contender, Report, Row, measure, parser
 from training_speed import stripped
 
+from narrowgauge.machine.processor import multiplies
 from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.processor import multiplies
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset, prepare_data

@@ -41,14 +41,12 @@ import narrowgauge as ng
 from narrowgauge.errors import ChipError
 from narrowgauge.gauges.attach import Gauges
 from narrowgauge.matmul.gemm import EmulationNotice, is_native, multiply, operand_dtype
-from narrowgauge.matmul.operand import Operand, cast_matrix
-from narrowgauge.matmul.rng import random_words
+from narrowgauge.matmul.operand import Operand, cast_matrix, random_words
 from narrowgauge.numerics import fusion
-from narrowgauge.spec.codes import VISIBLE
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute
 from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset, prepare_data
 from narrowgauge.trainer.session import build

@@ -54,7 +54,7 @@ from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.runs.atomic_io import lock
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.learning_rates import UNIT_LEARNING_RATE
+from narrowgauge.spec.models import UNIT_LEARNING_RATE
 from narrowgauge.spec.notation import DEFAULT_STORAGE, parse
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.trainer.config import TrainConfig

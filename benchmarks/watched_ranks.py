@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from timing import Report, Row, parser
 
-from narrowgauge.distributed.replicas import Held, Verifier
+from narrowgauge.distributed.replica_verification import Held, Verifier
 from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.numerics.checksums import checksum
 from narrowgauge.optim.state_dict import kept_tensors

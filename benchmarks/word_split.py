@@ -27,8 +27,7 @@ from timing import Report, Row, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.spec.codes import MOMENT12, SECOND12, TAIL8, Code
-from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.storages import MOMENT12, SECOND12, STORAGES, TAIL8, Code, Storage
 
 GROUPS = 512
 BETAS2 = (0.95, 0.999)

@@ -20,9 +20,9 @@ from narrowgauge.analysis.diagnosis.replay_findings import variant_table
 from narrowgauge.analysis.diagnosis.signs import sign_table
 from narrowgauge.analysis.monitor.detectors import CONDITIONS, DETECTORS, SERIOUS, Detector
 from narrowgauge.runs import schema
+from narrowgauge.runs.arithmetic import PROBES
 from narrowgauge.runs.events import KINDS
 from narrowgauge.spec import show
-from narrowgauge.spec.probes import PROBES
 from narrowgauge.spec.tables import Column, Row, Table
 
 TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)

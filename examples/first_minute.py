@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from narrowgauge.cli.main import main
-from narrowgauge.spec.toml_text import load_toml
+from narrowgauge.spec.toml import load_toml
 
 RECIPES = ("bfloat16/master", "bfloat16/word", "bfloat16/naive")
 # A rate as late in a run: the updates of a bfloat16 weight are then near half its spacing, and naive rounding begins to tell.

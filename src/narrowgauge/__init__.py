@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from narrowgauge.matmul.cast_cache import cached_weights as cached_weights
     from narrowgauge.matmul.inference import inference_bytes as inference_bytes
     from narrowgauge.matmul.inference import quantize_for_inference as quantize_for_inference
-    from narrowgauge.matmul.linears import Linears as Linears
+    from narrowgauge.matmul.swapping import Linears as Linears
     from narrowgauge.matmul.swapping import linears_of as linears_of
     from narrowgauge.matmul.swapping import swap_experts as swap_experts
     from narrowgauge.matmul.swapping import swap_linears as swap_linears
@@ -78,7 +78,6 @@ if TYPE_CHECKING:
     from narrowgauge.runs.record import Run as Run
     from narrowgauge.runs.record import read_run as read_run
     from narrowgauge.runs.writer import RunWriter as RunWriter
-    from narrowgauge.spec.accumulations import ACCUMULATIONS as ACCUMULATIONS
     from narrowgauge.spec.chips import CHIPS as CHIPS
     from narrowgauge.spec.chips import Chip as Chip
     from narrowgauge.spec.computes import COMPUTES as COMPUTES
@@ -91,6 +90,7 @@ if TYPE_CHECKING:
     from narrowgauge.spec.recipes import Recipe as Recipe
     from narrowgauge.spec.storages import STORAGES as STORAGES
     from narrowgauge.spec.storages import Storage as Storage
+    from narrowgauge.spec.sums import ACCUMULATIONS as ACCUMULATIONS
     from narrowgauge.trainer.experiment.harness import compare as compare
     from narrowgauge.trainer.loop_record import RunNotice as RunNotice
     from narrowgauge.trainer.replays.step_replay import replay_step as replay_step
@@ -114,7 +114,7 @@ _HOMES = {
     "LossScaler": "numerics.scaling",
     "GradientAccumulator": "optim.accumulation",
     "AccumulationWarning": "optim.accumulation",
-    "ACCUMULATIONS": "spec.accumulations",
+    "ACCUMULATIONS": "spec.sums",
     "release_gradients": "optim.release",
     "reduce_gradients_with": "distributed.reduction",
     "Optimizer": "optim.optimizer",
@@ -152,7 +152,7 @@ _HOMES = {
     "swap_experts": "matmul.swapping",
     "swap_linears": "matmul.swapping",
     "linears_of": "matmul.swapping",
-    "Linears": "matmul.linears",
+    "Linears": "matmul.swapping",
     "cached_weights": "matmul.cast_cache",
     "quantize_for_inference": "matmul.inference",
     "inference_bytes": "matmul.inference",

@@ -20,8 +20,8 @@ from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.spec.notation import parse, parse_table, representative_names
 from narrowgauge.spec.recipes import Override, Recipe
-from narrowgauge.spec.reductions import REDUCTIONS
 from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.sums import REDUCTIONS
 
 RECIPES = representative_names()
 

@@ -18,7 +18,7 @@ import narrowgauge
 from narrowgauge import _torch
 from narrowgauge.cli import environment
 from narrowgauge.cli.main import main
-from narrowgauge.spec.processor import pretending
+from narrowgauge.machine.processor import pretending
 
 
 @pytest.fixture

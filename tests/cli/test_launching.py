@@ -39,7 +39,7 @@ def stand_among(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> N
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
     """What was asked of a stand-in for the agent."""
-    from narrowgauge.distributed import agent
+    from narrowgauge.distributed.launch import agent
 
     monkeypatch.chdir(tmp_path)
     found: list[tuple[Any, ...]] = []
@@ -96,9 +96,9 @@ def test_one_rank_needs_no_agent_unless_it_may_be_started_anew() -> None:
 
 
 def test_before_ranks_have_met_one_of_each_host_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from narrowgauge.distributed import launch
+    from narrowgauge.distributed.launch import process_group
 
-    monkeypatch.setattr(launch, "_has_met", False)
+    monkeypatch.setattr(process_group, "_has_met", False)
     stand_among(monkeypatch, AGENT)
     refused = call("train", "--steps", "many")
     assert (refused.exit_code, refused.stderr) == (2, "")

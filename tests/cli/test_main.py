@@ -25,7 +25,7 @@ from narrowgauge.cli.main import main
 from narrowgauge.errors import ChipError, Terminated
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.spec import details, show
+from narrowgauge.spec import show
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import preflight
 from narrowgauge.trainer.config import TrainConfig
@@ -207,7 +207,7 @@ def test_tables_as_text_and_json(table: str) -> None:
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
-        (("format", "bf16"), "max", details.detail_format("bfloat16")["max"]),
+        (("format", "bf16"), "max", show.detail_format("bfloat16")["max"]),
         (("recipe", "bf16/word"), "bytes_per_param", 8.0),
         (("value", "0x1p-3"), "value", 0.125),
         (("value", "-0.5"), "value", -0.5),

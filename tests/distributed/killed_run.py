@@ -11,7 +11,7 @@ import signal
 import sys
 
 from narrowgauge.cli.main import main
-from narrowgauge.distributed.liveness import Liveness
+from narrowgauge.distributed.launch.liveness import Liveness
 
 
 def strike(rank: int, step: int, whom: str) -> None:

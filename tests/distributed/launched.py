@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from narrowgauge.cli.exit_status import CommandGroup
-from narrowgauge.distributed import agreement, launch
-from narrowgauge.distributed.placement import Placement
+from narrowgauge.distributed.launch import agreement, process_group
+from narrowgauge.distributed.launch.placement import Placement
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecordError, Terminated
 
@@ -53,7 +53,9 @@ def run(case: str, folder: Path) -> None:
     def note_loss(step: int, said: str) -> None:
         (folder / "lost").write_text(f"{step} {said}")
 
-    with launch.process_group(timeout_seconds=seconds, how_to_resume=lambda: "Resume it.", note_loss=note_loss) as here:
+    with process_group.process_group(
+        timeout_seconds=seconds, how_to_resume=lambda: "Resume it.", note_loss=note_loss
+    ) as here:
         agreement.require_same({"lr": 0.1 + (case == "different" and here.rank == CULPRIT)})
         step = 0
         # A signal is on its way: whoever waits for it goes on until it has come.
@@ -62,7 +64,7 @@ def run(case: str, folder: Path) -> None:
                 happen(case, here)
             dist.all_reduce(torch.ones(4))
             step += 1
-            launch.beat(step)
+            process_group.beat(step)
             if number := all_ranks().largest(received[0] if received else 0):
                 (folder / f"stopped-{here.rank}").write_text(f"{step} {number}")
                 raise Terminated

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge
-from narrowgauge.distributed.agreement import describe_rank, first_difference, source_digest
+from narrowgauge.distributed.launch.agreement import describe_rank, first_difference, source_digest
 
 
 def test_the_first_rank_that_differs_is_named() -> None:

@@ -15,7 +15,7 @@ from distributed.models import gradients_of
 from distributed.test_reduction import KINDS, expected, found, placed, step
 from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.numerics.block_codes import BLOCK_CODES
-from narrowgauge.spec.reductions import REDUCTIONS
+from narrowgauge.spec.sums import REDUCTIONS
 from ranks import run_ranks
 
 ROWS = {"compressed8": 1 / 112, "compressed4": 1 / 6}

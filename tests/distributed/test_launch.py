@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import narrowgauge
-from narrowgauge.distributed import endings, launch
-from narrowgauge.distributed.agent import run_on_ranks
-from narrowgauge.distributed.placement import Placement
+from narrowgauge.distributed.launch import failure_reporting, process_group
+from narrowgauge.distributed.launch.agent import run_on_ranks
+from narrowgauge.distributed.launch.placement import Placement
 from narrowgauge.errors import RankError, ReportedError
 
 LAUNCHED = str(Path(__file__).with_name("launched.py"))
@@ -112,7 +112,7 @@ def test_a_reader_that_has_left_ends_all_ranks_quietly(agent: Any, capfd: pytest
 
 AGENT = (
     "import sys; from narrowgauge.cli.exit_status import CommandGroup\n"
-    "from narrowgauge.distributed.agent import run_on_ranks\n"
+    "from narrowgauge.distributed.launch.agent import run_on_ranks\n"
     "group = CommandGroup('agent'); group.command('run')(lambda: run_on_ranks(sys.argv[1:], 2)); group.main(['run'])"
 )
 
@@ -172,15 +172,15 @@ def test_a_port_in_use_is_one_line() -> None:
         port = taken.getsockname()[1]
         here = Placement(0, 2, 0, 2, "127.0.0.1", port)
         words = rf"^Port {port} of 127\.0\.0\.1 is in use, .* Set MASTER_PORT"
-        with pytest.raises(RankError, match=words), launch.process_group(here, join_seconds=5):
+        with pytest.raises(RankError, match=words), process_group.process_group(here, join_seconds=5):
             pass
-    assert not launch.is_open()
+    assert not process_group.is_open()
 
 
 def test_ranks_that_never_come_are_waited_for_in_vain_for_a_bounded_time() -> None:
     for rank, words in ((0, r"^Rank 1 of 2 did not come to 127\.0\.0\.1"), (1, "^Rank 1 cannot reach rank 0")):
         here = Placement(rank, 2, 0, 1, "127.0.0.1", free_port())
-        with pytest.raises(RankError, match=words), launch.process_group(here, join_seconds=0.2):
+        with pytest.raises(RankError, match=words), process_group.process_group(here, join_seconds=0.2):
             pass
 
 
@@ -188,30 +188,30 @@ def test_ranks_that_never_come_are_waited_for_in_vain_for_a_bounded_time() -> No
 
 
 def test_one_rank_has_no_group_and_raises_what_it_raises() -> None:
-    with pytest.raises(ZeroDivisionError), launch.process_group(Placement()) as here:
+    with pytest.raises(ZeroDivisionError), process_group.process_group(Placement()) as here:
         assert here.size == 1
-        launch.beat(3)
+        process_group.beat(3)
         raise ZeroDivisionError
-    assert not launch.is_open()
+    assert not process_group.is_open()
 
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     four = Placement(0, 4, 0, 4, "h", 1)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(10)), raising=False)
-    assert launch.choose_threads(four, None, False) == 2
-    assert launch.choose_threads(four, None, True) == 1
-    assert launch.choose_threads(four, 3, True) == 3
-    assert launch.choose_threads(Placement(), None, False) is None
-    assert launch.choose_threads(Placement(), None, True) == 1
+    assert process_group.choose_threads(four, None, False) == 2
+    assert process_group.choose_threads(four, None, True) == 1
+    assert process_group.choose_threads(four, 3, True) == 3
+    assert process_group.choose_threads(Placement(), None, False) is None
+    assert process_group.choose_threads(Placement(), None, True) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert launch.choose_threads(four, None, False) is None
+    assert process_group.choose_threads(four, None, False) is None
 
 
 def test_errors_of_collectives_are_told_from_own_ones() -> None:
     broken = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
-    assert endings.is_broken(RuntimeError(broken))
-    assert not endings.is_broken(RuntimeError("The size of tensor a (2) must match"))
-    assert not endings.is_broken(RankError("connection closed"))
-    assert re.match(r"a rank did not arrive within 3 s", endings.describe_lost({}, 1, "3 s"))
-    assert endings.describe_lost({1: "", 2: ""}, 0) == "ranks 1, 2 were lost in step 1."
+    assert failure_reporting.is_broken(RuntimeError(broken))
+    assert not failure_reporting.is_broken(RuntimeError("The size of tensor a (2) must match"))
+    assert not failure_reporting.is_broken(RankError("connection closed"))
+    assert re.match(r"a rank did not arrive within 3 s", failure_reporting.describe_lost({}, 1, "3 s"))
+    assert failure_reporting.describe_lost({1: "", 2: ""}, 0) == "ranks 1, 2 were lost in step 1."

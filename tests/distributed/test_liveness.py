@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from narrowgauge.distributed import liveness
-from narrowgauge.distributed.liveness import Liveness, late_ranks, read_beat
-from narrowgauge.distributed.placement import Placement
+from narrowgauge.distributed.launch import liveness
+from narrowgauge.distributed.launch.liveness import Liveness, late_ranks, read_beat
+from narrowgauge.distributed.launch.placement import Placement
 
 
 @pytest.fixture

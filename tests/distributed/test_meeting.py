@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from narrowgauge.distributed.meeting import greet, welcome
+from narrowgauge.distributed.launch.rendezvous import greet, welcome
 
 PATIENCE = timedelta(seconds=30)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from narrowgauge.distributed.placement import Placement, first_host, read_placement, tasks_per_node
+from narrowgauge.distributed.launch.placement import Placement, first_host, read_placement, tasks_per_node
 from narrowgauge.errors import RankError
 
 HAND = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

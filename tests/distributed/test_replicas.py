@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import narrowgauge as ng
 from narrowgauge.distributed.reduction import reduce_gradients_with
-from narrowgauge.distributed.replicas import Held, Verifier
+from narrowgauge.distributed.replica_verification import Held, Verifier
 from narrowgauge.errors import CorruptionError
 from narrowgauge.optim.state_dict import kept_tensors
 from ranks import run_ranks

@@ -13,14 +13,11 @@ import torch
 
 from narrowgauge.errors import RecordError
 from narrowgauge.machine import measured_arithmetic
-from narrowgauge.machine.functions import FUNCTIONS, max_error
-from narrowgauge.machine.measured_arithmetic import arithmetic_of_run
-from narrowgauge.machine.roundings import ROUNDINGS, measure_subnormals
-from narrowgauge.machine.software import settings_in_force
-from narrowgauge.machine.sums import SUMS, Sum, measure_sum
-from narrowgauge.runs.arithmetic import Arithmetic, differences, read_arithmetic
+from narrowgauge.machine.measured_arithmetic import arithmetic_of_run, settings_in_force
+from narrowgauge.machine.roundings import FUNCTIONS, ROUNDINGS, max_error, measure_subnormals
+from narrowgauge.machine.summation_order import SUMS, Sum, measure_sum
+from narrowgauge.runs.arithmetic import PROBES, Arithmetic, differences, read_arithmetic
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.spec.probes import PROBES
 from narrowgauge.trainer.changes import differences as changes_since
 from narrowgauge.trainer.description import describe_process
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.machine import sums
-from narrowgauge.machine.summation_trees import (
+from narrowgauge.machine import summation_order
+from narrowgauge.machine.summation_order import (
     Tree,
     depth,
     describe,
@@ -43,7 +43,7 @@ KNOWN: dict[str, tuple[int, Tree]] = {
 }
 
 
-def sum_in(tree: Any, length: int, is_positive: bool) -> sums.Sum:
+def sum_in(tree: Any, length: int, is_positive: bool) -> summation_order.Sum:
     """A sum whose order is known, as the probes see one of PyTorch's."""
 
     def add(rows: Tensor, largest: Tensor | None = None) -> Tensor:
@@ -51,11 +51,11 @@ def sum_in(tree: Any, length: int, is_positive: bool) -> sums.Sum:
         total = torch.tensor([float(tree_sum(tree, row)) for row in terms.numpy()])
         return total > 1 if is_positive else total
 
-    return sums.Sum(add, length, tuple(range(length)), 8, is_positive)
+    return summation_order.Sum(add, length, tuple(range(length)), 8, is_positive)
 
 
-def revealed(found: sums.Sum) -> Tree | None:
-    sizes = sums._sizes_of_positive if found.is_positive else sums._sizes_of_signed
+def revealed(found: summation_order.Sum) -> Tree | None:
+    sizes = summation_order._sizes_of_positive if found.is_positive else summation_order._sizes_of_signed
     return reveal(found.length, lambda pairs: sizes(found, CPU, math.inf, pairs))
 
 
@@ -88,7 +88,7 @@ def test_what_no_order_of_additions_explains_is_refused() -> None:
         return torch.tensor([float(tree_sum(orders[place % 2], row)) for place, row in enumerate(rows.numpy())])
 
     for add in (exact, running_mean, another_order_per_row):
-        assert revealed(sums.Sum(add, 12, tuple(range(12)), 4)) is None
+        assert revealed(summation_order.Sum(add, 12, tuple(range(12)), 4)) is None
 
 
 def test_a_hash_tells_orders_apart_and_not_the_sides_of_an_addition() -> None:

@@ -12,22 +12,20 @@ import torch
 from torch import Tensor, nn
 
 import tensors
-from narrowgauge.matmul import rng
 from narrowgauge.matmul.gemm import EmulationNotice, is_native
 from narrowgauge.matmul.layer_matmuls import without_outliers
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.linears import Linears
-from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.matmul.swapping import Linears, swap_linears
 from narrowgauge.numerics.quantization import Quantized, padded, quantize, random_words
 from narrowgauge.numerics.rounding import random_bits
-from narrowgauge.spec import variants
+from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES, PLACES, Cast, Compute
 from narrowgauge.spec.notation import get_compute
 from oracles.linear import ROUNDING, Product, product
 from tensors import bits_with_one_nan
 
 ROWS = list(COMPUTES.values())
-SMOOTH = [variants.named(name) for name in ("float8-tensor+smooth", "float8-delayed-e5m2+smooth")]
+SMOOTH = [computes.named(name) for name in ("float8-tensor+smooth", "float8-delayed-e5m2+smooth")]
 NARROW = [row for row in ROWS if not row.is_wide]
 STOCHASTIC = [row for row in ROWS if any(cast.rounding == "stochastic" for cast in row.casts.values())]
 DELAYED = [row for row in ROWS if row.is_delayed]
@@ -113,7 +111,7 @@ def quantized(x: Tensor, cast: Cast, dim: int, *, key: Tensor = KEY, fold: Tenso
 def key_of(layer: Linear, place: str) -> Tensor:
     """What is particular to the seed, the step, the layer and the cast of its gradient for a matmul."""
     operand = 2 + DIMS[place][0]
-    return random_bits(layer.state[rng.LAYER] + operand * 0x3C6EF372, layer.state[rng.STEP_SEED])
+    return random_bits(layer.state[operand.LAYER] + operand * 0x3C6EF372, layer.state[operand.STEP_SEED])
 
 
 def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
+from narrowgauge.machine import processor
+from narrowgauge.machine.processor import pretending
 from narrowgauge.matmul import gemm
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls, multiply
 from narrowgauge.matmul.linear import Linear
@@ -27,9 +29,7 @@ from narrowgauge.matmul.operand import Operand
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.numerics.widening import widen_attention
 from narrowgauge.optim.validation import SlowMatmulNotice
-from narrowgauge.spec import processor
 from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.processor import pretending
 from narrowgauge.trainer.language_model import can_chunk, loss_sum
 
 CPU = torch.device("cpu")
@@ -193,7 +193,7 @@ LAPTOP = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 SCRIPT = """
 import torch, narrowgauge as ng
 from torch import nn
-from narrowgauge.spec.processor import multiplies
+from narrowgauge.machine.processor import multiplies
 assert torch.backends.cpu.get_cpu_capability() == "AVX2" and not multiplies("bfloat16") and not multiplies("int8")
 x, y = torch.randn(64, 32), torch.randint(0, 8, (64,))
 for recipe in ("bfloat16/word", "int8-row/word", "float32/exact"):

@@ -14,10 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from matmul.scenarios import DELAYED, gaussian, make_layer, names, passed, same
 from narrowgauge.matmul.delayed_scaling import count_overflows, delayed_amax, new_history
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.linears import Linears
-from narrowgauge.matmul.swapping import swap_linears
-from narrowgauge.spec.computes import COMPUTES, Cast
-from narrowgauge.spec.slots import TENSORS
+from narrowgauge.matmul.swapping import Linears, swap_linears
+from narrowgauge.spec.computes import COMPUTES, TENSORS, Cast
 
 every_row = pytest.mark.parametrize("row", DELAYED, **names)
 CAST = COMPUTES["float8-delayed"].output.left

@@ -19,8 +19,7 @@ from transformers import (
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.experts import IMPLEMENTATION
-from narrowgauge.matmul.grouped import GroupedLinear
+from narrowgauge.matmul.experts import IMPLEMENTATION, GroupedLinear
 from narrowgauge.matmul.swapping import swap_experts, swap_linears
 from narrowgauge.spec.computes import COMPUTES
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import custom_ops, rng
+from narrowgauge.matmul import layer_matmuls, operand
 from narrowgauge.matmul.delayed_scaling import count_overflows
-from narrowgauge.matmul.grouped import GroupedLinear, grouped_linear, grouped_output, new_state
+from narrowgauge.matmul.experts import GroupedLinear, grouped_linear, grouped_output, new_state
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.spec.computes import COMPUTES, Compute
@@ -60,7 +60,7 @@ def test_each_expert_is_a_linear_layer_of_its_own(row: str, dtype: torch.dtype, 
     x, weights, bias, grad = operands(dtype=dtype)
     own_bias = bias if with_bias else None
     layer = GroupedLinear(4, "experts.down_proj", COMPUTES[row])
-    layer.state[rng.STEP_SEED] = 77
+    layer.state[operand.STEP_SEED] = 77
     y = layer(x.requires_grad_(), weights, offsets(*ENDS), own_bias)
     y[: ENDS[-1]].backward(grad[: ENDS[-1]])
     for expert, tokens in groups(ENDS):
@@ -116,7 +116,7 @@ def test_equal_experts_round_equal_tokens_by_bits_of_their_own(row: str) -> None
     assert not torch.equal(by_token[:16], by_token[16:]) and not torch.equal(by_weight[0], by_weight[1])
     again = gradients()
     assert torch.equal(again[0], by_token) and torch.equal(again[1], by_weight)
-    layer.state[rng.STEP_SEED] = 5
+    layer.state[operand.STEP_SEED] = 5
     assert not torch.equal(gradients()[0], by_token)
 
 
@@ -125,13 +125,13 @@ def test_each_expert_remembers_its_own_magnitudes() -> None:
     layer = GroupedLinear(4, "", COMPUTES["float8-delayed"])
     alone = [plain("float8-delayed", weights[expert], None, layer.state[:, expert]) for expert in range(4)]
     for step, ends in enumerate([(10, 10, 30, 37), (5, 12, 12, 37), (9, 20, 30, 37)]):
-        layer.state[rng.STEP] = step
+        layer.state[operand.STEP] = step
         scaled = x * 3.0**step  # so that the scales of the step before overflow
         y = layer(scaled, weights, offsets(*ends))
         y[:37].backward(grad[:37])
         for expert, tokens in groups(ends):
             if tokens.start < tokens.stop:
-                alone[expert].state[rng.STEP] = step
+                alone[expert].state[operand.STEP] = step
                 expected = alone[expert](scaled[tokens])
                 expected.backward(grad[tokens])
                 assert torch.equal(y[tokens], expected)
@@ -197,7 +197,7 @@ def test_compiled_whole_it_gives_the_same_bits_wherever_the_tokens_went(row: str
 def test_the_operator_says_its_shapes_truly() -> None:
     x, weights, bias, _ = operands()
     for row in ("int8-row", "float8-tensor", "mxfp8", "bfloat16", "unit"):
-        custom_ops.REGISTERED[row] = COMPUTES[row]
+        layer_matmuls.REGISTERED[row] = COMPUTES[row]
         arguments = (x, weights.detach(), bias.detach(), offsets(*ENDS), row, new_state(4), None, False)
         torch.library.opcheck(grouped_output, arguments, test_utils=("test_schema", "test_faketensor"))
 

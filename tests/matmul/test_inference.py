@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.pytorch_utils import Conv1D
 
 from narrowgauge.errors import FormatError, RecipeError
-from narrowgauge.matmul import custom_ops
+from narrowgauge.matmul import layer_matmuls
 from narrowgauge.matmul.inference import (
     QuantizedLinear,
     cast_quantized,
@@ -325,5 +325,5 @@ def test_a_row_of_ones_own_is_served_by_its_name() -> None:
     own = replace(own, output=replace(own.output, left=replace(own.output.left, outliers=3.0)))
     x = inputs(6)
     model = quantize_for_inference(holder(), own)["fc"]
-    assert custom_ops.REGISTERED["mine"] is own
+    assert layer_matmuls.REGISTERED["mine"] is own
     assert not torch.equal(model(x), quantize_for_inference(holder())["fc"](x))

@@ -37,11 +37,10 @@ from matmul.scenarios import (
 )  # fmt: skip
 from narrowgauge._torch.inductor import _TRUST_COMPILER
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import custom_ops, gemm, layer_matmuls, rng
+from narrowgauge.matmul import gemm, layer_matmuls, operand
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.linears import Linears
-from narrowgauge.matmul.swapping import linears_of, swap_linears
+from narrowgauge.matmul.swapping import Linears, linears_of, swap_linears
 from narrowgauge.numerics import fusion
 from narrowgauge.numerics.quantization import padded, rotate
 from narrowgauge.spec.computes import COMPUTES, Compute
@@ -481,7 +480,7 @@ def test_a_copy_goes_on_with_the_same_bits_in_another_process_too(
     before = passed(layer, x, grad)
     if way != "deepcopy":
         # What another process knows: the table.
-        monkeypatch.setattr(custom_ops, "REGISTERED", dict(COMPUTES))
+        monkeypatch.setattr(layer_matmuls, "REGISTERED", dict(COMPUTES))
     assert same(passed(copied(), x, grad), before)
     assert copied().weight is not layer.weight
 
@@ -694,7 +693,7 @@ def test_the_step_goes_on_with_an_optimizer_s() -> None:
     assert linears.step == 2
     states = {tuple(layer.state[:3].tolist()) for layer in linears.layers.values()}
     assert len(states) == 1 and next(iter(states))[1:] == (2, 0)
-    assert len({layer.state[rng.LAYER].item() for layer in linears.layers.values()}) == 3
+    assert len({layer.state[operand.LAYER].item() for layer in linears.layers.values()}) == 3
     handle = linears_of(model)
     assert handle is not None and handle.step == 2 and handle.layers == linears.layers
     assert linears_of(nn.LayerNorm(2)) is None
@@ -876,18 +875,18 @@ def test_operators_return_what_they_tell_the_compiler(row: Compute, shape: tuple
     # The first also compares inputs before and after, which PyTorch cannot do for float8.
     checks = ("test_faketensor",) if row.keeps_codes and row.name != "int8-row" else ("test_schema", "test_faketensor")
     with torch.no_grad():
-        torch.library.opcheck(custom_ops.cast_input, (x, row.name, None, None, False), test_utils=checks)
-        data, outer = custom_ops.cast_input(x, row.name, None, None, False)
+        torch.library.opcheck(layer_matmuls.cast_input, (x, row.name, None, None, False), test_utils=checks)
+        data, outer = layer_matmuls.cast_input(x, row.name, None, None, False)
         arguments = (data, outer, x, weight, layer.bias.detach(), row.name, state, None, False, shape[0], x.dtype)
-        torch.library.opcheck(custom_ops.multiply_output, arguments, test_utils=checks)
+        torch.library.opcheck(layer_matmuls.multiply_output, arguments, test_utils=checks)
         if not row.keeps_codes and not row.grad_weight.right.is_wide:
-            torch.library.opcheck(custom_ops.cast_kept, (x, row.name, state), test_utils=checks)
-            data, outer = custom_ops.cast_kept(x, row.name, state)
+            torch.library.opcheck(layer_matmuls.cast_kept, (x, row.name, state), test_utils=checks)
+            data, outer = layer_matmuls.cast_kept(x, row.name, state)
         elif not row.keeps_codes:
             data = x
         for wanted in ([True, True], [True, False], [False, True]):
             arguments = (grad, data, outer, weight, row.name, state, None, 1, wanted, False)
-            torch.library.opcheck(custom_ops.gradients, arguments, test_utils=checks)
+            torch.library.opcheck(layer_matmuls.gradients, arguments, test_utils=checks)
 
 
 def test_operands_name_the_three_matmuls() -> None:

@@ -15,11 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
+from narrowgauge.machine.processor import multiplies
 from narrowgauge.matmul.narrow_gather import gather_narrow
-from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.gathering import gathering_of
+from narrowgauge.spec.computes import COMPUTES, gathering_of
 from narrowgauge.spec.notation import parse_table
-from narrowgauge.spec.processor import multiplies
 from narrowgauge.trainer import language_model
 from ranks import run_ranks
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.machine.processor import pretending
 from narrowgauge.numerics import widening
 from narrowgauge.numerics.widening import float32_tiles, is_widened, linear, matmul, sum_integers
-from narrowgauge.spec.processor import pretending
 
 DTYPES = [torch.bfloat16, torch.float16]
 SHAPES = [(5, 7, 3), (1, 16, 8), (64, 96, 33), (0, 4, 3)]

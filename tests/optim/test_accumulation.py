@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.machine.cpp_compiler import compiler_missing
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.summation import CHUNK
@@ -26,7 +27,6 @@ from narrowgauge.optim.accumulation import (
     backward_in_parts,
     naive_limit,
 )
-from narrowgauge.spec.compiler import compiler_missing
 from oracles import accumulation as oracle
 from tensors import bits
 

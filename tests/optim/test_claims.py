@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.spec.compiler import compiler_missing
+from narrowgauge.machine.cpp_compiler import compiler_missing
 from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import REPRESENTATIVES, kept, parameters, stall, visible_dtype
 from oracles.adamw import AdamW64

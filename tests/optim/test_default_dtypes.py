@@ -14,11 +14,11 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge._torch import inductor
+from narrowgauge.machine.cpp_compiler import compiler_missing
 from narrowgauge.optim import compilation
 from narrowgauge.optim.clip import _definition, measure_words
 from narrowgauge.optim.kernel import StepKernel
 from narrowgauge.optim.rules.elementwise import ADAMW
-from narrowgauge.spec.compiler import compiler_missing
 from narrowgauge.spec.storages import STORAGES
 from optim.pairs import SOME, Shape, build, parameters
 from tensors import assert_same_bits, parameters_of, step_gradients

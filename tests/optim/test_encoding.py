@@ -13,8 +13,7 @@ from torch import Tensor
 
 from narrowgauge.numerics.rounding import bits_of, float_of, half, quiet, round_to_float16
 from narrowgauge.optim import codec
-from narrowgauge.spec.codes import MOMENT_CODES, WEIGHT_CODES, Code
-from narrowgauge.spec.storages import STORAGES, Storage, find
+from narrowgauge.spec.storages import MOMENT_CODES, STORAGES, WEIGHT_CODES, Code, Storage, find
 from oracles import codes as oracle
 from tensors import unsigned
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from narrowgauge._torch import inductor
 from narrowgauge._torch.inductor import compile_ahead, load_ahead
+from narrowgauge.machine.cpp_compiler import compiler_missing
 from narrowgauge.optim import compilation
-from narrowgauge.spec.compiler import compiler_missing
 
 LIMITS = [0, 1, -1, 2**31 - 1, -(2**31), 0x7F800000, 0x7F7FFFFF, 0x00800000, 1 << 15, -(1 << 16)]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge._torch import inductor
+from narrowgauge.machine.cpp_compiler import compiler_missing
 from narrowgauge.optim import compilation, kernel
 from narrowgauge.optim.compilation import Compiled, Definition
 from narrowgauge.optim.kernel import StepKernel, Work, num_scales, row_peaks
 from narrowgauge.optim.rules.elementwise import ADAMW
-from narrowgauge.spec.compiler import compiler_missing
 from narrowgauge.spec.storages import STORAGES, Storage
 from optim.scenarios import REPRESENTATIVES, kept, parameters, row_of, storage_error
 from tensors import assert_same_bits, step_gradients, take_steps

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge._torch import inductor
+from narrowgauge.machine.cpp_compiler import compiler_missing
 from narrowgauge.optim import compilation, kernel_cache
-from narrowgauge.spec.compiler import compiler_missing
 
 needs_compiler = pytest.mark.skipif(bool(compiler_missing()), reason=f"{compiler_missing()}: nothing is compiled here")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no locks that end with a process")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim import codec
-from narrowgauge.spec.codes import VISIBLE
-from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage
+from narrowgauge.spec.storages import STATE_NAMES, STORAGES, VISIBLE, Storage
 from optim.scenarios import REPRESENTATIVES, kind, row_of
 
 SHAPES = [(), (0,), (1,), (5,), (64,), (1001,), (0, 4), (3, 0), (4, 0, 2), (1, 3), (3, 7), (6, 8), (5, 3, 4), (2, 4, 6)]

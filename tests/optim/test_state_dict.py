@@ -13,8 +13,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.optim import compilation
-from narrowgauge.spec.codes import TAIL16
-from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES, TAIL16
 from optim.scenarios import kept, parameters
 from tensors import assert_same_bits, take_steps
 

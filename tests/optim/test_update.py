@@ -25,8 +25,7 @@ from narrowgauge.optim.codec import (
     write_weight,
 )
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
-from narrowgauge.spec.codes import low_parts
-from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage
+from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage, low_parts
 from optim.scenarios import finest, row_of, storage_error
 from oracles import codes as oracle
 from tensors import gaussian, unsigned

@@ -13,9 +13,8 @@ from narrowgauge.numerics.tensor_stats import cast_sums
 from narrowgauge.profiling import cast_error
 from narrowgauge.profiling.cast_error import loss_of, losses
 from narrowgauge.profiling.profile_report import Loss
-from narrowgauge.spec.computes import COMPUTES, Cast
+from narrowgauge.spec.computes import COMPUTES, Cast, casts_made
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.slots import casts_made
 from narrowgauge.trainer.config import TrainConfig
 from tensors import gaussian
 

@@ -9,9 +9,8 @@ import pytest
 from narrowgauge.planner.time.roofline import Setting, Shape
 from narrowgauge.profiling.costs import Round, cost_of, fastest_settings, linears_seconds, memory_of
 from narrowgauge.profiling.layer_plan import Kind, baseline_of, plain_recipe, settings_of, timed_settings
-from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.computes import COMPUTES, casts_made
 from narrowgauge.spec.notation import parse, parse_table
-from narrowgauge.spec.slots import casts_made
 
 SQUARE, WIDE = Shape(8, 8), Shape(16, 8)
 Q, K, V = (Kind(f"layers.*.{name}_proj", SQUARE, 2) for name in "qkv")

@@ -11,9 +11,7 @@ from torch import nn
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.planner.time.roofline import Setting, Shape
 from narrowgauge.profiling.measurement import narrow_operations, operands, operations_of
-from narrowgauge.spec.computes import COMPUTES, Compute
-from narrowgauge.spec.slots import casts_made
-from narrowgauge.spec.variants import named
+from narrowgauge.spec.computes import COMPUTES, Compute, casts_made, named
 
 CPU = torch.device("cpu")
 NARROW = [row for row in COMPUTES.values() if not row.is_wide]

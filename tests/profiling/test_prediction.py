@@ -21,10 +21,9 @@ from narrowgauge.profiling.costs import cost_of
 from narrowgauge.profiling.layer_plan import kinds_of_preset
 from narrowgauge.profiling.prediction import Step, assumptions, predict
 from narrowgauge.spec.chips import CHIPS, get_chip
-from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.computes import COMPUTES, casts_made
 from narrowgauge.spec.models import MODELS, get_model
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.slots import casts_made
 
 H200 = get_chip("H200")
 START = shares_of(H200)["kernel_seconds"].value

@@ -16,9 +16,9 @@ from narrowgauge.profiling.costs import Round
 from narrowgauge.profiling.layer_plan import timed_settings
 from narrowgauge.profiling.profile_report import Loss
 from narrowgauge.profiling.profiler import profile
+from narrowgauge.spec.computes import casts_made
 from narrowgauge.spec.notation import parse, parse_names, parse_table
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.slots import casts_made
 
 
 def call(*words: str) -> Result:

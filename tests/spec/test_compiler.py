@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge._torch.inductor import remove_torn_files
-from narrowgauge.spec.compiler import (
+from narrowgauge.machine.cpp_compiler import (
     compiled_folder,
     compiler_missing,
     compiler_name,

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.spec.aliases import ALIASES, FOREIGN_COMPUTES, SPELLINGS
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import (
+    ALIASES,
     DEFAULT_STORAGE,
+    FOREIGN_COMPUTES,
+    SPELLINGS,
     full_names,
     get_compute,
     known_names,

@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowgauge.spec import processor
-from narrowgauge.spec.processor import instruction_sets, multiplies, pretending
+from narrowgauge.machine import processor
+from narrowgauge.machine.processor import instruction_sets, multiplies, pretending
 
-QUESTION = (
-    "from narrowgauge.spec.processor import multiplies; print([multiplies(f) for f in ('float32', 'bfloat16', 'int8')])"
-)
+QUESTION = "from narrowgauge.machine.processor import multiplies; print([multiplies(f) for f in ('float32', 'bfloat16', 'int8')])"
 UNLIMITED = {k: v for k, v in os.environ.items() if k not in (processor.OVERRIDE, *processor._LIMITS)}
 
 

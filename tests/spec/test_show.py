@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.errors import FormatError, NarrowgaugeError, RecipeError
-from narrowgauge.spec import details, formats, notation, propagation, recipes, show, tables, variants
-from narrowgauge.spec.aliases import ALIASES
+from narrowgauge.spec import computes, formats, notation, propagation, recipes, show, tables
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.computes import COMPUTES, PLACES
 from narrowgauge.spec.frameworks import FRAMEWORKS
 from narrowgauge.spec.models import MODELS
+from narrowgauge.spec.notation import ALIASES
 
 NAMES = {
     "formats": list(formats.FORMATS),
     "recipes": notation.representative_names(),
     "aliases": list(ALIASES),
-    "computes": variants.names(),
+    "computes": computes.names(),
     "scales": list(propagation.RULES),
     "storages": list(recipes.STORAGES),
     "chips": list(CHIPS),
@@ -153,13 +153,13 @@ def test_parts_of_a_recipe_sum_to_its_bytes() -> None:
         "bfloat16/tail8+bfloat16+float32",
         "bfloat16/bfloat16-pair+e6m5+float32",
     ]:
-        detail = details.detail_recipe(name)
+        detail = show.detail_recipe(name)
         assert sum(part["bytes"] for part in detail["stored"]) == detail["bytes_per_param"], name
         assert detail["example_memory_bytes"] == detail["bytes_per_param"] * detail["example_parameters"]
 
 
 def test_a_recipe_in_full() -> None:
-    detail = details.detail_recipe("bf16/word")
+    detail = show.detail_recipe("bf16/word")
     assert detail["name"] == "bfloat16/word"
     assert detail["vectors"] == {"storage": "master", "bytes_per_param": 16}
     assert {"norms", "softmax", "rotary buffers", "residual", "logits", "loss"} <= set(detail["dtypes"])
@@ -169,7 +169,7 @@ def test_a_recipe_in_full() -> None:
 
 
 def test_the_casts_of_a_recipe_in_full(capsys: pytest.CaptureFixture[str]) -> None:
-    detail = details.detail_recipe("fp8-tensor-e5m2/master")
+    detail = show.detail_recipe("fp8-tensor-e5m2/master")
     assert detail["casts"] == {
         "output.left": "float8_e4m3fn, per tensor", "output.right": "float8_e4m3fn, per tensor",
         "grad_input.left": "float8_e5m2, per tensor", "grad_input.right": "float8_e4m3fn, per tensor",
@@ -178,7 +178,7 @@ def test_the_casts_of_a_recipe_in_full(capsys: pytest.CaptureFixture[str]) -> No
     assert detail["accumulation"] == {"output": "fast", "grad_input": "promoted", "grad_weight": "promoted"}
     assert detail["kept_bytes"] == 1 and detail["linears_kept"] == ["lm_head", "*.lm_head", "*gate", "*router"]
     assert (detail["phases"], detail["evaluation"], detail["transform"]) == ([], None, "")
-    tables.write(details.page_recipe("fp8-tensor-e5m2/master"))
+    tables.write(show.page_recipe("fp8-tensor-e5m2/master"))
     lines = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
     gradient = ["float8_e5m2, per tensor", "float8_e4m3fn, per tensor", "promoted"]
     assert ["output", *["float8_e4m3fn, per tensor"] * 2, "fast"] in lines and ["grad_weight", *gradient] in lines
@@ -193,11 +193,11 @@ def test_what_changes_within_a_run_is_shown(tmp_path: Path, capsys: pytest.Captu
         'recipe = "bf16/word"\nevaluation = "fp32"\n[[phase]]\nuntil = 0.1\ncompute = "fp16"\n'
         '[[phase]]\nuntil = 0.9\ncompute = "mxfp8"\n[[override]]\npattern = "*.up_proj"\ncompute = "int8-row"\n'
     )
-    detail = details.detail_recipe(str(path))
+    detail = show.detail_recipe(str(path))
     assert detail["phases"] == [{"until": 0.1, "compute": "float16"}, {"until": 0.9, "compute": "mxfp8"}]
     assert detail["evaluation"] == "float32"
     assert detail["overrides"] == [{"pattern": "*.up_proj", "storage": None, "compute": "int8-row"}]
-    tables.write(details.page_recipe(str(path)))
+    tables.write(show.page_recipe(str(path)))
     out = capsys.readouterr().out
     assert "float16 until 0.1, mxfp8 until 0.9, then bfloat16\n" in out
     assert re.search(r"^computed otherwise +\*\.up_proj in int8-row$", out, re.MULTILINE)
@@ -205,16 +205,16 @@ def test_what_changes_within_a_run_is_shown(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_what_is_not_cut_is_not_rounded() -> None:
-    assert {part["rounding"] for part in details.detail_recipe("float32/float32")["stored"]} == {""}
-    master = {part["what"]: part for part in details.detail_recipe("bfloat16/master")["stored"]}
+    assert {part["rounding"] for part in show.detail_recipe("float32/float32")["stored"]} == {""}
+    master = {part["what"]: part for part in show.detail_recipe("bfloat16/master")["stored"]}
     assert master["full copy of the weight"]["bytes"] == 4
     assert "tail of the weight" not in master
 
 
 def test_each_part_of_an_expansion_is_shown() -> None:
-    stored = {part["what"]: part for part in details.detail_recipe("float8/collage-plus")["stored"]}
+    stored = {part["what"]: part for part in show.detail_recipe("float8/collage-plus")["stored"]}
     assert [what for what in stored if what.startswith("low part of the second moment")]
-    kahan = {part["what"]: part["bytes"] for part in details.detail_recipe("bf16/kahan")["stored"]}
+    kahan = {part["what"]: part["bytes"] for part in show.detail_recipe("bf16/kahan")["stored"]}
     assert kahan["low part of the weight"] == 2
     row = next(row for row in show.rows("storages") if row["name"] == "compact")
     assert (row["bytes_per_row"], row["stochastic"], row["arithmetic"]) == (8, True, "float32")
@@ -226,10 +226,10 @@ def test_a_recipe_file_shows_its_exceptions(tmp_path: Path, capsys: pytest.Captu
     path.write_text(
         'recipe = "bfloat16/word"\nkeep = ["lm_head"]\n[[override]]\npattern = "*.embed*"\nstorage = "split"\n'
     )
-    detail = details.detail_recipe(str(path))
+    detail = show.detail_recipe(str(path))
     assert detail["keep"] == ["lm_head"]
     assert detail["overrides"] == [{"pattern": "*.embed*", "storage": "split", "compute": None}]
-    tables.write(details.page_recipe(str(path)))
+    tables.write(show.page_recipe(str(path)))
     assert "*.embed* as split" in capsys.readouterr().out
 
 
@@ -238,51 +238,49 @@ def test_a_recipe_file_shows_its_exceptions(tmp_path: Path, capsys: pytest.Captu
     [("0.1", 0.1), ("1e-8", 1e-8), ("0x1p-3", 0.125), ("-0x1.8p1", -3.0), (" 2 ", 2.0), ("-inf", -math.inf)],
 )
 def test_values_are_read_as_written(text: str, value: float) -> None:
-    assert {row["name"]: row["value"] for row in details.detail_value(text)}["float64"] == value
+    assert {row["name"]: row["value"] for row in show.detail_value(text)}["float64"] == value
 
 
 def test_nan_stays_nan_where_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    found = {row["name"]: row["value"] for row in details.detail_value("nan")}
+    found = {row["name"]: row["value"] for row in show.detail_value("nan")}
     assert math.isnan(found["float8_e4m3fn"])
     assert found["float4_e2m1fn"] == 0
-    tables.write_json(details.detail_value("nan"))
+    tables.write_json(show.detail_value("nan"))
     assert {row["name"]: row["value"] for row in json.loads(capsys.readouterr().out)}["bfloat16"] == "nan"
 
 
 @pytest.mark.parametrize("text", ["", "abc", "0x", "1/3", "--json"])
 def test_what_is_no_number_is_refused(text: str) -> None:
     with pytest.raises(FormatError, match="is not a number"):
-        details.detail_value(text)
+        show.detail_value(text)
 
 
 @pytest.mark.parametrize("text", ["1e999", "-1e999"])
 def test_what_float64_cannot_hold_is_refused(text: str) -> None:
     with pytest.raises(FormatError, match="outside the range of float64"):
-        details.detail_value(text)
+        show.detail_value(text)
 
 
 def test_one_tenth_as_known() -> None:
-    found = {row["name"]: (row["hex"], row["value"]) for row in details.detail_value("0.1")}
+    found = {row["name"]: (row["hex"], row["value"]) for row in show.detail_value("0.1")}
     assert found["bfloat16"] == ("0x3dcd", 0.10009765625)
     assert found["float8_e4m3fn"] == ("0x1d", 0.1015625)
 
 
 def test_formats_are_found_by_any_of_their_names() -> None:
-    assert details.detail_format("bf16") == details.detail_format("torch.bfloat16")
-    assert details.detail_format("e4m3")["max"] == 448
-    assert "e4m3" in details.detail_format("float8_e4m3fn")["aliases"]
+    assert show.detail_format("bf16") == show.detail_format("torch.bfloat16")
+    assert show.detail_format("e4m3")["max"] == 448
+    assert "e4m3" in show.detail_format("float8_e4m3fn")["aliases"]
     with pytest.raises(FormatError, match="Did you mean"):
-        details.detail_format("bfloat17")
+        show.detail_format("bfloat17")
 
 
 def test_unknown_recipes_name_the_nearest() -> None:
     with pytest.raises(RecipeError, match="Did you mean 'word'"):
-        details.detail_recipe("bfloat16/wrod")
+        show.detail_recipe("bfloat16/wrod")
 
 
-@pytest.mark.parametrize(
-    "page", [details.page_format("int4"), details.page_value("0.1"), details.page_recipe("bf16/word")]
-)
+@pytest.mark.parametrize("page", [show.page_format("int4"), show.page_value("0.1"), show.page_recipe("bf16/word")])
 def test_pages_print_into_a_pipe(page: list[tables.Table], capsys: pytest.CaptureFixture[str]) -> None:
     tables.write(page)
     out = capsys.readouterr().out
@@ -291,10 +289,10 @@ def test_pages_print_into_a_pipe(page: list[tables.Table], capsys: pytest.Captur
 
 
 PAGES = {name: [show.table(name)] for name in NAMES} | {
-    "bfloat16/word": details.page_recipe("bfloat16/word"),
-    "float8-block-e5m2/tail8+bfloat16+float32": details.page_recipe("float8-block-e5m2/tail8+bfloat16+float32"),
-    "int4": details.page_format("int4"),
-    "0.1": details.page_value("0.1"),
+    "bfloat16/word": show.page_recipe("bfloat16/word"),
+    "float8-block-e5m2/tail8+bfloat16+float32": show.page_recipe("float8-block-e5m2/tail8+bfloat16+float32"),
+    "int4": show.page_format("int4"),
+    "0.1": show.page_value("0.1"),
 }
 
 
@@ -332,8 +330,8 @@ def test_a_terminal_shows_every_digit_whatever_its_width(
     monkeypatch.setenv("COLUMNS", str(columns))
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
-    tables.write(details.page_value("0.1"))
+    tables.write(show.page_value("0.1"))
     written = terminal.getvalue()
     assert ("──" in written) is framed
-    for row in details.detail_value("0.1"):
+    for row in show.detail_value("0.1"):
         assert row["hex"] in written and repr(row["value"]) in written

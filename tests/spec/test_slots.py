@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from narrowgauge.spec import variants
-from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
-from narrowgauge.spec.slots import SLOTS, TENSORS, casts_made, first_of_input, slot_of_cast, weight_slots
+from narrowgauge.spec import computes
+from narrowgauge.spec.computes import (
+    COMPUTES,
+    PLACES,
+    SLOTS,
+    TENSORS,
+    Compute,
+    casts_made,
+    first_of_input,
+    slot_of_cast,
+    weight_slots,
+)
 
 SHAPES = {"input": ("tokens", "in"), "weight": ("out", "in"), "gradient": ("tokens", "out")}
 RESULTS = {"output": ("tokens", "out"), "grad_input": ("tokens", "in"), "grad_weight": ("out", "in")}
@@ -43,7 +52,7 @@ def test_random_bits_differ_between_tensors_and_between_the_two_casts_of_the_gra
 
 
 @pytest.mark.parametrize(
-    "compute", [*COMPUTES.values(), *map(variants.named, variants.names())], ids=lambda row: row.name
+    "compute", [*COMPUTES.values(), *map(computes.named, computes.names())], ids=lambda row: row.name
 )
 def test_a_cast_is_made_where_no_other_serves_it(compute: Compute) -> None:
     for name, slot in SLOTS.items():

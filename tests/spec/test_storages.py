@@ -8,8 +8,20 @@ from dataclasses import replace
 
 import pytest
 
-from narrowgauge.spec.codes import MOMENT_CODES, VISIBLE, WEIGHT_CODES, Code, low_parts, packed, width_of
-from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage, find, for_vectors
+from narrowgauge.spec.storages import (
+    MOMENT_CODES,
+    STATE_NAMES,
+    STORAGES,
+    VISIBLE,
+    WEIGHT_CODES,
+    Code,
+    Storage,
+    find,
+    for_vectors,
+    low_parts,
+    packed,
+    width_of,
+)
 
 Fields = tuple[tuple[str, int], ...]
 every_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)

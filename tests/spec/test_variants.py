@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.spec import variants
+from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import known_names, parse, parse_table
 
-VARIANTS = [name for name in variants.names() if name not in COMPUTES]
+VARIANTS = [name for name in computes.names() if name not in COMPUTES]
 
 
 def test_variants_are_of_rows_whose_input_shares_one_scale() -> None:
@@ -29,8 +29,8 @@ def test_variants_are_of_rows_whose_input_shares_one_scale() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_differs_from_its_row_in_what_its_name_says(name: str) -> None:
     base, _, word = name.partition("+")
-    row, plain = variants.named(name), COMPUTES[base]
-    assert row.name == name and variants.find(name) is row
+    row, plain = computes.named(name), COMPUTES[base]
+    assert row.name == name and computes.find(name) is row
     changed = {place for place, cast in row.casts.items() if cast != plain.casts[place]}
     inputs, weights = {"output.left", "grad_weight.right"}, {"output.right", "grad_input.right"}
     assert changed == (inputs if word == "smooth" else set()) | (weights if plain.is_delayed else set())
@@ -44,7 +44,7 @@ def test_a_variant_differs_from_its_row_in_what_its_name_says(name: str) -> None
 @pytest.mark.parametrize("name", VARIANTS)
 def test_recipes_name_them_as_texts_and_in_tables(name: str) -> None:
     recipe = parse(name)
-    assert recipe.name == f"{name}/word" and recipe.compute is variants.named(name)
+    assert recipe.name == f"{name}/word" and recipe.compute is computes.named(name)
     assert parse_table(recipe.to_dict()) == recipe == parse(recipe.name) == parse_table({"compute": name})
     phased = parse_table({"compute": "bfloat16", "phase": [{"until": 0.9, "compute": name}]})
     assert phased.compute_at(0.5).name == name and parse_table(phased.to_dict()) == phased
@@ -81,4 +81,4 @@ def test_a_variant_that_is_not_had_is_refused_with_those_that_are(name: str, adv
         parse(name)
     assert advice in error.value.advice
     with pytest.raises(KeyError):
-        variants.named(name)
+        computes.named(name)

@@ -20,7 +20,7 @@ from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import parse, parse_table
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.spec.toml_text import load_toml
+from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import config as config_module
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.setting import kind_of

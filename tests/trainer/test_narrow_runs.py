@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.machine.processor import multiplies
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import default_storage, parse, parse_table
-from narrowgauge.spec.processor import multiplies
 from narrowgauge.spec.recipes import OWN_STORAGES_ONLY, Recipe
 from narrowgauge.trainer import exporting, loop, saved_run, session
 from trainer.tiny_runs import settings

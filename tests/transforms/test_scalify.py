@@ -22,16 +22,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from narrowgauge.assembly.preparation import prepare
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import custom_ops, layer_matmuls
+from narrowgauge.matmul import layer_matmuls
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.numerics.tensor_stats import power_of_rms
 from narrowgauge.numerics.update_metrics import sqnr_db
 from narrowgauge.spec.propagation import RULES
 from narrowgauge.trainer.language_model import build, can_chunk, enable_activation_checkpointing, loss_sum
 from narrowgauge.transforms import scaled_tensor
-from narrowgauge.transforms.scaled_functions import attention, value_of
 from narrowgauge.transforms.scaled_tensor import Scaled, measured, rescaled, root_below
-from narrowgauge.transforms.scalify import measurements, scalify
+from narrowgauge.transforms.scalify import attention, measurements, scalify, value_of
 from oracles import scalify as oracle
 from tensors import gradients, random_tokens, relative_error, rms
 
@@ -385,8 +384,8 @@ def test_no_more_is_measured_than_is_told(family: str, tmp_path: Path, monkeypat
 
         return count
 
-    monkeypatch.setattr(custom_ops, "power_of_rms", counting("weights"))
-    for name in ("narrowgauge.transforms.scaled_functions.measured", "narrowgauge.transforms.scaled_tensor.measured"):
+    monkeypatch.setattr(layer_matmuls, "power_of_rms", counting("weights"))
+    for name in ("narrowgauge.transforms.scalify.measured", "narrowgauge.transforms.scaled_tensor.measured"):
         monkeypatch.setattr(name, counting("passes"))
     told, layers = measurements(model), 2
     embeddings = 1 if family == "llama" else 2

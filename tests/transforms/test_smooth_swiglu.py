@@ -15,10 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.linears import Linears
-from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.matmul.swapping import Linears, swap_linears
 from narrowgauge.numerics.quantization import quantize, smoothing
-from narrowgauge.spec import variants
+from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.transforms.smooth_swiglu import smooth
 from narrowgauge.transforms.unit_scaling import unit_scale
@@ -80,7 +79,7 @@ def test_a_channel_that_runs_away_is_lost_to_a_stale_scale_and_kept_smooth(base:
 @pytest.mark.parametrize("name", NARROW)
 def test_no_other_row_loses_by_it(name: str) -> None:
     without, with_it = after_the_jump(name)[0], after_the_jump(name, is_smooth=True)[0]
-    if variants.find(f"{name}+smooth") is None:
+    if computes.find(f"{name}+smooth") is None:
         assert with_it == without
     else:
         assert with_it < without * 1.01
@@ -104,7 +103,7 @@ def test_a_fresh_scale_loses_the_other_channels_and_a_smooth_one_none_of_them() 
     wanted = x[:, OTHERS] @ weight[:, OTHERS].t()
     errors = {}
     for name in ("float8-tensor", "float8-tensor+smooth"):
-        product = variants.named(name).output
+        product = computes.named(name).output
         left, right = quantize(x, product.left).values(), quantize(weight, product.right).values()
         errors[name] = ((left[:, OTHERS] @ right[:, OTHERS].t() - wanted).norm() / wanted.norm()).item()
     assert errors["float8-tensor"] > 0.9
@@ -112,7 +111,7 @@ def test_a_fresh_scale_loses_the_other_channels_and_a_smooth_one_none_of_them() 
 
 
 def test_factors_of_every_kind_of_channel() -> None:
-    cast = variants.named("float8-tensor+smooth").output.left
+    cast = computes.named("float8-tensor+smooth").output.left
     columns = [0.0, 1.0, 1.999, -4.0, 2.0**-140, float("inf"), float("nan"), 2.0**90, 2.0**-90]
     x = torch.tensor([columns, [0.0] * len(columns)])
     factors, _ = smoothing(x, cast)
@@ -132,7 +131,7 @@ def test_factors_of_every_kind_of_channel() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_still_shows(bad: float) -> None:
-    cast = variants.named("float8-tensor+smooth").output.left
+    cast = computes.named("float8-tensor+smooth").output.left
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     assert quantize(torch.zeros(4, 16), cast).values().eq(0).all()
     x[2, 3] = bad
@@ -227,7 +226,7 @@ def test_a_smooth_model_is_copied_and_pickled() -> None:
 
 
 def test_experts_are_smoothed_each_by_their_own_tokens() -> None:
-    from narrowgauge.matmul.grouped import grouped_linear
+    from narrowgauge.matmul.experts import grouped_linear
 
     x = torch.randn(40, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     weights = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
@@ -238,7 +237,7 @@ def test_experts_are_smoothed_each_by_their_own_tokens() -> None:
         layer = nn.Sequential(nn.Linear(32, 16, bias=False, dtype=torch.bfloat16))
         with torch.no_grad():
             layer[0].weight.copy_(weights[expert])
-        swap_linears(layer, lambda _: variants.named("float8-tensor+smooth"))
+        swap_linears(layer, lambda _: computes.named("float8-tensor+smooth"))
         alone = layer(x[part])
         assert torch.equal(y[part], alone)
         alone.square().sum().backward()

@@ -16,9 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.trainer.language_model import compiled_loss, enable_activation_checkpointing, loss_sum
-from narrowgauge.transforms.unit_export import plain_state_dict
-from narrowgauge.transforms.unit_rules import attention_output, residual_weights
-from narrowgauge.transforms.unit_scaling import fix_batch, learning_rate_factors, unit_scale
+from narrowgauge.transforms.unit_layers import attention_output, residual_weights
+from narrowgauge.transforms.unit_scaling import fix_batch, learning_rate_factors, plain_state_dict, unit_scale
 from oracles.unit_scaling import Oracle
 from tensors import gradients, largest_relative_error, random_tokens, rms
 

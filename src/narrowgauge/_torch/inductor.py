@@ -51,8 +51,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.spec.compiler import compiled_folder, is_torn
-from narrowgauge.spec.processor import instruction_sets
+from narrowgauge.machine.cpp_compiler import compiled_folder, is_torn
+from narrowgauge.machine.processor import instruction_sets
 
 # One loop whatever its length: each threshold makes Inductor write an intermediate to memory, and a fresh buffer of a
 # large tensor's size costs more in page faults than the whole step (measured: 4 to 10 times).

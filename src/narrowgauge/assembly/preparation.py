@@ -26,17 +26,16 @@ from narrowgauge.distributed import sharding
 from narrowgauge.distributed.reduction import reduce_gradients_with
 from narrowgauge.distributed.sharding import has_shards, make_equal, require_mesh, settle
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.linears import Linears
+from narrowgauge.machine.processor import multiplies
 from narrowgauge.matmul.narrow_gather import gather_narrow
 from narrowgauge.matmul.scopes import compute_in_scope
-from narrowgauge.matmul.swapping import keep_ranks_apart, linear_names, swap_linears
+from narrowgauge.matmul.swapping import Linears, keep_ranks_apart, linear_names, swap_linears
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import own_part
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.processor import multiplies
 from narrowgauge.spec.recipes import Recipe
 
 Made = TypeVar("Made", bound=Optimizer)

@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from narrowgauge.matmul.linears import Linears
-from narrowgauge.matmul.swapping import linears_of
+from narrowgauge.matmul.swapping import Linears, linears_of
 from narrowgauge.optim.optimizer import Optimizer
 
 KEY = "narrowgauge"

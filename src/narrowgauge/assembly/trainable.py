@@ -18,7 +18,7 @@ from narrowgauge.distributed.reduction import EXCHANGES
 from narrowgauge.distributed.sharding import has_shards
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linear_names
-from narrowgauge.spec import variants
+from narrowgauge.spec import computes
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -52,7 +52,7 @@ def require_trainable(model: nn.Module, recipe: Recipe) -> None:
     _check_tied(model, recipe)
     _check_patterns(model, recipe, names)
     for compute in recipe.computes:
-        variants.check_layers(compute, linear_names(model), type(model).__name__)
+        computes.check_layers(compute, linear_names(model), type(model).__name__)
     _check_statistics(model, recipe)
     _check_sparse(model, recipe)
     if recipe.reduction.order_free:

@@ -21,13 +21,13 @@ import click
 import narrowgauge
 from narrowgauge.errors import ChipError
 from narrowgauge.machine.cache_folder import cache_folder
+from narrowgauge.machine.cpp_compiler import compiler_name
+from narrowgauge.machine.processor import instruction_sets, multiplies, processor_name
 from narrowgauge.runs.arithmetic import Arithmetic, changed_settings, differences, not_compared, read_arithmetic
 from narrowgauge.spec import tables
 from narrowgauge.spec.chips import get_chip
-from narrowgauge.spec.compiler import compiler_name
 from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.frameworks import TESTED_TORCH, untested_torch
-from narrowgauge.spec.processor import instruction_sets, multiplies, processor_name
 from narrowgauge.spec.tables import Column, Row, Table
 
 Environment = dict[str, Any]

@@ -141,7 +141,7 @@ def _is_reporter(is_interruption: bool) -> bool:
 
 def _launch() -> Any:
     """What knows about other ranks; None in a command that has not loaded it, and so has none."""
-    return sys.modules.get("narrowgauge.distributed.launch")
+    return sys.modules.get("narrowgauge.distributed.launch.process_group")
 
 
 def _echo_error(kind: str, message: str) -> None:

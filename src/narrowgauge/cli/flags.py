@@ -17,12 +17,12 @@ import click
 from click.shell_completion import CompletionItem
 
 from narrowgauge.spec import formats, notation
-from narrowgauge.spec.accumulations import ACCUMULATIONS
-from narrowgauge.spec.aliases import ALIASES, SPELLINGS, compute_name
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
+from narrowgauge.spec.notation import ALIASES, SPELLINGS, compute_name
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.sums import ACCUMULATIONS
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on

@@ -23,7 +23,7 @@ from narrowgauge.runs.writer import append_event
 
 if TYPE_CHECKING:
     from narrowgauge.analysis.comparison.comparison import Comparison
-    from narrowgauge.distributed.placement import Placement
+    from narrowgauge.distributed.launch.placement import Placement
     from narrowgauge.trainer.config import TrainConfig
     from narrowgauge.trainer.experiment.definition import ExperimentConfig
     from narrowgauge.trainer.exporting import Dtype
@@ -77,7 +77,7 @@ def starts_ranks(launch: Launch) -> bool:
     Raises:
         RankError: it is a rank already, and was asked to start more.
     """
-    from narrowgauge.distributed.placement import read_placement
+    from narrowgauge.distributed.launch.placement import read_placement
 
     here = read_placement()
     if launch.nproc is None or (launch.nproc == 1 and not launch.max_restarts):
@@ -98,7 +98,7 @@ def require_one_process(command: str) -> None:
     Raises:
         RankError: torchrun or Slurm has started several.
     """
-    from narrowgauge.distributed.placement import read_placement
+    from narrowgauge.distributed.launch.placement import read_placement
 
     here = read_placement()
     if here.size > 1:
@@ -121,7 +121,7 @@ def start(words: Sequence[str], launch: Launch, goes_on: Callable[[], str], fold
         ReportedError: a rank has printed why it ended.
     """
     assert launch.nproc is not None
-    from narrowgauge.distributed.agent import run_on_ranks
+    from narrowgauge.distributed.launch.agent import run_on_ranks
 
     own = ["-m", "narrowgauge", *without(words, ("nproc", "max_restarts"))]
     run_on_ranks(
@@ -195,7 +195,7 @@ def joined(
     Returns:
         A context manager that yields the placement.
     """
-    from narrowgauge.distributed import launch as groups
+    from narrowgauge.distributed.launch import process_group as groups
 
     return groups.process_group(
         timeout_seconds=launch.timeout or groups.TIMEOUT_SECONDS,
@@ -217,7 +217,7 @@ def joined_run(launch: Launch, config: TrainConfig, folder: Path | None) -> Abst
 
 def refuse_once() -> None:
     """End silently where an earlier attempt of this job was refused: a restart does not mend wrong settings."""
-    from narrowgauge.distributed.placement import read_placement
+    from narrowgauge.distributed.launch.placement import read_placement
 
     folder = os.environ.get("NARROWGAUGE_AGENT_FOLDER")
     if folder and read_placement().attempt:
@@ -234,7 +234,7 @@ def is_own_run(folder: Path | None) -> bool:
     Raises:
         RankError: a restart cannot tell which run is its own.
     """
-    from narrowgauge.distributed.placement import read_placement
+    from narrowgauge.distributed.launch.placement import read_placement
 
     here = read_placement()
     if here.max_attempts and (folder is None or here.job is None):
@@ -255,14 +255,14 @@ def _not_found_again(folder_of: str | None) -> RankError:
 
 def is_restart() -> bool:
     """Whether this process was started anew after ranks were lost."""
-    from narrowgauge.distributed.placement import read_placement
+    from narrowgauge.distributed.launch.placement import read_placement
 
     return read_placement().attempt > 0
 
 
 def is_new_and_alone(out: str | None) -> bool:
     """Whether this process is the only rank of a run that does not exist yet, whose settings can be checked at once."""
-    from narrowgauge.distributed.placement import read_placement
+    from narrowgauge.distributed.launch.placement import read_placement
 
     return read_placement().size == 1 and not is_own_run(None if out is None else Path(out))
 
@@ -281,14 +281,14 @@ def train(config: TrainConfig, launch: Launch) -> Path | None:
     Returns:
         The run folder; None on all ranks but the first.
     """
-    from narrowgauge.distributed.placement import read_placement
+    from narrowgauge.distributed.launch.placement import read_placement
     from narrowgauge.trainer.console import Console
 
     folder, is_first = None if config.out is None else Path(config.out), read_placement().is_first
     with Console(config.steps, config.log_every) if is_first else nullcontext() as console:
         if console is not None:
             console.stage("loading PyTorch")
-        from narrowgauge.distributed.agreement import describe_rank, require_same
+        from narrowgauge.distributed.launch.agreement import describe_rank, require_same
         from narrowgauge.distributed.ranks import all_ranks
         from narrowgauge.trainer import loop
 
@@ -304,7 +304,7 @@ def train(config: TrainConfig, launch: Launch) -> Path | None:
 
 
 def _note_restart(is_first: bool) -> None:
-    from narrowgauge.distributed.placement import read_placement
+    from narrowgauge.distributed.launch.placement import read_placement
 
     here = read_placement()
     if is_first:
@@ -323,8 +323,8 @@ def resume(folder: Path, config: TrainConfig, launch: Launch, *arguments: Any, *
     Returns:
         The run folder; None on all ranks but the first.
     """
-    from narrowgauge.distributed.agreement import describe_rank, require_same
-    from narrowgauge.distributed.placement import read_placement
+    from narrowgauge.distributed.launch.agreement import describe_rank, require_same
+    from narrowgauge.distributed.launch.placement import read_placement
     from narrowgauge.trainer import loop
 
     with joined_run(launch, config, folder):
@@ -346,12 +346,12 @@ def compare(
     Returns:
         The comparison and its page; None on all ranks but the first.
     """
-    from narrowgauge.distributed.placement import read_placement
+    from narrowgauge.distributed.launch.placement import read_placement
     from narrowgauge.trainer.experiment import training
 
     if read_placement().launcher == "none":
         return training.run_experiment(config, folder, stream)
-    from narrowgauge.distributed.agreement import describe_rank, require_same
+    from narrowgauge.distributed.launch.agreement import describe_rank, require_same
     from narrowgauge.trainer.experiment.shared_training import Lead, follow
     from narrowgauge.trainer.preflight import require_ranks
 
@@ -380,12 +380,12 @@ def export(launch: Launch, folder: Path, out: Path, dtype: Dtype, max_file_bytes
     Returns:
         ``out``; None on all ranks but the first.
     """
-    from narrowgauge.distributed.placement import read_placement
+    from narrowgauge.distributed.launch.placement import read_placement
     from narrowgauge.trainer import exporting
 
     if read_placement().launcher == "none":
         return exporting.export(folder, out, dtype, max_file_bytes)
-    from narrowgauge.distributed.agreement import describe_rank, require_same
+    from narrowgauge.distributed.launch.agreement import describe_rank, require_same
     from narrowgauge.distributed.ranks import all_ranks
 
     with joined(launch, lambda: "Start it again.") as here:

@@ -16,7 +16,7 @@ import click
 from narrowgauge import __version__
 from narrowgauge.cli import diagnosing, environment, flags, launching, planning
 from narrowgauge.cli.exit_status import CommandGroup
-from narrowgauge.spec import details, show, tables
+from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
@@ -72,9 +72,9 @@ _add_table("frameworks", "Checkpoints of other libraries: what is read, written 
 def show_format(name: str, as_json: bool) -> None:
     """All properties of the format NAME."""
     if as_json:
-        tables.write_json(details.detail_format(name))
+        tables.write_json(show.detail_format(name))
     else:
-        tables.write(details.page_format(name))
+        tables.write(show.page_format(name))
 
 
 # A negative number would otherwise be parsed as an option.
@@ -84,9 +84,9 @@ def show_format(name: str, as_json: bool) -> None:
 def show_value(value: str, as_json: bool) -> None:
     """VALUE (0.1, 1e-8, 0x1p-3, inf) rounded to every format."""
     if as_json:
-        tables.write_json(details.detail_value(value))
+        tables.write_json(show.detail_value(value))
     else:
-        tables.write(details.page_value(value))
+        tables.write(show.page_value(value))
 
 
 @show_group.command("recipe")
@@ -95,9 +95,9 @@ def show_value(value: str, as_json: bool) -> None:
 def show_recipe(name: str, as_json: bool) -> None:
     """What the recipe NAME (or a .toml file) stores, computes and loses."""
     if as_json:
-        tables.write_json(details.detail_recipe(name))
+        tables.write_json(show.detail_recipe(name))
     else:
-        tables.write(details.page_recipe(name))
+        tables.write(show.page_recipe(name))
 
 
 @show_group.command("environment")

@@ -4,7 +4,7 @@ A step has micro-batches, of which each rank computes some. :meth:`GradientReduc
 after the last, ``p.grad`` holds the sum over all micro-batches of all ranks. What FSDP2 shards is summed while the backward pass
 goes on, by a ``ReduceScatter`` of our own; what every rank has the whole of is summed when it has ended.
 
-An order-invariant reduction also holds the loop to what its promise rests on (:mod:`narrowgauge.distributed.addends`):
+An order-invariant reduction also holds the loop to what its promise rests on (:mod:`narrowgauge.distributed.order_invariance`):
 it refuses, as they happen, forward passes that draw random numbers and gradients that are added up before they are sent, makes
 PyTorch's own clipping norm exact, and lets ranks agree before they exchange what FSDP2 shards
 (:mod:`narrowgauge.distributed.lockstep`).
@@ -24,20 +24,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge import _torch
-from narrowgauge.distributed.addends import ForwardPasses, is_filled, refuse_unsent, require_first
-from narrowgauge.distributed.arrivals import Arrivals
-from narrowgauge.distributed.clipping import take_norms
-from narrowgauge.distributed.compression import CompressedSum
-from narrowgauge.distributed.ddp_buckets import BucketSums
-from narrowgauge.distributed.exact import ExactExchange
-from narrowgauge.distributed.exchanges import ALONE, BackendSum, Exchange, Parties, group_of, of_mesh, replicated
+from narrowgauge.distributed.exchanges import (
+    ALONE,
+    BackendSum,
+    CompressedSum,
+    ExactExchange,
+    Exchange,
+    Parties,
+    group_of,
+    of_mesh,
+    replicated,
+)
 from narrowgauge.distributed.lockstep import Lockstep
+from narrowgauge.distributed.order_invariance import (
+    Arrivals,
+    ForwardPasses,
+    is_filled,
+    refuse_unsent,
+    require_first,
+    take_norms,
+)
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.replicated import Replicated, SumAfterBackward
+from narrowgauge.distributed.replicated import BucketSums, Replicated, SumAfterBackward
 from narrowgauge.distributed.sharding import GroupSum, settle
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics.shards import by_group, is_sharded, local_of
-from narrowgauge.spec.reductions import REDUCTIONS, Reduction
+from narrowgauge.spec.sums import REDUCTIONS, Reduction
 
 EXCHANGES: dict[str, type[Exchange]] = {
     "native": BackendSum,

@@ -16,9 +16,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge._torch import plain_name
 from narrowgauge.gauges.recorder import is_sampled, record_gradient, record_tensor, recorder_of
-from narrowgauge.matmul.experts import grouped_layers_of
-from narrowgauge.matmul.grouped import GroupedLinear
-from narrowgauge.spec.slots import first_of_input
+from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
+from narrowgauge.spec.computes import first_of_input
 
 
 def record_linear(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

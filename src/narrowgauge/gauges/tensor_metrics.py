@@ -18,15 +18,14 @@ from torch import Tensor, nn
 
 from narrowgauge.gauges.recorder import Recorder, WatchedTensor
 from narrowgauge.matmul.delayed_scaling import delayed_amax
-from narrowgauge.matmul.grouped import GroupedLinear
+from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.rng import STEP
+from narrowgauge.matmul.operand import STEP
 from narrowgauge.numerics import tensor_stats
 from narrowgauge.numerics.quantization import padded, quantize
 from narrowgauge.numerics.shards import add_up, is_sharded, is_shared_out, local_of
 from narrowgauge.runs.schema import FIRST_EXPONENT, METRICS, NUM_EXPONENTS, TENSOR_KINDS, Row
-from narrowgauge.spec.computes import Cast
-from narrowgauge.spec.slots import SLOTS
+from narrowgauge.spec.computes import SLOTS, Cast
 
 COUNTED = 3
 """Every third sampled value is counted in the histograms, which pool all tensors of a kind."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import FormatError, RecipeError
-from narrowgauge.matmul import custom_ops, inference
+from narrowgauge.matmul import inference, layer_matmuls
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import is_linear, is_transposed
 from narrowgauge.numerics.quantization import padded, quantize, spread
@@ -220,7 +220,7 @@ def _pack(module: Any, compute: Compute, shared: dict[int, Any]) -> None:
         own.clear()
     module.__class__ = PackedLinear
     module.compute, module.replaced_bytes = compute, weight.nbytes
-    module.registered_name = custom_ops.register(compute)
+    module.registered_name = layer_matmuls.register(compute)
     module.out_features, module.in_features = matrix.shape
     for name, tensor in zip(PackedLinear.exact, shared[id(weight)][1:], strict=True):
         module.register_buffer(name, tensor)

@@ -1,12 +1,4 @@
-"""Measure this machine's arithmetic, or read what was measured before under the same settings.
-
-Bits depend on the processor, the versions, the threads and the switches, and on nothing else here; so what was measured once is
-cached under them (``NARROWGAUGE_CACHE``), and a run that starts later reads it. A run measures what is missing, for at most a
-second; what it has no time for is measured by the next one, or by ``narrowgauge fingerprint``.
-
-Measuring draws no random numbers and changes no setting of PyTorch, so a run has the same bits with and without it. The one
-exception, the number of threads, is left to the command.
-"""
+"""The processor, versions, variables and switches on which the bits of PyTorch's arithmetic depend."""
 
 from __future__ import annotations
 
@@ -14,6 +6,8 @@ import contextlib
 import hashlib
 import json
 import math
+import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -23,13 +17,73 @@ import torch
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.machine.cache_folder import cache_folder
-from narrowgauge.machine.functions import FUNCTIONS, measure_function
-from narrowgauge.machine.roundings import ROUNDINGS
-from narrowgauge.machine.software import settings_in_force
-from narrowgauge.machine.sums import SUMS, measure_sum
-from narrowgauge.runs.arithmetic import UNAVAILABLE, Arithmetic
+from narrowgauge.machine.processor import instruction_sets, processor_name
+from narrowgauge.machine.roundings import FUNCTIONS, ROUNDINGS, measure_function
+from narrowgauge.machine.summation_order import SUMS, measure_sum
+from narrowgauge.runs.arithmetic import PROBES, UNAVAILABLE, Arithmetic
 from narrowgauge.runs.atomic_io import write_whole
-from narrowgauge.spec.probes import PROBES
+
+_VARIABLES = (
+    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
+    "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE",
+)  # fmt: skip
+# Those by which the libraries choose their kernels.
+_SETS = (
+    "sse4_2", "avx", "fma", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8",
+    "asimd", "bf16", "sve", "sve2",
+)  # fmt: skip
+_LIBRARIES = {"mkl": r"Math Kernel Library Version (\S+)", "onednn": r"MKL-DNN v(\S+)"}
+
+
+def settings_in_force(device: torch.device) -> dict[str, str]:
+    """Everything by which a measured arithmetic is looked up again, and to which its differences are traced.
+
+    Args:
+        device: whose arithmetic it is.
+    Returns:
+        Texts by name; variables only where they are set.
+    Cost: less than a millisecond.
+    Example:
+        >>> settings_in_force(torch.device("cpu"))["torch"] == torch.__version__
+        True
+    """
+    built_with = torch.__config__.show()
+    libraries = {name: re.search(pattern, built_with) for name, pattern in _LIBRARIES.items()}
+    sets = instruction_sets()
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "processor": processor_name(),
+        "instruction sets": " ".join(name for name in _SETS if name in sets) or "unknown",
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        **{name: found[1] for name, found in libraries.items() if found},
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
+        # No function tells: a product does.
+        "subnormals set": "flushed" if float(torch.tensor(2.0**-100, dtype=torch.float32) * 2.0**-40) == 0 else "kept",
+        **(_cuda_settings() if device.type == "cuda" else {}),
+        **{name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
+    }
+
+
+def _cuda_settings() -> dict[str, str]:
+    reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    return {
+        "cuda": str(torch.version.cuda or torch.version.hip),
+        "cudnn": str(torch.backends.cudnn.version()),
+        "reduced sums of bfloat16": str(reduced).lower(),
+    }
+
+
+# FOLDED from machine.measured_arithmetic: Measure this machine's arithmetic, or read what was measured before under the same settings.
+# FOLDED
+# FOLDED Bits depend on the processor, the versions, the threads and the switches, and on nothing else here; so what was measured once is
+# FOLDED cached under them (``NARROWGAUGE_CACHE``), and a run that starts later reads it. A run measures what is missing, for at most a
+# FOLDED second; what it has no time for is measured by the next one, or by ``narrowgauge fingerprint``.
+# FOLDED
+# FOLDED Measuring draws no random numbers and changes no setting of PyTorch, so a run has the same bits with and without it. The one
+# FOLDED exception, the number of threads, is left to the command.
 
 _BUDGET_SECONDS = 0.7
 _VERSION = 1  # of the probes: one more where a probe's text changes

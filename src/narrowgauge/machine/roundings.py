@@ -1,12 +1,53 @@
-"""Where a machine rounds, and what it drops: subnormals, fused multiply-adds, the operands and accumulators of matmuls."""
+"""The same numbers on every machine, from integers alone, and short hashes of bits."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_PRIME = 2**31 - 1
+
+
+def fractions(number: int, seed: int = 1) -> Tensor:
+    """Fractions in [0, 1), multiples of 2^-20, in an order without a pattern.
+
+    Args:
+        number: how many.
+        seed: chooses them.
+    Returns:
+        float64 ``(number,)``, on the CPU.
+    Example:
+        >>> bool((fractions(5) * 2**20 % 1 == 0).all())
+        True
+    """
+    state = torch.arange(1, number + 1, dtype=torch.int64, device="cpu") * 48271 + seed * 69621
+    for _ in range(3):
+        state = state % _PRIME * 48271 % _PRIME
+    return (state % 2**20).double() / 2**20
+
+
+def between(low: float, high: float, number: int, seed: int = 1) -> Tensor:
+    """float32 values spread over an interval."""
+    return (low + (high - low) * fractions(number, seed)).float()
+
+
+def across_exponents(low: int, high: int, number: int) -> Tensor:
+    """Positive float32 values of every binary exponent from ``low`` to below ``high``, equally often."""
+    exponents = low + torch.arange(number, dtype=torch.int64, device="cpu") % (high - low)
+    return torch.ldexp(1 + fractions(number), exponents).float()
+
+
+def bits_of(values: Tensor) -> str:
+    """Eight hexadecimal digits of a hash of a tensor's bytes."""
+    whole = values.detach().contiguous().cpu().flatten().view(torch.uint8)
+    return hashlib.sha256(bytes(whole.tolist())).hexdigest()[:8]
+
+
+# FOLDED from machine.roundings: Where a machine rounds, and what it drops: subnormals, fused multiply-adds, the operands and accumulators of matmuls.
 
 # A product of 1 + 2^-12 with itself is 1 + 2^-11 + 2^-24, a tie: rounded to float32 it loses its last term, fused it does not.
 _FACTOR = 1 + 2.0**-12
@@ -142,3 +183,80 @@ ROUNDINGS: dict[str, Callable[[torch.device], str]] = {
     "rounding to 16 bits": measure_rounding_to_16_bits,
 }
 """By name: what measures it on a device."""
+
+
+# FOLDED from machine.functions: Last bits of elementwise functions: their error in units in the last place, and a hash of their bits.
+# FOLDED
+# FOLDED No standard says how exp or tanh are rounded, so libraries differ, and so do the kernels of one library: a vector's lanes use
+# FOLDED another polynomial than the loop over the elements that are left over. Every processor rounds division and square root correctly,
+# FOLDED but not every kernel does. The reference is the float64 function on the CPU, whose own error is 2^-29 of what is measured.
+
+_NUM_VALUES = 4099  # not a multiple of a vector's width: the elements left over are measured too
+_NUM_ALONE = 256
+
+
+def _interval(low: float, high: float) -> Callable[[], Tensor]:
+    return lambda: between(low, high, _NUM_VALUES)
+
+
+def _exponents(low: int, high: int) -> Callable[[], Tensor]:
+    return lambda: across_exponents(low, high, _NUM_VALUES)
+
+
+def _divide(values: Tensor) -> Tensor:
+    """By a number between 3/4 and 5/4, which is exact: the values are multiples of 2^-19."""
+    return values / values.abs().mul(0.5).add(0.75)
+
+
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = {
+    "division": (_divide, _interval(-1.0, 1.0)),
+    "sqrt": (torch.sqrt, _exponents(-40, 40)),
+    "rsqrt": (torch.rsqrt, _exponents(-40, 40)),
+    "exp": (torch.exp, _interval(-80.0, 80.0)),
+    "log": (torch.log, _exponents(-60, 60)),
+    "tanh": (torch.tanh, _interval(-6.0, 6.0)),
+    "sigmoid": (torch.sigmoid, _interval(-20.0, 20.0)),
+    "silu": (F.silu, _interval(-20.0, 20.0)),
+    "erf": (torch.erf, _interval(-4.0, 4.0)),
+    "gelu": (F.gelu, _interval(-2.0, 8.0)),
+    "sin": (torch.sin, _interval(-2048.0, 2048.0)),
+    "cos": (torch.cos, _interval(-2048.0, 2048.0)),
+}
+"""By name: the function and the float32 values on which it is measured."""
+
+
+def measure_function(name: str, device: torch.device) -> str:
+    """The largest error of a function, how many results differ outside of a vector, and the hash of its bits.
+
+    Args:
+        name: a key of :data:`FUNCTIONS`.
+        device: to measure.
+    Example:
+        >>> measure_function("division", torch.device("cpu"))
+        'correctly rounded #57bf11a4'
+    """
+    function, sample = FUNCTIONS[name]
+    values = sample()
+    here = values.to(device)
+    found = function(here)
+    exact = function(values.double())
+    is_correct = bool((found.cpu() == exact.float()).all())
+    error = "correctly rounded" if is_correct else f"{max_error(found.cpu(), exact):.2f} ulp"
+    alone = torch.stack([function(value) for value in here[:_NUM_ALONE, None].unbind()])[:, 0]
+    apart = int((alone != found[:_NUM_ALONE]).sum())
+    return error + (f", {apart} of {_NUM_ALONE} differ alone" if apart else "") + f" #{bits_of(found)}"
+
+
+def max_error(found: Tensor, exact: Tensor) -> float:
+    """The largest distance from the exact result, in units in the last place of float32.
+
+    Args:
+        found: float32.
+        exact: float64, of the same shape.
+    Example:
+        >>> max_error(torch.tensor([1.0]), torch.tensor([1 + 2.0**-24], dtype=torch.float64))
+        0.5
+    """
+    _, exponents = torch.frexp(exact)
+    spacing = torch.ldexp(torch.ones_like(exact), exponents.clamp(min=-125) - 24)
+    return float(((found.double() - exact).abs() / spacing).max())

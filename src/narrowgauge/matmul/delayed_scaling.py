@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from narrowgauge.spec.computes import Cast, Compute
-from narrowgauge.spec.slots import TENSORS
+from narrowgauge.spec.computes import TENSORS, Cast, Compute
 
 _AMAX, _STEP, _OVERFLOWS = range(3)
 
@@ -47,7 +46,7 @@ def delayed_amax(
         x: the operand.
         cast: how it is cast.
         history: the layer's, changed in place where ``record`` is true.
-        operand: index of the tensor, see :data:`narrowgauge.spec.slots.TENSORS`.
+        operand: index of the tensor, see :data:`narrowgauge.spec.computes.TENSORS`.
         step: 0-d, of the optimizer.
         record: write this step's amax into the history; in training only.
     """

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from narrowgauge.machine.processor import multiplies
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.numerics.fusion import fused
 from narrowgauge.numerics.rounding import power_below
 from narrowgauge.numerics.widening import SCRATCH, float32_tiles, is_widened, sum_integers
 from narrowgauge.spec.computes import Cast, Compute, Product
-from narrowgauge.spec.processor import multiplies
 
 # Sums of one panel: 4 MiB, so that sums, values and result fit a last-level cache.
 _PANEL_ELEMENTS = 1 << 20

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import FormatError, RecipeError
-from narrowgauge.matmul import custom_ops
+from narrowgauge.matmul import layer_matmuls
 from narrowgauge.matmul.cast_cache import LastCast
 from narrowgauge.matmul.experts import is_experts
 from narrowgauge.matmul.gemm import operand_dtype, warn_if_emulated
@@ -47,7 +47,7 @@ class InferenceBytes(NamedTuple):
 
 def _cast(x: Tensor, compute: str) -> tuple[Tensor, Tensor, Tensor]:
     """x ``[tokens, in]`` cast for ``output``: data, the outer scale and which columns hold outliers (empty without)."""
-    product = custom_ops.REGISTERED[compute].output
+    product = layer_matmuls.REGISTERED[compute].output
     left, is_outlier = product.left, x.new_empty(0, dtype=torch.bool)
     source = x
     if left.outliers:
@@ -62,8 +62,8 @@ def _multiply(
     compute: str,
 ) -> Tensor:  # fmt: skip
     """``output [tokens, out]`` of the cast input and stored codes ``[out, in]``; outliers come from ``x``."""
-    made = custom_ops.REGISTERED[compute]
-    left, right = custom_ops.pack(data, outer), _operand(codes, scales, made.output.right)
+    made = layer_matmuls.REGISTERED[compute]
+    left, right = layer_matmuls.pack(data, outer), _operand(codes, scales, made.output.right)
     result = multiply_slots(left, right, made, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
     has_outliers = made.output.left.outliers
     return _add_outliers(result, x, codes, scales, is_outlier.nonzero().view(-1)) if has_outliers else result
@@ -85,9 +85,9 @@ def refuse_gradient(grad: Tensor, x_shape: list[int]) -> Tensor:
 
 @cast_quantized.register_fake
 def _(x: Tensor, compute: str) -> tuple[Tensor, Tensor, Tensor]:
-    made = custom_ops.REGISTERED[compute]
+    made = layer_matmuls.REGISTERED[compute]
     dtype = operand_dtype(made.output.left, made.output, x.device)
-    data, outer = custom_ops.empty_operand(x, made, "output.left", dtype)
+    data, outer = layer_matmuls.empty_operand(x, made, "output.left", dtype)
     return data, outer, x.new_empty(x.shape[1] if made.output.left.outliers else 0, dtype=torch.bool)
 
 
@@ -197,7 +197,7 @@ class QuantizedLinear(ExactBuffers):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.registered_name = custom_ops.register(self.compute)  # another process does not know it yet
+        self.registered_name = layer_matmuls.register(self.compute)  # another process does not know it yet
 
     def extra_repr(self) -> str:
         """Sizes and compute."""
@@ -341,7 +341,7 @@ def quantize_layer(
     for own in (module._parameters, module._buffers, module._non_persistent_buffers_set):
         own.clear()
     module.__class__ = QuantizedLinear
-    module.registered_name, module.compute = custom_ops.register(compute), compute
+    module.registered_name, module.compute = layer_matmuls.register(compute), compute
     module.replaced_bytes = replaced_bytes
     module.out_features, module.in_features = matrix.shape
     for name, tensor in zip(EXACT, shared[id(weight)], strict=True):

@@ -1,6 +1,6 @@
 """The three matmuls of a linear layer, each from the tensors that enter it: the one place that obeys a compute's six casts.
 
-Which tensor fills which slot is :mod:`narrowgauge.spec.slots`; how it is cast there, and what the matmul does with the two
+Which tensor fills which slot is :mod:`narrowgauge.spec.computes`; how it is cast there, and what the matmul does with the two
 operands, is here. The operators call these functions, inference and the profiler do too.
 
 *Outlier features* are the few columns of an input that int8 cannot hold together with the others. In large language models some
@@ -14,14 +14,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import cast_weight
 from narrowgauge.matmul.delayed_scaling import delayed_amax
 from narrowgauge.matmul.gemm import multiply, operand_dtype, with_channels_back
-from narrowgauge.matmul.operand import Operand, cast_matrix
-from narrowgauge.matmul.rng import STEP, random_words
+from narrowgauge.matmul.operand import STEP, Operand, cast_matrix, outer_shape, random_words
+from narrowgauge.numerics.quantization import padded
+from narrowgauge.numerics.tensor_stats import power_of_rms
 from narrowgauge.numerics.widening import add_product
-from narrowgauge.spec.computes import Compute
-from narrowgauge.spec.slots import SLOTS, slot_of_cast
+from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, slot_of_cast
 
 
 def slot_dtype(compute: Compute, slot: str, device: torch.device) -> torch.dtype:
@@ -138,3 +139,191 @@ def multiply_outliers(result: Tensor, x: Tensor, weight: Tensor, threshold: floa
     if not len(columns):
         return result
     return add_product(result, x[:, columns].to(result.dtype), weight[:, columns].to(result.dtype).t())
+
+
+# FOLDED from matmul.custom_ops: Custom operators: what a compiled model sees of a narrow linear layer.
+# FOLDED
+# FOLDED Four opaque functions: cast the input for ``output``, multiply it with the weight, cast the input for ``grad_weight``, and compute
+# FOLDED both gradients. They are opaque because a compiler that sees the casts recomputes their producers at each use. They are few, so
+# FOLDED that the weight's casts and their cache stay out of the graph. The casts of the input are separate operators, so that
+# FOLDED the compiler merges equal ones: q, k and v share one.
+# FOLDED
+# FOLDED A compute is passed by name and everything that differs between layers or steps as tensors: layers of one shape share a graph,
+# FOLDED and no step recompiles. The arithmetic is :mod:`narrowgauge.matmul.layer_matmuls`.
+
+REGISTERED: dict[str, Compute] = dict(COMPUTES)
+"""Computes by the name that operators get: the table's, and those that :func:`register` adds."""
+
+
+def register(compute: Compute) -> str:
+    """Make a compute known to the operators.
+
+    Returns:
+        The name by which operators find it: its own, with a number where another compute has that name.
+    Raises:
+        RecipeError: the cast of the input for ``output``, which layers share, would need random bits or scales of one layer.
+    """
+    if compute.output.left.rounding == "stochastic":
+        raise RecipeError(
+            f"compute '{compute.name}' rounds the input of output stochastically, in a cast that several layers share.",
+            "Round it to nearest; weights and gradients may be stochastic.",
+        )
+    if compute.output.right.granularity == "column":
+        raise RecipeError(
+            f"compute '{compute.name}' scales the weight of output per column, and such scales would have to enter the cast "
+            "of the input, which several layers share.",
+            "Scale that weight per row, tensor or block.",
+        )
+    name, number = compute.name, 1
+    while REGISTERED.setdefault(name, compute) != compute:
+        number += 1
+        name = f"{compute.name} ({number})"
+    return name
+
+
+@torch.library.custom_op("narrowgauge::cast_input", mutates_args=())
+def cast_input(
+    x: Tensor, compute: str, state: Tensor | None, history: Tensor | None, record: bool
+) -> tuple[Tensor, Tensor]:
+    """x ``[tokens, in]`` cast for ``output``: data, and the outer scale (empty without one).
+
+    It takes nothing of the layer except delayed scales, so that layers with the same input share one call.
+    """
+    cast = cast_to_slot(x, REGISTERED[compute], "output.left", state=state, history=history, record=record)
+    return unpack(cast, x)
+
+
+@torch.library.custom_op("narrowgauge::multiply_output", mutates_args=())
+def multiply_output(
+    data: Tensor,
+    outer: Tensor,
+    x: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    compute: str,
+    state: Tensor,
+    history: Tensor | None,
+    record: bool,
+    rows: int,
+    dtype: torch.dtype,
+    unit: Tensor | None = None,
+) -> Tensor:
+    """``output [rows, out]`` of the cast input and the weight ``[out, in]``; ``x`` is where outliers are taken from.
+
+    With a ``unit`` it is the product with ``weight / unit``; the cast is cached under the weight itself.
+    """
+    made = REGISTERED[compute]
+    right = cast_weight_to_slot(weight, made, "output.right", state=state, history=history, record=record, unit=unit)
+    result = multiply_slots(pack(data, outer), right, made, "output", (rows, weight.shape[0]), dtype, bias)
+    threshold = made.output.left.outliers
+    return result if not threshold or x is None else multiply_outliers(result, x, weight, threshold).contiguous()
+
+
+@torch.library.custom_op("narrowgauge::weight_unit", mutates_args=())
+def weight_unit(weight: Tensor) -> Tensor:
+    """The power of two at or below a weight's root mean square, 0-d float32: measured once per version of the weight."""
+    unit = cast_weight(weight, ("unit",), lambda: Operand(power_of_rms(weight), None)).data
+    return unit.clone()
+
+
+@weight_unit.register_fake
+def _(weight: Tensor) -> Tensor:
+    return weight.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("narrowgauge::cast_kept", mutates_args=())
+def cast_kept(x: Tensor, compute: str, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x ``[tokens, in]`` cast for ``grad_weight``, which contracts the tokens."""
+    return unpack(cast_to_slot(x, REGISTERED[compute], "grad_weight.right", state=state), x)
+
+
+@torch.library.custom_op("narrowgauge::gradients", mutates_args=())
+def gradients(
+    grad: Tensor,
+    data: Tensor,
+    outer: Tensor,
+    weight: Tensor,
+    compute: str,
+    state: Tensor,
+    history: Tensor | None,
+    sequence_length: int,
+    wanted: list[bool],
+    record: bool,
+    unit: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``grad_input [tokens, in]`` and ``grad_weight [out, in]`` of the output's gradient; empty where not wanted.
+
+    With a ``unit`` they are those of the product with ``weight / unit``.
+    """
+    made = REGISTERED[compute]
+    grad_input, grad_weight = grad.new_empty(0), grad.new_empty(0)
+    left = None
+
+    def cast_grad(slot: str, right: Operand) -> Operand:
+        fold = scales_to_fold(right.outer, made, SLOTS[slot].matmul)
+        return cast_to_slot(
+            grad, made, slot, state=state, history=history, record=record, sequence_length=sequence_length, fold=fold
+        )
+
+    if wanted[0]:
+        right = cast_weight_to_slot(weight, made, "grad_input.right", state=state, history=history, unit=unit)
+        left = cast_grad("grad_input.left", right)
+        shape = grad.shape[0], weight.shape[1]
+        grad_input = multiply_slots(left, right, made, "grad_input", shape, grad.dtype)
+    if wanted[1]:
+        is_cast = not made.grad_weight.right.is_wide
+        right = pack(data, outer) if is_cast else cast_to_slot(data, made, "grad_weight.right")
+        if left is None or slot_of_cast(made, "grad_weight.left") == "grad_weight.left":
+            left = cast_grad("grad_weight.left", right)
+        shape = weight.shape[0], weight.shape[1]
+        grad_weight = multiply_slots(left, right, made, "grad_weight", shape, weight.dtype)
+    return grad_input, grad_weight
+
+
+@cast_input.register_fake
+def _(x: Tensor, compute: str, state: Tensor | None, history: Tensor | None, record: bool) -> tuple[Tensor, Tensor]:
+    return empty_operand(x, REGISTERED[compute], "output.left")
+
+
+@multiply_output.register_fake
+def _(
+    data: Tensor, outer: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor | None, compute: str, state: Tensor,
+    history: Tensor | None, record: bool, rows: int, dtype: torch.dtype, unit: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return data.new_empty((rows, weight.shape[0]), dtype=dtype)
+
+
+@cast_kept.register_fake
+def _(x: Tensor, compute: str, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    return empty_operand(x, REGISTERED[compute], "grad_weight.right")
+
+
+@gradients.register_fake
+def _(
+    grad: Tensor, data: Tensor, outer: Tensor, weight: Tensor, compute: str, state: Tensor, history: Tensor | None,
+    sequence_length: int, wanted: list[bool], record: bool, unit: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad_input = grad.new_empty((grad.shape[0], weight.shape[1])) if wanted[0] else grad.new_empty(0)
+    grad_weight = weight.new_empty(weight.shape) if wanted[1] else grad.new_empty(0)
+    return grad_input, grad_weight
+
+
+def unpack(operand: Operand, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Data and scale as an operator must return them: never its own input, never ``None``."""
+    data = operand.data.contiguous()
+    data = data.clone() if data.data_ptr() == source.data_ptr() else data
+    outer = source.new_empty(0, dtype=torch.float32) if operand.outer is None else operand.outer
+    return data, outer
+
+
+def pack(data: Tensor, outer: Tensor) -> Operand:
+    """The operand that :func:`unpack` took apart."""
+    return Operand(data, outer if outer.numel() else None)
+
+
+def empty_operand(x: Tensor, compute: Compute, slot: str, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """What the cast of ``x`` to a slot returns, without values; ``dtype`` where it is not the slot's."""
+    cast, dim = compute.casts[slot], SLOTS[slot].dim
+    shape = padded(x, cast, dim).shape
+    data = x.new_empty(shape, dtype=dtype or slot_dtype(compute, slot, x.device))
+    return data, x.new_empty(outer_shape(shape, cast, dim) or 0, dtype=torch.float32)

@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import custom_ops, rng
+from narrowgauge.matmul import layer_matmuls, operand
 from narrowgauge.matmul.cast_cache import LastCast
 from narrowgauge.matmul.delayed_scaling import history_for
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.numerics.widening import bias_gradient, linear
-from narrowgauge.spec import variants
-from narrowgauge.spec.computes import Compute
-from narrowgauge.spec.slots import slot_of_cast
+from narrowgauge.spec import computes
+from narrowgauge.spec.computes import Compute, slot_of_cast
 
-_cast_input, _cast_kept = LastCast(custom_ops.cast_input), LastCast(custom_ops.cast_kept)
+_cast_input, _cast_kept = LastCast(layer_matmuls.cast_input), LastCast(layer_matmuls.cast_kept)
 
 
 class _Product(torch.autograd.Function):
@@ -40,10 +39,10 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, state: Tensor, history: Tensor | None,
         scale_owner: tuple[Tensor | None, Tensor | None], sequence_length: int, record: bool, unit: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        compute = custom_ops.REGISTERED[name]
+        compute = layer_matmuls.REGISTERED[name]
         data, outer = _cast_input(state, x, name, *scale_owner, record)
         source = x if compute.output.left.outliers else None
-        y: Tensor = custom_ops.multiply_output(
+        y: Tensor = layer_matmuls.multiply_output(
             data, outer, source, weight, bias, name, state, history, record, x.shape[0], x.dtype, unit
         )
         kept = (data, outer) if slot_of_cast(compute, "grad_weight.right") == "output.left" else (x, None)
@@ -55,7 +54,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """The three gradients."""
         data, outer, weight, state, history, unit = ctx.saved_tensors
-        compute, grad = custom_ops.REGISTERED[ctx.name], grads[0].contiguous()
+        compute, grad = layer_matmuls.REGISTERED[ctx.name], grads[0].contiguous()
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
         given: list[Tensor | None] = [None, None]
         if outer is None:
@@ -65,7 +64,7 @@ class _Product(torch.autograd.Function):
                 drawn = state if right.rounding == "stochastic" else None
                 data, outer = _cast_kept(state, data, ctx.name, drawn)
         if any(wanted):
-            found = custom_ops.gradients(
+            found = layer_matmuls.gradients(
                 grad, data, outer, weight, ctx.name, state, history, ctx.sequence_length, wanted, ctx.record, unit
             )
             given = [gradient if needed else None for gradient, needed in zip(found, wanted, strict=True)]
@@ -124,12 +123,12 @@ class NarrowLayer(ExactBuffers):
     def set_step(self, step: int, seed: int) -> None:
         """Set the number of optimizer steps done, and the seed of stochastic casts."""
         self.step, self.seed = step, seed
-        self.state[rng.STEP_SEED] = step_seed(seed, step)
-        self.state[rng.STEP] = step
+        self.state[operand.STEP_SEED] = step_seed(seed, step)
+        self.state[operand.STEP] = step
 
     def set_compute(self, compute: Compute) -> None:
         """Continue in another compute, or in the layer's variant of it."""
-        self.compute = (variants.find(compute.name + self.variant) if self.variant else None) or compute
+        self.compute = (computes.find(compute.name + self.variant) if self.variant else None) or compute
         self.is_keyed = self.is_keyed or self.compute.is_stochastic
         history = history_for(self.compute, self.state.device, self.num_experts)
         # A longer history than the compute needs is kept: it holds the same amax values.
@@ -202,7 +201,7 @@ class Linear(NarrowLayer, nn.Linear):
 
     def unit_of(self, weight: Tensor) -> Tensor:
         """The power of two at or below a weight's root mean square, measured once within ``cached_weights``."""
-        return cast(Tensor, custom_ops.weight_unit(weight.detach()))
+        return cast(Tensor, layer_matmuls.weight_unit(weight.detach()))
 
     def _input_scale(self) -> tuple[Tensor | None, Tensor | None]:
         """The state and history that give the input's delayed scale; nothing where the scale is not delayed."""
@@ -214,11 +213,11 @@ class Linear(NarrowLayer, nn.Linear):
     def set_compute(self, compute: Compute) -> None:
         """Continue in another compute, or in the layer's variant of it."""
         super().set_compute(compute)
-        self.registered_name = custom_ops.register(self.compute)
+        self.registered_name = layer_matmuls.register(self.compute)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.registered_name = custom_ops.register(self.compute)  # another process does not know it yet
+        self.registered_name = layer_matmuls.register(self.compute)  # another process does not know it yet
 
     def extra_repr(self) -> str:
         """The plain layer's, and the compute."""
@@ -306,5 +305,5 @@ def narrowed(name: str, module: nn.Module, compute: Compute) -> Linear:
     layer = cast(Linear, module)
     layer.in_features, layer.out_features = sides
     layer.is_transposed = transposed
-    layer.begin(rng.new_state([name], weight.device)[:, 0].contiguous(), compute)
+    layer.begin(operand.new_state([name], weight.device)[:, 0].contiguous(), compute)
     return layer

@@ -1,7 +1,7 @@
 """Narrow all-gathers: FSDP2 moves the weights of narrow layers as the codes that their matmuls take.
 
 FSDP2 asks a sharded tensor that has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` what to gather and what to make of it.
-Here the first casts this rank's rows (:mod:`narrowgauge.spec.gathering` says how), and the second hands the codes of all rows
+Here the first casts this rank's rows (:mod:`narrowgauge.spec.computes` says how), and the second hands the codes of all rows
 to the cast cache, where the layer's matmuls find them. The gathered parameter is then a tensor of the right shape and dtype
 that is filled with NaN: nobody has its values, and whoever reads them anyway sees it at once. The sharded parameter stays a
 plain DTensor: the optimizer, gradients and checkpoints know nothing of all this.
@@ -24,9 +24,7 @@ from narrowgauge.matmul.layer_matmuls import slot_dtype
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.numerics.shards import is_sharded
-from narrowgauge.spec.computes import Compute
-from narrowgauge.spec.gathering import gathering_of
-from narrowgauge.spec.slots import SLOTS
+from narrowgauge.spec.computes import SLOTS, Compute, gathering_of
 
 
 def gather_narrow(model: nn.Module) -> dict[str, str]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.matmul.experts import NARROW
-from narrowgauge.matmul.linears import Layer
+from narrowgauge.matmul.swapping import Layer
 from narrowgauge.spec.recipes import Recipe
 
 

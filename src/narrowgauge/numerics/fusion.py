@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge._torch.inductor import compile_any_shape
-from narrowgauge.spec.compiler import model_compiler_missing
+from narrowgauge.machine.cpp_compiler import model_compiler_missing
 
 COMPILE_ELEMENTS = 1 << 18
 """Definitions are compiled for at least so many elements; fewer never win back the seconds that compiling takes."""

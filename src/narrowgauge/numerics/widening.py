@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge._torch import wrap_cpu_kernel
-from narrowgauge.spec.processor import multiplies
+from narrowgauge.machine.processor import multiplies
 
 EXACT_TERMS = 1 << 10
 """The number of products of 128 × 128 whose sum fits float32's 24 bits."""

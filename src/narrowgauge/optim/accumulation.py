@@ -37,7 +37,7 @@ from narrowgauge.numerics.summation import flat_chunks
 from narrowgauge.optim.compilation import Definition, compiled, edge_words, normal_words
 from narrowgauge.optim.state import as_words
 from narrowgauge.optim.validation import gradient_of
-from narrowgauge.spec.accumulations import ACCUMULATIONS, Accumulation, naive_limit
+from narrowgauge.spec.sums import ACCUMULATIONS, Accumulation, naive_limit
 
 WORTH_COMPILING, CHUNK_ON_GPU = 1 << 18, 1 << 18
 """Elements from which compiling an addition pays within a short run; elements at a time elsewhere than on a CPU, where

@@ -3,7 +3,7 @@
 It has three levels. Each is written once, in int32 and float32 operations that give the same bits in eager mode, compiled, on a
 CPU and on a GPU.
 
-*Codes* cut one float32 to the bits that a storage stores, and restore it (:class:`narrowgauge.spec.codes.Code` says which).
+*Codes* cut one float32 to the bits that a storage stores, and restore it (:class:`narrowgauge.spec.storages.Code` says which).
 Several codes share a word, each at its own ``shift``: encoding returns a code's bits in place and zeros elsewhere, so
 packing is an ``or``, and decoding takes one shift and one mask. The weight is cut in two: the *visible* weight, which the
 model computes with, and its *tail*, the signed rest of the stored weight.
@@ -37,8 +37,7 @@ from narrowgauge.numerics.expansions import Expansion, nearest_even_bits
 from narrowgauge.numerics.rounding import MAGNITUDE, bits_of, cut, dither, float_of, half, random_bits
 from narrowgauge.optim.rules.collage import expanded
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
-from narrowgauge.spec.codes import VISIBLE, Code, low_parts, width_of
-from narrowgauge.spec.storages import Storage
+from narrowgauge.spec.storages import VISIBLE, Code, Storage, low_parts, width_of
 
 SIGN = -(1 << 31)
 
@@ -273,7 +272,7 @@ class Plane:
 
 @lru_cache
 def planes(storage: Storage) -> tuple[Plane, ...]:
-    """The planes of a storage, as :func:`narrowgauge.spec.codes.packed` groups its fields.
+    """The planes of a storage, as :func:`narrowgauge.spec.storages.packed` groups its fields.
 
     Returns:
         Planes in the order in which the kernel takes them.

@@ -27,9 +27,9 @@ import narrowgauge
 from narrowgauge._torch.inductor import compile_ahead, load_ahead, machine_key
 from narrowgauge.machine.cache_folder import cache_folder
 from narrowgauge.machine.child_processes import start_tied
+from narrowgauge.machine.cpp_compiler import compiler_missing
 from narrowgauge.numerics.edge_values import edge_values, same_numbers
 from narrowgauge.optim.kernel_cache import add_package, alone, discard, find_package, is_refuted, marked, refute
-from narrowgauge.spec.compiler import compiler_missing
 
 Compiled = Callable[[list[Tensor]], list[Tensor]]
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from narrowgauge import _torch
 from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.machine.processor import care_for, is_left_slow
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, SGD, Rule
 from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, LR_SCALES, MUON, MatrixRule
-from narrowgauge.spec.processor import care_for, is_left_slow
 from narrowgauge.spec.storages import STORAGES, Storage, find
 
 

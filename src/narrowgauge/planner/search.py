@@ -29,10 +29,10 @@ from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.time.layer_times import computed_as
 from narrowgauge.planner.time.roofline import bytes_of
 from narrowgauge.planner.time.step_time import Known, check_layout, least_seconds, step_terms, why_not
-from narrowgauge.spec.accumulations import ACCUMULATIONS
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.recipes import Recipe, is_pair
 from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.sums import ACCUMULATIONS
 
 TOKENS_PER_STEP = 1 << 22
 """Of an optimizer step where none are given: four million, as Llama 3 begins with (arXiv 2407.21783, section 3.4.1)."""

@@ -22,9 +22,8 @@ from narrowgauge.numerics.tensor_stats import cast_and_sum, cast_loss
 from narrowgauge.planner.time.roofline import setting_of
 from narrowgauge.profiling.layer_plan import plain_recipe
 from narrowgauge.profiling.profile_report import Loss
+from narrowgauge.spec.computes import SLOTS, casts_made, named, slot_of_cast
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.slots import SLOTS, casts_made, slot_of_cast
-from narrowgauge.spec.variants import named
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import prepare_data
 from narrowgauge.trainer.loop import vocabulary_size

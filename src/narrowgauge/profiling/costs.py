@@ -4,7 +4,7 @@ Everything except linear layers takes the same time in every compute: a plain st
 that rest plus its own linear layers, and only the *difference* between two computes, timed in the same round, must be right.
 
 Seconds come as a :data:`Table`: for each shape and setting those of its operations, the three matmuls (``output``,
-``grad_input``, ``grad_weight``) and up to six casts before them (the slots of :mod:`narrowgauge.spec.slots`). A cast that a
+``grad_input``, ``grad_weight``) and up to six casts before them (the slots of :mod:`narrowgauge.spec.computes`). A cast that a
 compute does not make is missing.
 """
 
@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 
 from narrowgauge.planner.time.roofline import Setting, Shape
 from narrowgauge.profiling.layer_plan import Kind, Settings, baseline_of, groups_of, plain_recipe, settings_of
+from narrowgauge.spec.computes import SLOTS, named
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.slots import SLOTS
-from narrowgauge.spec.variants import named
 
 # Casts of the layer's input: made once for all layers that get the same input.
 SHARED = tuple(name for name, slot in SLOTS.items() if slot.tensor == "input")

@@ -18,10 +18,9 @@ from typing import Any
 
 from narrowgauge.errors import DataError
 from narrowgauge.planner.time.roofline import Setting, Shape, setting_of
-from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.computes import COMPUTES, first_of_input
 from narrowgauge.spec.models import MODELS, Model, get_model, refuse_own_code
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.slots import first_of_input
 from narrowgauge.spec.storages import STORAGES
 
 ELSEWHERE = "Predict it for another machine: --chip NAME (narrowgauge show chips)."

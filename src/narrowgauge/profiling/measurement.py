@@ -40,11 +40,9 @@ from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.planner.time.roofline import Setting, Shape
 from narrowgauge.profiling.costs import Round
 from narrowgauge.profiling.layer_plan import ELSEWHERE, Kind, compared_steps, plain_recipe, timed_settings
-from narrowgauge.spec.computes import Compute
+from narrowgauge.spec.computes import SLOTS, Compute, casts_made, named, slot_of_cast, weight_slots
 from narrowgauge.spec.models import Model
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.slots import SLOTS, casts_made, slot_of_cast, weight_slots
-from narrowgauge.spec.variants import named
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data import Dataset
 from narrowgauge.trainer.loop import vocabulary_size

@@ -33,7 +33,7 @@ from narrowgauge.runs.foreign_logs import SOURCE, is_log, log_names, read_log
 from narrowgauge.runs.lines import read_rows, restored
 from narrowgauge.runs.older_events import with_detector
 from narrowgauge.runs.schema import VERSION, Row, is_whole, short, wrong_value
-from narrowgauge.spec.toml_text import load_toml
+from narrowgauge.spec.toml import load_toml
 
 DEFINITION_FILE = "compare.toml"
 """What a comparison is, in its folder, which holds the folders of its runs."""

@@ -12,9 +12,13 @@ that one is cast.
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, get_format
 
 Granularity = Literal["none", "tensor", "row", "column", "1x128", "128x128", "1x32", "1x16"]
@@ -46,7 +50,7 @@ class Cast:
         outliers: input columns with an amax of at least this stay in 16 bits (0: none).
         margin: a delayed scale leaves room for ``2**margin`` times the recorded amax.
         history: steps in the amax ring buffer of a delayed scale.
-        smooth: divide each channel of the input by its own power of two first (:mod:`narrowgauge.spec.variants`).
+        smooth: divide each channel of the input by its own power of two first (:mod:`narrowgauge.spec.computes`).
     """
 
     format: str
@@ -396,3 +400,297 @@ _COMPUTES = (
 )  # fmt: skip
 
 COMPUTES: dict[str, Compute] = {compute.name: compute for compute in _COMPUTES}
+
+
+# FOLDED from spec.slots: Slots: the six operands of a linear layer's three matmuls, ``output.left`` to ``grad_weight.right``.
+# FOLDED
+# FOLDED A linear layer multiplies three times: ``output`` = x · wᵀ, ``grad_input`` = dy · w, ``grad_weight`` = dyᵀ · x. Each of its three
+# FOLDED tensors enters two of these matmuls, and each matmul contracts another dimension of it. A slot says which tensor it takes and how;
+# FOLDED :class:`~narrowgauge.spec.computes.Compute` says by which cast. The operators, the gauges and the profiler all read this table.
+
+TENSORS = ("input", "weight", "gradient")
+"""The tensors of a layer: x ``[tokens, in]``, w ``[out, in]`` and dy ``[tokens, out]``, as in a layer's amax history."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One operand of one matmul.
+
+    Args:
+        matmul: ``output``, ``grad_input`` or ``grad_weight``.
+        side: of that matmul.
+        tensor: what is cast, one of :data:`TENSORS`.
+        dim: the dimension of the tensor that the matmul contracts; the operand is transposed where a left one contracts 0.
+        random_key: distinguishes the random bits of a stochastic cast. Stored results depend on it: never renumber.
+        reuses: the slot whose codes of the same tensor this one takes where they serve it.
+    """
+
+    matmul: str
+    side: Literal["left", "right"]
+    tensor: str
+    dim: int
+    random_key: int
+    reuses: str = ""
+
+    @property
+    def name(self) -> str:
+        """``matmul.side``, as in :attr:`Compute.casts`."""
+        return f"{self.matmul}.{self.side}"
+
+    @property
+    def history_index(self) -> int:
+        """Index of the tensor in a layer's amax history."""
+        return TENSORS.index(self.tensor)
+
+
+_SLOTS = (
+    Slot("output", "left", "input", dim=1, random_key=0),
+    Slot("output", "right", "weight", dim=1, random_key=1),
+    Slot("grad_input", "left", "gradient", dim=1, random_key=3),
+    Slot("grad_input", "right", "weight", dim=0, random_key=1, reuses="output.right"),
+    Slot("grad_weight", "left", "gradient", dim=0, random_key=2, reuses="grad_input.left"),
+    Slot("grad_weight", "right", "input", dim=0, random_key=0, reuses="output.left"),
+)
+SLOTS: dict[str, Slot] = {slot.name: slot for slot in _SLOTS}
+"""The six slots by name."""
+
+
+def slot_of_cast(compute: Compute, slot: str) -> str:
+    """The slot whose cast fills a slot: its own, or that of the slot it reuses.
+
+    Example:
+        >>> from narrowgauge.spec.computes import COMPUTES
+        >>> slot_of_cast(COMPUTES["int8-row"], "grad_weight.right"), slot_of_cast(COMPUTES["mxfp8"], "grad_weight.right")
+        ('output.left', 'grad_weight.right')
+    """
+    first = SLOTS[slot].reuses
+    return first if first and compute.casts[first].serves(compute.casts[slot]) else slot
+
+
+def weight_slots(compute: Compute) -> list[str]:
+    """The slots whose casts of the weight a compute makes, wide ones included.
+
+    Example:
+        >>> from narrowgauge.spec.computes import COMPUTES
+        >>> weight_slots(COMPUTES["int8-row"]), weight_slots(COMPUTES["mxfp8"])
+        (['output.right'], ['output.right', 'grad_input.right'])
+    """
+    return [name for name, slot in SLOTS.items() if slot.tensor == "weight" and slot_of_cast(compute, name) == name]
+
+
+def casts_made(compute: Compute) -> tuple[str, ...]:
+    """The slots whose casts a compute makes: not those that reuse codes, nor those that only round to 16 or 32 bits.
+
+    Example:
+        >>> from narrowgauge.spec.computes import COMPUTES
+        >>> casts_made(COMPUTES["float8-tensor"])
+        ('output.left', 'output.right', 'grad_input.left')
+    """
+    return tuple(name for name in SLOTS if slot_of_cast(compute, name) == name and not compute.casts[name].is_wide)
+
+
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def first_of_input(layer: str) -> str:
+    """The first of the layers that get the same input as a layer: they share the cast of it, and its delayed scale.
+
+    Args:
+        layer: a dotted name.
+    Returns:
+        The name of that layer; the layer's own where no other gets its input.
+    Example:
+        >>> first_of_input("layers.0.self_attn.v_proj"), first_of_input("layers.0.mlp.down_proj")
+        ('layers.0.self_attn.q_proj', 'layers.0.mlp.down_proj')
+    """
+    parent, dot, own = layer.rpartition(".")
+    return parent + dot + next((names[0] for names in _SAME_INPUT if own in names), own)
+
+
+# FOLDED from spec.gathering: Narrow all-gathers: which computes can have FSDP2 gather a weight as the codes that their matmuls take.
+# FOLDED
+# FOLDED A sharded weight is gathered before each forward and each backward pass of its layer. A compute that casts it anyway can cast
+# FOLDED each shard first: one byte travels where a bfloat16 takes two, and the codes are the same, since a shard holds whole rows.
+# FOLDED Scales that cover several shards (of a tensor, of a column) need the largest magnitude over all of them first, a small
+# FOLDED all-reduce.
+# FOLDED
+# FOLDED Most computes cast the weight along ``in`` for ``output`` and along ``out`` for ``grad_input``. Where these are two casts, each
+# FOLDED gather carries the one that its pass needs; that takes FSDP2's ``reshard_after_forward``, and no activation checkpointing, whose
+# FOLDED backward pass needs both.
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """How the weight of a compute's layer is gathered.
+
+    Args:
+        forward, backward: the slots whose casts of the weight travel before each pass; empty where it is gathered as it is.
+        reason: why it is gathered as it is; empty otherwise.
+    """
+
+    forward: str = ""
+    backward: str = ""
+    reason: str = ""
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether codes are gathered."""
+        return not self.reason
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two passes take different casts."""
+        return self.forward != self.backward
+
+
+def gathering_of(compute: Compute) -> Gathering:
+    """How the weights of layers in a compute are gathered.
+
+    Example:
+        >>> from narrowgauge.spec.computes import COMPUTES
+        >>> gathering_of(COMPUTES["int8-row"])
+        Gathering(forward='output.right', backward='output.right', reason='')
+        >>> gathering_of(COMPUTES["mxfp8"]).reason
+        'its scales belong to blocks'
+    """
+    forward, backward = "output.right", slot_of_cast(compute, "grad_input.right")
+    casts = [compute.casts[slot] for slot in (forward, backward)]
+    if compute.is_wide:
+        return Gathering(reason="it multiplies the weights as they are")
+    if compute.transform:
+        return Gathering(reason="its transform computes with the weights themselves")
+    if compute.output.left.outliers or any(cast.is_wide for cast in casts):
+        return Gathering(reason="a matmul takes weights in 16 bits too")
+    if any(cast.scaling == "delayed" for cast in casts):
+        return Gathering(reason="its amax history is measured on the whole weight")
+    if any(cast.block is not None for cast in casts):
+        return Gathering(reason="its scales belong to blocks")
+    return Gathering(forward, backward)
+
+
+# FOLDED from spec.variants: Variants of computes, named by a suffix: ``float8-delayed+smooth``.
+# FOLDED
+# FOLDED ``smooth``: Smooth-SwiGLU. Each channel of a down projection's input is divided by its own power of two before the cast, and the
+# FOLDED weight's column is multiplied by it after *its* cast. So a channel with outliers neither saturates nor costs the other channels
+# FOLDED precision. It applies to computes whose input shares one scale; with scales per row or block it brings no measurable gain
+# FOLDED (docs/ideas/scaled-models.md).
+# FOLDED
+# FOLDED ``fresh``: in a compute with delayed scales, weights are scaled by their current amax. A weight changes once per step and its
+# FOLDED cast is cached for all micro-batches, so a delayed scale saves nothing there. ``smooth`` includes it.
+
+SMOOTHED = ("down_proj", "*.down_proj")
+"""Patterns of the layers whose input is the product of a gate and another projection."""
+_SMOOTH, _FRESH = "+smooth", "+fresh"
+
+
+@lru_cache(None)
+def find(name: str) -> Compute | None:
+    """The compute or variant of that name.
+
+    Args:
+        name: such as ``"float8-row"`` or ``"float8-delayed+smooth"``, in full spelling.
+    Returns:
+        The compute, or ``None``.
+    Example:
+        >>> str(find("float8-delayed+smooth").output.left)
+        'float8_e4m3fn, per tensor, channels smoothed'
+    """
+    base, plus, word = name.partition("+")
+    compute = COMPUTES.get(base)
+    if compute is None or not plus:
+        return compute
+    if plus + word == _SMOOTH and _can_smooth(compute):
+        return _smoothed(_fresh(compute), name)
+    if plus + word == _FRESH and compute.is_delayed:
+        return replace(_fresh(compute), name=name, purpose=f"{base} with current scales for weights")
+    return None
+
+
+def named(name: str) -> Compute:
+    """:func:`find` for a known name."""
+    compute = find(name)
+    if compute is None:
+        raise KeyError(name)
+    return compute
+
+
+def names() -> list[str]:
+    """All names that :func:`find` knows: computes, then variants."""
+    return [*COMPUTES, *(name for compute in COMPUTES for word in (_SMOOTH, _FRESH) if find(name := compute + word))]
+
+
+def at_layer(compute: Compute, layer: str) -> Compute:
+    """The compute of one layer: a smooth compute smooths the layers of ``SMOOTHED`` only.
+
+    Args:
+        compute: a compute or a variant.
+        layer: the dotted name of a linear layer.
+    Returns:
+        The compute of the layer.
+    Example:
+        >>> compute = find("float8-tensor+smooth")
+        >>> [at_layer(compute, name).name for name in ("layers.0.mlp.down_proj", "layers.0.mlp.up_proj")]
+        ['float8-tensor+smooth', 'float8-tensor']
+    """
+    if not compute.name.endswith(_SMOOTH) or _is_smoothed(layer):
+        return compute
+    base = compute.name.removesuffix(_SMOOTH)
+    return find(base + _FRESH) or COMPUTES[base]
+
+
+def check_layers(compute: Compute, layers: Iterable[str], model: str) -> None:
+    """Refuse a smooth compute for a model without layers of ``SMOOTHED``.
+
+    Args:
+        compute: any.
+        layers: the names of the model's linear layers.
+        model: its name in the error message.
+    Raises:
+        RecipeError: no layer is a down projection.
+    """
+    names = list(layers)
+    if compute.name.endswith(_SMOOTH) and not any(map(_is_smoothed, names)):
+        raise RecipeError(
+            f"compute '{compute.name}' smooths the input of a gated MLP's down projection, and {model} has no layer named "
+            f"'down_proj'{f' among {names[0]}, …' if names else ''}.",
+            f"Take '{compute.name.removesuffix(_SMOOTH)}'.",
+        )
+
+
+def _is_smoothed(layer: str) -> bool:
+    return any(fnmatch.fnmatchcase(layer, pattern) for pattern in SMOOTHED)
+
+
+def _can_smooth(compute: Compute) -> bool:
+    """Whether the whole input shares one scale, derived from its amax."""
+    return (
+        not compute.transform
+        and compute.output.left.granularity == "tensor"
+        and compute.output.left.scaling != "static"
+    )
+
+
+def _fresh(compute: Compute) -> Compute:
+    """The compute with current scales for weights."""
+    return replace(
+        compute,
+        output=replace(compute.output, right=_current(compute.output.right)),
+        grad_input=replace(compute.grad_input, right=_current(compute.grad_input.right)),
+    )
+
+
+def _smoothed(compute: Compute, name: str) -> Compute:
+    """The compute with smoothed channels in both casts of the input. Their factors need the input, so scales are current."""
+    left, kept = (replace(_current(cast), smooth=True) for cast in (compute.output.left, compute.grad_weight.right))
+    return replace(
+        compute,
+        name=name,
+        output=Product(left, compute.output.right, "float32"),
+        grad_weight=replace(compute.grad_weight, right=kept),
+        purpose=f"{compute.name} with down projections that tolerate outlier channels (their output matmul is in 16 bits)",
+        source=f"Smooth-SwiGLU, Fishman et al. 2024 (2409.12517), over {compute.source}",
+    )
+
+
+def _current(cast: Cast) -> Cast:
+    return replace(cast, scaling="current")

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.spec.computes import COMPUTES, Compute
-from narrowgauge.spec.reductions import REDUCTIONS, Reduction
+from narrowgauge.spec.computes import COMPUTES, Compute, at_layer
 from narrowgauge.spec.storages import STORAGES, Storage, for_vectors
-from narrowgauge.spec.variants import at_layer
+from narrowgauge.spec.sums import REDUCTIONS, Reduction
 
 
 @dataclass(frozen=True, slots=True)

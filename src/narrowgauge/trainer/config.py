@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, suggestion
+from narrowgauge.machine.cpp_compiler import model_compiler_missing, switched_off
 from narrowgauge.runs.loggers.logger import LOGGERS, names_in, require_loggers
-from narrowgauge.spec.accumulations import ACCUMULATIONS
-from narrowgauge.spec.compiler import model_compiler_missing, switched_off
-from narrowgauge.spec.learning_rates import UNIT_LEARNING_RATE, usual_rate
-from narrowgauge.spec.models import MODELS
+from narrowgauge.spec.models import MODELS, UNIT_LEARNING_RATE, usual_rate
 from narrowgauge.spec.notation import parse, parse_value
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.toml_text import load_toml
+from narrowgauge.spec.sums import ACCUMULATIONS
+from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer.named_files import free_folder, known_model, left_by_a_kill
 from narrowgauge.trainer.setting import about, count, kind_of, require, setting
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import narrowgauge
-from narrowgauge.distributed.placement import read_placement
+from narrowgauge.distributed.launch.placement import read_placement
 from narrowgauge.machine.measured_arithmetic import arithmetic_of_run
 from narrowgauge.runs.arithmetic import TABLE
 

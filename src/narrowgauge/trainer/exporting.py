@@ -219,7 +219,7 @@ def _weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
 def _plain_weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
     """Float32 weights with which the plain class computes the same as the unit-scaled model."""
     # Imported here: it loads the model classes, which takes seconds.
-    from narrowgauge.transforms.unit_export import plain_state_dict
+    from narrowgauge.transforms.unit_scaling import plain_state_dict
 
     visible = {parameter: parameter.data for parameter in run.model.parameters()}
     try:

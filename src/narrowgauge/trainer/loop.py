@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from narrowgauge._torch.inductor import why_compiling_failed
-from narrowgauge.distributed.launch import beat
+from narrowgauge.distributed.launch.process_group import beat
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.errors import ChipError, CorruptionError, DataError, RecordError
+from narrowgauge.machine.cpp_compiler import compiled_folder
 from narrowgauge.optim import compilation
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, held_folder
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, is_run, read_run, read_settings
 from narrowgauge.runs.writer import RunWriter, remove_leftovers, require_free
-from narrowgauge.spec.compiler import compiled_folder
 from narrowgauge.spec.models import MODELS, refuse_own_code
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.changes import accept, differences, moved, with_present_ranks

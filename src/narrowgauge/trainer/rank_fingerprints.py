@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.distributed.ranks import Ranks
-from narrowgauge.distributed.replicas import replica_groups
+from narrowgauge.distributed.replica_verification import replica_groups
 from narrowgauge.errors import CorruptionError
 from narrowgauge.numerics.summation import fingerprint, fingerprint_all
 from narrowgauge.runs.fingerprint_rows import in_words, parted_in

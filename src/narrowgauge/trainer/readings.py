@@ -13,7 +13,7 @@ from torch import Tensor
 
 from narrowgauge._torch import plain_name
 from narrowgauge.distributed.ranks import Ranks
-from narrowgauge.matmul.linears import Linears
+from narrowgauge.matmul.swapping import Linears
 from narrowgauge.optim.audit import figures_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row

@@ -26,15 +26,14 @@ from narrowgauge.checkpoints.reading import saved_tensors
 from narrowgauge.checkpoints.state_tensors import give_back, load_tensors, require_same_model, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction, reduce_gradients_with
-from narrowgauge.distributed.replicas import Held, Verifier
+from narrowgauge.distributed.replica_verification import Held, Verifier
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, make_mesh, through_root
 from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.errors import RankError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
-from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.scopes import compute_scope
-from narrowgauge.matmul.swapping import linears_of
+from narrowgauge.matmul.swapping import Linears, linears_of
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import joined_over_ranks

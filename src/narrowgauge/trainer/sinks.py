@@ -17,7 +17,7 @@ from narrowgauge.analysis.monitor.detectors import SERIOUS
 from narrowgauge.analysis.monitor.spikes import StepJudgement
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.gauges.attach import Gauges
-from narrowgauge.matmul.linears import Linears
+from narrowgauge.matmul.swapping import Linears
 from narrowgauge.optim.audit import Alarm
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.loggers.logger import LOGGERS, Delivery

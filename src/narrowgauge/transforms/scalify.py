@@ -1,29 +1,303 @@
-"""Scalify: every tensor of a model carries a power-of-two scale, so that the operands of its matmuls are near one.
+"""Rules for functions of scaled tensors: matmuls, norms, activations, attention. Strip scales, run the op, restore scales.
 
-Narrow formats lose numbers far from one: a gradient of 1e-6 is zero in ``float8_e4m3fn``. The usual remedy measures each operand
-of each matmul before the cast. Scalify propagates scales instead: a tensor is ``data * scale``, and a rule for each operation
-gives its result a scale, forward and backward (:mod:`narrowgauge.spec.propagation`). Matmuls and sums guess the size of their
-results. It is measured where errors of guesses would accumulate: results of activations, gradients behind a norm, and
-weights. A float8 matmul then needs no scale and no amax: it casts ``data`` directly.
+A function of real values ``y = f(x)`` runs on plain tensors. :func:`enter` divides each operand by its unit, the function
+returns ``raw``, and :func:`leave` returns the scaled tensor ``raw * scale``. The chain rule then fixes the backward pass: if
+``dy`` is the gradient of ``y``, then ``dx = (dy.scale * scale / unit) * vjp(dy.data)``, where ``vjp`` is PyTorch's own backward
+of the plain function. So a gradient's data pass unchanged through the plain backward, with a size near one, and its scale is
+passed around it from ``leave`` to ``enter``, as the gradient of a *token* that has no other use. Values are therefore right
+whatever units, scales and sizes a rule chooses; these only decide where data lie in the format's range. A *size* is the root
+mean square of ``raw`` or of a ``vjp``: data are divided by it and the scale is multiplied by it.
 
-The model keeps its parameters, their names and its class. Only the modules that own parameters, and the activations, compute by a
-rule; everything between them (residual sums, splits, rotations, the attention) is the model's own code, run on scaled tensors.
-Tensors are scaled from the embedding to the last norm; logits and the parameters' gradients are plain tensors.
+:mod:`narrowgauge.spec.propagation` lists which sizes are guessed and which are measured. Guesses assume independent operands, and
+training makes them less independent; e4m3 tolerates a factor of about ten upwards and a hundred downwards, and e5m2, the format
+of gradients, ten thousand either way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowgauge.spec.propagation import RULES
-from narrowgauge.transforms.scaled_functions import activation, embedding, linear, norm, value_of
-from narrowgauge.transforms.scaled_tensor import Scaled, unknown
+from narrowgauge.spec.propagation import RULES, Measured
+from narrowgauge.transforms.scaled_tensor import FUNCTIONS, Scaled, measured, rescaled, root_below, times, unknown
+
+
+class Held(NamedTuple):
+    """The unit of an operand that enters unchanged, for a function that divides by it itself."""
+
+    power: Tensor
+
+
+# The unit of an operand: its own scale, 1 (the real value), 1 with float16 widened to float32, or this number.
+Unit = Tensor | Held | Literal["own", "real", "wide"]
+# A guess of the root mean square of the result; None: measure it.
+Size = float | None
+
+OWN: Final = "own"
+REAL: Final = "real"
+WIDE: Final = "wide"
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _in_graph(function: _Function) -> _Function:
+    """A compiler keeps the call in the graph and traces it only below autograd."""
+    return cast(_Function, torch.compiler.allow_in_graph(function))
+
+
+# --- strip and restore scales -----------------------------------------------------------------------------------------
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        divisors = [_divisor(x, unit) for x, unit in zip(operands, units, strict=True)]
+        ctx.save_for_backward(*divisors)
+        ctx.sizes = sizes
+        ctx.scaled = [x.dtype if isinstance(x, Scaled) else None for x in operands]
+        entered = [_in_unit(x, unit) for x, unit in zip(operands, units, strict=True)]
+        # An operand that needs no gradient costs no matmul in the backward pass.
+        wanted = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(*(x for x, wants in zip(entered, wanted, strict=True) if not wants))
+        return _one(operands[0]), *entered
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor, *vjps: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor | None] = []
+        for vjp, divisor, size, dtype in zip(vjps, ctx.saved_tensors, ctx.sizes, ctx.scaled, strict=True):
+            scale = token if divisor is None else token / divisor
+            if vjp is None or dtype is None:
+                gradients.append(None if vjp is None else times(vjp, scale))
+                continue
+            power = measured(vjp) if size is None else size
+            gradients.append(Scaled((vjp / power).to(dtype), scale * power))
+        return None, None, *gradients
+
+
+def _one(like: Tensor) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=like.device)
+
+
+def _divisor(x: Tensor, unit: Unit) -> Tensor | None:
+    if isinstance(unit, (Tensor, Held)):
+        return unit if isinstance(unit, Tensor) else unit.power
+    return x._scale if unit == OWN and isinstance(x, Scaled) else None
+
+
+def _in_unit(x: Tensor, unit: Unit) -> Tensor:
+    """The operand's value in its unit, detached."""
+    if isinstance(x, Scaled):
+        if unit == OWN:
+            return x._data.detach()
+        x = _roomy(x._data) * x._scale if unit == WIDE else times(x._data, x._scale)
+    return x / unit if isinstance(unit, Tensor) else x.detach()
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, token: Tensor, scale: Tensor, size: Size) -> Tensor:
+        ctx.save_for_backward(scale)
+        power = measured(raw) if size is None else size
+        return Scaled(raw / power, scale * power)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return *_through(gradient, *ctx.saved_tensors), None, None
+
+
+class _LeavePlain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, token: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        ctx.dtype = raw.dtype
+        return _roomy(raw) * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        data, scale = _through(gradient, *ctx.saved_tensors)
+        return data.to(ctx.dtype), scale, None
+
+
+def _through(gradient: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient for the plain function's backward, and the one of the token."""
+    g = gradient if isinstance(gradient, Scaled) else rescaled(gradient)
+    return g._data, g._scale * scale
+
+
+class _Value(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        scaled = cast(Scaled, x)
+        ctx.dtype = scaled.dtype
+        return _roomy(scaled._data) * scaled._scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        g = rescaled(gradient)
+        return Scaled(g._data.to(ctx.dtype), g._scale)
+
+
+def _roomy(x: Tensor) -> Tensor:
+    """A value that leaves scaled arithmetic: float16 becomes float32, since its gradient will be a plain tensor."""
+    return x.float() if x.dtype is torch.float16 else x
+
+
+@_in_graph
+def enter(units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor) -> tuple[Tensor, ...]:
+    """The token, and each operand as a plain tensor in its unit.
+
+    Args:
+        units: of each operand; a plain one has scale 1.
+        sizes: of each operand's ``vjp``; ignored for a plain operand, whose gradient is a plain value.
+        operands: plain or scaled.
+    """
+    return cast(tuple[Tensor, ...], _Enter.apply(units, sizes, *operands))  # type: ignore[no-untyped-call]
+
+
+@_in_graph
+def leave(raw: Tensor, token: Tensor, scale: Tensor, size: Size) -> Tensor:
+    """``raw * scale`` as a scaled tensor of data ``raw / size``."""
+    return cast(Tensor, _Leave.apply(raw, token, scale, size))  # type: ignore[no-untyped-call]
+
+
+@_in_graph
+def leave_plain(raw: Tensor, token: Tensor, scale: Tensor) -> Tensor:
+    """``raw * scale`` as a plain tensor; its gradient is measured."""
+    return cast(Tensor, _LeavePlain.apply(raw, token, scale))  # type: ignore[no-untyped-call]
+
+
+@_in_graph
+def value_of(x: Tensor) -> Tensor:
+    """A scaled tensor's value as a plain one; its gradient is measured."""
+    return cast(Tensor, _Value.apply(x))  # type: ignore[no-untyped-call]
+
+
+@_in_graph
+def scale_of(x: Tensor) -> Tensor:
+    """The scale of a tensor; 1 for a plain one."""
+    return x._scale if isinstance(x, Scaled) else _one(x)
+
+
+# --- the rules --------------------------------------------------------------------------------------------------------
+
+Product = Callable[..., Tensor]
+
+
+def _size(rule: str, what: Measured, guess: float) -> Size:
+    """The guess, or ``None`` where the rule measures."""
+    return None if what in RULES[rule].measures else guess
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    multiply: Product,
+    features: tuple[int, int],
+    plain: bool = False,
+    unit_of: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """A linear layer by the rule for dot products: the operands of its three matmuls are near one.
+
+    The output is a sum over the inputs, ``grad_input`` a sum over the outputs: their sizes are the roots of those numbers,
+    rounded down to powers of two. The weight's scale is measured, and its gradient is a plain value, so the root of the number
+    of tokens would cancel. The bias is added at the scale of the product.
+
+    Args:
+        x: plain or scaled, ``[..., inputs]``.
+        weight, bias: plain; the weight in the layout of ``multiply``.
+        multiply: the linear function of plain tensors, narrow or not.
+        features: numbers of inputs and outputs.
+        plain: return a plain tensor.
+        unit_of: measures the weight, where ``multiply`` divides by the result itself; it gets it as a fourth argument.
+
+    Source: ``dot_general`` of jax-scalify.
+    """
+    inputs, outputs = features
+    size = measured(weight) if unit_of is None else unit_of(weight)
+    scale = scale_of(x) * size
+    sizes = (root_below(outputs), None, None)
+    held: Unit = size if unit_of is None else Held(size)
+    also = () if unit_of is None else (size,)
+    if bias is None:
+        token, data, unit_weight = enter((OWN, held), sizes[:2], x, weight)
+        raw = multiply(data, unit_weight, None, *also)
+    else:
+        token, data, unit_weight, unit_bias = enter((OWN, held, scale), sizes, x, weight, bias)
+        raw = multiply(data, unit_weight, unit_bias, *also)
+    return leave_plain(raw, token, scale) if plain else leave(raw, token, scale, root_below(inputs))
+
+
+def norm(x: Tensor, function: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
+    """A norm of the real value. Its result has scale 1, since its size is one; its gradient is measured.
+
+    Args:
+        function: of the real value and of the plain vectors (gain, bias). It computes float16 in float32: the gradient of the
+            input is larger than that of the output by the factor by which the input is smaller than one.
+
+    Source: the layer norm of the paper's FP8 training, with a dynamic rescale of its gradient.
+    """
+    units: tuple[Unit, ...] = tuple(WIDE for _ in (x, *vectors))
+    token, real, *own = enter(units, (_size("norm", "gradient", 1.0),) * len(units), x, *vectors)
+    own = [vector.to(real.dtype) if vector.dtype.itemsize <= real.dtype.itemsize else vector for vector in own]
+    made = function(real, *own)
+    return leave(made.half() if x.dtype is torch.float16 else made, token, torch.ones_like(token), 1.0)
+
+
+def activation(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """An activation of the real value, as in the source's rule for ``exp``; its gradient has about the size of the output's."""
+    token, real = enter((REAL,), (_size("activation", "gradient", 1.0),), x)
+    return leave(function(real), token, torch.ones_like(token), _size("activation", "output", 1.0))
+
+
+def embedding(tokens: Tensor, weight: Tensor, padding: int | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows of a weight, at the weight's measured scale, in its dtype or in ``dtype``; its gradient is a plain value."""
+    size = measured(weight)
+    token, table = enter((REAL,), (None,), weight)
+    rows = F.embedding(tokens, table, padding) / size
+    return leave(rows if dtype is None else rows.to(dtype), token, size, 1.0)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scaled dot product attention: scores from real queries and keys, the mean from the data of the values.
+
+    The source has no rule for batched matmuls. A mean of values is at most as large as they are. Queries and keys enter as real
+    values near one; their gradients are small relative to the output's at first, and large later.
+    """
+    token, q, k, v = enter((REAL, REAL, OWN), (_size("attention", "gradient", 1.0),) * 3, query, key, value)
+    raw = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return leave(raw, token, scale_of(value), _size("attention", "output", 1.0))
+
+
+FUNCTIONS[F.scaled_dot_product_attention] = attention
+
+
+# FOLDED from transforms.scalify: Scalify: every tensor of a model carries a power-of-two scale, so that the operands of its matmuls are near one.
+# FOLDED
+# FOLDED Narrow formats lose numbers far from one: a gradient of 1e-6 is zero in ``float8_e4m3fn``. The usual remedy measures each operand
+# FOLDED of each matmul before the cast. Scalify propagates scales instead: a tensor is ``data * scale``, and a rule for each operation
+# FOLDED gives its result a scale, forward and backward (:mod:`narrowgauge.spec.propagation`). Matmuls and sums guess the size of their
+# FOLDED results. It is measured where errors of guesses would accumulate: results of activations, gradients behind a norm, and
+# FOLDED weights. A float8 matmul then needs no scale and no amax: it casts ``data`` directly.
+# FOLDED
+# FOLDED The model keeps its parameters, their names and its class. Only the modules that own parameters, and the activations, compute by a
+# FOLDED rule; everything between them (residual sums, splits, rotations, the attention) is the model's own code, run on scaled tensors.
+# FOLDED Tensors are scaled from the embedding to the last norm; logits and the parameters' gradients are plain tensors.
 
 __all__ = ["Measurements", "Scaled", "measurements", "scalify"]
 

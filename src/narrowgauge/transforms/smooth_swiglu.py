@@ -8,7 +8,7 @@ weight's scale is not affected, and of the gradients only the weight's needs its
 
 The factors are powers of two, from each call's own channels. They are part of the cast
 (:func:`narrowgauge.numerics.quantization.smoothing`), in the variants of computes whose whole input shares one scale
-(:mod:`narrowgauge.spec.variants`): ``float8-delayed+smooth`` in a recipe. This file is for a model that is used without a recipe.
+(:mod:`narrowgauge.spec.computes`): ``float8-delayed+smooth`` in a recipe. This file is for a model that is used without a recipe.
 
 Source: Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv 2409.12517. There the factor is the reciprocal of
 the largest magnitude itself; the released code computes it per token instead of per channel.

@@ -29,8 +29,7 @@ from narrowgauge.checkpoints.conversion.conversion_report import compare, larges
 from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError
 from narrowgauge.runs.record import read_run
-from narrowgauge.spec.codes import BFLOAT16, MOMENT12, SECOND12
-from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.storages import BFLOAT16, MOMENT12, SECOND12, STORAGES
 from narrowgauge.trainer import language_model, loop
 from narrowgauge.trainer.checkpoint import load_checkpoint
 from tensors import assert_same_bits

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.spec.codes import Code
+from narrowgauge.spec.storages import Code
 from narrowgauge.spec.tables import Column, Table
 
 
@@ -100,7 +100,7 @@ def compare(kind: str, pairs: Iterable[Pair]) -> Kept:
     Returns:
         The counts over all tensors.
     Example:
-        >>> from narrowgauge.spec.codes import BFLOAT16
+        >>> from narrowgauge.spec.storages import BFLOAT16
         >>> compare("weight", [(torch.tensor([1.0, 1.5, 3e-3]), torch.tensor([1.0, 1.0, 0.0]), BFLOAT16, None)]).num_exact
         1
     """

@@ -39,9 +39,8 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.optim.state_dict import replicated_states
 from narrowgauge.runs.writer import require_free
-from narrowgauge.spec.codes import FLOAT32
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import STATE_NAMES, Storage
+from narrowgauge.spec.storages import FLOAT32, STATE_NAMES, Storage
 
 
 def convert(

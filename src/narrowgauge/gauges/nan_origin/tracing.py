@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from narrowgauge import _torch
 from narrowgauge._torch import plain_name
 from narrowgauge.gauges.nan_origin.bad_value import ALLOCATES, BadValue, Operand, Phase
-from narrowgauge.matmul.custom_ops import REGISTERED
+from narrowgauge.matmul.layer_matmuls import REGISTERED
 from narrowgauge.numerics.summation import flat_chunks
 from narrowgauge.spec.computes import PLACES
 

@@ -15,7 +15,7 @@ from narrowgauge._torch import default_store, fsdp_policies
 from narrowgauge.assembly.trainable import depends_on_order
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.integrations.check.set_up import NARROW, Held, SetUp, dtype_name, told
-from narrowgauge.matmul.linears import Layer
+from narrowgauge.matmul.swapping import Layer
 from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.numerics.summation import fingerprint, fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer

@@ -12,7 +12,7 @@ from narrowgauge import _torch
 from narrowgauge.integrations.check.set_up import NARROW, SetUp, dtype_name, told
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.spec.accumulations import naive_limit
+from narrowgauge.spec.sums import naive_limit
 
 Values = dict[str, Any]
 

@@ -42,8 +42,7 @@ from narrowgauge.integrations.huggingface.training_arguments import (
     require_whole_weights,
 )
 from narrowgauge.matmul.cast_cache import cached_weights
-from narrowgauge.matmul.linears import Linears
-from narrowgauge.matmul.swapping import linears_of
+from narrowgauge.matmul.swapping import Linears, linears_of
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.optimizer import Optimizer

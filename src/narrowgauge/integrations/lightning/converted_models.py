@@ -25,8 +25,7 @@ from narrowgauge.distributed.ranks import all_ranks, largest_of_ranks
 from narrowgauge.distributed.sharding import begin_alike, has_shards
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.lightning.packages import trainer_of
-from narrowgauge.matmul.linears import Linears
-from narrowgauge.matmul.swapping import keep_ranks_apart
+from narrowgauge.matmul.swapping import Linears, keep_ranks_apart
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.optimizer import Optimizer

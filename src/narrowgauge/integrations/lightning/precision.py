@@ -47,7 +47,7 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.reductions import REDUCTIONS
+from narrowgauge.spec.sums import REDUCTIONS
 
 _Base: Any = object
 

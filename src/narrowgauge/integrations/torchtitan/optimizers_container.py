@@ -39,8 +39,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules, mesh_of
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.torchtitan.converter import NarrowgaugeConverter, take_request
-from narrowgauge.matmul.linears import Linears
-from narrowgauge.matmul.swapping import linears_of
+from narrowgauge.matmul.swapping import Linears, linears_of
 from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.spec.notation import parse

@@ -23,7 +23,7 @@ from typing import Any
 from narrowgauge.errors import ChipError, DataError, suggestion
 from narrowgauge.planner.inputs.efficiency import SOFTWARE, software_of
 from narrowgauge.spec.chips import Chip, get_chip
-from narrowgauge.spec.toml_text import load_toml
+from narrowgauge.spec.toml import load_toml
 
 HOST_GB_PER_SECOND = {"PCIe3": 15.75, "PCIe4": 31.5, "PCIe5": 63.0, "NVLink-C2C": 450.0}
 """Printed rates of the links to the host in one direction, 10^9 bytes per second; of 16 lanes."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.spec.accumulations import ACCUMULATIONS
+from narrowgauge.spec.sums import ACCUMULATIONS
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")

@@ -52,7 +52,7 @@ from narrowgauge.planner.time.step_time import step_terms
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.notation import parse_value
-from narrowgauge.spec.toml_text import load_toml
+from narrowgauge.spec.toml import load_toml
 
 Settings = Mapping[str, Any]
 

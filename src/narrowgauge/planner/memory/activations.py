@@ -21,10 +21,10 @@ from typing import Literal, NamedTuple
 from narrowgauge.planner.inputs.architectures import Architecture
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.memory.state_bytes import Bytes, ModelState, bytes_of, state_of
-from narrowgauge.spec.codes import VISIBLE
 from narrowgauge.spec.computes import BLOCKS, Compute
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.storages import VISIBLE
 
 Attention = Literal["flash", "eager"]
 Kernels = Literal["eager", "fused"]

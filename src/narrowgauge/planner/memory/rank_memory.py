@@ -28,8 +28,8 @@ from narrowgauge.planner.memory.activations import (
 )
 from narrowgauge.planner.memory.state_bytes import Bytes, bytes_of, on_stage, shared
 from narrowgauge.planner.terms import Term, Terms
-from narrowgauge.spec.accumulations import ACCUMULATIONS
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.sums import ACCUMULATIONS
 
 _OF_A_STEP = ("activations", "logits", "buffers", "gradients")
 _FORMULA_ERROR = 0.05

@@ -15,9 +15,8 @@ from functools import lru_cache
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.planner.inputs.architectures import Adapters, Architecture, Matmul
 from narrowgauge.planner.inputs.layouts import Layout
-from narrowgauge.spec.codes import VISIBLE, width_of
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import Storage, for_vectors
+from narrowgauge.spec.storages import VISIBLE, Storage, for_vectors, width_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from narrowgauge.planner.inputs.clusters import Nodes
 from narrowgauge.planner.inputs.efficiency import Shares
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.time.roofline import Setting, Shape, bytes_of, bytes_seconds, operation_seconds, setting_of
+from narrowgauge.spec.computes import SLOTS, first_of_input
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.slots import SLOTS, first_of_input
 
 Attention = Literal["flash", "eager"]
 

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from narrowgauge.machine.processor import multiplies
 from narrowgauge.planner.inputs.architectures import Matmul
 from narrowgauge.planner.inputs.efficiency import Shares, rate_name, shares_of
 from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.spec.chips import Chip
-from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
+from narrowgauge.spec.computes import COMPUTES, SLOTS, TENSORS, Cast, Compute, Product, casts_made, named, weight_slots
 from narrowgauge.spec.formats import get_format
-from narrowgauge.spec.processor import multiplies
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.slots import SLOTS, TENSORS, casts_made, weight_slots
-from narrowgauge.spec.variants import named
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
 from narrowgauge.runs.record import DEFINITION_FILE
 from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.toml_text import load_toml
+from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer.config import CHOSEN_ANEW, KEPT_CHECKPOINTS, NUM_EVALS, OF_A_RUN, TrainConfig
 from narrowgauge.trainer.experiment.planned_runs import PlannedRun, plan_runs, require_distinct, seed_numbers
 from narrowgauge.trainer.memory import require_batch

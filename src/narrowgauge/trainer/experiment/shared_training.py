@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import torch
 
-from narrowgauge.distributed.launch import threads_of_run
+from narrowgauge.distributed.launch.process_group import threads_of_run
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError, ReportedError
 from narrowgauge.trainer import loop, recovery

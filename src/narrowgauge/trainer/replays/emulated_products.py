@@ -17,7 +17,7 @@ from narrowgauge.matmul.layer_matmuls import cast_to_slot, outlier_columns, scal
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.numerics.quantization import padded, rotate
-from narrowgauge.spec.slots import SLOTS, slot_of_cast
+from narrowgauge.spec.computes import SLOTS, slot_of_cast
 
 PLACES = {"input": "inputs", "weight": "weights", "gradient": "output-gradients"}
 """The place of the table of variants at which each tensor of a layer is cast."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from narrowgauge.analysis.diagnosis.evidence import Evidence
 from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
-from narrowgauge.spec.accumulations import naive_limit
 from narrowgauge.spec.formats import get_format
-from narrowgauge.spec.learning_rates import usual_rate
+from narrowgauge.spec.models import usual_rate
+from narrowgauge.spec.sums import naive_limit
 
 HIGH_RATE, LOW_RATE = 10.0, 30.0
 """Factors over and below the usual rate of a model's size: healthy runs were made at 3.3 times it."""

@@ -24,11 +24,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from narrowgauge.distributed.endings import AGENT_FOLDER, AGENT_PROCESS, LOST, REPORTED
-from narrowgauge.distributed.liveness import read_beat
-from narrowgauge.distributed.placement import variables
+from narrowgauge.distributed.launch.failure_reporting import AGENT_FOLDER, AGENT_PROCESS, LOST, REPORTED
+from narrowgauge.distributed.launch.liveness import read_beat
+from narrowgauge.distributed.launch.placement import variables
 from narrowgauge.errors import RankError, ReportedError, Terminated
-from narrowgauge.spec.compiler import compiled_folder
+from narrowgauge.machine.cpp_compiler import compiled_folder
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
 STOP_SECONDS = 600

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public
 
-from narrowgauge.distributed.placement import Placement
+from narrowgauge.distributed.launch.placement import Placement
 
 ANSWER_SECONDS = 0.5
 """How often a thread looks for a roll call; ``size / 512`` seconds if that is more, to spare the store."""

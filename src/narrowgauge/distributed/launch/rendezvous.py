@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public
 from torch.distributed.rendezvous import rendezvous
 
-from narrowgauge.distributed.placement import Placement
+from narrowgauge.distributed.launch.placement import Placement
 from narrowgauge.errors import RankError
 
 _LOOK_SECONDS = 0.05

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from narrowgauge.distributed.liveness import Liveness, end_rank
-from narrowgauge.distributed.placement import Placement
+from narrowgauge.distributed.launch.liveness import Liveness, end_rank
+from narrowgauge.distributed.launch.placement import Placement
 from narrowgauge.errors import NarrowgaugeError, RankError, ReportedError, Terminated, shortened
 
 AGENT_FOLDER, AGENT_PROCESS = "NARROWGAUGE_AGENT_FOLDER", "NARROWGAUGE_AGENT_PROCESS"

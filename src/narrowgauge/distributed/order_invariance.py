@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+import functools
+import math
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge import _torch
+from narrowgauge.distributed.exchanges import SAME_PARAMETERS
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.shards import local_of
+from narrowgauge.numerics.shards import is_sharded, local_of, norm_of_all
 
 IN_MICRO_BATCHES = (
     "Surround each backward pass of a step with micro_batch(is_last=…) of the reduction, which sums them exactly, and call "
@@ -203,3 +209,153 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called(child)
         else:
             yield child
+
+
+# FOLDED from distributed.arrivals: Which parameters had gradients: in every micro-batch of a step, on every rank, the same ones.
+# FOLDED
+# FOLDED FSDP2 sends the gradients of a group as one flat vector of those parameters that have one. Two experts of equal size, one used by
+# FOLDED one micro-batch and one by another, thus lie at the same place of vectors of the same length. A sum that takes in vectors, and is
+# FOLDED handed out once a step, would add the gradients of both; so it is refused. FSDP2 itself does the same between ranks.
+
+_NOBODY, _MIXED = -(1 << 40), 1 << 40
+"""What ranks send that took no part, or whose own micro-batches differ; others send a checksum of 32 bits."""
+
+
+class Arrivals:
+    """The parameters whose gradients have arrived since the last :meth:`end_micro_batch`.
+
+    Args:
+        sharded: those whose gradients are taken in as one vector of a group, in the same order on all ranks.
+        group: of the ranks that sum them; ``None`` for one rank.
+
+    Attributes:
+        summed: parameters to whose sum of this step no gradient may be added.
+    """
+
+    def __init__(self, sharded: Sequence[Any], group: Any) -> None:
+        self._sharded, self._group = list(sharded), group
+        self.summed: set[Any] = set()
+        self._counts: Counter[Tensor] = Counter()
+        self._used: bytes | None = None
+        self._is_mixed = False
+
+    def install(self, parameters: Iterable[Tensor]) -> list[Callable[[], None]]:
+        """Attach to parameters; returns what detaches."""
+        return [p.register_post_accumulate_grad_hook(self._note).remove for p in parameters]
+
+    def __iter__(self) -> Any:
+        return iter(self._counts)
+
+    def begin_micro_batch(self) -> None:
+        """Forget what came in between."""
+        self._counts.clear()
+        self.summed.clear()
+
+    def end_micro_batch(self, *, is_absent: bool) -> None:
+        """Note which parameters were used.
+
+        Args:
+            is_absent: the micro-batch does not count.
+        Raises:
+            RecipeError: a gradient came twice.
+        """
+        used = bytes(min(self._counts[p], 2) for p in self._sharded)
+        self._counts.clear()
+        if 2 in used:
+            raise RecipeError(
+                "two backward passes were met in one micro-batch, whose gradients are one addend of an exact sum.",
+                "Add the losses, and call backward() once.",
+            )
+        if not is_absent:
+            self._is_mixed |= self._used not in (None, used)
+            self._used = used
+
+    def end_step(self) -> None:
+        """Compare the micro-batches of all ranks.
+
+        Raises:
+            RecipeError: on all ranks, where other parameters had gradients in one than in another.
+        Cost: one message of 16 bytes, where anything is sharded.
+        """
+        used, is_mixed = self._used, self._is_mixed
+        self.discard()
+        if not self._sharded or self._group is None:
+            return
+        number = zlib.crc32(used) if used is not None else _NOBODY
+        ends = [_MIXED] * 2 if is_mixed else [number, -number if used is not None else _NOBODY]
+        device = self._sharded[0].device_mesh.device_type
+        largest = torch.tensor(ends, dtype=torch.int64, device=device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        high, low = largest.tolist()
+        if high != -low:
+            raise RecipeError(
+                "some parameters had gradients in one micro-batch of this step and not in another, and FSDP2 leaves those "
+                "without one out of the vectors that are summed exactly.",
+                SAME_PARAMETERS,
+            )
+
+    def discard(self) -> None:
+        """Forget the step."""
+        self._counts.clear()
+        self.summed.clear()
+        self._used, self._is_mixed = None, False
+
+    def _note(self, parameter: Tensor) -> None:
+        if parameter in self.summed:
+            refuse_second()
+        self._counts[parameter] += 1
+
+
+# FOLDED from distributed.clipping: PyTorch's ``clip_grad_norm_`` of gradients that were summed exactly: the norm takes no order either.
+# FOLDED
+# FOLDED Of shards, PyTorch adds up each rank's part of the norm in the order of the ranks, in the gradient's format: its last bits, and
+# FOLDED with them every gradient that is clipped, depend on the number of ranks. So the norm of such gradients is taken as
+# FOLDED :mod:`narrowgauge.numerics.summation` takes it; all others are PyTorch's.
+
+_KNOWN = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@functools.cache
+def take_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> None:
+    """Let ``clip_grad_norm_`` and ``get_total_norm`` take the norm of some gradients exactly, from now on.
+
+    Args:
+        is_summed: whether gradients are among those.
+    """
+    _torch.replace_total_norm(lambda original: functools.partial(_total_norm, original, is_summed))
+
+
+def _total_norm(
+    original: Callable[..., Tensor],
+    is_summed: Callable[[Iterable[Tensor]], bool],
+    tensors: Any,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """The norm of tensors, as ``torch.nn.utils.get_total_norm`` returns it: a DTensor where they are."""
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    order = float(norm_type)
+    is_ours = order != math.inf and is_summed(tensors) and all(t.dtype in _KNOWN for t in tensors)
+    if not is_ours:  # a maximum takes no order anyway
+        return original(tensors, norm_type, error_if_nonfinite, foreach)
+    if order != 2.0:
+        raise RecipeError(
+            f"the norm of order {order:g} was requested of gradients that an order-free reduction has summed, and its sum would "
+            "depend on the number of ranks.",
+            "Clip by norm_type=2.0 or 'inf', or with max_grad_norm= of the optimizer.",
+        )
+    with torch.no_grad():
+        norm = norm_of_all(tensors)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(f"The total norm of order {order} for gradients is non-finite, so it cannot be clipped.")
+    return _replicated(norm, tensors[0]) if all(map(is_sharded, tensors)) else norm
+
+
+def _replicated(value: Tensor, like: Any) -> Tensor:
+    """A value that all ranks have, as a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    result: Tensor = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return result

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public
 
-from narrowgauge.distributed.endings import AGENT_PROCESS, Ending, agent_folder
-from narrowgauge.distributed.liveness import Liveness
-from narrowgauge.distributed.meeting import meet, second_connection, with_local_rank
-from narrowgauge.distributed.placement import Placement, read_placement, variables
+from narrowgauge.distributed.launch.failure_reporting import AGENT_PROCESS, Ending, agent_folder
+from narrowgauge.distributed.launch.liveness import Liveness
+from narrowgauge.distributed.launch.placement import Placement, read_placement, variables
+from narrowgauge.distributed.launch.rendezvous import meet, second_connection, with_local_rank
 from narrowgauge.machine import child_processes
 
 TIMEOUT_SECONDS = 1800.0
