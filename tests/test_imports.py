@@ -23,7 +23,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
 # The beginnings of modules' paths inside the package, by layer; the longest that fits counts. A file of no layer fails the test.
 LAYERS = {
     "spec": {"errors", "spec"},
-    "this machine": {"machine.cache_folder", "machine.child_processes"},
+    "this machine": {"machine.cache_folder", "machine.child_processes", "machine.cpp_compiler", "machine.processor"},
     "runs": {"runs"},
     "loggers": {"runs.loggers"},
     "monitor": {"analysis", "analysis.monitor"},
@@ -173,8 +173,12 @@ READERS_OF_RECIPES = {
     "integrations.run_recorder",
     "integrations.torchtitan.converter", "integrations.torchtitan.optimizers_container",
     "trainer.experiment.definition",
+    "integrations.peft",
+    "matmul.experts",
+    "matmul.inference",
+    "matmul.swapping",
 }  # fmt: skip
-"""Modules at an edge: public functions that accept names, flags, and readers of files. All others get a ``Recipe``."""
+"""Modules at an edge: public functions that accept names, flags, and readers of files. All others get values."""
 
 
 def test_recipes_are_parsed_at_the_edges_alone() -> None:

@@ -185,15 +185,15 @@ def all_gather(output: Tensor, part: Tensor, group: Any) -> None:
     gather(output, part, group=group)
 
 
-# FOLDED from distributed.exact: The reproducible reduction: every micro-batch's gradient travels as it is, and whoever keeps an element sums it exactly.
-# FOLDED
-# FOLDED A ring adds while it passes on, in an order of its own and in the gradient's format. Here each rank sends every other the piece
-# FOLDED that the other keeps (*all-to-all*), the same bytes as a ring's reduce-scatter, and adds what it has received in exact sums: these
-# FOLDED know no order, and so neither how many ranks there are nor which of them computed what. With replicas each keeps a piece of a
-# FOLDED shard, and the rounded pieces are gathered once a step:
-# FOLDED
-# FOLDED     ranks 0 1 2 3 as 2 replicas of 2 shards       0 │ s0 r0   1 │ s1 r0
-# FOLDED     (s: shard, r: the replica's piece of it)      2 │ s0 r1   3 │ s1 r1
+# ── the exact sum ──────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# A ring adds while it passes on, in an order of its own and in the gradient's format. Here each rank sends every other the piece
+# that the other keeps (*all-to-all*), the same bytes as a ring's reduce-scatter, and adds what it has received in exact sums:
+# these know no order, and so neither how many ranks there are nor which of them computed what. With replicas each keeps a piece
+# of a shard, and the rounded pieces are gathered once a step:
+#
+#     ranks 0 1 2 3 as 2 replicas of 2 shards       0 │ s0 r0   1 │ s1 r0
+#     (s: shard, r: the replica's piece of it)      2 │ s0 r1   3 │ s1 r1
 
 
 class ExactExchange(Exchange):
@@ -273,26 +273,27 @@ class ExactExchange(Exchange):
         return self._sums
 
 
-# FOLDED from distributed.compression: Sums of gradients that travel in 8 or 4 bits.
-# FOLDED
-# FOLDED A ring adds what it receives and sends the sum on: were that compressed, each hop would round again. Here every rank sends each
-# FOLDED *owner* its part of the gradient once, in records (:mod:`narrowgauge.numerics.block_codes`), and the owner adds what all
-# FOLDED ranks sent in float32, in the order of the ranks. Its own part it has without any rounding.
-# FOLDED
-# FOLDED Where several ranks keep the sum (replicated models, the replicas of HSDP), each owns a piece of it. The pieces are then
-# FOLDED gathered in records too, and the owner takes the decoded values of its own piece as everybody does: all ranks hold equal bits.
-# FOLDED
-# FOLDED     rank 0   [a0 b0]  ── b0 in records ──►  rank 1 owns b:  b0 + b1  ── in records ──►  everybody's b
-# FOLDED     rank 1   [a1 b1]  ── a1 in records ──►  rank 0 owns a:  a0 + a1  ── in records ──►  everybody's a
-# FOLDED
-# FOLDED Not built: *1-bit* methods (1-bit SGD, 1-bit Adam, signSGD, PowerSGD's low rank). They are biased, so each needs the error of
-# FOLDED every step fed back into the next: a residual of the whole model on every rank, which FSDP2 just saved, and which must be
-# FOLDED checkpointed and cannot be resharded. The same holds for error feedback under 4 bits. Nor is the method of "Distributed Low
-# FOLDED Precision Training Without Mixed Precision" (1911.07384): of it only the abstract is at hand, which describes training in
-# FOLDED float16 throughout; a gradient that travels in float16 is what ``native`` sends for such a model.
-# FOLDED
-# FOLDED Source: block-scaled all-to-all with a wide local sum: ZeRO++ (2306.10209), section 4.3, and Megatron-LM's
-# FOLDED reduce_scatter_with_fp32_accumulation; stochastic rounding without feedback: QSGD (1610.02132).
+# ── sums of compressed gradients ───────────────────────────────────────────────────────────────────────────────────────
+#
+# A ring adds what it receives and sends the sum on: were that compressed, each hop would round again. Here every rank sends each
+# *owner* its part of the gradient once, in records (:mod:`narrowgauge.numerics.block_codes`), and the owner adds what all ranks
+# sent in float32, in the order of the ranks. Its own part it has without any rounding.
+#
+# Where several ranks keep the sum (replicated models, the replicas of HSDP), each owns a piece of it. The pieces are then
+# gathered in records too, and the owner takes the decoded values of its own piece as everybody does: all ranks hold equal bits.
+#
+#     rank 0   [a0 b0]  ── b0 in records ──►  rank 1 owns b:  b0 + b1  ── in records ──►  everybody's b
+#     rank 1   [a1 b1]  ── a1 in records ──►  rank 0 owns a:  a0 + a1  ── in records ──►  everybody's a
+#
+# Not built: *1-bit* methods (1-bit SGD, 1-bit Adam, signSGD, PowerSGD's low rank). They are biased, so each needs the error of
+# every step fed back into the next: a residual of the whole model on every rank, which FSDP2 just saved, and which must be
+# checkpointed and cannot be resharded. The same holds for error feedback under 4 bits. Nor is the method of "Distributed Low
+# Precision Training Without Mixed Precision" (1911.07384): of it only the abstract is at hand, which describes training in
+# float16 throughout; a gradient that travels in float16 is what ``native`` sends for such a model.
+#
+# Source: block-scaled all-to-all with a wide local sum: ZeRO++ (2306.10209), section 4.3, and Megatron-LM's
+# reduce_scatter_with_fp32_accumulation; stochastic rounding without feedback: QSGD (1610.02132).
+
 
 _SENT, _GATHERED = range(2)
 

@@ -1,8 +1,9 @@
-"""What makes a micro-batch an addend of an exact sum, a leaf: held while a model trains.
+"""What keeps an exact sum of gradients independent of order: of ranks, of micro-batches, and of who computed what.
 
-The sum of a step is a function of its leaves alone, if each leaf's gradient is a function of its sequences alone and enters the
-sum by itself. So no forward pass may draw from a generator whose state tells what this rank has computed before, and no gradients
-may be added up on a rank before they are sent.
+The sum of a step is a function of its *leaves*, the gradients of its micro-batches, if each leaf is a function of its sequences
+alone and enters the sum by itself. So no forward pass may draw from a generator whose state tells what this rank has computed
+before, and no gradients may be added up on a rank before they are sent. All micro-batches must have gradients for the same
+parameters (:class:`Arrivals`), and the norm by which they are clipped must not depend on an order either (:func:`take_norms`).
 """
 
 from __future__ import annotations
@@ -211,11 +212,12 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-# FOLDED from distributed.arrivals: Which parameters had gradients: in every micro-batch of a step, on every rank, the same ones.
-# FOLDED
-# FOLDED FSDP2 sends the gradients of a group as one flat vector of those parameters that have one. Two experts of equal size, one used by
-# FOLDED one micro-batch and one by another, thus lie at the same place of vectors of the same length. A sum that takes in vectors, and is
-# FOLDED handed out once a step, would add the gradients of both; so it is refused. FSDP2 itself does the same between ranks.
+# ── which parameters had gradients ─────────────────────────────────────────────────────────────────────────────────────
+#
+# FSDP2 sends the gradients of a group as one flat vector of those parameters that have one. Two experts of equal size, one used
+# by one micro-batch and one by another, thus lie at the same place of vectors of the same length. A sum over micro-batches would
+# add the gradients of both, so it is refused. FSDP2 itself refuses the same between ranks.
+
 
 _NOBODY, _MIXED = -(1 << 40), 1 << 40
 """What ranks send that took no part, or whose own micro-batches differ; others send a checksum of 32 bits."""
@@ -306,11 +308,12 @@ class Arrivals:
         self._counts[parameter] += 1
 
 
-# FOLDED from distributed.clipping: PyTorch's ``clip_grad_norm_`` of gradients that were summed exactly: the norm takes no order either.
-# FOLDED
-# FOLDED Of shards, PyTorch adds up each rank's part of the norm in the order of the ranks, in the gradient's format: its last bits, and
-# FOLDED with them every gradient that is clipped, depend on the number of ranks. So the norm of such gradients is taken as
-# FOLDED :mod:`narrowgauge.numerics.summation` takes it; all others are PyTorch's.
+# ── the norm by which gradients are clipped ────────────────────────────────────────────────────────────────────────────
+#
+# PyTorch adds up each rank's part of the norm of shards in the order of the ranks, in the gradient's format: the last bits of
+# the norm, and of every gradient that is clipped by it, depend on the number of ranks. So the norm of exactly summed gradients
+# is an exact sum too (:mod:`narrowgauge.numerics.summation`); all other norms are PyTorch's.
+
 
 _KNOWN = (torch.bfloat16, torch.float16, torch.float32)
 

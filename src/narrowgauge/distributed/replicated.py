@@ -204,7 +204,9 @@ def _dense(gradient: Tensor) -> Tensor:
     return local_of(gradient)
 
 
-# FOLDED from distributed.ddp_buckets: DistributedDataParallel's buckets: flat gradients, summed by an exchange each, in place of its own all-reduce.
+# ── the buckets of DistributedDataParallel ─────────────────────────────────────────────────────────────────────────────
+#
+# Flat gradients, each summed by an exchange in place of DDP's own all-reduce.
 
 
 class BucketSums:

@@ -1,1 +1,1 @@
-"""The arithmetic of this machine, measured: the order of its sums, its roundings, and the last bits of its functions."""
+"""This machine: its processor, compiler, cache and processes, which need no PyTorch, and its arithmetic measured."""

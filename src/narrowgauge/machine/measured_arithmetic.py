@@ -1,4 +1,12 @@
-"""The processor, versions, variables and switches on which the bits of PyTorch's arithmetic depend."""
+"""This machine's arithmetic: measured, or read from the cache of what was measured before under the same settings.
+
+Bits depend on the processor, the versions, the threads and the switches, and on nothing else here. So a measurement is cached
+under them (``NARROWGAUGE_CACHE``), and a run that starts later reads it. A run measures what is missing, for at most a second;
+the rest is left to the next run, or to ``narrowgauge fingerprint``.
+
+Measuring draws no random numbers and changes no setting of PyTorch, so a run has the same bits with and without it. Only the
+command changes the number of threads, for the one probe that compares them.
+"""
 
 from __future__ import annotations
 
@@ -76,14 +84,8 @@ def _cuda_settings() -> dict[str, str]:
     }
 
 
-# FOLDED from machine.measured_arithmetic: Measure this machine's arithmetic, or read what was measured before under the same settings.
-# FOLDED
-# FOLDED Bits depend on the processor, the versions, the threads and the switches, and on nothing else here; so what was measured once is
-# FOLDED cached under them (``NARROWGAUGE_CACHE``), and a run that starts later reads it. A run measures what is missing, for at most a
-# FOLDED second; what it has no time for is measured by the next one, or by ``narrowgauge fingerprint``.
-# FOLDED
-# FOLDED Measuring draws no random numbers and changes no setting of PyTorch, so a run has the same bits with and without it. The one
-# FOLDED exception, the number of threads, is left to the command.
+# ── results, measured or cached ────────────────────────────────────────────────────────────────────────────────────────
+
 
 _BUDGET_SECONDS = 0.7
 _VERSION = 1  # of the probes: one more where a probe's text changes

@@ -1,4 +1,7 @@
-"""The same numbers on every machine, from integers alone, and short hashes of bits."""
+"""Where a machine rounds, and what it drops: subnormals, multiply-adds, operands and sums of matmuls, last bits of functions.
+
+All probes take the same numbers on every machine, made from integers alone, and return short texts or hashes of bits.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,8 @@ def bits_of(values: Tensor) -> str:
     return hashlib.sha256(bytes(whole.tolist())).hexdigest()[:8]
 
 
-# FOLDED from machine.roundings: Where a machine rounds, and what it drops: subnormals, fused multiply-adds, the operands and accumulators of matmuls.
+# ── roundings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
 
 # A product of 1 + 2^-12 with itself is 1 + 2^-11 + 2^-24, a tie: rounded to float32 it loses its last term, fused it does not.
 _FACTOR = 1 + 2.0**-12
@@ -185,11 +189,13 @@ ROUNDINGS: dict[str, Callable[[torch.device], str]] = {
 """By name: what measures it on a device."""
 
 
-# FOLDED from machine.functions: Last bits of elementwise functions: their error in units in the last place, and a hash of their bits.
-# FOLDED
-# FOLDED No standard says how exp or tanh are rounded, so libraries differ, and so do the kernels of one library: a vector's lanes use
-# FOLDED another polynomial than the loop over the elements that are left over. Every processor rounds division and square root correctly,
-# FOLDED but not every kernel does. The reference is the float64 function on the CPU, whose own error is 2^-29 of what is measured.
+# ── functions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# No standard says how exp or tanh are rounded, so libraries differ, and so do the kernels of one library: a vector's lanes use
+# another polynomial than the loop over the elements that are left over. Every processor rounds division and square root
+# correctly, but not every kernel does. The reference is the float64 function on the CPU, whose own error is 2^-29 of what is
+# measured.
+
 
 _NUM_VALUES = 4099  # not a multiple of a vector's width: the elements left over are measured too
 _NUM_ALONE = 256

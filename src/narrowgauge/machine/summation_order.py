@@ -1,4 +1,4 @@
-"""In which order does a function add its terms? Revealed from outside, by terms that swallow others.
+"""The order in which PyTorch adds, as summation trees: revealed from outside, by terms that swallow others.
 
 Floating-point addition is not associative: two machines that add the same terms in another order get other bits. The order is a
 *summation tree*: leaves are terms, inner nodes are additions. Nothing documents it, yet it shows in the results. Make term ``i``
@@ -6,11 +6,11 @@ a large ``M``, term ``j`` its negative, and all others 1. Each 1 that is added t
 rounding; those that arrive later are counted by the result. So the result is the number of terms *outside* the smallest subtree
 that holds both ``i`` and ``j``, and from these sizes the tree follows.
 
-Where terms cannot be negative (the exponentials of a softmax), a triple tells as much: beside a term of 1, two terms of 0.4 units
-in its last place disappear one by one, and count if they were added to each other first.
+Where terms cannot be negative (the exponentials of a softmax), a triple tells as much: beside a term of 1, two terms of 0.4
+units in its last place disappear one by one, and count if they were added to each other first.
 
-Nothing here knows PyTorch. Source: Xie, Gao, Wang, Xue, *Revealing Floating-Point Accumulation Orders in Software/Hardware
-Implementations* (FPRev), arXiv 2411.00442; the triples are ours.
+Source: Xie, Gao, Wang, Xue, *Revealing Floating-Point Accumulation Orders in Software/Hardware Implementations* (FPRev), arXiv
+2411.00442; the triples are ours.
 """
 
 from __future__ import annotations
@@ -310,11 +310,12 @@ def _by(words: str) -> str:
     return f"by {words}" if words[0].isdigit() or words.startswith("blocks") else words
 
 
-# FOLDED from machine.sums: The order in which PyTorch adds: each sum as a function of rows of terms, and its summation tree in a short text.
-# FOLDED
-# FOLDED A row of ``length`` values holds the terms at some positions and zeros elsewhere, so the tree of 64 terms out of 1,024 is the tree
-# FOLDED of all 1,024 with the others left out. Rows are measured many at a time, as the rows of a matmul or the values of a head; that all
-# FOLDED of them are added alike is part of what is checked.
+# ── sums of PyTorch as functions of rows of terms ──────────────────────────────────────────────────────────────────────
+#
+# A row of ``length`` values holds the terms at some positions and zeros elsewhere, so the tree of 64 terms out of 1,024 is the
+# tree of all 1,024 with the others left out. Many rows are measured at a time, as the rows of a matmul or the values of a head;
+# the measurement also checks that all of them are added alike.
+
 
 _LARGE = 2.0**100  # swallows ones in float32 and float64, and is a value of bfloat16
 _LOST = 0.4 * 2.0**-23  # of a sum of 1: one such term is rounded away, two added to each other are not

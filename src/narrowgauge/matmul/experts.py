@@ -1,10 +1,10 @@
-"""Grouped linears: the experts of a mixture, each a linear layer over its own tokens, in the same computes.
+"""The experts of a mixture in narrow arithmetic: Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss and similar models.
 
 A mixture stores the weights of its experts in one tensor ``[experts, out, in]``. Sorted by expert, the tokens are a matrix in
-which the rows from one *offset* to the next belong to one expert: one small matmul per expert, each with its own casts. A
-per-tensor scale is then an expert's, and so is a delayed one; random bits are keyed by the expert; an expert without tokens
-costs nothing and gets no gradient. The whole product is one operator, so that a compiler does not see how many tokens each
-expert got, and the graph does not break.
+which the rows from one *offset* to the next belong to one expert: a *grouped linear* is one small matmul per expert, each with
+its own casts. A per-tensor scale is then an expert's, and so is a delayed one; random bits are keyed by the expert; an expert
+without tokens costs nothing and gets no gradient. The whole product is one operator, so that a compiler does not see how many
+tokens each expert got, and the graph does not break.
 """
 
 from __future__ import annotations
@@ -273,12 +273,13 @@ class GroupedLinear(NarrowLayer):
         return f"{self.num_experts}, compute={self.compute.name!r}"
 
 
-# FOLDED from matmul.experts: The experts of transformers' mixtures in narrow arithmetic: Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss and similar models.
-# FOLDED
-# FOLDED Transformers stores the experts of a layer as a module with two 3-D parameters, the projection into the experts' hidden width and
-# FOLDED the one out of it, and a name in the module's config selects the function that multiplies them. Swapping registers a
-# FOLDED function of ours and sets its name in a config of the module's own, so parameters, names, ``state_dict`` and the model's config
-# FOLDED stay. The router is not an expert and stays as it is.
+# ── the experts of transformers' models ────────────────────────────────────────────────────────────────────────────────
+#
+# Transformers stores the experts of a layer as a module with two 3-D parameters, the projection into the experts' hidden width
+# and the one out of it, and a name in the module's config selects the function that multiplies them. Swapping registers a
+# function of ours and sets its name in a config of the module's own, so parameters, names, ``state_dict`` and the model's config
+# stay. The router is not an expert and stays as it is.
+
 
 IMPLEMENTATION = "narrowgauge"
 """The name in transformers' registry, next to its own ``eager``, ``batched_mm`` and ``grouped_mm``."""

@@ -141,15 +141,16 @@ def multiply_outliers(result: Tensor, x: Tensor, weight: Tensor, threshold: floa
     return add_product(result, x[:, columns].to(result.dtype), weight[:, columns].to(result.dtype).t())
 
 
-# FOLDED from matmul.custom_ops: Custom operators: what a compiled model sees of a narrow linear layer.
-# FOLDED
-# FOLDED Four opaque functions: cast the input for ``output``, multiply it with the weight, cast the input for ``grad_weight``, and compute
-# FOLDED both gradients. They are opaque because a compiler that sees the casts recomputes their producers at each use. They are few, so
-# FOLDED that the weight's casts and their cache stay out of the graph. The casts of the input are separate operators, so that
-# FOLDED the compiler merges equal ones: q, k and v share one.
-# FOLDED
-# FOLDED A compute is passed by name and everything that differs between layers or steps as tensors: layers of one shape share a graph,
-# FOLDED and no step recompiles. The arithmetic is :mod:`narrowgauge.matmul.layer_matmuls`.
+# ── custom operators: what a compiled model sees of a narrow linear layer ──────────────────────────────────────────────
+#
+# Four opaque functions: cast the input for ``output``, multiply it with the weight, cast the input for ``grad_weight``, and
+# compute both gradients. They are opaque because a compiler that sees the casts recomputes their producers at each use. They are
+# few, so that the weight's casts and their cache stay out of the graph. The casts of the input are separate operators, so that
+# the compiler merges equal ones: q, k and v share one.
+#
+# A compute is passed by name and everything that differs between layers or steps as tensors: layers of one shape share a graph,
+# and no step recompiles.
+
 
 REGISTERED: dict[str, Compute] = dict(COMPUTES)
 """Computes by the name that operators get: the table's, and those that :func:`register` adds."""

@@ -159,11 +159,12 @@ def _blocks(cast: Cast, dtype: torch.dtype) -> Callable[..., Any]:
     return cast_blocks
 
 
-# FOLDED from matmul.rng: Random bits of matmul casts: a pure function of seed, step, layer, operand and logical position.
-# FOLDED
-# FOLDED Equal gradients must not round alike, so the bits cannot come from the values, as the optimizer's do; they come from counters. The
-# FOLDED row counter counts tokens of the whole batch, wherever they are computed: a layer's state holds the index of the first
-# FOLDED sequence of the micro-batch.
+# ── random bits of stochastic casts ────────────────────────────────────────────────────────────────────────────────────
+#
+# A pure function of seed, step, layer, operand and logical position. Equal gradients must not round alike, so the bits cannot
+# come from the values, as the optimizer's do; they come from counters. The row counter counts tokens of the whole batch,
+# wherever they are computed: a layer's state holds the index of the first sequence of the micro-batch.
+
 
 # Rows of a layer's int32 state: seed of the step, step, index of the batch's first sequence, key of the layer.
 STEP_SEED, STEP, FIRST_SEQUENCE, LAYER = range(4)

@@ -1,4 +1,4 @@
-"""A handle on a model's narrow layers: it sets what changes with the step in all of them."""
+"""Swapping: a model's linear layers and experts continue in other computes, in place, behind one handle."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ def _advance(*_: Any) -> None:
 register_optimizer_step_post_hook(_advance)
 
 
-# FOLDED from matmul.swapping: Swapping: a model's linear layers and experts continue in other computes, in place.
+# ── swapping ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
 
 Choice = str | Compute | Callable[[str], str | Compute | None]
 """A compute, its name, or a function from a layer's name to one of these; ``None`` leaves the layer alone."""

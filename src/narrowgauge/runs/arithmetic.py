@@ -1,8 +1,16 @@
-"""What ``narrowgauge fingerprint`` measures of a machine's arithmetic, and how each difference shows in a run.
+"""The measured arithmetic of a machine: what is measured, how ``run.toml`` holds it, and what parts two machines.
 
 Two machines, or one machine under two settings, may both be right and differ in their last bits: they add in another order, fuse
-a multiplication with an addition, or round a function's result another way. Each row names one such property. ``machine/``
-measures it, under the same name; the command, the documentation and the diagnosis of two runs read the rows.
+a multiplication with an addition, or round a function's result another way. Each :class:`Probe` names one such property.
+:mod:`narrowgauge.machine.measured_arithmetic` measures it under the same name, with PyTorch; results are read and compared here
+without it. They are short texts, equal where the bits are::
+
+    [arithmetic.settings]
+    torch = "2.13.0+cpu"
+    threads = "2"
+
+    [arithmetic.results]
+    "sum of rows" = "32 strided sums (sequential), joined irregularly, depth 8 #9ce46445"
 """
 
 from __future__ import annotations
@@ -172,17 +180,8 @@ PROBES: dict[str, Probe] = {probe.name: probe for probe in _ROWS}
 """Every probe by name, in the order in which they are measured: the quickest first."""
 
 
-# FOLDED from runs.arithmetic: The measured arithmetic of a machine, as ``run.toml`` holds it, and what parts two of them.
-# FOLDED
-# FOLDED Measured in ``machine/``, which needs PyTorch; read and compared here without it. Results are short texts, equal where the bits
-# FOLDED are::
-# FOLDED
-# FOLDED     [arithmetic.settings]
-# FOLDED     torch = "2.13.0+cpu"
-# FOLDED     threads = "2"
-# FOLDED
-# FOLDED     [arithmetic.results]
-# FOLDED     "sum of rows" = "32 strided sums (sequential), joined irregularly, depth 8 #9ce46445"
+# ── results of two machines ────────────────────────────────────────────────────────────────────────────────────────────
+
 
 TABLE = "arithmetic"
 """The table of ``run.toml``."""

@@ -2,8 +2,8 @@
 
 A linear layer multiplies three times: ``output`` = x · wᵀ, ``grad_input`` = dy · w, ``grad_weight`` = dyᵀ · x. Each is a
 :class:`Product` of two operands, and each operand has a :class:`Cast`: its format, granularity (which values share a scale),
-rounding and scaling. The kernels, the profiler, tests, documentation and ``narrowgauge show`` read the same table; a new
-compute is a new entry here and nothing else.
+rounding and scaling. A :class:`Slot` says which tensor an operand is, and which dimension of it the matmul contracts. The
+kernels, the profiler, tests, documentation and ``narrowgauge show`` read the same table; a new compute is a new row here.
 
 An operand is a matrix ``[rows, contraction]``. So ``row`` is one scale per dot product, ``1x32`` one per 32 terms of it, and
 ``column`` one per term. A scale per term cannot be factored out of the sum: it is multiplied into the *other* operand before
@@ -402,11 +402,10 @@ _COMPUTES = (
 COMPUTES: dict[str, Compute] = {compute.name: compute for compute in _COMPUTES}
 
 
-# FOLDED from spec.slots: Slots: the six operands of a linear layer's three matmuls, ``output.left`` to ``grad_weight.right``.
-# FOLDED
-# FOLDED A linear layer multiplies three times: ``output`` = x · wᵀ, ``grad_input`` = dy · w, ``grad_weight`` = dyᵀ · x. Each of its three
-# FOLDED tensors enters two of these matmuls, and each matmul contracts another dimension of it. A slot says which tensor it takes and how;
-# FOLDED :class:`~narrowgauge.spec.computes.Compute` says by which cast. The operators, the gauges and the profiler all read this table.
+# ── slots: the six operands ────────────────────────────────────────────────────────────────────────────────────────────
+#
+# Each of a layer's three tensors enters two of the matmuls, and each matmul contracts another dimension of it.
+
 
 TENSORS = ("input", "weight", "gradient")
 """The tensors of a layer: x ``[tokens, in]``, w ``[out, in]`` and dy ``[tokens, out]``, as in a layer's amax history."""
@@ -507,16 +506,16 @@ def first_of_input(layer: str) -> str:
     return parent + dot + next((names[0] for names in _SAME_INPUT if own in names), own)
 
 
-# FOLDED from spec.gathering: Narrow all-gathers: which computes can have FSDP2 gather a weight as the codes that their matmuls take.
-# FOLDED
-# FOLDED A sharded weight is gathered before each forward and each backward pass of its layer. A compute that casts it anyway can cast
-# FOLDED each shard first: one byte travels where a bfloat16 takes two, and the codes are the same, since a shard holds whole rows.
-# FOLDED Scales that cover several shards (of a tensor, of a column) need the largest magnitude over all of them first, a small
-# FOLDED all-reduce.
-# FOLDED
-# FOLDED Most computes cast the weight along ``in`` for ``output`` and along ``out`` for ``grad_input``. Where these are two casts, each
-# FOLDED gather carries the one that its pass needs; that takes FSDP2's ``reshard_after_forward``, and no activation checkpointing, whose
-# FOLDED backward pass needs both.
+# ── gathering: a weight that FSDP2 gathers as the codes that its matmuls take ──────────────────────────────────────────
+#
+# A sharded weight is gathered before each forward and each backward pass of its layer. A compute that casts it anyway can cast
+# each shard first: one byte travels where a bfloat16 takes two, and the codes are the same, since a shard holds whole rows.
+# Scales that cover several shards (of a tensor, of a column) need the largest magnitude over all of them first, a small
+# all-reduce.
+#
+# Most computes cast the weight along ``in`` for ``output`` and along ``out`` for ``grad_input``. Where these are two casts, each
+# gather carries the one that its pass needs. That takes FSDP2's ``reshard_after_forward``, and no activation checkpointing,
+# whose backward pass needs both.
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,15 +567,16 @@ def gathering_of(compute: Compute) -> Gathering:
     return Gathering(forward, backward)
 
 
-# FOLDED from spec.variants: Variants of computes, named by a suffix: ``float8-delayed+smooth``.
-# FOLDED
-# FOLDED ``smooth``: Smooth-SwiGLU. Each channel of a down projection's input is divided by its own power of two before the cast, and the
-# FOLDED weight's column is multiplied by it after *its* cast. So a channel with outliers neither saturates nor costs the other channels
-# FOLDED precision. It applies to computes whose input shares one scale; with scales per row or block it brings no measurable gain
-# FOLDED (docs/ideas/scaled-models.md).
-# FOLDED
-# FOLDED ``fresh``: in a compute with delayed scales, weights are scaled by their current amax. A weight changes once per step and its
-# FOLDED cast is cached for all micro-batches, so a delayed scale saves nothing there. ``smooth`` includes it.
+# ── variants, named by a suffix: ``float8-delayed+smooth`` ─────────────────────────────────────────────────────────────
+#
+# ``smooth``: Smooth-SwiGLU. Each channel of a down projection's input is divided by its own power of two before the cast, and
+# the weight's column is multiplied by it after *its* cast. So a channel with outliers neither saturates nor costs the other
+# channels precision. It applies to computes whose input shares one scale; with scales per row or block it brings no measurable
+# gain (docs/ideas/scaled-models.md).
+#
+# ``fresh``: in a compute with delayed scales, weights are scaled by their current amax. A weight changes once per step and its
+# cast is cached for all micro-batches, so a delayed scale saves nothing there. ``smooth`` includes it.
+
 
 SMOOTHED = ("down_proj", "*.down_proj")
 """Patterns of the layers whose input is the product of a gate and another projection."""

@@ -1,4 +1,4 @@
-"""The preset models: names, shapes and parameter counts.
+"""The preset models: names, shapes, parameter counts and usual learning rates.
 
 A preset is the shape of a decoder. The Hugging Face class of its family draws the weights, so nothing is downloaded. The small
 Llamas are Narrowgauge's: they are named by size, and their matrices suit narrow formats (widths are multiples of 32, heads are
@@ -207,7 +207,10 @@ def refuse_own_code(folder: Path) -> None:
         )
 
 
-# FOLDED from spec.learning_rates: Usual peak learning rates by size of the model: the trainer's defaults, and what a diagnosis compares a run's own with.
+# ── usual peak learning rates by size ──────────────────────────────────────────────────────────────────────────────────
+#
+# The trainer's defaults, and what a diagnosis compares a run's own with.
+
 
 LEARNING_RATES = ((4e6, 3e-3), (6e7, 1e-3), (6e8, 6e-4), (math.inf, 3e-4))
 """Peak learning rate by number of parameters, below each bound. Up to 100 million: rates at which small Llamas on source text are

@@ -1,10 +1,12 @@
-"""Names of recipes in other libraries, and the recipe that each one means.
+"""Reading recipes: from a name (``compute/storage/reduction``), from another library's name, or from a TOML table.
 
-A name that means exactly one recipe is accepted. A name that is ambiguous, or has no equivalent here, is refused with the
-reason and the nearest recipes. Short spellings of formats (``bf16``) are expanded, ignoring case, before a name is looked up.
+Short spellings of formats (``bf16``) are expanded, ignoring case, before a name is looked up. A name of another library that
+means exactly one recipe is accepted. A name that is ambiguous, or has no equivalent here, is refused with the reason and the
+nearest recipes. The name of a 16-bit format alone is refused as a recipe, since libraries mean different weights and moments by
+it; as a part of one (``bf16/word``, ``compute = "bf16"``) it is the compute.
 
-The name of a 16-bit format alone is refused as a recipe, since libraries mean different weights and moments by it; as a part of
-one (``bf16/word``, ``compute = "bf16"``) it is the compute.
+A table can also name modules that stay wide, other computes or storages for some modules, computes for phases of a run, and a
+compute for evaluation.
 """
 
 from __future__ import annotations
@@ -207,10 +209,8 @@ def require_one_compute(said: str) -> None:
         raise alias.refusal(said)
 
 
-# FOLDED from spec.notation: Reading recipes: from a name, ``compute/storage/reduction`` or a short form of it, or from a TOML table.
-# FOLDED
-# FOLDED A table can also name modules that stay wide, other computes or storages for some modules, computes for phases of a run, and a
-# FOLDED compute for evaluation.
+# ── names and tables ───────────────────────────────────────────────────────────────────────────────────────────────────
+
 
 DEFAULT_STORAGE: dict[str, str] = {
     **dict.fromkeys(COMPUTES, "word"),

@@ -1,7 +1,8 @@
-"""The tables of formats, recipes, aliases, computes, gathers, scales, storages, reductions, chips, models and frameworks.
+"""The tables that ``narrowgauge show`` prints, and one format, value or recipe in full.
 
 Each table is a list of dicts, derived from the same values that the rest of the package computes with. ``--json`` prints all of
-a dict; a terminal and the documentation print selected columns.
+a dict; a terminal and the documentation print selected columns. ``detail_*`` functions return one format, value or recipe in
+full as plain values for JSON, ``page_*`` functions the same values as tables to print.
 """
 
 from __future__ import annotations
@@ -284,9 +285,8 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
 }  # fmt: skip
 
 
-# FOLDED from spec.details: One format, value or recipe in full, for ``narrowgauge show format``, ``show value`` and ``show recipe``.
-# FOLDED
-# FOLDED ``detail_*`` functions return plain values for JSON, ``page_*`` functions the same values as tables to print.
+# ── one format, value or recipe in full ────────────────────────────────────────────────────────────────────────────────
+
 
 _EXAMPLE_PARAMETERS = 1_000_000_000
 """A model size at which bytes per parameter are gigabytes."""

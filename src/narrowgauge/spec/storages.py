@@ -1,11 +1,12 @@
-"""Codes: how one float32 is rounded to fewer bits, and how the fields of a parameter share words.
+"""Storages: how a weight and its moments are stored between optimizer steps, and the codes that they are rounded to.
 
-A stored value is a float32 rounded to fewer bits. The upper bits of a weight are the bfloat16 (or float16) that the model sees;
-its *tail* is the signed remainder, so that both together give the stored value back exactly. A code of a moment keeps a few
-exponent and mantissa bits of the float32, or of the float32 divided by a power of two that its row shares. The published
-baselines store a second *number* instead, the low part of an expansion.
+A stored value is a float32 rounded to fewer bits by a :class:`Code`. The upper bits of a weight are the bfloat16 (or float16)
+that the model sees; its *tail* is the signed remainder, so that both together give the stored value back exactly. A code of a
+moment keeps a few exponent and mantissa bits of the float32, or of the float32 divided by a power of two that its row shares.
+The published baselines store a second *number* instead, the low part of an expansion.
 
-"Nearest" means ties away from zero, except in the baselines whose sources round ties to even.
+"Nearest" means ties away from zero, except in the baselines whose sources round ties to even. A :class:`Storage` names a code
+for the weight and for each moment. The optimizer, tests, documentation and ``narrowgauge show`` read the same table.
 """
 
 from __future__ import annotations
@@ -170,10 +171,8 @@ def _partitions(
             yield ((first, *group), *way[:place], *way[place + 1 :])
 
 
-# FOLDED from spec.storages: Storages: how a weight and its moments are stored between optimizer steps.
-# FOLDED
-# FOLDED A storage names a code (:mod:`narrowgauge.spec.storages`) for the weight and for each moment. The optimizer, tests, documentation and
-# FOLDED ``narrowgauge show`` read the same table.
+# ── storages ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
 
 Arithmetic = Literal["float32", "expansion"]
 STATE_NAMES = ("exp_avg", "exp_avg_sq")

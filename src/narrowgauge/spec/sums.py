@@ -1,8 +1,12 @@
-"""Accumulations: the format in which gradients of micro-batches are summed.
+"""Sums of gradients: over the micro-batches of a rank (accumulations), and across ranks (reductions).
 
-A batch that does not fit into memory is split into micro-batches. When autograd adds their gradients in bfloat16, a sum of equal
-gradients stops at 256 of them. The other accumulations keep the sum in one or two buffers (*planes*) of the parameter's shape and
-round it once, at the end. :mod:`narrowgauge.optim.accumulation` implements them.
+Floating-point addition is not associative, and in few bits it is not even adequate: when autograd adds the gradients of
+micro-batches in bfloat16, a sum of equal gradients stops at 256 of them. The other accumulations keep the sum in one or two
+buffers (*planes*) of the parameter's shape and round it once, at the end (:mod:`narrowgauge.optim.accumulation`).
+
+Across ranks the sum of the same gradients differs with the number of ranks, with the order in which they arrive, and with the
+micro-batches that each rank has added before. A reduction states what a sum may lose, and whether it depends on any of these
+(:mod:`narrowgauge.distributed`).
 """
 
 from __future__ import annotations
@@ -79,11 +83,7 @@ def naive_limit() -> int:
     return 1 + int(2.0 ** -STORAGES["word"].exp_avg.mantissa_bits / ACCUMULATIONS["bfloat16"].addition)
 
 
-# FOLDED from spec.reductions: Reductions: how gradients are summed across ranks, and the format in which they travel.
-# FOLDED
-# FOLDED Floating-point addition is not associative: the sum of the same gradients differs with the number of ranks, with the order in
-# FOLDED which they arrive, and with the micro-batches that each rank has added before. A reduction states what a sum may lose, and whether
-# FOLDED it depends on any of these. :mod:`narrowgauge.distributed` implements them.
+# ── reductions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)

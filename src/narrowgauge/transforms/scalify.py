@@ -1,16 +1,25 @@
-"""Rules for functions of scaled tensors: matmuls, norms, activations, attention. Strip scales, run the op, restore scales.
+"""Scalify: every tensor of a model carries a power-of-two scale, so that the operands of its matmuls are near one.
 
-A function of real values ``y = f(x)`` runs on plain tensors. :func:`enter` divides each operand by its unit, the function
-returns ``raw``, and :func:`leave` returns the scaled tensor ``raw * scale``. The chain rule then fixes the backward pass: if
-``dy`` is the gradient of ``y``, then ``dx = (dy.scale * scale / unit) * vjp(dy.data)``, where ``vjp`` is PyTorch's own backward
-of the plain function. So a gradient's data pass unchanged through the plain backward, with a size near one, and its scale is
-passed around it from ``leave`` to ``enter``, as the gradient of a *token* that has no other use. Values are therefore right
-whatever units, scales and sizes a rule chooses; these only decide where data lie in the format's range. A *size* is the root
-mean square of ``raw`` or of a ``vjp``: data are divided by it and the scale is multiplied by it.
+Narrow formats lose numbers far from one: a gradient of 1e-6 is zero in ``float8_e4m3fn``. The usual remedy measures each operand
+of each matmul before the cast. Scalify propagates scales instead: a tensor is ``data * scale``, and a rule for each operation
+gives its result a scale, forward and backward (:mod:`narrowgauge.spec.propagation`). Matmuls and sums guess the size of their
+results. It is measured where errors of guesses would accumulate: results of activations, gradients behind a norm, and weights. A
+float8 matmul then needs no scale and no amax: it casts ``data`` directly.
 
-:mod:`narrowgauge.spec.propagation` lists which sizes are guessed and which are measured. Guesses assume independent operands, and
-training makes them less independent; e4m3 tolerates a factor of about ten upwards and a hundred downwards, and e5m2, the format
-of gradients, ten thousand either way.
+The model keeps its parameters, their names and its class. Only the modules that own parameters, and the activations, compute by
+a rule; everything between them (residual sums, splits, rotations, the attention) is the model's own code, run on scaled tensors.
+Tensors are scaled from the embedding to the last norm; logits and the parameters' gradients are plain tensors.
+
+**Functions.** A function of real values ``y = f(x)`` runs on plain tensors. :func:`enter` divides each operand by its unit, the
+function returns ``raw``, and :func:`leave` returns the scaled tensor ``raw * scale``. The chain rule then fixes the backward
+pass: if ``dy`` is the gradient of ``y``, then ``dx = (dy.scale * scale / unit) * vjp(dy.data)``, where ``vjp`` is PyTorch's own
+backward of the plain function. So a gradient's data pass unchanged through the plain backward, with a size near one, and its
+scale is passed around it from ``leave`` to ``enter``, as the gradient of a *token* that has no other use. Values are therefore
+right whatever units, scales and sizes a rule chooses; these only decide where data lie in the format's range. A *size* is the
+root mean square of ``raw`` or of a ``vjp``: data are divided by it and the scale is multiplied by it.
+
+Guessed sizes assume independent operands, and training makes them less independent; e4m3 tolerates a factor of about ten upwards
+and a hundred downwards, and e5m2, the format of gradients, ten thousand either way.
 """
 
 from __future__ import annotations
@@ -287,17 +296,8 @@ def attention(
 FUNCTIONS[F.scaled_dot_product_attention] = attention
 
 
-# FOLDED from transforms.scalify: Scalify: every tensor of a model carries a power-of-two scale, so that the operands of its matmuls are near one.
-# FOLDED
-# FOLDED Narrow formats lose numbers far from one: a gradient of 1e-6 is zero in ``float8_e4m3fn``. The usual remedy measures each operand
-# FOLDED of each matmul before the cast. Scalify propagates scales instead: a tensor is ``data * scale``, and a rule for each operation
-# FOLDED gives its result a scale, forward and backward (:mod:`narrowgauge.spec.propagation`). Matmuls and sums guess the size of their
-# FOLDED results. It is measured where errors of guesses would accumulate: results of activations, gradients behind a norm, and
-# FOLDED weights. A float8 matmul then needs no scale and no amax: it casts ``data`` directly.
-# FOLDED
-# FOLDED The model keeps its parameters, their names and its class. Only the modules that own parameters, and the activations, compute by a
-# FOLDED rule; everything between them (residual sums, splits, rotations, the attention) is the model's own code, run on scaled tensors.
-# FOLDED Tensors are scaled from the embedding to the last norm; logits and the parameters' gradients are plain tensors.
+# ── modules that compute by a rule ─────────────────────────────────────────────────────────────────────────────────────
+
 
 __all__ = ["Measurements", "Scaled", "measurements", "scalify"]
 

@@ -1,14 +1,14 @@
-"""The rules of unit scaling: the constant that keeps each operation's output, and each of its gradients, at unit variance.
+"""The modules of a Llama or GPT-2 with unit scaling's constants in their forward, and the rules that give the constants.
 
-A product of matrices with independent entries of variance one has entries of variance ``fan_in``; divided by the root of
-that, they fit the range of any narrow format. Its backward sums over ``fan_out`` and, for the weight, over tokens, so forward and
+A product of matrices with independent entries of variance one has entries of variance ``fan_in``; divided by the root of that,
+they fit the range of any narrow format. Its backward sums over ``fan_out`` and, for the weight, over tokens, so forward and
 backward need *different* constants. A constant may differ from the true derivative's where the gradient ends (a weight: an
 optimizer such as Adam is independent of its scale) or where another constant compensates it later; everywhere else they are
 equal, so that each parameter's gradient is a multiple of the true one. :func:`scaled` applies different constants forward and
 backward.
 
-Source: Blake et al., Unit Scaling, arXiv 2303.11257; Blake et al., u-muP, arXiv 2407.17465 (residual weights: appendix G).
-All multipliers that u-muP leaves to tuning are 1 here.
+Source: Blake et al., Unit Scaling, arXiv 2303.11257; Blake et al., u-muP, arXiv 2407.17465 (residual weights: appendix G). All
+multipliers that u-muP leaves to tuning are 1 here.
 """
 
 from __future__ import annotations
@@ -152,12 +152,11 @@ def cross_entropy_gradient(vocab_size: int) -> float:
     return vocab_size / math.sqrt(vocab_size - 1)
 
 
-# FOLDED from transforms.unit_layers: The modules of a Llama or GPT-2 with unit scaling's constants in their forward.
-# FOLDED
-# FOLDED Each class is Hugging Face's own with another ``forward``: setting a module's class keeps its parameters, names, hooks and
-# FOLDED position in the model. Linear layers inside a decoder layer are *called* and can be of any class.
-# FOLDED
-# FOLDED Values that differ between layers are tensors, not Python numbers, so that compiled layers share one graph.
+# ── modules ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# Each class is Hugging Face's own with another ``forward``: setting a module's class keeps its parameters, names, hooks and
+# position in the model. Linear layers inside a decoder layer are *called* and can be of any class. Values that differ between
+# layers are tensors, not Python numbers, so that compiled layers share one graph.
 
 
 class UnitEmbedding(nn.Embedding):

@@ -234,12 +234,12 @@ def _draw(model: nn.Module, seed: int) -> None:
             module.weight[module.padding_idx] = 0.0
 
 
-# FOLDED from transforms.unit_export: A unit-scaled model as a plain one: its constants are multiplied into the weights, for programs without unit scaling.
-# FOLDED
-# FOLDED All constants of the forward pass are linear. Those of a linear layer are multiplied into its weight and bias; the rest of
-# FOLDED attention's into the queries, and ``1 / width`` of the logits into the last norm, so that tied weights stay tied. The
-# FOLDED residual stream's own factors cancel because every norm divides by them: the plain stream is the unit one times a number that
-# FOLDED grows with depth, and each branch is multiplied by that number where it is added.
+# ── the same model as a plain one, for programs without unit scaling ───────────────────────────────────────────────────
+#
+# All constants of the forward pass are linear, so they can be multiplied into the weights. Those of a linear layer go into its
+# weight and bias; the rest of attention's into the queries, and ``1 / width`` of the logits into the last norm, so that tied
+# weights stay tied. The residual stream's own factors cancel because every norm divides by them: the plain stream is the unit
+# one times a number that grows with depth, and each branch is multiplied by that number where it is added.
 
 
 @torch.no_grad()
