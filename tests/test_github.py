@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from narrowgauge.cli.main import main
 from narrowgauge.spec.frameworks import TESTED_TORCH
+from selection import RECORD
 
 ROOT = Path(__file__).parents[1]
 FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
@@ -111,23 +112,37 @@ def test_every_python_has_one_version_of_each_package() -> None:
 
 FAKE_PYTHON = """#!/bin/sh
 echo "$@" >> "{log}"
-case "$1 $3" in "-c any") echo here ;; esac
+case "$1 $3" in "-c any") echo here ;; "-m config") cat "{folder}/pip_configuration" ;; esac
+case "$1" in tests/selection.py) cat "{folder}/owed" ;; esac
 """
+
+
+def fake_checkout(folder: Path, *files: str) -> Path:
+    """A folder with ./dev and a Python and a uv that only write down how they are called; returns where."""
+    log = folder / "log"
+    for program in (folder / ".venv" / "bin" / "python", folder / "uv"):
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(FAKE_PYTHON.format(log=log, folder=folder))
+        program.chmod(0o755)
+    for name in ("dev", "pyproject.toml", "constraints.txt", *files):
+        shutil.copy(ROOT / name, folder)
+    (folder / "pip_configuration").write_text("")
+    (folder / "owed").write_text("")
+    return log
+
+
+def calls_of_dev(folder: Path, *words: str, uv: str = "") -> list[str]:
+    (folder / "log").write_text("")
+    subprocess.run([folder / "dev", *words], check=True, cwd=folder, capture_output=True, env={**os.environ, "UV": uv})
+    return (folder / "log").read_text().splitlines()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="./dev is a shell script")
 def test_dev_installs_by_the_constraints_once_and_again_when_they_change(tmp_path: Path) -> None:
-    log, python = tmp_path / "log", tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(FAKE_PYTHON.format(log=log))
-    python.chmod(0o755)
-    for name in ("dev", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
+    fake_checkout(tmp_path)
 
     def installed() -> int:
-        log.write_text("")
-        subprocess.run([tmp_path / "dev", "test", "-k", "some"], check=True, cwd=tmp_path, capture_output=True)
-        calls = log.read_text().splitlines()
+        calls = calls_of_dev(tmp_path, "test", "-k", "some")
         assert calls[-1] == "-m pytest -n 2 -k some"
         installs = [call for call in calls if call.startswith("-m pip install")]
         assert all("--constraint constraints.txt --editable .[test]" in call for call in installs)
@@ -140,10 +155,52 @@ def test_dev_installs_by_the_constraints_once_and_again_when_they_change(tmp_pat
 
 
 @pytest.mark.skipif(os.name == "nt", reason="./dev is a shell script")
+def test_dev_installs_with_uv_from_where_pip_looks(tmp_path: Path) -> None:
+    fake_checkout(tmp_path)
+    (tmp_path / "pip_configuration").write_text(
+        "global.index-url='https://a.example/simple'\n:env:.index-url='https://b.example/simple'\n"
+        "global.find-links='/wheels'\n:env:.extra-index-url='https://c.example https://d.example'\nglobal.timeout='9'\n"
+    )
+    calls = calls_of_dev(tmp_path, "test", uv=str(tmp_path / "uv"))
+    (call,) = [call for call in calls if call.startswith("pip install")]
+    assert not any(call.startswith("-m pip install") for call in calls)
+    assert call == (
+        f"pip install --quiet --python {tmp_path}/.venv/bin/python --index-strategy unsafe-best-match --find-links /wheels "
+        "--index https://c.example --index https://d.example --default-index https://b.example/simple "
+        "--constraint constraints.txt --editable .[test]"
+    )
+    (tmp_path / "uv").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / ".venv" / ".dev-test").unlink()
+    calls = calls_of_dev(tmp_path, "test", uv=str(tmp_path / "uv"))
+    assert len([call for call in calls if call.startswith("-m pip install")]) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="./dev is a shell script")
+@pytest.mark.parametrize("owed", ["", "--whole optim --whole integrations/test_peft.py"])
+def test_dev_ci_runs_what_is_owed_beyond_the_readme_s_command(owed: str, tmp_path: Path) -> None:
+    fake_checkout(tmp_path, "README.md")
+    (tmp_path / "owed").write_text(owed)
+    calls = calls_of_dev(tmp_path, "ci")
+    assert calls.index("tests/selection.py") < calls.index("-m mypy")
+    assert calls[-1] == f"-m pytest -n 2 {owed}".strip()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="./dev is a shell script")
+@pytest.mark.parametrize(
+    ("words", "extras"),
+    [(["--all"], "integrations"), (["--whole", "integrations/test_peft.py"], "integrations"), ([], "")],
+)
+def test_dev_installs_frameworks_where_their_tests_run(words: list[str], extras: str, tmp_path: Path) -> None:
+    fake_checkout(tmp_path)
+    installs = [call for call in calls_of_dev(tmp_path, "test", *words) if call.startswith("-m pip install")]
+    assert [call.split()[-1] for call in installs] == [".[test]", *([f".[{extras}]"] if extras else [])]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="./dev is a shell script")
 def test_dev_tests_another_torch_beside_and_leaves_the_first_alone(tmp_path: Path) -> None:
     log, python = tmp_path / "log", tmp_path / ".venv-torch-2.15.0" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(FAKE_PYTHON.format(log=log))
+    python.write_text(FAKE_PYTHON.format(log=log, folder=tmp_path))
     python.chmod(0o755)
     (tmp_path / ".ci").mkdir()
     for name in ("dev", "pyproject.toml", "constraints.txt", ".ci/other_torch.py"):
@@ -163,7 +220,16 @@ def test_the_workflow_may_only_read_and_cancels_what_is_out_of_date() -> None:
     assert found["permissions"] == {"contents": "read"}
     assert found["concurrency"]["cancel-in-progress"] is True
     # YAML 1.1 reads the key `on` as true.
-    assert set(found[True]) == {"push", "pull_request", "workflow_dispatch"}
+    assert set(found[True]) == {"push", "pull_request", "workflow_dispatch", "schedule"}
+
+
+def test_the_workflow_runs_everything_each_night_and_what_is_owed_on_each_push() -> None:
+    jobs = workflow()["jobs"]
+    assert {job["if"] for name, job in jobs.items() if name != "whole"} == {"github.event_name != 'schedule'"}
+    assert "'schedule'" in jobs["whole"]["if"]
+    steps = jobs["whole"]["steps"]
+    assert "./dev test --all" in [step.get("run") for step in steps]
+    assert steps[-1]["with"]["path"] == RECORD.relative_to(ROOT).as_posix()
 
 
 def test_the_kernels_that_are_cached_depend_on_files_that_there_are() -> None:
