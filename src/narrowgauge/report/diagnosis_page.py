@@ -11,7 +11,7 @@ from itertools import count
 import markupsafe
 import numpy as np
 
-from narrowgauge.analysis.diagnosis.diagnosis import Diagnosis, Finding
+from narrowgauge.analysis.diagnosis.diagnosis import CauseFinding, Diagnosis
 from narrowgauge.analysis.diagnosis.evidence import step_of
 from narrowgauge.analysis.diagnosis.pairs.first_difference import Parting
 from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns
@@ -219,11 +219,11 @@ def _doubts(found: Diagnosis) -> list[str]:
     return said
 
 
-def _hindsights(known: Sequence[tuple[Finding, Hindsight | None]], run: Run) -> list[Table]:
+def _hindsights(known: Sequence[tuple[CauseFinding, Hindsight | None]], run: Run) -> list[Table]:
     return [hindsight_table(finding, run, when) for finding, when in known if when is not None]
 
 
-def _earlier(known: Sequence[tuple[Finding, Hindsight | None]], run: Run) -> list[str]:
+def _earlier(known: Sequence[tuple[CauseFinding, Hindsight | None]], run: Run) -> list[str]:
     dated = [(finding, when) for finding, when in known if when is not None]
     first = min(dated, key=lambda pair: pair[1].sign, default=None)
     said = earlier(*first, run) if first is not None else []
@@ -239,7 +239,7 @@ def _earlier(known: Sequence[tuple[Finding, Hindsight | None]], run: Run) -> lis
 _OF_REPLAYS = {sign.name for sign in SIGNS_OF_REPLAYS}
 
 
-def _is_of_replay(finding: Finding) -> bool:
+def _is_of_replay(finding: CauseFinding) -> bool:
     """Whether a replay showed a sign of it, so that no earlier record could have."""
     return any(sign.sign in _OF_REPLAYS for sign in finding.chain)
 
@@ -330,7 +330,7 @@ _HOW = (
 )
 _CROSS = " A cross at the top is a value that is not finite."
 
-Known = Sequence[tuple[Finding, Hindsight | None]]
+Known = Sequence[tuple[CauseFinding, Hindsight | None]]
 
 
 def timelines(known: Known, run: Run) -> list[Figure]:
@@ -366,7 +366,7 @@ def _words(name: str) -> str:
     return name.replace("_", " ") + (f" ({unit})" if unit and unit != "s" else "")
 
 
-def _moments(finding: Finding, when: Hindsight, place: int) -> list[Row]:
+def _moments(finding: CauseFinding, when: Hindsight, place: int) -> list[Row]:
     word = when.word
     if word is None:
         return [mark(when.sign, f"{finding.cause.name}: first sign, step {when.sign}", place, "dot")]
@@ -416,7 +416,7 @@ def mark(step: int, name: str, place: int, dash: str) -> Row:
     }  # fmt: skip
 
 
-def chain_figure(findings: Sequence[Finding]) -> list[Figure]:
+def chain_figure(findings: Sequence[CauseFinding]) -> list[Figure]:
     """The signs of the findings, each a line over the steps from where it begins.
 
     Args:

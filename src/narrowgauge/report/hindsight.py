@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from narrowgauge.analysis.diagnosis.diagnosis import Finding, diagnose
+from narrowgauge.analysis.diagnosis.diagnosis import CauseFinding, diagnose
 from narrowgauge.analysis.diagnosis.evidence import step_of
 from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS
 from narrowgauge.analysis.monitor.alarms import number
@@ -40,7 +40,7 @@ class Hindsight:
     named: int | None
 
 
-def hindsight(finding: Finding, run: Run) -> Hindsight | None:
+def hindsight(finding: CauseFinding, run: Run) -> Hindsight | None:
     """When the fault behind a finding could have been known.
 
     Args:
@@ -56,7 +56,7 @@ def hindsight(finding: Finding, run: Run) -> Hindsight | None:
     return Hindsight(finding.step, _live_word(finding, run), _named_from(finding, run))
 
 
-def _live_word(finding: Finding, run: Run) -> Row | None:
+def _live_word(finding: CauseFinding, run: Run) -> Row | None:
     """The first recorded event, from the first sign on, of a kind that the finding's signs read."""
     reads = [read for sign in finding.chain for read in SIGNS[sign.sign].reads]
     kinds = {kind for table, _, kind in (read.partition(".") for read in reads) if table == "events"}
@@ -64,7 +64,7 @@ def _live_word(finding: Finding, run: Run) -> Row | None:
     return min(words, key=step_of, default=None)
 
 
-def _named_from(finding: Finding, run: Run) -> int | None:
+def _named_from(finding: CauseFinding, run: Run) -> int | None:
     """The first of the records that end 0, 1, 3, 7, … steps after the sign which names the cause."""
     steps = [row["step"] for row in run.steps if row["step"] >= (finding.step or 0)]
     ends = [steps[min(2**k, len(steps)) - 1] for k in range(len(steps).bit_length() + 1)] if steps else []
@@ -132,7 +132,7 @@ def _seconds(rows: list[Row]) -> float:
 _COLUMNS = text_columns(moment="moment", what_it_says="says", trained_after_it="after")
 
 
-def hindsight_table(finding: Finding, run: Run, found: Hindsight) -> Table:
+def hindsight_table(finding: CauseFinding, run: Run, found: Hindsight) -> Table:
     """The three moments, each with what was trained after it.
 
     Args:
@@ -159,7 +159,7 @@ def _row(moment: str, says: str, after: str) -> Row:
     return {"moment": moment, "says": says, "after": after}
 
 
-def _why_silent(finding: Finding, run: Run) -> str:
+def _why_silent(finding: CauseFinding, run: Run) -> str:
     if run.is_foreign or not run.events:
         return "no detector ran with the training (narrowgauge.RunRecorder adds them to any loop)"
     reads = {read.partition(".")[0] for sign in finding.chain for read in SIGNS[sign.sign].reads}
@@ -168,7 +168,7 @@ def _why_silent(finding: Finding, run: Run) -> str:
     return "what the detectors saw did not pass their thresholds in time"
 
 
-def earlier(finding: Finding, found: Hindsight, run: Run) -> list[str]:
+def earlier(finding: CauseFinding, found: Hindsight, run: Run) -> list[str]:
     """What would have shown the fault earlier, or acted on it, and at which cost: sentences.
 
     Args:
@@ -205,7 +205,7 @@ def _watching(run: Run, sign: int) -> str:
 _PERIODS = {"gauges_every": "--gauges-every", "audit_every": "--audit-every"}
 
 
-def _sampling(finding: Finding, run: Run) -> list[str]:
+def _sampling(finding: CauseFinding, run: Run) -> list[str]:
     """How late a sampled sign may be, and what it costs to sample more often."""
     first = next((each for each in finding.chain if each.step is not None), None)
     needs = SIGNS[first.sign].needs if first is not None else ""

@@ -26,8 +26,8 @@ from narrowgauge.analysis.diagnosis.posterior import (
 from narrowgauge.analysis.diagnosis.replay_findings import ReplayedStep
 from narrowgauge.analysis.diagnosis.signs.sign import Observation
 from narrowgauge.analysis.diagnosis.signs.sign_table import observe
-from narrowgauge.analysis.monitor.alarms import module_of
-from narrowgauge.analysis.monitor.detectors import SAFER
+from narrowgauge.analysis.monitor.detectors import advice_values
+from narrowgauge.runs.finding import Finding, at_step
 from narrowgauge.runs.record import Run, read_run
 
 NUM_ALTERNATIVES = 3
@@ -38,29 +38,33 @@ LEAST_STEPS = 20
 _CHAIN = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One cause of what a run shows.
+@dataclass(frozen=True, kw_only=True)
+class CauseFinding(Finding):
+    """A cause of what a run shows: a finding that knows its evidence. ``where`` is the tensor in which it shows first.
 
     Args:
         cause: what it is.
         probability: of this cause, among all that the run can have.
-        step: the first step at which it shows.
-        tensor: where it shows first.
         chain: its signs that are present, by step.
         against: signs that it predicts and the run lacks.
         alternatives: the most likely other causes.
-        remedy: what to do, in a recipe's or a setting's words.
     """
 
     cause: Cause
     probability: float
-    step: int | None
-    tensor: str | None
     chain: tuple[Observation, ...]
     against: tuple[str, ...]
     alternatives: tuple[Ranked, ...]
-    remedy: str
+
+    @property
+    def tensor(self) -> str | None:
+        """Where it shows first; ``None`` where it shows in no tensor."""
+        return self.where or None
+
+    @property
+    def remedy(self) -> str:
+        """What to do, in a recipe's or a setting's words."""
+        return self.advice
 
     def to_dict(self) -> dict[str, Any]:
         """The finding as values for JSON."""
@@ -97,7 +101,7 @@ class Diagnosis:
     """
 
     name: str
-    findings: tuple[Finding, ...]
+    findings: tuple[CauseFinding, ...]
     verdict: str
     causes: tuple[Ranked, ...]
     next_measurement: Measurement | None
@@ -134,10 +138,10 @@ class Diagnosis:
         lines = [f"{self.name}: {self.verdict}"]
         for finding in self.findings[:2]:
             shown = finding.chain[: _CHAIN if len(self.findings) == 1 else 2]
-            lines += [f"  {_at(sign)}{sign.sentence}" for sign in shown]
+            lines += [f"  {at_step(sign.step, sign.sentence)}" for sign in shown]
             lines.append(f"  what to do: {finding.remedy}")
         if not self.findings:
-            lines += [f"  {_at(sign)}{sign.sentence}" for sign in self.signs[:_CHAIN]]
+            lines += [f"  {at_step(sign.step, sign.sentence)}" for sign in self.signs[:_CHAIN]]
         if self.next_measurement is not None:
             lines.append(
                 f"  next: {self.next_measurement.what} (distinguishes {', '.join(self.next_measurement.tells)})"
@@ -221,23 +225,28 @@ def _notes(evidence: Evidence, seen: Observations) -> Iterator[str]:
                     yield f"{seen[name].sentence} ({cause.name}); no effect shows"
 
 
-def _finding(evidence: Evidence, seen: Observations, first: Ranked, others: Sequence[Ranked]) -> Finding:
-    chain = _by_step(seen[name] for name in explained(first.cause, seen))
+def _finding(evidence: Evidence, seen: Observations, first: Ranked, others: Sequence[Ranked]) -> CauseFinding:
+    cause, chain = first.cause, _by_step(seen[name] for name in explained(first.cause, seen))
     tensor = next((sign.tensor for sign in chain if sign.tensor), None)
     storage = evidence.recipe.storage if evidence.recipe is not None else None
-    fields = {
-        "tensor": tensor or "the tensor",
-        "module": module_of(tensor or "") or "the layer",
-        "cure": storage.cure if storage is not None else "word",
-        "safer": SAFER.get(evidence.compute.partition("+")[0], "bfloat16"),
-    }
-    rest = tuple(row for row in others[:NUM_ALTERNATIVES] if row.probability >= 0.001)
-    step = next((sign.step for sign in chain if sign.step is not None), None)
-    remedy = first.cause.remedy.format(**fields)
-    return Finding(first.cause, first.probability, step, tensor, chain, tuple(against(first.cause, seen)), rest, remedy)
+    return CauseFinding.filled(
+        cause.name,
+        cause.title,
+        cause.remedy,
+        advice_values(tensor, storage, evidence.compute),
+        where=tensor or "",
+        severity="error",
+        step=next((sign.step for sign in chain if sign.step is not None), None),
+        source=cause.source,
+        cause=cause,
+        probability=first.probability,
+        chain=chain,
+        against=tuple(against(cause, seen)),
+        alternatives=tuple(row for row in others[:NUM_ALTERNATIVES] if row.probability >= 0.001),
+    )
 
 
-def _verdict(findings: Sequence[Finding], causes: Sequence[Ranked], num_losses: int) -> str:
+def _verdict(findings: Sequence[CauseFinding], causes: Sequence[Ranked], num_losses: int) -> str:
     if findings:
         return "; and ".join(_sentence(finding) for finding in findings) + "."
     if num_losses < LEAST_STEPS:
@@ -249,7 +258,7 @@ def _verdict(findings: Sequence[Finding], causes: Sequence[Ranked], num_losses: 
     return f"not known from this record: {asked}."
 
 
-def _sentence(finding: Finding) -> str:
+def _sentence(finding: CauseFinding) -> str:
     since = f" since step {finding.step}" if finding.step is not None else ""
     where = f", first in {finding.tensor}" if finding.tensor else ""
     return f"{finding.cause.title} ({finding.cause.name}, {finding.probability:.0%}){since}{where}"
@@ -257,10 +266,6 @@ def _sentence(finding: Finding) -> str:
 
 def _by_step(signs: Any) -> tuple[Observation, ...]:
     return tuple(sorted(signs, key=lambda sign: -1 if sign.step is None else sign.step))
-
-
-def _at(sign: Observation) -> str:
-    return f"step {sign.step}: " if sign.step is not None else ""
 
 
 def _sign_dict(sign: Observation) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from narrowgauge.analysis.monitor.detectors import CONDITIONS, DETECTORS, SAFER, Detector, Facts, Metrics
+from narrowgauge.analysis.monitor.detectors import CONDITIONS, DETECTORS, Detector, Facts, Metrics, advice_values
 from narrowgauge.analysis.monitor.spikes import DriftJudge, Spike, SpikeJudge, StepJudgement
 from narrowgauge.analysis.monitor.stragglers import Stragglers
 from narrowgauge.runs.events import Event
+from narrowgauge.runs.finding import Finding
 from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
@@ -231,30 +232,29 @@ class Alarms:
     def _event(self, step: int, worst: _Trip, group: list[_Trip], sentences: Mapping[str, str]) -> Event:
         detector, name = worst.detector, worst.tensor
         spike = sentences.get("loss" if detector.kind == "loss_spike" else "gradient", "")
-        fields = {
-            "module": module_of(name or ""),
-            "cure": self.facts.storage.cure if self.facts.storage else "word",
-            "safer": SAFER.get(self.facts.compute.partition("+")[0], "bfloat16"),
-        }
         others = len({trip.tensor for trip in group}) - 1
         more = f"; the same holds for {others} more tensor{'s' if others > 1 else ''}" if others else ""
-        text = detector.message.format(value=worst.value, limit=worst.limit, spike=spike)
-        message = f"{name or ''} {text}{more}".strip()
-        advice = detector.advice.format(**fields)
-        return Event(detector.kind, step, message, name, worst.value, worst.limit, advice, detector=detector.name)
+        finding = Finding.filled(
+            detector.name,
+            f"{name or ''} {detector.message}{more}".strip(),
+            detector.advice,
+            {
+                "value": worst.value,
+                "limit": worst.limit,
+                "spike": spike,
+                **advice_values(name, self.facts.storage, self.facts.compute),
+            },
+            where=name or "",
+            value=worst.value,
+            threshold=worst.limit,
+        )
+        return Event.of(detector.kind, step, finding)
 
 
 _BY_TABLE: dict[str, tuple[Detector, ...]] = {
     table: tuple(row for row in DETECTORS.values() if row.table == table) for table in (*METRICS, "logits")
 }
 _OF_STEPS = tuple((row.field, row) for row in DETECTORS.values() if row.table == "steps")
-
-
-def module_of(tensor: str) -> str:
-    """The module of a tensor called ``KIND:MODULE``, ``KIND:PARAMETER`` or ``PARAMETER``, as a recipe's pattern names it."""
-    name = tensor.rpartition(":")[2]
-    module, _, last = name.rpartition(".")
-    return module if module and last in ("weight", "bias") else name
 
 
 # ── the metrics that detectors read ──────────────────────────────────────────────────────────────────────────────────────

@@ -438,3 +438,29 @@ SAFER: dict[str, str] = {
     "unit": "float8-row",
 }
 """For each compute the next one with more range or with finer-grained scales; ``bfloat16`` for those not listed."""
+
+
+def module_of(tensor: str) -> str:
+    """The module of a tensor called ``KIND:MODULE``, ``KIND:PARAMETER`` or ``PARAMETER``, as a recipe's pattern names it."""
+    name = tensor.rpartition(":")[2]
+    module, _, last = name.rpartition(".")
+    return module if module and last in ("weight", "bias") else name
+
+
+def advice_values(tensor: str | None, storage: Storage | None, compute: str) -> dict[str, str]:
+    """What the names in braces of an advice stand for, of detectors and of causes.
+
+    Args:
+        tensor: what it is about, if it is about one.
+        storage: of the run, where it is known.
+        compute: its name, or empty.
+    Example:
+        >>> advice_values("input:model.layers.0.mlp.down_proj", None, "float8-row")["safer"]
+        'float8-block'
+    """
+    return {
+        "tensor": tensor or "the tensor",
+        "module": module_of(tensor or "") or "the layer",
+        "cure": storage.cure if storage is not None else "word",
+        "safer": SAFER.get(compute.partition("+")[0], "bfloat16"),
+    }
