@@ -13,7 +13,7 @@ from statistics import fmean, median
 
 from narrowgauge.analysis.diagnosis.evidence import Evidence
 from narrowgauge.analysis.diagnosis.signs.event_signs import GAUGES, first_of
-from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
+from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, earliest, present
 from narrowgauge.analysis.diagnosis.signs.step_signs import BEFORE, LATER, level_of
 from narrowgauge.analysis.monitor.detectors import DETECTORS, MAX_BIAS
 from narrowgauge.runs.schema import FIRST_EXPONENT
@@ -65,26 +65,20 @@ def _dead_of_some(evidence: Evidence) -> dict[str, int]:
 
 
 def _layer_dead(evidence: Evidence) -> Observation:
-    dead = _dead_of_some(evidence)
     blocks: dict[str, list[int]] = {}
-    for name, step in dead.items():
+    for name, step in _dead_of_some(evidence).items():
         if block := _block_of(name):
             blocks.setdefault(block, []).append(step)
-    found = [(min(steps), block, len(steps)) for block, steps in blocks.items() if len(steps) > 1]
-    if not found:
-        return ABSENT
-    step, block, count = min(found)
-    return present(step, f"all {count} gradients of {block} are zero", block, float(count), 2.0)
+    found = [(min(steps), block, float(len(steps))) for block, steps in blocks.items() if len(steps) > 1]
+    return earliest(found, "all {value:.0f} gradients of {tensor} are zero", 2.0)
 
 
 def _one_dead(evidence: Evidence) -> Observation:
     dead = _dead_of_some(evidence)
     blocks = [_block_of(name) for name in dead]
     alone = [(step, name) for name, step in dead.items() if not _block_of(name) or blocks.count(_block_of(name)) == 1]
-    if not alone:
-        return ABSENT
-    step, name = min(alone)
-    return present(step, f"the gradient of {name} alone is zero, and those beside it are not", name)
+    said = "the gradient of {tensor} alone is zero, and those beside it are not"
+    return earliest(((step, name, None) for step, name in alone), said)
 
 
 def _all_dead(evidence: Evidence) -> Observation:
@@ -134,24 +128,23 @@ def _near_maximum(evidence: Evidence) -> Observation:
         for step, value in samples
         if value >= NEAR
     ]
-    if not found:
-        return ABSENT
-    step, name, value = min(found)
-    return present(step, f"{name} reaches {value:.3g}, and float16 ends at 65504", name, value, NEAR)
+    return earliest(found, "{tensor} reaches {value:.3g}, and float16 ends at 65504", NEAR)
+
+
+def _medians(samples: Samples) -> list[tuple[int, str, float]]:
+    """By step the median over all tensors that have a sample of it."""
+    steps: dict[int, list[float]] = {}
+    for values in samples.values():
+        for step, value in values:
+            steps.setdefault(step, []).append(value)
+    return [(step, "", median(values)) for step, values in steps.items()]
 
 
 def _large_updates(evidence: Evidence) -> Observation:
-    steps: dict[int, list[float]] = {}
-    for samples in evidence.metric("updates", "update_to_weight").values():
-        for step, value in samples:
-            steps.setdefault(step, []).append(value)
-    found = [(step, median(values)) for step, values in steps.items() if median(values) >= LARGE_UPDATE]
-    if len(found) < 2:
-        return ABSENT
-    step, value = min(found)
-    return present(
-        step, f"half of all weights change by {value:.0%} or more of their size in one step", None, value, LARGE_UPDATE
-    )
+    medians = _medians(evidence.metric("updates", "update_to_weight"))
+    found = [row for row in medians if row[2] >= LARGE_UPDATE]
+    said = "half of all weights change by {value:.0%} or more of their size in one step"
+    return earliest(found, said, LARGE_UPDATE, least=2)
 
 
 def _hardly_move(evidence: Evidence) -> Observation:
@@ -185,27 +178,17 @@ def _at_floor(evidence: Evidence) -> Observation:
         for step, value in samples
         if value >= MAX_BIAS and dict(frozen.get(name, [])).get(step, 0.0) >= DETECTORS["frozen-moments"].threshold
     ]
-    if not found:
-        return ABSENT
-    step, name, value = min(found)
-    said = f"the second moments of {name} do not move, and are {value:.1f} times what float32 would hold"
-    return present(step, said, name, value, MAX_BIAS)
+    said = "the second moments of {tensor} do not move, and are {value:.1f} times what float32 would hold"
+    return earliest(found, said, MAX_BIAS)
 
 
 def _below_eps(evidence: Evidence) -> Observation:
     eps = evidence.number_of("eps") or 0.0
-    steps: dict[int, list[float]] = {}
-    for samples in evidence.metric("tensors", "rms", "grad").values():
-        for step, value in samples:
-            if value > 0:
-                steps.setdefault(step, []).append(value)
-    found = [(step, median(values)) for step, values in steps.items() if median(values) <= eps]
-    if len(found) < max(2, len(steps) // 2):
-        return ABSENT
-    step, value = min(found)
-    return present(
-        step, f"half of all gradients have an rms below eps = {eps:g} (their median is {value:.2g})", None, value, eps
-    )
+    grads = evidence.metric("tensors", "rms", "grad")
+    medians = _medians({name: [row for row in samples if row[1] > 0] for name, samples in grads.items()})
+    found = [row for row in medians if row[2] <= eps]
+    said = f"half of all gradients have an rms below eps = {eps:g} (their median is {{value:.2g}})"
+    return earliest(found, said, eps, least=max(2, len(medians) // 2))
 
 
 def _wide_blocks(evidence: Evidence) -> Observation:
@@ -223,17 +206,16 @@ def _wide_blocks(evidence: Evidence) -> Observation:
 def _grads_finite(evidence: Evidence) -> Observation:
     """Where gradients hold values that are not finite in a sample while all inputs are finite."""
     bad = [
-        (step, name)
+        (step, name, None)
         for name, samples in evidence.metric("tensors", "nonfinite").items()
         if name.startswith(("grad:", "output_grad:"))
         for step, value in samples
         if value
     ]
     inputs = evidence.metric("tensors", "nonfinite", "input").values()
-    if not bad or any(value for samples in inputs for _, value in samples):
+    if any(value for samples in inputs for _, value in samples):
         return ABSENT
-    step, name = min(bad)
-    return present(step, f"{name} is not finite while every input is", name)
+    return earliest(bad, "{tensor} is not finite while every input is")
 
 
 _GRAD, _UPDATE = ("tensors.rms",), ("updates.update_to_weight",)
@@ -344,24 +326,20 @@ def _dominated(evidence: Evidence) -> list[tuple[int, str, float]]:
 
 
 def _massive(evidence: Evidence) -> Observation:
-    found = _dominated(evidence)
     if evidence.hidden_size is None:
         return UNKNOWN
-    if len(found) < 2:
-        return ABSENT
-    step, name, share = min(found)
-    said = f"one channel is nearly all of some tokens in {name} and {len(found) - 1} more ({share:.0%} of what a norm can give)"
-    return present(step, said, name, share, DOMINATES)
+    said = (
+        "one channel is nearly all of some tokens in {tensor} and {others} more ({value:.0%} of what a norm can give)"
+    )
+    return earliest(_dominated(evidence), said, DOMINATES, least=2)
 
 
 def _massive_in_narrow(evidence: Evidence) -> Observation:
     if not evidence.is_narrow():
         return ABSENT
-    found = [one for one in _dominated(evidence) if evidence.metric("tensors", "sqnr_db").get(one[1])]
-    if not found:
-        return ABSENT
-    step, name, _ = min(found)
-    return present(step, f"the cast of {name} shares one scale between such a channel and all others", name)
+    narrow = evidence.metric("tensors", "sqnr_db")
+    found = [(step, name, None) for step, name, _ in _dominated(evidence) if narrow.get(name)]
+    return earliest(found, "the cast of {tensor} shares one scale between such a channel and all others")
 
 
 def _growth_of(samples: Samples) -> dict[str, list[tuple[int, float]]]:
@@ -385,11 +363,8 @@ def _queries_grow(evidence: Evidence) -> Observation:
         beyond = [(step, value / median(row.get(step, 1.0) for row in others)) for step, value in rows]
         if all(factor >= GROWN for _, factor in beyond[-2:]):
             found.append((next(step for step, factor in beyond if factor >= GROWN), name, beyond[-1][1]))
-    if len(found) < 2:
-        return ABSENT
-    step, name, factor = min(found)
-    said = f"{name} and {len(found) - 1} more weights of queries and keys grew {factor:.1f} times as much as other matrices"
-    return present(step, said, name, factor, GROWN)
+    said = "{tensor} and {others} more weights of queries and keys grew {value:.1f} times as much as other matrices"
+    return earliest(found, said, GROWN, least=2)
 
 
 def _sharpens(evidence: Evidence) -> Observation:
@@ -402,10 +377,7 @@ def _sharpens(evidence: Evidence) -> Observation:
         fallen = [step for step, value in samples if value < 0.5 * first]
         if fallen and all(value < 0.5 * first for _, value in samples[-1:]):
             found.append((fallen[0], name, samples[-1][1] / first))
-    if not found:
-        return ABSENT
-    step, name, share = min(found)
-    return present(step, f"the entropy of {name} fell to {share:.0%} of what it was at first", name, share, 0.5)
+    return earliest(found, "the entropy of {tensor} fell to {value:.0%} of what it was at first", 0.5)
 
 
 def _logits_move(evidence: Evidence) -> Observation:
@@ -439,13 +411,10 @@ def _below_rate(evidence: Evidence) -> Observation:
                 ratios.setdefault(step, []).append(value * size / rate)
     if len(ratios) < 2 or evidence.is_unit_scaled():  # whose rates are those of each tensor
         return UNKNOWN
-    levels = [(step, median(values)) for step, values in ratios.items()]
-    low = [(step, level) for step, level in levels if level <= SMALL_UPDATE]
-    if len(low) < max(2, 0.8 * len(levels)):
-        return ABSENT
-    step, level = min(low)
-    said = f"updates are {level:.2g} of their learning rate, and AdamW's are a fifth to one where epsilon is small"
-    return present(step, said, None, level, SMALL_UPDATE)
+    levels = [(step, "", median(values)) for step, values in ratios.items()]
+    low = [row for row in levels if row[2] <= SMALL_UPDATE]
+    said = "updates are {value:.2g} of their learning rate, and AdamW's are a fifth to one where epsilon is small"
+    return earliest(low, said, SMALL_UPDATE, least=max(2, 0.8 * len(levels)))
 
 
 def _embedding_jumps(evidence: Evidence) -> Observation:
@@ -493,8 +462,8 @@ def _piled(evidence: Evidence) -> Observation:
     return ABSENT
 
 
-def _first_risen(series: Samples, limit_of: Callable[[float], float]) -> tuple[int, str, float] | None:
-    """The first tensor that rose, and stays: the step from which it reached its limit, its name and its last value.
+def _risen(series: Samples, limit_of: Callable[[float], float]) -> list[tuple[int, str, float]]:
+    """The tensors that rose and stay: the step from which each reached its limit, its name and its last value.
 
     Args:
         series: by tensor: steps and values.
@@ -505,7 +474,7 @@ def _first_risen(series: Samples, limit_of: Callable[[float], float]) -> tuple[i
         limit = limit_of(samples[0][1])
         if len(samples) >= FEWEST and all(value >= limit for _, value in samples[-2:]):
             found.append((next(step for step, value in samples if value >= limit), name, samples[-1][1]))
-    return min(found, default=None)
+    return found
 
 
 def _blocks_spread(evidence: Evidence) -> Observation:
@@ -515,13 +484,8 @@ def _blocks_spread(evidence: Evidence) -> Observation:
         for name, scales in (row.get("block_scales") or {}).items():
             if name.startswith(("input:", "weight:")) and scales and len(scales) == 3 and None not in scales:
                 series.setdefault(name, []).append((int(row["step"]), scales[2] - scales[1]))
-    found = _first_risen(series, lambda first: first + SPREAD)
-    if found is None:
-        return ABSENT
-    step, name, spread = found
-    return present(
-        step, f"blocks of {name} have scales up to 2^{spread:.0f} times the median one", name, spread, SPREAD
-    )
+    said = "blocks of {tensor} have scales up to 2^{value:.0f} times the median one"
+    return earliest(_risen(series, lambda first: first + SPREAD), said, SPREAD)
 
 
 def _blocks_lose(evidence: Evidence) -> Observation:
@@ -532,26 +496,16 @@ def _blocks_lose(evidence: Evidence) -> Observation:
     series = {
         name: samples for name, samples in evidence.metric("tensors", "underflow").items() if samples[0][1] < FEW_ZEROS
     }
-    found = _first_risen(series, lambda first: max(DETECTORS["underflow"].threshold, 3 * first))
-    if found is None:
-        return ABSENT
-    step, name, share = found
-    return present(
-        step, f"blocks of {name} round {share:.0%} of their values to zero, and did not at first", name, share
-    )
+    found = _risen(series, lambda first: max(DETECTORS["underflow"].threshold, 3 * first))
+    return earliest(found, "blocks of {tensor} round {value:.0%} of their values to zero, and did not at first")
 
 
 def _feature_drowns(evidence: Evidence) -> Observation:
     """After a gate, one feature with far more energy than all others, and it was not so at first."""
     ratios = evidence.metric("tensors", "top_to_rest", "input")
     series = {name: samples for name, samples in ratios.items() if name.endswith(AFTER_GATE)}
-    found = _first_risen(series, lambda first: max(DROWNS, 4 * first))
-    if found is None:
-        return ABSENT
-    step, name, value = found
-    return present(
-        step, f"one feature of {name} has {value:.0f} times the energy of all others together", name, value, DROWNS
-    )
+    said = "one feature of {tensor} has {value:.0f} times the energy of all others together"
+    return earliest(_risen(series, lambda first: max(DROWNS, 4 * first)), said, DROWNS)
 
 
 def _gradient_flows_past(evidence: Evidence) -> Observation:

@@ -7,7 +7,7 @@ what would record that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -53,6 +53,28 @@ def present(
 ) -> Observation:
     """An observation of a sign that is there; :meth:`Sign.observe` adds its name."""
     return Observation("present", "", step, tensor, value, threshold, sentence)
+
+
+def earliest(
+    found: Iterable[tuple[int, str, float | None]], message: str, threshold: float | None = None, least: float = 1
+) -> Observation:
+    """The earliest of the places at which a sign shows; absent where they are too few.
+
+    Args:
+        found: step, tensor (or empty) and value of each place.
+        message: what shows, with ``{tensor}``, ``{value}`` and ``{others}``, the number of the other places.
+        threshold: what the values were compared with.
+        least: places that make a sign.
+    Example:
+        >>> earliest([(20, "input:b", 9.0), (10, "input:a", 7.0)], "{tensor} reaches {value:g}, as {others} more").sentence
+        'input:a reaches 7, as 1 more'
+    """
+    places = list(found)
+    if not places or len(places) < least:
+        return ABSENT
+    step, tensor, value = min(places)
+    said = message.format(tensor=tensor, value=value, others=len(places) - 1)
+    return present(step, said, tensor or None, value, threshold)
 
 
 @dataclass(frozen=True, slots=True)
